@@ -1,0 +1,58 @@
+"""Post-training of language models in JAX: fine-tuning, reinforcement learning, distillation over one model core.
+
+Names load on first use, so that `import posttrain` and the command line's help stay fast.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from posttrain.batch import Batch as Batch
+    from posttrain.batch import LossOutput as LossOutput
+    from posttrain.batch import TokenStats as TokenStats
+    from posttrain.config import ConfigError as ConfigError
+    from posttrain.config import LoRA as LoRA
+    from posttrain.data.tokenizer import load_tokenizer as load_tokenizer
+    from posttrain.models.decoder import Decoder as Decoder
+    from posttrain.models.load import load_model as load_model
+    from posttrain.models.load import save_model as save_model
+    from posttrain.recipes.generate import generate as generate
+    from posttrain.recipes.rl import RL as RL
+    from posttrain.recipes.sft import SFT as SFT
+    from posttrain.trainer import Trainer as Trainer
+    from posttrain.tree import Mean as Mean
+
+__version__ = "0.1.0"
+
+_MODULES = {
+    "Batch": "posttrain.batch",
+    "ConfigError": "posttrain.config",
+    "Decoder": "posttrain.models.decoder",
+    "LoRA": "posttrain.config",
+    "LossOutput": "posttrain.batch",
+    "Mean": "posttrain.tree",
+    "RL": "posttrain.recipes.rl",
+    "SFT": "posttrain.recipes.sft",
+    "TokenStats": "posttrain.batch",
+    "Trainer": "posttrain.trainer",
+    "generate": "posttrain.recipes.generate",
+    "load_model": "posttrain.models.load",
+    "load_tokenizer": "posttrain.data.tokenizer",
+    "save_model": "posttrain.models.load",
+}
+
+__all__ = ["__version__", *_MODULES]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'posttrain' has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

@@ -1,0 +1,6 @@
+"""`python -m posttrain` is the command `posttrain`."""
+
+from posttrain.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""The one sequence format: rows of tokens with per-token arrays beside them.
+
+Shape legend, used in every signature of the package:
+
+    B rows      T tokens of a row      S sequences in a row    P prompts     G samples of one prompt
+    D embed     N heads                K kv heads              H head dim    F mlp
+    V vocabulary                       E experts               L layers
+
+Alignment: `x[b, t]` describes `tokens[b, t]` itself, never the next token. Lengths make masks, token ids never do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int
+
+from posttrain.tree import Mean, pytree
+
+HostArray = np.ndarray
+
+
+@pytree
+class Batch:
+    """Rows ready for a training step (device or host arrays); optional arrays exist or are `None`, never zeros."""
+
+    tokens: Int[Array | HostArray, "B T"]
+    positions: Int[Array | HostArray, "B T"]
+    """Restart at 0 in each sequence."""
+    segments: Int[Array | HostArray, "B T"]
+    """1..S within a row, rising; 0 is padding."""
+    loss_weight: Float[Array | HostArray, "B T"]
+    """0 on prompt, tool output, padding and on the first token of a sequence."""
+    sampler_logps: Float[Array | HostArray, "B T"] | None = None
+    """The rollout engine's log-probability of each sampled token, before truncation."""
+    old_logps: Float[Array | HostArray, "B T"] | None = None
+    """The trainer's own log-probability before the first update on this batch, if it was recomputed."""
+    ref_logps: Float[Array | HostArray, "B T"] | None = None
+    advantages: Float[Array | HostArray, "B T"] | None = None
+    returns: Float[Array | HostArray, "B T"] | None = None
+    old_values: Float[Array | HostArray, "B T"] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.tokens.shape  # type: ignore[return-value]
+
+
+@pytree
+class TokenStats:
+    """What one forward pass says of each token, float32; 0 at the first token of a sequence and at padding."""
+
+    logps: Float[Array, "B T"]
+    entropy: Float[Array, "B T"] | None = None
+    """Entropy in nats of the distribution that `tokens[b, t]` was drawn from."""
+    teacher_kl: Float[Array, "B T"] | None = None
+
+
+@pytree
+class LossOutput:
+    """A loss as a sum with its weight, and metrics that add up in the same way."""
+
+    loss: Mean
+    metrics: Mapping[str, Mean]
+
+
+class TokenLoss(Protocol):
+    """Any callable of (stats, batch): sft, policy, preference, distillation, or a user's own."""
+
+    def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput: ...

@@ -1,0 +1,107 @@
+"""The command line: `posttrain run | check | generate`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from posttrain.config import ConfigError
+
+app = typer.Typer(
+    help="Post-training of language models in JAX: fine-tune, then reinforce, from one YAML file.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/quickstart.yaml.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides, such as stages.rl.num_steps=50."),
+]
+
+
+@app.command()
+def run(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Run all stages of a configuration; the same command goes on where it stopped."""
+    from posttrain.config_file import load_config
+
+    loaded = load_config(config, overrides or [])
+    from posttrain.recipes import run as recipe
+
+    recipe.run(loaded.config, loaded.base_dir)
+
+
+@app.command()
+def check(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Validate everything that can be validated without loading weights."""
+    from posttrain.config_file import load_config
+
+    loaded = load_config(config, overrides or [])
+    from posttrain.recipes import check as recipe
+
+    for line in recipe.check(loaded.config, loaded.base_dir):
+        print(line)
+    print("ok")
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="A folder in Hugging Face layout or a hub id.")],
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; without any, one per line of stdin.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="0: off.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
+    min_p: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
+    seed: Annotated[int | None, typer.Option(help="By default drawn from the system.")] = None,
+    chat: Annotated[bool | None, typer.Option(help="Use the chat template; by default if there is one.")] = None,
+) -> None:
+    """Print one completion of each prompt."""
+    if not Path(model).exists() and "/" in model and Path(model).parts[0] in (".", "..", "/"):
+        raise ConfigError(f"model {model}: no such folder")
+    from posttrain.data.tokenizer import load_tokenizer
+    from posttrain.models.load import load_model
+    from posttrain.recipes.generate import generate as recipe
+
+    texts = prompts or [line.rstrip("\n") for line in sys.stdin]
+    tokenizer = load_tokenizer(model)
+    answers = recipe(
+        load_model(model),
+        tokenizer,
+        texts,
+        max_new_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        stop=stop or [],
+        seed=seed,
+        chat=chat,
+    )
+    for prompt, answer in zip(texts, answers, strict=True):
+        print(f"{prompt}{answer}" if chat is False or tokenizer.chat_template is None else answer)
+
+
+def main() -> None:
+    """Entry point. Mistakes of the user end with one line each and exit code 2, interruptions with 130."""
+    try:
+        app()
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        # Imported late: with it comes jax, which `--help` must not wait for.
+        fit = sys.modules.get("posttrain.fit")
+        if fit is None or not isinstance(error, fit.Interrupted):
+            raise
+        print(f"{error}; the same command goes on from there", file=sys.stderr)
+        sys.exit(130)

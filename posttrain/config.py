@@ -1,0 +1,223 @@
+"""Typed run configurations: what a YAML file or a Python call may say. Reading and errors: `posttrain.config_file`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+class ConfigError(ValueError):
+    """A mistake that the user can mend: one line that says where, the rule, what was given, what to do."""
+
+
+class Section(BaseModel):
+    """A part of a configuration: unknown keys are errors, values are checked, instances are frozen."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        arbitrary_types_allowed=True,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
+
+
+class LoRA(Section):
+    """Low-rank adapter, arXiv:2106.09685: W + (alpha / rank) A B on every linear layer whose path matches `targets`."""
+
+    rank: PositiveInt
+    """Columns of A and rows of B, such as 16."""
+    alpha: float | None = None
+    """Scale numerator; by default twice the rank."""
+    targets: tuple[str, ...] = ("attention", "mlp")
+    """Regular expressions searched in a linear layer's path, such as `attention.q` or `mlp`."""
+
+
+class ModelSection(Section):
+    path: str | None = None
+    """A folder in Hugging Face layout or a hub id. Give `path` or `init`."""
+    init: dict[str, Any] | None = None
+    """Random weights: the fields of a Hugging Face `config.json`, with `model_type`."""
+    tokenizer: str | None = None
+    """A folder, a hub id or `bytes` (the built-in byte tokenizer); by default `path`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Storage of the parameters. The optimiser keeps float32 masters of bfloat16 parameters."""
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of activations and matrix products; by default `dtype`."""
+    lora: LoRA | None = None
+    remat: bool = False
+    """Recompute each block in the backward pass: less memory, about a third more time."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelSection:
+        if (self.path is None) == (self.init is None):
+            raise ValueError("give either path (a checkpoint) or init (random weights)")
+        if self.path is None and self.tokenizer is None:
+            raise ValueError("init needs tokenizer: a folder, a hub id or bytes")
+        return self
+
+
+class MeshSection(Section):
+    """Devices per axis; -1 takes what is left."""
+
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+
+
+class DatasetSection(Section):
+    path: str
+    """A .jsonl, .json or .parquet file, a folder, a hub id, or `file.py:function` that returns rows."""
+    split: str = "train"
+    args: dict[str, Any] = {}
+    """Keyword arguments of the function, where `path` names one."""
+    prompt: str | None = None
+    """Template of the user's turn over the columns, such as `"{question}"`; by default the column `prompt`."""
+    completion: str | None = None
+    """Template of the answer, for SFT; by default the column `completion`."""
+    system: str | None = None
+    """A system message put before every prompt."""
+    chat: bool | None = None
+    """Render with the tokenizer's chat template; by default: if it has one and the row is not plain `text`."""
+    skip: NonNegativeInt = 0
+    limit: PositiveInt | None = None
+    """Rows used after `skip`, before shuffling."""
+    shuffle: bool = True
+
+
+class OptimizerSection(Section):
+    """AdamW (arXiv:1711.05101); biases and norms are not decayed."""
+
+    learning_rate: Annotated[float, Field(gt=0)]
+    """Peak step size."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """From the peak after `warmup_steps` down to 0 at the last step."""
+    warmup_steps: NonNegativeInt = 0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+
+
+class TrainSection(Section):
+    """Fields that every stage has."""
+
+    name: str | None = None
+    """Folder of the stage below `output`; by default its number and kind."""
+    dataset: DatasetSection
+    """Rows to train on."""
+    eval_dataset: DatasetSection | None = None
+    eval_every: PositiveInt | None = None
+    """Steps between evaluations; the start and the end are always evaluated where `eval_dataset` is given."""
+    num_steps: PositiveInt
+    """Optimiser steps of the stage."""
+    row_tokens: PositiveInt
+    """Length of a row; sequences are packed into rows, longer ones are refused or cut as `overlong` says."""
+    micro_batch_rows: PositiveInt | None = None
+    """Rows per forward pass; any split gives the same gradient. By default all rows of SFT, an eighth of RL's samples."""
+    optimizer: OptimizerSection
+    """AdamW; `learning_rate` at least."""
+    checkpoint_every: PositiveInt | None = None
+    """Steps between checkpoints; the end is always saved."""
+
+
+class SFTSection(TrainSection):
+    kind: Literal["sft"] = "sft"
+    batch_rows: PositiveInt
+    """Rows of `row_tokens` in one optimiser step."""
+    packing: bool = True
+    """Several sequences per row, kept apart by segment ids."""
+    train_on_prompt: bool = False
+    """Put loss on prompts as well; by default only on completions and assistant turns."""
+    overlong: Literal["truncate", "drop", "error"] = "error"
+    loss: str = "nll"
+    """`nll`, `dft`, or `module:Class` of a token loss."""
+
+
+class SamplingSection(Section):
+    max_tokens: PositiveInt
+    """Longest completion, the end-of-sequence token included."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_k: NonNegativeInt = 0
+    """0: off."""
+    top_p: Fraction = 1.0
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    stop: tuple[str, ...] = ()
+    """Strings that end a sample; the text ends before them."""
+
+
+class RewardSection(Section):
+    fn: Any
+    """`rewards/gsm8k.py:correct`, `package.module:function`, or in Python the function itself."""
+    weight: float = 1.0
+    args: dict[str, Any] = {}
+    """More keyword arguments for the function."""
+
+
+class RolloutSection(Section):
+    slots: PositiveInt | None = None
+    """Sequences decoded at once; by default all samples of a step."""
+    decode_steps: PositiveInt = 32
+    """Tokens decoded per dispatch at most."""
+
+
+class RLSection(TrainSection):
+    kind: Literal["rl"] = "rl"
+    algorithm: str = "grpo"
+    """`grpo`, `dr_grpo`, `dapo`, `gspo`, `rloo`."""
+    advantage: str | None = None
+    """`module:function` of rewards_PG in place of the algorithm's own."""
+    rewards: Annotated[tuple[RewardSection, ...], Field(min_length=1)]
+    """Functions that score a completion; their weighted sum is the reward."""
+    prompts_per_step: PositiveInt
+    """Different prompts in one optimiser step."""
+    group_size: Annotated[int, Field(ge=2)]
+    """Samples of one prompt, which the advantage compares."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Longer prompts are an error that names the row; by default `row_tokens - sampling.max_tokens`."""
+    sampling: SamplingSection
+    """How completions are drawn; `max_tokens` at least."""
+    eval_sampling: SamplingSection | None = None
+    """By default greedy, with the other settings of `sampling`."""
+    rollout: RolloutSection = RolloutSection()
+    kl_coef: Annotated[float, Field(ge=0)] | None = None
+    clip_low: Annotated[float, Field(gt=0)] | None = None
+    clip_high: Annotated[float, Field(gt=0)] | None = None
+    """Each overrides the algorithm's own value."""
+    recompute_old_logps: bool = False
+    """Score the samples with the trainer before the update instead of trusting the sampler's log-probabilities."""
+    samples_every: PositiveInt = 10
+    """Steps between tables of sample completions."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> RLSection:
+        if self.sampling.max_tokens >= self.row_tokens:
+            raise ValueError(
+                f"sampling.max_tokens={self.sampling.max_tokens} must be less than row_tokens={self.row_tokens}, "
+                "which holds prompt and completion"
+            )
+        return self
+
+
+Stage = Annotated[SFTSection | RLSection, Field(discriminator="kind")]
+
+
+class RunConfig(Section):
+    """A whole run: one model through one or more stages."""
+
+    output: str
+    """Folder of the run: resolved config, metrics, samples, checkpoints, final model."""
+    seed: int
+    """Start of every random key: data order, sampling, initial weights."""
+    model: ModelSection
+    """What is trained: `path` or `init`, tokenizer, dtype, adapter."""
+    mesh: MeshSection = MeshSection()
+    tensorboard: bool = True
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    """Run in order; each starts from the weights of the one before."""

@@ -1,0 +1,274 @@
+"""Messages to tokens and loss masks: chat templates, plain prompts with completions, plain text.
+
+Message contents are data: a control token written in one (`<|im_end|>` in a user's question) is tokenized as ordinary
+characters, so it cannot end a turn. Assistant messages may hold control tokens that models write inside a turn, such as
+thinking marks; begin and stop tokens are ordinary characters there too. Plain text and plain prompts are as written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Required, TypedDict
+
+from posttrain.config import ConfigError
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.imports import import_transformers
+
+Span = tuple[int, int]
+GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+STAND_INS = range(0x100000, 0x10FFFE)
+"""Private-use characters that stand for control tokens in message contents while the template runs."""
+
+
+class Message(TypedDict, total=False):
+    """One turn of a conversation, as chat templates and the tools of other frameworks know it."""
+
+    role: Required[str]
+    content: str | list[dict[str, Any]]
+    tool_calls: list[dict[str, Any]]
+    tool_call_id: str
+    name: str
+    reasoning_content: str
+
+
+class Masked(NamedTuple):
+    """A tokenized sequence and, for each token, whether it carries loss. The first token never does."""
+
+    tokens: list[int]
+    mask: list[bool]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages and tool descriptions with stand-ins for the control tokens in their texts."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    literals: dict[str, str]
+    """Stand-in character -> the text that it stands for."""
+
+
+class Renderer:
+    """Turns messages into tokens: through the tokenizer's chat template, or plainly.
+
+    `chat=False` is for prompts and completions that are plain strings: contents are joined as they are.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, chat: bool) -> None:
+        if chat and tokenizer.chat_template is None:
+            raise ConfigError(
+                f"dataset.chat: tokenizer {tokenizer.name} has no chat template; "
+                "set chat to false, or use the tokenizer of an instruction-tuned model"
+            )
+        self.tokenizer = tokenizer
+        self.chat = chat
+        ends = {tokenizer.hf.bos_token, *tokenizer.hf.convert_ids_to_tokens(list(tokenizer.stop_ids))}
+        self._control = _any_of(tokenizer.control_tokens)
+        self._control_of_assistant = _any_of([text for text in tokenizer.control_tokens if text in ends])
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
+        """The tokens that a reply to these messages is sampled after."""
+        if not self.chat:
+            return self._begin(self.tokenizer.encode(plain_text(messages)))
+        conversation = self._conversation(messages, tools)
+        text, _ = self._render(conversation, len(messages), generation_prompt=True)
+        return self._tokenize(text, conversation.literals, ())[0]
+
+    def conversation(
+        self, messages: Sequence[Message], *, first: int = 0, tools: Sequence[dict[str, Any]] | None = None
+    ) -> Masked:
+        """All messages, with loss on the assistant's turns from message `first` on, each up to its end-of-turn token.
+
+        Turns are what the template puts between `{% generation %}` and `{% endgeneration %}`; where it has no such
+        marks, what a rendering gains over the prompt before the turn. Raises `ConfigError` where the template rewrites
+        earlier turns, so that no rendering is the prefix of another, and where no token or every token has loss.
+        """
+        if not self.chat:
+            raise ConfigError(f"messages need a chat template, but dataset.chat is off for {self.tokenizer.name}")
+        conversation = self._conversation(messages, tools)
+        text, marked = self._render(conversation, len(messages), generation_prompt=False)
+        derived = not marks_generation(self._template(conversation.tools))
+        if derived:
+            spans = self._derive_spans(conversation, text, first)
+        else:
+            spans = self._after(conversation, text, marked, first)
+        tokens, token_spans = self._tokenize(text, conversation.literals, [start for start, _ in spans])
+        mask = [any(s < stop and start < e for start, stop in spans) for s, e in token_spans]
+        if derived:
+            mask = self._end_at_stop(tokens, mask)
+        if all(mask) or not any(mask[1:]):
+            which = "every token" if all(mask) else "no token"
+            roles = [message["role"] for message in messages]
+            raise ConfigError(
+                f"chat template of {self.tokenizer.name}: {which} of the conversation would have loss (roles {roles}); "
+                "it needs at least one prompt message and one assistant message"
+            )
+        return Masked(tokens, [False, *mask[1:]])
+
+    def completion(self, prompt: str, completion: str) -> Masked:
+        """A plain prompt without loss, then its completion and the end token with loss."""
+        before, after = self.tokenizer.encode_after(prompt, completion)
+        before, after = self._begin(before), self._end(after)
+        mask = [False] * len(before) + [True] * len(after)
+        return Masked(before + after, [False, *mask[1:]])
+
+    def text(self, text: str) -> Masked:
+        """A plain text with loss on all but its first token; begin and end tokens are put where it has none."""
+        tokens = self._end(self._begin(self.tokenizer.encode(text)))
+        return Masked(tokens, [False] + [True] * (len(tokens) - 1))
+
+    def _begin(self, tokens: list[int]) -> list[int]:
+        bos = self.tokenizer.bos_id
+        return tokens if bos is None or tokens[:1] == [bos] else [bos, *tokens]
+
+    def _end(self, tokens: list[int]) -> list[int]:
+        end = self.tokenizer.end_id
+        return tokens if tokens and tokens[-1] in self.tokenizer.stop_ids else [*tokens, end]
+
+    def _template(self, tools: list[dict[str, Any]] | None) -> str:
+        return self.tokenizer.hf.get_chat_template(tools=tools)
+
+    def _conversation(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> Conversation:
+        # Columns of a table hold every key for every message; templates take a null for a value.
+        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        texts = list(_strings([plain, list(tools or ())]))
+        found = sorted({match for text in texts for match in self._control.findall(text)})
+        used = set().union(*texts) if found else set()
+        free = (chr(code) for code in STAND_INS if chr(code) not in used)
+        stand_ins = {text: next(free) for text in found}
+        patterns: dict[Any, re.Pattern[str]] = {"assistant": self._control_of_assistant}
+        escaped = [_replace(message, patterns.get(message["role"], self._control), stand_ins) for message in plain]
+        literals = {character: text for text, character in stand_ins.items()}
+        return Conversation(escaped, _replace(list(tools), self._control, stand_ins) if tools else None, literals)
+
+    def _render(self, conversation: Conversation, length: int, *, generation_prompt: bool) -> tuple[str, list[Span]]:
+        """The text of the first `length` messages, and the parts that the template marks as generated."""
+        import jinja2
+
+        template = self._template(conversation.tools)
+        render = import_transformers("utils.chat_template_utils").render_jinja_template
+        marks = marks_generation(template)
+        try:
+            texts, spans = render(
+                [conversation.messages[:length]],
+                tools=conversation.tools,
+                chat_template=template,
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=generation_prompt,
+                **self.tokenizer.hf.special_tokens_map,
+            )
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+            roles = [message["role"] for message in conversation.messages[:length]]
+            raise ConfigError(
+                f"chat template of {self.tokenizer.name} refuses messages with roles {roles}: "
+                f"{' '.join(str(error).split())}; change the messages, or set dataset.chat to false"
+            ) from error
+        return texts[0], list(spans[0]) if marks else []
+
+    def _derive_spans(self, conversation: Conversation, text: str, first: int) -> list[Span]:
+        """Each assistant turn as the characters that its rendering adds to the prompt before it."""
+        spans = []
+        for index, message in enumerate(conversation.messages):
+            if message["role"] == "assistant" and index >= first:
+                before = self._prefix(conversation, text, index, generation_prompt=True)
+                last = index + 1 == len(conversation.messages)
+                turn = text if last else self._prefix(conversation, text, index + 1, generation_prompt=False)
+                spans.append((len(before), len(turn)))
+        return spans
+
+    def _after(self, conversation: Conversation, text: str, spans: list[Span], first: int) -> list[Span]:
+        """The marked spans, cut to what follows the prompt that the first `first` messages make."""
+        if first == 0:
+            return spans
+        reply = conversation.messages[first]["role"] == "assistant"
+        begin = len(self._prefix(conversation, text, first, generation_prompt=reply))
+        return [(max(start, begin), stop) for start, stop in spans if stop > begin]
+
+    def _prefix(self, conversation: Conversation, text: str, length: int, *, generation_prompt: bool) -> str:
+        part, _ = self._render(conversation, length, generation_prompt=generation_prompt)
+        if not text.startswith(part):
+            raise ConfigError(
+                f"chat template of {self.tokenizer.name} changes the text of messages 0..{length - 1} when message "
+                f"{length} follows (as templates that drop earlier thinking do), so no loss mask can be derived; give "
+                "the last turn as completion and the others as prompt, or use a template with {% generation %} marks"
+            )
+        return part
+
+    def _end_at_stop(self, tokens: list[int], mask: list[bool]) -> list[bool]:
+        """Take loss off what a derived turn holds after its last stop token: it is never sampled."""
+        mask, index = list(mask), len(mask) - 1
+        while index >= 0:
+            begin = index
+            while begin >= 0 and mask[begin]:
+                begin -= 1
+            stops = [i for i in range(begin + 1, index + 1) if tokens[i] in self.tokenizer.stop_ids]
+            if stops:
+                mask[stops[-1] + 1 : index + 1] = [False] * (index - stops[-1])
+            index = begin - 1
+        return mask
+
+    def _tokenize(self, text: str, literals: Mapping[str, str], starts: Sequence[int]) -> tuple[list[int], list[Span]]:
+        """Tokens of a rendering and their characters; no token reaches across the start of an assistant's turn.
+
+        At inference the prompt is tokenized without its reply, so a token that joins both would never be seen.
+        """
+        tokens, spans = self._tokenize_pieces(text, literals, ())
+        across = [start for start in starts if any(s < start < e for s, e in spans)]
+        return self._tokenize_pieces(text, literals, across) if across else (tokens, spans)
+
+    def _tokenize_pieces(
+        self, text: str, literals: Mapping[str, str], cuts: Sequence[int]
+    ) -> tuple[list[int], list[Span]]:
+        stand_ins = [i for i, character in enumerate(text) if character in literals] if literals else []
+        edges = sorted({0, len(text), *cuts, *stand_ins, *(i + 1 for i in stand_ins)})
+        tokens: list[int] = []
+        spans: list[Span] = []
+        for begin, end in itertools.pairwise(edges):
+            literal = literals.get(text[begin]) if end == begin + 1 else None
+            ids, piece = self.tokenizer.encode_spans(
+                text[begin:end] if literal is None else literal, continues=begin > 0, literal=literal is not None
+            )
+            tokens += ids
+            spans += [(begin, end)] * len(ids) if literal is not None else [(begin + s, begin + e) for s, e in piece]
+        return tokens, spans
+
+
+def marks_generation(template: str) -> bool:
+    """Whether a chat template marks assistant turns with `{% generation %}`; what its comments say does not count."""
+    return GENERATION_MARKER.search(COMMENT.sub("", template)) is not None
+
+
+def plain_text(messages: Sequence[Message]) -> str:
+    """The contents, one after another. Raises `ConfigError` where one is not a string."""
+    contents = [message.get("content") for message in messages]
+    for index, content in enumerate(contents):
+        if not isinstance(content, str):
+            raise ConfigError(f"message {index} has no text content, which plain rendering (dataset.chat off) needs")
+    return "".join(content for content in contents if isinstance(content, str))
+
+
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+
+def _replace(value: Any, pattern: re.Pattern[str], stand_ins: Mapping[str, str]) -> Any:
+    if isinstance(value, str):
+        return pattern.sub(lambda match: stand_ins[match.group()], value)
+    if isinstance(value, Mapping):
+        return {key: _replace(item, pattern, stand_ins) for key, item in value.items()}
+    return [_replace(item, pattern, stand_ins) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)

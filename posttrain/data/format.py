@@ -1,0 +1,184 @@
+"""From a dict row to a training sequence or to a prompt: which columns hold what, and templates over them."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from posttrain.config import ConfigError, DatasetSection
+from posttrain.data.chat import Masked, Message, Renderer, plain_text
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.imports import did_you_mean
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One sequence to train on. The first token has no context and never carries loss."""
+
+    tokens: Int[np.ndarray, " T"]
+    loss_mask: Bool[np.ndarray, " T"]
+
+
+def use_chat(section: DatasetSection, tokenizer: Tokenizer, columns: Sequence[str]) -> bool:
+    """Whether rows go through the chat template: as `section.chat` says, else if one exists and rows are no `text`."""
+    if section.chat is not None:
+        return section.chat
+    return tokenizer.chat_template is not None and _kind(section, columns) != "text"
+
+
+def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, train_on_prompt: bool) -> Example:
+    """Tokens and loss mask of a row: by templates, else of `messages`, `prompt` with `completion`, or `text`.
+
+    Raises `ConfigError` where columns are missing or a value has the wrong type.
+    """
+    kind = _kind(section, list(row))
+    tools = row.get("tools")
+    if kind == "text":
+        masked = renderer.text(_string(row, "text"))
+    elif kind == "messages":
+        masked = renderer.conversation(_with_system(_messages(row["messages"], "messages"), section), tools=tools)
+    else:
+        masked = _prompt_completion(row, section, renderer, tools)
+    tokens = np.asarray(masked.tokens, np.int32)
+    mask = np.arange(len(tokens)) > 0 if train_on_prompt else np.asarray(masked.mask, bool)
+    return Example(tokens, mask)
+
+
+def prompt_messages(row: Row, section: DatasetSection) -> list[Message]:
+    """The messages that a reply is sampled after: a plain string is one user message."""
+    value = _value(row, section.prompt, "prompt")
+    messages = [_message("user", value)] if isinstance(value, str) else _messages(value, "prompt")
+    if messages[-1]["role"] == "assistant":
+        raise ConfigError("the prompt ends with an assistant message; it must end before the reply")
+    return _with_system(messages, section)
+
+
+def prompt_is_text(row: Row, section: DatasetSection) -> bool:
+    """Whether the row's prompt is a string; reward functions then get completions as strings, else as message lists."""
+    return isinstance(_value(row, section.prompt, "prompt"), str)
+
+
+def fill(template: str, row: Row) -> str:
+    """`str.format` over the columns. Braces in values are plain characters; `{{` and `}}` are braces of the template.
+
+    >>> fill("Q: {question}", {"question": "Is {x} a set?"})
+    'Q: Is {x} a set?'
+    """
+    parts = []
+    for literal, column, format_spec, conversion in _parse(template):
+        parts.append(literal)
+        if column is not None:
+            value = _column(row, column, f"template {template!r}")
+            formatter = string.Formatter()
+            parts.append(formatter.format_field(formatter.convert_field(value, conversion), format_spec or ""))
+    return "".join(parts)
+
+
+def template_columns(template: str) -> list[str]:
+    """The columns that a template names. Raises `ConfigError` where its braces do not match."""
+    return [column for _, column, _, _ in _parse(template) if column is not None]
+
+
+def _parse(template: str) -> list[tuple[str, str | None, str | None, str | None]]:
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ConfigError(f"template {template!r}: {error}; write {{{{ and }}}} for literal braces") from error
+    if any(column == "" for _, column, _, _ in parts):
+        raise ConfigError(
+            f"template {template!r} has empty braces; name a column in them, or write {{{{}}}} for literal ones"
+        )
+    return parts
+
+
+def _kind(section: DatasetSection, columns: Sequence[str]) -> str:
+    if section.prompt is not None or section.completion is not None:
+        return "prompt"
+    if "messages" in columns:
+        return "messages"
+    if "prompt" in columns and "completion" in columns:
+        return "prompt"
+    if "text" in columns:
+        return "text"
+    raise ConfigError(
+        f"the row has columns {', '.join(columns)}; SFT needs messages, or prompt and completion, or text, "
+        'or templates such as prompt: "{question}", completion: "{answer}"'
+    )
+
+
+def _prompt_completion(row: Row, section: DatasetSection, renderer: Renderer, tools: Any) -> Masked:
+    prompt = prompt_messages(row, section)
+    value = _value(row, section.completion, "completion")
+    completion = [_message("assistant", value)] if isinstance(value, str) else _messages(value, "completion")
+    if not renderer.chat:
+        return renderer.completion(plain_text(prompt), plain_text(completion))
+    return renderer.conversation([*prompt, *completion], first=len(prompt), tools=tools)
+
+
+def _value(row: Row, template: str | None, column: str) -> str | list[Any]:
+    """The text of a template or column; a message list where the column, or the template's only part, holds one."""
+    source = f"{{{column}}}" if template is None else template
+    columns = template_columns(source)
+    if source == f"{{{columns[0] if columns else ''}}}":
+        value = _column(
+            row, columns[0], f"dataset.{column}={source!r}" if template else f"dataset.{column} (by default)"
+        )
+        if isinstance(value, list | tuple | np.ndarray):
+            return list(value)
+        if template is None and not isinstance(value, str):
+            raise ConfigError(
+                f"column {column!r} holds a {type(value).__name__}; it must be a string or a message list"
+            )
+    return fill(source, row)
+
+
+def _column(row: Row, column: str, where: str) -> Any:
+    if column not in row:
+        raise ConfigError(f"{where}: no column {column!r} among {', '.join(row)}{did_you_mean(column, row)}")
+    if row[column] is None:
+        raise ConfigError(f"{where}: column {column!r} is null; remove such rows")
+    return row[column]
+
+
+def _string(row: Row, column: str) -> str:
+    value = _column(row, column, "plain text")
+    if not isinstance(value, str):
+        raise ConfigError(f"column {column!r} holds a {type(value).__name__}; it must be a string")
+    return value
+
+
+def _message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _with_system(messages: list[Message], section: DatasetSection) -> list[Message]:
+    if section.system is None:
+        return messages
+    if messages[0]["role"] == "system":
+        raise ConfigError("dataset.system is set, but the row brings a system message; remove one of them")
+    return [_message("system", section.system), *messages]
+
+
+def _messages(value: Any, column: str) -> list[Message]:
+    """Check a message list: non-empty, known roles, content or tool calls in each."""
+    if not isinstance(value, list | tuple | np.ndarray) or len(value) == 0:
+        raise ConfigError(f"column {column!r} must hold a non-empty list of messages; it holds {str(value)[:60]!r}")
+    for index, message in enumerate(value):
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise ConfigError(f"{column}[{index}] must be a message with role and content; it is {str(message)[:80]!r}")
+        if message["role"] not in ROLES:
+            role = str(message["role"])
+            raise ConfigError(
+                f"{column}[{index}].role={role!r}: use one of {', '.join(ROLES)}{did_you_mean(role, ROLES)}"
+            )
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise ConfigError(f"{column}[{index}] has neither content nor tool_calls; it has {', '.join(message)}")
+    return [cast(Message, dict(message)) for message in value]

@@ -1,0 +1,35 @@
+"""Whether the Hugging Face hub answers, asked before a download that would retry for a minute."""
+
+from __future__ import annotations
+
+import re
+import socket
+import urllib.parse
+import urllib.request
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether the text has the form `name` or `owner/name`."""
+    return HUB_ID.fullmatch(name) is not None
+
+
+def hub_is_reachable(timeout_s: float = 5.0) -> bool:
+    """False in the library's offline mode, or where no connection to the hub can be opened.
+
+    Behind a proxy the answer is left to the download itself.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    endpoint = urllib.parse.urlparse(constants.ENDPOINT)
+    if endpoint.hostname is None or endpoint.scheme in urllib.request.getproxies():
+        return True
+    port = endpoint.port or (443 if endpoint.scheme == "https" else 80)
+    try:
+        socket.create_connection((endpoint.hostname, port), timeout=timeout_s).close()
+    except OSError:
+        return False
+    return True

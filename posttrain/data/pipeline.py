@@ -1,0 +1,186 @@
+"""Endless, resumable streams: batches of packed rows for SFT, groups of prompts for RL; and one pass for evaluation."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.batch import Batch
+from posttrain.config import ConfigError, DatasetSection, SFTSection
+from posttrain.data.chat import Renderer
+from posttrain.data.format import tokenize_example
+from posttrain.data.packing import fit_to_row, pack, pad_rows, sequence, to_batch
+from posttrain.data.sources import Rows
+
+FINGERPRINT_ROWS = 64
+READ_AHEAD = 2
+"""Batches made ahead of their use, in a thread."""
+
+State = dict[str, Any]
+
+
+class Stream:
+    """A grain iterator whose state says what it reads, so that it cannot go on over other data."""
+
+    def __init__(self, iterator: Any, identity: Mapping[str, Any]) -> None:
+        self._iterator = iterator
+        self._identity = dict(identity)
+
+    def state(self) -> State:
+        """Where the stream stands, as JSON types: what was taken, not what was read ahead."""
+        return {"position": self._iterator.get_state(), "identity": dict(self._identity)}
+
+    def restore(self, state: State) -> None:
+        """Go on where `state` was taken. Raises `ConfigError` where data, seed or row layout are other ones."""
+        saved = state["identity"]
+        for name, value in self._identity.items():
+            if saved[name] != value:
+                raise ConfigError(
+                    f"cannot resume: {name} was {saved[name]!r} when the checkpoint was written and is {value!r} now; "
+                    "restore it, or start a new run with another output folder"
+                )
+        self._iterator.set_state(state["position"])
+
+
+class SFTBatches(Stream):
+    """Endless host batches of `batch_rows` rows; every epoch holds each row of the dataset once, in a new order.
+
+    Packing runs across epochs, so no row is lost at their ends.
+    """
+
+    def __init__(self, section: SFTSection, rows: Rows, renderer: Renderer, *, seed: int) -> None:
+        import grain.experimental
+
+        tokenize = _tokenizer(section, section.dataset, rows, renderer)
+        _require_one(rows, tokenize, section.row_tokens)
+        identity = {
+            "dataset": fingerprint(section.dataset, rows),
+            "tokens": token_fingerprint(rows, tokenize),
+            "seed": seed,
+            "shuffle": section.dataset.shuffle,
+            "batch_rows": section.batch_rows,
+            "row_tokens": section.row_tokens,
+            "packing": section.packing,
+            "overlong": section.overlong,
+        }
+        order = _order(rows, shuffle=section.dataset.shuffle, seed=seed)
+        batches = _rows(section, order.map(tokenize)).batch(section.batch_rows)
+        ahead = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=READ_AHEAD)
+        super().__init__(iter(ahead), identity)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        return to_batch(next(self._iterator))
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A row of the dataset with its number there."""
+
+    index: int
+    row: Mapping[str, Any]
+
+
+class PromptBatches(Stream):
+    """Endless lists of `prompts_per_step` rows; every epoch holds each row once, in a new order."""
+
+    def __init__(self, section: DatasetSection, rows: Rows, *, prompts_per_step: int, seed: int) -> None:
+        identity = {
+            "dataset": fingerprint(section, rows),
+            "seed": seed,
+            "shuffle": section.shuffle,
+            "prompts_per_step": prompts_per_step,
+        }
+        order = _order(rows, shuffle=section.shuffle, seed=seed)
+        prompts = _in_line(order.map(lambda index: PromptRow(index, rows[index])))
+        super().__init__(iter(prompts.batch(prompts_per_step, batch_fn=list)), identity)
+
+    def __iter__(self) -> Iterator[list[PromptRow]]:
+        return self
+
+    def __next__(self) -> list[PromptRow]:
+        return next(self._iterator)
+
+
+def eval_batches(section: SFTSection, dataset: DatasetSection, rows: Rows, renderer: Renderer) -> Iterator[Batch]:
+    """One pass over a dataset in its order; the last batch is filled with empty rows."""
+    import grain
+
+    tokenize = _tokenizer(section, dataset, rows, renderer)
+    _require_one(rows, tokenize, section.row_tokens)
+    examples = grain.MapDataset.range(len(rows)).map(tokenize)
+    for batch in _rows(section, examples).batch(section.batch_rows, drop_remainder=False):
+        yield to_batch(pad_rows(batch, section.batch_rows))
+
+
+def fingerprint(section: DatasetSection, rows: Rows) -> str:
+    """Hash of what a dataset is: the source's last name, the number of rows, and the content of up to 64 of them."""
+    content = [Path(section.path).name, len(rows), *(rows[index] for index in _sampled(rows))]
+    return _digest(json.dumps(content, sort_keys=True, default=str))
+
+
+def token_fingerprint(rows: Rows, tokenize: Callable[[int], dict[str, np.ndarray] | None]) -> str:
+    """Hash of what tokenizer, template and columns make of up to 64 rows."""
+    made = [tokenize(index) for index in _sampled(rows)]
+    return _digest(json.dumps([None if m is None else [m["tokens"].tolist(), m["loss_weight"].tolist()] for m in made]))
+
+
+def _sampled(rows: Rows) -> list[int]:
+    return sorted({int(i) for i in np.linspace(0, len(rows) - 1, min(len(rows), FINGERPRINT_ROWS))})
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _order(rows: Rows, *, shuffle: bool, seed: int) -> Any:
+    """Row numbers without end: epoch after epoch, each a new permutation where `shuffle` is set."""
+    import grain
+
+    numbers = grain.MapDataset.range(len(rows))
+    # Grain seeds epoch e with seed + e: neighbouring seeds would share epochs if they were not spread first.
+    spread = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "big")
+    return (numbers.shuffle(seed=spread) if shuffle else numbers).repeat()
+
+
+def _in_line(numbered: Any) -> Any:
+    """An iterable of a `MapDataset`, read when it is asked for: no threads per element."""
+    import grain
+
+    return numbered.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+
+
+def _rows(section: SFTSection, examples: Any) -> Any:
+    return pack(
+        _in_line(examples), row_tokens=section.row_tokens, window_rows=section.batch_rows, packing=section.packing
+    )
+
+
+def _tokenizer(
+    section: SFTSection, dataset: DatasetSection, rows: Rows, renderer: Renderer
+) -> Callable[[int], dict[str, np.ndarray] | None]:
+    def tokenize(index: int) -> dict[str, np.ndarray] | None:
+        try:
+            example = tokenize_example(rows[index], dataset, renderer, section.train_on_prompt)
+        except ConfigError as error:
+            raise ConfigError(f"{rows.where(index)}: {error}") from error
+        kept = fit_to_row(example, section.row_tokens, section.overlong, rows.where(index))
+        return None if kept is None else sequence(kept)
+
+    return tokenize
+
+
+def _require_one(rows: Rows, tokenize: Callable[[int], Any], row_tokens: int) -> None:
+    """An endless stream over rows that are all left out would never yield."""
+    if all(tokenize(index) is None for index in range(len(rows))):
+        raise ConfigError(
+            f"every row of {rows.name} is left out as longer than row_tokens={row_tokens}; raise row_tokens"
+        )

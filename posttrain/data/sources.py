@@ -1,0 +1,277 @@
+"""Where rows come from: files, folders, the hub, or a function; always a sequence of dicts whose length is known."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from posttrain.config import ConfigError, DatasetSection
+from posttrain.data.hub import hub_is_reachable, is_hub_id
+from posttrain.imports import describe_error, did_you_mean, import_object, is_object_spec, missing_path
+
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
+NOT_ROWS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
+
+
+@runtime_checkable
+class Table(Protocol):
+    """What rows are read from by number: a list of dicts, or a table on disk."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows `start .. stop` of a table; a row is read when it is asked for."""
+
+    name: str
+    """The source as the configuration names it."""
+    table: Table
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return dict(self.table[self.start + index])
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of the first row."""
+        return tuple(self[0])
+
+    def where(self, index: int) -> str:
+        """A row in words, numbered as in the source."""
+        return f"{self.name} row {self.start + index}"
+
+
+def load_rows(section: DatasetSection, *, base_dir: Path | None) -> Rows:
+    """The rows that a dataset section names; relative paths are below `base_dir`, by default the working directory.
+
+    Raises `ConfigError` where there is no such source, where it cannot be read, or where no rows remain.
+    """
+    table = _open(section, base_dir or Path.cwd())
+    if len(table) == 0:
+        raise ConfigError(f"dataset.path={section.path}: the dataset is empty; it needs at least one row")
+    if section.skip >= len(table):
+        raise ConfigError(f"dataset.skip={section.skip} leaves none of the {len(table)} rows of {section.path}")
+    stop = len(table) if section.limit is None else min(len(table), section.skip + section.limit)
+    return Rows(section.path, table, section.skip, stop)
+
+
+def _open(section: DatasetSection, base_dir: Path) -> Table:
+    spec, path = section.path, base_dir / Path(section.path).expanduser()
+    if is_object_spec(spec):
+        _refuse_split(section, "a function")
+        return _call(section, base_dir)
+    if path.is_dir():
+        _refuse_args(section)
+        return _read_folder(section, path)
+    if path.is_file():
+        _refuse_args(section)
+        _refuse_split(section, "a single file")
+        return read_file(path)
+    if path.suffix in FILE_SUFFIXES or not is_hub_id(spec):
+        raise ConfigError(f"dataset.path: {missing_path(path)}")
+    return _from_hub(section)
+
+
+def _refuse_args(section: DatasetSection) -> None:
+    if section.args:
+        raise ConfigError(
+            f"dataset.args={section.args} has no use for {section.path}; only a function or a hub dataset takes args"
+        )
+
+
+def _refuse_split(section: DatasetSection, what: str) -> None:
+    if section.split != "train":
+        raise ConfigError(
+            f"dataset.split={section.split!r}: {section.path} is {what} and has no splits; "
+            "remove split, or use skip and limit"
+        )
+
+
+def read_file(path: Path) -> Table:
+    """The rows of one file. Raises `ConfigError` with file and line where it is broken."""
+    if path.suffix == ".jsonl":
+        return _read_jsonl(path)
+    if path.suffix == ".json":
+        return _read_json(path)
+    if path.suffix == ".csv":
+        return _read_csv(path)
+    if path.suffix == ".parquet":
+        return _read_parquet([path])
+    raise ConfigError(
+        f"dataset.path={path}: unknown kind of file {path.suffix!r}; use one of {', '.join(FILE_SUFFIXES)}"
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+
+
+def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    for number, line in enumerate(_text(path).split("\n"), start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{path}:{number} is not JSON: {error.msg} at column {error.colno}") from error
+            if not isinstance(row, dict):
+                raise ConfigError(f"{path}:{number} holds a {type(row).__name__}; each line must be an object {{...}}")
+            rows.append(row)
+    return rows
+
+
+def _read_json(path: Path) -> list[dict[str, Any]]:
+    try:
+        value = json.loads(_text(path))
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{path}:{error.lineno} is not JSON: {error.msg} at column {error.colno}; "
+            "a file with one object per line is named .jsonl"
+        ) from error
+    rows = value.get("data") if isinstance(value, dict) else value
+    if not isinstance(rows, list):
+        raise ConfigError(
+            f'{path} must hold a list of objects, or {{"data": [...]}}; it holds a {type(value).__name__}'
+        )
+    return _checked(rows, str(path))
+
+
+def _read_csv(path: Path) -> list[dict[str, Any]]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file, strict=True)
+        rows = []
+        try:
+            for row in reader:
+                if None in row or None in row.values():
+                    raise ConfigError(
+                        f"{path}:{reader.line_num} has another number of fields than the header, "
+                        f"which names {len(reader.fieldnames or ())}"
+                    )
+                rows.append(row)
+        except csv.Error as error:
+            raise ConfigError(f"{path}:{reader.line_num} is not CSV: {error}") from error
+    return rows
+
+
+def _read_parquet(paths: Sequence[Path]) -> Table:
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return datasets.Dataset(pyarrow.concat_tables([pyarrow.parquet.read_table(path) for path in paths]))
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        names = ", ".join(map(str, paths))
+        raise ConfigError(f"{names} cannot be read as parquet: {' '.join(str(error).split())}") from error
+
+
+def _read_folder(section: DatasetSection, folder: Path) -> Table:
+    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+        return _from_disk(section, folder)
+    found = sorted(p for p in folder.rglob("*") if p.suffix in FILE_SUFFIXES and p.name not in NOT_ROWS)
+    if not found:
+        names = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8])
+        raise ConfigError(
+            f"dataset.path={section.path}: no {', '.join(FILE_SUFFIXES)} in the folder; it holds {names or 'nothing'}"
+        )
+    splits = {path: _split_of(path) for path in found}
+    named = {split for split in splits.values() if split is not None}
+    if named or section.split != "train":
+        if section.split not in named:
+            raise _no_split(section, named)
+        found = [path for path in found if splits[path] == section.split]
+    if all(path.suffix == ".parquet" for path in found):
+        return _read_parquet(found)
+    return [row for path in found for row in _iterate(read_file(path))]
+
+
+def _split_of(path: Path) -> str | None:
+    """The split that a file's name begins with: `train-00000-of-00002.parquet`, `test.jsonl`."""
+    first = path.stem.replace("_", "-").replace(".", "-").split("-")[0]
+    return first if first in SPLIT_NAMES else None
+
+
+def _iterate(table: Table) -> Iterable[dict[str, Any]]:
+    return (dict(table[i]) for i in range(len(table)))
+
+
+def _no_split(section: DatasetSection, found: Iterable[str]) -> ConfigError:
+    names = sorted(found)
+    return ConfigError(
+        f"dataset.split={section.split!r}: {section.path} has "
+        + (f"the splits {', '.join(names)}{did_you_mean(section.split, names)}" if names else "no splits; remove split")
+    )
+
+
+def _from_disk(section: DatasetSection, folder: Path) -> Table:
+    import datasets
+
+    loaded = datasets.load_from_disk(str(folder))
+    if not isinstance(loaded, datasets.DatasetDict):
+        _refuse_split(section, "a single saved dataset")
+        return loaded
+    if section.split not in loaded:
+        raise _no_split(section, map(str, loaded))
+    return loaded[section.split]
+
+
+def _from_hub(section: DatasetSection) -> Table:
+    import datasets
+
+    if not hub_is_reachable():
+        # In this mode the library answers from its cache at once, where it would else retry for a minute.
+        datasets.config.HF_HUB_OFFLINE = True
+    try:
+        return datasets.load_dataset(section.path, split=section.split, **section.args)
+    except (OSError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        offline = "the hub cannot be reached; " if datasets.config.HF_HUB_OFFLINE else ""
+        raise ConfigError(
+            f"dataset.path={section.path}: no such file or folder, and {offline}on the hub: {reason}"
+        ) from error
+
+
+def _call(section: DatasetSection, base_dir: Path) -> Table:
+    function = import_object(section.path, base_dir=base_dir)
+    if not callable(function):
+        raise ConfigError(
+            f"dataset.path={section.path} is a {type(function).__name__}, not a function that returns rows"
+        )
+    try:
+        inspect.signature(function).bind(**section.args)
+    except TypeError as error:
+        raise ConfigError(f"dataset.args={section.args} do not fit {section.path}: {error}") from error
+    try:
+        result = function(**section.args)
+        rows = result if isinstance(result, str | Mapping) or not isinstance(result, Iterable) else list(result)
+    except Exception as error:
+        raise ConfigError(f"{section.path} raised {describe_error(error)}") from error
+    if not isinstance(rows, list):
+        raise ConfigError(f"{section.path} returned a {type(rows).__name__}; it must return a list of dicts")
+    return _checked(rows, section.path)
+
+
+def _checked(rows: list[Any], name: str) -> list[dict[str, Any]]:
+    for index, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise ConfigError(
+                f"{name} row {index} is a {type(row).__name__}; each row must be an object with named columns"
+            )
+    return rows

@@ -1,0 +1,210 @@
+"""Tokenizers: loading, exact encoding and decoding, and the one place that decides which tokens end a sequence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from posttrain.config import ConfigError
+from posttrain.data.byte_tokenizer import BYTE_GENERATION, build_byte_tokenizer
+from posttrain.data.hub import hub_is_reachable, is_hub_id
+from posttrain.imports import import_transformers, missing_path
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """A transformers fast tokenizer with an owner for end-of-sequence.
+
+    `encode` reads control tokens in its text as such; messages of users go through `Renderer`, which does not.
+    """
+
+    hf: Any
+    """The `transformers.PreTrainedTokenizerFast`."""
+    name: str
+    generation: Mapping[str, Any]
+    """`generation_config.json`, empty where the source has none."""
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens ending a sequence: the tokenizer's `eos_token`, then the generation config's `eos_token_id` in turn.
+
+        The first is the one that is put after a plain completion or text; empty where neither source names one.
+        """
+        named = self.generation.get("eos_token_id")
+        more = named if isinstance(named, list) else [named]
+        return tuple(dict.fromkeys(i for i in (self.hf.eos_token_id, *more) if i is not None))
+
+    @cached_property
+    def end_id(self) -> int:
+        """`stop_ids[0]`. Raises `ConfigError` where the tokenizer names no end."""
+        if not self.stop_ids:
+            raise ConfigError(
+                f"tokenizer {self.name} names no end-of-sequence token; "
+                "set eos_token in its tokenizer_config.json or eos_token_id in its generation_config.json"
+            )
+        return self.stop_ids[0]
+
+    @cached_property
+    def bos_id(self) -> int | None:
+        """The token that the tokenizer puts before a plain text; `None` where it puts none."""
+        first = self.hf.backend_tokenizer.encode("a", add_special_tokens=True).ids[:1]
+        return self.hf.bos_token_id if first == [self.hf.bos_token_id] else None
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.hf.get_chat_template() if self.hf.chat_template else None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included."""
+        return len(self.hf)
+
+    @cached_property
+    def control_tokens(self) -> tuple[str, ...]:
+        """Texts of the special tokens, longest first."""
+        special = {token.content for token in self.hf.added_tokens_decoder.values() if token.special}
+        return tuple(sorted(special, key=lambda text: (-len(text), text)))
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text; none is added at its ends."""
+        return self.hf.backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self.hf.decode(list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+    def encode_spans(
+        self, text: str, *, continues: bool = False, literal: bool = False
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokens of a text and the characters that each covers.
+
+        `continues`: the text follows another, so it gets no space in front where a tokenizer adds one to beginnings.
+        `literal`: control tokens in the text are ordinary characters.
+        """
+        backend = self._literal_backend if literal else self.hf.backend_tokenizer
+        if continues:
+            shifted = backend.encode(f"\n{text}", add_special_tokens=False)
+            pairs = [pair for pair in zip(shifted.ids, shifted.offsets, strict=True) if pair[1][1] > 1]
+            if all(start >= 1 for _, (start, _) in pairs):
+                return [token for token, _ in pairs], [(start - 1, stop - 1) for _, (start, stop) in pairs]
+        encoding = backend.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    def encode_after(self, prompt: str, text: str) -> tuple[list[int], list[int]]:
+        """Tokens of a prompt as it is tokenized alone, and of the text that goes on from it."""
+        alone = self.encode(prompt)
+        joint = self.encode(prompt + text)
+        if joint[: len(alone)] == alone:
+            return alone, joint[len(alone) :]
+        return alone, self.encode_spans(text, continues=True)[0]
+
+    def save(self, path: str | Path) -> None:
+        """Write a folder that transformers and `load_tokenizer` read, stop tokens included."""
+        self.hf.save_pretrained(str(path))
+        generation = dict(self.generation)
+        if self.stop_ids:
+            generation["eos_token_id"] = self.stop_ids[0] if len(self.stop_ids) == 1 else list(self.stop_ids)
+        if generation:
+            text = json.dumps(generation, indent=2) + "\n"
+            (Path(path) / "generation_config.json").write_text(text, encoding="utf-8")
+
+    @cached_property
+    def _literal_backend(self) -> Any:
+        import tokenizers
+
+        backend = tokenizers.Tokenizer.from_str(self.hf.backend_tokenizer.to_str())
+        backend.encode_special_tokens = True
+        return backend
+
+
+def load_tokenizer(name: str | Path) -> Tokenizer:
+    """A tokenizer from a local folder, a hub id, or `bytes`: the built-in byte tokenizer.
+
+    Raises `ConfigError` where the folder or the hub repository has no readable fast tokenizer.
+    """
+    if name == "bytes":
+        return _wrap(build_byte_tokenizer(), "bytes", BYTE_GENERATION)
+    folder = Path(name).expanduser()
+    if folder.exists():
+        return _load_folder(folder)
+    if isinstance(name, Path) or not is_hub_id(name):
+        raise ConfigError(f"tokenizer: {missing_path(folder)}; give a folder, a hub id or 'bytes'")
+    return _load_hub(name)
+
+
+def _load_folder(folder: Path) -> Tokenizer:
+    if not folder.is_dir():
+        raise ConfigError(f"tokenizer: {folder} is a file; give the folder that holds tokenizer.json")
+    names = sorted(entry.name for entry in folder.iterdir())
+    if not set(names) & set(TOKENIZER_FILES):
+        listing = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        raise ConfigError(
+            f"tokenizer: {folder} has no tokenizer.json; it holds {listing or 'nothing'}; "
+            "give a folder with tokenizer files, a hub id or 'bytes'"
+        )
+    generation_path = folder / "generation_config.json"
+    text = generation_path.read_text(encoding="utf-8") if generation_path.is_file() else "{}"
+    try:
+        generation = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"tokenizer: {generation_path}:{error.lineno} is not JSON: {error.msg}") from error
+    return _wrap(_from_pretrained(str(folder), local_files_only=True), str(folder), generation)
+
+
+def _load_hub(name: str) -> Tokenizer:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    offline = not hub_is_reachable()
+    hf = _from_pretrained(name, local_files_only=offline)
+    try:
+        path = hf_hub_download(name, "generation_config.json", local_files_only=offline)
+        generation = json.loads(Path(path).read_text(encoding="utf-8"))
+    except LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"tokenizer: the hub cannot be reached, and generation_config.json of {name}, which says where a sequence "
+            "ends, is not in the local cache; connect once, or give a folder"
+        ) from error
+    except EntryNotFoundError:
+        generation = {}
+    return _wrap(hf, name, generation)
+
+
+def _from_pretrained(name: str, *, local_files_only: bool) -> Any:
+    transformers = import_transformers()
+    try:
+        return transformers.AutoTokenizer.from_pretrained(name, local_files_only=local_files_only)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(_unreadable(name, error, local_files_only=local_files_only)) from error
+    except Exception as error:
+        # The Rust reader raises bare `Exception` for a tokenizer.json that it cannot parse.
+        if type(error) is not Exception:
+            raise
+        raise ConfigError(_unreadable(name, error, local_files_only=local_files_only)) from error
+
+
+def _unreadable(name: str, error: Exception, *, local_files_only: bool) -> str:
+    reason = " ".join(str(error).split())
+    reason = reason if len(reason) <= 200 else f"{reason[:200]}..."
+    if Path(name).is_dir():
+        return f"tokenizer: the files in {name} cannot be read ({type(error).__name__}: {reason}); copy them anew"
+    if local_files_only:
+        return (
+            f"tokenizer: no folder {name}; and the hub cannot be reached, nor is {name} in the local cache; "
+            "give an existing folder, connect to the network, or use 'bytes'"
+        )
+    return f"tokenizer: neither a folder {name} nor a readable tokenizer {name} on the hub ({reason})"
+
+
+def _wrap(hf: Any, name: str, generation: Mapping[str, Any]) -> Tokenizer:
+    if not hf.is_fast:
+        raise ConfigError(f"tokenizer: {name} has no fast tokenizer; convert it to tokenizer.json")
+    # Files may carry the cutting and padding of another use; rows here are as long as their text.
+    hf.backend_tokenizer.no_truncation()
+    hf.backend_tokenizer.no_padding()
+    return Tokenizer(hf, name, generation)

@@ -1,0 +1,165 @@
+"""The clipped policy-gradient loss. GRPO and its relatives are values of one dataclass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from posttrain.batch import Batch, HostArray, LossOutput, TokenStats
+from posttrain.losses.kl import MAX_LOG_RATIO, KLEstimator, k3
+from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, sequence_sums, to_tokens, token_mean
+from posttrain.tree import Mean
+
+RatioLevel = Literal["token", "sequence_mean", "sequence_sum"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_old. PPO eq. 7, arXiv:1707.06347.
+
+    pi_old is `old_logps` of the batch if they are there, else `sampler_logps`. Ratios, KL and metrics are over tokens
+    with a positive `loss_weight`; other tokens may hold anything, inf and NaN included.
+    """
+
+    clip_low: float
+    clip_high: float
+    reduce: Reduction
+    ratio: RatioLevel = "token"
+    """Of each token, or one for the sequence: exp of the mean (GSPO) or of the sum (RLOO) of its log-ratios."""
+    dual_clip: float | None = None
+    """Upper bound of r where A < 0, arXiv:1912.09729; at least 1 + clip_high."""
+    kl_coef: float = 0.0
+    """Weight of KL(policy || reference), added per token and reduced in the same way."""
+    kl_estimator: KLEstimator = k3
+    kl_bias_correction: bool = False
+    """Multiply the KL by r, so that it is unbiased on samples of pi_old. arXiv:2512.02556."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus, subtracted per token and reduced in the same way."""
+
+    def __post_init__(self) -> None:
+        if self.ratio not in get_args(RatioLevel):
+            raise ValueError(f"PolicyLoss.ratio={self.ratio!r} must be one of {', '.join(get_args(RatioLevel))}")
+        if self.clip_low <= 0 or self.clip_high <= 0:
+            raise ValueError(f"PolicyLoss.clip_low={self.clip_low} and clip_high={self.clip_high} must be positive")
+        if self.dual_clip is not None and self.dual_clip < 1 + self.clip_high:
+            raise ValueError(
+                f"PolicyLoss.dual_clip={self.dual_clip} must be at least 1 + clip_high = {1 + self.clip_high}; "
+                "raise it, or give None to leave it out"
+            )
+        if self.kl_coef < 0 or self.entropy_coef < 0:
+            raise ValueError(
+                f"PolicyLoss.kl_coef={self.kl_coef} and entropy_coef={self.entropy_coef} must not be negative"
+            )
+
+    def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
+        """Raises ValueError where advantages, old and sampler log-probs, or what a coefficient needs are `None`."""
+        weight, segments = jnp.asarray(batch.loss_weight), jnp.asarray(batch.segments)
+        mask = weight > 0
+        logps = jnp.where(mask, stats.logps, 0.0)
+        log_ratio = logps - jnp.where(mask, _old_logps(batch), 0.0)
+        ratio = self._ratio(log_ratio, mask, segments)
+        advantages = jnp.where(mask, _required(batch.advantages, "batch.advantages", "every policy loss"), 0.0)
+
+        surrogate = self._surrogate(ratio, advantages)
+        loss = surrogate
+        if self.kl_coef:
+            kl = self.kl_estimator(
+                logps, _required(batch.ref_logps, "batch.ref_logps", f"kl_coef={self.kl_coef}"), mask
+            )
+            loss += self.kl_coef * (kl * ratio if self.kl_bias_correction else kl)
+        if self.entropy_coef:
+            entropy = _required(stats.entropy, "stats.entropy", f"entropy_coef={self.entropy_coef}")
+            loss -= self.entropy_coef * jnp.where(mask, entropy, 0.0)
+
+        metrics = {"policy_loss": self.reduce(surrogate, weight, segments)}
+        metrics |= self._clip_metrics(ratio, advantages, mask, segments)
+        metrics |= _distance_metrics(stats, batch, mask)
+        return LossOutput(loss=self.reduce(loss, weight, segments), metrics=metrics)
+
+    def _ratio(
+        self, log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"], segments: Int[Array, "B T"]
+    ) -> Float[Array, "B T"]:
+        if self.ratio != "token":
+            sums = sequence_sums(log_ratio, segments)
+            if self.ratio == "sequence_mean":
+                sums /= jnp.maximum(sequence_sums(mask.astype(log_ratio.dtype), segments), 1.0)
+            log_ratio = to_tokens(sums, segments)
+        return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+    def _surrogate(self, ratio: Float[Array, "B T"], advantages: Float[Array, "B T"]) -> Float[Array, "B T"]:
+        clipped = jnp.clip(ratio, 1 - self.clip_low, 1 + self.clip_high)
+        if self.dual_clip is not None:
+            ratio = jnp.minimum(ratio, self.dual_clip)
+        return -jnp.minimum(ratio * advantages, clipped * advantages)
+
+    def _clip_metrics(
+        self,
+        ratio: Float[Array, "B T"],
+        advantages: Float[Array, "B T"],
+        mask: Bool[Array, "B T"],
+        segments: Int[Array, "B T"],
+    ) -> dict[str, Mean]:
+        low = (ratio < 1 - self.clip_low) & (advantages < 0)
+        high = (ratio > 1 + self.clip_high) & (advantages > 0)
+        mean = token_mean if self.ratio == "token" else sequence_mean
+        counted = mask.astype(ratio.dtype)
+        return {
+            "ratio/mean": mean(ratio, counted, segments),
+            "clip_ratio/low_mean": mean(low.astype(ratio.dtype), counted, segments),
+            "clip_ratio/high_mean": mean(high.astype(ratio.dtype), counted, segments),
+            "clip_ratio/region_mean": mean((low | high).astype(ratio.dtype), counted, segments),
+        }
+
+
+GRPO = PolicyLoss(clip_low=0.2, clip_high=0.2, reduce=sequence_mean, kl_coef=0.04)
+"""arXiv:2402.03300: k3 against the reference with weight 0.04 (section 4.2); the clip range is PPO's."""
+
+DAPO = replace(GRPO, clip_high=0.28, reduce=token_mean, kl_coef=0.0)
+"""arXiv:2503.14476: higher upper bound, token-level mean, no KL."""
+
+GSPO = replace(GRPO, ratio="sequence_mean", clip_low=3e-4, clip_high=4e-4, kl_coef=0.0)
+"""arXiv:2507.18071 eq. 5-7 and section 5.1: one length-normalised ratio per sequence, no KL."""
+
+RLOO = replace(GRPO, ratio="sequence_sum", kl_coef=0.0)
+"""arXiv:2402.14740: a whole answer is one action. The ratio and its clip matter only off-policy."""
+
+
+def dr_grpo(max_tokens: int) -> PolicyLoss:
+    """arXiv:2503.20783: no division by each answer's length but by the constant `max_tokens`, no KL."""
+    return replace(GRPO, reduce=ConstantLength(max_tokens), kl_coef=0.0)
+
+
+def _old_logps(batch: Batch) -> Array:
+    """Log-probs of the policy that the ratio is taken against; the only place that decides it."""
+    old = batch.sampler_logps if batch.old_logps is None else batch.old_logps
+    if old is None:
+        raise ValueError("PolicyLoss: the batch has neither old_logps nor sampler_logps; keep those of the rollout")
+    return jax.lax.stop_gradient(jnp.asarray(old))
+
+
+def _required(value: Array | HostArray | None, name: str, why: str) -> Array:
+    if value is None:
+        raise ValueError(f"PolicyLoss: {name} is None but {why} needs it")
+    return jnp.asarray(value)
+
+
+def _distance_metrics(stats: TokenStats, batch: Batch, mask: Bool[Array, "B T"]) -> dict[str, Mean]:
+    """Token means: policy against old, reference and sampler.
+
+    The sampler is compared with the trainer before the update (`old_logps`) where that is known, else with it now.
+    """
+    counted, segments = mask.astype(stats.logps.dtype), jnp.asarray(batch.segments)
+    values = {"approx_kl": k3(_old_logps(batch), stats.logps, mask)}
+    if batch.ref_logps is not None:
+        values["kl"] = k3(stats.logps, jnp.asarray(batch.ref_logps), mask)
+    if stats.entropy is not None:
+        values["entropy"] = stats.entropy
+    if batch.sampler_logps is not None:
+        trainer = stats.logps if batch.old_logps is None else jnp.asarray(batch.old_logps)
+        values["sampling/logp_difference/mean"] = jnp.abs(trainer - jnp.asarray(batch.sampler_logps))
+    return {name: token_mean(value, counted, segments) for name, value in values.items()}

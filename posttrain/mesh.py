@@ -1,0 +1,82 @@
+"""Meshes, and the one table that turns the names of a parameter's dimensions into shardings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from posttrain.config import ConfigError, MeshSection
+
+AXES = ("data", "fsdp", "tensor")
+
+RULES: Mapping[str, str | None] = {
+    "layers": None,
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "vocab": "tensor",
+    "head_dim": None,
+    "rank": None,
+}
+"""Name of a parameter's dimension -> mesh axis."""
+
+BATCH_SPEC = PartitionSpec(("data", "fsdp"))
+"""Rows are split over both data axes; T is never split."""
+
+
+def make_mesh(section: MeshSection, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh that a configuration asks for, over all devices. ConfigError where sizes do not multiply to their number."""
+    devices = jax.devices() if devices is None else devices
+    sizes = [section.data, section.fsdp, section.tensor]
+    free = [i for i, size in enumerate(sizes) if size == -1]
+    fixed = math.prod(size for size in sizes if size != -1)
+    named = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
+    if len(free) > 1 or any(size < 1 and size != -1 for size in sizes):
+        raise ConfigError(f"mesh: {named}: sizes are positive, and at most one is -1 (what is left)")
+    if free:
+        sizes[free[0]] = len(devices) // fixed
+    if math.prod(sizes) != len(devices):
+        raise ConfigError(f"mesh: {named} must multiply to the number of devices, {len(devices)}")
+    grid = np.asarray(devices).reshape(sizes)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def single_device_mesh() -> Mesh:
+    return make_mesh(MeshSection(data=1, fsdp=1, tensor=1), jax.devices()[:1])
+
+
+def param_sharding(mesh: Mesh, name: str, dims: Sequence[str], shape: Sequence[int]) -> NamedSharding:
+    """Sharding of a parameter from its dimensions' names; a dimension that its axis does not divide is an error."""
+    spec: list[str | None] = []
+    for dim, size in zip(dims, shape, strict=True):
+        axis = RULES[dim]
+        if axis is not None and mesh.shape[axis] > 1 and size % mesh.shape[axis]:
+            raise ConfigError(
+                f"mesh.{axis}={mesh.shape[axis]} must divide the dimension {dim!r} ({size}) of {name}; "
+                f"use a divisor of {size}"
+            )
+        spec.append(axis)
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, BATCH_SPEC)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def put_batch(mesh: Mesh, batch: Any) -> Any:
+    """Host rows onto the mesh; the number of rows must be a multiple of data x fsdp."""
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    if rows % shards:
+        raise ConfigError(f"a batch of {rows} rows cannot be split over data x fsdp = {shards} devices; use a multiple")
+    return jax.device_put(batch, batch_sharding(mesh))

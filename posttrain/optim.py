@@ -1,0 +1,117 @@
+"""AdamW with schedules, float32 masters of low-precision parameters, and clipping by the global norm."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jaxtyping import Float
+
+from posttrain.config import OptimizerSection
+from posttrain.tree import map_with_path
+
+Tree = TypeVar("Tree")
+
+UNDECAYED = ("bias", "scale")
+"""Last words of the paths that weight decay leaves alone: biases, and the scales of norms."""
+
+
+def decay_mask(params: Any) -> Any:
+    """True where weight decay applies. By name: stacked layers give a bias as many dimensions as a matrix has."""
+    return map_with_path(lambda path, _: path.rsplit(".", 1)[-1] not in UNDECAYED, params)
+
+
+def make_schedule(section: OptimizerSection, num_steps: int) -> optax.Schedule:
+    """Learning rate of step 0, 1, ...: linear from 0 over `warmup_steps`, then the schedule down to 0 at `num_steps`.
+
+    With warm-up the first step has rate 0, as in Hugging Face's `get_*_schedule_with_warmup`.
+    """
+    peak, warmup, kind = section.learning_rate, section.warmup_steps, section.schedule
+
+    def schedule(step: Any) -> Float[Array, ""]:
+        step = jnp.asarray(step, jnp.float32)
+        done = jnp.clip((step - warmup) / max(1, num_steps - warmup), 0.0, 1.0)
+        if kind == "constant":
+            factor = jnp.ones(())
+        elif kind == "linear":
+            factor = 1.0 - done
+        else:
+            # (1 + cos(pi x)) / 2 without the cancellation near the end.
+            factor = jnp.cos(0.5 * jnp.pi * done) ** 2
+        return peak * jnp.where(step < warmup, step / max(1, warmup), factor)
+
+    return schedule
+
+
+def make_optimizer(section: OptimizerSection, num_steps: int) -> optax.GradientTransformation:
+    """AdamW, arXiv:1711.05101, with the section's schedule; moments and masters are float32.
+
+    Gradients are not clipped here: `clip_by_global_norm` also gives the norm, which is a metric.
+    """
+    return with_master_weights(
+        optax.adamw(
+            make_schedule(section, num_steps),
+            b1=section.beta1,
+            b2=section.beta2,
+            eps=section.eps,
+            weight_decay=section.weight_decay,
+            mask=decay_mask,
+        )
+    )
+
+
+class MasterState(NamedTuple):
+    """The inner optimiser's state, and float32 copies of the parameters that are stored in fewer bits."""
+
+    inner: Any
+    masters: Any
+    """`optax.MaskedNode` (no leaf) where the parameter itself has 32 bits."""
+
+
+def with_master_weights(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Run `tx` in float32 on exact copies of bfloat16 parameters, so that updates below their rounding add up.
+
+    The update that it returns moves each parameter onto its rounded master. `params` is required in `update`.
+    """
+
+    def init(params: Any) -> MasterState:
+        masters = jax.tree.map(lambda p: p.astype(jnp.float32) if _is_low(p) else optax.MaskedNode(), params)
+        return MasterState(inner=tx.init(_full(params, masters)), masters=masters)
+
+    def update(grads: Any, state: MasterState, params: Any = None) -> tuple[Any, MasterState]:
+        if params is None:
+            raise ValueError("with_master_weights: update needs params; call tx.update(grads, state, params)")
+        full = _full(params, state.masters)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, full)
+        updates, inner = tx.update(grads, state.inner, full)
+        moved = optax.apply_updates(full, updates)
+        masters = jax.tree.map(lambda p, new: new if _is_low(p) else optax.MaskedNode(), params, moved)
+        updates = jax.tree.map(
+            lambda p, u, new: new - p.astype(jnp.float32) if _is_low(p) else u, params, updates, moved
+        )
+        return updates, MasterState(inner=inner, masters=masters)
+
+    return optax.GradientTransformation(init, update)
+
+
+def clip_by_global_norm(grads: Tree, max_norm: float) -> tuple[Tree, Float[Array, ""]]:
+    """Gradients times min(1, max_norm / norm), and the norm before: the square root of all squares in float32.
+
+    A gradient within `max_norm` comes back bitwise. A norm that is not finite makes every gradient NaN.
+    """
+    squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
+    norm = jnp.sqrt(jnp.sum(jnp.stack(squares)))
+    factor = jnp.where(jnp.isfinite(norm), max_norm / jnp.maximum(norm, max_norm), jnp.nan)
+    return jax.tree.map(lambda g: (g.astype(jnp.float32) * factor).astype(g.dtype), grads), norm
+
+
+def _is_low(parameter: Any) -> bool:
+    return jnp.issubdtype(parameter.dtype, jnp.floating) and parameter.dtype.itemsize < 4
+
+
+def _full(params: Any, masters: Any) -> Any:
+    """The parameters in float32: the master where there is one."""
+    return jax.tree.map(lambda p, m: m if _is_low(p) else p, params, masters)

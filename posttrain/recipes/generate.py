@@ -1,0 +1,71 @@
+"""Text from a model, without a run around it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from posttrain.data.chat import Renderer
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.models.decoder import Decoder
+from posttrain.rollout.native import NativeEngine
+from posttrain.rollout.types import SamplingParams, sample_key
+
+MAX_SLOTS = 64
+
+
+def generate(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    stop: Sequence[str] = (),
+    seed: int | None = None,
+    chat: bool | None = None,
+) -> list[str]:
+    """One completion of each prompt, without stop token or stop string.
+
+    `chat`: wrap each prompt as a user's turn in the tokenizer's template; by default if it has one. `seed`: by default
+    drawn from the system. ValueError for a prompt without tokens.
+    """
+    if not prompts:
+        return []
+    renderer = Renderer(tokenizer, tokenizer.chat_template is not None if chat is None else chat)
+    rendered = [renderer.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
+    seed = secrets.randbits(31) if seed is None else seed
+    params = [
+        SamplingParams(
+            max_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            stop=tuple(stop),
+            stop_token_ids=tokenizer.stop_ids,
+            key=sample_key(seed, 0, index, 0),
+        )
+        for index in range(len(prompts))
+    ]
+    engine = NativeEngine(
+        model,
+        slots=min(len(prompts), MAX_SLOTS),
+        max_length=max(map(len, rendered)) + max_new_tokens,
+        decode_steps=32,
+        tokenizer_decode=tokenizer.decode,
+        version=0,
+    )
+    try:
+        completions = engine.generate_all(rendered, params)
+    finally:
+        engine.close()
+    return [_before_stop(tokenizer.decode(c.tokens), stop) for c in completions]
+
+
+def _before_stop(text: str, stop: Sequence[str]) -> str:
+    ends = [text.find(s) for s in stop if s in text]
+    return text[: min(ends)] if ends else text

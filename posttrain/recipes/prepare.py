@@ -1,0 +1,253 @@
+"""Everything of a run that needs no weights: tokenizer, rows, rewards, losses. `check` stops here, `run` goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain.batch import TokenLoss
+from posttrain.config import ConfigError, DatasetSection, RLSection, RunConfig, SFTSection, TrainSection
+from posttrain.config_file import resolve_path
+from posttrain.data.chat import Renderer
+from posttrain.data.format import prompt_is_text, prompt_messages, tokenize_example, use_chat
+from posttrain.data.hub import hub_is_reachable, is_hub_id
+from posttrain.data.sources import FILE_SUFFIXES, Rows, load_rows
+from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.imports import did_you_mean, import_object, is_object_spec
+from posttrain.losses.sft import DFTLoss, SFTLoss
+from posttrain.rl.algorithms import Algorithm, make_algorithm
+from posttrain.rl.rewards import Reward, Rubric, missing_arguments
+from posttrain.rl.types import Example
+
+SFT_LOSSES = {"nll": SFTLoss, "dft": DFTLoss}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTInputs:
+    section: SFTSection
+    renderer: Renderer
+    rows: Rows
+    eval_renderer: Renderer | None
+    eval_rows: Rows | None
+    loss: TokenLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLInputs:
+    section: RLSection
+    renderer: Renderer
+    rows: Rows
+    examples: Sequence[Example]
+    eval_renderer: Renderer | None
+    eval_examples: Sequence[Example]
+    rubric: Rubric
+    algorithm: Algorithm
+    max_prompt_tokens: int
+
+
+@dataclass
+class Prepared:
+    config: RunConfig
+    base_dir: Path
+    tokenizer: Tokenizer | None = None
+    """None only where `notes` say that the hub could not be asked."""
+    stages: list[SFTInputs | RLInputs] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What could not be checked, and why."""
+
+
+def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
+    """Load and validate all inputs of a run. ConfigError for the first mistake.
+
+    With `offline_ok`, what only the hub can answer becomes a note when there is no network.
+    """
+    prepared = Prepared(config=config, base_dir=base_dir)
+    name = tokenizer_name(config, base_dir)
+    if offline_ok and _unreachable(name):
+        prepared.notes.append(f"not checked, no network: tokenizer and rows of every stage (tokenizer {name} is on the hub)")
+        for section in config.stages:
+            _check_offline(section, base_dir)
+        return prepared
+    prepared.tokenizer = load_tokenizer(name)
+    for index, section in enumerate(config.stages):
+        remote = [d.path for d in (section.dataset, section.eval_dataset) if d is not None and _unreachable(d.path)]
+        if offline_ok and remote:
+            prepared.notes.append(f"stages.{index}: not checked, no network: dataset {', '.join(remote)} is on the hub")
+            _check_offline(section, base_dir)
+            continue
+        prepare_stage = _prepare_sft if isinstance(section, SFTSection) else _prepare_rl
+        prepared.stages.append(prepare_stage(section, prepared.tokenizer, base_dir))  # type: ignore[operator]
+    return prepared
+
+
+def stage_names(config: RunConfig) -> list[str]:
+    """Folder names: number and name, so that a listing shows the order."""
+    return [f"{index}-{section.name or section.kind}" for index, section in enumerate(config.stages)]
+
+
+def tokenizer_name(config: RunConfig, base_dir: Path) -> str:
+    name = config.model.tokenizer or config.model.path
+    assert name is not None
+    return name if name == "bytes" else local_or_hub(name, base_dir)
+
+
+def local_or_hub(name: str, base_dir: Path) -> str:
+    """The folder that the configuration means, or the hub id as it stands."""
+    found = None if is_hub_id(name) and not _exists(name, base_dir) else resolve_path(name, base_dir)
+    return name if found is None else str(found)
+
+
+def _exists(name: str, base_dir: Path) -> bool:
+    try:
+        resolve_path(name, base_dir)
+    except ConfigError:
+        return False
+    return True
+
+
+def _unreachable(name: str) -> bool:
+    path = Path(name)
+    local = name == "bytes" or path.exists() or is_object_spec(name) or path.suffix in FILE_SUFFIXES
+    return not local and is_hub_id(name) and not hub_is_reachable()
+
+
+def _check_offline(section: TrainSection, base_dir: Path) -> None:
+    """What can be said of a stage without its rows."""
+    if isinstance(section, RLSection):
+        _rubric(section, base_dir)
+        _algorithm(section, base_dir)
+    elif isinstance(section, SFTSection):
+        _sft_loss(section, base_dir)
+
+
+def rows_of(section: DatasetSection, base_dir: Path) -> Rows:
+    """The rows of a dataset section, its path resolved like every path of a configuration."""
+    spec = section.path
+    if is_object_spec(spec):
+        file, _, name = spec.rpartition(":")
+        if file.endswith(".py"):
+            spec = f"{resolve_path(file, base_dir).resolve()}:{name}"
+    elif _exists(spec, base_dir) or Path(spec).suffix in FILE_SUFFIXES or not is_hub_id(spec):
+        spec = str(resolve_path(spec, base_dir).resolve())
+    return load_rows(section.model_copy(update={"path": spec}), base_dir=base_dir)
+
+
+def _prepare_sft(section: SFTSection, tokenizer: Tokenizer, base_dir: Path) -> SFTInputs:
+    rows, renderer = _rows_and_renderer(section.dataset, tokenizer, base_dir)
+    tokenize_example(rows[0], section.dataset, renderer, section.train_on_prompt)
+    eval_rows, eval_renderer = None, None
+    if section.eval_dataset is not None:
+        eval_rows, eval_renderer = _rows_and_renderer(section.eval_dataset, tokenizer, base_dir)
+        tokenize_example(eval_rows[0], section.eval_dataset, eval_renderer, section.train_on_prompt)
+    return SFTInputs(
+        section=section,
+        renderer=renderer,
+        rows=rows,
+        eval_renderer=eval_renderer,
+        eval_rows=eval_rows,
+        loss=_sft_loss(section, base_dir),
+    )
+
+
+def _prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> RLInputs:
+    limit = section.max_prompt_tokens or section.row_tokens - section.sampling.max_tokens
+    if limit + section.sampling.max_tokens > section.row_tokens:
+        raise ConfigError(
+            f"max_prompt_tokens={limit} + sampling.max_tokens={section.sampling.max_tokens} must fit "
+            f"row_tokens={section.row_tokens}"
+        )
+    rubric = _rubric(section, base_dir)
+    rows, renderer = _rows_and_renderer(section.dataset, tokenizer, base_dir)
+    examples = _examples(rows, section.dataset, renderer, limit)
+    _check_columns(rubric, rows)
+    eval_examples: list[Example] = []
+    eval_renderer = None
+    if section.eval_dataset is not None:
+        eval_rows, eval_renderer = _rows_and_renderer(section.eval_dataset, tokenizer, base_dir)
+        eval_examples = _examples(eval_rows, section.eval_dataset, eval_renderer, limit)
+        _check_columns(rubric, eval_rows)
+    return RLInputs(
+        section=section,
+        renderer=renderer,
+        rows=rows,
+        examples=examples,
+        eval_renderer=eval_renderer,
+        eval_examples=eval_examples,
+        rubric=rubric,
+        algorithm=_algorithm(section, base_dir),
+        max_prompt_tokens=limit,
+    )
+
+
+def _rows_and_renderer(section: DatasetSection, tokenizer: Tokenizer, base_dir: Path) -> tuple[Rows, Renderer]:
+    rows = rows_of(section, base_dir)
+    return rows, Renderer(tokenizer, use_chat(section, tokenizer, rows.columns))
+
+
+def _examples(rows: Rows, section: DatasetSection, renderer: Renderer, max_prompt_tokens: int) -> list[Example]:
+    """All prompts, each checked: what is wrong with row 5,000 is said before the first step."""
+    examples = []
+    for index in range(len(rows)):
+        row = rows[index]
+        try:
+            messages = prompt_messages(row, section)
+            length = len(renderer.prompt(messages))
+        except ConfigError as error:
+            raise ConfigError(f"{rows.where(index)}: {error}") from error
+        if length > max_prompt_tokens:
+            raise ConfigError(
+                f"{rows.where(index)}: its prompt has {length} tokens, more than max_prompt_tokens={max_prompt_tokens}; "
+                "raise row_tokens and max_prompt_tokens, or leave the row out"
+            )
+        examples.append(Example(index=index, row=row, messages=messages, plain=prompt_is_text(row, section)))
+    return examples
+
+
+def _check_columns(rubric: Rubric, rows: Rows) -> None:
+    lines = [line for reward in rubric.rewards for line in missing_arguments(reward, rows.columns)]
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def _rubric(section: RLSection, base_dir: Path) -> Rubric:
+    rewards = []
+    for item in section.rewards:
+        function = object_of(item.fn, base_dir) if isinstance(item.fn, str) else item.fn
+        if not callable(function):
+            raise ConfigError(f"rewards.fn={item.fn!r} is not a function; name one as file.py:function")
+        rewards.append(Reward(function=function, weight=item.weight, args=item.args))
+    return Rubric(rewards)
+
+
+def _algorithm(section: RLSection, base_dir: Path) -> Algorithm:
+    advantage: Any = None if section.advantage is None else object_of(section.advantage, base_dir)
+    return make_algorithm(
+        section.algorithm,
+        max_tokens=section.sampling.max_tokens,
+        kl_coef=section.kl_coef,
+        clip_low=section.clip_low,
+        clip_high=section.clip_high,
+        advantage=advantage,
+    )
+
+
+def _sft_loss(section: SFTSection, base_dir: Path) -> TokenLoss:
+    if section.loss in SFT_LOSSES:
+        return SFT_LOSSES[section.loss]()
+    if is_object_spec(section.loss):
+        made: Any = object_of(section.loss, base_dir)
+        return made()
+    raise ConfigError(
+        f"loss: {section.loss!r} is unknown{did_you_mean(section.loss, SFT_LOSSES)}; "
+        f"there are {', '.join(SFT_LOSSES)}, or name your own as module:Class"
+    )
+
+
+def object_of(spec: str, base_dir: Path) -> object:
+    """`file.py:name` or `module:name`, the file looked for like every path of a configuration."""
+    file, _, name = spec.rpartition(":")
+    if file.endswith(".py"):
+        spec = f"{resolve_path(file, base_dir).resolve()}:{name}"
+    return import_object(spec, base_dir=base_dir)

@@ -1,0 +1,190 @@
+"""Reinforcement learning with verifiable rewards: GRPO and its family on one colocated cluster."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from posttrain.config import RLSection, SamplingSection
+from posttrain.data.pipeline import PromptBatches
+from posttrain.metrics import Sample, Timer
+from posttrain.optim import make_optimizer
+from posttrain.recipes.prepare import RLInputs
+from posttrain.recipes.python import PythonRun
+from posttrain.recipes.stage import StageRun
+from posttrain.rl.aio import run_async
+from posttrain.rl.cluster import Cluster
+from posttrain.rl.collect import Sampler
+from posttrain.rl.evaluate import Evaluation, evaluate
+from posttrain.rl.loop import StepResult, StepSettings, rl_step
+from posttrain.rollout.native import NativeEngine
+from posttrain.trainer import Trainer
+
+NUM_SHOWN = 6
+"""Samples in a table."""
+
+
+def run_rl(stage: StageRun, inputs: RLInputs) -> None:
+    """Train one RL stage to its end, from its newest checkpoint if there is one."""
+    run = _RLRun(stage, inputs)
+    section = inputs.section
+    with stage.opened(run.trainer, run.prompts, section.num_steps) as (sinks, checkpointer):
+        run.cluster.sync_weights()
+        result: dict[str, Any] = {}
+        if inputs.eval_examples:
+            result["before"] = stage.remember("before", lambda: _record(run.evaluate()))
+            if run.trainer.step_number == 0:
+                sinks.write(0, result["before"]["metrics"])
+
+        def step() -> Mapping[str, Any]:
+            timer = Timer()
+            outcome = run.step(timer)
+            if run.trainer.step_number % section.samples_every == 0 or run.trainer.step_number == 1:
+                sinks.samples(run.trainer.step_number, step_samples(outcome, section.group_size))
+            return outcome.metrics | timer.metrics()
+
+        try:
+            stage.train(
+                run.trainer,
+                step,
+                run.prompts,
+                sinks,
+                checkpointer,
+                section,
+                (lambda: run.evaluate().metrics()) if inputs.eval_examples else None,
+            )
+            if inputs.eval_examples:
+                result["after"] = _record(run.evaluate())
+                sinks.write(section.num_steps, result["after"]["metrics"])
+        finally:
+            run.cluster.engine.close()
+    stage.finish(run.trainer.model, result)
+
+
+class _RLRun:
+    """The objects of a running RL stage."""
+
+    def __init__(self, stage: StageRun, inputs: RLInputs):
+        section = inputs.section
+        samples = section.prompts_per_step * section.group_size
+        self.inputs = inputs
+        self.trainer = Trainer(
+            stage.load_model(),
+            inputs.algorithm.loss,
+            make_optimizer(section.optimizer, section.num_steps),
+            # A greedy sampler's log-probabilities are those of the unscaled distribution.
+            temperature=section.sampling.temperature or 1.0,
+            max_grad_norm=section.optimizer.max_grad_norm,
+            micro_batch_rows=section.micro_batch_rows or -(-samples // 8),
+            mesh=stage.mesh,
+        )
+        engine = NativeEngine(
+            self.trainer.model,
+            slots=section.rollout.slots or samples,
+            max_length=section.row_tokens,
+            decode_steps=section.rollout.decode_steps,
+            tokenizer_decode=stage.tokenizer.decode,
+            version=0,
+        )
+        self.cluster = Cluster(self.trainer, engine, keep_reference=inputs.algorithm.loss.kl_coef > 0)
+        self.prompts = PromptBatches(
+            section.dataset, inputs.rows, prompts_per_step=section.prompts_per_step, seed=stage.seed
+        )
+        self.sampler = Sampler(
+            engine=engine,
+            renderer=inputs.renderer,
+            sampling=section.sampling,
+            max_prompt_tokens=inputs.max_prompt_tokens,
+            seed=stage.seed,
+        )
+        self.settings = StepSettings(
+            group_size=section.group_size,
+            row_tokens=section.row_tokens,
+            num_rows=samples,
+            recompute_old_logps=section.recompute_old_logps,
+        )
+
+    def step(self, timer: Timer) -> StepResult:
+        examples = [self.inputs.examples[row.index] for row in next(self.prompts)]
+        return run_async(
+            rl_step(
+                self.cluster, self.inputs.algorithm, self.inputs.rubric, self.sampler, examples, self.settings, timer
+            )
+        )
+
+    def evaluate(self) -> Evaluation:
+        assert self.inputs.eval_renderer is not None
+        sampler = replace(self.sampler, renderer=self.inputs.eval_renderer, sampling=eval_sampling(self.inputs.section))
+        return run_async(evaluate(sampler, self.inputs.rubric, self.inputs.eval_examples))
+
+
+def eval_sampling(section: RLSection) -> SamplingSection:
+    if section.eval_sampling is not None:
+        return section.eval_sampling
+    return section.sampling.model_copy(update={"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0})
+
+
+def step_samples(outcome: StepResult, group_size: int) -> list[Sample]:
+    """A few samples of a training step: the first of each prompt, then the second, ..."""
+    order = [(p, g) for g in range(group_size) for p in range(len(outcome.groups_P))][:NUM_SHOWN]
+    return [_sample(outcome, p, g) for p, g in sorted(order)]
+
+
+def _sample(outcome: StepResult, p: int, g: int) -> Sample:
+    rewards, trajectory = outcome.rewards, outcome.groups_P[p][g]
+    return Sample(
+        prompt="".join(str(m["content"]) for m in trajectory.example.messages),
+        completion=trajectory.text,
+        reward=_number(rewards.total_PG[p, g]),
+        rewards={name: _number(part[p, g]) for name, part in rewards.parts_PG.items()},
+        advantage=_number(outcome.advantages_PG[p, g]),
+        stop=trajectory.stop,
+        extra={name: column[p * len(outcome.groups_P[p]) + g] for name, column in rewards.extras.items()},
+    )
+
+
+def _number(value: float | np.floating[Any]) -> float | None:
+    return None if math.isnan(value) else float(value)
+
+
+def _record(evaluation: Evaluation) -> dict[str, Any]:
+    """An evaluation as JSON: interval, metrics, and every sample."""
+    interval = evaluation.interval
+    samples = [
+        {
+            "prompt": "".join(str(m["content"]) for m in group[0].example.messages),
+            "completion": group[0].text,
+            "reward": _number(evaluation.rewards.total_PG[p, 0]),
+        }
+        for p, group in enumerate(evaluation.groups_P)
+    ]
+    return {
+        "mean": interval.mean,
+        "low": interval.low,
+        "high": interval.high,
+        "n": interval.n,
+        "metrics": evaluation.metrics(),
+        "samples": samples,
+    }
+
+
+class RL(PythonRun):
+    """Reinforcement learning from Python: `pt.RL(model="path", dataset="data.jsonl", rewards=[correct]).fit()`.
+
+    Every field of `posttrain.config.RLSection` is a keyword, as are `output`, `seed` and `mesh`.
+    """
+
+    kind = "rl"
+    defaults: Mapping[str, Any] = {
+        "num_steps": 100,
+        "prompts_per_step": 8,
+        "group_size": 8,
+        "row_tokens": 1024,
+        "sampling": {"max_tokens": 512},
+        "optimizer": {"learning_rate": 1e-6},
+    }
+    lora_learning_rate = 1e-5

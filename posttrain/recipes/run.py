@@ -1,0 +1,118 @@
+"""A whole run: check everything, then each stage from where it stopped, then say what came out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.config import ConfigError, RunConfig
+from posttrain.config_file import diff_config, dump_config, load_config
+from posttrain.console import console
+from posttrain.fit import stop_on_signals
+from posttrain.mesh import make_mesh
+from posttrain.models.decoder import Decoder
+from posttrain.models.load import load_model
+from posttrain.recipes.prepare import SFTInputs, local_or_hub, prepare, stage_names
+from posttrain.recipes.rl import run_rl
+from posttrain.recipes.sft import run_sft
+from posttrain.recipes.stage import StageRun
+from posttrain.recipes.summary import print_summary
+
+CONFIG_NAME = "config.yaml"
+NO_EFFECT = ("output", "tensorboard")
+"""Keys that may differ between the calls that make one run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What a finished run left behind."""
+
+    output: Path
+    stages: Sequence[str]
+    results: Sequence[Mapping[str, Any]]
+    """By stage: `before` and `after` evaluations, where there is an `eval_dataset`."""
+
+    @property
+    def model_path(self) -> Path:
+        """The final model in Hugging Face layout."""
+        return self.output / self.stages[-1] / "model"
+
+    def load_model(self) -> Decoder:
+        return load_model(self.model_path)
+
+
+def run(config: RunConfig, base_dir: Path) -> RunResult:
+    """Do what is left of a run. Raises ConfigError before any work for what is wrong, `fit.Interrupted` when stopped."""
+    prepared = prepare(config, base_dir, offline_ok=False)
+    mesh = make_mesh(config.mesh)
+    assert prepared.tokenizer is not None
+    output = Path(config.output)
+    names = stage_names(config)
+    with _claimed(output, config), stop_on_signals() as stop:
+        source = None
+        for name, inputs in zip(names, prepared.stages, strict=True):
+            folder = output / name
+            folder.mkdir(exist_ok=True)
+            stage = StageRun(
+                name=name,
+                kind=inputs.section.kind,
+                folder=folder,
+                output=output,
+                model=config.model,
+                source=source,
+                source_name=None if config.model.path is None else local_or_hub(config.model.path, base_dir),
+                seed=config.seed,
+                mesh=mesh,
+                tokenizer=prepared.tokenizer,
+                tensorboard=config.tensorboard,
+                stop=stop,
+            )
+            source = stage.model_folder
+            if source.exists():
+                console().print(f"{name}: done before; its model is {source}")
+                continue
+            console().rule(f"{name}: {inputs.section.num_steps} steps", align="left")
+            if isinstance(inputs, SFTInputs):
+                run_sft(stage, inputs)
+            else:
+                run_rl(stage, inputs)
+    results = [json.loads((output / name / "result.json").read_text(encoding="utf-8")) for name in names]
+    result = RunResult(output=output, stages=names, results=results)
+    print_summary(result.output, names, results, config)
+    return result
+
+
+@contextlib.contextmanager
+def _claimed(output: Path, config: RunConfig) -> Iterator[None]:
+    """The run's folder, held for this process; ConfigError if another process or another configuration has it."""
+    import fcntl
+
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"output: another process is running in {output}; wait for it, or give another output") from error
+        _check_same(output, config)
+        yield
+
+
+def _check_same(output: Path, config: RunConfig) -> None:
+    file = output / CONFIG_NAME
+    if not file.exists():
+        partial = file.with_suffix(".tmp")
+        partial.write_text(dump_config(config), encoding="utf-8")
+        partial.rename(file)
+        return
+    before = load_config(file).config
+    # Both sides go through YAML, where a function is its name.
+    changed = [key for key in diff_config(before, config) if key not in NO_EFFECT]
+    if changed:
+        raise ConfigError(
+            f"output: {output} holds a run with other settings: {', '.join(changed)}; "
+            "give another output, or delete the folder to start over"
+        )

@@ -1,0 +1,145 @@
+"""One stage of a run: its folder, its model in and out, its sinks and checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from posttrain.checkpoint import Checkpointer
+from posttrain.config import ModelSection, TrainSection
+from posttrain.console import console
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.fit import Every, Resumable, StopRequest, restore_latest, run_steps
+from posttrain.metrics import Timer
+from posttrain.models.decoder import Decoder
+from posttrain.models.load import init_model, load_model, save_model
+from posttrain.models.lora import count_parameters
+from posttrain.optim import make_schedule
+from posttrain.sinks import Sinks, open_sinks
+from posttrain.trainer import Trainer
+
+Evaluate = Callable[[], Mapping[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRun:
+    """What a recipe gets: it builds a model and a trainer, and calls `train`."""
+
+    name: str
+    kind: str
+    folder: Path
+    """Below the run's output; holds checkpoints and, when the stage is done, `model/` and `result.json`."""
+    output: Path
+    model: ModelSection
+    source: Path | None
+    """The model of the stage before; None: the configuration's own."""
+    source_name: str | None
+    """Folder or hub id of the configuration's model."""
+    seed: int
+    mesh: Mesh
+    tokenizer: Tokenizer
+    tensorboard: bool
+    stop: StopRequest
+
+    @property
+    def model_folder(self) -> Path:
+        return self.folder / "model"
+
+    def load_model(self) -> Decoder:
+        """The model at the start of the stage, the same at each start of the program."""
+        m = self.model
+        common: dict[str, Any] = {
+            "dtype": m.dtype,
+            "compute_dtype": m.compute_dtype,
+            "lora": m.lora,
+            "mesh": self.mesh,
+            "remat": m.remat,
+            "seed": self.seed,
+        }
+        if self.source is not None or m.init is None:
+            source = self.source or self.source_name
+            assert source is not None
+            model = load_model(source, **common)
+        else:
+            model = init_model({"vocab_size": self.tokenizer.vocab_size, **m.init}, **common)
+        print_parameters(model)
+        return model
+
+    def train(
+        self,
+        trainer: Trainer,
+        step: Callable[[], Mapping[str, Any]],
+        data: Resumable,
+        sinks: Sinks,
+        checkpointer: Checkpointer,
+        section: TrainSection,
+        evaluate: Evaluate | None,
+    ) -> None:
+        run_steps(
+            trainer,
+            step,
+            data,
+            num_steps=section.num_steps,
+            checkpointer=checkpointer,
+            sink=sinks,
+            learning_rate=make_schedule(section.optimizer, section.num_steps),
+            every=Every(checkpoint=section.checkpoint_every, evaluation=section.eval_every),
+            evaluate=evaluate,
+            stop=self.stop,
+        )
+
+    @contextmanager
+    def opened(self, trainer: Trainer, data: Resumable, num_steps: int) -> Iterator[tuple[Sinks, Checkpointer]]:
+        """Sinks and checkpoints, with trainer and data brought to the newest checkpoint."""
+        with Checkpointer(self.folder / "checkpoints") as checkpointer:
+            if restore_latest(trainer, data, checkpointer):
+                console().print(f"resuming after step {trainer.step_number} of {num_steps}")
+            sinks = open_sinks(
+                self.output,
+                stage=self.name,
+                kind=self.kind,
+                num_steps=num_steps,
+                tensorboard=self.tensorboard,
+                start_step=trainer.step_number if trainer.step_number else -1,
+            )
+            try:
+                yield sinks, checkpointer
+            finally:
+                sinks.close()
+
+    def finish(self, model: Decoder, result: Mapping[str, Any]) -> None:
+        """Write result and model; the model's folder appears last and marks the stage as done."""
+        (self.folder / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+        save_model(model, self.model_folder, tokenizer=self.tokenizer)
+
+    def remember(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` returns, kept as JSON in the stage's folder: a resumed run reads it instead of making it again."""
+        file = self.folder / f"{name}.json"
+        if not file.exists():
+            partial = file.with_suffix(".tmp")
+            partial.write_text(json.dumps(make()), encoding="utf-8")
+            partial.rename(file)
+        return json.loads(file.read_text(encoding="utf-8"))
+
+
+def print_parameters(model: Decoder) -> None:
+    count = count_parameters(model)
+    line = f"model: {model.config.model_type}, {model.config.num_layers} layers, {count.total:,} parameters"
+    if count.trainable != count.total:
+        line += f", {count.trainable:,} trained ({count.trainable / count.total:.2%})"
+    console().print(f"{line}; {jax.device_count()} x {jax.devices()[0].device_kind}", highlight=False)
+
+
+def timed(timer: Timer, step: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    return {**step(), **timer.metrics()}
+
+
+def metric_rows(metrics: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
+    return {name: metrics[name] for name in names if name in metrics}

@@ -1,0 +1,62 @@
+"""What a run says at its end: before and after, with sample answers, and where everything lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.config import RunConfig
+from posttrain.console import console, cut, printable
+
+NUM_ANSWERS = 6
+ANSWER_CELLS = 240
+"""Terminal cells of a text in the table."""
+
+
+def print_summary(
+    output: Path, names: Sequence[str], results: Sequence[Mapping[str, Any]], config: RunConfig
+) -> None:
+    """A table per evaluated RL stage, perplexities of SFT stages, and the paths of what was written."""
+    out = console()
+    for name, result in zip(names, results, strict=True):
+        if "samples" in result.get("after", {}):
+            _print_answers(name, result)
+        elif "eval/perplexity" in result.get("after", {}):
+            before, after = (result[key]["eval/perplexity"] for key in ("before", "after"))
+            out.print(f"{name}: held-out perplexity {before:.3f} -> {after:.3f}")
+    files = [
+        ("model", output / names[-1] / "model"),
+        ("metrics", output / "metrics.jsonl"),
+        ("samples", output / "samples.jsonl"),
+        ("settings", output / "config.yaml"),
+    ]
+    if config.tensorboard:
+        files.append(("tensorboard", output / "tensorboard"))
+    for title, path in files:
+        if path.exists():
+            out.print(f"{title:12} {path}", markup=False, soft_wrap=True)
+
+
+def _print_answers(name: str, result: Mapping[str, Any]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    out = console()
+    before, after = result["before"], result["after"]
+    table = Table(title=f"{name}: held-out reward, {after['n']} prompts", title_justify="left")
+    for column in ("prompt", "before", "reward", "after", "reward"):
+        table.add_column(column, overflow="fold")
+    pairs = list(zip(before["samples"], after["samples"], strict=True))
+    # Answers that changed say the most; a stable sort keeps the dataset's order among them.
+    pairs.sort(key=lambda pair: pair[0]["reward"] == pair[1]["reward"])
+    for old, new in pairs[:NUM_ANSWERS]:
+        texts = (old["prompt"], old["completion"], old["reward"], new["completion"], new["reward"])
+        table.add_row(*(Text(cut(printable(str(text), out.encoding), ANSWER_CELLS, out.encoding)) for text in texts))
+    table.add_section()
+    table.add_row("mean reward, 95 % interval", _interval(before), "", _interval(after), "")
+    out.print(table)
+
+
+def _interval(evaluation: Mapping[str, Any]) -> str:
+    return f"{evaluation['mean']:.3f} ({evaluation['low']:.3f} to {evaluation['high']:.3f})"

@@ -1,0 +1,77 @@
+"""Advantages of G samples of each of P prompts, from their rewards. NumPy, on the host.
+
+NaN means that a sample has no valid reward: it is left out of the baseline and gets advantage 0, as does every sample
+of a group with fewer than two valid rewards. Arithmetic in float64, result in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+Rewards = Float[np.ndarray, "P G"]
+Advantage = Callable[[Rewards], Rewards]
+
+STD_EPS = 1e-4
+"""Added to a standard deviation before division."""
+
+
+def centered(rewards_PG: Rewards) -> Rewards:
+    """r - mean of the group. Dr. GRPO, arXiv:2503.20783.
+
+    >>> centered(np.array([[0.0, 1.0, 1.0, 0.0]])).tolist()
+    [[-0.5, 0.5, 0.5, -0.5]]
+    """
+    return _centered(_float64(rewards_PG)).astype(np.float32)
+
+
+def standardized(rewards_PG: Rewards) -> Rewards:
+    """(r - mean) / (std + 1e-4) within the group, std with n - 1. GRPO, arXiv:2402.03300 section 4.1.2."""
+    rewards = _float64(rewards_PG)
+    return (_centered(rewards) / (_std(rewards)[:, None] + STD_EPS)).astype(np.float32)
+
+
+def standardized_by_batch(rewards_PG: Rewards) -> Rewards:
+    """(r - mean of the group) / (std of all rewards + 1e-4), std with n - 1. arXiv:2508.08221."""
+    rewards = _float64(rewards_PG)
+    return (_centered(rewards) / (_std(rewards.reshape(1, -1)) + STD_EPS)).astype(np.float32)
+
+
+def leave_one_out(rewards_PG: Rewards) -> Rewards:
+    """r - mean of the other samples of the group. RLOO, arXiv:2402.14740."""
+    rewards = _float64(rewards_PG)
+    count = (~np.isnan(rewards)).sum(axis=1, keepdims=True)
+    # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1).
+    return (_centered(rewards) * count / np.maximum(count - 1, 1)).astype(np.float32)
+
+
+def is_mixed(rewards_PG: Rewards) -> Bool[np.ndarray, " P"]:
+    """Whether a group holds at least two different valid rewards: only then is any advantage different from 0."""
+    valid = ~np.isnan(rewards_PG)
+    highest = np.where(valid, rewards_PG, -np.inf).max(axis=1)
+    lowest = np.where(valid, rewards_PG, np.inf).min(axis=1)
+    return highest > lowest
+
+
+def _float64(rewards_PG: Rewards) -> Rewards:
+    rewards = np.asarray(rewards_PG, dtype=np.float64)
+    if rewards.ndim != 2 or np.isinf(rewards).any():
+        raise ValueError(
+            f"rewards of shape {rewards.shape} must be finite or NaN, [prompts, samples]; check the reward functions"
+        )
+    return rewards
+
+
+def _centered(rewards: Rewards) -> Rewards:
+    valid = ~np.isnan(rewards)
+    mean = np.where(valid, rewards, 0.0).sum(axis=1, keepdims=True) / np.maximum(valid.sum(axis=1, keepdims=True), 1)
+    # Equal rewards give exactly 0, also where their mean is rounded.
+    return np.where(valid & is_mixed(rewards)[:, None], rewards - mean, 0.0)
+
+
+def _std(rewards: Rewards) -> Float[np.ndarray, " P"]:
+    valid = ~np.isnan(rewards)
+    squares = np.square(_centered(rewards)).sum(axis=1)
+    return np.sqrt(squares / np.maximum(valid.sum(axis=1) - 1, 1))

@@ -1,0 +1,76 @@
+"""The table of RL algorithms: a loss, an advantage and a filter of groups each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from posttrain.config import ConfigError
+from posttrain.imports import did_you_mean
+from posttrain.losses.policy import DAPO, GRPO, GSPO, RLOO, PolicyLoss, dr_grpo
+from posttrain.rl.advantages import Advantage, Rewards, centered, is_mixed, leave_one_out, standardized
+
+GroupT = TypeVar("GroupT")
+GroupFilter = Callable[[Rewards], Bool[np.ndarray, " P"]]
+
+
+def every_group(rewards_PG: Rewards) -> Bool[np.ndarray, " P"]:
+    """No filter. Groups of equal rewards have advantage 0, yet count in the mean, and a KL penalty acts on them."""
+    return np.ones(len(rewards_PG), dtype=bool)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What `rl_step` needs to know of an algorithm."""
+
+    name: str
+    loss: PolicyLoss
+    advantage: Advantage
+    filter: GroupFilter = every_group
+
+    def keep(self, groups_P: Sequence[GroupT], rewards_PG: Rewards) -> tuple[list[GroupT], Float[np.ndarray, "Q G"]]:
+        """The groups that `filter` passes, in order, with their rewards; all of them where it passes none.
+
+        A step of only equal rewards is thus a step with advantage 0, never an empty batch; a short batch is trained as
+        it is. Raises ValueError where there are not as many groups as rows of rewards.
+        """
+        if len(groups_P) != len(rewards_PG):
+            raise ValueError(f"{len(groups_P)} groups but {len(rewards_PG)} rows of rewards; give one row per group")
+        keep_P = self.filter(rewards_PG)
+        if not keep_P.any():
+            keep_P = every_group(rewards_PG)
+        return [group for group, keep in zip(groups_P, keep_P, strict=True) if keep], rewards_PG[keep_P]
+
+
+ALGORITHMS: dict[str, Callable[[int], Algorithm]] = {
+    "grpo": lambda _: Algorithm("grpo", GRPO, standardized),
+    "dr_grpo": lambda max_tokens: Algorithm("dr_grpo", dr_grpo(max_tokens), centered),
+    "dapo": lambda _: Algorithm("dapo", DAPO, standardized, filter=is_mixed),
+    "gspo": lambda _: Algorithm("gspo", GSPO, standardized),
+    "rloo": lambda _: Algorithm("rloo", RLOO, leave_one_out),
+}
+"""By name, as a function of the largest number of sampled tokens."""
+
+
+def make_algorithm(
+    name: str,
+    *,
+    max_tokens: int,
+    kl_coef: float | None = None,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
+    advantage: Advantage | None = None,
+) -> Algorithm:
+    """An entry of `ALGORITHMS` with the given values in place of its own. Raises ConfigError for an unknown name."""
+    if name not in ALGORITHMS:
+        raise ConfigError(
+            f"algorithm: {name!r} is unknown{did_you_mean(name, ALGORITHMS)}; there are {', '.join(ALGORITHMS)}"
+        )
+    algorithm = ALGORITHMS[name](max_tokens)
+    given: dict[str, Any] = {"kl_coef": kl_coef, "clip_low": clip_low, "clip_high": clip_high}
+    loss = replace(algorithm.loss, **{field: value for field, value in given.items() if value is not None})
+    return replace(algorithm, loss=loss, advantage=algorithm.advantage if advantage is None else advantage)

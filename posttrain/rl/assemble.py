@@ -1,0 +1,61 @@
+"""From groups and advantages to a `Batch`: trajectories packed into rows, first fit, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from posttrain.batch import Batch
+from posttrain.rl.types import Group, Trajectory
+
+
+def assemble(
+    groups_P: Sequence[Group],
+    advantages_PG: Float[np.ndarray, "P G"],
+    valid_PG: Bool[np.ndarray, "P G"],
+    *,
+    row_tokens: int,
+    num_rows: int,
+) -> Batch:
+    """Host rows [num_rows, row_tokens]. Samples without a valid reward are left out.
+
+    `num_rows` is fixed for a run, so that the step compiles once; rows that packing does not need stay empty, and
+    empty micro-batches are not computed.
+    """
+    batch = _empty(num_rows, row_tokens)
+    free = np.full(num_rows, row_tokens)
+    segments = np.zeros(num_rows, np.int32)
+    for group, advantages, valids in zip(groups_P, advantages_PG, valid_PG, strict=True):
+        for trajectory, advantage, valid in zip(group, advantages, valids, strict=True):
+            if not valid:
+                continue
+            length = len(trajectory.tokens)
+            assert length <= row_tokens, (length, row_tokens)
+            row = int(np.argmax(free >= length))
+            assert free[row] >= length, "num_rows must hold one trajectory per row"
+            segments[row] += 1
+            _put(batch, row, row_tokens - int(free[row]), int(segments[row]), trajectory, float(advantage))
+            free[row] -= length
+    return Batch(**batch)
+
+
+def _empty(rows: int, length: int) -> dict[str, np.ndarray]:
+    shape = (rows, length)
+    integers = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segments")}
+    floats = {name: np.zeros(shape, np.float32) for name in ("loss_weight", "sampler_logps", "advantages")}
+    return {**integers, **floats}
+
+
+def _put(
+    batch: dict[str, np.ndarray], row: int, start: int, segment: int, trajectory: Trajectory, advantage: float
+) -> None:
+    span = slice(start, start + len(trajectory.tokens))
+    sampled = np.asarray(trajectory.sampled)
+    batch["tokens"][row, span] = trajectory.tokens
+    batch["positions"][row, span] = np.arange(len(trajectory.tokens))
+    batch["segments"][row, span] = segment
+    batch["loss_weight"][row, span] = sampled
+    batch["sampler_logps"][row, span] = np.where(sampled, trajectory.logps, 0.0)
+    batch["advantages"][row, span] = np.where(sampled, advantage, 0.0)

@@ -1,0 +1,50 @@
+"""Who plays which role, and where. All roles of this cluster share one mesh, and actor and engine one set of weights."""
+
+from __future__ import annotations
+
+import enum
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from posttrain.batch import Batch
+from posttrain.models.weights import Weights, without_adapter
+from posttrain.rollout.types import RolloutEngine
+from posttrain.trainer import Trainer
+
+
+class Role(enum.Enum):
+    ACTOR = "actor"
+    REFERENCE = "reference"
+
+
+class Cluster:
+    """Actor, reference and rollout engine of one run.
+
+    The reference is the actor as it is when the cluster is made. With an adapter it is the actor without it, so no
+    second copy of the base exists; without one, `keep_reference` copies the weights.
+    """
+
+    def __init__(self, actor: Trainer, engine: RolloutEngine, *, keep_reference: bool):
+        self.actor = actor
+        self.engine = engine
+        self._has_adapter = any(path.endswith(".lora_b") for path in actor.params)
+        self._reference: Weights | None = None
+        if keep_reference and not self._has_adapter:
+            self._reference = jax.tree.map(jnp.copy, actor.weights)
+
+    def logps(self, role: Role, batch: Batch) -> Float[np.ndarray, "B T"]:
+        """Log-probabilities of the batch's tokens under a role's weights, at the actor's temperature."""
+        if role is Role.ACTOR:
+            return self.actor.stats(batch).logps  # type: ignore[return-value]
+        if self._has_adapter:
+            return self.actor.stats(batch, without_adapter(self.actor.weights)).logps  # type: ignore[return-value]
+        if self._reference is None:
+            raise ValueError("this cluster keeps no reference; make it with keep_reference=True")
+        return self.actor.stats(batch, self._reference).logps  # type: ignore[return-value]
+
+    def sync_weights(self) -> None:
+        """Give the engine the actor's weights; their version is the number of updates done."""
+        self.engine.update_weights(self.actor.model, self.actor.step_number)

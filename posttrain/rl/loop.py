@@ -1,0 +1,141 @@
+"""One step of reinforcement learning, from prompts to updated weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+from posttrain.batch import Batch
+from posttrain.metrics import Metrics, Timer
+from posttrain.rl.algorithms import Algorithm
+from posttrain.rl.assemble import assemble
+from posttrain.rl.cluster import Cluster, Role
+from posttrain.rl.collect import Sampler, collect
+from posttrain.rl.rewards import Rubric
+from posttrain.rl.statistics import standard_error
+from posttrain.rl.types import Example, Group, Rewards, Trajectory
+from posttrain.tree import replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """What `rl_step` needs beside the objects; `num_rows` rows hold the worst case of one trajectory per row."""
+
+    group_size: int
+    row_tokens: int
+    num_rows: int
+    recompute_old_logps: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    metrics: Metrics
+    groups_P: Sequence[Group]
+    rewards: Rewards
+    advantages_PG: Float[np.ndarray, "P G"]
+    """NaN for groups that the algorithm left out."""
+    batch: Batch
+
+
+async def rl_step(
+    cluster: Cluster,
+    algorithm: Algorithm,
+    rubric: Rubric,
+    sampler: Sampler,
+    examples_P: Sequence[Example],
+    settings: StepSettings,
+    timer: Timer,
+) -> StepResult:
+    """Collect, score, keep, assemble, score again where needed, update, hand the weights to the engine."""
+    step = cluster.actor.step_number
+    with timer("rollout"):
+        groups_P = await collect(sampler, examples_P, settings.group_size, step)
+    with timer("rewards"):
+        rewards = await rubric.score(groups_P)
+    kept_P, rewards_PG = algorithm.keep(groups_P, rewards.total_PG)
+    advantages_PG = algorithm.advantage(rewards_PG)
+    batch = assemble(
+        kept_P,
+        advantages_PG,
+        ~np.isnan(rewards_PG),
+        row_tokens=settings.row_tokens,
+        num_rows=settings.num_rows,
+    )
+    with timer("logps"):
+        if algorithm.loss.kl_coef:
+            batch = replace(batch, ref_logps=cluster.logps(Role.REFERENCE, batch))
+        if settings.recompute_old_logps:
+            batch = replace(batch, old_logps=cluster.logps(Role.ACTOR, batch))
+    with timer("update"):
+        metrics = cluster.actor.step(batch)
+        cluster.sync_weights()
+    metrics |= rollout_metrics(groups_P, rewards)
+    return StepResult(
+        metrics=metrics,
+        groups_P=groups_P,
+        rewards=rewards,
+        advantages_PG=_of_all(groups_P, kept_P, advantages_PG),
+        batch=batch,
+    )
+
+
+def _of_all(
+    groups_P: Sequence[Group], kept_P: Sequence[Group], advantages_PG: Float[np.ndarray, "Q G"]
+) -> Float[np.ndarray, "P G"]:
+    by_group = {id(group): advantages for group, advantages in zip(kept_P, advantages_PG, strict=True)}
+    left_out = np.full(len(groups_P[0]), np.nan, np.float32)
+    return np.stack([by_group.get(id(group), left_out) for group in groups_P])
+
+
+def rollout_metrics(groups_P: Sequence[Group], rewards: Rewards) -> dict[str, float]:
+    """What the samples of a step say, under the names that practitioners search for."""
+    total_PG = rewards.total_PG
+    samples = [trajectory for group in groups_P for trajectory in group]
+    lengths = np.asarray([sample.num_sampled for sample in samples])
+    clipped = np.asarray([sample.stop == "length" for sample in samples])
+    ended = lengths[~clipped]
+    std_P = _std_of_groups(total_PG)
+    failed = {kind: sum(e.kind == kind for e in rewards.errors) for kind in ("error", "timeout")}
+    metrics = {
+        "reward": _nanmean(total_PG),
+        "reward_stderr": standard_error(total_PG),
+        "reward_std": _nanmean(std_P),
+        "frac_reward_zero_std": _nanmean(np.where(np.isnan(std_P), np.nan, std_P == 0.0)),
+        "rewards/invalid": float(np.isnan(total_PG).mean()),
+        "rewards/errors": failed["error"] / len(samples),
+        "rewards/timeouts": failed["timeout"] / len(samples),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(clipped.mean()),
+        "completions/mean_terminated_length": float(ended.mean()) if ended.size else float("nan"),
+        "completions/num_tokens": float(lengths.sum()),
+        "sampling/kept_mass/mean": _kept_mass(samples),
+    }
+    for name, part in rewards.parts_PG.items():
+        metrics[f"rewards/{name}/mean"] = _nanmean(part)
+        metrics[f"rewards/{name}/std"] = float(np.nanstd(part)) if not np.isnan(part).all() else float("nan")
+    return metrics | dict(rewards.metrics)
+
+
+def _nanmean(values: np.ndarray) -> float:
+    return float(np.nanmean(values)) if not np.isnan(values).all() else float("nan")
+
+
+def _std_of_groups(total_PG: np.ndarray) -> np.ndarray:
+    """Standard deviation (n - 1) within each group; NaN where fewer than two rewards are valid."""
+    std = np.full(len(total_PG), np.nan)
+    for index, row in enumerate(total_PG):
+        valid = row[~np.isnan(row)]
+        if valid.size > 1:
+            # Equal rewards must give exactly 0, which the rounding of a mean would not.
+            std[index] = 0.0 if valid.min() == valid.max() else valid.std(ddof=1)
+    return std
+
+
+def _kept_mass(samples: Sequence[Trajectory]) -> float:
+    kept = np.concatenate([np.asarray(s.kept_logps)[np.asarray(s.sampled)] for s in samples])
+    return float(np.exp(kept).mean()) if kept.size else float("nan")

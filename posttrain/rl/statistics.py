@@ -1,0 +1,147 @@
+"""Intervals and tests for evaluations: samples of one prompt are not independent, prompts are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import special
+
+LEVEL = 0.95
+"""Coverage of every interval here."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its 95 % interval; `n` counts what is independent: prompts, not samples."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}] n={self.n}"
+
+
+@dataclass(frozen=True)
+class PairedDifference(Interval):
+    """Mean of after - before over the same prompts, with the two-sided p-value of "no difference"."""
+
+    p_value: float
+
+    @property
+    def significant(self) -> bool:
+        return self.p_value < 1.0 - LEVEL
+
+
+def mean_interval(values: ArrayLike, clusters: ArrayLike | None = None) -> Interval:
+    """Mean over prompts with its 95 % interval: Wilson's for 0/1 outcomes, Student's t otherwise.
+
+    `clusters` names the prompt of each value: the prompt means are averaged, so each prompt counts once. For 0/1
+    outcomes with several samples per prompt Wilson's interval takes the effective number of samples, p (1 - p) / se^2
+    with the t correction of Korn and Graubard (1998). One prompt of real-valued outcomes has no interval: (-inf, inf).
+    """
+    outcomes = _finite(values, "values")
+    means = outcomes if clusters is None else _cluster_means(outcomes, np.asarray(clusters))
+    n, mean = len(means), float(means.mean())
+    error = float(means.std(ddof=1)) / math.sqrt(n) if n > 1 else math.inf
+    if np.isin(outcomes, (0.0, 1.0)).all():
+        if n == len(outcomes):
+            return Interval(mean, *_wilson(mean, float(n)), n)
+        effective = float(n)
+        if n > 1 and 0.0 < mean < 1.0:
+            effective = mean * (1.0 - mean) / max(error**2, 1e-30) * (_normal_quantile() / _t_quantile(n - 1)) ** 2
+        return Interval(mean, *_wilson(mean, min(effective, float(len(outcomes)))), n)
+    half = _t_quantile(n - 1) * error if n > 1 else math.inf
+    return Interval(mean, mean - half, mean + half, n)
+
+
+def paired_difference(before: ArrayLike, after: ArrayLike) -> PairedDifference:
+    """after - before, paired by prompt; arrays are [P], or [P, G] whose samples are averaged per prompt first.
+
+    Differences of 0/1 outcomes get the interval of Agresti and Min (2005) and McNemar's exact test; others Student's
+    paired t. Raises ValueError for unequal numbers of prompts, and for fewer than two.
+    """
+    first, second = _prompt_means(before, "before"), _prompt_means(after, "after")
+    if len(first) != len(second) or len(first) < 2:
+        raise ValueError(
+            f"paired_difference: before has {len(first)} prompts and after {len(second)}; "
+            "give the same two or more prompts in the same order"
+        )
+    moved = second - first
+    n, mean = len(moved), float(moved.mean())
+    if np.isin(np.concatenate([first, second]), (0.0, 1.0)).all():
+        up, down = int((moved > 0).sum()), int((moved < 0).sum())
+        p_value = min(1.0, 2.0 * float(special.bdtr(min(up, down), up + down, 0.5))) if up + down else 1.0
+        centre = (up - down) / (n + 2)
+        half = _normal_quantile() * math.sqrt(((up + down + 1) / (n + 2) - centre**2) / (n + 2))
+        return PairedDifference(mean, max(-1.0, centre - half), min(1.0, centre + half), n, p_value)
+    error = float(moved.std(ddof=1)) / math.sqrt(n)
+    if error == 0.0:
+        # All prompts moved alike: only the sign test still says something.
+        p_value = 1.0 if mean == 0.0 else 0.5 ** (n - 1)
+    else:
+        p_value = 2.0 * float(special.stdtr(n - 1, -abs(mean) / error))
+    half = _t_quantile(n - 1) * error
+    return PairedDifference(mean, mean - half, mean + half, n, p_value)
+
+
+def separated(a: Interval, b: Interval) -> bool:
+    """Whether the intervals do not touch: a stricter claim than a significant difference."""
+    return a.high < b.low or b.high < a.low
+
+
+def standard_error(rewards_PG: Iterable[ArrayLike]) -> float:
+    """Standard error of a step's mean reward, clustered by prompt: sd(prompt means) / sqrt(P).
+
+    NaN marks a sample without a reward; prompts without any are left out. NaN where fewer than two prompts are left.
+    """
+    rows = [np.asarray(row, np.float64) for row in rewards_PG]
+    means = [float(row[~np.isnan(row)].mean()) for row in rows if not np.isnan(row).all()]
+    return float(np.std(means, ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else math.nan
+
+
+def _wilson(p: float, n: float) -> tuple[float, float]:
+    """Score interval of a proportion, Wilson (1927); its ends are exactly 0 or 1 where all outcomes are."""
+    z = _normal_quantile()
+    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return 0.0 if p == 0.0 else centre - half, 1.0 if p == 1.0 else centre + half
+
+
+def _normal_quantile() -> float:
+    return float(special.ndtri(0.5 + LEVEL / 2))
+
+
+def _t_quantile(degrees: int) -> float:
+    return float(special.stdtrit(degrees, 0.5 + LEVEL / 2))
+
+
+def _cluster_means(values: np.ndarray, clusters: np.ndarray) -> np.ndarray:
+    if clusters.shape != values.shape:
+        raise ValueError(
+            f"clusters has shape {clusters.shape}, values {values.shape}; give one prompt number for each value"
+        )
+    _, inverse, counts = np.unique(clusters, return_inverse=True, return_counts=True)
+    return np.bincount(inverse, weights=values) / counts
+
+
+def _prompt_means(values: ArrayLike, name: str) -> np.ndarray:
+    array = np.asarray(values, np.float64)
+    if array.ndim not in (1, 2):
+        raise ValueError(f"{name} has shape {array.shape}; give [P] or [P, G]")
+    return _finite(array.mean(axis=1) if array.ndim == 2 else array, name)
+
+
+def _finite(values: ArrayLike, name: str) -> np.ndarray:
+    array = np.asarray(values, np.float64)
+    if array.ndim != 1 or len(array) == 0 or not np.isfinite(array).all():
+        raise ValueError(
+            f"{name} must be a flat, non-empty sequence of finite numbers, got shape {array.shape} with "
+            f"{int((~np.isfinite(array)).sum())} not finite; leave out samples without an outcome"
+        )
+    return array

@@ -1,0 +1,129 @@
+"""What flows through reinforcement learning: examples, trajectories, groups, environments, reward outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from jaxtyping import Float
+
+Message = dict[str, Any]
+"""`{"role": "user" | "assistant" | "system" | "tool", "content": str, ...}`"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One row of the prompt dataset."""
+
+    index: int
+    """Position in the dataset."""
+    row: Mapping[str, Any]
+    messages: Sequence[Message]
+    plain: bool
+    """The dataset's prompt is a string; reward functions then get completions as strings, else as message lists."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """One sample, tokens as sampled and never re-tokenised."""
+
+    example: Example
+    sample: int
+    """Number within the group."""
+    messages: Sequence[Message]
+    """The whole conversation, the sampled turn included."""
+    text: str
+    """The sampled turn without stop token or stop string."""
+    tokens: Sequence[int]
+    """Prompt and completion."""
+    sampled: Sequence[bool]
+    logps: Sequence[float]
+    """Of the sampled tokens, before truncation; 0 elsewhere."""
+    kept_logps: Sequence[float]
+    """Log of the probability mass that top-k/top-p/min-p kept; 0 elsewhere and without truncation."""
+    stop: Literal["stop", "length", "abort"]
+    versions: Sequence[int]
+    """Version of the weights that wrote each token; -1 on tokens that were not sampled."""
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(self.sampled)
+
+    @property
+    def completion_tokens(self) -> list[int]:
+        return [token for token, sampled in zip(self.tokens, self.sampled, strict=True) if sampled]
+
+
+Group = Sequence[Trajectory]
+"""The G samples of one prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """An environment's answer to the assistant's message."""
+
+    messages: Sequence[Message]
+    done: bool
+
+
+class Env(Protocol):
+    """One conversation, used once: `start`, then `reply` until done."""
+
+    def start(self) -> Sequence[Message]: ...
+
+    async def reply(self, message: Message) -> Reply: ...
+
+
+class SingleTurn:
+    """The prompt of a dataset row, one answer, done."""
+
+    def __init__(self, example: Example):
+        self.example = example
+
+    def start(self) -> Sequence[Message]:
+        return self.example.messages
+
+    async def reply(self, message: Message) -> Reply:
+        return Reply(messages=(), done=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardError:
+    """A reward function failed on a sample: no reward, not a reward of 0."""
+
+    function: str
+    prompt: int
+    sample: int
+    kind: Literal["error", "timeout"]
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewards:
+    """Weighted sums and their parts. NaN: no reward (not applicable, error or time-out)."""
+
+    total_PG: Float[np.ndarray, "P G"]
+    parts_PG: Mapping[str, Float[np.ndarray, "P G"]]
+    """Unweighted, by the function's name."""
+    errors: Sequence[RewardError]
+    metrics: Mapping[str, float]
+    """What the functions gave to `log_metric`, averaged."""
+    extras: Mapping[str, Sequence[Any]]
+    """What the functions gave to `log_extra`: a column of the samples table, in order (p, g)."""
+
+    def select(self, prompts: Sequence[int]) -> Rewards:
+        """The rewards of some of the prompts."""
+        group = self.total_PG.shape[1]
+        flat = [p * group + g for p in prompts for g in range(group)]
+        return Rewards(
+            total_PG=self.total_PG[list(prompts)],
+            parts_PG={name: part[list(prompts)] for name, part in self.parts_PG.items()},
+            errors=[error for error in self.errors if error.prompt in set(prompts)],
+            metrics=self.metrics,
+            extras={name: [column[i] for i in flat] for name, column in self.extras.items()},
+        )
+
+
+RewardFunction = Callable[..., Any]

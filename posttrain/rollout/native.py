@@ -1,0 +1,285 @@
+"""The engine that decodes with the trainer's own model: continuous batching over the slots of one cache."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from posttrain.models.cache import KVCache
+from posttrain.models.decoder import Decoder
+from posttrain.rollout.programs import Chunk, Loaded, Programs, Prompts, Rows, empty_slots
+from posttrain.rollout.scheduler import MIN_WIDTH, Request, Scheduler, bucket, distinct_prefixes, rows_for, stop_at
+from posttrain.rollout.stopping import first_completed
+from posttrain.rollout.types import Completion, SamplingParams, StopReason
+
+PREFILL_TOKENS = 512
+"""Prompt tokens of one prefill call, padding included; a longer prompt goes alone."""
+MIN_PROMPT_WIDTH = 16
+MIN_STOP_IDS = 4
+IDLE = SamplingParams(max_tokens=1, temperature=0.0, stop_token_ids=(), key=(0, 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatch:
+    """One trip to the device: prefills for the newly admitted, then up to `decode_steps` tokens for everybody."""
+
+    loaded: Loaded
+    prompts: list[Prompts]
+    rows: Rows
+    requests: dict[int, Request]
+    """By slot; row i of `rows` belongs to the i-th of them."""
+    stop_at: int
+    width: int
+
+
+class NativeEngine:
+    """Samples from a `Decoder` in this process, whose arrays it shares.
+
+    A completion depends on its prompt, its parameters and the weights; batch, slot and schedule change its
+    log-probabilities by rounding only. Programs are compiled at the first request of each shape.
+
+    ValueError for a request that can never run; an error on the device fails every request then in the engine.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        slots: int,
+        max_length: int,
+        decode_steps: int,
+        tokenizer_decode: Callable[[Sequence[int]], str] | None,
+        version: int = 0,
+    ):
+        if max_length > model.config.max_positions:
+            raise ValueError(
+                f"rollout: max_length={max_length} must not exceed the model's "
+                f"max_positions={model.config.max_positions}"
+            )
+        self.slots = slots
+        self.max_length = max_length
+        self.decode_steps = decode_steps
+        self.programs = Programs()
+        self._decode_text = tokenizer_decode
+        self._scheduler = Scheduler(slots)
+        self._loaded = Loaded.of(model, version)
+        self._cache: KVCache | None = None
+        self._stop_ids_width = MIN_STOP_IDS
+        # The thread of a cancelled driver may still be on the device when the next one starts.
+        self._device = threading.Lock()
+        self._driver: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
+        """One completion. Cancelling it frees its slot."""
+        self._check_loop()
+        request = self._submit(prompt, params)
+        if self._driver is None:
+            self._driver = asyncio.get_running_loop().create_task(self._drive())
+        return await asyncio.wrap_future(request.future)
+
+    def generate_all(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]:
+        """A completion of each prompt, without asyncio: also where an event loop already runs, as in a notebook.
+
+        RuntimeError while `generate` is at work.
+        """
+        if self._scheduler.busy:
+            raise RuntimeError("generate_all: the engine is generating already; wait for that, or await generate")
+        requests: list[Request] = []
+        try:
+            requests.extend(self._submit(p, q) for p, q in zip(prompts, params, strict=True))
+            while dispatch := self._plan():
+                self._collect(dispatch, self._run(dispatch))
+        finally:
+            self._scheduler.drain()
+        return [request.future.result() for request in requests]
+
+    def update_weights(self, model: Decoder, version: int) -> None:
+        """Use the model's present arrays from the next dispatch on; samples under way go on with their cache."""
+        self._loaded = Loaded.of(model, version)
+
+    def close(self) -> None:
+        """End every request with what it has, as `abort`; later ones raise RuntimeError."""
+        self._closed = True
+        for request in self._scheduler.drain():
+            request.finish("abort")
+        self._cache = None
+
+    @property
+    def num_free(self) -> int:
+        return len(self._scheduler.free)
+
+    def _submit(self, prompt: Sequence[int], params: SamplingParams) -> Request:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        if len(prompt) == 0:
+            raise ValueError("generate: the prompt is empty; it needs at least one token, for instance BOS")
+        vocab_size = self._loaded.source.model.config.vocab_size
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            raise ValueError(
+                f"generate: the prompt's token ids go from {min(prompt)} to {max(prompt)}; "
+                f"the model's go from 0 to {vocab_size - 1}"
+            )
+        if len(prompt) + params.max_tokens > self.max_length:
+            raise ValueError(
+                f"generate: a prompt of {len(prompt)} tokens and max_tokens={params.max_tokens} need "
+                f"{len(prompt) + params.max_tokens} positions, more than the engine's max_length={self.max_length}; "
+                "shorten one or raise the other"
+            )
+        if params.stop and self._decode_text is None:
+            raise ValueError(f"generate: stop={params.stop!r} needs an engine with tokenizer_decode")
+        request = Request(prompt=tuple(prompt), params=params)
+        self._scheduler.submit(request)
+        return request
+
+    def _check_loop(self) -> None:
+        """Adopt a new event loop when the driver's own is closed. RuntimeError while another one is in use."""
+        if self._driver is None or self._driver.get_loop() is asyncio.get_running_loop():
+            return
+        if not self._driver.get_loop().is_closed():
+            raise RuntimeError("generate: the engine is generating in another event loop; make one engine for each")
+        self._driver = None
+        self._scheduler.drain()
+
+    async def _drive(self) -> None:
+        """Run dispatches while there is work: bookkeeping on the event loop, waiting for the device in a thread."""
+        try:
+            while dispatch := self._plan():
+                chunk = await asyncio.to_thread(self._run, dispatch)
+                self._collect(dispatch, chunk)
+        except Exception as error:
+            for request in self._scheduler.drain():
+                request.fail(error)
+        finally:
+            for request in self._scheduler.drain():
+                request.future.cancel()
+            self._driver = None
+
+    def _plan(self) -> Dispatch | None:
+        """Admit what fits and describe the next trip to the device; None when there is nothing to do."""
+        admitted = self._scheduler.admit()
+        running = dict(sorted(self._scheduler.running.items()))
+        if not running:
+            return None
+        reach = max(min(r.position + self.decode_steps, r.end) for r in running.values())
+        return Dispatch(
+            loaded=self._loaded,
+            prompts=list(self._prompts(admitted)),
+            rows=self._rows(running),
+            requests=running,
+            stop_at=stop_at(self.slots, rows_for(self.slots, len(running)), bool(self._scheduler.waiting)),
+            width=bucket(reach, MIN_WIDTH, self.max_length),
+        )
+
+    def _prompts(self, admitted: dict[int, Request]) -> Iterator[Prompts]:
+        """Each distinct prompt once, by width, as many to a call as `PREFILL_TOKENS` hold."""
+        by_width: dict[int, list[tuple[tuple[int, ...], Sequence[int]]]] = {}
+        for prefix, slots in distinct_prefixes(admitted):
+            by_width.setdefault(bucket(len(prefix), MIN_PROMPT_WIDTH, self.max_length), []).append((prefix, slots))
+        for width, entries in sorted(by_width.items()):
+            rows = max(1, min(self.slots, PREFILL_TOKENS // width))
+            for start in range(0, len(entries), rows):
+                yield self._prompt_call(entries[start : start + rows], rows, width)
+
+    def _prompt_call(self, entries: Sequence[tuple[tuple[int, ...], Sequence[int]]], rows: int, width: int) -> Prompts:
+        tokens = np.zeros((rows, width), np.int32)
+        lengths = np.zeros(rows, np.int32)
+        pairs = np.zeros((self.slots, 2), np.int32)
+        count = 0
+        for row, (prefix, slots) in enumerate(entries):
+            tokens[row, : len(prefix)] = prefix
+            lengths[row] = len(prefix)
+            for slot in slots:
+                pairs[count] = slot, row
+                count += 1
+        return Prompts(
+            **jax.device_put(
+                {
+                    "tokens": tokens,
+                    "lengths": lengths,
+                    "slots": pairs[:, 0],
+                    "sources": pairs[:, 1],
+                    "count": np.asarray(count, np.int32),
+                }
+            )
+        )
+
+    def _rows(self, running: dict[int, Request]) -> Rows:
+        """The running requests, then idle rows; those borrow free slots, whose content does not matter."""
+        idle = rows_for(self.slots, len(running)) - len(running)
+        requests = list(running.values())
+        params = [request.params for request in requests] + [IDLE] * idle
+        while self._stop_ids_width < max(len(p.stop_token_ids) for p in params):
+            self._stop_ids_width *= 2
+        stop_ids = np.full((len(params), self._stop_ids_width), -1, np.int32)
+        for row, p in enumerate(params):
+            stop_ids[row, : len(p.stop_token_ids)] = p.stop_token_ids
+        return Rows(
+            **jax.device_put(
+                {
+                    "slots": np.asarray([*running, *self._scheduler.free[:idle]], np.int32),
+                    "tokens": np.asarray([r.newest for r in requests] + [0] * idle, np.int32),
+                    "positions": np.asarray([r.position for r in requests] + [0] * idle, np.int32),
+                    "ends": np.asarray([r.end for r in requests] + [0] * idle, np.int32),
+                    "active": np.arange(len(params)) < len(requests),
+                    "temperature": np.asarray([p.temperature for p in params], np.float32),
+                    "top_k": np.asarray([p.top_k for p in params], np.int32),
+                    "top_p": np.asarray([p.top_p for p in params], np.float32),
+                    "min_p": np.asarray([p.min_p for p in params], np.float32),
+                    "keys": np.asarray([p.key for p in params], np.uint32),
+                    "stop_ids": stop_ids,
+                }
+            )
+        )
+
+    def _run(self, dispatch: Dispatch) -> Chunk:
+        """On the device; returns when the sampled tokens are on the host."""
+        with self._device:
+            cache = self._cache
+            self._cache = None  # gone if a program fails: it was donated
+            if cache is None:
+                cache = empty_slots(dispatch.loaded, self.slots, self.max_length)
+            for prompts in dispatch.prompts:
+                cache = self.programs.prefill(dispatch.loaded, cache, prompts)
+            cache, chunk = self.programs.decode(
+                dispatch.loaded, cache, dispatch.rows, dispatch.stop_at, width=dispatch.width, steps=self.decode_steps
+            )
+            self._cache = None if self._closed else cache
+            return jax.device_get(chunk)
+
+    def _collect(self, dispatch: Dispatch, chunk: Chunk) -> None:
+        """Hand the new tokens to their requests and free the slots of those that are done."""
+        for row, (slot, request) in enumerate(dispatch.requests.items()):
+            if self._scheduler.running.get(slot) is not request:
+                continue  # drained by `close` meanwhile
+            count = int(chunk.counts[row])
+            if not np.isfinite(chunk.logps[:count, row]).all():
+                raise FloatingPointError(
+                    f"generate: the weights of version {dispatch.loaded.version} give log-probabilities "
+                    "that are not finite"
+                )
+            request.tokens += chunk.tokens[:count, row].tolist()
+            request.logps += chunk.logps[:count, row].tolist()
+            request.kept_logps += chunk.kept_logps[:count, row].tolist()
+            request.versions += [dispatch.loaded.version] * count
+            reason = self._stop_reason(request, count)
+            if reason is not None:
+                self._scheduler.release(slot)
+                request.finish(reason)
+
+    def _stop_reason(self, request: Request, num_new: int) -> StopReason | None:
+        """Why the request is done, if it is; a stop string cuts what was sampled beyond it."""
+        params = request.params
+        if params.stop and self._decode_text is not None:
+            end = first_completed(self._decode_text, request.tokens, num_new, params.stop)
+            if end is not None:
+                request.cut(end)
+                return "stop"
+        if request.tokens[-1] in params.stop_token_ids:
+            return "stop"
+        return "length" if len(request.tokens) == params.max_tokens else None

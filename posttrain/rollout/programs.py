@@ -1,0 +1,202 @@
+"""The two compiled programs of the native engine, prefill and decode; each shape is compiled once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Bool, Float, Int, UInt32
+
+from posttrain.models.cache import KVCache, empty_cache
+from posttrain.models.decoder import Decoder
+from posttrain.models.weights import ModelWeights, Weights
+from posttrain.rollout.sampling import sample
+from posttrain.tree import pytree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """The weights in use: references to the model's arrays, never copies."""
+
+    source: ModelWeights
+    arrays: Weights
+    version: int
+    layout: Hashable
+    """What compiled programs depend on."""
+
+    @classmethod
+    def of(cls, model: Decoder, version: int) -> Loaded:
+        source = ModelWeights(model)
+        arrays = source.read()
+        layout = frozenset((path, w.shape, w.dtype, _devices(w)) for path, w in arrays.items())
+        return cls(source=source, arrays=arrays, version=version, layout=(nnx.graphdef(model), layout))
+
+
+def _devices(array: Array) -> Hashable:
+    """On one device every sharding is the same, whatever its type."""
+    devices = array.sharding.device_set
+    return array.sharding if len(devices) > 1 else frozenset(devices)
+
+
+@pytree
+class Prompts:
+    """The prompts of one prefill call, without their last tokens: N of up to T tokens, for up to S slots."""
+
+    tokens: Int[Array, "N T"]
+    lengths: Int[Array, " N"]
+    slots: Int[Array, " S"]
+    sources: Int[Array, " S"]
+    """`slots[i]` gets row `sources[i]`, for i < `count`."""
+    count: Int[Array, ""]
+
+
+@pytree
+class Rows:
+    """The sequences of one decode call; R rows, which need not be all slots."""
+
+    slots: Int[Array, " R"]
+    """Where in the cache each row lives; all differ."""
+    tokens: Int[Array, " R"]
+    """The newest token, whose keys and values are not in the cache yet."""
+    positions: Int[Array, " R"]
+    ends: Int[Array, " R"]
+    """First position that the sample may not take."""
+    active: Bool[Array, " R"]
+    temperature: Float[Array, " R"]
+    top_k: Int[Array, " R"]
+    top_p: Float[Array, " R"]
+    min_p: Float[Array, " R"]
+    keys: UInt32[Array, "R 2"]
+    stop_ids: Int[Array, "R E"]
+    """-1 where there are fewer than E."""
+
+
+@pytree
+class Chunk:
+    """What one decode call sampled: the first `counts[r]` steps of row r."""
+
+    tokens: Int[Array, "steps R"]
+    logps: Float[Array, "steps R"]
+    kept_logps: Float[Array, "steps R"]
+    counts: Int[Array, " R"]
+
+
+def prefill(model: Decoder, cache: KVCache, prompts: Prompts) -> tuple[KVCache, None]:
+    """Run prompts through the decoder and copy their keys and values to every slot that wants them. No logits."""
+    rows, length = prompts.tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
+    segments = (positions < prompts.lengths[:, None]).astype(jnp.int32)
+    empty = empty_cache(model.config, rows, length, model.compute_dtype)
+    _, filled = model(prompts.tokens, positions, segments, empty)
+    assert filled is not None
+    return cache.insert(filled, prompts.slots, prompts.sources, prompts.count), None
+
+
+def decode(
+    model: Decoder, cache: KVCache, rows: Rows, stop_at: Int[Array, ""], *, width: int, steps: int
+) -> tuple[KVCache, Chunk]:
+    """Sample up to `steps` tokens of every active row; pause when no more than `stop_at` rows are active.
+
+    Works on a small copy of the rows' caches, `width` positions of each: read whole at every token, that costs less
+    than reading slices of the large one. Every active row must have `steps` positions left below `width`, or reach
+    its end.
+    """
+    model = model.for_decoding()
+    num_rows = rows.tokens.shape[0]
+    whole = num_rows == cache.keys[0].shape[0] and width == cache.width
+    near = cache if whole else cache.take(rows.slots, width)
+
+    def active_left(carry: tuple[Any, ...]) -> Array:
+        step, active = carry[0], carry[1]
+        return (step < steps) & (jnp.sum(active) > stop_at)
+
+    def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        step, active, tokens, positions, near, chunk = carry
+        ones = jnp.ones((num_rows, 1), jnp.int32)
+        hidden, near = model(tokens[:, None], positions[:, None], ones, near)
+        logits = model.logits(hidden)[:, 0]
+        new, logps, kept_logps = sample(
+            logits, rows.keys, positions + 1, rows.temperature, rows.top_k, rows.top_p, rows.min_p
+        )
+        chunk = Chunk(
+            tokens=chunk.tokens.at[step].set(new),
+            logps=chunk.logps.at[step].set(logps),
+            kept_logps=chunk.kept_logps.at[step].set(kept_logps),
+            counts=chunk.counts + active,
+        )
+        tokens, positions = jnp.where(active, new, tokens), jnp.where(active, positions + 1, positions)
+        stopped = jnp.any(new[:, None] == rows.stop_ids, axis=-1)
+        return step + 1, active & ~stopped & (positions + 1 < rows.ends), tokens, positions, near, chunk
+
+    chunk = Chunk(
+        tokens=jnp.zeros((steps, num_rows), jnp.int32),
+        logps=jnp.zeros((steps, num_rows), jnp.float32),
+        kept_logps=jnp.zeros((steps, num_rows), jnp.float32),
+        counts=jnp.zeros(num_rows, jnp.int32),
+    )
+    carry = (jnp.int32(0), rows.active, rows.tokens, rows.positions, near, chunk)
+    *_, near, chunk = jax.lax.while_loop(active_left, body, carry)
+    return near if whole else cache.put(rows.slots, near), chunk
+
+
+class Programs:
+    """Compiled programs by what they were compiled for."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[Hashable, Any] = {}
+        self.compile_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._compiled)
+
+    def prefill(self, loaded: Loaded, cache: KVCache, prompts: Prompts) -> KVCache:
+        cache, _ = self._call(("prefill", prompts.tokens.shape), prefill, loaded, cache, prompts)
+        return cache
+
+    def decode(
+        self, loaded: Loaded, cache: KVCache, rows: Rows, stop_at: int, *, width: int, steps: int
+    ) -> tuple[KVCache, Chunk]:
+        function = partial(decode, width=width, steps=steps)
+        return self._call(
+            ("decode", rows.stop_ids.shape, width, steps), function, loaded, cache, rows, np.int32(stop_at)
+        )
+
+    def _call(self, key: Hashable, function: Callable[..., Any], loaded: Loaded, cache: KVCache, *args: Any) -> Any:
+        key = (key, loaded.layout)
+        if key not in self._compiled:
+            start = time.perf_counter()
+
+            def bound(weights: Weights, cache: KVCache, *args: Any) -> Any:
+                return function(loaded.source.bind(weights), cache, *args)
+
+            placed = jax.tree.map(lambda x: x.sharding, cache)
+            program = jax.jit(bound, donate_argnums=1, out_shardings=(placed, None))
+            self._compiled[key] = program.lower(loaded.arrays, cache, *args).compile()
+            self.compile_s += time.perf_counter() - start
+        return self._compiled[key](loaded.arrays, cache, *args)
+
+
+def empty_slots(loaded: Loaded, slots: int, length: int) -> KVCache:
+    """An empty cache where the weights are: slots over the data axes, heads over `tensor`, where they divide."""
+    model = loaded.source.model
+    cache = empty_cache(model.config, slots, length, model.compute_dtype)
+    placement = next(iter(loaded.arrays.values())).sharding
+    return jax.tree.map(lambda x: jax.device_put(x, _cache_sharding(placement, x.shape)), cache)
+
+
+def _cache_sharding(weights: Sharding, shape: Sequence[int]) -> Sharding:
+    if not isinstance(weights, NamedSharding):
+        return weights
+    sizes = weights.mesh.shape
+    slots = ("data", "fsdp") if shape[0] % (sizes["data"] * sizes["fsdp"]) == 0 else None
+    heads = "tensor" if shape[1] % sizes["tensor"] == 0 else None
+    return NamedSharding(weights.mesh, PartitionSpec(slots, heads))

@@ -1,0 +1,29 @@
+"""Stop strings: where in a list of tokens a string is first complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+
+def first_completed(
+    decode: Callable[[Sequence[int]], str], tokens: Sequence[int], num_new: int, stops: Sequence[str]
+) -> int | None:
+    """The number of tokens after which one of `stops` first stands in the text; None if none does.
+
+    The tokens before the `num_new` last ones hold no stop string, so only their tail is decoded again: as much as holds
+    the longest stop string's number of characters.
+    """
+    old = len(tokens) - num_new
+    start, back = old, 1
+    longest = max(map(len, stops))
+    while start > 0 and len(decode(tokens[start:old])) < longest:
+        start = max(0, old - back)
+        back *= 2
+
+    def complete(end: int) -> bool:
+        text = decode(tokens[start:end])
+        return any(stop in text for stop in stops)
+
+    if not complete(len(tokens)):
+        return None
+    return next((end for end in range(old + 1, len(tokens)) if complete(end)), len(tokens))

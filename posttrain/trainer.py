@@ -1,0 +1,214 @@
+"""The trainer: one program per row length that does all micro-batches and one update."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from posttrain.batch import Batch, LossOutput, TokenLoss, TokenStats
+from posttrain.kernels.token_stats import token_stats
+from posttrain.mesh import BATCH_SPEC, replicated, single_device_mesh
+from posttrain.metrics import Metrics
+from posttrain.models.decoder import Decoder
+from posttrain.models.weights import ModelWeights, Weights
+from posttrain.optim import clip_by_global_norm
+
+
+class Trainer:
+    """Trains the parameters of `model` (only the adapter's, if it has one) in place.
+
+    The gradient is the gradient of sum(loss totals) / sum(loss weights) over the whole batch, whatever the split into
+    micro-batches. Log-probabilities are those of softmax(logits / temperature).
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        loss: TokenLoss,
+        optimizer: optax.GradientTransformation,
+        *,
+        temperature: float,
+        max_grad_norm: float,
+        micro_batch_rows: int | None = None,
+        mesh: Mesh | None = None,
+    ):
+        self.model = model
+        self.loss = loss
+        self.mesh = single_device_mesh() if mesh is None else mesh
+        self.step_number = 0
+        """Updates done so far; this is the one step counter."""
+        self._optimizer = optimizer
+        self._temperature = temperature
+        self._max_grad_norm = max_grad_norm
+        self._micro_batch_rows = micro_batch_rows
+        self._weights = ModelWeights(model)
+        self._trainable = self._weights.trainable()
+        self._opt_state = jax.jit(optimizer.init)(self.params)
+        self._step = jax.jit(self._step_program, donate_argnums=(0, 2))
+        self._evaluate = jax.jit(self._evaluate_program)
+        self._stats = jax.jit(self._stats_program)
+
+    @property
+    def params(self) -> Weights:
+        """The trained parameters by path."""
+        return self._weights.read(self._trainable.__contains__)
+
+    @property
+    def weights(self) -> Weights:
+        """All parameters by path, frozen ones included."""
+        return self._weights.read()
+
+    @property
+    def _frozen(self) -> Weights:
+        return self._weights.read(lambda path: path not in self._trainable)
+
+    def step(self, batch: Batch) -> Metrics:
+        """One update from one batch of host rows. Metrics stay on the device.
+
+        A gradient that is not finite, or a batch without any weight, changes nothing and shows as `update_skipped` = 1.
+        """
+        micro, count = self._micro_batches(batch)
+        params, self._opt_state, metrics = self._step(self.params, self._frozen, self._opt_state, micro, count)
+        self._weights.write(params)
+        self.step_number += 1
+        return metrics
+
+    def evaluate(self, batches: Iterable[Batch]) -> Metrics:
+        """The loss and its metrics over all batches, without an update."""
+        totals: Metrics = {}
+        for batch in batches:
+            output = self._evaluate(self.weights, *self._micro_batches(batch))
+            for name, mean in {"loss": output.loss, **output.metrics}.items():
+                totals[name] = totals[name] + mean if name in totals else mean
+        return totals
+
+    def stats(self, batch: Batch, weights: Weights | None = None) -> TokenStats:
+        """Token statistics of host rows as host arrays, under other weights of the same structure if given."""
+        micro, count = self._micro_batches(batch)
+        stats = self._stats(self.weights if weights is None else weights, micro, count)
+        rows = batch.shape[0]
+        return jax.tree.map(lambda x: np.asarray(x).reshape(-1, x.shape[-1])[:rows], stats)
+
+    def state(self) -> dict[str, Any]:
+        """The arrays that a checkpoint must hold."""
+        return {"params": self.params, "opt_state": self._opt_state}
+
+    def restore(self, state: dict[str, Any], step: int) -> None:
+        self._weights.write(state["params"])
+        self._opt_state = state["opt_state"]
+        self.step_number = step
+
+    def num_programs(self) -> int:
+        """Programs compiled so far for steps, evaluation and statistics."""
+        return sum(f._cache_size() for f in (self._step, self._evaluate, self._stats))
+
+    def _micro_batches(self, batch: Batch) -> tuple[Batch, Array]:
+        """[M, rows, T] on the mesh, and how many of the M hold anything: the rest is never computed."""
+        host = jax.tree.map(np.asarray, batch)
+        total = host.tokens.shape[0]
+        shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        rows = total if self._micro_batch_rows is None else min(self._micro_batch_rows, total)
+        rows = -(-rows // shards) * shards
+        padding = -total % rows
+        used = np.flatnonzero(host.segments.any(axis=1))
+        count = int(used[-1]) // rows + 1 if used.size else 0
+
+        def split(x: np.ndarray) -> np.ndarray:
+            return np.pad(x, ((0, padding), (0, 0))).reshape(-1, rows, x.shape[1])
+
+        sharding = NamedSharding(self.mesh, PartitionSpec(None, *BATCH_SPEC))
+        return jax.device_put(jax.tree.map(split, host), sharding), jax.device_put(
+            np.int32(count), replicated(self.mesh)
+        )
+
+    def _forward(self, weights: Weights, batch: Batch) -> TokenStats:
+        model = self._weights.bind(weights)
+        hidden, _ = model(batch.tokens, batch.positions, batch.segments)
+        return token_stats(
+            model.logits,
+            hidden,
+            batch.tokens,
+            batch.segments,
+            temperature=self._temperature,
+            vocab_size=model.config.vocab_size,
+        )
+
+    def _loss_output(self, weights: Weights, batch: Batch) -> LossOutput:
+        return self.loss(self._forward(weights, batch), batch)
+
+    def _gradient(self, params: Weights, frozen: Weights, batch: Batch) -> tuple[Weights, LossOutput]:
+        def total(params: Weights) -> tuple[Array, LossOutput]:
+            output = self._loss_output({**frozen, **params}, batch)
+            return jnp.asarray(output.loss.total), output
+
+        gradient, output = jax.grad(total, has_aux=True)(params)
+        return jax.tree.map(lambda g: g.astype(jnp.float32), gradient), output
+
+    def _step_program(
+        self, params: Weights, frozen: Weights, opt_state: Any, micro: Batch, count: Array
+    ) -> tuple[Weights, Any, Metrics]:
+        gradient, output = _sum_over(functools.partial(self._gradient, params, frozen), micro, count)
+        weight = output.loss.weight
+        gradient = jax.tree.map(lambda g: g / jnp.where(weight > 0, weight, 1.0), gradient)
+        gradient, norm = clip_by_global_norm(gradient, self._max_grad_norm)
+        usable = jnp.isfinite(norm) & (weight > 0)
+        updates, new_state = self._optimizer.update(gradient, opt_state, params)
+
+        def keep(new: Array, old: Array) -> Array:
+            return jnp.where(usable, new, old)
+
+        new_params = {
+            path: keep((p.astype(jnp.float32) + updates[path].astype(jnp.float32)).astype(p.dtype), p)
+            for path, p in params.items()
+        }
+        metrics = {
+            "loss": output.loss,
+            **output.metrics,
+            "grad_norm": norm,
+            "update_skipped": 1.0 - usable.astype(jnp.float32),
+            "num_tokens": jnp.sum(micro.segments > 0),
+        }
+        return new_params, jax.tree.map(keep, new_state, opt_state), metrics
+
+    def _evaluate_program(self, weights: Weights, micro: Batch, count: Array) -> LossOutput:
+        return _sum_over(functools.partial(self._loss_output, weights), micro, count)
+
+    def _stats_program(self, weights: Weights, micro: Batch, count: Array) -> TokenStats:
+        def body(index: Array, out: TokenStats) -> TokenStats:
+            stats = self._forward(weights, jax.tree.map(lambda x: x[index], micro))
+            return jax.tree.map(lambda o, s: o.at[index].set(s), out, stats)
+
+        zeros = jnp.zeros(micro.tokens.shape, jnp.float32)
+        return jax.lax.fori_loop(0, count, body, TokenStats(logps=zeros, entropy=zeros))
+
+
+def _sum_over(function: Any, micro: Batch, count: Array) -> Any:
+    """The sum of a pytree-valued function over the first `count` micro-batches."""
+    if micro.tokens.shape[0] == 1:
+        return function(jax.tree.map(lambda x: x[0], micro))
+    shapes = jax.eval_shape(function, jax.tree.map(lambda x: x[0], micro))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+    def body(index: Array, total: Any) -> Any:
+        return jax.tree.map(jnp.add, total, function(jax.tree.map(lambda x: x[index], micro)))
+
+    return jax.lax.fori_loop(0, count, body, zeros)
+
+
+def check_finite(metrics: dict[str, float], step: int) -> None:
+    """FloatingPointError when the step's gradient was not finite; the weights are still those before it."""
+    if not np.isfinite(metrics["grad_norm"]):
+        raise FloatingPointError(
+            f"step {step}: the gradient norm is {metrics['grad_norm']}; the update was not applied. "
+            "Lower optimizer.learning_rate, or look for extreme values in the data or the rewards"
+        )
+
+

@@ -1,0 +1,81 @@
+"""Pytree dataclasses and `Mean`, the one way in which the package adds numbers up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar, dataclass_transform
+
+import jax
+from jax import Array
+
+T = TypeVar("T")
+
+field = dataclasses.field
+replace = dataclasses.replace
+
+
+def static(**kwargs: Any) -> Any:
+    """A dataclass field that is part of the tree's structure (hashed and compared, never traced)."""
+    return dataclasses.field(metadata={"static": True}, **kwargs)
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field, static))
+def pytree(cls: type[T]) -> type[T]:
+    """Frozen keyword-only dataclass that is a JAX pytree; its unflatten skips `__init__`.
+
+    Skipping `__init__` lets `jax.tree.map` put shardings, shapes or `None` where arrays stood, also while
+    jaxtyping checks constructors in tests.
+    """
+    cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    statics = [f.name for f in dataclasses.fields(cls) if f.metadata.get("static")]  # type: ignore[arg-type]
+    leaves = [n for n in names if n not in statics]
+
+    def flatten_with_keys(node: Any) -> tuple[Any, Any]:
+        children = [(jax.tree_util.GetAttrKey(n), getattr(node, n)) for n in leaves]
+        return children, tuple(getattr(node, n) for n in statics)
+
+    def flatten(node: Any) -> tuple[Any, Any]:
+        return [getattr(node, n) for n in leaves], tuple(getattr(node, n) for n in statics)
+
+    def unflatten(aux: Any, children: Any) -> Any:
+        node = object.__new__(cls)
+        for name, value in zip(leaves, children, strict=True):
+            object.__setattr__(node, name, value)
+        for name, value in zip(statics, aux, strict=True):
+            object.__setattr__(node, name, value)
+        return node
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    return cls
+
+
+@pytree
+class Mean:
+    """A sum and the weight it will be divided by: adds exactly over micro-batches, steps and hosts.
+
+    >>> (Mean(total=3.0, weight=2.0) + Mean(total=1.0, weight=2.0)).value()
+    1.0
+    """
+
+    total: Array | float
+    weight: Array | float
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(total=self.total + other.total, weight=self.weight + other.weight)
+
+    def value(self) -> float:
+        """The quotient as a Python float (reads the device); NaN where nothing was counted."""
+        weight = float(self.weight)
+        return float(self.total) / weight if weight else float("nan")
+
+
+def path_str(path: tuple[Any, ...]) -> str:
+    """A key path as dotted words: `stages.0.blocks.0.attention.q.kernel`."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """`jax.tree.map` whose function gets the dotted path first."""
+    return jax.tree_util.tree_map_with_path(lambda path, *leaves: function(path_str(path), *leaves), tree, *rest)

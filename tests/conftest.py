@@ -1,0 +1,49 @@
+"""Settings of the whole suite; none of them needs an import of JAX, and child processes inherit them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from jaxtyping import install_import_hook
+
+ROOT = Path(__file__).resolve().parent.parent
+DEVICES = 8
+
+
+# The same examples every time, without a clock: a slow machine is no failure.
+settings.register_profile("suite", deadline=None, derandomize=True, database=None)
+settings.load_profile("suite")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-shape-checks", action="store_true", help="run without jaxtyping and beartype checks")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+    # A size limit makes JAX lock the folder, which parallel workers need.
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.rootpath / ".pytest_cache" / "jax")
+    os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2 << 30)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+    if not config.getoption("--no-shape-checks"):
+        install_import_hook("posttrain", "beartype.beartype")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One worker per core for a folder; a single file runs in this process, where start-up would cost more."""
+    single = len(config.args) == 1 and Path(config.args[0].split("::")[0]).is_file()
+    return 0 if single else min(os.cpu_count() or 1, 8)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Folder of third-party data and checkpoints beside the repository; not part of it."""
+    folder = ROOT.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip("needs the folder ../shared (third-party data and checkpoints), which is not there")
+    return folder

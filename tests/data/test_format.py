@@ -1,0 +1,126 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+from posttrain.config import ConfigError, DatasetSection
+from posttrain.data.chat import Renderer
+from posttrain.data.format import (
+    fill,
+    prompt_is_text,
+    prompt_messages,
+    template_columns,
+    tokenize_example,
+    use_chat,
+)
+from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+
+USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer("bytes")
+
+
+def section(**fields: Any) -> DatasetSection:
+    return DatasetSection(path="rows.jsonl", **fields)
+
+
+def parts(
+    row: dict[str, Any], tokenizer: Tokenizer, data: DatasetSection, *, on_prompt: bool = False
+) -> tuple[str, str]:
+    """The text of a row's sequence, and the part of it that has loss."""
+    renderer = Renderer(tokenizer, use_chat(data, tokenizer, list(row)))
+    example = tokenize_example(row, data, renderer, on_prompt)
+    assert example.tokens.dtype == np.int32
+    assert not example.loss_mask[0]
+    texts = (example.tokens, example.tokens[example.loss_mask])
+    return tuple(tokenizer.decode(tokens.tolist(), skip_special_tokens=False) for tokens in texts)  # type: ignore[return-value]
+
+
+TURN = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "fields"),
+    [
+        ({"messages": [USER, ASSISTANT]}, {}),
+        ({"prompt": "hi", "completion": "yo"}, {}),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, {}),
+        ({"question": "hi", "answer": "yo"}, {"prompt": "{question}", "completion": "{answer}"}),
+        ({"question": "i", "completion": "yo"}, {"prompt": "h{question}"}),
+        ({"turns": [USER], "answer": "yo"}, {"prompt": "{turns}", "completion": "{answer}"}),
+        ({"messages": np.array([USER, ASSISTANT])}, {}),
+    ],
+)
+def test_every_chat_form_is_the_same_sequence(
+    tokenizer: Tokenizer, row: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    assert parts(row, tokenizer, section(**fields)) == (TURN, "yo<|im_end|>")
+    assert parts(row, tokenizer, section(**fields), on_prompt=True) == (TURN, TURN.removeprefix("<|im_start|>"))
+    with_system = parts(row, tokenizer, section(system="S", **fields))
+    assert with_system == ("<|im_start|>system\nS<|im_end|>\n" + TURN, "yo<|im_end|>")
+
+
+def test_plain_forms(tokenizer: Tokenizer) -> None:
+    row = {"prompt": "Q: {1} ", "completion": "two"}
+    assert parts(row, tokenizer, section(chat=False)) == ("<bos>Q: {1} two<eos>", "two<eos>")
+    assert parts(row, tokenizer, section(chat=False), on_prompt=True)[1] == "Q: {1} two<eos>"
+    assert parts({"text": "Once"}, tokenizer, section()) == ("<bos>Once<eos>", "Once<eos>")
+    assert not use_chat(section(), tokenizer, ["text"])
+    assert use_chat(section(), tokenizer, ["prompt", "completion"])
+    assert not use_chat(section(chat=False), tokenizer, ["messages"])
+
+
+def test_loss_of_a_completion_of_several_messages(tokenizer: Tokenizer) -> None:
+    row = {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT, USER, ASSISTANT]}
+    assert parts(row, tokenizer, section())[1] == "yo<|im_end|>yo<|im_end|>"
+
+
+def test_rl_prompts() -> None:
+    assert prompt_messages({"prompt": "hi"}, section()) == [USER]
+    assert prompt_messages({"prompt": [USER]}, section(system="S"))[0] == {"role": "system", "content": "S"}
+    assert prompt_messages({"q": "h"}, section(prompt="{q}i")) == [USER]
+    assert prompt_is_text({"prompt": "hi"}, section())
+    assert prompt_is_text({"q": "h"}, section(prompt="{q}i"))
+    assert not prompt_is_text({"prompt": [USER]}, section())
+    assert not prompt_is_text({"q": [USER]}, section(prompt="{q}"))
+    with pytest.raises(ConfigError, match="the prompt ends with an assistant message"):
+        prompt_messages({"prompt": [USER, ASSISTANT]}, section())
+
+
+def test_templates_take_values_as_they_are() -> None:
+    row = {"a": r"\frac{1}{2} {b} {{x}}", "b": 3, "Water_(g)": 1.25}
+    assert fill("{a}|{b}|{{b}}|{Water_(g):.1f}", row) == r"\frac{1}{2} {b} {{x}}|3|{b}|1.2"
+    assert template_columns("x {a} {{no}} {b}") == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("row", "fields", "message"),
+    [
+        (
+            {"question": "q", "answer": "a"},
+            {"prompt": "{qestion}"},
+            r"no column 'qestion' among question, answer; did you mean 'q",
+        ),
+        ({"question": "q", "answer": "a"}, {"prompt": "{question}"}, r"dataset.completion .*no column 'completion'"),
+        ({"question": "q"}, {}, r"columns question; SFT needs messages, or prompt and completion, or text"),
+        ({"q": None, "completion": "a"}, {"prompt": "{q}"}, r"column 'q' is null"),
+        ({"q": "q", "completion": "a"}, {"prompt": r"\boxed{}{q}"}, r"has empty braces"),
+        ({"q": "q", "completion": "a"}, {"prompt": "{q"}, r"template '\{q': .*write \{\{ and \}\}"),
+        ({"prompt": 3, "completion": "a"}, {}, r"column 'prompt' holds a int"),
+        ({"text": 3}, {}, r"column 'text' holds a int"),
+        ({"messages": "hi"}, {}, r"'messages' must hold a non-empty list of messages; it holds 'hi'"),
+        ({"messages": []}, {}, r"must hold a non-empty list"),
+        ({"messages": [{"content": "x"}]}, {}, r"messages\[0\] must be a message with role and content"),
+        ({"messages": [{"role": "usr", "content": "x"}]}, {}, r"messages\[0\].role='usr': .*did you mean 'user'\?"),
+        ({"messages": [USER, {"role": "assistant"}]}, {}, r"messages\[1\] has neither content nor tool_calls"),
+        ({"messages": [{"role": "system", "content": ""}, ASSISTANT]}, {"system": "S"}, "brings a system message"),
+        ({"messages": [USER, ASSISTANT]}, {"chat": False}, "messages need a chat template"),
+    ],
+)
+def test_errors(tokenizer: Tokenizer, row: dict[str, Any], fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        parts(row, tokenizer, section(**fields))
+    assert "\n" not in str(caught.value)

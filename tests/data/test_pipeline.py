@@ -1,0 +1,179 @@
+import json
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from posttrain.batch import Batch
+from posttrain.config import ConfigError, DatasetSection, OptimizerSection, SFTSection
+from posttrain.data.chat import Renderer
+from posttrain.data.packing import sequences
+from posttrain.data.pipeline import PromptBatches, SFTBatches, eval_batches
+from posttrain.data.sources import Rows, load_rows
+from posttrain.data.tokenizer import load_tokenizer
+
+NUM_ROWS = 11
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path / "rows.jsonl", "n")
+    return tmp_path
+
+
+def write(path: Path, letter: str) -> None:
+    rows = [{"prompt": f"{i}:", "completion": letter * (1 + i % 5)} for i in range(NUM_ROWS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def stage(folder: Path, **fields: Any) -> tuple[SFTSection, Rows, Renderer]:
+    dataset = DatasetSection(path="rows.jsonl", chat=False, **fields.pop("dataset", {}))
+    defaults = {"num_steps": 1, "batch_rows": 2, "row_tokens": 24, "optimizer": OptimizerSection(learning_rate=1.0)}
+    section = SFTSection(dataset=dataset, **{**defaults, **fields})
+    return section, load_rows(dataset, base_dir=folder), Renderer(load_tokenizer("bytes"), chat=False)
+
+
+def stream(folder: Path, *, seed: int = 3, **fields: Any) -> SFTBatches:
+    return SFTBatches(*stage(folder, **fields), seed=seed)
+
+
+def texts(batches: Iterator[Batch] | list[Batch]) -> list[str]:
+    tokenizer = load_tokenizer("bytes")
+    return [tokenizer.decode(tokens.tolist()) for batch in batches for tokens, _ in sequences(batch)]
+
+
+EXPECTED = Counter(f"{i}:{'n' * (1 + i % 5)}" for i in range(NUM_ROWS))
+
+
+def equal(a: Batch, b: Batch) -> bool:
+    names = ("tokens", "positions", "segments", "loss_weight")
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_resumed_stream_is_the_uninterrupted_one_at_every_step(folder: Path, packing: bool) -> None:
+    whole = stream(folder, packing=packing)
+    states, batches = [], []
+    for _ in range(9):
+        states.append(json.dumps(whole.state()))
+        batches.append(next(whole))
+    for step, state in enumerate(states):
+        resumed = stream(folder, packing=packing)
+        next(resumed)
+        resumed.restore(json.loads(state))
+        assert json.dumps(resumed.state()) == state
+        for expected in batches[step:]:
+            assert equal(next(resumed), expected)
+
+
+@pytest.mark.parametrize(("packing", "shuffle"), [(False, True), (True, False), (False, False)])
+def test_every_epoch_trains_each_row_once(folder: Path, packing: bool, shuffle: bool) -> None:
+    seen = texts(islice(stream(folder, packing=packing, batch_rows=1, dataset={"shuffle": shuffle}), 80))
+    epochs = [seen[i : i + NUM_ROWS] for i in range(0, len(seen) - NUM_ROWS, NUM_ROWS)]
+    assert len(epochs) >= 4
+    if not packing:
+        assert all(Counter(epoch) == EXPECTED for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == (len(epochs) if shuffle else 1)
+
+
+def test_packing_loses_and_doubles_no_row(folder: Path) -> None:
+    """Rows of one window may leave in another order than they came; after many epochs each count is within one."""
+    counts = Counter(texts(islice(stream(folder, packing=True), 60)))
+    assert set(counts) == set(EXPECTED)
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_seed_decides_the_order(folder: Path) -> None:
+    first = texts(islice(stream(folder, packing=False), 20))
+    assert texts(islice(stream(folder, packing=False), 20)) == first
+    others = [texts(islice(stream(folder, packing=False, seed=seed), 20)) for seed in (0, 4)]
+    assert first not in others
+    assert others[0][NUM_ROWS:] != others[1][: len(others[0]) - NUM_ROWS]
+
+
+def test_loss_only_on_completions(folder: Path) -> None:
+    batch = next(stream(folder))
+    tokenizer = load_tokenizer("bytes")
+    for tokens, weight in sequences(batch):
+        kept = tokenizer.decode(tokens[weight > 0].tolist(), skip_special_tokens=False)
+        assert kept == tokenizer.decode(tokens.tolist()).split(":")[1] + "<eos>"
+    batch = next(stream(folder, train_on_prompt=True))
+    np.testing.assert_array_equal(batch.loss_weight > 0, batch.positions > 0)
+
+
+def test_resuming_with_other_data_or_layout_is_an_error(folder: Path) -> None:
+    state = stream(folder).state()
+    with pytest.raises(ConfigError, match="cannot resume: seed was 3 when the checkpoint was written and is 4 now"):
+        stream(folder, seed=4).restore(state)
+    with pytest.raises(ConfigError, match=r"cannot resume: batch_rows was 2 .* and is 3 now"):
+        stream(folder, batch_rows=3).restore(state)
+    with pytest.raises(ConfigError, match="cannot resume: tokens was"):
+        stream(folder, dataset={"prompt": "Q {prompt}"}).restore(state)
+    with pytest.raises(ConfigError, match="cannot resume: dataset was"):
+        stream(folder, dataset={"limit": 10}).restore(state)
+    write(folder / "rows.jsonl", "m")
+    with pytest.raises(ConfigError, match="cannot resume: dataset was"):
+        stream(folder).restore(state)
+
+
+def test_errors_name_the_row(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rows\.jsonl row 4 has 9 tokens, more than row_tokens=8"):
+        stream(folder, row_tokens=8)
+    with pytest.raises(ConfigError, match=r"every row of rows\.jsonl is left out as longer than row_tokens=3"):
+        stream(folder, row_tokens=3, overlong="drop")
+    dropped = Counter(texts(islice(stream(folder, row_tokens=7, overlong="drop", packing=False), 40)))
+    assert set(dropped) == {text for text in EXPECTED if len(text) + 2 <= 7}
+    lines = (folder / "rows.jsonl").read_text() + json.dumps({"prompt": "x", "completed": "y"}) + "\n"
+    (folder / "rows.jsonl").write_text(lines)
+    with pytest.raises(
+        ConfigError, match=rf"rows\.jsonl row {NUM_ROWS}: .*no column 'completion' among prompt, completed"
+    ):
+        list(islice(stream(folder, dataset={"completion": "{completion}"}), 20))
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_evaluation_is_one_pass(folder: Path, packing: bool) -> None:
+    section, rows, renderer = stage(folder, packing=packing, batch_rows=3)
+    batches = list(eval_batches(section, section.dataset, rows, renderer))
+    assert Counter(texts(batches)) == EXPECTED
+    assert all(batch.shape == (3, 24) for batch in batches)
+    assert len(texts(batches)) == NUM_ROWS
+
+
+def prompts(folder: Path, *, seed: int = 3, per_step: int = 4, **fields: Any) -> PromptBatches:
+    section = DatasetSection(path="rows.jsonl", **fields)
+    return PromptBatches(section, load_rows(section, base_dir=folder), prompts_per_step=per_step, seed=seed)
+
+
+@pytest.mark.parametrize("per_step", [1, 4, 25])
+def test_prompts_resume_and_cover_every_epoch(folder: Path, per_step: int) -> None:
+    whole = prompts(folder, per_step=per_step)
+    states, steps = [], []
+    for _ in range(12):
+        states.append(json.dumps(whole.state()))
+        steps.append(next(whole))
+    for step, state in enumerate(states):
+        resumed = prompts(folder, per_step=per_step)
+        resumed.restore(json.loads(state))
+        assert [next(resumed) for _ in steps[step:]] == steps[step:]
+    issued = [prompt.index for step in steps for prompt in step]
+    for start in range(0, len(issued) - NUM_ROWS, NUM_ROWS):
+        assert sorted(issued[start : start + NUM_ROWS]) == list(range(NUM_ROWS))
+    assert all(prompt.row["prompt"] == f"{prompt.index}:" for step in steps for prompt in step)
+
+
+def test_prompts_keep_the_order_without_shuffle(folder: Path) -> None:
+    assert [p.index for step in islice(prompts(folder, shuffle=False), 3) for p in step] == [*range(11), 0]
+    shuffled = [p.index for step in islice(prompts(folder), 3) for p in step]
+    assert shuffled != [*range(11), 0]
+    assert [p.index for step in islice(prompts(folder), 3) for p in step] == shuffled
+    with pytest.raises(ConfigError, match="cannot resume: prompts_per_step"):
+        prompts(folder, per_step=5).restore(prompts(folder).state())
+
+
+def test_a_single_row_repeats(folder: Path) -> None:
+    assert [p.index for step in islice(prompts(folder, limit=1, per_step=2), 2) for p in step] == [0, 0, 0, 0]

@@ -1,0 +1,160 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.config import ConfigError
+from posttrain.data import tokenizer as tokenizer_module
+from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+
+GOLDEN = Path(__file__).parent.parent / "goldens" / "chat" / "byte_tokenizer"
+TEXTS = [
+    "Once upon a time, a <b>naïve</b> “cat” 😀.\n\n  Two  spaces\tand tabs",
+    "def f(x):\n    return {'a': x}\n",
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer() -> Tokenizer:
+    return load_tokenizer("bytes")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text())
+def test_bytes_round_trip_any_text(text: str) -> None:
+    tokenizer = load_tokenizer_once()
+    tokens = tokenizer.encode_spans(text, literal=True)[0]
+    assert tokens == list(text.encode())
+    assert tokenizer.decode(tokens) == text
+
+
+def load_tokenizer_once(cache: list[Tokenizer] = []) -> Tokenizer:  # noqa: B006
+    if not cache:
+        cache.append(load_tokenizer("bytes"))
+    return cache[0]
+
+
+def test_bytes_saved_is_the_same_tokenizer(byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    import transformers
+
+    byte_tokenizer.save(tmp_path)
+    again = load_tokenizer(tmp_path)
+    other = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    text = "naïve\r\n<|im_start|>user\n\x00 <eos>"
+    assert again.encode(text) == other.encode(text, add_special_tokens=False) == byte_tokenizer.encode(text)
+    assert again.encode(text)[8:10] == [259, ord("u")]
+    for name in ("stop_ids", "bos_id", "vocab_size", "chat_template", "control_tokens", "generation"):
+        assert getattr(again, name) == getattr(byte_tokenizer, name), name
+    assert byte_tokenizer.stop_ids == tuple(byte_tokenizer.encode("<eos><|im_end|>"))
+    assert byte_tokenizer.bos_id == byte_tokenizer.encode("<bos>")[0]
+    assert (byte_tokenizer.vocab_size, byte_tokenizer.end_id) == (261, 258)
+
+
+def test_golden_byte_tokenizer_loads() -> None:
+    tokenizer = load_tokenizer(GOLDEN)
+    assert (tokenizer.vocab_size, tokenizer.stop_ids, tokenizer.bos_id) == (291, (279,), None)
+
+
+@pytest.mark.parametrize(
+    ("folder", "stop_ids", "bos_id", "vocab_size", "chat"),
+    [
+        ("models/stories260k", (2,), 1, 512, False),
+        ("tokenizers/qwen3", (151645, 151643), None, 151669, True),
+        ("tokenizers/gpt2", (), None, 50257, False),
+        ("tokenizers/mistral-7b-instruct", (2,), 1, 32000, True),
+    ],
+)
+def test_real_tokenizers_agree_with_their_files(
+    shared: Path,
+    folder: str,
+    stop_ids: tuple[int, ...],
+    bos_id: int | None,
+    vocab_size: int,
+    chat: bool,
+    tmp_path: Path,
+) -> None:
+    import tokenizers
+
+    tokenizer = load_tokenizer(shared / folder)
+    independent = tokenizers.Tokenizer.from_file(str(shared / folder / "tokenizer.json"))
+    for text in TEXTS:
+        assert tokenizer.encode(text) == independent.encode(text, add_special_tokens=False).ids
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    found = (tokenizer.stop_ids, tokenizer.bos_id, tokenizer.vocab_size, tokenizer.chat_template is not None)
+    assert found == (stop_ids, bos_id, vocab_size, chat)
+    tokenizer.save(tmp_path)
+    again = load_tokenizer(tmp_path)
+    assert (again.stop_ids, again.bos_id, again.vocab_size) == (stop_ids, bos_id, vocab_size)
+    assert again.chat_template == tokenizer.chat_template
+    assert again.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
+    # A prompt and its continuation read as one text, also where their border falls inside a token.
+    for prompt, text in (("Q: ", "foo"), ("Q:", " foo bar"), ("a\n", "\nb")):
+        before, after = tokenizer.encode_after(prompt, text)
+        assert before == tokenizer.encode(prompt)
+        assert tokenizer.decode(before + after) == prompt + text
+    if not stop_ids:
+        with pytest.raises(ConfigError, match="names no end-of-sequence token"):
+            _ = tokenizer.end_id
+
+
+def test_generation_config_names_more_stop_tokens(tmp_path: Path) -> None:
+    load_tokenizer("bytes").save(tmp_path)
+    config = tmp_path / "generation_config.json"
+    for named, expected in ((260, (258, 260)), ([260, 258, 7], (258, 260, 7)), (None, (258,))):
+        config.write_text(json.dumps({"eos_token_id": named, "top_k": 20}))
+        tokenizer = load_tokenizer(tmp_path)
+        assert tokenizer.stop_ids == expected
+        tokenizer.save(tmp_path)
+        assert load_tokenizer(tmp_path).stop_ids == expected
+        assert json.loads(config.read_text())["top_k"] == 20
+
+
+def test_stored_truncation_is_not_applied(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.hf.backend_tokenizer.enable_truncation(max_length=3)
+    tokenizer.hf.backend_tokenizer.enable_padding(length=9)
+    tokenizer.save(tmp_path)
+    assert len(load_tokenizer(tmp_path).encode("abcde")) == 5
+
+
+def test_errors_say_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(
+        ConfigError, match=r"no file .*modle; did you mean 'model'\?; give a folder, a hub id or 'bytes'"
+    ):
+        load_tokenizer(str(tmp_path / "modle"))
+    with pytest.raises(ConfigError, match=r"has no tokenizer.json; it holds config.json"):
+        load_tokenizer(tmp_path / "model")
+    with pytest.raises(ConfigError, match="is a file; give the folder"):
+        load_tokenizer(tmp_path / "model" / "config.json")
+    (tmp_path / "model" / "tokenizer.json").write_text("{broken")
+    with pytest.raises(ConfigError, match="cannot be read") as caught:
+        load_tokenizer(tmp_path / "model")
+    assert "\n" not in str(caught.value)
+    monkeypatch.setattr(tokenizer_module, "hub_is_reachable", lambda: False)
+    with pytest.raises(ConfigError, match="no folder owner/name; and the hub cannot be reached") as caught:
+        load_tokenizer("owner/name")
+    assert "\n" not in str(caught.value)
+
+
+def test_loads_quietly_without_torch(tmp_path: Path) -> None:
+    load_tokenizer("bytes").save(tmp_path)
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from posttrain.data.tokenizer import load_tokenizer\n"
+        f"print(load_tokenizer({str(tmp_path)!r}).encode('ab'))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=GOLDEN.parents[3],
+        check=False,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "[97, 98]\n", "")

@@ -1,0 +1,222 @@
+"""PolicyLoss by property: packing, masking, order and splits change nothing; presets are what their papers say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from posttrain.batch import LossOutput
+from posttrain.losses.kl import k2
+from posttrain.losses.policy import DAPO, GRPO, GSPO, RLOO, PolicyLoss, dr_grpo
+from posttrain.losses.reduce import ConstantLength, sequence_mean, token_mean
+from posttrain.tree import Mean, replace
+
+LOSSES = {
+    "grpo": GRPO,
+    "dr_grpo": dr_grpo(16),
+    "dapo": DAPO,
+    "gspo": GSPO,
+    "rloo": RLOO,
+    "all_terms": replace(
+        GRPO, dual_clip=1.5, kl_coef=0.1, kl_estimator=k2, kl_bias_correction=True, entropy_coef=0.01, reduce=token_mean
+    ),
+}
+APART = [[0], [1], [2], [3], [4], [5]]
+every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+
+
+def run(loss: PolicyLoss, rows: Any) -> tuple[LossOutput, np.ndarray]:
+    """The output and the gradient of its total by log-probs."""
+
+    def total(logps: jax.Array) -> Any:
+        out = loss(replace(rows.stats, logps=logps), rows.batch)
+        return out.loss.total, out
+
+    grad, out = jax.grad(total, has_aux=True)(rows.stats.logps)
+    return out, np.asarray(grad)
+
+
+def assert_same_outputs(actual: LossOutput, expected: LossOutput) -> None:
+    assert set(actual.metrics) == set(expected.metrics)
+    for name, mean in {**actual.metrics, "loss": actual.loss}.items():
+        other = expected.loss if name == "loss" else expected.metrics[name]
+        np.testing.assert_allclose(
+            [mean.total, mean.weight], [other.total, other.weight], rtol=2e-6, atol=2e-6, err_msg=name
+        )
+
+
+def assert_same_gradient(one: tuple[np.ndarray, Any], other: tuple[np.ndarray, Any], indices: Sequence[int]) -> None:
+    for index in indices:
+        here, there = one[1].where[index], other[1].where[index]
+        np.testing.assert_allclose(one[0][here], other[0][there], rtol=1e-6, atol=1e-6)
+
+
+@every_loss
+def test_packed_is_apart(sequences: Any, lay_out: Callable[..., Any], loss: PolicyLoss) -> None:
+    apart = lay_out(sequences, APART, 12)
+    packed = lay_out(sequences, [[3, 0], [5, 1, 4], [2]], 24)
+    expected, expected_grad = run(loss, apart)
+    actual, grad = run(loss, packed)
+    assert np.abs(grad).max() > 1e-3
+    assert_same_outputs(actual, expected)
+    assert_same_gradient((grad, packed), (expected_grad, apart), range(6))
+
+
+@every_loss
+@pytest.mark.parametrize("split", [[2, 4], [1] * 6])
+def test_any_split_and_order_of_rows(
+    sequences: Any, lay_out: Callable[..., Any], loss: PolicyLoss, split: list[int]
+) -> None:
+    whole = lay_out(sequences, APART, 12)
+    expected, expected_grad = run(loss, whole)
+    order = [4, 2, 5, 0, 3, 1]
+    outputs, starts = [], np.cumsum([0, *split])
+    for start, stop in pairwise(starts):
+        part = lay_out(sequences, [[i] for i in order[start:stop]], 12)
+        out, grad = run(loss, part)
+        outputs.append(out)
+        assert_same_gradient((grad, part), (expected_grad, whole), order[start:stop])
+    zero = Mean(total=0.0, weight=0.0)
+    added = LossOutput(
+        loss=sum((out.loss for out in outputs), zero),
+        metrics={name: sum((out.metrics[name] for out in outputs), zero) for name in expected.metrics},
+    )
+    assert_same_outputs(added, expected)
+
+
+@every_loss
+def test_masked_is_removed(sequences: Any, lay_out: Callable[..., Any], loss: PolicyLoss) -> None:
+    masked = [dict(sequence) for sequence in sequences]
+    for index in (1, 4):
+        masked[index]["loss_weight"] = np.zeros_like(masked[index]["loss_weight"])
+    with_masked = lay_out(masked, [[0, 1], [2, 3, 4], [5]], 24)
+    removed = lay_out(sequences, [[0], [2, 3], [5]], 24)
+    actual, grad = run(loss, with_masked)
+    expected, expected_grad = run(loss, removed)
+    assert_same_outputs(actual, expected)
+    assert_same_gradient((grad, with_masked), (expected_grad, removed), [0, 2, 3, 5])
+    assert not grad[with_masked.where[1]].any()
+
+
+@every_loss
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 1e38])
+def test_masked_tokens_may_hold_anything(
+    sequences: Any, lay_out: Callable[..., Any], loss: PolicyLoss, poison: float
+) -> None:
+    rows = lay_out(sequences, [[0, 1], [2, 3, 4], [5]], 24)
+    masked = rows.batch.loss_weight == 0
+
+    def poisoned(x: Any) -> jax.Array:
+        return jnp.where(masked, poison, x)
+
+    names = ("sampler_logps", "old_logps", "ref_logps", "advantages")
+    batch = replace(rows.batch, **{name: poisoned(vars(rows.batch)[name]) for name in names})
+    stats = replace(rows.stats, logps=poisoned(rows.stats.logps), entropy=poisoned(rows.stats.entropy))
+    actual, grad = run(loss, replace(rows, stats=stats, batch=batch))
+    expected, expected_grad = run(loss, rows)
+    assert_same_outputs(actual, expected)
+    np.testing.assert_array_equal(grad, expected_grad)
+
+
+@every_loss
+def test_first_update_on_policy(sequences: Any, lay_out: Callable[..., Any], loss: PolicyLoss) -> None:
+    rows = lay_out(sequences, [[0, 1], [2, 3, 4], [5]], 24)
+    logps = rows.stats.logps
+    batch = replace(rows.batch, sampler_logps=logps, old_logps=None, ref_logps=logps)
+    on_policy = replace(rows, batch=batch)
+    out, grad = run(replace(loss, entropy_coef=0.0), on_policy)
+    assert out.metrics["ratio/mean"].value() == 1.0
+    for name in ("kl", "approx_kl", "sampling/logp_difference/mean", "clip_ratio/region_mean"):
+        assert out.metrics[name].value() == 0.0, name
+    # The plain policy gradient, -A of each token; a mean over the sequence divides it by the sequence's tokens.
+    divided = loss.reduce is sequence_mean and loss.ratio != "sequence_sum"
+    for place in rows.where.values():
+        weight = batch.loss_weight[place]
+        expected = -batch.advantages[place] * weight / (weight.sum() if divided else 1.0)
+        np.testing.assert_allclose(grad[place], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_old_policy_is_old_logps_then_sampler_logps(sequences: Any, lay_out: Callable[..., Any]) -> None:
+    rows = lay_out(sequences, APART, 12)
+    sampler = replace(rows, batch=replace(rows.batch, old_logps=None))
+    swapped = replace(rows, batch=replace(rows.batch, old_logps=rows.batch.sampler_logps, sampler_logps=None))
+    np.testing.assert_array_equal(run(DAPO, sampler)[1], run(DAPO, swapped)[1])
+    assert np.abs(run(DAPO, rows)[1] - run(DAPO, sampler)[1]).max() > 1e-3
+    out, _ = run(DAPO, rows)
+    weight = rows.batch.loss_weight
+    difference = np.abs(rows.batch.old_logps - rows.batch.sampler_logps) * weight
+    np.testing.assert_allclose(
+        out.metrics["sampling/logp_difference/mean"].value(), difference.sum() / weight.sum(), rtol=1e-5
+    )
+
+
+def test_metrics_that_the_batch_cannot_give_are_absent(sequences: Any, lay_out: Callable[..., Any]) -> None:
+    rows = lay_out(sequences, APART, 12)
+    bare = replace(
+        rows,
+        stats=replace(rows.stats, entropy=None),
+        batch=replace(rows.batch, ref_logps=None, sampler_logps=None),
+    )
+    full, _ = run(DAPO, rows)
+    out, _ = run(DAPO, bare)
+    assert set(full.metrics) - set(out.metrics) == {"kl", "entropy", "sampling/logp_difference/mean"}
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("difference", [500.0, -500.0])
+@pytest.mark.parametrize("loss", [GRPO, GSPO, RLOO], ids=["grpo", "gspo", "rloo"])
+def test_extreme_ratios_stay_finite(
+    sequences: Any, lay_out: Callable[..., Any], loss: PolicyLoss, difference: float, advantage: float
+) -> None:
+    rows = lay_out(sequences, APART, 12)
+    batch = replace(
+        rows.batch,
+        old_logps=rows.stats.logps + difference,
+        ref_logps=rows.stats.logps + difference,
+        advantages=np.full(rows.batch.shape, advantage, np.float32),
+    )
+    out, grad = run(loss, replace(rows, batch=batch))
+    assert np.isfinite(out.loss.total)
+    assert np.isfinite(grad).all()
+
+
+def test_what_is_missing_is_named(sequences: Any, lay_out: Callable[..., Any]) -> None:
+    rows = lay_out(sequences, APART, 12)
+    missing = [
+        (GRPO, {"ref_logps": None}, r"batch\.ref_logps is None but kl_coef=0\.04 needs it"),
+        (DAPO, {"advantages": None}, r"batch\.advantages is None"),
+        (DAPO, {"old_logps": None, "sampler_logps": None}, "neither old_logps nor sampler_logps"),
+    ]
+    for loss, absent, message in missing:
+        with pytest.raises(ValueError, match=message):
+            loss(rows.stats, replace(rows.batch, **absent))
+    with pytest.raises(ValueError, match=r"stats\.entropy is None but entropy_coef=0\.1 needs it"):
+        replace(DAPO, entropy_coef=0.1)(replace(rows.stats, entropy=None), rows.batch)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"clip_low": 0.0}, "must be positive"),
+        ({"dual_clip": 1.1}, "dual_clip=1.1 must be at least"),
+        ({"kl_coef": -0.1}, "must not be negative"),
+    ],
+)
+def test_bad_values(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(GRPO, **fields)
+
+
+def test_presets() -> None:
+    assert (GRPO.reduce, GRPO.kl_coef, GRPO.clip_low, GRPO.clip_high) == (sequence_mean, 0.04, 0.2, 0.2)
+    assert (DAPO.reduce, DAPO.kl_coef, DAPO.clip_low, DAPO.clip_high) == (token_mean, 0.0, 0.2, 0.28)
+    assert (GSPO.ratio, GSPO.clip_low, GSPO.clip_high) == ("sequence_mean", 3e-4, 4e-4)
+    assert (RLOO.ratio, RLOO.reduce, RLOO.kl_coef) == ("sequence_sum", sequence_mean, 0.0)
+    assert dr_grpo(128).reduce == ConstantLength(128)
+    assert len({*LOSSES.values(), dr_grpo(16), replace(GRPO)}) == len(LOSSES)

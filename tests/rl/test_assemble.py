@@ -1,0 +1,43 @@
+"""Groups to rows: nothing lost, nothing moved, alignment kept."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.testing import assert_allclose, assert_array_equal
+
+from posttrain.rl.assemble import assemble
+from tests.rl.helpers import trajectory
+
+
+def test_trajectories_are_packed_with_their_arrays_and_invalid_ones_left_out() -> None:
+    group = [
+        trajectory(tokens=[1, 2, 3], num_prompt=1),
+        trajectory(tokens=[4, 5], num_prompt=1, sample=1),
+        trajectory(tokens=[6, 7, 8, 9], num_prompt=2, sample=2),
+    ]
+    advantages = np.asarray([[0.5, 9.0, -1.0]], np.float32)
+    batch = assemble([group], advantages, np.asarray([[True, False, True]]), row_tokens=8, num_rows=3)
+    assert_array_equal(batch.tokens[0], [1, 2, 3, 6, 7, 8, 9, 0])
+    assert_array_equal(batch.positions[0], [0, 1, 2, 0, 1, 2, 3, 0])
+    assert_array_equal(batch.segments[0], [1, 1, 1, 2, 2, 2, 2, 0])
+    assert_array_equal(batch.loss_weight[0], [0, 1, 1, 0, 0, 1, 1, 0])
+    assert_allclose(batch.advantages[0], [0, 0.5, 0.5, 0, 0, -1, -1, 0])
+    assert_allclose(batch.sampler_logps[0], [0, -0.5, -0.5, 0, 0, -0.5, -0.5, 0])
+    assert not batch.segments[1:].any()
+    assert batch.ref_logps is None
+
+
+def test_every_valid_token_stands_exactly_once() -> None:
+    draw = np.random.default_rng(0)
+    number = iter(range(1, 10_000))
+    groups = [
+        [trajectory(tokens=[next(number) for _ in range(draw.integers(2, 17))], sample=g) for g in range(5)]
+        for _ in range(7)
+    ]
+    valid = draw.random((7, 5)) < 0.8
+    batch = assemble(groups, np.ones((7, 5), np.float32), valid, row_tokens=16, num_rows=35)
+    expected = sorted(t for p, group in enumerate(groups) for g, s in enumerate(group) if valid[p, g] for t in s.tokens)
+    assert sorted(batch.tokens[batch.segments > 0].tolist()) == expected
+    starts = (batch.positions == 0) & (batch.segments > 0)
+    assert starts.sum() == valid.sum()
+    assert not batch.loss_weight[starts].any()

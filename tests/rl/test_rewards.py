@@ -1,0 +1,137 @@
+"""The reward contract: keywords by name, None is not applicable, failures are counted and never 0."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+from posttrain.config import ConfigError
+from posttrain.rl.aio import run_async
+from posttrain.rl.rewards import Reward, Rubric, missing_arguments
+from posttrain.rl.types import Rewards
+from tests.rl.helpers import groups, trajectory
+
+
+def score(*functions: Callable[..., Any], texts: Any = (("x", "yy"), ("zzz", "")), **kwargs: Any) -> Rewards:
+    rows = [{"prompt": f"p{i}", "answer": f"a{i}"} for i in range(len(texts))]
+    rewards = [Reward(function=f, weight=kwargs.get("weight", 1.0), timeout_s=kwargs.get("timeout_s", 60.0)) for f in functions]
+    return run_async(Rubric(rewards).score(groups(texts, rows)))
+
+
+def length(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+async def answered(completions: list[str], answer: list[str]) -> list[float]:
+    return [float(a == "a1") for a in answer]
+
+
+def test_functions_are_weighted_summed_and_get_columns_by_name() -> None:
+    rubric = Rubric([Reward(function=length, weight=2.0), Reward(function=answered, weight=-1.0)])
+    rows = [{"prompt": "p", "answer": "a0"}, {"prompt": "q", "answer": "a1"}]
+    rewards = run_async(rubric.score(groups([["x", "yy"], ["zzz", ""]], rows)))
+    assert rewards.total_PG.dtype == np.float32
+    assert_array_equal(rewards.total_PG, [[2.0, 4.0], [5.0, -1.0]])
+    assert_array_equal(rewards.parts_PG["length"], [[1.0, 2.0], [3.0, 0.0]])
+
+
+def test_strings_for_plain_prompts_message_lists_for_conversations() -> None:
+    seen: dict[str, Any] = {}
+
+    def look(prompts: Any, completions: Any, completion_ids: Any, trajectories: Any) -> list[float]:
+        seen.update(prompts=prompts, completions=completions, ids=completion_ids)
+        return [0.0] * len(trajectories)
+
+    run_async(Rubric([Reward(function=look, weight=1.0)]).score([[trajectory("b")]]))
+    assert seen == {"prompts": ["a"], "completions": ["b"], "ids": [[2, 3]]}
+    run_async(Rubric([Reward(function=look, weight=1.0)]).score([[trajectory("b", plain=False)]]))
+    assert seen["completions"] == [[{"role": "assistant", "content": "b"}]]
+    assert seen["prompts"] == [[{"role": "user", "content": "a"}]]
+
+
+def test_none_is_not_applicable_and_never_zero() -> None:
+    def odd(completions: list[str]) -> list[float | None]:
+        return [1.0 if len(text) % 2 else None for text in completions]
+
+    rewards = score(odd, length)
+    assert_array_equal(rewards.total_PG, [[2.0, 2.0], [4.0, 0.0]])
+    alone = score(odd)
+    assert_array_equal(alone.total_PG, [[1.0, math.nan], [1.0, math.nan]])
+    assert not alone.errors
+
+
+def test_an_exception_costs_only_the_samples_that_cause_it() -> None:
+    def fragile(completions: list[str]) -> list[float]:
+        return [1.0 / len(text) for text in completions]
+
+    rewards = score(fragile, length)
+    assert_array_equal(rewards.total_PG, [[2.0, 2.5], [np.float32(3 + 1 / 3), math.nan]])
+    (error,) = rewards.errors
+    assert (error.function, error.prompt, error.sample, error.kind) == ("fragile", 1, 1, "error")
+    assert error.error == "ZeroDivisionError: float division by zero" or "division by zero" in error.error
+
+
+def test_a_hanging_function_times_out_and_the_others_still_count() -> None:
+    def hangs(completions: list[str]) -> list[float]:
+        time.sleep(30 if len(completions) > 1 else 0)
+        return [1.0] * len(completions)
+
+    async def never_asked_twice(completions: list[str]) -> list[float]:
+        return [1.0] * len(completions)
+
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match=r"reward hangs: failed on every sample; the first timeout: no answer within 0.2 s"):
+        score(hangs, never_asked_twice, timeout_s=0.2)
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (0.5, "must return a list of 4 numbers or None, got float"),
+        ([1.0], "must return one value per completion, got 1 for 4"),
+        ([1.0, 2.0, "3", 4.0], "each value must be a finite number or None, got '3'"),
+        ([1.0, 2.0, math.nan, 4.0], "each value must be a finite number or None, got nan"),
+    ],
+)
+def test_a_broken_contract_stops_the_run(result: Any, message: str) -> None:
+    def broken() -> Any:
+        return result
+
+    with pytest.raises(ConfigError, match=f"reward broken: {message}"):
+        score(broken)
+
+
+def test_metrics_and_extra_columns() -> None:
+    def logs(completions: list[str], log_metric: Any, log_extra: Any) -> list[float]:
+        log_metric("share", 0.25)
+        log_extra("upper", [text.upper() for text in completions])
+        return [0.0] * len(completions)
+
+    rewards = score(logs)
+    assert rewards.metrics == {"share": 0.25}
+    assert rewards.extras == {"upper": ["X", "YY", "ZZZ", ""]}
+    assert rewards.select([1]).extras == {"upper": ["ZZZ", ""]}
+
+
+def test_missing_columns_are_found_without_a_call() -> None:
+    def wants(completions: list[str], anwser: list[str], limit: int = 3) -> list[float]:
+        return []
+
+    lines = missing_arguments(Reward(function=wants, weight=1.0), ["prompt", "answer"])
+    assert lines == ["reward wants: no column 'anwser' in the dataset (prompt, answer); did you mean 'answer'?"]
+    assert missing_arguments(Reward(function=length, weight=1.0, args={"x": 1}), ["prompt"]) == []
+    assert missing_arguments(Reward(function=wants, weight=1.0, args={"anwser": "1", "z": 2}), []) == [
+        "reward wants: it takes no argument 'z', which rewards.args gives"
+    ]
+
+
+def test_two_functions_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="the function name 'length' stands twice"):
+        Rubric([Reward(function=length, weight=1.0), Reward(function=length, weight=1.0)])

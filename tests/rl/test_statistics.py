@@ -1,0 +1,140 @@
+"""Intervals cover as often as they say, and the tests agree with scipy's."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from posttrain.rl.statistics import Interval, mean_interval, paired_difference, separated, standard_error
+
+SIMULATIONS = 2000
+
+
+def coverage(intervals: list[Interval], truth: float) -> float:
+    return sum(i.low <= truth <= i.high for i in intervals) / len(intervals)
+
+
+@pytest.mark.parametrize(("rate", "prompts"), [(0.5, 64), (0.8, 100), (0.05, 200)])
+def test_coverage_of_outcomes(rate, prompts):
+    draws = np.random.default_rng(0).random((SIMULATIONS, prompts)) < rate
+    assert 0.93 <= coverage([mean_interval(x) for x in draws], rate) <= 0.97
+
+
+def test_coverage_of_real_rewards():
+    draws = np.random.default_rng(1).normal(2.0, 3.0, (SIMULATIONS, 8))
+    assert 0.93 <= coverage([mean_interval(x) for x in draws], 2.0) <= 0.97
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_coverage_with_samples_that_share_a_prompt(binary):
+    rng = np.random.default_rng(2)
+    rates = rng.beta(0.8, 0.8, (SIMULATIONS, 40, 1))
+    noise = rng.random((SIMULATIONS, 40, 8))
+    draws = (noise < rates).astype(float) if binary else rates + 0.1 * (noise - 0.5)
+    prompts = np.repeat(np.arange(40), 8)
+    clustered = [mean_interval(x.ravel(), prompts) for x in draws]
+    assert 0.93 <= coverage(clustered, 0.5) <= 0.97
+    assert clustered[0].n == 40
+    # Taking the samples for independent ones would be wrong: this is what the clusters are for.
+    assert coverage([mean_interval(x.ravel()) for x in draws], 0.5) < 0.75
+
+
+def test_wilson_is_scipys():
+    for k, n in ((0, 10), (3, 10), (53, 100), (10, 10)):
+        ours = mean_interval([1.0] * k + [0.0] * (n - k))
+        theirs = stats.binomtest(k, n).proportion_ci(method="wilson")
+        np.testing.assert_allclose((ours.low, ours.high), (theirs.low, theirs.high), rtol=1e-12, atol=1e-15)
+        assert (ours.mean, ours.n) == (k / n, n)
+
+
+def test_t_interval_is_scipys_and_clusters_are_averaged_first():
+    values = [0.1, 0.7, 0.4, 1.3, 0.2, 0.2]
+    ours, clustered = mean_interval(values[:3]), mean_interval(values, [7, 7, 3, 3, 5, 5])
+    theirs = stats.t.interval(0.95, 2, np.mean(values[:3]), stats.sem(values[:3]))
+    np.testing.assert_allclose((ours.low, ours.high), theirs)
+    by_hand = mean_interval([0.85, 0.4, 0.2])
+    np.testing.assert_allclose(
+        (clustered.mean, clustered.low, clustered.high), (by_hand.mean, by_hand.low, by_hand.high)
+    )
+    assert str(clustered) == "0.483 [-0.344, 1.310] n=3"
+
+
+def test_few_outcomes_say_little():
+    sure = mean_interval([1.0, 1.0])
+    assert sure.high == 1.0
+    assert sure.low < 0.4
+    assert mean_interval([1.0] * 8, [0] * 8).low < 0.3
+    assert mean_interval([1.0] * 16, np.repeat([0, 1], 8)) == sure
+    # Prompts that are all solved equally often show no clustering: every sample counts.
+    assert mean_interval([1.0, 0.0, 0.0] * 9, np.repeat(np.arange(9), 3)).low == mean_interval([1.0, 0.0, 0.0] * 9).low
+    assert (mean_interval([0.3]).low, mean_interval([0.3]).high) == (-math.inf, math.inf)
+
+
+def test_values_must_be_finite_and_match_their_clusters():
+    for values in ([], [1.0, math.nan], [[1.0]]):
+        with pytest.raises(ValueError, match="values must be a flat"):
+            mean_interval(values)
+    with pytest.raises(ValueError, match="one prompt number for each value"):
+        mean_interval([1.0, 2.0], [0])
+
+
+def test_separated_means_not_touching():
+    a, b, c = Interval(0.2, 0.1, 0.3, 9), Interval(0.5, 0.4, 0.6, 9), Interval(0.3, 0.2, 0.45, 9)
+    assert separated(a, b)
+    assert separated(b, a)
+    assert not separated(a, c)
+    assert not separated(b, c)
+
+
+def test_53_against_49_of_100_is_no_evidence():
+    before, after = np.repeat([1.0, 0.0], [49, 51]), np.roll(np.repeat([1.0, 0.0], [53, 47]), 10)
+    result = paired_difference(before, after)
+    assert result.mean == pytest.approx(0.04)
+    assert not result.significant
+    assert result.low < 0 < result.high
+
+
+def test_paired_tests_are_scipys():
+    rng = np.random.default_rng(3)
+    before, after = rng.normal(size=12), rng.normal(0.8, 1.0, 12)
+    ours, theirs = paired_difference(before, after), stats.ttest_rel(after, before)
+    np.testing.assert_allclose(ours.p_value, theirs.pvalue)
+    np.testing.assert_allclose((ours.low, ours.high), theirs.confidence_interval(0.95))
+    up = paired_difference([0.0] * 9 + [1.0], [1.0] * 9 + [0.0])
+    assert up.p_value == pytest.approx(stats.binomtest(1, 10).pvalue)
+    samples = paired_difference(np.array([[0.0, 1.0], [0.0, 0.0], [1.0, 0.0]]), np.array([[1.0], [0.5], [0.25]]))
+    assert samples.mean == pytest.approx((0.5 + 0.5 - 0.25) / 3)
+
+
+def test_paired_coverage_and_false_alarms():
+    rng = np.random.default_rng(4)
+    first, second = (rng.random((SIMULATIONS, 150)) < 0.4, rng.random((SIMULATIONS, 150)) < 0.6)
+    assert 0.93 <= coverage([paired_difference(a, b) for a, b in zip(first, second, strict=True)], 0.2) <= 0.97
+    noise = rng.normal(size=(2, SIMULATIONS, 20))
+    alarms = np.mean([paired_difference(a, b).significant for a, b in zip(*noise, strict=True)])
+    assert 0.03 <= alarms <= 0.07
+
+
+def test_prompts_that_all_moved_alike():
+    assert paired_difference([0.0] * 3, [1.0] * 3).p_value == 0.25
+    assert paired_difference([0.5] * 8, [0.75] * 8).p_value == 0.5**7
+    same = paired_difference([0.5] * 8, [0.5] * 8)
+    assert (same.p_value, same.significant) == (1.0, False)
+
+
+def test_pairs_must_match():
+    with pytest.raises(ValueError, match="before has 2 prompts and after 3"):
+        paired_difference([0.0, 1.0], [0.0, 1.0, 1.0])
+    with pytest.raises(ValueError, match="before has shape"):
+        paired_difference(np.zeros((2, 2, 2)), [0.0, 1.0])
+
+
+def test_standard_error_counts_prompts():
+    rewards_PG = [[1.0, 0.0, math.nan], [1.0, 1.0, 1.0], [math.nan] * 3, [0.0, 0.0, 0.0]]
+    assert standard_error(rewards_PG) == pytest.approx(np.std([0.5, 1.0, 0.0], ddof=1) / math.sqrt(3))
+    repeated = np.repeat(np.random.default_rng(0).random((20, 1)), 8, axis=1)
+    assert standard_error(repeated) == pytest.approx(standard_error(repeated[:, :1]))
+    assert math.isnan(standard_error([[1.0, 0.0]]))
