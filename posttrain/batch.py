@@ -12,7 +12,7 @@ Alignment: `x[b, t]` describes `tokens[b, t]` itself, never the next token. Leng
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jax import Array
@@ -66,6 +66,7 @@ class LossOutput:
     metrics: Mapping[str, Mean]
 
 
+@runtime_checkable
 class TokenLoss(Protocol):
     """Any callable of (stats, batch): sft, policy, preference, distillation, or a user's own."""
 

@@ -120,11 +120,17 @@ class TrainSection(Section):
     row_tokens: PositiveInt
     """Length of a row; sequences are packed into rows, longer ones are refused or cut as `overlong` says."""
     micro_batch_rows: PositiveInt | None = None
-    """Rows per forward pass; any split gives the same gradient. By default all rows of SFT, an eighth of RL's samples."""
+    """Rows per forward pass; any split gives the same gradient. Default: all rows of SFT, an eighth of RL's samples."""
     optimizer: OptimizerSection
     """AdamW; `learning_rate` at least."""
     checkpoint_every: PositiveInt | None = None
     """Steps between checkpoints; the end is always saved."""
+
+    @model_validator(mode="after")
+    def _evaluation(self) -> TrainSection:
+        if self.eval_every is not None and self.eval_dataset is None:
+            raise ValueError("eval_every needs eval_dataset")
+        return self
 
 
 class SFTSection(TrainSection):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import optax
 
@@ -18,6 +18,7 @@ from posttrain.sinks import Sink
 from posttrain.trainer import Trainer, check_finite
 
 
+@runtime_checkable
 class Resumable(Protocol):
     """A stream that knows where it stands."""
 
@@ -45,7 +46,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Turn SIGINT and SIGTERM into a request to stop between steps. Outside the main thread signals stay as they are."""
+    """Turn SIGINT and SIGTERM into a request to stop between steps; other threads than the main one cannot."""
     stop = StopRequest()
     previous = {}
     try:
@@ -106,7 +107,12 @@ def run_steps(
             seconds = time.perf_counter() - start
             sink.write(trainer.step_number, host | _performance(host, seconds) | compiles.metrics())
             done = trainer.step_number
-            if evaluate is not None and every.evaluation is not None and done % every.evaluation == 0 and done < num_steps:
+            if (
+                evaluate is not None
+                and every.evaluation is not None
+                and done % every.evaluation == 0
+                and done < num_steps
+            ):
                 sink.write(done, evaluate())
                 compiles.metrics()
             if stop.requested or done == num_steps or (every.checkpoint is not None and done % every.checkpoint == 0):

@@ -31,7 +31,7 @@ BATCH_SPEC = PartitionSpec(("data", "fsdp"))
 
 
 def make_mesh(section: MeshSection, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh that a configuration asks for, over all devices. ConfigError where sizes do not multiply to their number."""
+    """The mesh that a configuration asks for. ConfigError where the sizes do not multiply to the number of devices."""
     devices = jax.devices() if devices is None else devices
     sizes = [section.data, section.fsdp, section.tensor]
     free = [i for i, size in enumerate(sizes) if size == -1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,23 @@ import numpy as np
 import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Float
 
 from posttrain.batch import Batch, LossOutput, TokenLoss, TokenStats
 from posttrain.kernels.token_stats import token_stats
-from posttrain.mesh import BATCH_SPEC, replicated, single_device_mesh
-from posttrain.metrics import Metrics
+from posttrain.mesh import BATCH_SPEC, param_sharding, replicated, single_device_mesh
+from posttrain.metrics import Metrics, merge
 from posttrain.models.decoder import Decoder
 from posttrain.models.weights import ModelWeights, Weights
 from posttrain.optim import clip_by_global_norm
+from posttrain.tree import Mean
+
+
+class HostStats(NamedTuple):
+    """`TokenStats` of host rows as host arrays."""
+
+    logps: Float[np.ndarray, "B T"]
+    entropy: Float[np.ndarray, "B T"]
 
 
 class Trainer:
@@ -45,14 +54,20 @@ class Trainer:
         self.mesh = single_device_mesh() if mesh is None else mesh
         self.step_number = 0
         """Updates done so far; this is the one step counter."""
+        self.num_programs = 0
+        """Programs traced so far for steps, evaluation and statistics: one each for every shape of batch."""
         self._optimizer = optimizer
         self._temperature = temperature
         self._max_grad_norm = max_grad_norm
         self._micro_batch_rows = micro_batch_rows
         self._weights = ModelWeights(model)
         self._trainable = self._weights.trainable()
-        self._opt_state = jax.jit(optimizer.init)(self.params)
-        self._step = jax.jit(self._step_program, donate_argnums=(0, 2))
+        placed = self._place()
+        state = self._opt_state_shardings(placed)
+        self._opt_state = jax.jit(optimizer.init, out_shardings=state)(self.params)
+        # Results must lie where the arguments lay: another placement would be another program.
+        trained = {path: placed[path] for path in self.params}
+        self._step = jax.jit(self._step_program, donate_argnums=(0, 2), out_shardings=(trained, state, None))
         self._evaluate = jax.jit(self._evaluate_program)
         self._stats = jax.jit(self._stats_program)
 
@@ -83,19 +98,17 @@ class Trainer:
 
     def evaluate(self, batches: Iterable[Batch]) -> Metrics:
         """The loss and its metrics over all batches, without an update."""
-        totals: Metrics = {}
+        totals: dict[str, Mean] = {}
         for batch in batches:
             output = self._evaluate(self.weights, *self._micro_batches(batch))
-            for name, mean in {"loss": output.loss, **output.metrics}.items():
-                totals[name] = totals[name] + mean if name in totals else mean
-        return totals
+            totals = merge(totals, {"loss": output.loss, **output.metrics})
+        return dict(totals)
 
-    def stats(self, batch: Batch, weights: Weights | None = None) -> TokenStats:
+    def stats(self, batch: Batch, weights: Weights | None = None) -> HostStats:
         """Token statistics of host rows as host arrays, under other weights of the same structure if given."""
         micro, count = self._micro_batches(batch)
-        stats = self._stats(self.weights if weights is None else weights, micro, count)
-        rows = batch.shape[0]
-        return jax.tree.map(lambda x: np.asarray(x).reshape(-1, x.shape[-1])[:rows], stats)
+        arrays = jax.device_get(self._stats(self.weights if weights is None else weights, micro, count))
+        return HostStats(*(x.reshape(-1, x.shape[-1])[: batch.shape[0]] for x in arrays))
 
     def state(self) -> dict[str, Any]:
         """The arrays that a checkpoint must hold."""
@@ -106,9 +119,21 @@ class Trainer:
         self._opt_state = state["opt_state"]
         self.step_number = step
 
-    def num_programs(self) -> int:
-        """Programs compiled so far for steps, evaluation and statistics."""
-        return sum(f._cache_size() for f in (self._step, self._evaluate, self._stats))
+    def _place(self) -> dict[str, NamedSharding]:
+        """Put every parameter where the mesh wants it; nothing moves if it lies there already."""
+        dims, weights = self._weights.dims(), self._weights.read()
+        placed = {path: param_sharding(self.mesh, path, dims[path], w.shape) for path, w in weights.items()}
+        self._weights.write(jax.device_put(weights, placed))
+        return placed
+
+    def _opt_state_shardings(self, placed: dict[str, NamedSharding]) -> Any:
+        """What belongs to a parameter lies where the parameter lies; counters are everywhere."""
+
+        def sharding(path: tuple[Any, ...], _: Any) -> NamedSharding:
+            name = getattr(path[-1], "key", None) if path else None
+            return placed[name] if name in placed else replicated(self.mesh)
+
+        return jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(self._optimizer.init, self.params))
 
     def _micro_batches(self, batch: Batch) -> tuple[Batch, Array]:
         """[M, rows, T] on the mesh, and how many of the M hold anything: the rest is never computed."""
@@ -131,12 +156,13 @@ class Trainer:
 
     def _forward(self, weights: Weights, batch: Batch) -> TokenStats:
         model = self._weights.bind(weights)
-        hidden, _ = model(batch.tokens, batch.positions, batch.segments)
+        tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
+        hidden, _ = model(tokens, positions, segments)
         return token_stats(
             model.logits,
             hidden,
-            batch.tokens,
-            batch.segments,
+            tokens,
+            segments,
             temperature=self._temperature,
             vocab_size=model.config.vocab_size,
         )
@@ -155,6 +181,7 @@ class Trainer:
     def _step_program(
         self, params: Weights, frozen: Weights, opt_state: Any, micro: Batch, count: Array
     ) -> tuple[Weights, Any, Metrics]:
+        self.num_programs += 1
         gradient, output = _sum_over(functools.partial(self._gradient, params, frozen), micro, count)
         weight = output.loss.weight
         gradient = jax.tree.map(lambda g: g / jnp.where(weight > 0, weight, 1.0), gradient)
@@ -179,15 +206,18 @@ class Trainer:
         return new_params, jax.tree.map(keep, new_state, opt_state), metrics
 
     def _evaluate_program(self, weights: Weights, micro: Batch, count: Array) -> LossOutput:
+        self.num_programs += 1
         return _sum_over(functools.partial(self._loss_output, weights), micro, count)
 
-    def _stats_program(self, weights: Weights, micro: Batch, count: Array) -> TokenStats:
-        def body(index: Array, out: TokenStats) -> TokenStats:
+    def _stats_program(self, weights: Weights, micro: Batch, count: Array) -> tuple[Array, Array]:
+        self.num_programs += 1
+
+        def body(index: Array, out: tuple[Array, Array]) -> tuple[Array, Array]:
             stats = self._forward(weights, jax.tree.map(lambda x: x[index], micro))
-            return jax.tree.map(lambda o, s: o.at[index].set(s), out, stats)
+            return out[0].at[index].set(stats.logps), out[1].at[index].set(stats.entropy)
 
         zeros = jnp.zeros(micro.tokens.shape, jnp.float32)
-        return jax.lax.fori_loop(0, count, body, TokenStats(logps=zeros, entropy=zeros))
+        return jax.lax.fori_loop(0, count, body, (zeros, zeros))
 
 
 def _sum_over(function: Any, micro: Batch, count: Array) -> Any:
@@ -210,5 +240,3 @@ def check_finite(metrics: dict[str, float], step: int) -> None:
             f"step {step}: the gradient norm is {metrics['grad_norm']}; the update was not applied. "
             "Lower optimizer.learning_rate, or look for extreme values in the data or the rewards"
         )
-
-

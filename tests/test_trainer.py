@@ -132,11 +132,11 @@ def test_twenty_steps_compile_once_per_row_length() -> None:
         metrics = to_host(t.step(rows(0)))
         (first if step < 3 else last).append(metrics["nll"])
         t.stats(rows(step))
-    assert t.num_programs() == 2
+    assert t.num_programs == 2
     assert last[-1] < first[0]
     short = jax.tree.map(lambda x: x[:, :16], rows(0))
     t.step(short)
-    assert t.num_programs() == 3
+    assert t.num_programs == 3
 
 
 def test_evaluate_adds_up_over_batches_and_changes_nothing() -> None:

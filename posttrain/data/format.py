@@ -29,9 +29,11 @@ class Example:
 
 def use_chat(section: DatasetSection, tokenizer: Tokenizer, columns: Sequence[str]) -> bool:
     """Whether rows go through the chat template: as `section.chat` says, else if one exists and rows are no `text`."""
-    if section.chat is not None:
-        return section.chat
-    return tokenizer.chat_template is not None and _kind(section, columns) != "text"
+    templates = section.prompt is not None or section.completion is not None
+    plain = not templates and "text" in columns and not {"messages", "prompt"} & set(columns)
+    if plain and section.chat:
+        raise ConfigError("dataset.chat is true, but the column text is plain; give messages, or prompt and completion")
+    return section.chat if section.chat is not None else tokenizer.chat_template is not None and not plain
 
 
 def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, train_on_prompt: bool) -> Example:
@@ -42,6 +44,10 @@ def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, trai
     kind = _kind(section, list(row))
     tools = row.get("tools")
     if kind == "text":
+        if section.system is not None:
+            raise ConfigError(
+                "dataset.system has no place in the plain column text; give messages, or prompt and completion"
+            )
         masked = renderer.text(_string(row, "text"))
     elif kind == "messages":
         masked = renderer.conversation(_with_system(_messages(row["messages"], "messages"), section), tools=tools)
@@ -78,7 +84,12 @@ def fill(template: str, row: Row) -> str:
         if column is not None:
             value = _column(row, column, f"template {template!r}")
             formatter = string.Formatter()
-            parts.append(formatter.format_field(formatter.convert_field(value, conversion), format_spec or ""))
+            try:
+                parts.append(formatter.format_field(formatter.convert_field(value, conversion), format_spec or ""))
+            except (ValueError, TypeError) as error:
+                raise ConfigError(
+                    f"template {template!r}: column {column!r} cannot be formatted so: {error}"
+                ) from error
     return "".join(parts)
 
 

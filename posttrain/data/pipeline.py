@@ -19,8 +19,8 @@ from posttrain.data.packing import fit_to_row, pack, pad_rows, sequence, to_batc
 from posttrain.data.sources import Rows
 
 FINGERPRINT_ROWS = 64
-READ_AHEAD = 2
-"""Batches made ahead of their use, in a thread."""
+READ_AHEAD = 64
+"""Rows tokenized ahead of their use, in a thread."""
 
 State = dict[str, Any]
 
@@ -55,8 +55,6 @@ class SFTBatches(Stream):
     """
 
     def __init__(self, section: SFTSection, rows: Rows, renderer: Renderer, *, seed: int) -> None:
-        import grain.experimental
-
         tokenize = _tokenizer(section, section.dataset, rows, renderer)
         _require_one(rows, tokenize, section.row_tokens)
         identity = {
@@ -70,9 +68,7 @@ class SFTBatches(Stream):
             "overlong": section.overlong,
         }
         order = _order(rows, shuffle=section.dataset.shuffle, seed=seed)
-        batches = _rows(section, order.map(tokenize)).batch(section.batch_rows)
-        ahead = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=READ_AHEAD)
-        super().__init__(iter(ahead), identity)
+        super().__init__(iter(_rows(section, order.map(tokenize)).batch(section.batch_rows)), identity)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -93,6 +89,8 @@ class PromptBatches(Stream):
     """Endless lists of `prompts_per_step` rows; every epoch holds each row once, in a new order."""
 
     def __init__(self, section: DatasetSection, rows: Rows, *, prompts_per_step: int, seed: int) -> None:
+        import grain
+
         identity = {
             "dataset": fingerprint(section, rows),
             "seed": seed,
@@ -100,7 +98,9 @@ class PromptBatches(Stream):
             "prompts_per_step": prompts_per_step,
         }
         order = _order(rows, shuffle=section.shuffle, seed=seed)
-        prompts = _in_line(order.map(lambda index: PromptRow(index, rows[index])))
+        # Reading a row costs less than handing it over from a thread.
+        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        prompts = order.map(lambda index: PromptRow(index, rows[index])).to_iter_dataset(options)
         super().__init__(iter(prompts.batch(prompts_per_step, batch_fn=list)), identity)
 
     def __iter__(self) -> Iterator[list[PromptRow]]:
@@ -151,17 +151,11 @@ def _order(rows: Rows, *, shuffle: bool, seed: int) -> Any:
     return (numbers.shuffle(seed=spread) if shuffle else numbers).repeat()
 
 
-def _in_line(numbered: Any) -> Any:
-    """An iterable of a `MapDataset`, read when it is asked for: no threads per element."""
+def _rows(section: SFTSection, examples: Any) -> Any:
     import grain
 
-    return numbered.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-
-
-def _rows(section: SFTSection, examples: Any) -> Any:
-    return pack(
-        _in_line(examples), row_tokens=section.row_tokens, window_rows=section.batch_rows, packing=section.packing
-    )
+    ahead = examples.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD))
+    return pack(ahead, row_tokens=section.row_tokens, window_rows=section.batch_rows, packing=section.packing)
 
 
 def _tokenizer(

@@ -235,17 +235,18 @@ def _from_disk(section: DatasetSection, folder: Path) -> Table:
 def _from_hub(section: DatasetSection) -> Table:
     import datasets
 
-    if not hub_is_reachable():
-        # In this mode the library answers from its cache at once, where it would else retry for a minute.
-        datasets.config.HF_HUB_OFFLINE = True
+    before = datasets.config.HF_HUB_OFFLINE
+    reachable = hub_is_reachable()
+    # Offline the library answers from its cache at once, where it would else retry for a minute.
+    datasets.config.HF_HUB_OFFLINE = not reachable
     try:
         return datasets.load_dataset(section.path, split=section.split, **section.args)
     except (OSError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())[:300]
-        offline = "the hub cannot be reached; " if datasets.config.HF_HUB_OFFLINE else ""
-        raise ConfigError(
-            f"dataset.path={section.path}: no such file or folder, and {offline}on the hub: {reason}"
-        ) from error
+        hub = "on the hub" if reachable else "the hub cannot be reached"
+        raise ConfigError(f"dataset.path={section.path}: no such file or folder here; {hub}: {reason}") from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
 
 
 def _call(section: DatasetSection, base_dir: Path) -> Table:

@@ -72,7 +72,7 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
         y = x @ self.kernel[...].astype(x.dtype)
         if self.bias is not None:
-            y = y + self.bias[...].astype(x.dtype)
+            y = y + self.bias[...].astype(x.dtype)[None, None]
         if self.lora_a is not None:
             y = y + (x @ self.lora_a[...].astype(x.dtype)) @ self.lora_b[...].astype(x.dtype) * self.lora_scale
         return y

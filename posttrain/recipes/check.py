@@ -67,5 +67,3 @@ def _describe(section: SFTSection | RLSection, inputs: SFTInputs | RLInputs | No
     if isinstance(inputs, RLInputs) and inputs.eval_examples:
         text += f"; {len(inputs.eval_examples)} held-out prompts"
     return text
-
-

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from posttrain.rl.algorithms import Algorithm, make_algorithm
 from posttrain.rl.rewards import Reward, Rubric, missing_arguments
 from posttrain.rl.types import Example
 
-SFT_LOSSES = {"nll": SFTLoss, "dft": DFTLoss}
+SFT_LOSSES: dict[str, Callable[[], TokenLoss]] = {"nll": SFTLoss, "dft": DFTLoss}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,9 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
     prepared = Prepared(config=config, base_dir=base_dir)
     name = tokenizer_name(config, base_dir)
     if offline_ok and _unreachable(name):
-        prepared.notes.append(f"not checked, no network: tokenizer and rows of every stage (tokenizer {name} is on the hub)")
+        prepared.notes.append(
+            f"not checked, no network: tokenizer and rows of every stage (tokenizer {name} is on the hub)"
+        )
         for section in config.stages:
             _check_offline(section, base_dir)
         return prepared
@@ -77,8 +79,10 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
             prepared.notes.append(f"stages.{index}: not checked, no network: dataset {', '.join(remote)} is on the hub")
             _check_offline(section, base_dir)
             continue
-        prepare_stage = _prepare_sft if isinstance(section, SFTSection) else _prepare_rl
-        prepared.stages.append(prepare_stage(section, prepared.tokenizer, base_dir))  # type: ignore[operator]
+        if isinstance(section, SFTSection):
+            prepared.stages.append(_prepare_sft(section, prepared.tokenizer, base_dir))
+        else:
+            prepared.stages.append(_prepare_rl(section, prepared.tokenizer, base_dir))
     return prepared
 
 
@@ -198,7 +202,7 @@ def _examples(rows: Rows, section: DatasetSection, renderer: Renderer, max_promp
             raise ConfigError(f"{rows.where(index)}: {error}") from error
         if length > max_prompt_tokens:
             raise ConfigError(
-                f"{rows.where(index)}: its prompt has {length} tokens, more than max_prompt_tokens={max_prompt_tokens}; "
+                f"{rows.where(index)}: its prompt has {length} tokens, max_prompt_tokens={max_prompt_tokens}; "
                 "raise row_tokens and max_prompt_tokens, or leave the row out"
             )
         examples.append(Example(index=index, row=row, messages=messages, plain=prompt_is_text(row, section)))

@@ -22,8 +22,8 @@ class PythonRun:
     """One stage described by keywords; `fit` runs it, resuming what an earlier call with the same settings left.
 
     `model`: a path or hub id, or a mapping of `posttrain.config.ModelSection`. `dataset`: a path, a list of rows, or a
-    mapping of `DatasetSection`. Without `output` the run goes to `runs/<kind>-<hash of the settings>`; without `seed` it
-    draws one and writes it into the run's `config.yaml`. ConfigError for what is wrong, before anything runs.
+    mapping of `DatasetSection`. Without `output` the run goes to `runs/<kind>-<hash of the settings>`; without `seed`
+    it draws one and writes it into the run's `config.yaml`. ConfigError for what is wrong, before anything runs.
     """
 
     kind: ClassVar[str]
@@ -45,13 +45,14 @@ class PythonRun:
         source = dict(model) if isinstance(model, Mapping) else {"path": str(model)}
         stage = self._stage(fields, lora="lora" in model_fields or "lora" in source)
         inline = {"dataset": dataset, "eval_dataset": stage.pop("eval_dataset", None)}
-        data = {"model": source | model_fields, "mesh": dict(mesh or {}), "tensorboard": tensorboard}
-        data = {**data, "stages": [{**stage, "kind": self.kind}]}
+        data: dict[str, Any] = {"model": source | model_fields, "mesh": dict(mesh or {}), "tensorboard": tensorboard}
+        data["stages"] = [{**stage, "kind": self.kind}]
         folder = Path(output) if output is not None else Path("runs") / f"{self.kind}-{_digest(data, inline)}"
         rows = {name: _dataset(value, folder / f"{name}.jsonl") for name, value in inline.items() if value is not None}
         data["stages"][0] |= rows
         seed = _seed(folder) if seed is None else seed
-        self.config: RunConfig = build_config(_plain({**data, "output": str(folder), "seed": seed}), name=f"pt.{type(self).__name__}")
+        settings = _plain({**data, "output": str(folder), "seed": seed})
+        self.config: RunConfig = build_config(settings, name=f"pt.{type(self).__name__}")
 
     def fit(self) -> RunResult:
         """Train to the end."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -179,7 +179,7 @@ class RL(PythonRun):
     """
 
     kind = "rl"
-    defaults: Mapping[str, Any] = {
+    defaults: ClassVar[Mapping[str, Any]] = {
         "num_steps": 100,
         "prompts_per_step": 8,
         "group_size": 8,

@@ -46,7 +46,7 @@ class RunResult:
 
 
 def run(config: RunConfig, base_dir: Path) -> RunResult:
-    """Do what is left of a run. Raises ConfigError before any work for what is wrong, `fit.Interrupted` when stopped."""
+    """Do what is left of a run. Raises ConfigError for what is wrong, before any work, and Interrupted."""
     prepared = prepare(config, base_dir, offline_ok=False)
     mesh = make_mesh(config.mesh)
     assert prepared.tokenizer is not None
@@ -96,7 +96,9 @@ def _claimed(output: Path, config: RunConfig) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ConfigError(f"output: another process is running in {output}; wait for it, or give another output") from error
+            raise ConfigError(
+                f"output: another process is running in {output}; wait for it, or give another output"
+            ) from error
         _check_same(output, config)
         yield
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from posttrain.data.pipeline import SFTBatches, eval_batches
 from posttrain.metrics import to_host
@@ -63,7 +63,7 @@ class SFT(PythonRun):
     """
 
     kind = "sft"
-    defaults: Mapping[str, Any] = {
+    defaults: ClassVar[Mapping[str, Any]] = {
         "num_steps": 100,
         "batch_rows": 8,
         "row_tokens": 1024,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,6 @@ from posttrain.config import ModelSection, TrainSection
 from posttrain.console import console
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.fit import Every, Resumable, StopRequest, restore_latest, run_steps
-from posttrain.metrics import Timer
 from posttrain.models.decoder import Decoder
 from posttrain.models.load import init_model, load_model, save_model
 from posttrain.models.lora import count_parameters
@@ -120,7 +119,7 @@ class StageRun:
         save_model(model, self.model_folder, tokenizer=self.tokenizer)
 
     def remember(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` returns, kept as JSON in the stage's folder: a resumed run reads it instead of making it again."""
+        """What `make` returns, kept as JSON in the folder of the stage: a resumed run reads it again."""
         file = self.folder / f"{name}.json"
         if not file.exists():
             partial = file.with_suffix(".tmp")
@@ -135,11 +134,3 @@ def print_parameters(model: Decoder) -> None:
     if count.trainable != count.total:
         line += f", {count.trainable:,} trained ({count.trainable / count.total:.2%})"
     console().print(f"{line}; {jax.device_count()} x {jax.devices()[0].device_kind}", highlight=False)
-
-
-def timed(timer: Timer, step: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-    return {**step(), **timer.metrics()}
-
-
-def metric_rows(metrics: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
-    return {name: metrics[name] for name in names if name in metrics}

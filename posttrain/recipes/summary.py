@@ -14,9 +14,7 @@ ANSWER_CELLS = 240
 """Terminal cells of a text in the table."""
 
 
-def print_summary(
-    output: Path, names: Sequence[str], results: Sequence[Mapping[str, Any]], config: RunConfig
-) -> None:
+def print_summary(output: Path, names: Sequence[str], results: Sequence[Mapping[str, Any]], config: RunConfig) -> None:
     """A table per evaluated RL stage, perplexities of SFT stages, and the paths of what was written."""
     out = console()
     for name, result in zip(names, results, strict=True):

@@ -1,4 +1,4 @@
-"""Who plays which role, and where. All roles of this cluster share one mesh, and actor and engine one set of weights."""
+"""Who plays which role, and where. All roles share one mesh; actor and engine share the weights."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Cluster:
     def logps(self, role: Role, batch: Batch) -> Float[np.ndarray, "B T"]:
         """Log-probabilities of the batch's tokens under a role's weights, at the actor's temperature."""
         if role is Role.ACTOR:
-            return self.actor.stats(batch).logps  # type: ignore[return-value]
+            return self.actor.stats(batch).logps
         if self._has_adapter:
-            return self.actor.stats(batch, without_adapter(self.actor.weights)).logps  # type: ignore[return-value]
+            return self.actor.stats(batch, without_adapter(self.actor.weights)).logps
         if self._reference is None:
             raise ValueError("this cluster keeps no reference; make it with keep_reference=True")
-        return self.actor.stats(batch, self._reference).logps  # type: ignore[return-value]
+        return self.actor.stats(batch, self._reference).logps
 
     def sync_weights(self) -> None:
         """Give the engine the actor's weights; their version is the number of updates done."""

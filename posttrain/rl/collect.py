@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from posttrain.config import ConfigError, SamplingSection
-from posttrain.data.chat import Renderer
+from posttrain.data.chat import Message, Renderer
 from posttrain.rl.types import Env, Example, Group, SingleTurn, Trajectory
 from posttrain.rollout.types import RolloutEngine, SamplingParams, sample_key
 
@@ -48,10 +48,12 @@ class Sampler:
             )
         completion = await self.engine.generate(prompt, self.params(step, prompt_number, sample))
         text = self._text(completion.tokens)
-        turn = {"role": "assistant", "content": text}
+        turn: Message = {"role": "assistant", "content": text}
         reply = await env.reply(turn)
         if not reply.done:
-            raise ConfigError(f"{type(env).__name__}: conversations of several turns are not supported; reply with done=True")
+            raise ConfigError(
+                f"{type(env).__name__}: conversations of several turns are not supported; reply with done=True"
+            )
         before = len(prompt)
         return Trajectory(
             example=example,

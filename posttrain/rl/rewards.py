@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.config import ConfigError
+from posttrain.data.chat import Message
 from posttrain.rl.types import Group, RewardError, RewardFunction, Rewards, Trajectory
 
 PROVIDED = ("prompts", "completions", "completion_tokens", "completion_ids", "trajectories", "log_metric", "log_extra")
@@ -111,7 +112,9 @@ class _Call:
             await self._one_by_one()
         if len(self.errors) == len(self.samples):
             first = self.errors[0]
-            raise ConfigError(f"reward {self.reward.name}: failed on every sample; the first {first.kind}: {first.error}")
+            raise ConfigError(
+                f"reward {self.reward.name}: failed on every sample; the first {first.kind}: {first.error}"
+            )
 
     async def _one_by_one(self) -> None:
         """After an exception only the samples that cause it lose their reward."""
@@ -195,7 +198,7 @@ def _prompt(sample: Trajectory) -> Any:
     return sample.example.messages[-1]["content"] if sample.example.plain else list(sample.example.messages)
 
 
-def _turn(sample: Trajectory) -> dict[str, Any]:
+def _turn(sample: Trajectory) -> Message:
     return {"role": "assistant", "content": sample.text}
 
 

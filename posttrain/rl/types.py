@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float
 
-Message = dict[str, Any]
-"""`{"role": "user" | "assistant" | "system" | "tool", "content": str, ...}`"""
+from posttrain.data.chat import Message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +67,7 @@ class Reply:
     done: bool
 
 
+@runtime_checkable
 class Env(Protocol):
     """One conversation, used once: `start`, then `reply` until done."""
 

@@ -13,15 +13,16 @@ import numpy as np
 from posttrain.models.cache import KVCache
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.programs import Chunk, Loaded, Programs, Prompts, Rows, empty_slots
-from posttrain.rollout.scheduler import MIN_WIDTH, Request, Scheduler, bucket, distinct_prefixes, rows_for, stop_at
+from posttrain.rollout.scheduler import Request, Scheduler, bucket, distinct_prefixes, row_sizes, rows_for, stop_at
 from posttrain.rollout.stopping import first_completed
 from posttrain.rollout.types import Completion, SamplingParams, StopReason
 
 PREFILL_TOKENS = 512
 """Prompt tokens of one prefill call, padding included; a longer prompt goes alone."""
 MIN_PROMPT_WIDTH = 16
+MIN_WIDTH = 128
 MIN_STOP_IDS = 4
-IDLE = SamplingParams(max_tokens=1, temperature=0.0, stop_token_ids=(), key=(0, 0))
+IDLE = Request(prompt=(0,), params=SamplingParams(max_tokens=1, temperature=0.0, stop_token_ids=(), key=(0, 0)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +32,10 @@ class Dispatch:
     loaded: Loaded
     prompts: list[Prompts]
     rows: Rows
-    requests: dict[int, Request]
-    """By slot; row i of `rows` belongs to the i-th of them."""
+    slots: list[int]
+    """Of each row, rising; where all slots take part, row and slot are the same."""
+    running: dict[int, Request]
+    """By slot; the other rows are idle, and what is in their slots does not matter."""
     stop_at: int
     width: int
 
@@ -163,16 +166,22 @@ class NativeEngine:
     def _plan(self) -> Dispatch | None:
         """Admit what fits and describe the next trip to the device; None when there is nothing to do."""
         admitted = self._scheduler.admit()
-        running = dict(sorted(self._scheduler.running.items()))
+        running = dict(self._scheduler.running)
         if not running:
             return None
+        # Where samples fit into one dispatch, a smaller batch would save little and is one more program to compile.
+        is_long = max(request.params.max_tokens for request in running.values()) > self.decode_steps
+        sizes = row_sizes(self.slots) if is_long else [self.slots]
+        num_rows = rows_for(sizes, len(running))
+        slots = sorted([*running, *self._scheduler.free[: num_rows - len(running)]])
         reach = max(min(r.position + self.decode_steps, r.end) for r in running.values())
         return Dispatch(
             loaded=self._loaded,
             prompts=list(self._prompts(admitted)),
-            rows=self._rows(running),
-            requests=running,
-            stop_at=stop_at(self.slots, rows_for(self.slots, len(running)), bool(self._scheduler.waiting)),
+            rows=self._rows(slots, running),
+            slots=slots,
+            running=running,
+            stop_at=stop_at(sizes, num_rows, bool(self._scheduler.waiting)),
             width=bucket(reach, MIN_WIDTH, self.max_length),
         )
 
@@ -209,11 +218,9 @@ class NativeEngine:
             )
         )
 
-    def _rows(self, running: dict[int, Request]) -> Rows:
-        """The running requests, then idle rows; those borrow free slots, whose content does not matter."""
-        idle = rows_for(self.slots, len(running)) - len(running)
-        requests = list(running.values())
-        params = [request.params for request in requests] + [IDLE] * idle
+    def _rows(self, slots: Sequence[int], running: dict[int, Request]) -> Rows:
+        requests = [running.get(slot, IDLE) for slot in slots]
+        params = [request.params for request in requests]
         while self._stop_ids_width < max(len(p.stop_token_ids) for p in params):
             self._stop_ids_width *= 2
         stop_ids = np.full((len(params), self._stop_ids_width), -1, np.int32)
@@ -222,11 +229,11 @@ class NativeEngine:
         return Rows(
             **jax.device_put(
                 {
-                    "slots": np.asarray([*running, *self._scheduler.free[:idle]], np.int32),
-                    "tokens": np.asarray([r.newest for r in requests] + [0] * idle, np.int32),
-                    "positions": np.asarray([r.position for r in requests] + [0] * idle, np.int32),
-                    "ends": np.asarray([r.end for r in requests] + [0] * idle, np.int32),
-                    "active": np.arange(len(params)) < len(requests),
+                    "slots": np.asarray(slots, np.int32),
+                    "tokens": np.asarray([r.newest for r in requests], np.int32),
+                    "positions": np.asarray([r.position for r in requests], np.int32),
+                    "ends": np.asarray([r.end for r in requests], np.int32),
+                    "active": np.asarray([slot in running for slot in slots]),
                     "temperature": np.asarray([p.temperature for p in params], np.float32),
                     "top_k": np.asarray([p.top_k for p in params], np.int32),
                     "top_p": np.asarray([p.top_p for p in params], np.float32),
@@ -254,11 +261,13 @@ class NativeEngine:
 
     def _collect(self, dispatch: Dispatch, chunk: Chunk) -> None:
         """Hand the new tokens to their requests and free the slots of those that are done."""
-        for row, (slot, request) in enumerate(dispatch.requests.items()):
-            if self._scheduler.running.get(slot) is not request:
-                continue  # drained by `close` meanwhile
+        for row, slot in enumerate(dispatch.slots):
+            request = dispatch.running.get(slot)
+            if request is None or self._scheduler.running.get(slot) is not request:
+                continue  # idle, or drained by `close` meanwhile
             count = int(chunk.counts[row])
             if not np.isfinite(chunk.logps[:count, row]).all():
+                self._cache = None  # even masked, a NaN in it would spoil what comes next
                 raise FloatingPointError(
                     f"generate: the weights of version {dispatch.loaded.version} give log-probabilities "
                     "that are not finite"

@@ -64,7 +64,7 @@ class Rows:
     """The sequences of one decode call; R rows, which need not be all slots."""
 
     slots: Int[Array, " R"]
-    """Where in the cache each row lives; all differ."""
+    """Where in the cache each row lives: rising, so that with all slots row r is slot r."""
     tokens: Int[Array, " R"]
     """The newest token, whose keys and values are not in the cache yet."""
     positions: Int[Array, " R"]

@@ -80,7 +80,7 @@ def _truncate(
 def _bisect(probs: Float[Array, "S V"], weights: Float[Array, "S V"], limit: Float[Array, " S"]) -> Float[Array, " S"]:
     """The smallest float32 t in [0, 1] where the weight of the tokens with probability above t is less than `limit`."""
 
-    def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+    def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
         middle = (low + high + 1) // 2
         threshold = jax.lax.bitcast_convert_type(middle, jnp.float32)

@@ -12,7 +12,6 @@ from posttrain.rollout.types import Completion, SamplingParams, StopReason
 ROWS_STEP = 4
 MIN_ROWS = 8
 """A tail of few samples is decoded in slots / 4, slots / 16, ... rows, not below 8: each size is one more program."""
-MIN_WIDTH = 64
 
 
 @dataclass(eq=False, kw_only=True)
@@ -118,20 +117,20 @@ def row_sizes(slots: int) -> list[int]:
     return sizes
 
 
-def rows_for(slots: int, running: int) -> int:
+def rows_for(sizes: Sequence[int], running: int) -> int:
     """The smallest batch size that holds all running requests."""
-    return min(size for size in row_sizes(slots) if size >= running)
+    return min(size for size in sizes if size >= running)
 
 
-def stop_at(slots: int, rows: int, waiting: bool) -> int:
+def stop_at(sizes: Sequence[int], rows: int, waiting: bool) -> int:
     """Number of active rows at which decoding pauses before its steps are done.
 
     With requests waiting as soon as a quarter of the slots (at least one) is free; else when the next smaller batch
     would do.
     """
     if waiting:
-        return slots - max(1, slots // 4)
-    return max((size for size in row_sizes(slots) if size < rows), default=0)
+        return sizes[0] - max(1, sizes[0] // 4)
+    return max((size for size in sizes if size < rows), default=0)
 
 
 def bucket(length: int, smallest: int, largest: int) -> int:

@@ -7,7 +7,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 StopReason = Literal["stop", "length", "abort"]
 
@@ -59,6 +59,7 @@ class Completion:
     weights_versions: tuple[int, ...]
 
 
+@runtime_checkable
 class RolloutEngine(Protocol):
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion: ...
 

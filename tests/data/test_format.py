@@ -70,6 +70,8 @@ def test_plain_forms(tokenizer: Tokenizer) -> None:
     assert parts({"text": "Once"}, tokenizer, section()) == ("<bos>Once<eos>", "Once<eos>")
     assert not use_chat(section(), tokenizer, ["text"])
     assert use_chat(section(), tokenizer, ["prompt", "completion"])
+    assert use_chat(section(), tokenizer, ["prompt", "answer"])
+    assert use_chat(section(prompt="{text}"), tokenizer, ["text"])
     assert not use_chat(section(chat=False), tokenizer, ["messages"])
 
 
@@ -111,6 +113,9 @@ def test_templates_take_values_as_they_are() -> None:
         ({"q": "q", "completion": "a"}, {"prompt": "{q"}, r"template '\{q': .*write \{\{ and \}\}"),
         ({"prompt": 3, "completion": "a"}, {}, r"column 'prompt' holds a int"),
         ({"text": 3}, {}, r"column 'text' holds a int"),
+        ({"text": "a"}, {"chat": True}, r"dataset.chat is true, but the column text is plain"),
+        ({"text": "a"}, {"system": "S"}, r"dataset.system has no place in the plain column text"),
+        ({"q": "q", "completion": "a"}, {"prompt": "{q:.2f}"}, r"column 'q' cannot be formatted so"),
         ({"messages": "hi"}, {}, r"'messages' must hold a non-empty list of messages; it holds 'hi'"),
         ({"messages": []}, {}, r"must hold a non-empty list"),
         ({"messages": [{"content": "x"}]}, {}, r"messages\[0\] must be a message with role and content"),

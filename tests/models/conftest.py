@@ -2,11 +2,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import jax
 import pytest
 
 
 @pytest.fixture(autouse=True)
 def _highest_precision() -> Iterator[None]:
+    # Here, because the suite's settings count only before the first import of JAX.
+    import jax
+
     with jax.default_matmul_precision("highest"):
         yield

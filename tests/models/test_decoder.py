@@ -146,7 +146,7 @@ def test_cached_decode_is_full_forward(model: Decoder) -> None:
         hidden, cache = bound(*inputs)
         return bound.logits(hidden), cache
 
-    cache = empty_cache(model.config, 2, 20, jnp.dtype(jnp.float32)).attend(14)
+    cache = empty_cache(model.config, 2, 14, jnp.dtype(jnp.float32))
     done = np.zeros(2, np.int64)
     for counts in (lengths, [1, 1], [3, 3], [1, 1]):
         width = int(np.max(counts))

@@ -20,7 +20,9 @@ from tests.rl.helpers import groups, trajectory
 
 def score(*functions: Callable[..., Any], texts: Any = (("x", "yy"), ("zzz", "")), **kwargs: Any) -> Rewards:
     rows = [{"prompt": f"p{i}", "answer": f"a{i}"} for i in range(len(texts))]
-    rewards = [Reward(function=f, weight=kwargs.get("weight", 1.0), timeout_s=kwargs.get("timeout_s", 60.0)) for f in functions]
+    rewards = [
+        Reward(function=f, weight=kwargs.get("weight", 1.0), timeout_s=kwargs.get("timeout_s", 60.0)) for f in functions
+    ]
     return run_async(Rubric(rewards).score(groups(texts, rows)))
 
 
@@ -86,7 +88,9 @@ def test_a_hanging_function_times_out_and_the_others_still_count() -> None:
         return [1.0] * len(completions)
 
     start = time.monotonic()
-    with pytest.raises(ConfigError, match=r"reward hangs: failed on every sample; the first timeout: no answer within 0.2 s"):
+    with pytest.raises(
+        ConfigError, match=r"reward hangs: failed on every sample; the first timeout: no answer within 0.2 s"
+    ):
         score(hangs, never_asked_twice, timeout_s=0.2)
     assert time.monotonic() - start < 10
 
