@@ -66,13 +66,15 @@ def tiny_model(
     **changes: Any,
 ) -> Decoder:
     """A `Decoder` of `tiny_config(**changes)` with random weights."""
-    return Decoder(
-        tiny_config(**changes),
-        dtype=jnp.dtype(dtype),
-        compute_dtype=jnp.dtype(compute_dtype or dtype),
-        remat=remat,
-        rngs=nnx.Rngs(seed),
-    )
+    config = tiny_config(**changes)
+    types = {"dtype": jnp.dtype(dtype), "compute_dtype": jnp.dtype(compute_dtype or dtype)}
+
+    def build(seed: Any) -> Decoder:
+        return Decoder(config, **types, remat=remat, rngs=nnx.Rngs(jax.random.key(seed)))
+
+    # One compiled program instead of one per shape.
+    arrays = jax.jit(lambda seed: ModelWeights(build(seed)).read())(jnp.uint32(seed))
+    return ModelWeights(nnx.eval_shape(build, jnp.uint32(seed))).bind(arrays)
 
 
 def shake(model: Decoder, seed: int, stddev: float = 0.1) -> None:

@@ -11,6 +11,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
+from posttrain.kernels.matmul import matmul
 from posttrain.models.config import Activation, Llama3Scaling, MLPConfig, Rope
 
 ACTIVATIONS = {
@@ -70,11 +71,12 @@ class Linear(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
-        y = x @ self.kernel[...].astype(x.dtype)
+        y = matmul(x, self.kernel[...].astype(x.dtype))
         if self.bias is not None:
             y = y + self.bias[...].astype(x.dtype)[None, None]
         if self.lora_a is not None:
-            y = y + (x @ self.lora_a[...].astype(x.dtype)) @ self.lora_b[...].astype(x.dtype) * self.lora_scale
+            low = matmul(x, self.lora_a[...].astype(x.dtype))
+            y = y + matmul(low, self.lora_b[...].astype(x.dtype)) * self.lora_scale
         return y
 
 

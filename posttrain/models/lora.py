@@ -76,7 +76,8 @@ def merged(model: Decoder) -> Decoder:
 
     The given model stays as it is; parameters without an adapter are shared with it.
     """
-    copy = nnx.merge(*nnx.split(model))
+    weights = ModelWeights(model)
+    copy = weights.bind(weights.read())
     for layer in linears(copy).values():
         if layer.lora_a is not None:
             kernel = layer.kernel[...]

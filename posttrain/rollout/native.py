@@ -59,6 +59,9 @@ class NativeEngine:
         tokenizer_decode: Callable[[Sequence[int]], str] | None,
         version: int = 0,
     ):
+        for name, value in {"slots": slots, "decode_steps": decode_steps}.items():
+            if value < 1:
+                raise ValueError(f"rollout: {name}={value} must be at least 1")
         if max_length > model.config.max_positions:
             raise ValueError(
                 f"rollout: max_length={max_length} must not exceed the model's "
@@ -103,7 +106,12 @@ class NativeEngine:
         return [request.future.result() for request in requests]
 
     def update_weights(self, model: Decoder, version: int) -> None:
-        """Use the model's present arrays from the next dispatch on; samples under way go on with their cache."""
+        """Use the model's present arrays from the next dispatch on; samples under way go on with their cache.
+
+        ValueError for a model of another configuration.
+        """
+        if model.config != self._loaded.source.model.config:
+            raise ValueError("update_weights: the model's configuration differs from the engine's; make a new engine")
         self._loaded = Loaded.of(model, version)
 
     def close(self) -> None:

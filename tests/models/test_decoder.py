@@ -64,7 +64,7 @@ def test_no_gradient_between_segments(model: Decoder) -> None:
         hidden, _ = weights.bind(arrays)(jnp.asarray(tokens), jnp.asarray(PACKED), jnp.asarray(SEGMENTS))
         return jnp.sum(jnp.sin(hidden[0, inside]))
 
-    gradient = np.asarray(jax.grad(of_segment)(weights.read())["embed.embedding"])[:24]
+    gradient = np.asarray(jax.jit(jax.grad(of_segment))(weights.read())["embed.embedding"])[:24]
     assert (gradient[~inside] == 0).all()
     assert (np.abs(gradient[inside]).max(axis=-1) > 0).all()
 
@@ -87,19 +87,19 @@ def test_attention_is_causal(model: Decoder) -> None:
     assert_array_equal(forward(model, tokens)[:, :6], forward(model, changed)[:, :6])
 
 
-def gradients(model: Decoder, tokens: np.ndarray) -> tuple[Any, dict[str, np.ndarray]]:
+def gradients(model: Decoder, tokens: Any) -> tuple[Any, dict[str, np.ndarray]]:
     """Summed log-probability of the tokens, and its gradient."""
     weights = ModelWeights(model)
     ones = jnp.ones_like(tokens)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
     @jax.jit
-    def total(arrays: Any) -> Any:
+    def total(arrays: Any, tokens: Any) -> Any:
         bound = weights.bind(arrays)
-        hidden, _ = bound(jnp.asarray(tokens), positions, ones)
-        return token_stats(bound.logits, hidden, jnp.asarray(tokens), ones, temperature=1.0, vocab_size=512).logps.sum()
+        hidden, _ = bound(tokens, positions, ones)
+        return token_stats(bound.logits, hidden, tokens, ones, temperature=1.0, vocab_size=512).logps.sum()
 
-    value, gradient = jax.value_and_grad(total)(weights.read())
+    value, gradient = jax.value_and_grad(total)(weights.read(), jnp.asarray(tokens))
     return value, {path: np.asarray(g) for path, g in gradient.items()}
 
 
@@ -112,13 +112,12 @@ def assert_same_gradients(one: tuple[Any, dict[str, np.ndarray]], two: tuple[Any
 
 def test_scanned_is_unrolled_and_remat_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = rows(4, 2, 12)
-    pattern: dict[str, Any] = {"num_layers": 5, "windows": (None, WINDOW)}
+    pattern: dict[str, Any] = {"num_layers": 4, "windows": (None, WINDOW)}
     plain = tiny_model(**pattern)
-    assert [(len(stage.blocks), stage.repeats) for stage in plain.config.stages] == [(2, 2), (1, 1)]
-    unrolled, logits = gradients(plain, tokens), forward(plain, tokens)
+    assert [(len(stage.blocks), stage.repeats) for stage in plain.config.stages] == [(2, 2)]
+    unrolled = gradients(plain, tokens)
     assert_same_gradients(unrolled, gradients(tiny_model(remat=True, **pattern), tokens))
     monkeypatch.setattr(decoder, "UNROLLED_LAYERS_ON_CPU", 0)
-    assert_allclose(forward(plain, tokens), logits, atol=1e-5)
     assert_same_gradients(unrolled, gradients(plain, tokens))
     assert_same_gradients(unrolled, gradients(tiny_model(remat=True, **pattern), tokens))
 
@@ -164,9 +163,9 @@ def test_cached_decode_is_full_forward(model: Decoder) -> None:
 def test_bfloat16_compute_of_float32_parameters() -> None:
     model = tiny_model(compute_dtype=jnp.bfloat16)
     x = jnp.zeros((1, 4), jnp.int32)
-    hidden, _ = model(x, x, x)
+    hidden, _ = jax.eval_shape(model, x, x, x)
     assert hidden.dtype == jnp.bfloat16
-    assert model.logits(hidden).dtype == jnp.float32
+    assert jax.eval_shape(model.logits, hidden).dtype == jnp.float32
     assert model.embed.embedding[...].dtype == jnp.float32
 
 
@@ -194,11 +193,8 @@ def test_eight_devices_are_one(monkeypatch: pytest.MonkeyPatch, scan: bool) -> N
     kernel = spread.stages[0].blocks[0].mlp.up.kernel[...]
     assert kernel.addressable_shards[0].data.shape == (2, 32 // 4, 48 // 2)
     tokens = rows(6, 8, 10)
-    positions = np.broadcast_to(np.arange(10, dtype=np.int32), tokens.shape)
-    ones = np.ones_like(tokens)
-    batch = put_batch(mesh, Batch(tokens=tokens, positions=positions, segments=ones, loss_weight=ones * 1.0))
-    assert_allclose(forward(spread, batch.tokens, batch.positions, batch.segments), forward(alone, tokens), atol=1e-5)
-    assert_same_gradients(gradients(alone, tokens), gradients(spread, tokens))
+    batch = put_batch(mesh, Batch(tokens=tokens, positions=tokens, segments=tokens, loss_weight=tokens * 1.0))
+    assert_same_gradients(gradients(alone, tokens), gradients(spread, batch.tokens))
 
 
 def test_mesh_that_does_not_fit() -> None:

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from posttrain.config import ConfigError, MeshSection
+from posttrain.mesh import batch_sharding, make_mesh, param_sharding, put_batch, replicated, single_device_mesh
+
+
+@pytest.mark.parametrize(
+    ("section", "sizes"),
+    [
+        (MeshSection(), (1, 8, 1)),
+        (MeshSection(data=2, tensor=2), (2, 2, 2)),
+        (MeshSection(data=-1, fsdp=1), (8, 1, 1)),
+        (MeshSection(data=1, fsdp=4, tensor=2), (1, 4, 2)),
+    ],
+)
+def test_sizes(section: MeshSection, sizes: tuple[int, int, int]) -> None:
+    assert dict(make_mesh(section).shape) == dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (MeshSection(fsdp=3), "mesh: data=1, fsdp=3, tensor=1 must multiply to the number of devices, 8"),
+        (MeshSection(tensor=3), "mesh: data=1, fsdp=-1, tensor=3 must multiply to the number of devices, 8"),
+        (
+            MeshSection(data=-1),
+            "mesh: data=-1, fsdp=-1, tensor=1: sizes are positive, and at most one is -1 (what is left)",
+        ),
+        (
+            MeshSection(tensor=0),
+            "mesh: data=1, fsdp=-1, tensor=0: sizes are positive, and at most one is -1 (what is left)",
+        ),
+    ],
+)
+def test_sizes_that_cannot_be(section: MeshSection, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        make_mesh(section)
+    assert str(raised.value) == message
+
+
+def test_names_of_dimensions_become_shardings() -> None:
+    mesh = make_mesh(MeshSection(data=2, fsdp=2, tensor=2))
+    assert param_sharding(mesh, "k", ("layers", "embed", "mlp"), (3, 4, 6)).spec == PartitionSpec(
+        None, "fsdp", "tensor"
+    )
+    assert param_sharding(mesh, "e", ("vocab", "embed"), (4, 4)).spec == PartitionSpec("tensor", "fsdp")
+    assert param_sharding(mesh, "n", ("head_dim",), (5,)).spec == PartitionSpec(None)
+    with pytest.raises(ConfigError) as raised:
+        param_sharding(mesh, "head.kernel", ("embed", "vocab"), (4, 7))
+    assert str(raised.value) == (
+        "mesh.tensor=2 must divide the dimension 'vocab' (7) of head.kernel; use a divisor of 7"
+    )
+
+
+def test_rows_are_split_over_both_data_axes() -> None:
+    mesh = make_mesh(MeshSection(data=2, fsdp=2, tensor=2))
+    placed = put_batch(mesh, {"tokens": np.arange(32).reshape(8, 4)})["tokens"]
+    assert placed.sharding == batch_sharding(mesh)
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 4)}
+    np.testing.assert_array_equal(placed, np.arange(32).reshape(8, 4))
+    with pytest.raises(ConfigError) as raised:
+        put_batch(mesh, {"tokens": np.zeros((6, 4))})
+    assert str(raised.value) == "a batch of 6 rows cannot be split over data x fsdp = 4 devices; use a multiple"
+
+
+def test_single_device_and_replicated() -> None:
+    mesh = single_device_mesh()
+    assert mesh.devices.tolist() == [[[jax.devices()[0]]]]
+    assert jax.device_put(np.ones(3), replicated(make_mesh(MeshSection()))).sharding.is_fully_replicated
