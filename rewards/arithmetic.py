@@ -1,4 +1,4 @@
-"""Sums and differences of small numbers, made on the spot: a task that needs no download."""
+"""Sums made on the spot, with the homework of a careless class to imitate: a task that needs no download."""
 
 from __future__ import annotations
 
@@ -6,24 +6,29 @@ import random
 from collections.abc import Sequence
 
 
-def problems(*, count: int, seed: int, largest: int, held_out: bool) -> list[dict[str, str]]:
-    """Rows with `prompt` ("31+45=") and `completion` ("76"). One problem in eight is held out of training for ever.
+def problems(*, count: int, seed: int, held_out: bool, forgotten: float = 0.0) -> list[dict[str, str]]:
+    """Rows with `prompt` ("47+8="), `answer` ("55") and `completion`, what a pupil wrote down.
 
-    Whether a problem is held out depends on its numbers alone, so no seed and no count can mix the two sets.
+    Pupils forget the carry in a share `forgotten` of the sums that have one, and write "45". Every fourth problem is held
+    out; which ones depends on the numbers alone, so no seed and no count can mix the two sets.
     """
     draw = random.Random(seed)
     rows: list[dict[str, str]] = []
     while len(rows) < count:
-        a, b = draw.randint(0, largest), draw.randint(0, largest)
-        if (_mix(a, b) % 8 == 0) == held_out:
-            rows.append({"prompt": f"{a}+{b}=", "completion": str(a + b)})
+        a, b = draw.randint(0, 99), draw.randint(0, 9)
+        if _is_held_out(a, b) != held_out:
+            continue
+        written = a + b
+        if a % 10 + b > 9 and draw.random() < forgotten:
+            written -= 10
+        rows.append({"prompt": f"{a}+{b}=", "answer": str(a + b), "completion": str(written)})
     return rows
 
 
-def _mix(a: int, b: int) -> int:
-    return ((a * 2654435761) ^ (b * 40503)) >> 4
+def _is_held_out(a: int, b: int) -> bool:
+    return random.Random(1000 * a + b).random() < 0.25
 
 
-def correct(completions: Sequence[str], completion: Sequence[str], **_: object) -> list[float]:
+def correct(completions: Sequence[str], answer: Sequence[str], **_: object) -> list[float]:
     """1 for exactly the right number."""
-    return [float(text.strip() == answer) for text, answer in zip(completions, completion, strict=True)]
+    return [float(text.strip() == right) for text, right in zip(completions, answer, strict=True)]

@@ -105,9 +105,8 @@ def test_greedy_tokens_through_the_cache(golden: Golden) -> None:
     assert_allclose(logits, golden.arrays["gen_logits"], atol=2e-4, rtol=0)
 
 
+@pytest.mark.parametrize("golden", ["llama", "qwen2", "qwen3"], indirect=True)
 def test_gradients(golden: Golden) -> None:
-    if "right_mean_nll" not in golden.meta:
-        pytest.skip("this golden has no gradients")
     tokens, positions, segments = map(jnp.asarray, golden.inputs("right"))
     weights = ModelWeights(golden.model)
 
