@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+LARGEST = 499
+
 
 def problems(*, count: int, seed: int, held_out: bool, forgotten: float = 0.0) -> list[dict[str, str]]:
     """Rows with `prompt` ("47+8="), `answer` ("55") and `completion`, what a pupil wrote down.
@@ -15,7 +17,7 @@ def problems(*, count: int, seed: int, held_out: bool, forgotten: float = 0.0) -
     draw = random.Random(seed)
     rows: list[dict[str, str]] = []
     while len(rows) < count:
-        a, b = draw.randint(0, 99), draw.randint(0, 9)
+        a, b = draw.randint(0, LARGEST), draw.randint(1, 9)
         if _is_held_out(a, b) != held_out:
             continue
         written = a + b
