@@ -62,8 +62,8 @@ def generate(
     chat: Annotated[bool | None, typer.Option(help="Use the chat template; by default if there is one.")] = None,
 ) -> None:
     """Print one completion of each prompt."""
-    if not Path(model).exists() and "/" in model and Path(model).parts[0] in (".", "..", "/"):
-        raise ConfigError(f"model {model}: no such folder")
+    if not Path(model).expanduser().exists() and model.startswith(("/", ".", "~")):
+        raise ConfigError(f"model {model}: there is no such folder")
     from posttrain.data.tokenizer import load_tokenizer
     from posttrain.models.load import load_model
     from posttrain.recipes.generate import generate as recipe
@@ -98,6 +98,9 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    except FloatingPointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
     except Exception as error:
         # Imported late: with it comes jax, which `--help` must not wait for.
         fit = sys.modules.get("posttrain.fit")

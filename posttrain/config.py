@@ -45,6 +45,8 @@ class ModelSection(Section):
     """Random weights: the fields of a Hugging Face `config.json`, with `model_type`."""
     tokenizer: str | None = None
     """A folder, a hub id or `bytes` (the built-in byte tokenizer); by default `path`."""
+    stop_tokens: tuple[str, ...] = ()
+    """Tokens that end a reply beside those that the tokenizer names, such as `<s>`; they are saved with the model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage of the parameters. The optimiser keeps float32 masters of bfloat16 parameters."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None

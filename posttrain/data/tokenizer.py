@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from posttrain.config import ConfigError
 from posttrain.data.byte_tokenizer import BYTE_GENERATION, build_byte_tokenizer
 from posttrain.data.hub import hub_is_reachable, is_hub_id
-from posttrain.imports import import_transformers, missing_path
+from posttrain.imports import did_you_mean, import_transformers, missing_path
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
@@ -49,6 +49,15 @@ class Tokenizer:
                 "set eos_token in its tokenizer_config.json or eos_token_id in its generation_config.json"
             )
         return self.stop_ids[0]
+
+    def with_stop_tokens(self, texts: Sequence[str]) -> Tokenizer:
+        """The same tokenizer with more tokens that end a reply, such as `<s>`; `save` writes them, too."""
+        vocabulary = self.hf.get_vocab()
+        for text in texts:
+            if text not in vocabulary:
+                raise ConfigError(f"stop_tokens: {self.name} has no token {text!r}{did_you_mean(text, vocabulary)}")
+        stops = dict.fromkeys((*self.stop_ids, *(vocabulary[text] for text in texts)))
+        return replace(self, generation={**self.generation, "eos_token_id": list(stops)}) if texts else self
 
     @cached_property
     def bos_id(self) -> int | None:

@@ -101,12 +101,7 @@ class ModelConfig:
 
 
 def stages_of(blocks: tuple[BlockConfig, ...]) -> tuple[Stage, ...]:
-    """The shortest repeating pattern of the layers as stages; a remainder becomes stages of its own.
-
-    >>> a, b = object(), object()
-    >>> [(len(s.blocks), s.repeats) for s in stages_of((a, a, b, a, a, b, a))]
-    [(3, 2), (1, 1)]
-    """
+    """The shortest repeating pattern of the layers as stages; a remainder becomes stages of its own."""
     stages: list[Stage] = []
     while blocks:
         period, repeats = _best_pattern(blocks)

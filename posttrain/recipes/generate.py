@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 
+from posttrain.config import ConfigError
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.models.decoder import Decoder
@@ -31,15 +33,16 @@ def generate(
     """One completion of each prompt, without stop token or stop string.
 
     `chat`: wrap each prompt as a user's turn in the tokenizer's template; by default if it has one. `seed`: by default
-    drawn from the system. ValueError for a prompt without tokens.
+    drawn from the system. ConfigError for settings out of range, and for prompts that are empty or too long.
     """
     if not prompts:
         return []
     renderer = Renderer(tokenizer, tokenizer.chat_template is not None if chat is None else chat)
     rendered = [renderer.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
     seed = secrets.randbits(31) if seed is None else seed
-    params = [
-        SamplingParams(
+    _check_lengths(model, rendered, max_new_tokens)
+    try:
+        common = SamplingParams(
             max_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
@@ -47,10 +50,11 @@ def generate(
             min_p=min_p,
             stop=tuple(stop),
             stop_token_ids=tokenizer.stop_ids,
-            key=sample_key(seed, 0, index, 0),
+            key=(0, 0),
         )
-        for index in range(len(prompts))
-    ]
+    except ValueError as error:
+        raise ConfigError(f"generate: {str(error).removeprefix('sampling.')}") from error
+    params = [replace(common, key=sample_key(seed, 0, index, 0)) for index in range(len(prompts))]
     engine = NativeEngine(
         model,
         slots=min(len(prompts), MAX_SLOTS),
@@ -64,6 +68,18 @@ def generate(
     finally:
         engine.close()
     return [_before_stop(tokenizer.decode(c.tokens), stop) for c in completions]
+
+
+def _check_lengths(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    longest = model.config.max_positions
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise ConfigError(f"generate: prompt {index} is empty; give at least one character")
+        if len(prompt) + max_new_tokens > longest:
+            raise ConfigError(
+                f"generate: prompt {index} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} that is more "
+                f"than the model's max_position_embeddings={longest}; shorten the prompt or lower max_new_tokens"
+            )
 
 
 def _before_stop(text: str, stop: Sequence[str]) -> str:

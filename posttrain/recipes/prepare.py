@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from posttrain.data.sources import FILE_SUFFIXES, Rows, load_rows
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.imports import did_you_mean, import_object, is_object_spec
 from posttrain.losses.sft import DFTLoss, SFTLoss
+from posttrain.models.config import ModelConfig
+from posttrain.recipes.source import path_exists, read_model_config, tokenizer_name
 from posttrain.rl.algorithms import Algorithm, make_algorithm
 from posttrain.rl.rewards import Reward, Rubric, missing_arguments
 from posttrain.rl.types import Example
@@ -53,6 +56,8 @@ class Prepared:
     base_dir: Path
     tokenizer: Tokenizer | None = None
     """None only where `notes` say that the hub could not be asked."""
+    model: ModelConfig | None = None
+    """None where only the hub has it and cannot be asked."""
     stages: list[SFTInputs | RLInputs] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What could not be checked, and why."""
@@ -64,51 +69,71 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
     With `offline_ok`, what only the hub can answer becomes a note when there is no network.
     """
     prepared = Prepared(config=config, base_dir=base_dir)
-    name = tokenizer_name(config, base_dir)
+    name = tokenizer_name(config.model, base_dir)
     if offline_ok and _unreachable(name):
+        _read_model(prepared)
         prepared.notes.append(
             f"not checked, no network: tokenizer and rows of every stage (tokenizer {name} is on the hub)"
         )
-        for section in config.stages:
-            _check_offline(section, base_dir)
+        for index, section in enumerate(config.stages):
+            with _naming_stage(config, index):
+                _check_offline(section, base_dir)
         return prepared
-    prepared.tokenizer = load_tokenizer(name)
+    prepared.tokenizer = load_tokenizer(name).with_stop_tokens(config.model.stop_tokens)
+    _read_model(prepared)
     for index, section in enumerate(config.stages):
-        remote = [d.path for d in (section.dataset, section.eval_dataset) if d is not None and _unreachable(d.path)]
-        if offline_ok and remote:
-            prepared.notes.append(f"stages.{index}: not checked, no network: dataset {', '.join(remote)} is on the hub")
-            _check_offline(section, base_dir)
-            continue
-        if isinstance(section, SFTSection):
-            prepared.stages.append(_prepare_sft(section, prepared.tokenizer, base_dir))
-        else:
-            prepared.stages.append(_prepare_rl(section, prepared.tokenizer, base_dir))
+        with _naming_stage(config, index):
+            remote = [d.path for d in (section.dataset, section.eval_dataset) if d is not None and _unreachable(d.path)]
+            if offline_ok and remote:
+                names = ", ".join(remote)
+                prepared.notes.append(f"stages.{index}: not checked, no network: dataset {names} is on the hub")
+                _check_offline(section, base_dir)
+            elif isinstance(section, SFTSection):
+                prepared.stages.append(_prepare_sft(section, prepared.tokenizer, base_dir))
+            else:
+                prepared.stages.append(_prepare_rl(section, prepared.tokenizer, base_dir))
     return prepared
+
+
+@contextmanager
+def _naming_stage(config: RunConfig, index: int) -> Iterator[None]:
+    """Put the stage's number before each line of an error, where there are several."""
+    try:
+        yield
+    except ConfigError as error:
+        if len(config.stages) == 1:
+            raise
+        raise ConfigError("\n".join(f"stages.{index}: {line}" for line in str(error).splitlines())) from error
+
+
+def _read_model(prepared: Prepared) -> None:
+    """Fill in `model`, and hold the configuration against it."""
+    config, tokenizer = prepared.config, prepared.tokenizer
+    if tokenizer is None and config.model.init is not None and "vocab_size" not in config.model.init:
+        prepared.notes.append("not checked: model.init, whose vocab_size is the tokenizer's")
+        return
+    vocab_size = None if tokenizer is None else tokenizer.vocab_size
+    model = read_model_config(config.model, prepared.base_dir, vocab_size=vocab_size)
+    if model is None:
+        prepared.notes.append(f"not checked, no network: the model {config.model.path}, which run downloads")
+        return
+    prepared.model = model
+    if config.model.tokenizer is not None and vocab_size is not None and vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"model.tokenizer: {config.model.tokenizer} has {vocab_size} tokens, the model only {model.vocab_size}; "
+            + ("raise model.init.vocab_size" if config.model.init is not None else "give the model's own tokenizer")
+        )
+    for index, section in enumerate(config.stages):
+        if section.row_tokens > model.max_positions:
+            raise ConfigError(
+                f"stages.{index}: row_tokens={section.row_tokens} must be at most max_position_embeddings="
+                f"{model.max_positions} of the model"
+            )
 
 
 def stage_names(config: RunConfig) -> list[str]:
     """Folder names: number and name, so that a listing shows the order."""
     return [f"{index}-{section.name or section.kind}" for index, section in enumerate(config.stages)]
-
-
-def tokenizer_name(config: RunConfig, base_dir: Path) -> str:
-    name = config.model.tokenizer or config.model.path
-    assert name is not None
-    return name if name == "bytes" else local_or_hub(name, base_dir)
-
-
-def local_or_hub(name: str, base_dir: Path) -> str:
-    """The folder that the configuration means, or the hub id as it stands."""
-    found = None if is_hub_id(name) and not _exists(name, base_dir) else resolve_path(name, base_dir)
-    return name if found is None else str(found)
-
-
-def _exists(name: str, base_dir: Path) -> bool:
-    try:
-        resolve_path(name, base_dir)
-    except ConfigError:
-        return False
-    return True
 
 
 def _unreachable(name: str) -> bool:
@@ -131,9 +156,9 @@ def rows_of(section: DatasetSection, base_dir: Path) -> Rows:
     spec = section.path
     if is_object_spec(spec):
         file, _, name = spec.rpartition(":")
-        if file.endswith(".py"):
+        if file.endswith(".py") and path_exists(file, base_dir):
             spec = f"{resolve_path(file, base_dir).resolve()}:{name}"
-    elif _exists(spec, base_dir) or Path(spec).suffix in FILE_SUFFIXES or not is_hub_id(spec):
+    elif path_exists(spec, base_dir):
         spec = str(resolve_path(spec, base_dir).resolve())
     return load_rows(section.model_copy(update={"path": spec}), base_dir=base_dir)
 
@@ -252,6 +277,6 @@ def _sft_loss(section: SFTSection, base_dir: Path) -> TokenLoss:
 def object_of(spec: str, base_dir: Path) -> object:
     """`file.py:name` or `module:name`, the file looked for like every path of a configuration."""
     file, _, name = spec.rpartition(":")
-    if file.endswith(".py"):
+    if file.endswith(".py") and path_exists(file, base_dir):
         spec = f"{resolve_path(file, base_dir).resolve()}:{name}"
     return import_object(spec, base_dir=base_dir)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from posttrain.config import ModelSection, RunConfig, Section
+from pydantic import ValidationError
+
+from posttrain.config import ConfigError, ModelSection, RunConfig, Section
 from posttrain.config_file import build_config, dump_config, load_config
+from posttrain.recipes.source import read_model_config
 
 if TYPE_CHECKING:
     from posttrain.recipes.run import RunResult
@@ -42,14 +46,14 @@ class PythonRun:
         **fields: Any,
     ):
         model_fields = {name: fields.pop(name) for name in list(fields) if name in MODEL_FIELDS}
-        source = dict(model) if isinstance(model, Mapping) else {"path": str(model)}
-        stage = self._stage(fields, lora="lora" in model_fields or "lora" in source)
-        inline = {"dataset": dataset, "eval_dataset": stage.pop("eval_dataset", None)}
-        data: dict[str, Any] = {"model": source | model_fields, "mesh": dict(mesh or {}), "tensorboard": tensorboard}
-        data["stages"] = [{**stage, "kind": self.kind}]
+        source = _model_fields(model) | model_fields
+        stage = self._stage(fields, lora=source.get("lora") is not None, max_positions=_max_positions(source))
+        inline = {"dataset": _rows(dataset), "eval_dataset": _rows(stage.pop("eval_dataset", None))}
+        data: dict[str, Any] = {"model": source, "mesh": mesh or {}, "tensorboard": tensorboard}
+        data |= {"kind": self.kind, **stage}
         folder = Path(output) if output is not None else Path("runs") / f"{self.kind}-{_digest(data, inline)}"
-        rows = {name: _dataset(value, folder / f"{name}.jsonl") for name, value in inline.items() if value is not None}
-        data["stages"][0] |= rows
+        self._files = {folder / f"{name}.jsonl": _jsonl(name, v) for name, v in inline.items() if isinstance(v, list)}
+        data |= {name: _dataset(value, folder / f"{name}.jsonl") for name, value in inline.items() if value is not None}
         seed = _seed(folder) if seed is None else seed
         settings = _plain({**data, "output": str(folder), "seed": seed})
         self.config: RunConfig = build_config(settings, name=f"pt.{type(self).__name__}")
@@ -58,35 +62,91 @@ class PythonRun:
         """Train to the end."""
         from posttrain.recipes.run import run
 
+        for file, text in self._files.items():
+            _write_rows(file, text)
         return run(self.config, Path.cwd())
 
     def __repr__(self) -> str:
         return dump_config(self.config)
 
-    def _stage(self, fields: Mapping[str, Any], *, lora: bool) -> dict[str, Any]:
+    @classmethod
+    def lengths(cls, given: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
+        """Defaults of the fields that the model's context bounds; `given` are the caller's fields."""
+        raise NotImplementedError
+
+    def _stage(self, fields: Mapping[str, Any], *, lora: bool, max_positions: int | None) -> dict[str, Any]:
         """The given fields over the defaults; of nested sections only the given keys replace defaults."""
-        stage: dict[str, Any] = dict(self.defaults)
+        given = _plain(fields)
+        stage: dict[str, Any] = {**self.defaults, **self.lengths(given, max_positions)}
         if lora:
             stage["optimizer"] = {**stage["optimizer"], "learning_rate": self.lora_learning_rate}
-        for name, value in fields.items():
+        for name, value in given.items():
             nested = isinstance(value, Mapping) and isinstance(stage.get(name), Mapping)
             stage[name] = {**stage[name], **value} if nested else value
         if "rewards" in stage:
-            stage["rewards"] = [{"fn": r} if callable(r) or isinstance(r, str) else r for r in stage["rewards"]]
+            rewards = stage["rewards"] if isinstance(stage["rewards"], list) else [stage["rewards"]]
+            stage["rewards"] = [{"fn": r} if callable(r) or isinstance(r, str) else r for r in rewards]
         return stage
 
 
-def _dataset(value: Any, file: Path) -> Any:
-    """A dataset section; rows given in memory are written into the run's folder, so that the run can be resumed."""
-    if isinstance(value, Mapping | Section):
+def _model_fields(model: Any) -> dict[str, Any]:
+    plain = _plain(model)
+    if isinstance(plain, Mapping):
+        return dict(plain)
+    if isinstance(plain, str | Path):
+        return {"path": str(plain)}
+    raise ConfigError(
+        f"model: must be a folder, a hub id or a mapping of model fields; got a {type(model).__name__} "
+        "(a Decoder in memory is saved with pt.save_model, or trained with pt.Trainer)"
+    )
+
+
+def _max_positions(source: Mapping[str, Any]) -> int | None:
+    """The model's context, to choose defaults by; None where it is not known yet or the settings are wrong."""
+    try:
+        section = ModelSection.model_validate(_plain(source))
+    except ValidationError:
+        return None  # `build_config` says what is wrong
+    vocab_size = 1 if section.init is not None else None
+    config = read_model_config(section, Path.cwd(), vocab_size=vocab_size)
+    return None if config is None else config.max_positions
+
+
+def _rows(value: Any) -> Any:
+    """A dataset in memory as a list of its rows; everything else as it is."""
+    if value is None or isinstance(value, str | Path | Mapping | Section):
         return value
+    rows = list(value)
+    for index, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"dataset: row {index} is a {type(row).__name__}; give a list of dicts, or a path")
+    return [dict(row) for row in rows]
+
+
+def _dataset(value: Any, file: Path) -> Any:
+    """A dataset section; rows in memory are read from a file in the run's folder, so that the run can be resumed."""
     if isinstance(value, str | Path):
         return {"path": str(value)}
+    return {"path": str(file)} if isinstance(value, list) else value
+
+
+def _jsonl(name: str, rows: list[Any]) -> str:
+    try:
+        return "".join(json.dumps(row) + "\n" for row in rows)
+    except TypeError as error:
+        raise ConfigError(f"{name}: its rows must hold what JSON can: {error}") from error
+
+
+def _write_rows(file: Path, text: str) -> None:
+    if file.exists() and file.read_text(encoding="utf-8") == text:
+        return
+    if (file.parent / "config.yaml").exists():
+        raise ConfigError(
+            f"output: {file.parent} holds a run with other rows of {file.stem}; "
+            "give another output, or delete the folder to start over"
+        )
     file.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(dict(row)) + "\n" for row in value)
-    if not file.exists() or file.read_text(encoding="utf-8") != text:
-        file.write_text(text, encoding="utf-8")
-    return {"path": str(file)}
+    file.write_text(text, encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:
@@ -99,8 +159,19 @@ def _plain(value: Any) -> Any:
 
 
 def _digest(*parts: Any) -> str:
+    """The same for the same settings; a function counts with its source, so that an edited reward is another run."""
+
     def text(value: Any) -> str:
-        return f"{value.__module__}:{value.__qualname__}" if callable(value) else str(value)
+        if isinstance(value, Path):
+            return str(value)
+        if not callable(value):
+            raise ConfigError(f"{type(value).__name__} {value!r} is no setting: use numbers, text, lists and mappings")
+        named = value if hasattr(value, "__qualname__") else type(value)
+        try:
+            source = inspect.getsource(named)
+        except (OSError, TypeError):
+            source = ""  # typed at a prompt, or not Python
+        return f"{named.__module__}:{named.__qualname__}:{source}"
 
     return hashlib.sha256(json.dumps(_plain(parts), default=text, sort_keys=True).encode()).hexdigest()[:8]
 

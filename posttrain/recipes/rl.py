@@ -183,8 +183,17 @@ class RL(PythonRun):
         "num_steps": 100,
         "prompts_per_step": 8,
         "group_size": 8,
-        "row_tokens": 1024,
-        "sampling": {"max_tokens": 512},
         "optimizer": {"learning_rate": 1e-6},
     }
     lora_learning_rate = 1e-5
+
+    @classmethod
+    def lengths(cls, given: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
+        """512 tokens for the prompt and 512 for the answer, or half of the row each where the model's context is less."""
+        sampling = given.get("sampling")
+        answer = sampling.get("max_tokens", 512) if isinstance(sampling, Mapping) else 512
+        row = given.get("row_tokens", 512 + answer if isinstance(answer, int) else 1024)
+        if "row_tokens" not in given and max_positions is not None:
+            row = min(row, max_positions)
+        longest = min(512, row // 2) if isinstance(row, int) else 512
+        return {"row_tokens": row, "sampling": {"max_tokens": longest}}

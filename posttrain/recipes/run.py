@@ -12,13 +12,14 @@ from typing import Any
 from posttrain.config import ConfigError, RunConfig
 from posttrain.config_file import diff_config, dump_config, load_config
 from posttrain.console import console
-from posttrain.fit import stop_on_signals
+from posttrain.fit import Interrupted, stop_on_signals
 from posttrain.mesh import make_mesh
 from posttrain.models.decoder import Decoder
 from posttrain.models.load import load_model
-from posttrain.recipes.prepare import SFTInputs, local_or_hub, prepare, stage_names
+from posttrain.recipes.prepare import SFTInputs, prepare, stage_names
 from posttrain.recipes.rl import run_rl
 from posttrain.recipes.sft import run_sft
+from posttrain.recipes.source import local_or_hub
 from posttrain.recipes.stage import StageRun
 from posttrain.recipes.summary import print_summary
 
@@ -75,6 +76,8 @@ def run(config: RunConfig, base_dir: Path) -> RunResult:
             if source.exists():
                 console().print(f"{name}: done before; its model is {source}")
                 continue
+            if stop.requested:
+                raise Interrupted(f"stopped before {name}")
             console().rule(f"{name}: {inputs.section.num_steps} steps", align="left")
             if isinstance(inputs, SFTInputs):
                 run_sft(stage, inputs)
@@ -91,8 +94,12 @@ def _claimed(output: Path, config: RunConfig) -> Iterator[None]:
     """The run's folder, held for this process; ConfigError if another process or another configuration has it."""
     import fcntl
 
-    output.mkdir(parents=True, exist_ok=True)
-    with (output / ".lock").open("w") as lock:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        lock_file = (output / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"output: {output}: cannot be written: {error.strerror}; give another output") from error
+    with lock_file as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -105,7 +112,7 @@ def _claimed(output: Path, config: RunConfig) -> Iterator[None]:
 
 def _check_same(output: Path, config: RunConfig) -> None:
     file = output / CONFIG_NAME
-    if not file.exists():
+    if not file.exists() or not _begun(output):
         partial = file.with_suffix(".tmp")
         partial.write_text(dump_config(config), encoding="utf-8")
         partial.rename(file)
@@ -118,3 +125,9 @@ def _check_same(output: Path, config: RunConfig) -> None:
             f"output: {output} holds a run with other settings: {', '.join(changed)}; "
             "give another output, or delete the folder to start over"
         )
+
+
+def _begun(output: Path) -> bool:
+    """Whether anything there depends on the settings: a run that failed while it loaded leaves nothing."""
+    metrics = output / "metrics.jsonl"
+    return (metrics.exists() and metrics.stat().st_size > 0) or any(output.glob("*/before.json"))

@@ -66,8 +66,12 @@ class SFT(PythonRun):
     defaults: ClassVar[Mapping[str, Any]] = {
         "num_steps": 100,
         "batch_rows": 8,
-        "row_tokens": 1024,
         "overlong": "truncate",
         "optimizer": {"learning_rate": 2e-5, "schedule": "cosine", "warmup_steps": 10},
     }
     lora_learning_rate = 2e-4
+
+    @classmethod
+    def lengths(cls, given: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
+        """Rows of 1024 tokens, or of the model's context where that is less."""
+        return {"row_tokens": min(1024, max_positions or 1024)}

@@ -1,0 +1,137 @@
+"""Every notebook runs, agrees with its script, and its install cell leaves an installed JAX as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import jupytext
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "notebooks"
+SCRIPTS = sorted(FOLDER.glob("*.py"))
+CELL_SECONDS = 1200
+
+
+def read(path: Path) -> NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def test_every_script_has_a_notebook_and_the_other_way_round() -> None:
+    assert SCRIPTS
+    assert [path.stem for path in sorted(FOLDER.glob("*.ipynb"))] == [path.stem for path in SCRIPTS]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_script_and_notebook_agree(script: Path) -> None:
+    notebook = read(script.with_suffix(".ipynb"))
+    nbformat.validate(notebook)
+    command = f"jupytext --to ipynb --update notebooks/{script.name}"
+    made = jupytext.read(script)
+    cells, wanted = ([(cell.cell_type, cell.source) for cell in n.cells] for n in (notebook, made))
+    assert cells == wanted, f"make it again: {command}"
+    for cell in notebook.cells:
+        assert set(cell.metadata) <= {"lines_to_next_cell"}
+        if cell.cell_type == "code":
+            assert cell.outputs == [] and cell.execution_count is None
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_notebooks_name_no_machine(script: Path) -> None:
+    notebook = read(script.with_suffix(".ipynb"))
+    assert set(notebook.metadata) <= {"jupytext", "kernelspec"}
+    assert dict(notebook.metadata.kernelspec) == {"display_name": "Python 3", "language": "python", "name": "python3"}
+    assert re.findall(r"/(?:home|Users|root|tmp|usr|opt|content|kaggle)/\S*", json.dumps(notebook)) == []
+
+
+def kernel_environment(folder: Path) -> dict[str, str]:
+    """As of a user: one device, this checkout importable, no settings of Jupyter from the home folder."""
+    own = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    return own | {"PYTHONPATH": str(ROOT), "IPYTHONDIR": str(folder / "ipython")}
+
+
+def text_of(cell: NotebookNode) -> str:
+    return "".join(output.get("text", "") for output in cell.outputs if output.output_type == "stream")
+
+
+def test_quickstart_runs_and_improves(tmp_path: Path) -> None:
+    notebook = read(FOLDER / "quickstart.ipynb")
+    work = tmp_path / "work"
+    work.mkdir()
+    client = NotebookClient(
+        notebook, timeout=CELL_SECONDS, kernel_name="python3", resources={"metadata": {"path": str(work)}}
+    )
+    client.execute(env=kernel_environment(tmp_path))
+    printed = "\n".join(text_of(cell) for cell in notebook.cells if cell.cell_type == "code")
+
+    result = json.loads((work / "runs/notebook-rl/0-rl/result.json").read_text())
+    before, after = result["before"], result["after"]
+    assert before["mean"] < 0.6, before
+    assert after["mean"] > 0.75, after
+    assert after["low"] > before["high"], (before, after)
+    assert f"{after['mean']:.1%}" in printed
+    assert (work / "runs/notebook-rl/0-rl/model/model.safetensors").exists()
+    assert sorted(path.name for path in work.iterdir()) == ["runs"]
+
+
+def wheel(folder: Path, name: str, version: str, requires: str = "") -> Path:
+    """A package with nothing in it but a module and its metadata."""
+    info = f"{name}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    files = {
+        f"{name}.py": f"__version__ = {version!r}\n",
+        f"{info}/METADATA": metadata + (f"Requires-Dist: {requires}\n" if requires else ""),
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, text in {**files, f"{info}/RECORD": record}.items():
+            archive.writestr(file, text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("requires", "installs"), [("jax>=1", True), ("jax>=2", False)], ids=["jax-serves", "jax-too-old"]
+)
+def test_the_install_cell_keeps_an_installed_jax(tmp_path: Path, requires: str, installs: bool) -> None:
+    """With real pip, from a folder of packages: `jax` 1 is there, 2 could be had."""
+    cells = [cell.source for cell in read(FOLDER / "quickstart.ipynb").cells if "pip" in cell.source]
+    (source,) = [text for text in cells if text.startswith("import importlib.util")]
+    install = source.split("import json\n")[0]
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    old, _ = wheel(packages, "jax", "1.0"), wheel(packages, "jax", "2.0")
+    project = wheel(packages, "posttrain", "1.0", requires)
+    assert install.count('repository = ".."') == 1
+    install = install.replace('repository = ".."', f"repository = {str(project)!r}")
+
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True)
+    python = str(tmp_path / "env" / "bin" / "python")
+    hidden = ("PYTHONPATH", "PIP_CONSTRAINT", "PIP_CONFIG_FILE", "PIP_INDEX_URL")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(packages), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [python, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+
+    before = run("-m", "pip", "install", str(old))
+    assert before.returncode == 0, before.stderr
+    done = run("-c", install)
+    assert (done.returncode == 0) is installs, done.stderr
+    assert run("-c", "import jax; print(jax.__version__)").stdout == "1.0\n"
+    found = run("-c", "import posttrain; print(posttrain.__version__)")
+    assert found.stdout == ("1.0\n" if installs else ""), found.stderr
+    if not installs:
+        assert "jax" in done.stderr and "conflict" in done.stderr.lower()
