@@ -58,8 +58,8 @@ print(f"posttrain {pt.__version__}, jax {jax.__version__} on {jax.devices()}")
 # A row is a dict. SFT reads `prompt` and `completion`, what a pupil wrote; a reward may ask for any column, here for
 # `answer`. Every fourth problem is kept for the exam and occurs in no training set.
 #
-# A dataset is a list of such rows, a file, a Hugging Face id, or as here a function that makes them. `chat: False` gives
-# the model the bare text, without the turns of a conversation around it.
+# A dataset is a list of such rows, a file, a Hugging Face id, or as here a function that makes them. `chat: False`
+# gives the model the bare text, without the turns of a conversation around it.
 
 # %%
 
@@ -159,7 +159,7 @@ rl = pt.RL(
     dataset=exercises,
     rewards=[correct],
     eval_dataset=exam,
-    num_steps=70,
+    num_steps=50,
     prompts_per_step=64,
     group_size=8,
     row_tokens=16,

@@ -90,6 +90,17 @@ def console() -> Console:
     return found
 
 
+def _evaluation(metrics: Mapping[str, float]) -> str:
+    """A held-out reward with its interval in words; other evaluations as they are named."""
+    if "eval/reward" not in metrics:
+        return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+    mean, low, high = (metrics[f"eval/reward{end}"] for end in ("", "_low", "_high"))
+    length, clipped = (metrics[f"eval/completions/{name}"] for name in ("mean_length", "clipped_ratio"))
+    return (
+        f"held-out reward {mean:.3f} ({low:.3f} to {high:.3f}), length {length:.1f}, clipped {clipped:.0%}"
+    )
+
+
 class ConsoleSink:
     """One line per step, led by what the stage is about; evaluations (`eval/...`) on lines of their own.
 
@@ -115,7 +126,7 @@ class ConsoleSink:
         evaluated = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         if evaluated:
             self._flush()
-            self._print(f"{self._step(step)}  " + "  ".join(f"{n} {v:.4g}" for n, v in evaluated.items()))
+            self._print(f"{self._step(step)}  {_evaluation(evaluated)}")
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
         self._flush()

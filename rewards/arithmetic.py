@@ -11,8 +11,8 @@ LARGEST = 499
 def problems(*, count: int, seed: int, held_out: bool, forgotten: float = 0.0) -> list[dict[str, str]]:
     """Rows with `prompt` ("47+8="), `answer` ("55") and `completion`, what a pupil wrote down.
 
-    Pupils forget the carry in a share `forgotten` of the sums that have one, and write "45". Every fourth problem is held
-    out; which ones depends on the numbers alone, so no seed and no count can mix the two sets.
+    Pupils forget the carry in a share `forgotten` of the sums that have one, and write "45". Every fourth problem is
+    held out; which ones depends on the numbers alone, so no seed and no count can mix the two sets.
     """
     draw = random.Random(seed)
     rows: list[dict[str, str]] = []

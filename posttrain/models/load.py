@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from posttrain.config import ConfigError, LoRA
+from posttrain.console import progress
 from posttrain.mesh import param_sharding
 from posttrain.models import hf
 from posttrain.models.config import ModelConfig
@@ -76,7 +77,7 @@ def load_model(
         checkpoint.check(tensors, config)
         weights: Weights = {
             param: jax.device_put(checkpoint.read([t for t in tensors if t.param == param], dtype), sharding)
-            for param, sharding in shardings.items()
+            for param, sharding in progress(shardings.items(), f"loading {path}", len(shardings))
         }
     model = ModelWeights(outline).bind(weights)
     if lora is not None:

@@ -78,7 +78,7 @@ def _check_lengths(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tok
         if len(prompt) + max_new_tokens > longest:
             raise ConfigError(
                 f"generate: prompt {index} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} that is more "
-                f"than the model's max_position_embeddings={longest}; shorten the prompt or lower max_new_tokens"
+                f"than the model's max_position_embeddings={longest}; shorten the prompt, or ask for fewer new tokens"
             )
 
 

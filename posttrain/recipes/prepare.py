@@ -11,6 +11,7 @@ from typing import Any
 from posttrain.batch import TokenLoss
 from posttrain.config import ConfigError, DatasetSection, RLSection, RunConfig, SFTSection, TrainSection
 from posttrain.config_file import resolve_path
+from posttrain.console import progress
 from posttrain.data.chat import Renderer
 from posttrain.data.format import prompt_is_text, prompt_messages, tokenize_example, use_chat
 from posttrain.data.hub import hub_is_reachable, is_hub_id
@@ -218,7 +219,7 @@ def _rows_and_renderer(section: DatasetSection, tokenizer: Tokenizer, base_dir: 
 def _examples(rows: Rows, section: DatasetSection, renderer: Renderer, max_prompt_tokens: int) -> list[Example]:
     """All prompts, each checked: what is wrong with row 5,000 is said before the first step."""
     examples = []
-    for index in range(len(rows)):
+    for index in progress(range(len(rows)), f"checking prompts of {rows.name}", len(rows)):
         row = rows[index]
         try:
             messages = prompt_messages(row, section)

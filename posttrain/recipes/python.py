@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import ValidationError
 
-from posttrain.config import ConfigError, ModelSection, RunConfig, Section
+from posttrain.config import ConfigError, ModelSection, RLSection, RunConfig, Section
 from posttrain.config_file import build_config, dump_config, load_config
 from posttrain.recipes.source import read_model_config
 
@@ -49,14 +49,21 @@ class PythonRun:
         source = _model_fields(model) | model_fields
         stage = self._stage(fields, lora=source.get("lora") is not None, max_positions=_max_positions(source))
         inline = {"dataset": _rows(dataset), "eval_dataset": _rows(stage.pop("eval_dataset", None))}
+        texts = {name: _jsonl(name, value) for name, value in inline.items() if isinstance(value, list)}
         data: dict[str, Any] = {"model": source, "mesh": mesh or {}, "tensorboard": tensorboard}
         data |= {"kind": self.kind, **stage}
-        folder = Path(output) if output is not None else Path("runs") / f"{self.kind}-{_digest(data, inline)}"
-        self._files = {folder / f"{name}.jsonl": _jsonl(name, v) for name, v in inline.items() if isinstance(v, list)}
-        data |= {name: _dataset(value, folder / f"{name}.jsonl") for name, value in inline.items() if value is not None}
-        seed = _seed(folder) if seed is None else seed
-        settings = _plain({**data, "output": str(folder), "seed": seed})
-        self.config: RunConfig = build_config(settings, name=f"pt.{type(self).__name__}")
+
+        def build(folder: Path, seed: int) -> RunConfig:
+            rows = {name: _dataset(value, folder / f"{name}.jsonl") for name, value in inline.items()}
+            given = {name: value for name, value in rows.items() if value is not None}
+            settings = _plain({**data, **given, "output": str(folder), "seed": seed})
+            return build_config(settings, name=f"pt.{type(self).__name__}")
+
+        if output is None:
+            output = Path("runs") / f"{self.kind}-{_digest(build(Path(), 0), [*texts.values(), str(seed)])}"
+        folder = Path(output)
+        self._files = {folder / f"{name}.jsonl": text for name, text in texts.items()}
+        self.config = build(folder, _seed(folder) if seed is None else seed)
 
     def fit(self) -> RunResult:
         """Train to the end."""
@@ -158,22 +165,20 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _digest(*parts: Any) -> str:
+def _digest(config: RunConfig, more: Sequence[str]) -> str:
     """The same for the same settings; a function counts with its source, so that an edited reward is another run."""
+    parts = [dump_config(config), *more]
+    for stage in config.stages:
+        if isinstance(stage, RLSection):
+            parts += [_source(reward.fn) for reward in stage.rewards]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
 
-    def text(value: Any) -> str:
-        if isinstance(value, Path):
-            return str(value)
-        if not callable(value):
-            raise ConfigError(f"{type(value).__name__} {value!r} is no setting: use numbers, text, lists and mappings")
-        named = value if hasattr(value, "__qualname__") else type(value)
-        try:
-            source = inspect.getsource(named)
-        except (OSError, TypeError):
-            source = ""  # typed at a prompt, or not Python
-        return f"{named.__module__}:{named.__qualname__}:{source}"
 
-    return hashlib.sha256(json.dumps(_plain(parts), default=text, sort_keys=True).encode()).hexdigest()[:8]
+def _source(function: Any) -> str:
+    try:
+        return inspect.getsource(function if hasattr(function, "__code__") else type(function))
+    except (OSError, TypeError):
+        return ""  # named in a file, typed at a prompt, or not Python
 
 
 def _seed(folder: Path) -> int:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from posttrain.config import RLSection, SamplingSection
+from posttrain.console import progress_bar
 from posttrain.data.pipeline import PromptBatches
 from posttrain.metrics import Sample, Timer
 from posttrain.optim import make_optimizer
@@ -119,7 +120,8 @@ class _RLRun:
     def evaluate(self) -> Evaluation:
         assert self.inputs.eval_renderer is not None
         sampler = replace(self.sampler, renderer=self.inputs.eval_renderer, sampling=eval_sampling(self.inputs.section))
-        return run_async(evaluate(sampler, self.inputs.rubric, self.inputs.eval_examples))
+        with progress_bar(f"evaluating {len(self.inputs.eval_examples)} held-out prompts"):
+            return run_async(evaluate(sampler, self.inputs.rubric, self.inputs.eval_examples))
 
 
 def eval_sampling(section: RLSection) -> SamplingSection:
@@ -189,7 +191,7 @@ class RL(PythonRun):
 
     @classmethod
     def lengths(cls, given: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
-        """512 tokens for the prompt and 512 for the answer, or half of the row each where the model's context is less."""
+        """512 tokens for prompt and answer each, or half of the row where the model's context is less."""
         sampling = given.get("sampling")
         answer = sampling.get("max_tokens", 512) if isinstance(sampling, Mapping) else 512
         row = given.get("row_tokens", 512 + answer if isinstance(answer, int) else 1024)

@@ -1,0 +1,257 @@
+"""Every field of a configuration reaches the object that it is about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from posttrain.config import RLSection, SFTSection
+from posttrain.config_file import load_config
+from posttrain.data.pipeline import PromptBatches, SFTBatches
+from posttrain.losses.sft import DFTLoss, SFTLoss
+from posttrain.models.lora import count_parameters
+from posttrain.models.weights import ModelWeights
+from posttrain.optim import make_optimizer
+from posttrain.recipes.prepare import Prepared, RLInputs, SFTInputs, prepare
+from posttrain.recipes.rl import eval_sampling
+from posttrain.rl.advantages import centered
+from posttrain.rl.collect import Sampler
+from tests.recipes.runs import lines, posttrain, rl_stage, sft_stage, write_run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fields")
+    write_run(folder, sft_stage(), rl_stage())
+    return folder
+
+
+def prepared(folder: Path, *overrides: str) -> Prepared:
+    loaded = load_config(folder / "run.yaml", overrides)
+    return prepare(loaded.config, loaded.base_dir, offline_ok=False)
+
+
+def rl(folder: Path, *overrides: str) -> RLInputs:
+    inputs = prepared(folder, *(f"stages.rl.{text}" for text in overrides)).stages[1]
+    assert isinstance(inputs, RLInputs)
+    return inputs
+
+
+def sft(folder: Path, *overrides: str) -> SFTInputs:
+    inputs = prepared(folder, *(f"stages.sft.{text}" for text in overrides)).stages[0]
+    assert isinstance(inputs, SFTInputs)
+    return inputs
+
+
+def test_policy_loss(folder: Path) -> None:
+    loss = rl(folder, "clip_low=0.11", "clip_high=0.33", "kl_coef=0.07").algorithm.loss
+    assert (loss.clip_low, loss.clip_high, loss.kl_coef) == (0.11, 0.33, 0.07)
+    assert rl(folder).algorithm.loss.kl_coef == 0
+    algorithms = {rl(folder, f"algorithm={name}").algorithm for name in ("grpo", "dr_grpo", "dapo", "gspo", "rloo")}
+    assert len({algorithm.loss for algorithm in algorithms}) == 5
+    other = rl(folder, "algorithm=dr_grpo", "sampling.max_tokens=5").algorithm.loss
+    assert other.reduce != rl(folder, "algorithm=dr_grpo").algorithm.loss.reduce
+
+
+def test_advantage_and_rewards(folder: Path) -> None:
+    inputs = rl(folder, "advantage=posttrain.rl.advantages:centered")
+    assert inputs.algorithm.advantage is centered
+    (folder / "graded.py").write_text("def graded(completions, scale):\n    return [scale for _ in completions]\n")
+    spec = "[{fn: 'rewards_of_test.py:low', weight: 0.5}, {fn: 'graded.py:graded', args: {scale: 3}}]"
+    rewards = rl(folder, f"rewards={spec}").rubric.rewards
+    assert [(r.name, r.weight, dict(r.args)) for r in rewards] == [("low", 0.5, {}), ("graded", 1.0, {"scale": 3})]
+
+
+def test_sampling(folder: Path) -> None:
+    settings = {"max_tokens": 5, "temperature": 0.7, "top_k": 3, "top_p": 0.9, "min_p": 0.05}
+    inputs = rl(folder, *(f"sampling.{key}={value}" for key, value in settings.items()), "sampling.stop=[x]")
+
+    def sampler(seed: int) -> Sampler:
+        return Sampler(
+            engine=None,  # type: ignore[arg-type]
+            renderer=inputs.renderer,
+            sampling=inputs.section.sampling,
+            max_prompt_tokens=inputs.max_prompt_tokens,
+            seed=seed,
+        )
+
+    params = sampler(1).params(2, 3, 4)
+    assert {key: getattr(params, key) for key in settings} == settings and params.stop == ("x",)
+    assert params.stop_token_ids == inputs.renderer.tokenizer.stop_ids
+    keys = {p.key for p in (params, sampler(2).params(2, 3, 4), sampler(1).params(3, 3, 4), sampler(1).params(2, 3, 5))}
+    assert len(keys) == 4
+    greedy = eval_sampling(inputs.section)
+    assert (greedy.temperature, greedy.top_k, greedy.max_tokens, greedy.stop) == (0.0, 0, 5, ("x",))
+    warm = rl(folder, "eval_sampling={max_tokens: 4, temperature: 0.5}").section
+    assert eval_sampling(warm).temperature == 0.5
+    assert inputs.max_prompt_tokens == 11 and rl(folder, "max_prompt_tokens=7").max_prompt_tokens == 7
+
+
+def batch(inputs: SFTInputs, seed: int = 0) -> dict[str, Any]:
+    made = next(SFTBatches(inputs.section, inputs.rows, inputs.renderer, seed=seed))
+    return {"tokens": made.tokens, "loss_weight": made.loss_weight, "segments": made.segments}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "dataset.shuffle=false",
+        "dataset.skip=3",
+        "dataset.limit=2",
+        "dataset.prompt='{answer}='",
+        "dataset.completion='{prompt}'",
+        "dataset={path: rows.jsonl, chat: true, limit: 9, completion: ' '}",
+        "dataset={path: rows.jsonl, chat: true, limit: 9, completion: ' ', system: S}",
+        "packing=false",
+        "train_on_prompt=true",
+        "batch_rows=3",
+        "row_tokens=12",
+        "seed",
+    ],
+)
+def test_rows_of_sft(folder: Path, override: str) -> None:
+    plain = batch(sft(folder, "overlong=truncate"))
+    changed = batch(sft(folder), 1) if override == "seed" else batch(sft(folder, override, "overlong=truncate"))
+    same = [np.array_equal(plain[name], changed[name]) for name in plain]
+    assert not all(same)
+    if override == "train_on_prompt=true":
+        assert same == [True, False, True]
+
+
+def test_overlong(folder: Path) -> None:
+    with pytest.raises(ValueError, match="row_tokens=6"):
+        batch(sft(folder, "row_tokens=6"))
+    cut, dropped = (batch(sft(folder, "row_tokens=6", f"overlong={rule}")) for rule in ("truncate", "drop"))
+    assert not np.array_equal(cut["tokens"], dropped["tokens"])
+
+
+def test_loss_of_sft(folder: Path) -> None:
+    assert isinstance(sft(folder).loss, SFTLoss) and isinstance(sft(folder, "loss=dft").loss, DFTLoss)
+    assert isinstance(sft(folder, "loss=posttrain.losses.sft:DFTLoss").loss, DFTLoss)
+
+
+def test_prompts_of_rl(folder: Path) -> None:
+    def order(*overrides: str, seed: int = 0) -> list[int]:
+        inputs = rl(folder, *overrides)
+        section = inputs.section
+        prompts = PromptBatches(section.dataset, inputs.rows, prompts_per_step=section.prompts_per_step, seed=seed)
+        return [row.index for row in next(prompts)]
+
+    assert order("dataset.shuffle=false") == [0, 1]
+    assert order("dataset.shuffle=false", "prompts_per_step=3") == [0, 1, 2]
+    assert order() != order(seed=1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"learning_rate": 0.02},
+        {"schedule": "linear"},
+        {"schedule": "cosine"},
+        {"warmup_steps": 2},
+        {"weight_decay": 0.1},
+        {"beta1": 0.5},
+        {"beta2": 0.5},
+        {"eps": 1.0},
+    ],
+)
+def test_optimizer(folder: Path, change: dict[str, Any]) -> None:
+    section = sft(folder).section.optimizer
+
+    def moved(fields: dict[str, Any]) -> Any:
+        params = {"w": jnp.ones((2,))}
+        optimizer = make_optimizer(section.model_copy(update=fields), 4)
+        state = optimizer.init(params)
+        for gradient in (1.0, -0.3, 0.2):
+            updates, state = optimizer.update({"w": jnp.full((2,), gradient)}, state, params)
+            params = {"w": params["w"] + updates["w"]}
+        return np.asarray(params["w"])
+
+    assert not np.array_equal(moved({}), moved(change))
+
+
+def model_of(tmp_path: Path, **model: Any) -> Any:
+    """The model of the configuration as a stage loads it."""
+    from posttrain.mesh import single_device_mesh
+    from posttrain.recipes.stage import StageRun
+
+    loaded = load_config(write_run(tmp_path, sft_stage()), [f"model.{key}={value}" for key, value in model.items()])
+    ready = prepare(loaded.config, loaded.base_dir, offline_ok=False)
+    fields: dict[str, Any] = {"name": "0-sft", "kind": "sft", "folder": tmp_path, "output": tmp_path, "stop": None}
+    fields |= {"source": None, "source_name": None, "seed": loaded.config.seed, "mesh": single_device_mesh()}
+    return StageRun(model=loaded.config.model, tokenizer=ready.tokenizer, tensorboard=False, **fields).load_model()
+
+
+def test_model(tmp_path: Path) -> None:
+    plain = model_of(tmp_path)
+    assert plain.config.vocab_size == 261
+    assert plain.compute_dtype == jnp.float32 and plain.embed.embedding[...].dtype == jnp.float32
+    low = model_of(tmp_path, dtype="bfloat16", compute_dtype="float32")
+    assert low.compute_dtype == jnp.float32 and low.embed.embedding[...].dtype == jnp.bfloat16
+    trained = {
+        targets: count_parameters(model_of(tmp_path, lora=f"{{rank: 2, targets: {targets}}}")).trainable
+        for targets in ("[attention]", "[mlp]", "[attention, mlp]", "[attention.q]")
+    }
+    assert trained["[attention]"] + trained["[mlp]"] == trained["[attention, mlp]"]
+    assert 0 < trained["[attention.q]"] < trained["[attention]"]
+    rank4 = count_parameters(model_of(tmp_path, lora="{rank: 4, targets: [mlp]}")).trainable
+    assert rank4 == 2 * trained["[mlp]"]
+    assert set(ModelWeights(model_of(tmp_path, lora="{rank: 2}")).trainable()) < set(
+        ModelWeights(model_of(tmp_path, lora="{rank: 2}")).read()
+    )
+
+
+@pytest.fixture(scope="module")
+def nll(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Losses of three steps on one device for changed settings."""
+
+    def run(**changes: Any) -> list[float]:
+        folder = tmp_path_factory.mktemp("nll")
+        model = {"init": load_init(), "tokenizer": "bytes", **changes.pop("model", {})}
+        seed = changes.pop("seed", 3)
+        file = write_run(folder, sft_stage(num_steps=3, **changes), model=model, seed=seed)
+        assert posttrain("run", file).code == 0
+        return [line["nll"] for line in lines(folder / "out")]
+
+    yield run
+
+
+def load_init() -> dict[str, Any]:
+    from tests.recipes.runs import INIT
+
+    return dict(INIT)
+
+
+def test_memory_savers_change_no_result(nll: Any) -> None:
+    plain = nll(batch_rows=16)
+    np.testing.assert_allclose(nll(batch_rows=16, model={"remat": True}), plain, rtol=1e-5)
+    np.testing.assert_allclose(nll(batch_rows=16, micro_batch_rows=8), plain, rtol=1e-5)
+
+
+def test_what_changes_a_run(nll: Any) -> None:
+    plain = nll()
+    assert plain == nll()
+    assert plain != nll(seed=4)
+    clipped = nll(optimizer={"learning_rate": 1e-2, "max_grad_norm": 1e-9})
+    assert clipped[0] == plain[0] and clipped[1:] != plain[1:]
+
+
+def test_evaluation_and_checkpoints(tmp_path: Path) -> None:
+    held_out = {"path": "rows.jsonl", "chat": False, "limit": 3}
+    stage = sft_stage(num_steps=5, eval_dataset=held_out, eval_every=2, checkpoint_every=2, name="mine")
+    assert posttrain("run", write_run(tmp_path, stage, tensorboard=True)).code == 0
+    output = tmp_path / "out"
+    assert [line["step"] for line in lines(output, "0-mine") if "eval/nll" in line] == [0, 2, 4, 5]
+    kept = sorted(int(entry.name) for entry in (output / "0-mine" / "checkpoints").iterdir() if entry.name.isdigit())
+    assert kept == [4, 5]
+    assert list((output / "tensorboard").rglob("events*"))
+
+
+def test_sections_are_all_here() -> None:
+    """A new field belongs into a test of this file."""
+    assert len(SFTSection.model_fields) + len(RLSection.model_fields) == 18 + 28

@@ -1,0 +1,237 @@
+"""The command line: each mistake is one line on stderr and exit code 2; what it accepts it describes or does."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.recipes.runs import inside, posttrain, rl_stage, sft_stage, write_run
+
+GOLDEN = Path(__file__).parent / "goldens" / "models" / "llama"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    write_run(folder, sft_stage(), rl_stage())
+    (folder / "broken.py").write_text("import no_such_module\n")
+    (folder / "no_config").mkdir()
+    shutil.copytree(GOLDEN, folder / "damaged")
+    fields = json.loads((GOLDEN / "config.json").read_text())
+    (folder / "damaged" / "config.json").write_text(json.dumps({**fields, "vocab_size": 261}))
+    (folder / "damaged" / "model.safetensors").write_bytes((GOLDEN / "model.safetensors").read_bytes()[:1000])
+    return folder
+
+
+def test_check_says_what_a_run_would_do(folder: Path) -> None:
+    outcome = posttrain("check", folder / "run.yaml")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.splitlines()[1:] == [
+        "model: qwen3, 1 layers, vocabulary 261",
+        "0-sft: 24 dataset rows, 4 steps of 4 x 16 tokens (1 micro-batches)",
+        "1-rl: 24 prompts, 4 steps of 2 prompts x 4 samples = 8, up to 6 new tokens each",
+        "ok",
+    ]
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("stages.rl.num_step=3", ["stages.1.num_step: unknown field", "'num_steps'"]),
+        ("model.init.hidden_sizes=3", ["model.init: hidden_sizes: unknown field", "'hidden_size'"]),
+        ("stages.rl.num_steps=null", ["stages.1.num_steps", "got nothing"]),
+        ("stages.sft.batch_rows=-4", ["stages.0.batch_rows: must be at least 1; got -4"]),
+        ("stages.rl.sampling.temperature=-1", ["stages.1.sampling.temperature: must be at least 0; got -1"]),
+        ("stages.rl.eval_every=2", ["eval_every needs eval_dataset"]),
+        ("stages.rl.sampling.max_tokens=16", ["sampling.max_tokens=16 must be less than row_tokens=16"]),
+        ("stages.rl.row_tokens=65", ["stages.1: row_tokens=65", "max_position_embeddings=64"]),
+        ("stages.rl.max_prompt_tokens=11", ["max_prompt_tokens=11 + sampling.max_tokens=6", "row_tokens=16"]),
+        ("stages.rl.max_prompt_tokens=4", ["rows.jsonl row 0", "5 tokens", "max_prompt_tokens=4"]),
+        ("stages.rl.dataset.path=row.jsonl", ["stages.1: dataset.path: no file", "did you mean 'rows.jsonl'?"]),
+        ("stages.sft.dataset.skip=24", ["stages.0: dataset.skip=24 leaves none of the 24 rows"]),
+        ("stages.rl.dataset.prompt='{promt}'", ["stages.1", "no column 'promt'", "did you mean 'prompt'?"]),
+        ("stages.rl.rewards.0.fn=rewards_of_test.py:lo", ["has no 'lo'; did you mean 'low'?"]),
+        ("stages.rl.rewards.0.fn=reward_of_test.py:low", ["no file", "did you mean 'rewards_of_test.py'?"]),
+        ("stages.rl.rewards.0.fn=broken.py:low", ["fails to import: ModuleNotFoundError: No module", "broken.py:1"]),
+        ("stages.rl.rewards.0.fn=rewards_of_test.py:misnamed", ["no column 'anser'", "did you mean 'answer'?"]),
+        (
+            "stages.rl.rewards.0={fn: 'rewards_of_test.py:strict', args: {x: 1}}",
+            ["reward strict: it takes no argument 'x'"],
+        ),
+        ("stages.rl.algorithm=grop", ["algorithm: 'grop' is unknown; did you mean 'grpo'?"]),
+        ("stages.rl.advantage=rewards_of_test.py:lows", ["has no 'lows'; did you mean 'low'?"]),
+        ("stages.sft.loss=nl", ["loss: 'nl' is unknown; did you mean 'nll'?"]),
+        ("model={path: no_config, tokenizer: bytes}", ["no_config/config.json: no such file"]),
+        ("model={path: ./no_confi}", ["no_confi: no such file or folder; did you mean", "no_config"]),
+        ("model.init.vocab_size=100", ["bytes has 261 tokens, the model only 100", "raise model.init.vocab_size"]),
+        ("model.stop_tokens=['<none>']", ["<none>"]),
+        ("stages.dpo.num_steps=1", ["override stages.dpo.num_steps=1", "no item is called 'dpo'"]),
+        ("nonsense", ["override nonsense: must be KEY=VALUE"]),
+    ],
+)
+def test_mistakes(folder: Path, override: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with inside(folder):
+        error = posttrain("check", "run.yaml", override).error
+        assert posttrain("run", "run.yaml", override, "output=refused").error == error
+    for word in words:
+        assert word in error, error
+    assert not (folder / "refused").exists()
+
+
+def test_every_mistake_of_a_file_has_its_line(folder: Path) -> None:
+    outcome = posttrain("check", folder / "run.yaml", "sead=1", "stages.sft.num_steps=0", "stages.rl.group_size=1")
+    lines = outcome.err.splitlines()
+    assert outcome.code == 2 and len(lines) == 3 and all(line.startswith("error: ") for line in lines), outcome.err
+
+
+def test_yaml_mistakes_name_the_line(folder: Path) -> None:
+    (folder / "syntax.yaml").write_text("output: x\nseed: [1\nmodel: {}\n")
+    assert "syntax.yaml:3: not YAML" in posttrain("check", folder / "syntax.yaml").error
+    assert "no such file" in posttrain("run", folder / "rum.yaml").error
+    (folder / "list.yaml").write_text("- 1\n")
+    assert "a configuration is a mapping" in posttrain("run", folder / "list.yaml").error
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model={path: damaged, tokenizer: bytes}", ["model.safetensors: is damaged or incomplete"]),
+        ("mesh={data: 1, fsdp: 3}", ["fsdp=3", "must multiply to the number of devices, 8"]),
+        ("mesh={data: 1, fsdp: 1, tensor: 8}", ["mesh.tensor=8 must divide"]),
+        ("output=rows.jsonl/out", ["output: rows.jsonl/out: cannot be written: Not a directory"]),
+        ("output=rows.jsonl", ["output: rows.jsonl: cannot be written: File exists"]),
+    ],
+)
+def test_mistakes_that_only_a_run_can_see(folder: Path, override: str, words: list[str]) -> None:
+    with inside(folder):
+        output = [] if override.startswith("output") else [f"output=run-{abs(hash(override))}"]
+        error = posttrain("run", "run.yaml", override, *output).error
+    for word in words:
+        assert word in error, error
+
+
+def test_mistake_while_loading_does_not_occupy_the_output(folder: Path) -> None:
+    with inside(folder):
+        posttrain("run", "run.yaml", "model={path: damaged, tokenizer: bytes}", "output=again").error  # noqa: B018
+        assert "another settings" not in posttrain("run", "run.yaml", "mesh={fsdp: 1, tensor: 8}", "output=again").error
+
+
+def test_check_without_network_says_what_it_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub_model = posttrain("check", folder / "run.yaml", "model={path: someone/some-model}")
+    assert hub_model.code == 0, hub_model.err
+    notes = [line for line in hub_model.out.splitlines() if line.startswith("not checked")]
+    assert any("someone/some-model" in note for note in notes) and hub_model.out.endswith("ok\n")
+    hub_data = posttrain("check", folder / "run.yaml", "stages.rl.dataset.path=someone/some-data")
+    assert hub_data.code == 0
+    assert "stages.1: not checked, no network: dataset someone/some-data is on the hub" in hub_data.out
+    wrong = posttrain(
+        "check", folder / "run.yaml", "stages.rl.dataset.path=someone/some-data", "stages.rl.algorithm=x"
+    )
+    assert "algorithm: 'x' is unknown" in wrong.error
+
+
+def test_second_process_is_refused(folder: Path) -> None:
+    output = folder / "claimed"
+    output.mkdir()
+    with (output / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "another process is running" in posttrain("run", folder / "run.yaml", f"output={output}").error
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("finished")
+    held_out = {"path": "rows.jsonl", "chat": False, "limit": 5}
+    file = write_run(folder, sft_stage(eval_dataset=held_out), rl_stage(eval_dataset=held_out))
+    outcome = posttrain("run", file)
+    assert outcome.code == 0, outcome.err
+    return file, outcome.out
+
+
+def test_finished_run_prints_its_summary_again(finished: tuple[Path, str]) -> None:
+    file, first = finished
+    before = {path: path.stat().st_mtime_ns for path in file.parent.glob("out/*/model/*")}
+    again = posttrain("run", file)
+    assert again.code == 0
+    done, summary = again.out.split("0-sft: held-out perplexity", 1)
+    assert done.count("done before") == 2
+    assert first.endswith("0-sft: held-out perplexity" + summary) and "mean reward, 95 % interval" in summary
+    assert before == {path: path.stat().st_mtime_ns for path in file.parent.glob("out/*/model/*")}
+
+
+def test_other_settings_in_the_same_folder(finished: tuple[Path, str]) -> None:
+    file, _ = finished
+    error = posttrain("run", file, "seed=4", "stages.rl.kl_coef=0.5").error
+    assert "holds a run with other settings: seed, stages.1.kl_coef" in error
+    assert posttrain("run", file, "tensorboard=true").code == 0
+
+
+def model_of(finished: tuple[Path, str]) -> Path:
+    return finished[0].parent / "out" / "1-rl" / "model"
+
+
+def test_generate(finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    model = model_of(finished)
+    plain = posttrain("generate", model, "1+1=", "2+1=", "--max-tokens", "6", "--no-chat")
+    assert plain.code == 0, plain.err
+    first, *_ = plain.out.split("2+1=")
+    assert first.startswith("1+1=") and len(first) > len("1+1=\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n2+1=\n"))
+    assert posttrain("generate", model, "--max-tokens", "6", "--no-chat").out == plain.out
+    chat = posttrain("generate", model, "1+1=", "--max-tokens", "6").out
+    assert chat == posttrain("generate", model, "1+1=", "--max-tokens", "6", "--chat").out
+    assert not chat.startswith("1+1=")
+
+
+def test_generate_seed_and_stop(finished: tuple[Path, str]) -> None:
+    model = model_of(finished)
+
+    def sampled(*options: str) -> str:
+        return posttrain("generate", model, "1+1=", "--max-tokens", "12", "--no-chat", *options).out
+
+    warm = ["--temperature", "1", "--seed", "7"]
+    text = sampled(*warm)
+    assert text == sampled(*warm) != sampled("--temperature", "1", "--seed", "8")
+    end = text.removeprefix("1+1=").strip("\n\ufffd")[2]
+    assert sampled(*warm, "--stop", end) == "1+1=" + text.removeprefix("1+1=").split(end)[0] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--max-tokens", "100"], "more than the model's max_position_embeddings=64"),
+        (["--max-tokens", "4", "--top-p", "0"], "top_p=0.0: must be above 0"),
+        (["--max-tokens", "4", "--min-p", "1"], "min_p=1.0: must be"),
+        (["--max-tokens", "4", "--stop", ""], "stop="),
+    ],
+)
+def test_generate_mistakes(finished: tuple[Path, str], arguments: list[str], words: str) -> None:
+    assert words in posttrain("generate", model_of(finished), "1+1=", *arguments).error
+
+
+def test_generate_wants_a_model(folder: Path) -> None:
+    assert "no such folder" in posttrain("generate", folder / "nothing", "a").error
+    assert "tokenizer" in posttrain("generate", folder / "no_config", "a").error
+
+
+def test_results_are_numbers(finished: tuple[Path, str]) -> None:
+    results: list[Any] = [
+        json.loads((finished[0].parent / "out" / stage / "result.json").read_text()) for stage in ("0-sft", "1-rl")
+    ]
+    assert results[0]["after"]["eval/nll"] < results[0]["before"]["eval/nll"]
+    for when in ("before", "after"):
+        evaluation = results[1][when]
+        assert evaluation["low"] <= evaluation["mean"] <= evaluation["high"] and evaluation["n"] == 5
+        assert len(evaluation["samples"]) == 5
