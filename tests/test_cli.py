@@ -134,9 +134,7 @@ def test_check_without_network_says_what_it_left_out(folder: Path, monkeypatch: 
     hub_data = posttrain("check", folder / "run.yaml", "stages.rl.dataset.path=someone/some-data")
     assert hub_data.code == 0
     assert "stages.1: not checked, no network: dataset someone/some-data is on the hub" in hub_data.out
-    wrong = posttrain(
-        "check", folder / "run.yaml", "stages.rl.dataset.path=someone/some-data", "stages.rl.algorithm=x"
-    )
+    wrong = posttrain("check", folder / "run.yaml", "stages.rl.dataset.path=someone/some-data", "stages.rl.algorithm=x")
     assert "algorithm: 'x' is unknown" in wrong.error
 
 

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +155,3 @@ def inside(folder: Path) -> Iterator[None]:
     """`folder` as the working directory."""
     with contextlib.chdir(folder):
         yield
-
-
-Stages = Sequence[Mapping[str, Any]]

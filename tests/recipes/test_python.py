@@ -14,7 +14,7 @@ import pytest
 import posttrain as pt
 from posttrain.config import LoRA, SamplingSection
 from posttrain.recipes.python import _model_fields, _rows
-from tests.recipes.runs import INIT, ROWS, inside, sft_stage
+from tests.recipes.runs import INIT, ROWS, inside
 
 MODEL = {"init": INIT, "tokenizer": "bytes"}
 SMALL = {"num_steps": 2, "row_tokens": 16, "tensorboard": False}
@@ -150,7 +150,10 @@ def test_three_arguments_on_a_real_model(shared: Path) -> None:
     ("fields", "words"),
     [
         ({"num_step": 3}, "pt.SFT: num_step: unknown field; did you mean 'num_steps'?"),
-        ({"optimizer": {"learningrate": 1}}, "pt.SFT: optimizer.learningrate: unknown field; did you mean 'learning_rate"),
+        (
+            {"optimizer": {"learningrate": 1}},
+            "pt.SFT: optimizer.learningrate: unknown field; did you mean 'learning_rate",
+        ),
         ({"dataset": "row.jsonl"}, "dataset.path: no file"),
         ({"dataset": [{"text": object()}]}, "dataset: its rows must hold what JSON can"),
         ({"dataset": []}, "the dataset is empty"),
@@ -168,5 +171,7 @@ def test_mistakes(fields: dict[str, Any], words: str, folder: Path) -> None:
 def test_wrong_types_are_named() -> None:
     with pytest.raises(pt.ConfigError, match="dataset: row 0 is a str; give a list of dicts"):
         _rows(["1+1=2"])
-    with pytest.raises(pt.ConfigError, match="model: must be a folder, a hub id or a mapping of model fields; got a int"):
+    with pytest.raises(
+        pt.ConfigError, match="model: must be a folder, a hub id or a mapping of model fields; got a int"
+    ):
         _model_fields(3)

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.recipes.runs import lines, posttrain, rl_stage, sft_stage, start, steps, weights, write_run
+from tests.recipes.runs import INIT, lines, posttrain, rl_stage, sft_stage, start, steps, weights, write_run
 
 TIMEOUT_S = 300.0
 
 
-def wait_for(output: Path, stage: str, step: int, process: object) -> None:
+def wait_for(output: Path, stage: str, step: int, process: subprocess.Popen[str]) -> None:
     """Until the metrics have the step: the process is then about to do the next one, or to save this one."""
     end = time.monotonic() + TIMEOUT_S
     while step not in steps(output, stage):
-        assert process.poll() is None, process.communicate()[0]  # type: ignore[attr-defined]
+        assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < end, lines(output)
         time.sleep(0.002)
 
@@ -50,10 +50,10 @@ def two_stages(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted")
     finish(two_stages(folder))
-    yield folder / "out"
+    return folder / "out"
 
 
 def test_killed_in_both_stages_ends_as_never_killed(tmp_path: Path, uninterrupted: Path) -> None:
@@ -105,7 +105,7 @@ def test_adapters_interrupted_and_resumed(tmp_path: Path) -> None:
     """With LoRA, in this process and on eight devices; held-out evaluations are not repeated."""
 
     def adapted(folder: Path, at: int) -> Path:
-        model = {"init": write_init(), "tokenizer": "bytes", "lora": {"rank": 2}}
+        model = {"init": INIT, "tokenizer": "bytes", "lora": {"rank": 2}}
         held_out = {"path": "rows.jsonl", "chat": False, "limit": 3}
         rl = rl_stage(checkpoint_every=3, kl_coef=0.1, eval_dataset=held_out, eval_every=3)
         file = write_run(folder, sft_stage(num_steps=2), rl, model=model)
@@ -123,12 +123,6 @@ def test_adapters_interrupted_and_resumed(tmp_path: Path) -> None:
         assert weights(outputs[0], stage) == weights(outputs[1], stage)
     told = [[(line["step"], "eval/reward" in line) for line in lines(output, "1-rl")] for output in outputs]
     assert told[0] == told[1] == [(0, True), (1, False), (2, False), (3, False), (3, True), (4, False), (4, True)]
-
-
-def write_init() -> dict[str, object]:
-    from tests.recipes.runs import INIT
-
-    return {**INIT, "num_key_value_heads": 2}
 
 
 def test_stop_between_stages(tmp_path: Path) -> None:

@@ -1,0 +1,181 @@
+"""The loop around steps: what it calls when, what it writes, how it stops."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from posttrain.batch import Batch
+from posttrain.checkpoint import Checkpointer
+from posttrain.fit import Every, Interrupted, StopRequest, restore_latest, run_steps, stop_on_signals
+from posttrain.losses.sft import SFTLoss
+from posttrain.metrics import Sample
+from posttrain.trainer import Trainer
+from tests.tiny import tiny_model
+
+
+class Counting:
+    """Batches whose tokens depend on how many came before."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def __next__(self) -> Batch:
+        self.taken += 1
+        tokens = ((np.arange(16).reshape(2, 8) * 7 + self.taken) % 512).astype(np.int32)
+        ones = np.ones_like(tokens)
+        return Batch(
+            tokens=tokens,
+            positions=np.broadcast_to(np.arange(8, dtype=np.int32), (2, 8)).copy(),
+            segments=ones,
+            loss_weight=ones.astype(np.float32),
+        )
+
+    def state(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
+
+
+class Written:
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, Mapping[str, float]]] = []
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.lines.append((step, metrics))
+
+    def samples(self, step: int, rows: Sequence[Sample]) -> None:
+        raise AssertionError
+
+    def close(self) -> None:
+        raise AssertionError
+
+
+class Loop:
+    """A trainer with all that `run_steps` wants."""
+
+    def __init__(self, folder: Path):
+        model = tiny_model(num_layers=1, windows=(None,))
+        self.trainer = Trainer(model, SFTLoss(), optax.sgd(0.1), temperature=1.0, max_grad_norm=1.0)
+        self.data, self.sink, self.stop, self.folder = Counting(), Written(), StopRequest(), folder
+        self.evaluations: list[int] = []
+
+    def run(self, num_steps: int, *, checkpoint: int | None = None, evaluation: int | None = None) -> None:
+        def evaluate() -> dict[str, float]:
+            self.evaluations.append(self.trainer.step_number)
+            return {"eval/x": 1.0}
+
+        with Checkpointer(self.folder) as checkpointer:
+            restore_latest(self.trainer, self.data, checkpointer)
+            run_steps(
+                self.trainer,
+                self.step,
+                self.data,
+                num_steps=num_steps,
+                checkpointer=checkpointer,
+                sink=self.sink,
+                learning_rate=optax.constant_schedule(0.5),
+                every=Every(checkpoint=checkpoint, evaluation=evaluation),
+                evaluate=evaluate,
+                stop=self.stop,
+            )
+
+    def step(self) -> Mapping[str, Any]:
+        return self.trainer.step(next(self.data))
+
+    @property
+    def saved(self) -> list[int]:
+        return sorted(int(entry.name) for entry in self.folder.iterdir() if entry.name.isdigit())
+
+
+def test_what_happens_when(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.run(5, checkpoint=2, evaluation=2)
+    assert [step for step, metrics in loop.sink.lines if "grad_norm" in metrics] == [1, 2, 3, 4, 5]
+    assert loop.evaluations == [2, 4] and loop.saved == [4, 5]
+    _, metrics = loop.sink.lines[0]
+    assert metrics["learning_rate"] == 0.5 and metrics["num_tokens"] == 16
+    assert metrics["perf/tokens_per_s"] == pytest.approx(16 / metrics["step_time"])
+    loop.run(5)
+    assert loop.data.taken == 5
+
+
+def test_resumed_is_never_stopped(tmp_path: Path) -> None:
+    whole, first, second = (Loop(tmp_path / name) for name in ("whole", "parts", "parts"))
+    whole.run(4)
+    first.run(2)
+    second.run(4)
+    assert [step for step, _ in second.sink.lines] == [3, 4] and second.data.taken == 4
+    for path, value in whole.trainer.params.items():
+        np.testing.assert_array_equal(value, second.trainer.params[path])
+
+
+def test_stop_saves_and_says_where(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.stop.requested = True
+    with pytest.raises(Interrupted, match="stopped after step 1 of 3"):
+        loop.run(3)
+    assert loop.saved == [1]
+
+
+def test_stop_in_the_last_step_is_an_end(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.stop.requested = True
+    loop.run(1)
+    assert loop.saved == [1]
+
+
+def test_gradient_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.run(1)
+    params = loop.trainer.params
+    spoiled = {**params, "final_norm.scale": jnp.full_like(params["final_norm.scale"], jnp.nan)}
+    loop.trainer.restore({**loop.trainer.state(), "params": spoiled}, 1)
+    with pytest.raises(FloatingPointError, match="the gradient norm is nan"):
+        run_steps(
+            loop.trainer,
+            loop.step,
+            loop.data,
+            num_steps=3,
+            checkpointer=Checkpointer(tmp_path / "other"),
+            sink=loop.sink,
+            learning_rate=optax.constant_schedule(0.5),
+            every=Every(checkpoint=1, evaluation=None),
+            evaluate=None,
+            stop=loop.stop,
+        )
+    assert not [entry for entry in (tmp_path / "other").iterdir() if entry.name.isdigit()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_second_signal_interrupts(number: signal.Signals, capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(number)
+    with stop_on_signals() as stop:
+        os.kill(os.getpid(), number)
+        assert stop.requested and "stopping after this step" in capsys.readouterr().out
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
+
+
+def test_other_threads_leave_signals_alone() -> None:
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def work() -> None:
+        with stop_on_signals() as stop:
+            seen.append((stop.requested, signal.getsignal(signal.SIGINT)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(False, before)]
