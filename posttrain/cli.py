@@ -52,7 +52,9 @@ def check(config: ConfigPath, overrides: Overrides = None) -> None:
 def generate(
     model: Annotated[str, typer.Argument(help="A folder in Hugging Face layout or a hub id.")],
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; without any, one per line of stdin.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 128,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="New tokens at most; by default 128, or what the context leaves.")
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="0: off.")] = 0,
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,

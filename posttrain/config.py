@@ -74,10 +74,10 @@ class MeshSection(Section):
 
 class DatasetSection(Section):
     path: str
-    """A .jsonl, .json or .parquet file, a folder, a hub id, or `file.py:function` that returns rows."""
+    """A .jsonl, .json, .csv or .parquet file, a folder, a hub id, or `file.py:function` that returns rows."""
     split: str = "train"
     args: dict[str, Any] = {}
-    """Keyword arguments of the function, where `path` names one."""
+    """Keyword arguments of the function that `path` names; of a hub id, of `datasets.load_dataset`: `{name: main}`."""
     prompt: str | None = None
     """Template of the user's turn over the columns, such as `"{question}"`; by default the column `prompt`."""
     completion: str | None = None
@@ -90,6 +90,7 @@ class DatasetSection(Section):
     limit: PositiveInt | None = None
     """Rows used after `skip`, before shuffling."""
     shuffle: bool = True
+    """Draw training rows in a new random order each epoch; evaluation keeps the order."""
 
 
 class OptimizerSection(Section):
@@ -110,7 +111,7 @@ class OptimizerSection(Section):
 class TrainSection(Section):
     """Fields that every stage has."""
 
-    name: str | None = None
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
     """Folder of the stage below `output`; by default its number and kind."""
     dataset: DatasetSection
     """Rows to train on."""
@@ -125,13 +126,17 @@ class TrainSection(Section):
     """Rows per forward pass; any split gives the same gradient. Default: all rows of SFT, an eighth of RL's samples."""
     optimizer: OptimizerSection
     """AdamW; `learning_rate` at least."""
-    checkpoint_every: PositiveInt | None = None
+    checkpoint_every: PositiveInt = 25
     """Steps between checkpoints; the end is always saved."""
 
     @model_validator(mode="after")
     def _evaluation(self) -> TrainSection:
         if self.eval_every is not None and self.eval_dataset is None:
             raise ValueError("eval_every needs eval_dataset")
+        if self.optimizer.warmup_steps >= self.num_steps:
+            raise ValueError(
+                f"optimizer.warmup_steps={self.optimizer.warmup_steps} must be less than num_steps={self.num_steps}"
+            )
         return self
 
 
@@ -166,6 +171,8 @@ class RewardSection(Section):
     weight: float = 1.0
     args: dict[str, Any] = {}
     """More keyword arguments for the function."""
+    timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds for one call; after that samples are scored one by one, and who takes as long again has no reward."""
 
 
 class RolloutSection(Section):
@@ -205,6 +212,8 @@ class RLSection(TrainSection):
 
     @model_validator(mode="after")
     def _fits(self) -> RLSection:
+        if self.sampling.temperature == 0:
+            raise ValueError("sampling.temperature=0 gives equal samples, from which nothing can be learned; use 1.0")
         if self.sampling.max_tokens >= self.row_tokens:
             raise ValueError(
                 f"sampling.max_tokens={self.sampling.max_tokens} must be less than row_tokens={self.row_tokens}, "

@@ -96,9 +96,7 @@ def _evaluation(metrics: Mapping[str, float]) -> str:
         return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
     mean, low, high = (metrics[f"eval/reward{end}"] for end in ("", "_low", "_high"))
     length, clipped = (metrics[f"eval/completions/{name}"] for name in ("mean_length", "clipped_ratio"))
-    return (
-        f"held-out reward {mean:.3f} ({low:.3f} to {high:.3f}), length {length:.1f}, clipped {clipped:.0%}"
-    )
+    return f"held-out reward {mean:.3f} ({low:.3f} to {high:.3f}), length {length:.1f}, clipped {clipped:.0%}"
 
 
 class ConsoleSink:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -41,7 +42,8 @@ class StopRequest:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        print("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once", flush=True)
+        # Not `print`: the signal may have come in the middle of one.
+        os.write(2, b"stopping after this step, with a checkpoint; press Ctrl-C again to stop at once\n")
 
 
 @contextmanager
@@ -63,10 +65,11 @@ def stop_on_signals() -> Iterator[StopRequest]:
 
 @dataclass(frozen=True, kw_only=True)
 class Every:
-    """How often things happen, in steps; None: only at the end."""
+    """How often things happen, in steps."""
 
-    checkpoint: int | None
+    checkpoint: int
     evaluation: int | None
+    """None: only before the first and after the last step."""
 
 
 def restore_latest(trainer: Trainer, data: Resumable, checkpointer: Checkpointer) -> bool:
@@ -101,7 +104,8 @@ def run_steps(
     try:
         while trainer.step_number < num_steps:
             start = time.perf_counter()
-            metrics: Metrics = {**step(), "learning_rate": learning_rate(trainer.step_number)}
+            rate = learning_rate(trainer.step_number)
+            metrics: Metrics = {**step(), "learning_rate": rate}
             host = to_host(metrics)
             check_finite(host, trainer.step_number)
             seconds = time.perf_counter() - start
@@ -114,8 +118,7 @@ def run_steps(
                 and done < num_steps
             ):
                 sink.write(done, evaluate())
-                compiles.metrics()
-            if stop.requested or done == num_steps or (every.checkpoint is not None and done % every.checkpoint == 0):
+            if stop.requested or done == num_steps or done % every.checkpoint == 0:
                 checkpointer.save(done, trainer.state(), {"step": done, "data": data.state()})
             if stop.requested and done < num_steps:
                 checkpointer.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -65,18 +64,5 @@ def param_sharding(mesh: Mesh, name: str, dims: Sequence[str], shape: Sequence[i
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, BATCH_SPEC)
-
-
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
-
-
-def put_batch(mesh: Mesh, batch: Any) -> Any:
-    """Host rows onto the mesh; the number of rows must be a multiple of data x fsdp."""
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    rows = jax.tree.leaves(batch)[0].shape[0]
-    if rows % shards:
-        raise ConfigError(f"a batch of {rows} rows cannot be split over data x fsdp = {shards} devices; use a multiple")
-    return jax.device_put(batch, batch_sharding(mesh))

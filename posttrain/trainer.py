@@ -175,8 +175,9 @@ class Trainer:
             output = self._loss_output({**frozen, **params}, batch)
             return jnp.asarray(output.loss.total), output
 
-        gradient, output = jax.grad(total, has_aux=True)(params)
-        return jax.tree.map(lambda g: g.astype(jnp.float32), gradient), output
+        # With respect to float32 copies, so that what is added up over chunks and tokens is added up in float32.
+        gradient, output = jax.grad(total, has_aux=True)(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+        return gradient, output
 
     def _step_program(
         self, params: Weights, frozen: Weights, opt_state: Any, micro: Batch, count: Array

@@ -120,7 +120,7 @@ def test_mistakes_that_only_a_run_can_see(folder: Path, override: str, words: li
 def test_mistake_while_loading_does_not_occupy_the_output(folder: Path) -> None:
     with inside(folder):
         posttrain("run", "run.yaml", "model={path: damaged, tokenizer: bytes}", "output=again").error  # noqa: B018
-        assert "another settings" not in posttrain("run", "run.yaml", "mesh={fsdp: 1, tensor: 8}", "output=again").error
+        assert "other settings" not in posttrain("run", "run.yaml", "mesh={fsdp: 1, tensor: 8}", "output=again").error
 
 
 def test_check_without_network_says_what_it_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

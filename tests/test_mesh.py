@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from posttrain.config import ConfigError, MeshSection
-from posttrain.mesh import batch_sharding, make_mesh, param_sharding, put_batch, replicated, single_device_mesh
+from posttrain.mesh import make_mesh, param_sharding, replicated, single_device_mesh
 
 
 @pytest.mark.parametrize(
@@ -55,17 +55,6 @@ def test_names_of_dimensions_become_shardings() -> None:
     assert str(raised.value) == (
         "mesh.tensor=2 must divide the dimension 'vocab' (7) of head.kernel; use a divisor of 7"
     )
-
-
-def test_rows_are_split_over_both_data_axes() -> None:
-    mesh = make_mesh(MeshSection(data=2, fsdp=2, tensor=2))
-    placed = put_batch(mesh, {"tokens": np.arange(32).reshape(8, 4)})["tokens"]
-    assert placed.sharding == batch_sharding(mesh)
-    assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 4)}
-    np.testing.assert_array_equal(placed, np.arange(32).reshape(8, 4))
-    with pytest.raises(ConfigError) as raised:
-        put_batch(mesh, {"tokens": np.zeros((6, 4))})
-    assert str(raised.value) == "a batch of 6 rows cannot be split over data x fsdp = 4 devices; use a multiple"
 
 
 def test_single_device_and_replicated() -> None:

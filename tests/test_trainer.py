@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 
 import jax
@@ -152,3 +154,17 @@ def test_evaluate_adds_up_over_batches_and_changes_nothing() -> None:
 def test_clipping_bounds_the_update() -> None:
     update = moved(trainer(max_grad_norm=0.1), rows(0))
     assert_allclose(np.sqrt(sum((u**2).sum() for u in update.values())), 0.1, rtol=1e-4)
+
+
+def test_the_compiled_step_holds_no_array_of_rows_times_tokens_times_vocabulary() -> None:
+    vocab, length = 8192, 256
+    t = trainer(model=tiny_model(vocab_size=vocab), optimizer=make_optimizer(OptimizerSection(learning_rate=1e-3), 10))
+    tokens = np.ones((4, length), np.int32)
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape).copy()
+    batch = Batch(tokens=tokens, positions=positions, segments=tokens, loss_weight=np.ones(tokens.shape, np.float32))
+    micro, count = t._micro_batches(batch)
+    compiled = t._step.lower(t.params, t._frozen, t._opt_state, micro, count).compile()
+    text, whole = compiled.as_text(), 4 * length * vocab
+    shapes = {tuple(map(int, s.split(","))) for s in re.findall(r"(?:f32|bf16)\[([\d,]+)\]", text)}
+    assert max(map(math.prod, shapes)) < whole
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * whole

@@ -55,7 +55,7 @@ class SFTBatches(Stream):
     """
 
     def __init__(self, section: SFTSection, rows: Rows, renderer: Renderer, *, seed: int) -> None:
-        tokenize = _tokenizer(section, section.dataset, rows, renderer)
+        tokenize = row_tokenizer(section, section.dataset, rows, renderer)
         _require_one(rows, tokenize, section.row_tokens)
         identity = {
             "dataset": fingerprint(section.dataset, rows),
@@ -114,7 +114,7 @@ def eval_batches(section: SFTSection, dataset: DatasetSection, rows: Rows, rende
     """One pass over a dataset in its order; the last batch is filled with empty rows."""
     import grain
 
-    tokenize = _tokenizer(section, dataset, rows, renderer)
+    tokenize = row_tokenizer(section, dataset, rows, renderer)
     _require_one(rows, tokenize, section.row_tokens)
     examples = grain.MapDataset.range(len(rows)).map(tokenize)
     for batch in _rows(section, examples).batch(section.batch_rows, drop_remainder=False):
@@ -158,9 +158,11 @@ def _rows(section: SFTSection, examples: Any) -> Any:
     return pack(ahead, row_tokens=section.row_tokens, window_rows=section.batch_rows, packing=section.packing)
 
 
-def _tokenizer(
+def row_tokenizer(
     section: SFTSection, dataset: DatasetSection, rows: Rows, renderer: Renderer
 ) -> Callable[[int], dict[str, np.ndarray] | None]:
+    """A function from a row's number to its sequence; None for one that is left out as too long."""
+
     def tokenize(index: int) -> dict[str, np.ndarray] | None:
         try:
             example = tokenize_example(rows[index], dataset, renderer, section.train_on_prompt)

@@ -237,6 +237,12 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
+def check_lora(config: ModelConfig, lora: LoRA) -> None:
+    """ConfigError where the adapter does not fit the model; no weights are needed."""
+    outline = _outline(config, jnp.dtype(jnp.float32), None, remat=False)
+    nnx.eval_shape(lambda model: attach_lora(model, lora, seed=0), outline)
+
+
 def _outline(config: ModelConfig, dtype: np.dtype, compute_dtype: DTypeLike | None, remat: bool) -> Decoder:
     """A decoder with shapes in place of arrays."""
     compute = dtype if compute_dtype is None else jnp.dtype(compute_dtype)

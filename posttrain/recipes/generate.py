@@ -11,9 +11,11 @@ from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.native import NativeEngine
+from posttrain.rollout.stopping import before_stop
 from posttrain.rollout.types import SamplingParams, sample_key
 
 MAX_SLOTS = 64
+DEFAULT_NEW_TOKENS = 128
 
 
 def generate(
@@ -21,7 +23,7 @@ def generate(
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     temperature: float,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -32,14 +34,17 @@ def generate(
 ) -> list[str]:
     """One completion of each prompt, without stop token or stop string.
 
-    `chat`: wrap each prompt as a user's turn in the tokenizer's template; by default if it has one. `seed`: by default
-    drawn from the system. ConfigError for settings out of range, and for prompts that are empty or too long.
+    `max_new_tokens`: None for 128, or for what the longest prompt leaves of the model's context. `chat`: wrap each
+    prompt as a user's turn in the tokenizer's template; by default if it has one. `seed`: by default drawn from the
+    system. ConfigError for settings out of range, and for prompts that are empty or too long.
     """
     if not prompts:
         return []
     renderer = Renderer(tokenizer, tokenizer.chat_template is not None if chat is None else chat)
     rendered = [renderer.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
     seed = secrets.randbits(31) if seed is None else seed
+    if max_new_tokens is None:
+        max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, model.config.max_positions - max(map(len, rendered))))
     _check_lengths(model, rendered, max_new_tokens)
     try:
         common = SamplingParams(
@@ -67,7 +72,7 @@ def generate(
         completions = engine.generate_all(rendered, params)
     finally:
         engine.close()
-    return [_before_stop(tokenizer.decode(c.tokens), stop) for c in completions]
+    return [before_stop(tokenizer.decode(c.tokens), stop) for c in completions]
 
 
 def _check_lengths(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
@@ -80,8 +85,3 @@ def _check_lengths(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tok
                 f"generate: prompt {index} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} that is more "
                 f"than the model's max_position_embeddings={longest}; shorten the prompt, or ask for fewer new tokens"
             )
-
-
-def _before_stop(text: str, stop: Sequence[str]) -> str:
-    ends = [text.find(s) for s in stop if s in text]
-    return text[: min(ends)] if ends else text

@@ -13,18 +13,21 @@ from posttrain.config import ConfigError, DatasetSection, RLSection, RunConfig, 
 from posttrain.config_file import resolve_path
 from posttrain.console import progress
 from posttrain.data.chat import Renderer
-from posttrain.data.format import prompt_is_text, prompt_messages, tokenize_example, use_chat
+from posttrain.data.format import prompt_is_text, prompt_messages, use_chat
 from posttrain.data.hub import hub_is_reachable, is_hub_id
+from posttrain.data.pipeline import row_tokenizer
 from posttrain.data.sources import FILE_SUFFIXES, Rows, load_rows
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.imports import did_you_mean, import_object, is_object_spec
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.models.config import ModelConfig
+from posttrain.models.load import check_lora
 from posttrain.recipes.source import path_exists, read_model_config, tokenizer_name
 from posttrain.rl.algorithms import Algorithm, make_algorithm
 from posttrain.rl.rewards import Reward, Rubric, missing_arguments
 from posttrain.rl.types import Example
 
+CHECKED_ROWS = 20_000
 SFT_LOSSES: dict[str, Callable[[], TokenLoss]] = {"nll": SFTLoss, "dft": DFTLoss}
 
 
@@ -119,6 +122,8 @@ def _read_model(prepared: Prepared) -> None:
         prepared.notes.append(f"not checked, no network: the model {config.model.path}, which run downloads")
         return
     prepared.model = model
+    if config.model.lora is not None:
+        check_lora(model, config.model.lora)
     if config.model.tokenizer is not None and vocab_size is not None and vocab_size > model.vocab_size:
         raise ConfigError(
             f"model.tokenizer: {config.model.tokenizer} has {vocab_size} tokens, the model only {model.vocab_size}; "
@@ -165,20 +170,29 @@ def rows_of(section: DatasetSection, base_dir: Path) -> Rows:
 
 
 def _prepare_sft(section: SFTSection, tokenizer: Tokenizer, base_dir: Path) -> SFTInputs:
+    loss = _sft_loss(section, base_dir)
     rows, renderer = _rows_and_renderer(section.dataset, tokenizer, base_dir)
-    tokenize_example(rows[0], section.dataset, renderer, section.train_on_prompt)
+    _check_sequences(section, section.dataset, rows, renderer)
     eval_rows, eval_renderer = None, None
     if section.eval_dataset is not None:
         eval_rows, eval_renderer = _rows_and_renderer(section.eval_dataset, tokenizer, base_dir)
-        tokenize_example(eval_rows[0], section.eval_dataset, eval_renderer, section.train_on_prompt)
+        _check_sequences(section, section.eval_dataset, eval_rows, eval_renderer)
     return SFTInputs(
         section=section,
         renderer=renderer,
         rows=rows,
         eval_renderer=eval_renderer,
         eval_rows=eval_rows,
-        loss=_sft_loss(section, base_dir),
+        loss=loss,
     )
+
+
+def _check_sequences(section: SFTSection, dataset: DatasetSection, rows: Rows, renderer: Renderer) -> None:
+    """Tokenize rows as training will, so that mistakes show before it: all, or `CHECKED_ROWS` spread evenly."""
+    tokenize = row_tokenizer(section, dataset, rows, renderer)
+    chosen = range(0, len(rows), -(-len(rows) // CHECKED_ROWS))
+    for index in progress(chosen, f"checking rows of {rows.name}", len(chosen)):
+        tokenize(index)
 
 
 def _prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> RLInputs:
@@ -244,15 +258,15 @@ def _check_columns(rubric: Rubric, rows: Rows) -> None:
 def _rubric(section: RLSection, base_dir: Path) -> Rubric:
     rewards = []
     for item in section.rewards:
-        function = object_of(item.fn, base_dir) if isinstance(item.fn, str) else item.fn
+        function = _callable(item.fn, "rewards.fn", base_dir) if isinstance(item.fn, str) else item.fn
         if not callable(function):
             raise ConfigError(f"rewards.fn={item.fn!r} is not a function; name one as file.py:function")
-        rewards.append(Reward(function=function, weight=item.weight, args=item.args))
+        rewards.append(Reward(function=function, weight=item.weight, args=item.args, timeout_s=item.timeout_s))
     return Rubric(rewards)
 
 
 def _algorithm(section: RLSection, base_dir: Path) -> Algorithm:
-    advantage: Any = None if section.advantage is None else object_of(section.advantage, base_dir)
+    advantage = None if section.advantage is None else _callable(section.advantage, "advantage", base_dir)
     return make_algorithm(
         section.algorithm,
         max_tokens=section.sampling.max_tokens,
@@ -267,12 +281,18 @@ def _sft_loss(section: SFTSection, base_dir: Path) -> TokenLoss:
     if section.loss in SFT_LOSSES:
         return SFT_LOSSES[section.loss]()
     if is_object_spec(section.loss):
-        made: Any = object_of(section.loss, base_dir)
-        return made()
+        return _callable(section.loss, "loss", base_dir)()
     raise ConfigError(
         f"loss: {section.loss!r} is unknown{did_you_mean(section.loss, SFT_LOSSES)}; "
         f"there are {', '.join(SFT_LOSSES)}, or name your own as module:Class"
     )
+
+
+def _callable(spec: str, field: str, base_dir: Path) -> Any:
+    found = object_of(spec, base_dir)
+    if not callable(found):
+        raise ConfigError(f"{field}: {spec} is a {type(found).__name__}, not a function or class")
+    return found
 
 
 def object_of(spec: str, base_dir: Path) -> object:

@@ -12,7 +12,7 @@ import numpy as np
 from posttrain.config import RLSection, SamplingSection
 from posttrain.console import progress_bar
 from posttrain.data.pipeline import PromptBatches
-from posttrain.metrics import Sample, Timer
+from posttrain.metrics import Sample, Timer, to_host
 from posttrain.optim import make_optimizer
 from posttrain.recipes.prepare import RLInputs
 from posttrain.recipes.python import PythonRun
@@ -21,7 +21,7 @@ from posttrain.rl.aio import run_async
 from posttrain.rl.cluster import Cluster
 from posttrain.rl.collect import Sampler
 from posttrain.rl.evaluate import Evaluation, evaluate
-from posttrain.rl.loop import StepResult, StepSettings, rl_step
+from posttrain.rl.loop import StepResult, StepSettings, check_agreement, rl_step
 from posttrain.rollout.native import NativeEngine
 from posttrain.trainer import Trainer
 
@@ -46,7 +46,9 @@ def run_rl(stage: StageRun, inputs: RLInputs) -> None:
             outcome = run.step(timer)
             if run.trainer.step_number % section.samples_every == 0 or run.trainer.step_number == 1:
                 sinks.samples(run.trainer.step_number, step_samples(outcome, section.group_size))
-            return outcome.metrics | timer.metrics()
+            metrics = to_host(outcome.metrics)
+            check_agreement(metrics, run.trainer.step_number)
+            return metrics | timer.metrics()
 
         try:
             stage.train(

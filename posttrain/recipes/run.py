@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,7 @@ def run(config: RunConfig, base_dir: Path) -> RunResult:
                 run_sft(stage, inputs)
             else:
                 run_rl(stage, inputs)
+            gc.collect()  # a trainer and its programs form a cycle that holds the weights
     results = [json.loads((output / name / "result.json").read_text(encoding="utf-8")) for name in names]
     result = RunResult(output=output, stages=names, results=results)
     print_summary(result.output, names, results, config)

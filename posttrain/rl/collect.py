@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from posttrain.config import ConfigError, SamplingSection
 from posttrain.data.chat import Message, Renderer
 from posttrain.rl.types import Env, Example, Group, SingleTurn, Trajectory
+from posttrain.rollout.stopping import before_stop
 from posttrain.rollout.types import RolloutEngine, SamplingParams, sample_key
 
 
@@ -69,9 +70,7 @@ class Sampler:
         )
 
     def _text(self, tokens: Sequence[int]) -> str:
-        text = self.renderer.tokenizer.decode(tokens)
-        ends = [text.find(stop) for stop in self.sampling.stop if stop in text]
-        return text[: min(ends)] if ends else text
+        return before_stop(self.renderer.tokenizer.decode(tokens), self.sampling.stop)
 
 
 async def collect(sampler: Sampler, examples_P: Sequence[Example], group_size: int, step: int) -> list[Group]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from posttrain.config import ConfigError
 from posttrain.rl.collect import Sampler, collect
 from posttrain.rl.rewards import Rubric
 from posttrain.rl.statistics import Interval, mean_interval
@@ -25,7 +26,11 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         samples = [s for group in self.groups_P for s in group]
-        parts = {f"eval/rewards/{n}/mean": float(np.nanmean(p)) for n, p in self.rewards.parts_PG.items()}
+        parts = {
+            f"eval/rewards/{name}/mean": float(np.nanmean(part))
+            for name, part in self.rewards.parts_PG.items()
+            if not np.isnan(part).all()
+        }
         return {
             "eval/reward": self.interval.mean,
             "eval/reward_low": self.interval.low,
@@ -41,6 +46,8 @@ async def evaluate(sampler: Sampler, rubric: Rubric, examples: Sequence[Example]
     groups_P = await collect(sampler, examples, group_size, EVAL_STEP)
     rewards = await rubric.score(groups_P)
     valid = ~np.isnan(rewards.total_PG)
+    if not valid.any():
+        raise ConfigError("evaluation: no sample has a valid reward; see that the rewards apply to eval_dataset")
     prompts = np.repeat(np.arange(len(groups_P))[:, None], group_size, axis=1)
     interval = mean_interval(rewards.total_PG[valid], prompts[valid])
     return Evaluation(groups_P=groups_P, rewards=rewards, interval=interval)

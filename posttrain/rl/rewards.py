@@ -11,7 +11,7 @@ import numbers
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,7 +30,7 @@ class Reward:
     function: RewardFunction
     weight: float
     args: Mapping[str, Any] = field(default_factory=dict)
-    timeout_s: float = 60.0
+    timeout_s: float
 
     @property
     def name(self) -> str:
@@ -77,7 +77,11 @@ class Rubric:
         total = _weighted_sum(self.rewards, parts)
         for error in errors:
             total[error.prompt, error.sample] = np.nan
-        metrics = {name: float(np.mean(values)) for call in calls for name, values in call.metrics.items()}
+        metrics = {
+            f"rewards/{call.reward.name}/{name}": float(np.mean(values))
+            for call in calls
+            for name, values in call.metrics.items()
+        }
         extras = {name: values for call in calls for name, values in call.extras.items()}
         return Rewards(total_PG=total, parts_PG=parts, errors=errors, metrics=metrics, extras=extras)
 
@@ -86,6 +90,10 @@ def _weighted_sum(rewards: Sequence[Reward], parts: Mapping[str, np.ndarray]) ->
     """Sum over the functions that apply; NaN where none does."""
     stacked = np.stack([parts[r.name] * np.float32(r.weight) for r in rewards])
     return np.where(np.isnan(stacked).all(axis=0), np.nan, np.nansum(stacked, axis=0)).astype(np.float32)
+
+
+class _DeadlineError(Exception):
+    """Ours, and so told apart from a TimeoutError that a function raises itself."""
 
 
 class _Call:
@@ -103,9 +111,6 @@ class _Call:
     async def run(self) -> None:
         try:
             self.values = await self._values(self.samples)
-        except TimeoutError:
-            self._fail(range(len(self.samples)), "timeout", f"no answer within {self.reward.timeout_s} s")
-            self.values = [math.nan] * len(self.samples)
         except ConfigError:
             raise
         except Exception:
@@ -117,37 +122,42 @@ class _Call:
             )
 
     async def _one_by_one(self) -> None:
-        """After an exception only the samples that cause it lose their reward."""
+        """After a failure each sample is scored alone, side by side: only those that cause it lose their reward.
+
+        What the functions logged is dropped, since it would be in another order than the samples.
+        """
+        self.values = [value for (value,) in await asyncio.gather(*map(self._alone, range(len(self.samples))))]
         self.metrics.clear()
         self.extras.clear()
-        self.values = []
-        for index, sample in enumerate(self.samples):
-            try:
-                self.values += await self._values([sample])
-            except TimeoutError:
-                self._fail([index], "timeout", f"no answer within {self.reward.timeout_s} s")
-                self.values.append(math.nan)
-            except ConfigError:
-                raise
-            except Exception as error:
-                self._fail([index], "error", f"{type(error).__name__}: {error}")
-                self.values.append(math.nan)
-        # Extra columns need one value per sample; a partial column would be misaligned.
-        self.extras = {k: v for k, v in self.extras.items() if len(v) == len(self.samples)}
 
-    def _fail(self, indices: Sequence[int] | range, kind: Any, message: str) -> None:
-        for index in indices:
-            prompt, sample = divmod(index, self.group_size)
-            self.errors.append(
-                RewardError(function=self.reward.name, prompt=prompt, sample=sample, kind=kind, error=message)
-            )
+    async def _alone(self, index: int) -> list[float]:
+        try:
+            return await self._values([self.samples[index]])
+        except ConfigError:
+            raise
+        except _DeadlineError:
+            self._fail(index, "timeout", f"no answer within {self.reward.timeout_s:g} s")
+        except Exception as error:
+            self._fail(index, "error", f"{type(error).__name__}: {error}")
+        return [math.nan]
+
+    def _fail(self, index: int, kind: Literal["error", "timeout"], message: str) -> None:
+        prompt, sample = divmod(index, self.group_size)
+        self.errors.append(
+            RewardError(function=self.reward.name, prompt=prompt, sample=sample, kind=kind, error=message)
+        )
 
     async def _values(self, samples: Sequence[Trajectory]) -> list[float]:
         function, keywords = self.reward.function, self._keywords(samples)
         if inspect.iscoroutinefunction(function):
-            result = await asyncio.wait_for(function(**keywords), self.reward.timeout_s)
+            call: asyncio.Future[Any] = asyncio.ensure_future(function(**keywords))
         else:
-            result = await asyncio.wait_for(_in_daemon_thread(function, keywords), self.reward.timeout_s)
+            call = _in_daemon_thread(function, keywords)
+        done, _ = await asyncio.wait([call], timeout=self.reward.timeout_s)
+        if not done:
+            call.cancel()
+            raise _DeadlineError
+        result = call.result()
         return _checked(self.reward.name, result, len(samples))
 
     def _keywords(self, samples: Sequence[Trajectory]) -> dict[str, Any]:

@@ -109,21 +109,9 @@ class Rewards:
     """Unweighted, by the function's name."""
     errors: Sequence[RewardError]
     metrics: Mapping[str, float]
-    """What the functions gave to `log_metric`, averaged."""
+    """What the functions gave to `log_metric`, averaged, as `rewards/<function>/<name>`."""
     extras: Mapping[str, Sequence[Any]]
     """What the functions gave to `log_extra`: a column of the samples table, in order (p, g)."""
-
-    def select(self, prompts: Sequence[int]) -> Rewards:
-        """The rewards of some of the prompts."""
-        group = self.total_PG.shape[1]
-        flat = [p * group + g for p in prompts for g in range(group)]
-        return Rewards(
-            total_PG=self.total_PG[list(prompts)],
-            parts_PG={name: part[list(prompts)] for name, part in self.parts_PG.items()},
-            errors=[error for error in self.errors if error.prompt in set(prompts)],
-            metrics=self.metrics,
-            extras={name: [column[i] for i in flat] for name, column in self.extras.items()},
-        )
 
 
 RewardFunction = Callable[..., Any]

@@ -174,9 +174,10 @@ class Programs:
         key = (key, loaded.layout)
         if key not in self._compiled:
             start = time.perf_counter()
+            source = loaded.source  # not `loaded`, whose arrays would live as long as the program
 
             def bound(weights: Weights, cache: KVCache, *args: Any) -> Any:
-                return function(loaded.source.bind(weights), cache, *args)
+                return function(source.bind(weights), cache, *args)
 
             placed = jax.tree.map(lambda x: x.sharding, cache)
             program = jax.jit(bound, donate_argnums=1, out_shardings=(placed, None))

@@ -5,6 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """The text before the first stop string in it.
+
+    >>> before_stop("one. two; three", (";", "."))
+    'one'
+    """
+    ends = [text.find(stop) for stop in stops if stop in text]
+    return text[: min(ends)] if ends else text
+
+
 def first_completed(
     decode: Callable[[Sequence[int]], str], tokens: Sequence[int], num_new: int, stops: Sequence[str]
 ) -> int | None:

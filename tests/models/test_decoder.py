@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from posttrain.batch import Batch
 from posttrain.config import ConfigError, MeshSection
 from posttrain.kernels.token_stats import token_stats
-from posttrain.mesh import make_mesh, put_batch
+from posttrain.mesh import BATCH_SPEC, make_mesh
 from posttrain.models import decoder
 from posttrain.models.cache import empty_cache
 from posttrain.models.config import stages_of
@@ -193,8 +192,8 @@ def test_eight_devices_are_one(monkeypatch: pytest.MonkeyPatch, scan: bool) -> N
     kernel = spread.stages[0].blocks[0].mlp.up.kernel[...]
     assert kernel.addressable_shards[0].data.shape == (2, 32 // 4, 48 // 2)
     tokens = rows(6, 8, 10)
-    batch = put_batch(mesh, Batch(tokens=tokens, positions=tokens, segments=tokens, loss_weight=tokens * 1.0))
-    assert_same_gradients(gradients(alone, tokens), gradients(spread, batch.tokens))
+    placed = jax.device_put(tokens, NamedSharding(mesh, BATCH_SPEC))
+    assert_same_gradients(gradients(alone, tokens), gradients(spread, placed))
 
 
 def test_mesh_that_does_not_fit() -> None:

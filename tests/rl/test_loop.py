@@ -23,12 +23,12 @@ from posttrain.rl.algorithms import ALGORITHMS, make_algorithm
 from posttrain.rl.cluster import Cluster, Role
 from posttrain.rl.collect import Sampler, collect
 from posttrain.rl.evaluate import evaluate
-from posttrain.rl.loop import StepResult, StepSettings, rl_step
+from posttrain.rl.loop import StepResult, StepSettings, check_agreement, rl_step
 from posttrain.rl.rewards import Reward, Rubric
 from posttrain.rl.types import Example
 from posttrain.rollout.native import NativeEngine
 from posttrain.trainer import Trainer
-from tests.tiny import tiny_model
+from tests.tiny import shake, tiny_model
 
 GROUP, NEW, ROW = 4, 8, 16
 
@@ -76,7 +76,7 @@ class World:
         self.cluster = Cluster(self.trainer, engine, keep_reference=True)
         renderer = Renderer(tokenizer, False)
         self.sampler = Sampler(engine=engine, renderer=renderer, sampling=settings, max_prompt_tokens=ROW - NEW, seed=7)
-        self.rubric = Rubric([Reward(function=reward, weight=1.0)])
+        self.rubric = Rubric([Reward(function=reward, weight=1.0, timeout_s=60.0)])
         self.settings = StepSettings(
             group_size=GROUP, row_tokens=ROW, num_rows=3 * GROUP, recompute_old_logps=recompute
         )
@@ -196,3 +196,13 @@ def test_evaluation_repeats_itself_and_has_an_interval(tokenizer: Tokenizer) -> 
     assert [g[0].text for g in first.groups_P] == [g[0].text for g in second.groups_P]
     assert first.interval.low <= first.interval.mean <= first.interval.high
     assert first.metrics()["eval/reward"] == first.interval.mean
+
+
+def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(tokenizer: Tokenizer) -> None:
+    good = to_host(World(tokenizer).step().metrics)
+    check_agreement(good, 1)
+    stale = World(tokenizer)
+    shake(stale.trainer.model, seed=1, stddev=0.3)  # the engine still has the weights of before
+    bad = to_host(stale.step().metrics)
+    with pytest.raises(RuntimeError, match="step 1: sampler and trainer disagree by"):
+        check_agreement(bad, 1)
