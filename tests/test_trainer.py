@@ -157,7 +157,7 @@ def test_clipping_bounds_the_update() -> None:
 
 
 def test_the_compiled_step_holds_no_array_of_rows_times_tokens_times_vocabulary() -> None:
-    vocab, length = 8192, 256
+    vocab, length = 32768, 512
     t = trainer(model=tiny_model(vocab_size=vocab), optimizer=make_optimizer(OptimizerSection(learning_rate=1e-3), 10))
     tokens = np.ones((4, length), np.int32)
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape).copy()
