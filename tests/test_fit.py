@@ -70,7 +70,7 @@ class Loop:
         self.data, self.sink, self.stop, self.folder = Counting(), Written(), StopRequest(), folder
         self.evaluations: list[int] = []
 
-    def run(self, num_steps: int, *, checkpoint: int | None = None, evaluation: int | None = None) -> None:
+    def run(self, num_steps: int, *, checkpoint: int = 1000, evaluation: int | None = None) -> None:
         def evaluate() -> dict[str, float]:
             self.evaluations.append(self.trainer.step_number)
             return {"eval/x": 1.0}
@@ -158,11 +158,11 @@ def test_gradient_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_second_signal_interrupts(number: signal.Signals, capsys: pytest.CaptureFixture[str]) -> None:
+def test_second_signal_interrupts(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(number)
     with stop_on_signals() as stop:
         os.kill(os.getpid(), number)
-        assert stop.requested and "stopping after this step" in capsys.readouterr().out
+        assert stop.requested and "stopping after this step" in capfd.readouterr().err
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
