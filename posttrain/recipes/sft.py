@@ -67,7 +67,7 @@ class SFT(PythonRun):
         "num_steps": 100,
         "batch_rows": 8,
         "overlong": "truncate",
-        "optimizer": {"learning_rate": 2e-5, "schedule": "cosine", "warmup_steps": 10},
+        "optimizer": {"learning_rate": 2e-5, "schedule": "cosine"},
     }
     lora_learning_rate = 2e-4
 

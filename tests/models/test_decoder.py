@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.config import ConfigError, MeshSection
