@@ -20,10 +20,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from posttrain.models.config import AttentionConfig, BlockConfig, MLPConfig, ModelConfig, Rope, stages_of
 from posttrain.models.decoder import Decoder
+from posttrain.models.load import init_model
 from posttrain.rollout.native import NativeEngine
 from posttrain.rollout.types import SamplingParams, sample_key
 
@@ -48,19 +47,19 @@ class Work:
 
     @property
     def model(self) -> Decoder:
-        attention = AttentionConfig(
-            num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, rope=Rope(theta=1e6)
-        )
-        config = ModelConfig(
-            model_type="llama",
-            vocab_size=self.vocab_size,
-            embed_dim=self.embed_dim,
-            norm_eps=1e-6,
-            tie_embeddings=True,
-            max_positions=1024,
-            stages=stages_of((BlockConfig(attention=attention, mlp=MLPConfig(dim=self.mlp_dim)),) * self.num_layers),
-        )
-        return Decoder(config, dtype=jnp.float32, compute_dtype=jnp.float32, remat=False, rngs=nnx.Rngs(0))
+        fields = {
+            "model_type": "llama",
+            "hidden_size": self.embed_dim,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.mlp_dim,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": 1024,
+            "tie_word_embeddings": True,
+        }
+        return init_model(fields, dtype=jnp.float32, seed=0)
 
     @property
     def flops(self) -> float:

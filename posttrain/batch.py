@@ -48,6 +48,12 @@ class Batch:
         return self.tokens.shape  # type: ignore[return-value]
 
 
+def rows_per_pass(total: int, wanted: int | None, shards: int) -> int:
+    """Rows of one forward pass over `total`: all or `wanted`, rounded up to a multiple of the devices they are on."""
+    rows = total if wanted is None else min(wanted, total)
+    return -(-rows // shards) * shards
+
+
 @pytree
 class TokenStats:
     """What one forward pass says of each token, float32; 0 at the first token of a sequence and at padding."""

@@ -21,7 +21,8 @@ from posttrain.tree import path_str
 
 Tree = TypeVar("Tree")
 
-_FORMAT = 1
+FORMAT = 2
+"""Of the host part; a checkpoint of another one is refused."""
 
 
 class Checkpointer:
@@ -70,7 +71,7 @@ class Checkpointer:
         except (TypeError, ValueError) as error:
             raise ValueError(f"checkpoint: host must be JSON, but {error}") from error
         # The text and not the object: Orbax would write it later, when the caller may have changed it.
-        record = {"format": _FORMAT, "host": text, "arrays": {path: _spec(leaf) for path, leaf in leaves.items()}}
+        record = {"format": FORMAT, "host": text, "arrays": {path: _spec(leaf) for path, leaf in leaves.items()}}
         self._manager.save(
             step, args=ocp.args.Composite(arrays=ocp.args.PyTreeSave(leaves), host=ocp.args.JsonSave(record))
         )
@@ -84,8 +85,8 @@ class Checkpointer:
         """The arrays of `step` in the structure, types and shardings of `like`, and the host data.
 
         `like` holds arrays or `jax.ShapeDtypeStruct`; a leaf without a sharding goes to the first device. Raises
-        ConfigError where the leaves of the checkpoint are others (all are listed), where there is no such step, or
-        where it cannot be read.
+        ConfigError where the leaves of the checkpoint are others (all are listed), where there is no such step, where
+        another version wrote it in another format, or where it cannot be read.
         """
         import orbax.checkpoint as ocp
 
@@ -98,7 +99,12 @@ class Checkpointer:
         with self._readable(step):
             args = ocp.args.Composite(host=ocp.args.JsonRestore())
             record = self._manager.restore(step, args=args)["host"]
-            saved, host = record["arrays"], json.loads(record["host"])
+            written, saved, host = record["format"], record["arrays"], json.loads(record["host"])
+        if written != FORMAT:
+            raise ConfigError(
+                f"{self.directory / str(step)}: the checkpoint has format {written}, this version reads {FORMAT}; "
+                "go on with the version that wrote it, or use another output folder"
+            )
         self._check(step, saved, wanted)
         target = {path: _target(leaf) for path, leaf in wanted.items()}
         with self._readable(step):

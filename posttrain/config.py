@@ -10,6 +10,10 @@ PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 
+AttentionKernel = Literal["auto", "reference", "blockwise", "splash", "tokamax", "cudnn"]
+GroupedKernel = Literal["auto", "reference", "ragged_dot", "buckets", "megablox", "tokamax"]
+Remat = Literal["none", "full", "dots", "offload"]
+
 
 class ConfigError(ValueError):
     """A mistake that the user can mend: one line that says where, the rule, what was given, what to do."""
@@ -52,8 +56,15 @@ class ModelSection(Section):
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Type of activations and matrix products; by default `dtype`."""
     lora: LoRA | None = None
-    remat: bool = False
-    """Recompute each block in the backward pass: less memory, about a third more time."""
+    remat: Remat = "none"
+    """What the backward pass computes again to save memory: `full` each block (about a third more time), `dots` all but
+    its matrix products, `offload` each block from inputs kept in the host's memory."""
+    attention: AttentionKernel = "auto"
+    """Implementation of attention; by default the fastest for platform and shape."""
+    grouped_matmul: GroupedKernel = "auto"
+    """Implementation of the experts' matrix products; by default the fastest for platform and shape."""
+    long_context: bool = False
+    """Use the factors for long sequences of a model that has two sets (LongRoPE, as in phi3)."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSection:

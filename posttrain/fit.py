@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import optax
 
 from posttrain.checkpoint import Checkpointer
-from posttrain.metrics import CompileCounter, Metrics, peak_memory_gib, to_host
+from posttrain.config import ConfigError
+from posttrain.metrics import CompileCounter, peak_memory_gib, to_host
 from posttrain.sinks import Sink
 from posttrain.trainer import Trainer, check_finite
 
@@ -72,15 +74,43 @@ class Every:
     """None: only before the first and after the last step."""
 
 
-def restore_latest(trainer: Trainer, data: Resumable, checkpointer: Checkpointer) -> bool:
-    """Bring trainer and data to the newest checkpoint; False where there is none."""
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The model that a stage begins with. A checkpoint holds only what is trained: it means nothing over another."""
+
+    name: str
+    """A folder, a hub id, or `model.init`."""
+    parts: Mapping[str, str]
+    """What it is made of, such as files, and a digest or value of each."""
+
+
+def restore_latest(trainer: Trainer, data: Resumable, checkpointer: Checkpointer, origin: Origin) -> bool:
+    """Bring trainer and data to the newest checkpoint; False where there is none.
+
+    ConfigError where the checkpoint continues another model than `origin`, other data, or other parameters.
+    """
     step = checkpointer.latest_step()
     if step is None:
         return False
     state, host = checkpointer.restore(step, trainer.state())
+    _check_origin(checkpointer, step, host["origin"], origin)
     trainer.restore(state, host["step"])
     data.restore(host["data"])
     return True
+
+
+def _check_origin(checkpointer: Checkpointer, step: int, saved: Mapping[str, str], origin: Origin) -> None:
+    names = sorted({*saved, *origin.parts})
+    changed = [
+        f"{name} {'is gone' if name not in origin.parts else 'is new' if name not in saved else 'has changed'}"
+        for name in names
+        if saved.get(name) != origin.parts.get(name)
+    ]
+    if changed:
+        raise ConfigError(
+            f"{checkpointer.directory / str(step)}: the checkpoint continues another model: in {origin.name} "
+            f"{', '.join(changed)} since it was written; give another output, or bring the old model back"
+        )
 
 
 def run_steps(
@@ -88,6 +118,7 @@ def run_steps(
     step: Callable[[], Mapping[str, Any]],
     data: Resumable,
     *,
+    origin: Origin,
     num_steps: int,
     checkpointer: Checkpointer,
     sink: Sink,
@@ -98,34 +129,79 @@ def run_steps(
 ) -> None:
     """Call `step` until the trainer has done `num_steps` updates. Each call does one update and returns its metrics.
 
+    Metrics that are on the device are fetched when the next step has been dispatched, those on the host at once.
     Raises Interrupted after a checkpoint when `stop` is requested, FloatingPointError when a gradient is not finite.
     """
-    compiles = CompileCounter()
+    lines = _StepLines(sink)
     try:
         while trainer.step_number < num_steps:
-            start = time.perf_counter()
+            lines.start()
             rate = learning_rate(trainer.step_number)
-            metrics: Metrics = {**step(), "learning_rate": rate}
-            host = to_host(metrics)
-            check_finite(host, trainer.step_number)
-            seconds = time.perf_counter() - start
-            sink.write(trainer.step_number, host | _performance(host, seconds) | compiles.metrics())
+            metrics = step()
             done = trainer.step_number
-            if (
-                evaluate is not None
-                and every.evaluation is not None
-                and done % every.evaluation == 0
-                and done < num_steps
-            ):
+            lines.add(done, metrics, rate)
+            evaluating = every.evaluation is not None and done % every.evaluation == 0 and done < num_steps
+            if evaluate is not None and evaluating:
+                lines.flush()
                 sink.write(done, evaluate())
             if stop.requested or done == num_steps or done % every.checkpoint == 0:
-                checkpointer.save(done, trainer.state(), {"step": done, "data": data.state()})
+                lines.flush()
+                checkpointer.save(
+                    done, trainer.state(), {"step": done, "data": data.state(), "origin": dict(origin.parts)}
+                )
             if stop.requested and done < num_steps:
                 checkpointer.wait()
                 raise Interrupted(f"stopped after step {done} of {num_steps}")
+    except Exception:
+        lines.flush()
+        raise
     finally:
-        compiles.close()
+        lines.close()
         checkpointer.wait()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pending:
+    step: int
+    metrics: Mapping[str, Any]
+    started: float
+    compiled: Mapping[str, float]
+
+
+class _StepLines:
+    """One line per step, written when its metrics are known; at most one step waits for that."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._compiles = CompileCounter()
+        self._pending: _Pending | None = None
+        self._started = self._finished = time.perf_counter()
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+
+    def add(self, step: int, metrics: Mapping[str, Any], learning_rate: Any) -> None:
+        """A step that was dispatched: the step before is written, and this one too if its metrics are on the host."""
+        compiled = self._compiles.metrics()
+        self.flush()
+        shown = {**metrics, "learning_rate": learning_rate}
+        self._pending = _Pending(step=step, metrics=shown, started=self._started, compiled=compiled)
+        if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(metrics)):
+            self.flush()
+
+    def flush(self) -> None:
+        """Wait for the pending step and write its line. FloatingPointError if its gradient was not finite."""
+        if self._pending is None:
+            return
+        line, self._pending = self._pending, None
+        host = to_host(line.metrics)
+        check_finite(host, line.step)
+        # A step that was dispatched while another ran began when that one was over.
+        begun, self._finished = max(line.started, self._finished), time.perf_counter()
+        self._sink.write(line.step, host | _performance(host, self._finished - begun) | line.compiled)
+
+    def close(self) -> None:
+        self._compiles.close()
 
 
 def _performance(metrics: Mapping[str, float], seconds: float) -> dict[str, float]:

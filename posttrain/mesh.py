@@ -21,6 +21,9 @@ RULES: Mapping[str, str | None] = {
     "mlp": "tensor",
     "vocab": "tensor",
     "head_dim": None,
+    "expert": None,
+    "router": None,
+    "latent": None,
     "rank": None,
 }
 """Name of a parameter's dimension -> mesh axis."""

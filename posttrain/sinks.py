@@ -43,14 +43,20 @@ class JsonlSink:
         self._metrics_path, self._samples_path = folder / "metrics.jsonl", folder / "samples.jsonl"
         self._metrics, self._samples = _open_whole(self._metrics_path), _open_whole(self._samples_path)
 
-    def truncate_after(self, step: int) -> None:
+    def truncate_after(self, step: int, *, evaluation: bool) -> None:
         """Remove this stage's lines of later steps: a run that resumes at `step` writes them again.
 
+        With `evaluation` those of an evaluation at `step` itself go too: the last one follows the last checkpoint.
         Raises ValueError for a line that is not a JSON object with `step` and `stage`.
         """
+
+        def written_again(line: Mapping[str, Any]) -> bool:
+            evaluated = evaluation and any(name.startswith("eval/") for name in line)
+            return line["stage"] == self._stage and (line["step"] > step or (line["step"] == step and evaluated))
+
         self.close()
         for path in (self._metrics_path, self._samples_path):
-            _keep_lines(path, lambda line: line["stage"] != self._stage or line["step"] <= step)
+            _keep_lines(path, lambda line: not written_again(line))
         self._metrics, self._samples = _open_whole(self._metrics_path), _open_whole(self._samples_path)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -208,10 +214,11 @@ def open_sinks(
 ) -> Sinks:
     """Console, JSONL and (in `tensorboard/`) TensorBoard for a stage that starts or resumes after `start_step`.
 
-    What the files hold of later steps of this stage is removed: with `start_step` = -1, everything.
+    What the files hold of later steps of this stage is removed, and after all steps the evaluation that follows them:
+    with `start_step` = -1, everything.
     """
     jsonl = JsonlSink(directory, stage)
-    jsonl.truncate_after(start_step)
+    jsonl.truncate_after(start_step, evaluation=start_step == num_steps)
     sinks: list[Sink] = [ConsoleSink(kind, num_steps), jsonl]
     if tensorboard:
         events = TensorBoardSink(Path(directory) / "tensorboard" / stage)

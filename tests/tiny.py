@@ -11,11 +11,19 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from posttrain.models.config import AttentionConfig, BlockConfig, MLPConfig, ModelConfig, Rope, stages_of
+from posttrain.config import Remat
+from posttrain.models.config import Compute, ModelConfig, stages_of
 from posttrain.models.decoder import Decoder
+from posttrain.models.hf import config_from_init
 from posttrain.models.weights import ModelWeights
 
 WINDOW = 5
+
+HF_NAMES = {
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "max_positions": "max_position_embeddings",
+}
 
 
 def tiny_config(
@@ -26,35 +34,40 @@ def tiny_config(
     bias: bool = False,
     **changes: Any,
 ) -> ModelConfig:
-    """3 layers, 4 query and 2 key-value heads of 8, embed 32, vocabulary 512; `changes` are fields of `ModelConfig`.
+    """3 layers, 4 query and 2 key-value heads of 8, embed 32, vocabulary 512; `changes` are fields of `config.json`, some under our names.
 
     Layer i has `windows[i % len(windows)]`. With `qk_norm` it is a qwen3, else with `bias` a qwen2, else a llama
     (which has a form on disk only without windows).
     """
-    attention = AttentionConfig(
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        rope=Rope(theta=10_000.0),
-        qk_norm=qk_norm,
-        qkv_bias=bias,
-        out_bias=bias and qk_norm,
-    )
-    blocks = tuple(
-        BlockConfig(attention=replace(attention, window=windows[i % len(windows)]), mlp=MLPConfig(dim=48))
-        for i in range(num_layers)
-    )
-    config = ModelConfig(
-        model_type="qwen3" if qk_norm else "qwen2" if bias else "llama",
-        vocab_size=512,
-        embed_dim=32,
-        norm_eps=1e-5,
-        tie_embeddings=True,
-        max_positions=256,
-        stages=stages_of(blocks),
-        initializer_range=0.2,
-    )
-    return replace(config, **changes)
+    model_type = "qwen3" if qk_norm else "qwen2" if bias else "llama"
+    kinds = [windows[i % len(windows)] for i in range(num_layers)]
+    fields = {
+        "model_type": model_type,
+        "vocab_size": 512,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+    }
+    if model_type != "llama" and any(kinds):
+        types = ["full_attention" if kind is None else "sliding_attention" for kind in kinds]
+        fields |= {"use_sliding_window": True, "sliding_window": max(filter(None, kinds)), "layer_types": types}
+    if model_type == "qwen3":
+        fields["attention_bias"] = bias
+    config = config_from_init(fields | {HF_NAMES.get(key, key): value for key, value in changes.items()})
+    if model_type == "llama" and any(kinds):
+        windowed = [
+            replace(block, attention=replace(block.attention, window=kind))
+            for block, kind in zip(config.blocks, kinds, strict=True)
+        ]
+        config = replace(config, stages=stages_of(tuple(windowed)))
+    return config
 
 
 def tiny_model(
@@ -62,15 +75,15 @@ def tiny_model(
     *,
     dtype: DTypeLike = jnp.float32,
     compute_dtype: DTypeLike | None = None,
-    remat: bool = False,
+    remat: Remat = "none",
     **changes: Any,
 ) -> Decoder:
     """A `Decoder` of `tiny_config(**changes)` with random weights."""
     config = tiny_config(**changes)
-    types = {"dtype": jnp.dtype(dtype), "compute_dtype": jnp.dtype(compute_dtype or dtype)}
+    compute = Compute(dtype=jnp.dtype(compute_dtype or dtype), remat=remat)
 
     def build(seed: Any) -> Decoder:
-        return Decoder(config, **types, remat=remat, rngs=nnx.Rngs(jax.random.key(seed)))
+        return Decoder(config, compute, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(jax.random.key(seed)))
 
     # One compiled program instead of one per shape.
     arrays = jax.jit(lambda seed: ModelWeights(build(seed)).read())(jnp.uint32(seed))

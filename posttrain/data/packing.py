@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +14,7 @@ from posttrain.data.format import Example
 Overlong = Literal["truncate", "drop", "error"]
 
 
-def fit_to_row(example: Example, row_tokens: int, overlong: Overlong, where: str) -> Example | None:
+def fit_to_row(example: Example, row_tokens: int, overlong: Overlong) -> Example | None:
     """The example if a row holds it; else as `overlong` says: its beginning, `None`, or `ConfigError`.
 
     A cut example of which no token with loss remains is left out as well.
@@ -24,7 +24,7 @@ def fit_to_row(example: Example, row_tokens: int, overlong: Overlong, where: str
         return example
     if overlong == "error":
         raise ConfigError(
-            f"{where} has {length} tokens, more than row_tokens={row_tokens}; "
+            f"it has {length} tokens, more than row_tokens={row_tokens}; "
             "raise row_tokens, or set overlong to truncate or drop"
         )
     if overlong == "truncate" and example.loss_mask[:row_tokens].any():
@@ -68,16 +68,3 @@ def pad_rows(rows: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.ndar
     """The same rows with empty ones after them: no segment, no loss."""
     missing = num_rows - len(rows["tokens"])
     return {name: np.pad(array, ((0, missing), (0, 0))) for name, array in rows.items()}
-
-
-def packing_efficiency(batch: Batch) -> float:
-    """Share of tokens that are not padding."""
-    return float(np.mean(np.asarray(batch.segments) > 0))
-
-
-def sequences(batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The (tokens, loss_weight) of each sequence of a host batch, row by row."""
-    for tokens, segments, weight in zip(batch.tokens, batch.segments, batch.loss_weight, strict=True):
-        for segment in range(1, int(np.max(segments)) + 1):
-            here = segments == segment
-            yield tokens[here], weight[here]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ class SFTBatches(Stream):
 
     def __init__(self, section: SFTSection, rows: Rows, renderer: Renderer, *, seed: int) -> None:
         tokenize = row_tokenizer(section, section.dataset, rows, renderer)
-        _require_one(rows, tokenize, section.row_tokens)
+        require_one(rows, tokenize, section.row_tokens)
         identity = {
             "dataset": fingerprint(section.dataset, rows),
             "tokens": token_fingerprint(rows, tokenize),
@@ -77,16 +76,8 @@ class SFTBatches(Stream):
         return to_batch(next(self._iterator))
 
 
-@dataclass(frozen=True)
-class PromptRow:
-    """A row of the dataset with its number there."""
-
-    index: int
-    row: Mapping[str, Any]
-
-
 class PromptBatches(Stream):
-    """Endless lists of `prompts_per_step` rows; every epoch holds each row once, in a new order."""
+    """Endless lists of the numbers of `prompts_per_step` rows; every epoch holds each row once, in a new order."""
 
     def __init__(self, section: DatasetSection, rows: Rows, *, prompts_per_step: int, seed: int) -> None:
         import grain
@@ -98,15 +89,14 @@ class PromptBatches(Stream):
             "prompts_per_step": prompts_per_step,
         }
         order = _order(rows, shuffle=section.shuffle, seed=seed)
-        # Reading a row costs less than handing it over from a thread.
-        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        prompts = order.map(lambda index: PromptRow(index, rows[index])).to_iter_dataset(options)
+        # A number costs less than handing it over from a thread.
+        prompts = order.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         super().__init__(iter(prompts.batch(prompts_per_step, batch_fn=list)), identity)
 
-    def __iter__(self) -> Iterator[list[PromptRow]]:
+    def __iter__(self) -> Iterator[list[int]]:
         return self
 
-    def __next__(self) -> list[PromptRow]:
+    def __next__(self) -> list[int]:
         return next(self._iterator)
 
 
@@ -115,7 +105,7 @@ def eval_batches(section: SFTSection, dataset: DatasetSection, rows: Rows, rende
     import grain
 
     tokenize = row_tokenizer(section, dataset, rows, renderer)
-    _require_one(rows, tokenize, section.row_tokens)
+    require_one(rows, tokenize, section.row_tokens)
     examples = grain.MapDataset.range(len(rows)).map(tokenize)
     for batch in _rows(section, examples).batch(section.batch_rows, drop_remainder=False):
         yield to_batch(pad_rows(batch, section.batch_rows))
@@ -164,18 +154,16 @@ def row_tokenizer(
     """A function from a row's number to its sequence; None for one that is left out as too long."""
 
     def tokenize(index: int) -> dict[str, np.ndarray] | None:
-        try:
-            example = tokenize_example(rows[index], dataset, renderer, section.train_on_prompt)
-        except ConfigError as error:
-            raise ConfigError(f"{rows.where(index)}: {error}") from error
-        kept = fit_to_row(example, section.row_tokens, section.overlong, rows.where(index))
+        with rows.named(index) as row:
+            example = tokenize_example(row, dataset, renderer, section.train_on_prompt)
+            kept = fit_to_row(example, section.row_tokens, section.overlong)
         return None if kept is None else sequence(kept)
 
     return tokenize
 
 
-def _require_one(rows: Rows, tokenize: Callable[[int], Any], row_tokens: int) -> None:
-    """An endless stream over rows that are all left out would never yield."""
+def require_one(rows: Rows, tokenize: Callable[[int], Any], row_tokens: int) -> None:
+    """ConfigError where all rows are left out: an endless stream over them would never yield."""
     if all(tokenize(index) is None for index in range(len(rows))):
         raise ConfigError(
             f"every row of {rows.name} is left out as longer than row_tokens={row_tokens}; raise row_tokens"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import inspect
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -50,9 +51,13 @@ class Rows:
         """The columns of the first row."""
         return tuple(self[0])
 
-    def where(self, index: int) -> str:
-        """A row in words, numbered as in the source."""
-        return f"{self.name} row {self.start + index}"
+    @contextmanager
+    def named(self, index: int) -> Iterator[dict[str, Any]]:
+        """A row; what is wrong with it is said with its number in the source."""
+        try:
+            yield self[index]
+        except ConfigError as error:
+            raise ConfigError(f"{self.name} row {self.start + index}: {error}") from error
 
 
 def load_rows(section: DatasetSection, *, base_dir: Path | None) -> Rows:

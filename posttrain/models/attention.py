@@ -1,86 +1,79 @@
-"""The attention layer: projections, qk-norm, RoPE, cache, kernel."""
+"""Grouped-query attention: projections, norms, RoPE, cache, kernel."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from posttrain.kernels.attention import attention
-from posttrain.models.cache import KVCache
-from posttrain.models.config import AttentionConfig
-from posttrain.models.layers import Linear, RMSNorm, apply_rope
-from posttrain.tree import pytree
-
-
-@pytree
-class Context:
-    """What every layer of one forward pass shares."""
-
-    positions: Int[Array, "B T"]
-    segments: Int[Array, "B T"]
-    rope: dict[Any, tuple[Float[Array, "B T half"], Float[Array, "B T half"]]]
+from posttrain.models.config import AttentionConfig, ModelConfig
+from posttrain.models.context import Context, Place, Stored, Tape, store
+from posttrain.models.layers import Init, Linear, RMSNorm, normal, param, rms_normed
+from posttrain.models.rope import apply_rope
 
 
 class Attention(nnx.Module):
-    def __init__(
-        self,
-        config: AttentionConfig,
-        repeats: int,
-        embed_dim: int,
-        *,
-        norm_eps: float,
-        stddev: float,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs,
-    ):
-        self.config = config
-        q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        kwargs: dict[str, Any] = {"stddev": stddev, "dtype": dtype, "rngs": rngs}
-        self.q = Linear(repeats, ("embed", "heads"), (embed_dim, q_dim), bias=config.qkv_bias, **kwargs)
-        self.k = Linear(repeats, ("embed", "kv_heads"), (embed_dim, kv_dim), bias=config.qkv_bias, **kwargs)
-        self.v = Linear(repeats, ("embed", "kv_heads"), (embed_dim, kv_dim), bias=config.qkv_bias, **kwargs)
-        self.o = Linear(repeats, ("heads", "embed"), (q_dim, embed_dim), bias=config.out_bias, **kwargs)
-        norm = (repeats,), "head_dim", config.head_dim
-        self.q_norm = RMSNorm(*norm, eps=norm_eps, dtype=dtype) if config.qk_norm else None
-        self.k_norm = RMSNorm(*norm, eps=norm_eps, dtype=dtype) if config.qk_norm else None
+    """Grouped-query attention, arXiv:2305.13245."""
 
-    def __call__(
-        self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None, layer: int
-    ) -> tuple[Float[Array, "B T D"], KVCache | None]:
+    def __init__(self, config: AttentionConfig, model: ModelConfig, repeats: int, init: Init):
+        self.config = c = config
+        self.norm_eps = model.norm_eps
+        embed_dim, q_dim, kv_dim = model.embed_dim, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        own_keys, own_values = c.reuses is None, c.reuses is None and not c.keys_as_values
+        self.q = Linear(repeats, ("embed", "heads"), (embed_dim, q_dim), init, bias=c.qkv_bias)
+        kv = (repeats, ("embed", "kv_heads"), (embed_dim, kv_dim), init)
+        self.k = Linear(*kv, bias=c.qkv_bias) if own_keys else None
+        self.v = Linear(*kv, bias=c.qkv_bias) if own_values else None
+        self.o = Linear(repeats, ("heads", "embed"), (q_dim, embed_dim), init, bias=c.out_bias)
+        self.sinks = param(normal(init, (repeats, c.num_heads)), ("layers", "heads")) if c.sinks else None
+        norm = {"eps": model.norm_eps, "dtype": init.dtype, "offset": model.norm_offset}
+        sizes = {None: (0, 0), "head": (c.head_dim, c.head_dim), "projection": (q_dim, kv_dim)}[c.qk_norm]
+        dims = ("head_dim", "head_dim") if c.qk_norm == "head" else ("heads", "kv_heads")
+        self.q_norm = RMSNorm((repeats,), dims[0], sizes[0], **norm) if c.qk_norm else None
+        self.k_norm = RMSNorm((repeats,), dims[1], sizes[1], **norm) if c.qk_norm and own_keys else None
+
+    def __call__(self, x: Float[Array, "B T D"], context: Context, tape: Tape, place: Place) -> Float[Array, "B T D"]:
         c = self.config
-        rows, length, _ = x.shape
-        q = self.q(x).reshape(rows, length, c.num_heads, c.head_dim)
-        k = self.k(x).reshape(rows, length, c.num_kv_heads, c.head_dim)
-        v = self.v(x).reshape(rows, length, c.num_kv_heads, c.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        tables = context.rope[(c.rope, c.head_dim)]
-        q, k = apply_rope(q, tables), apply_rope(k, tables)
-        scale = c.head_dim**-0.5
-        if cache is None:
-            keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
-            k_positions, k_segments, q_segments = context.positions, context.segments, context.segments
-        else:
-            # Padding goes out of range, where it is dropped.
-            places = jnp.where(context.segments > 0, context.positions, cache.keys[layer].shape[2])
-            cache = cache.write(layer, k, v, places)
-            keys, values = cache.read(layer)
-            # A cache row holds one sequence, so position alone decides what a query sees.
-            k_positions = jnp.broadcast_to(jnp.arange(cache.width, dtype=jnp.int32), (rows, cache.width))
-            k_segments, q_segments = jnp.ones_like(k_positions), jnp.ones_like(context.segments)
+        q = self._heads(self.q(x), self.q_norm, c.num_heads)
+        if c.rope is not None:
+            q = apply_rope(q, context.rope[c.rope], interleaved=c.rope.interleaved)
+        stored = self._keys_and_values(x, context, tape, place) if c.reuses is None else tape.kept[c.reuses]
+        if c.keeps is not None:
+            tape.kept[c.keeps] = stored
         out = attention(
             q,
-            keys.astype(q.dtype),
-            values.astype(q.dtype),
+            stored.keys,
+            stored.values,
             q_positions=context.positions,
-            k_positions=k_positions,
-            q_segments=q_segments,
-            k_segments=k_segments,
+            k_positions=stored.positions,
+            q_segments=stored.q_segments,
+            k_segments=stored.segments,
             window=c.window,
-            scale=scale,
+            scale=c.scale,
+            soft_cap=c.soft_cap,
+            sinks=None if self.sinks is None else self.sinks[...].astype(jnp.float32),
+            kernel=context.compute.attention,
+            mesh=context.compute.mesh,
         )
-        return self.o(out.reshape(rows, length, -1)), cache
+        return self.o(out.reshape(*x.shape[:2], -1))
+
+    def _keys_and_values(self, x: Float[Array, "B T D"], context: Context, tape: Tape, place: Place) -> Stored:
+        c = self.config
+        assert self.k is not None
+        projected = self.k(x)
+        k = self._heads(projected, self.k_norm, c.num_kv_heads)
+        v = (projected if self.v is None else self.v(x)).reshape(*x.shape[:2], c.num_kv_heads, c.head_dim)
+        if c.rope is not None:
+            k = apply_rope(k, context.rope[c.rope], interleaved=c.rope.interleaved)
+        if c.value_norm:
+            v = rms_normed(v, self.norm_eps).astype(v.dtype)
+        return store(k.swapaxes(1, 2), v.swapaxes(1, 2), context, tape, place)
+
+    def _heads(self, x: Float[Array, "B T F"], norm: RMSNorm | None, heads: int) -> Float[Array, "B T N H"]:
+        """Split into heads, normed over all of them or over each."""
+        if norm is not None and self.config.qk_norm == "projection":
+            x = norm(x)
+        x = x.reshape(*x.shape[:2], heads, self.config.head_dim)
+        return norm(x) if norm is not None and self.config.qk_norm == "head" else x

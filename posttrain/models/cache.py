@@ -2,84 +2,122 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from posttrain.models.config import ModelConfig
+from posttrain.models.config import BlockConfig, LatentAttentionConfig, ModelConfig
 from posttrain.tree import pytree, replace
 
 
 @pytree
 class KVCache:
-    """Keys and values per layer, [B, K, S, H]: position p of row b stands at index p.
+    """Keys and values of each block of the stages' patterns, [R, B, K, S, H] for its R repeats: position p of row b
+    stands at index p. None: a block that reuses another's, or whose values are part of its keys.
 
     A position is written before it is first read, so what an earlier sequence left behind never shows.
     """
 
-    keys: tuple[Float[Array, "B K S H"], ...]
-    values: tuple[Float[Array, "B K S H"], ...]
+    keys: tuple[Float[Array, "R B K S H"] | None, ...]
+    values: tuple[Float[Array, "R B K S H"] | None, ...]
+
+    @property
+    def _first(self) -> Array:
+        return next(keys for keys in self.keys if keys is not None)
+
+    @property
+    def rows(self) -> int:
+        return self._first.shape[1]
 
     @property
     def width(self) -> int:
         """Positions of a row; attention reads all of them."""
-        return self.keys[0].shape[2]
+        return self._first.shape[3]
 
     def write(
-        self, layer: int, keys: Float[Array, "B T K H"], values: Float[Array, "B T K H"], positions: Int[Array, "B T"]
+        self,
+        slot: int,
+        repeat: int | Int[Array, ""],
+        keys: Float[Array, "B K T H"],
+        values: Float[Array, "B K T Hv"] | None,
+        positions: Int[Array, "B T"],
     ) -> KVCache:
         rows = jnp.arange(positions.shape[0])[:, None]
 
-        def put(stored: Array, new: Array) -> Array:
-            return stored.at[rows, :, positions].set(new.astype(stored.dtype), mode="drop")
+        def put(stored: tuple[Array | None, ...], new: Array) -> tuple[Array | None, ...]:
+            array = stored[slot]
+            assert array is not None
+            changed = array.at[repeat, rows, :, positions].set(new.swapaxes(1, 2).astype(array.dtype), mode="drop")
+            return (*stored[:slot], changed, *stored[slot + 1 :])
 
         return replace(
-            self,
-            keys=(*self.keys[:layer], put(self.keys[layer], keys), *self.keys[layer + 1 :]),
-            values=(*self.values[:layer], put(self.values[layer], values), *self.values[layer + 1 :]),
+            self, keys=put(self.keys, keys), values=self.values if values is None else put(self.values, values)
         )
 
-    def read(self, layer: int) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-        return self.keys[layer], self.values[layer]
+    def read(
+        self, slot: int, repeat: int | Int[Array, ""]
+    ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"] | None]:
+        keys, values = self.keys[slot], self.values[slot]
+        assert keys is not None
+        return keys[repeat], None if values is None else values[repeat]
 
-    def take(self, rows: Int[Array, " R"], width: int) -> KVCache:
+    def take(self, rows: Int[Array, " N"], width: int) -> KVCache:
         """A copy of some rows, cut to `width` positions: decoding reads it whole, so short sequences cost little."""
-        keys, values = jax.tree.map(lambda stored: stored[rows, :, :width], (self.keys, self.values))
-        return KVCache(keys=keys, values=values)
+        return jax.tree.map(lambda stored: stored[:, rows, :, :width], self)
 
-    def put(self, rows: Int[Array, " R"], taken: KVCache) -> KVCache:
+    def put(self, rows: Int[Array, " N"], taken: KVCache) -> KVCache:
         """`taken` back where `take` found it; `rows` must differ."""
 
         def put(stored: Array, new: Array) -> Array:
-            return stored.at[rows, :, : taken.width].set(new, unique_indices=True)
+            return stored.at[:, rows, :, : taken.width].set(new, unique_indices=True)
 
-        keys, values = jax.tree.map(put, (self.keys, self.values), (taken.keys, taken.values))
-        return replace(self, keys=keys, values=values)
+        return jax.tree.map(put, self, taken)
 
     def insert(
         self, other: KVCache, targets: Int[Array, " N"], sources: Int[Array, " N"], count: Int[Array, ""]
     ) -> KVCache:
         """Row `sources[i]` of `other` into the first positions of row `targets[i]`, for i < `count`."""
 
-        def body(i: Array, cache: tuple[Any, Any]) -> tuple[Any, Any]:
+        def body(i: Array, cache: KVCache) -> KVCache:
             def put(stored: Array, new: Array) -> Array:
-                row = jax.lax.dynamic_slice_in_dim(new, sources[i], 1)
-                return jax.lax.dynamic_update_slice_in_dim(stored, row, targets[i], 0)
+                row = jax.lax.dynamic_slice_in_dim(new, sources[i], 1, axis=1)
+                return jax.lax.dynamic_update_slice_in_dim(stored, row, targets[i], axis=1)
 
             # `other` is no longer than this cache, so an update that starts at position 0 fits.
-            return jax.tree.map(put, cache, (other.keys, other.values))
+            return jax.tree.map(put, cache, other)
 
-        keys, values = jax.lax.fori_loop(0, count, body, (self.keys, self.values))
-        return replace(self, keys=keys, values=values)
+        return jax.lax.fori_loop(0, count, body, self)
 
 
-def empty_cache(config: ModelConfig, rows: int, length: int, dtype: jnp.dtype) -> KVCache:
+def empty_cache(config: ModelConfig, rows: int, length: int, dtype: np.dtype) -> KVCache:
     """Zeros for `rows` sequences of up to `length` tokens."""
-    shapes = [(rows, b.attention.num_kv_heads, length, b.attention.head_dim) for b in config.blocks]
-    return KVCache(
-        keys=tuple(jnp.zeros(shape, dtype) for shape in shapes),
-        values=tuple(jnp.zeros(shape, dtype) for shape in shapes),
-    )
+
+    def zeros(size: Callable[[BlockConfig], int | None]) -> tuple[Any, ...]:
+        return tuple(
+            None
+            if size(block) is None
+            else jnp.zeros((stage.repeats, rows, block.attention.num_kv_heads, length, size(block)), dtype)
+            for stage in config.stages
+            for block in stage.blocks
+        )
+
+    return KVCache(keys=zeros(_key_size), values=zeros(_value_size))
+
+
+def _key_size(block: BlockConfig) -> int | None:
+    attention = block.attention
+    if isinstance(attention, LatentAttentionConfig):
+        return attention.kv_rank + attention.rope_dim
+    return None if attention.reuses is not None else attention.head_dim
+
+
+def _value_size(block: BlockConfig) -> int | None:
+    attention = block.attention
+    if isinstance(attention, LatentAttentionConfig) or attention.reuses is not None:
+        return None
+    return attention.head_dim

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
+from posttrain.config import AttentionKernel, GroupedKernel, Remat
 
-@dataclass(frozen=True, kw_only=True)
-class Llama3Scaling:
-    """Frequency-dependent RoPE stretching of Llama 3.1, arXiv:2407.21783, section 3.2."""
+if TYPE_CHECKING:
+    from posttrain.models.decoder import Block
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearScaling:
-    """Position interpolation, arXiv:2306.15595: every frequency divided by `factor`."""
-
-    factor: float
+Activation = Literal["silu", "gelu", "gelu_tanh", "swiglu_oai"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary position embedding over the whole head, arXiv:2104.09864."""
+    """Rotary position embedding, arXiv:2104.09864. `posttrain.models.rope` makes the frequencies of every kind."""
 
-    theta: float
-    scaling: Llama3Scaling | LinearScaling | None = None
+    frequencies: tuple[float, ...]
+    """Radians per position of each rotated pair; dimensions of the head beyond the pairs stay as they are."""
+    magnitude: float = 1.0
+    """Multiplies the rotated vectors: YaRN's and LongRoPE's attention factor."""
+    interleaved: bool = False
+    """The pairs are (x[2i], x[2i + 1]); else (x[i], x[i + pairs])."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +34,53 @@ class AttentionConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: Rope
+    rope: Rope | None
+    """None: the layer sees no positions."""
+    scale: float
+    """Of the products of queries and keys."""
     window: int | None = None
     """Tokens visible, itself included; None: all."""
-    qk_norm: bool = False
-    """RMSNorm over the head dimension of queries and keys, before RoPE."""
+    soft_cap: float | None = None
+    """Logits become cap * tanh(logits / cap)."""
+    sinks: bool = False
+    """A learned logit per head takes part in the softmax and has no value."""
+    qk_norm: Literal["head", "projection"] | None = None
+    """RMSNorm of queries and keys before RoPE, over each head or over the whole projection."""
+    value_norm: bool = False
+    """RMSNorm without a scale over each head's values."""
+    keys_as_values: bool = False
+    """The projection of the keys serves as that of the values."""
     qkv_bias: bool = False
     out_bias: bool = False
+    keeps: str | None = None
+    """Under this name later layers reuse this layer's keys and values."""
+    reuses: str | None = None
+    """The layer has no keys and values of its own but takes those kept under this name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionConfig:
+    """Multi-head latent attention of DeepSeek-V2, arXiv:2405.04434, section 2.1."""
+
+    num_heads: int
+    q_rank: int | None
+    """None: queries are projected directly."""
+    kv_rank: int
+    nope_dim: int
+    """Dimensions of a head without positions; `rope_dim` more have them."""
+    rope_dim: int
+    value_dim: int
+    rope: Rope
+    scale: float
+    norm_eps: float
+    """Of the norms of both latents, whatever the model's other norms have."""
+    bias: bool = False
+    window: int | None = None
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Of what the cache holds: the latents, which all heads share."""
+        return 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +93,48 @@ class MLPConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """Which experts a token goes to, and with what weights."""
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    """The weights of the chosen experts sum to 1 (before `scale`)."""
+    scale: float = 1.0
+    bias: bool = False
+    """A bias in the router's projection."""
+    correction: bool = False
+    """A bias per expert that takes part in the choice only, arXiv:2408.15664."""
+    num_groups: int = 1
+    top_groups: int = 1
+    """Experts are chosen within the groups whose two best scores have the largest sums, arXiv:2412.19437."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """A mixture of gated MLPs; every token goes to `top_k` of them, none is dropped."""
+
+    num_experts: int
+    top_k: int
+    expert: MLPConfig
+    router: RouterConfig
+    shared: MLPConfig | None = None
+    """An expert that every token goes to."""
+    shared_gate: bool = False
+    """The shared expert's output is multiplied by sigmoid(gate x)."""
+    swiglu_limit: float | None = None
+    """Bound of what the activation `swiglu_oai` gets."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BlockConfig:
     """What may differ between layers."""
 
-    attention: AttentionConfig
-    mlp: MLPConfig
+    attention: AttentionConfig | LatentAttentionConfig
+    mlp: MLPConfig | MoEConfig
+    norms: Literal["pre", "post", "sandwich"] = "pre"
+    """Where the norms stand: before attention and MLP, after them (before the residual sum), or both."""
+    residual_scale: float = 1.0
+    """Multiplies what attention and MLP add."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +160,15 @@ class ModelConfig:
     max_positions: int
     stages: tuple[Stage, ...]
     initializer_range: float = 0.02
-    hf_json: str | None = None
-    """The `config.json` that this was made from, as text, for `save_model`; None: made in Python."""
+    norm_offset: float = 0.0
+    """RMSNorm multiplies by offset + scale."""
+    embed_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_soft_cap: float | None = None
+    hf_json: str = "{}"
+    """The `config.json` of the model, as text: `save_model` writes it."""
+    block: type[Block] | None = None
+    """The family's own kind of block; None: `posttrain.models.decoder.Block`."""
 
     @property
     def num_layers(self) -> int:
@@ -98,6 +178,23 @@ class ModelConfig:
     def blocks(self) -> tuple[BlockConfig, ...]:
         """One entry per layer, in order."""
         return tuple(block for stage in self.stages for _ in range(stage.repeats) for block in stage.blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """How a model is computed: speed and memory depend on it, the function does not (but for rounding)."""
+
+    dtype: np.dtype
+    """Of activations and matrix products."""
+    remat: Remat = "none"
+    attention: AttentionKernel = "auto"
+    grouped_matmul: GroupedKernel = "auto"
+    mesh: Mesh | None = None
+    """Where the weights lie, for kernels that GSPMD cannot split; None: one device."""
+
+    @classmethod
+    def of(cls, dtype: object) -> Compute:
+        return cls(dtype=jnp.dtype(dtype))
 
 
 def stages_of(blocks: tuple[BlockConfig, ...]) -> tuple[Stage, ...]:

@@ -2,81 +2,137 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
-from posttrain.models.attention import Attention, Context
+from posttrain.models.attention import Attention
 from posttrain.models.cache import KVCache
-from posttrain.models.config import BlockConfig, ModelConfig
+from posttrain.models.config import BlockConfig, Compute, LatentAttentionConfig, ModelConfig, MoEConfig
 from posttrain.models.config import Stage as StageConfig
-from posttrain.models.layers import MLP, Embedding, Linear, RMSNorm, rope_tables
+from posttrain.models.context import Context, Place, RouterStats, Routing, Stored, Tape
+from posttrain.models.latent import LatentAttention
+from posttrain.models.layers import MLP, Embedding, Init, Linear, RMSNorm
+from posttrain.models.moe import MoE
+from posttrain.models.remat import BLOCK_INPUT, rematerialized
+from posttrain.models.rope import rope_tables
 
 UNROLLED_LAYERS_ON_CPU = 8
 """Up to this depth XLA:CPU runs unrolled layers faster than a scan, and compiles them soon enough."""
 
+SPLIT_LAYERS_ON_CPU = 32
+"""Up to this depth decoding on a CPU unrolls the layers: a scan copies weights and cache at every token."""
+
 
 class Block(nnx.Module):
-    """Pre-norm residual block."""
+    """A residual block."""
 
-    def __init__(self, config: BlockConfig, model: ModelConfig, repeats: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        kwargs: dict[str, Any] = {"stddev": model.initializer_range, "dtype": dtype, "rngs": rngs}
-        norm = (repeats,), "embed", model.embed_dim
-        self.attention_norm = RMSNorm(*norm, eps=model.norm_eps, dtype=dtype)
-        self.attention = Attention(config.attention, repeats, model.embed_dim, norm_eps=model.norm_eps, **kwargs)
-        self.mlp_norm = RMSNorm(*norm, eps=model.norm_eps, dtype=dtype)
-        self.mlp = MLP(config.mlp, repeats, model.embed_dim, **kwargs)
+    def __init__(self, config: BlockConfig, model: ModelConfig, repeats: int, init: Init):
+        self.config = config
+        norm = {"eps": model.norm_eps, "dtype": init.dtype, "offset": model.norm_offset}
 
-    def __call__(
-        self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None, layer: int
-    ) -> tuple[Float[Array, "B T D"], KVCache | None]:
-        attended, cache = self.attention(self.attention_norm(x), context, cache, layer)
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), cache
+        def make_norm(where: str) -> RMSNorm | None:
+            wanted = config.norms in (where, "sandwich")
+            return RMSNorm((repeats,), "embed", model.embed_dim, **norm) if wanted else None
+
+        self.attention_norm, self.mlp_norm = make_norm("pre"), make_norm("pre")
+        self.attention_post_norm, self.mlp_post_norm = make_norm("post"), make_norm("post")
+        self.attention: Attention | LatentAttention = (
+            LatentAttention(config.attention, model, repeats, init)
+            if isinstance(config.attention, LatentAttentionConfig)
+            else Attention(config.attention, model, repeats, init)
+        )
+        self.mlp: MLP | MoE = (
+            MoE(config.mlp, repeats, model.embed_dim, init)
+            if isinstance(config.mlp, MoEConfig)
+            else MLP(config.mlp, repeats, model.embed_dim, init)
+        )
+
+    def __call__(self, x: Float[Array, "B T D"], context: Context, tape: Tape, place: Place) -> Float[Array, "B T D"]:
+        inputs = x if self.attention_norm is None else self.attention_norm(x)
+        x = self._add(x, self.attention(inputs, context, tape, place), self.attention_post_norm)
+        inputs = x if self.mlp_norm is None else self.mlp_norm(x)
+        out = self.mlp(inputs, context, tape, place) if isinstance(self.mlp, MoE) else self.mlp(inputs)
+        return self._add(x, out, self.mlp_post_norm)
+
+    def _add(self, x: Float[Array, "B T D"], new: Float[Array, "B T D"], norm: RMSNorm | None) -> Float[Array, "B T D"]:
+        new = new if norm is None else norm(new)
+        scale = self.config.residual_scale
+        return x + (new if scale == 1.0 else new * jnp.asarray(scale, new.dtype))
+
+
+class Passed(NamedTuple):
+    """What goes from layer to layer."""
+
+    x: Float[Array, "B T D"]
+    cache: KVCache | None
+    kept: dict[str, Stored]
+
+
+RoutingOf = list[tuple[RouterStats, Int[Array, "B T k"]]]
 
 
 class Stage(nnx.Module):
     """The blocks of a pattern, each holding the stacked weights of all its repeats."""
 
-    def __init__(self, config: StageConfig, model: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: StageConfig, model: ModelConfig, first: Place, init: Init):
         self.repeats = config.repeats
-        self.blocks = nnx.List([Block(b, model, config.repeats, dtype=dtype, rngs=rngs) for b in config.blocks])
+        self.first = first
+        self.moe = tuple(isinstance(block.mlp, MoEConfig) for block in config.blocks)
+        block_class = Block if model.block is None else model.block
+        self.blocks = nnx.List([block_class(block, model, config.repeats, init) for block in config.blocks])
 
-    def scanned(self, x: Float[Array, "B T D"], context: Context, *, remat: bool) -> Float[Array, "B T D"]:
-        """One traced pattern, whatever the depth."""
+    def __call__(
+        self, passed: Passed, context: Context, *, unroll: bool
+    ) -> tuple[Passed, list[tuple[RouterStats, Int[Array, "R B T k"]]]]:
+        """The layers in order; also the routing of each mixture of experts in the pattern, stacked over the repeats."""
         graph, weights = nnx.split(self.blocks)
 
-        def body(x: Array, layer_weights: Any) -> tuple[Array, None]:
-            for block in nnx.merge(graph, layer_weights):
-                x, _ = block(x, context, None, 0)
-            return x, None
+        def body(passed: Passed, weights: Any, repeat: int | Array) -> tuple[Passed, RoutingOf]:
+            tape = Tape(cache=passed.cache, kept=dict(passed.kept))
+            x = checkpoint_name(passed.x, BLOCK_INPUT)
+            for index, block in enumerate(nnx.merge(graph, weights)):
+                x = block(x, context, tape, self._place(index, repeat))
+            return Passed(x, tape.cache, tape.kept), tape.routing
 
-        x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, weights)
-        return x
+        if self.repeats == 1 or unroll:
+            return self._unrolled(body, passed, weights, context.compute)
 
-    def unrolled(
-        self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None, first_layer: int, *, remat: bool
-    ) -> tuple[Float[Array, "B T D"], KVCache | None]:
-        """The same layers one after the other; the only form that takes a cache, which it updates in place."""
-        graph, weights = nnx.split(self.blocks)
-        layer = first_layer
+        def scanned(passed: Passed, inputs: tuple[Any, Array]) -> tuple[Passed, RoutingOf]:
+            return rematerialized(body, context.compute.remat)(passed, *inputs)
+
+        return jax.lax.scan(scanned, passed, (weights, jnp.arange(self.repeats, dtype=jnp.int32)))
+
+    def _unrolled(
+        self, body: Callable[..., tuple[Passed, RoutingOf]], passed: Passed, weights: Any, compute: Compute
+    ) -> tuple[Passed, list[tuple[RouterStats, Int[Array, "R B T k"]]]]:
+        routings = []
         for repeat in range(self.repeats):
 
-            def body(x: Array, w: Any, cache: KVCache | None, layer: int = layer) -> tuple[Array, KVCache | None]:
-                blocks: nnx.List[Block] = nnx.merge(graph, w)
-                for index, block in enumerate(blocks):
-                    x, cache = block(x, context, cache, layer + index)
-                return x, cache
+            def one(passed: Passed, weights: Any, repeat: int = repeat) -> tuple[Passed, RoutingOf]:
+                return body(passed, weights, repeat)
 
-            weights_here = jax.tree.map(lambda w, repeat=repeat: w[repeat], weights)
-            x, cache = (jax.checkpoint(body) if remat else body)(x, weights_here, cache)
-            layer += len(self.blocks)
-        return x, cache
+            here = jax.tree.map(lambda w, repeat=repeat: w[repeat], weights)
+            passed, routing = rematerialized(one, compute.remat)(passed, here)
+            routings.append(routing)
+        return passed, jax.tree.map(lambda *repeats: jnp.stack(repeats), *routings)
+
+    def _place(self, index: int, repeat: int | Array) -> Place:
+        before = sum(self.moe[:index])
+        return Place(
+            slot=self.first.slot + index,
+            repeat=repeat,
+            layer=self.first.layer + repeat * len(self.moe) + index,
+            moe=self.first.moe + repeat * sum(self.moe) + before,
+        )
 
     def split_repeats(self) -> list[Stage]:
         """One stage of a single repeat for each of its own, weights sliced out of the stacks."""
@@ -85,6 +141,7 @@ class Stage(nnx.Module):
         for repeat in range(self.repeats):
             piece = nnx.merge(graph, jax.tree.map(lambda w, r=repeat: w[r : r + 1], weights))
             piece.repeats = 1
+            piece.first = self._place(0, repeat)
             pieces.append(piece)
         return pieces
 
@@ -96,20 +153,19 @@ class Decoder(nnx.Module):
     >>> logits = model.logits(hidden)  # doctest: +SKIP
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, compute_dtype: jnp.dtype, remat: bool, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, compute: Compute, *, dtype: np.dtype, rngs: nnx.Rngs):
         self.config = config
-        self.compute_dtype = compute_dtype
-        self.remat = remat
-        stddev = config.initializer_range
-        self.embed = Embedding(config.vocab_size, config.embed_dim, stddev=stddev, dtype=dtype, rngs=rngs)
-        self.stages = nnx.List([Stage(stage, config, dtype=dtype, rngs=rngs) for stage in config.stages])
-        self.final_norm = RMSNorm((), "embed", config.embed_dim, eps=config.norm_eps, dtype=dtype)
-        shape = (config.embed_dim, config.vocab_size)
-        self.head = (
-            None
-            if config.tie_embeddings
-            else Linear(1, ("embed", "vocab"), shape, bias=False, stddev=stddev, dtype=dtype, rngs=rngs)
+        self.compute = compute
+        init = Init(config.initializer_range, dtype, rngs)
+        self.embed = Embedding(config.vocab_size, config.embed_dim, init, scale=config.embed_scale)
+        self.stages = nnx.List(
+            [Stage(s, config, first, init) for s, first in zip(config.stages, first_places(config), strict=True)]
         )
+        self.final_norm = RMSNorm(
+            (), "embed", config.embed_dim, eps=config.norm_eps, dtype=dtype, offset=config.norm_offset
+        )
+        shape = (config.embed_dim, config.vocab_size)
+        self.head = None if config.tie_embeddings else Linear(1, ("embed", "vocab"), shape, init, bias=False)
 
     def __call__(
         self,
@@ -119,31 +175,58 @@ class Decoder(nnx.Module):
         cache: KVCache | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache | None]:
         """Hidden states after the final norm, ready for `logits`, and the cache with these tokens written into it."""
-        ropes = {(b.attention.rope, b.attention.head_dim) for b in self.config.blocks}
+        hidden, cache, _ = self.forward(tokens, positions, segments, cache)
+        return hidden, cache
+
+    def forward(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        segments: Int[Array, "B T"],
+        cache: KVCache | None = None,
+        *,
+        experts: Int[Array, "M B T k"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], KVCache | None, Routing | None]:
+        """As calling the model, and the routing of its mixtures of experts (None: it has none).
+
+        `experts`: those to use, such as the ones that a sampler used, instead of the router's choice.
+        """
+        x = self.embed(tokens, self.compute.dtype)
         context = Context(
-            positions=positions, segments=segments, rope={key: rope_tables(*key, positions) for key in ropes}
+            positions=positions,
+            segments=segments,
+            rope={rope: rope_tables(rope, positions) for b in self.config.blocks if (rope := b.attention.rope)},
+            compute=self.compute,
+            experts=experts,
+            layer_inputs=None,
         )
-        x = self.embed(tokens, self.compute_dtype)
-        layer = 0
-        for stage, config in zip(self.stages, self.config.stages, strict=True):
-            if cache is not None or self._unroll:
-                x, cache = stage.unrolled(x, context, cache, layer, remat=self.remat)
-            else:
-                x = stage.scanned(x, context, remat=self.remat)
-            layer += config.num_layers
-        return self.final_norm(x), cache
+        passed, routings = Passed(x, cache, {}), []
+        for stage in self.stages:
+            passed, routing = stage(passed, context, unroll=self._unroll)
+            if routing:
+                # [R, pattern, ...] -> [layers, ...]
+                stacked = jax.tree.map(lambda *blocks: jnp.stack(blocks, axis=1), *routing)
+                routings.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked))
+        hidden = self.final_norm(passed.x)
+        if not routings:
+            return hidden, passed.cache, None
+        stats, chosen = jax.tree.map(lambda *stages: jnp.concatenate(stages), *routings)
+        return hidden, passed.cache, Routing(experts=chosen, stats=stats)
 
     def for_decoding(self) -> Decoder:
         """The same function, for a loop over single tokens; call it outside of the loop, under `jit`.
 
-        On CPU the slices of stacked weights are real copies, so they are made once here instead of at every token.
+        On CPU the slices of stacked weights are real copies, so they are made once here instead of at every token. The
+        cache must be one for `decoding_config`.
         """
-        if jax.default_backend() != "cpu":
+        config = decoding_config(self.config)
+        if config is self.config:
             return self
         sliced = nnx.merge(*nnx.split(self))
         sliced.stages = nnx.List([piece for stage in self.stages for piece in stage.split_repeats()])
-        stages = tuple(replace(s, repeats=1) for s in self.config.stages for _ in range(s.repeats))
-        sliced.config = replace(self.config, stages=stages)
+        for stage, first in zip(sliced.stages, first_places(config), strict=True):
+            stage.first = first
+        sliced.config = config
         return sliced
 
     @property
@@ -152,12 +235,35 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """float32 logits; for log-probabilities of long rows use `token_stats`, which never holds all of them."""
+        c = self.config
         if self.head is None:
-            return jnp.einsum(
-                "btd,vd->btv",
-                hidden,
-                self.embed.embedding[...].astype(hidden.dtype),
-                preferred_element_type=jnp.float32,
-            )
-        kernel = self.head.kernel[...][0].astype(hidden.dtype)
-        return jnp.einsum("btd,dv->btv", hidden, kernel, preferred_element_type=jnp.float32)
+            table = self.embed.embedding[...].astype(hidden.dtype)
+            logits = jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
+        else:
+            kernel = self.head.kernel[...][0].astype(hidden.dtype)
+            logits = jnp.einsum("btd,dv->btv", hidden, kernel, preferred_element_type=jnp.float32)
+        if c.logits_scale != 1.0:
+            logits = logits * c.logits_scale
+        return logits if c.logits_soft_cap is None else c.logits_soft_cap * jnp.tanh(logits / c.logits_soft_cap)
+
+
+def first_places(config: ModelConfig) -> list[Place]:
+    """Where the first layer of each stage stands."""
+    places, place = [], Place(0, 0, 0, 0)
+    for stage in config.stages:
+        places.append(place)
+        moe = sum(isinstance(block.mlp, MoEConfig) for block in stage.blocks)
+        place = Place(
+            place.slot + len(stage.blocks), 0, place.layer + stage.num_layers, place.moe + moe * stage.repeats
+        )
+    return places
+
+
+def decoding_config(config: ModelConfig) -> ModelConfig:
+    """The stages of `Decoder.for_decoding` on this platform."""
+    if jax.default_backend() != "cpu" or config.num_layers > SPLIT_LAYERS_ON_CPU:
+        return config
+    if all(stage.repeats == 1 for stage in config.stages):
+        return config
+    stages = tuple(replace(s, repeats=1) for s in config.stages for _ in range(s.repeats))
+    return replace(config, stages=stages)

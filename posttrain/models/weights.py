@@ -48,6 +48,10 @@ class ModelWeights:
         """The names of each parameter's dimensions."""
         return {path: v.get_metadata()["dims"] for path, v in self._variables.items()}
 
+    def shapes(self) -> list[tuple[str, tuple[str, ...], tuple[int, ...]]]:
+        """Path, names of dimensions and shape of every parameter, which need not hold an array yet."""
+        return [(path, v.get_metadata()["dims"], v.shape) for path, v in self._variables.items()]
+
 
 def _dotted(path: tuple[object, ...]) -> str:
     return ".".join(map(str, path))

@@ -4,37 +4,40 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.config import RLSection, RunConfig, SFTSection
-from posttrain.recipes.prepare import RLInputs, SFTInputs, prepare, stage_names
+from posttrain.batch import rows_per_pass
+from posttrain.config import MeshSection, RLSection, RunConfig, SFTSection
+from posttrain.recipes.prepare import RLInputs, SFTInputs, prepare, row_notes, rows_per_step, stage_names
 
 
 def check(config: RunConfig, base_dir: Path) -> list[str]:
     """Validate a run; the lines say what it would do. Raises ConfigError for the first mistake."""
     prepared = prepare(config, base_dir, offline_ok=True)
+    shards = _shards(config.mesh)
     lines = [f"output: {config.output}{' (exists)' if Path(config.output).exists() else ''}"]
     if prepared.model is not None:
         model = prepared.model
         lines.append(f"model: {model.model_type}, {model.num_layers} layers, vocabulary {model.vocab_size:,}")
     for name, section in zip(stage_names(config), config.stages, strict=True):
         inputs = next((i for i in prepared.stages if i.section is section), None)
-        lines.append(f"{name}: {_describe(section, inputs)}")
-    return lines + prepared.notes
+        lines.append(f"{name}: {_describe(section, inputs, shards or 1)}")
+    return lines + prepared.notes + row_notes(config, shards)
 
 
-def _describe(section: SFTSection | RLSection, inputs: SFTInputs | RLInputs | None) -> str:
+def _shards(mesh: MeshSection) -> int | None:
+    """Devices that share the rows; None where that is left to the machine, whose devices a running run may hold."""
+    return None if -1 in (mesh.data, mesh.fsdp) else mesh.data * mesh.fsdp
+
+
+def _describe(section: SFTSection | RLSection, inputs: SFTInputs | RLInputs | None, shards: int) -> str:
     tokens = section.row_tokens
     if isinstance(section, SFTSection):
         rows = "" if not isinstance(inputs, SFTInputs) else f"{len(inputs.rows):,} dataset rows, "
-        micro = section.micro_batch_rows or section.batch_rows
-        return (
-            f"{rows}{section.num_steps} steps of {section.batch_rows} x {tokens} tokens "
-            f"({-(-section.batch_rows // micro)} micro-batches)"
-        )
+        passes = -(-section.batch_rows // rows_per_pass(section.batch_rows, section.micro_batch_rows, shards))
+        return f"{rows}{section.num_steps} steps of {section.batch_rows} x {tokens} tokens ({passes} micro-batches)"
     prompts = "" if not isinstance(inputs, RLInputs) else f"{len(inputs.examples):,} prompts, "
-    samples = section.prompts_per_step * section.group_size
     text = (
         f"{prompts}{section.num_steps} steps of {section.prompts_per_step} prompts x {section.group_size} samples "
-        f"= {samples}, up to {section.sampling.max_tokens} new tokens each"
+        f"= {rows_per_step(section)}, up to {section.sampling.max_tokens} new tokens each"
     )
     if isinstance(inputs, RLInputs) and inputs.eval_examples:
         text += f"; {len(inputs.eval_examples)} held-out prompts"

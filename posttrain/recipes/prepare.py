@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from posttrain.batch import TokenLoss
+from posttrain.batch import TokenLoss, rows_per_pass
 from posttrain.config import ConfigError, DatasetSection, RLSection, RunConfig, SFTSection, TrainSection
 from posttrain.config_file import resolve_path
 from posttrain.console import progress
 from posttrain.data.chat import Renderer
 from posttrain.data.format import prompt_is_text, prompt_messages, use_chat
 from posttrain.data.hub import hub_is_reachable, is_hub_id
-from posttrain.data.pipeline import row_tokenizer
+from posttrain.data.pipeline import require_one, row_tokenizer
 from posttrain.data.sources import FILE_SUFFIXES, Rows, load_rows
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.imports import did_you_mean, import_object, is_object_spec
@@ -27,6 +27,8 @@ from posttrain.rl.algorithms import Algorithm, make_algorithm
 from posttrain.rl.rewards import Reward, Rubric, missing_arguments
 from posttrain.rl.types import Example
 
+T = TypeVar("T")
+
 CHECKED_ROWS = 20_000
 SFT_LOSSES: dict[str, Callable[[], TokenLoss]] = {"nll": SFTLoss, "dft": DFTLoss}
 
@@ -36,6 +38,8 @@ class SFTInputs:
     section: SFTSection
     renderer: Renderer
     rows: Rows
+    dropped_ratio: float
+    """Share of the rows that `overlong` leaves out."""
     eval_renderer: Renderer | None
     eval_rows: Rows | None
     loss: TokenLoss
@@ -64,7 +68,7 @@ class Prepared:
     """None where only the hub has it and cannot be asked."""
     stages: list[SFTInputs | RLInputs] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What could not be checked, and why."""
+    """What could not be checked, and why; and what is done otherwise than the configuration says."""
 
 
 def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
@@ -93,7 +97,9 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
                 prepared.notes.append(f"stages.{index}: not checked, no network: dataset {names} is on the hub")
                 _check_offline(section, base_dir)
             elif isinstance(section, SFTSection):
-                prepared.stages.append(_prepare_sft(section, prepared.tokenizer, base_dir))
+                inputs, notes = _prepare_sft(section, prepared.tokenizer, base_dir)
+                prepared.stages.append(inputs)
+                prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
             else:
                 prepared.stages.append(_prepare_rl(section, prepared.tokenizer, base_dir))
     return prepared
@@ -142,6 +148,32 @@ def stage_names(config: RunConfig) -> list[str]:
     return [f"{index}-{section.name or section.kind}" for index, section in enumerate(config.stages)]
 
 
+def row_notes(config: RunConfig, shards: int | None) -> list[str]:
+    """Where the rows of a forward pass are not as many as the configuration says.
+
+    `shards`: mesh.data x mesh.fsdp, the devices that share them; None where it is not known before the run.
+    """
+    notes = []
+    for name, section in zip(stage_names(config), config.stages, strict=True):
+        wanted = section.micro_batch_rows
+        if wanted is None:
+            continue
+        start = f"{name}: micro_batch_rows={wanted}"
+        if shards is None:
+            notes.append(f"{start} is rounded up to a multiple of mesh.data x mesh.fsdp, which only the devices say")
+        elif (rows := rows_per_pass(rows_per_step(section), wanted, shards)) > wanted:
+            notes.append(f"{start} becomes {rows}, a multiple of mesh.data x mesh.fsdp = {shards}")
+    return notes
+
+
+def rows_per_step(section: TrainSection) -> int:
+    """Rows of one optimiser step: of RL the worst case, one sample per row."""
+    if isinstance(section, RLSection):
+        return section.prompts_per_step * section.group_size
+    assert isinstance(section, SFTSection)
+    return section.batch_rows
+
+
 def _unreachable(name: str) -> bool:
     path = Path(name)
     local = name == "bytes" or path.exists() or is_object_spec(name) or path.suffix in FILE_SUFFIXES
@@ -151,6 +183,7 @@ def _unreachable(name: str) -> bool:
 def _check_offline(section: TrainSection, base_dir: Path) -> None:
     """What can be said of a stage without its rows."""
     if isinstance(section, RLSection):
+        _refuse_completions(section)
         _rubric(section, base_dir)
         _algorithm(section, base_dir)
     elif isinstance(section, SFTSection):
@@ -169,33 +202,54 @@ def rows_of(section: DatasetSection, base_dir: Path) -> Rows:
     return load_rows(section.model_copy(update={"path": spec}), base_dir=base_dir)
 
 
-def _prepare_sft(section: SFTSection, tokenizer: Tokenizer, base_dir: Path) -> SFTInputs:
+def _prepare_sft(section: SFTSection, tokenizer: Tokenizer, base_dir: Path) -> tuple[SFTInputs, list[str]]:
+    """The inputs, and a line for each dataset of which rows are left out."""
     loss = _sft_loss(section, base_dir)
     rows, renderer = _rows_and_renderer(section.dataset, tokenizer, base_dir)
-    _check_sequences(section, section.dataset, rows, renderer)
+    dropped_ratio, notes = _check_sequences(section, section.dataset, rows, renderer)
     eval_rows, eval_renderer = None, None
     if section.eval_dataset is not None:
         eval_rows, eval_renderer = _rows_and_renderer(section.eval_dataset, tokenizer, base_dir)
-        _check_sequences(section, section.eval_dataset, eval_rows, eval_renderer)
-    return SFTInputs(
+        notes += _check_sequences(section, section.eval_dataset, eval_rows, eval_renderer)[1]
+    inputs = SFTInputs(
         section=section,
         renderer=renderer,
         rows=rows,
+        dropped_ratio=dropped_ratio,
         eval_renderer=eval_renderer,
         eval_rows=eval_rows,
         loss=loss,
     )
+    return inputs, notes
 
 
-def _check_sequences(section: SFTSection, dataset: DatasetSection, rows: Rows, renderer: Renderer) -> None:
-    """Tokenize rows as training will, so that mistakes show before it: all, or `CHECKED_ROWS` spread evenly."""
+def _check_sequences(
+    section: SFTSection, dataset: DatasetSection, rows: Rows, renderer: Renderer
+) -> tuple[float, list[str]]:
+    """Tokenize rows as training will, so that mistakes show before it: all, or `CHECKED_ROWS` spread evenly.
+
+    The share of those that are left out, and a line that says so.
+    """
     tokenize = row_tokenizer(section, dataset, rows, renderer)
     chosen = range(0, len(rows), -(-len(rows) // CHECKED_ROWS))
-    for index in progress(chosen, f"checking rows of {rows.name}", len(chosen)):
-        tokenize(index)
+    dropped = [made is None for made in _each(rows, chosen, "rows", tokenize)].count(True)
+    if dropped == len(chosen):
+        require_one(rows, tokenize, section.row_tokens)
+    note = (
+        f"{dropped:,} of {len(chosen):,} rows{'' if len(chosen) == len(rows) else ' looked at'} of {rows.name} are left "
+        f"out, for they do not fit row_tokens={section.row_tokens} (overlong: {section.overlong})"
+    )
+    return dropped / len(chosen), [note] if dropped else []
+
+
+def _each(rows: Rows, chosen: Sequence[int], what: str, read: Callable[[int], T]) -> Iterator[T]:
+    """What `read` makes of each chosen row, with a bar where that takes long."""
+    for index in progress(chosen, f"checking {what} of {rows.name}", len(chosen)):
+        yield read(index)
 
 
 def _prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> RLInputs:
+    _refuse_completions(section)
     limit = section.max_prompt_tokens or section.row_tokens - section.sampling.max_tokens
     if limit + section.sampling.max_tokens > section.row_tokens:
         raise ConfigError(
@@ -232,21 +286,28 @@ def _rows_and_renderer(section: DatasetSection, tokenizer: Tokenizer, base_dir: 
 
 def _examples(rows: Rows, section: DatasetSection, renderer: Renderer, max_prompt_tokens: int) -> list[Example]:
     """All prompts, each checked: what is wrong with row 5,000 is said before the first step."""
-    examples = []
-    for index in progress(range(len(rows)), f"checking prompts of {rows.name}", len(rows)):
-        row = rows[index]
-        try:
+
+    def example(index: int) -> Example:
+        with rows.named(index) as row:
             messages = prompt_messages(row, section)
             length = len(renderer.prompt(messages))
-        except ConfigError as error:
-            raise ConfigError(f"{rows.where(index)}: {error}") from error
-        if length > max_prompt_tokens:
+            if length > max_prompt_tokens:
+                raise ConfigError(
+                    f"its prompt has {length} tokens, max_prompt_tokens={max_prompt_tokens}; "
+                    "raise row_tokens and max_prompt_tokens, or leave the row out"
+                )
+            return Example(index=index, row=row, messages=messages, plain=prompt_is_text(row, section))
+
+    return list(_each(rows, range(len(rows)), "prompts", example))
+
+
+def _refuse_completions(section: RLSection) -> None:
+    for name, dataset in (("dataset", section.dataset), ("eval_dataset", section.eval_dataset)):
+        if dataset is not None and dataset.completion is not None:
             raise ConfigError(
-                f"{rows.where(index)}: its prompt has {length} tokens, max_prompt_tokens={max_prompt_tokens}; "
-                "raise row_tokens and max_prompt_tokens, or leave the row out"
+                f"{name}.completion={dataset.completion!r}: RL samples its completions; remove it "
+                "(reward functions get every column of the dataset by its name)"
             )
-        examples.append(Example(index=index, row=row, messages=messages, plain=prompt_is_text(row, section)))
-    return examples
 
 
 def _check_columns(rubric: Rubric, rows: Rows) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import numpy as np
 
 from posttrain.config import RLSection, SamplingSection
-from posttrain.console import progress_bar
 from posttrain.data.pipeline import PromptBatches
 from posttrain.metrics import Sample, Timer, to_host
 from posttrain.optim import make_optimizer
-from posttrain.recipes.prepare import RLInputs
+from posttrain.recipes.prepare import RLInputs, rows_per_step
 from posttrain.recipes.python import PythonRun
-from posttrain.recipes.stage import StageRun
+from posttrain.recipes.stage import HeldOut, StageRun
 from posttrain.rl.aio import run_async
 from posttrain.rl.cluster import Cluster
 from posttrain.rl.collect import Sampler
@@ -33,13 +33,9 @@ def run_rl(stage: StageRun, inputs: RLInputs) -> None:
     """Train one RL stage to its end, from its newest checkpoint if there is one."""
     run = _RLRun(stage, inputs)
     section = inputs.section
+    held_out = HeldOut(evaluate=lambda: _record(run.evaluate()), metrics=itemgetter("metrics"))
     with stage.opened(run.trainer, run.prompts, section.num_steps) as (sinks, checkpointer):
         run.cluster.sync_weights()
-        result: dict[str, Any] = {}
-        if inputs.eval_examples:
-            result["before"] = stage.remember("before", lambda: _record(run.evaluate()))
-            if run.trainer.step_number == 0:
-                sinks.write(0, result["before"]["metrics"])
 
         def step() -> Mapping[str, Any]:
             timer = Timer()
@@ -51,18 +47,9 @@ def run_rl(stage: StageRun, inputs: RLInputs) -> None:
             return metrics | timer.metrics()
 
         try:
-            stage.train(
-                run.trainer,
-                step,
-                run.prompts,
-                sinks,
-                checkpointer,
-                section,
-                (lambda: run.evaluate().metrics()) if inputs.eval_examples else None,
+            result = stage.train(
+                run.trainer, step, run.prompts, sinks, checkpointer, section, held_out if inputs.eval_examples else None
             )
-            if inputs.eval_examples:
-                result["after"] = _record(run.evaluate())
-                sinks.write(section.num_steps, result["after"]["metrics"])
         finally:
             run.cluster.engine.close()
     stage.finish(run.trainer.model, result)
@@ -73,7 +60,7 @@ class _RLRun:
 
     def __init__(self, stage: StageRun, inputs: RLInputs):
         section = inputs.section
-        samples = section.prompts_per_step * section.group_size
+        samples = rows_per_step(section)
         self.inputs = inputs
         self.trainer = Trainer(
             stage.load_model(),
@@ -112,7 +99,7 @@ class _RLRun:
         )
 
     def step(self, timer: Timer) -> StepResult:
-        examples = [self.inputs.examples[row.index] for row in next(self.prompts)]
+        examples = [self.inputs.examples[index] for index in next(self.prompts)]
         return run_async(
             rl_step(
                 self.cluster, self.inputs.algorithm, self.inputs.rubric, self.sampler, examples, self.settings, timer
@@ -122,8 +109,7 @@ class _RLRun:
     def evaluate(self) -> Evaluation:
         assert self.inputs.eval_renderer is not None
         sampler = replace(self.sampler, renderer=self.inputs.eval_renderer, sampling=eval_sampling(self.inputs.section))
-        with progress_bar(f"evaluating {len(self.inputs.eval_examples)} held-out prompts"):
-            return run_async(evaluate(sampler, self.inputs.rubric, self.inputs.eval_examples))
+        return run_async(evaluate(sampler, self.inputs.rubric, self.inputs.eval_examples))
 
 
 def eval_sampling(section: RLSection) -> SamplingSection:

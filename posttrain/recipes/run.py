@@ -17,7 +17,7 @@ from posttrain.fit import Interrupted, stop_on_signals
 from posttrain.mesh import make_mesh
 from posttrain.models.decoder import Decoder
 from posttrain.models.load import load_model
-from posttrain.recipes.prepare import SFTInputs, prepare, stage_names
+from posttrain.recipes.prepare import SFTInputs, prepare, row_notes, stage_names
 from posttrain.recipes.rl import run_rl
 from posttrain.recipes.sft import run_sft
 from posttrain.recipes.source import local_or_hub
@@ -55,6 +55,8 @@ def run(config: RunConfig, base_dir: Path) -> RunResult:
     output = Path(config.output)
     names = stage_names(config)
     with _claimed(output, config), stop_on_signals() as stop:
+        for note in prepared.notes + row_notes(config, mesh.shape["data"] * mesh.shape["fsdp"]):
+            console().print(note, markup=False, soft_wrap=True)
         source = None
         for name, inputs in zip(names, prepared.stages, strict=True):
             folder = output / name

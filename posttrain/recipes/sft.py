@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
+import numpy as np
+
+from posttrain.batch import Batch
+from posttrain.console import progress_bar
 from posttrain.data.pipeline import SFTBatches, eval_batches
 from posttrain.metrics import to_host
 from posttrain.optim import make_optimizer
 from posttrain.recipes.prepare import SFTInputs
 from posttrain.recipes.python import PythonRun
-from posttrain.recipes.stage import StageRun
+from posttrain.recipes.stage import HeldOut, StageRun
 from posttrain.trainer import Trainer
 
 
@@ -29,31 +33,33 @@ def run_sft(stage: StageRun, inputs: SFTInputs) -> None:
     )
     batches = SFTBatches(section, inputs.rows, inputs.renderer, seed=stage.seed)
 
-    def evaluate() -> dict[str, float]:
-        assert section.eval_dataset is not None and inputs.eval_rows is not None and inputs.eval_renderer is not None
-        held_out = eval_batches(section, section.eval_dataset, inputs.eval_rows, inputs.eval_renderer)
-        metrics = {f"eval/{name}": value for name, value in to_host(trainer.evaluate(held_out)).items()}
-        return metrics | {"eval/perplexity": math.exp(metrics["eval/nll"])} if "eval/nll" in metrics else metrics
+    # A row that does not fit is an error before the first step, where none may be left out.
+    dropped = {} if section.overlong == "error" else {"data/dropped_ratio": inputs.dropped_ratio}
 
+    def step() -> Mapping[str, Any]:
+        return {**trainer.step(next(batches)), **dropped}
+
+    held_out = HeldOut(evaluate=lambda: _evaluate(trainer, inputs), metrics=lambda record: record)
     with stage.opened(trainer, batches, section.num_steps) as (sinks, checkpointer):
-        result: dict[str, Mapping[str, float]] = {}
-        if section.eval_dataset is not None:
-            result["before"] = stage.remember("before", evaluate)
-            if trainer.step_number == 0:
-                sinks.write(0, result["before"])
-        stage.train(
-            trainer,
-            lambda: trainer.step(next(batches)),
-            batches,
-            sinks,
-            checkpointer,
-            section,
-            evaluate if section.eval_dataset is not None else None,
-        )
-        if section.eval_dataset is not None:
-            result["after"] = evaluate()
-            sinks.write(section.num_steps, result["after"])
+        evaluation = held_out if section.eval_dataset is not None else None
+        result = stage.train(trainer, step, batches, sinks, checkpointer, section, evaluation)
     stage.finish(trainer.model, result)
+
+
+def _evaluate(trainer: Trainer, inputs: SFTInputs) -> dict[str, float]:
+    section, rows, renderer = inputs.section, inputs.eval_rows, inputs.eval_renderer
+    assert section.eval_dataset is not None and rows is not None and renderer is not None
+    with progress_bar(f"evaluating {len(rows):,} held-out rows", len(rows)) as advance:
+        held_out = _counted(eval_batches(section, section.eval_dataset, rows, renderer), advance)
+        found = to_host(trainer.evaluate(held_out))
+    metrics = {f"eval/{name}": value for name, value in found.items()}
+    return metrics | {"eval/perplexity": math.exp(metrics["eval/nll"])} if "eval/nll" in metrics else metrics
+
+
+def _counted(batches: Iterator[Batch], advance: Callable[[int], None]) -> Iterator[Batch]:
+    for batch in batches:
+        yield batch
+        advance(int(np.max(batch.segments, axis=1).sum()))
 
 
 class SFT(PythonRun):

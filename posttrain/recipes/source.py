@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from posttrain.config import ConfigError, ModelSection
 from posttrain.config_file import resolve_path
 from posttrain.data.hub import hub_is_reachable, is_hub_id
+from posttrain.fit import Origin
 from posttrain.models import hf
 from posttrain.models.config import ModelConfig
+from posttrain.models.files import read_json
+
+SAMPLED_BLOCKS = 256
+BLOCK_BYTES = 4096
+"""Of each file of weights so much is read for its digest, evenly spread: other weights differ nearly everywhere."""
 
 
 def local_or_hub(name: str, base_dir: Path) -> str:
@@ -49,17 +57,11 @@ def read_model_config(section: ModelSection, base_dir: Path, *, vocab_size: int 
     if file is None:
         return None
     try:
-        read: Any = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"model.path: {file}: no such file; give the folder of a checkpoint in Hugging Face layout"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {file}: cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(read, dict):
-        raise ConfigError(f"model.path: {file}: must hold a JSON object")
+        fields = read_json(file)
+    except ConfigError as error:
+        raise ConfigError(f"model.path: {error}") from error
     try:
-        return hf.config_from_hf(read)
+        return hf.config_from_hf(fields)
     except ConfigError as error:
         raise ConfigError(f"model.path: {file}: {error}") from error
 
@@ -83,3 +85,31 @@ def _config_file(name: str) -> Path | None:
             f"model.path: {name} is no local folder, and the Hugging Face hub has no config.json of it ({reason}); "
             "give an existing folder, or check the id"
         ) from error
+
+
+def origin_of_folder(name: str, folder: Path) -> Origin:
+    """A checkpoint in Hugging Face layout by the content of its `config.json` and of its files of weights."""
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
+    files = [folder / "config.json", *sorted(weights)]
+    return Origin(name=name, parts={file.name: _digest(file) for file in files})
+
+
+def origin_of_init(fields: Mapping[str, Any], seed: int) -> Origin:
+    """Random weights by what they are drawn from."""
+    parts = {name: json.dumps(value, sort_keys=True, default=str) for name, value in fields.items()}
+    return Origin(name="model.init", parts={**parts, "seed": str(seed)})
+
+
+def _digest(file: Path) -> str:
+    """Of a whole file; of large weights their size, their header, and blocks."""
+    size = file.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with file.open("rb") as source:
+        if file.suffix == ".json" or size <= SAMPLED_BLOCKS * BLOCK_BYTES:
+            digest.update(source.read())
+        else:
+            digest.update(source.read(int.from_bytes(source.read(8), "little")))
+            for block in range(SAMPLED_BLOCKS):
+                source.seek((size - BLOCK_BYTES) * block // (SAMPLED_BLOCKS - 1))
+                digest.update(source.read(BLOCK_BYTES))
+    return digest.hexdigest()[:16]

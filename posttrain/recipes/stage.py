@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,27 @@ from posttrain.checkpoint import Checkpointer
 from posttrain.config import ModelSection, TrainSection
 from posttrain.console import console
 from posttrain.data.tokenizer import Tokenizer
-from posttrain.fit import Every, Resumable, StopRequest, restore_latest, run_steps
+from posttrain.fit import Every, Origin, Resumable, StopRequest, restore_latest, run_steps
 from posttrain.models.decoder import Decoder
-from posttrain.models.load import init_model, load_model, save_model
+from posttrain.models.files import find_folder
+from posttrain.models.load import init_model, load_model
 from posttrain.models.lora import count_parameters
+from posttrain.models.save import save_model
 from posttrain.optim import make_schedule
+from posttrain.recipes.source import origin_of_folder, origin_of_init
 from posttrain.sinks import Sinks, open_sinks
 from posttrain.trainer import Trainer
 
-Evaluate = Callable[[], Mapping[str, float]]
+Record = dict[str, Any]
+"""An evaluation as JSON can hold it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """How a stage is evaluated, and which numbers of that go to the sinks."""
+
+    evaluate: Callable[[], Record]
+    metrics: Callable[[Record], Mapping[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +73,33 @@ class StageRun:
             "lora": m.lora,
             "mesh": self.mesh,
             "remat": m.remat,
+            "attention": m.attention,
+            "grouped_matmul": m.grouped_matmul,
             "seed": self.seed,
         }
-        if self.source is not None or m.init is None:
-            source = self.source or self.source_name
-            assert source is not None
-            model = load_model(source, **common)
+        if self._path is None:
+            model = init_model(self._init, **common)
         else:
-            model = init_model({"vocab_size": self.tokenizer.vocab_size, **m.init}, **common)
+            model = load_model(self._path, long_context=m.long_context, **common)
         print_parameters(model)
         return model
+
+    @property
+    def _path(self) -> str | Path | None:
+        """Where the stage's model is loaded from; None: it has random weights."""
+        return self.source or self.source_name
+
+    @property
+    def _init(self) -> dict[str, Any]:
+        assert self.model.init is not None
+        return {"vocab_size": self.tokenizer.vocab_size, **self.model.init}
+
+    @cached_property
+    def origin(self) -> Origin:
+        """What the checkpoints of the stage continue."""
+        if self._path is None:
+            return origin_of_init(self._init, self.seed)
+        return origin_of_folder(str(self._path), find_folder(self._path))
 
     def train(
         self,
@@ -79,26 +109,40 @@ class StageRun:
         sinks: Sinks,
         checkpointer: Checkpointer,
         section: TrainSection,
-        evaluate: Evaluate | None,
-    ) -> None:
+        held_out: HeldOut | None,
+    ) -> dict[str, Record]:
+        """All steps that are left; the evaluations `before` and `after` them, each made once in the life of a run."""
+        result: dict[str, Record] = {}
+        if held_out is not None:
+            result["before"] = self.remember("before", held_out.evaluate)
+            if trainer.step_number == 0:
+                sinks.write(0, held_out.metrics(result["before"]))
+        if trainer.step_number < section.num_steps:
+            # Of other weights, where the newest checkpoints were removed.
+            self._file("after").unlink(missing_ok=True)
         run_steps(
             trainer,
             step,
             data,
+            origin=self.origin,
             num_steps=section.num_steps,
             checkpointer=checkpointer,
             sink=sinks,
             learning_rate=make_schedule(section.optimizer, section.num_steps),
             every=Every(checkpoint=section.checkpoint_every, evaluation=section.eval_every),
-            evaluate=evaluate,
+            evaluate=None if held_out is None else lambda: held_out.metrics(held_out.evaluate()),
             stop=self.stop,
         )
+        if held_out is not None:
+            result["after"] = self.remember("after", held_out.evaluate)
+            sinks.write(section.num_steps, held_out.metrics(result["after"]))
+        return result
 
     @contextmanager
     def opened(self, trainer: Trainer, data: Resumable, num_steps: int) -> Iterator[tuple[Sinks, Checkpointer]]:
         """Sinks and checkpoints, with trainer and data brought to the newest checkpoint."""
         with Checkpointer(self.folder / "checkpoints") as checkpointer:
-            if restore_latest(trainer, data, checkpointer):
+            if restore_latest(trainer, data, checkpointer, self.origin):
                 console().print(f"resuming after step {trainer.step_number} of {num_steps}")
             sinks = open_sinks(
                 self.output,
@@ -120,12 +164,15 @@ class StageRun:
 
     def remember(self, name: str, make: Callable[[], Any]) -> Any:
         """What `make` returns, kept as JSON in the folder of the stage: a resumed run reads it again."""
-        file = self.folder / f"{name}.json"
+        file = self._file(name)
         if not file.exists():
             partial = file.with_suffix(".tmp")
             partial.write_text(json.dumps(make()), encoding="utf-8")
             partial.rename(file)
         return json.loads(file.read_text(encoding="utf-8"))
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
 
 
 def print_parameters(model: Decoder) -> None:

@@ -33,12 +33,6 @@ def standardized(rewards_PG: Rewards) -> Rewards:
     return (_centered(rewards) / (_std(rewards)[:, None] + STD_EPS)).astype(np.float32)
 
 
-def standardized_by_batch(rewards_PG: Rewards) -> Rewards:
-    """(r - mean of the group) / (std of all rewards + 1e-4), std with n - 1. arXiv:2508.08221."""
-    rewards = _float64(rewards_PG)
-    return (_centered(rewards) / (_std(rewards.reshape(1, -1)) + STD_EPS)).astype(np.float32)
-
-
 def leave_one_out(rewards_PG: Rewards) -> Rewards:
     """r - mean of the other samples of the group. RLOO, arXiv:2402.14740."""
     rewards = _float64(rewards_PG)

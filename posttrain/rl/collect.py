@@ -73,13 +73,25 @@ class Sampler:
         return before_stop(self.renderer.tokenizer.decode(tokens), self.sampling.stop)
 
 
-async def collect(sampler: Sampler, examples_P: Sequence[Example], group_size: int, step: int) -> list[Group]:
-    """G samples of each example. The first failure cancels the others and is raised."""
+async def collect(
+    sampler: Sampler,
+    examples_P: Sequence[Example],
+    group_size: int,
+    step: int,
+    advance: Callable[[int], None] | None = None,
+) -> list[Group]:
+    """G samples of each example. The first failure cancels the others and is raised.
+
+    `advance(1)` is called for each sample that is done.
+    """
     tasks = [
         asyncio.ensure_future(sampler.rollout(example, step, number, sample))
         for number, example in enumerate(examples_P)
         for sample in range(group_size)
     ]
+    if advance is not None:
+        for task in tasks:
+            task.add_done_callback(lambda _: advance(1))
     try:
         flat = await asyncio.gather(*tasks)
     except BaseException:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from posttrain.config import ConfigError
+from posttrain.console import progress_bar
 from posttrain.rl.collect import Sampler, collect
 from posttrain.rl.rewards import Rubric
 from posttrain.rl.statistics import Interval, mean_interval
@@ -43,8 +44,9 @@ class Evaluation:
 
 async def evaluate(sampler: Sampler, rubric: Rubric, examples: Sequence[Example], group_size: int = 1) -> Evaluation:
     """`group_size` samples of every example, scored. Samples without a valid reward are left out of the mean."""
-    groups_P = await collect(sampler, examples, group_size, EVAL_STEP)
-    rewards = await rubric.score(groups_P)
+    with progress_bar(f"evaluating {len(examples)} held-out prompts", len(examples) * group_size) as advance:
+        groups_P = await collect(sampler, examples, group_size, EVAL_STEP, advance)
+        rewards = await rubric.score(groups_P)
     valid = ~np.isnan(rewards.total_PG)
     if not valid.any():
         raise ConfigError("evaluation: no sample has a valid reward; see that the rewards apply to eval_dataset")

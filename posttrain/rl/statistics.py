@@ -90,11 +90,6 @@ def paired_difference(before: ArrayLike, after: ArrayLike) -> PairedDifference:
     return PairedDifference(mean, mean - half, mean + half, n, p_value)
 
 
-def separated(a: Interval, b: Interval) -> bool:
-    """Whether the intervals do not touch: a stricter claim than a significant difference."""
-    return a.high < b.low or b.high < a.low
-
-
 def standard_error(rewards_PG: Iterable[ArrayLike]) -> float:
     """Standard error of a step's mean reward, clustered by prompt: sd(prompt means) / sqrt(P).
 

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Bool, Float, Int, UInt32
 
 from posttrain.models.cache import KVCache, empty_cache
-from posttrain.models.decoder import Decoder
+from posttrain.models.decoder import Decoder, decoding_config
 from posttrain.models.weights import ModelWeights, Weights
 from posttrain.rollout.sampling import sample
 from posttrain.tree import pytree
@@ -95,7 +95,8 @@ def prefill(model: Decoder, cache: KVCache, prompts: Prompts) -> tuple[KVCache, 
     rows, length = prompts.tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
     segments = (positions < prompts.lengths[:, None]).astype(jnp.int32)
-    empty = empty_cache(model.config, rows, length, model.compute_dtype)
+    model = model.for_decoding()
+    empty = empty_cache(model.config, rows, length, model.compute.dtype)
     _, filled = model(prompts.tokens, positions, segments, empty)
     assert filled is not None
     return cache.insert(filled, prompts.slots, prompts.sources, prompts.count), None
@@ -112,7 +113,7 @@ def decode(
     """
     model = model.for_decoding()
     num_rows = rows.tokens.shape[0]
-    whole = num_rows == cache.keys[0].shape[0] and width == cache.width
+    whole = num_rows == cache.rows and width == cache.width
     near = cache if whole else cache.take(rows.slots, width)
 
     def active_left(carry: tuple[Any, ...]) -> Array:
@@ -189,7 +190,7 @@ class Programs:
 def empty_slots(loaded: Loaded, slots: int, length: int) -> KVCache:
     """An empty cache where the weights are: slots over the data axes, heads over `tensor`, where they divide."""
     model = loaded.source.model
-    cache = empty_cache(model.config, slots, length, model.compute_dtype)
+    cache = empty_cache(decoding_config(model.config), slots, length, model.compute.dtype)
     placement = next(iter(loaded.arrays.values())).sharding
     return jax.tree.map(lambda x: jax.device_put(x, _cache_sharding(placement, x.shape)), cache)
 
@@ -198,6 +199,6 @@ def _cache_sharding(weights: Sharding, shape: Sequence[int]) -> Sharding:
     if not isinstance(weights, NamedSharding):
         return weights
     sizes = weights.mesh.shape
-    slots = ("data", "fsdp") if shape[0] % (sizes["data"] * sizes["fsdp"]) == 0 else None
-    heads = "tensor" if shape[1] % sizes["tensor"] == 0 else None
-    return NamedSharding(weights.mesh, PartitionSpec(slots, heads))
+    slots = ("data", "fsdp") if shape[1] % (sizes["data"] * sizes["fsdp"]) == 0 else None
+    heads = "tensor" if shape[2] % sizes["tensor"] == 0 else None
+    return NamedSharding(weights.mesh, PartitionSpec(None, slots, heads))

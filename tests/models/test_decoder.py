@@ -116,10 +116,10 @@ def test_scanned_is_unrolled_and_remat_changes_nothing(monkeypatch: pytest.Monke
     plain = tiny_model(**pattern)
     assert [(len(stage.blocks), stage.repeats) for stage in plain.config.stages] == [(2, 2)]
     unrolled = gradients(plain, tokens)
-    assert_same_gradients(unrolled, gradients(tiny_model(remat=True, **pattern), tokens))
+    assert_same_gradients(unrolled, gradients(tiny_model(remat="full", **pattern), tokens))
     monkeypatch.setattr(decoder, "UNROLLED_LAYERS_ON_CPU", 0)
     assert_same_gradients(unrolled, gradients(plain, tokens))
-    assert_same_gradients(unrolled, gradients(tiny_model(remat=True, **pattern), tokens))
+    assert_same_gradients(unrolled, gradients(tiny_model(remat="full", **pattern), tokens))
 
 
 def test_program_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:

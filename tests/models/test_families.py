@@ -18,7 +18,8 @@ from posttrain.models.cache import empty_cache
 from posttrain.models.config import LinearScaling, Llama3Scaling
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf, config_from_init, config_to_hf, family
-from posttrain.models.load import hf_tensors, init_model, load_model
+from posttrain.models.load import init_model, load_model
+from posttrain.models.save import hf_tensors
 from posttrain.models.weights import ModelWeights
 from tests.tiny import forward
 
@@ -131,7 +132,7 @@ def test_bfloat16_checkpoint() -> None:
     golden = Golden("llama_bf16")
     model = load_model(golden.folder)
     assert {w.dtype for w in ModelWeights(model).read().values()} == {jnp.dtype(jnp.bfloat16)}
-    assert model.compute_dtype == jnp.bfloat16
+    assert model.compute.dtype == jnp.bfloat16
     exact, theirs = golden.arrays["plain_logits"], golden.arrays["plain_logits_bf16_compute"]
     ours = forward(model, *golden.inputs("plain"))
     assert np.square(ours - exact).mean() < 2 * np.square(theirs - exact).mean()

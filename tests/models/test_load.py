@@ -20,7 +20,8 @@ from posttrain.config import ConfigError, LoRA, MeshSection
 from posttrain.mesh import make_mesh
 from posttrain.models import load
 from posttrain.models.decoder import Decoder
-from posttrain.models.load import hf_tensors, init_model, load_model, save_model
+from posttrain.models.load import init_model, load_model
+from posttrain.models.save import hf_tensors, save_model
 from posttrain.models.weights import ModelWeights
 from tests.tiny import forward, shake, tiny_config, tiny_model
 
@@ -226,7 +227,7 @@ def test_float16_is_loaded_as_float32(folder: Path) -> None:
     halves = {name: x.astype(np.float16) for name, x in load_file(folder / "model.safetensors").items()}
     edit(folder, **halves)
     model = load_model(folder)
-    assert model.compute_dtype == jnp.float32
+    assert model.compute.dtype == jnp.float32
     assert_array_equal(model.final_norm.scale[...], halves["model.norm.weight"].astype(np.float32))
     edit(folder, **{"model.norm.weight": np.ones(32, np.int8)})
     assert fault(folder) == f"{folder}: tensors of type I8 are not supported"
@@ -266,6 +267,6 @@ def test_path_that_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_compute_dtype_and_remat_are_passed_on() -> None:
-    model = load_model(GOLDEN, compute_dtype=jnp.bfloat16, remat=True)
-    assert (model.compute_dtype, model.remat) == (jnp.bfloat16, True)
+    model = load_model(GOLDEN, compute_dtype=jnp.bfloat16, remat="full")
+    assert (model.compute.dtype, model.compute.remat) == (jnp.bfloat16, "full")
     assert tiny_config().hf_json is None

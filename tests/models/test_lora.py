@@ -12,7 +12,8 @@ from safetensors.numpy import load_file
 
 from posttrain.config import ConfigError, LoRA
 from posttrain.models.decoder import Decoder
-from posttrain.models.load import load_model, save_model
+from posttrain.models.load import load_model
+from posttrain.models.save import save_model
 from posttrain.models.lora import attach_lora, count_parameters, has_lora, linears, merged
 from posttrain.models.weights import ModelWeights, without_adapter
 from tests.tiny import forward, tiny_model

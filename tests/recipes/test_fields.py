@@ -198,9 +198,9 @@ def model_of(tmp_path: Path, **model: Any) -> Any:
 def test_model(tmp_path: Path) -> None:
     plain = model_of(tmp_path)
     assert plain.config.vocab_size == 261
-    assert plain.compute_dtype == jnp.float32 and plain.embed.embedding[...].dtype == jnp.float32
+    assert plain.compute.dtype == jnp.float32 and plain.embed.embedding[...].dtype == jnp.float32
     low = model_of(tmp_path, dtype="bfloat16", compute_dtype="float32")
-    assert low.compute_dtype == jnp.float32 and low.embed.embedding[...].dtype == jnp.bfloat16
+    assert low.compute.dtype == jnp.float32 and low.embed.embedding[...].dtype == jnp.bfloat16
     trained = {
         targets: count_parameters(model_of(tmp_path, lora=f"{{rank: 2, targets: {targets}}}")).trainable
         for targets in ("[attention]", "[mlp]", "[attention, mlp]", "[attention.q]")

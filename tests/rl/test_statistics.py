@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from posttrain.rl.statistics import Interval, mean_interval, paired_difference, separated, standard_error
+from posttrain.rl.statistics import Interval, mean_interval, paired_difference, standard_error
 
 SIMULATIONS = 2000
 
@@ -79,14 +79,6 @@ def test_values_must_be_finite_and_match_their_clusters():
             mean_interval(values)
     with pytest.raises(ValueError, match="one prompt number for each value"):
         mean_interval([1.0, 2.0], [0])
-
-
-def test_separated_means_not_touching():
-    a, b, c = Interval(0.2, 0.1, 0.3, 9), Interval(0.5, 0.4, 0.6, 9), Interval(0.3, 0.2, 0.45, 9)
-    assert separated(a, b)
-    assert separated(b, a)
-    assert not separated(a, c)
-    assert not separated(b, c)
 
 
 def test_53_against_49_of_100_is_no_evidence():

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from posttrain.models.config import ModelConfig
-from posttrain.models.hf import DECODER_NAMES, decoder_config, get
+from posttrain.models.fields import Fields
+from posttrain.models.hf import attention_config, decoder_config, head_dim_of, mlp_config
+from posttrain.models.names import DECODER_NAMES
+from posttrain.models.rope import rope_from_hf
 
 ARCHITECTURE = "LlamaForCausalLM"
 NAMES = DECODER_NAMES
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    bias = get(hf, "attention_bias", bool, False)
-    return decoder_config(
+def config_from_hf(hf: Fields) -> ModelConfig:
+    layers = hf.get("num_hidden_layers", int)
+    bias = hf.get("attention_bias", bool, False)
+    head_dim = head_dim_of(hf)
+    attention = attention_config(
         hf,
-        num_kv_heads=get(hf, "num_key_value_heads", int, get(hf, "num_attention_heads", int)),
-        windows=[None] * get(hf, "num_hidden_layers", int),
+        rope=rope_from_hf(hf, head_dim),
+        head_dim=head_dim,
+        default_kv_heads=hf.get("num_attention_heads", int),
         qkv_bias=bias,
         out_bias=bias,
-        mlp_bias=get(hf, "mlp_bias", bool, False),
     )
+    mlp = mlp_config(hf, bias=hf.get("mlp_bias", bool, False))
+    return decoder_config(hf, [attention] * layers, [mlp] * layers)

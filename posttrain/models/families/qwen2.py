@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from posttrain.models.config import ModelConfig
-from posttrain.models.hf import DECODER_NAMES, decoder_config, get, windows
+from posttrain.models.fields import Fields
+from posttrain.models.hf import attention_config, decoder_config, head_dim_of, mlp_config, qwen_windows, windowed
+from posttrain.models.names import DECODER_NAMES
+from posttrain.models.rope import rope_from_hf
 
 ARCHITECTURE = "Qwen2ForCausalLM"
 NAMES = DECODER_NAMES
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    kv_heads = get(hf, "num_key_value_heads", int)
-    return decoder_config(hf, num_kv_heads=kv_heads, windows=windows(hf), qkv_bias=True)
+def config_from_hf(hf: Fields) -> ModelConfig:
+    windows, head_dim = qwen_windows(hf), head_dim_of(hf)
+    attention = attention_config(hf, rope=rope_from_hf(hf, head_dim), head_dim=head_dim, qkv_bias=True)
+    return decoder_config(hf, windowed(attention, windows), [mlp_config(hf)] * len(windows))

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from posttrain.models.config import ModelConfig
-from posttrain.models.hf import DECODER_NAMES, Name, decoder_config, get, windows
+from posttrain.models.fields import Fields
+from posttrain.models.hf import attention_config, decoder_config, mlp_config, qwen_windows, windowed
+from posttrain.models.names import DECODER_NAMES
+from posttrain.models.rope import rope_from_hf
 
 ARCHITECTURE = "Qwen3ForCausalLM"
-NAMES = {
-    **DECODER_NAMES,
-    "attention.q_norm.scale": Name("model.layers.{layer}.self_attn.q_norm.weight"),
-    "attention.k_norm.scale": Name("model.layers.{layer}.self_attn.k_norm.weight"),
-}
+NAMES = DECODER_NAMES
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    bias = get(hf, "attention_bias", bool, False)
-    kv_heads = get(hf, "num_key_value_heads", int)
-    return decoder_config(hf, num_kv_heads=kv_heads, windows=windows(hf), qk_norm=True, qkv_bias=bias, out_bias=bias)
+def config_from_hf(hf: Fields) -> ModelConfig:
+    windows, head_dim = qwen_windows(hf), hf.get("head_dim", int, 128)
+    bias = hf.get("attention_bias", bool, False)
+    attention = attention_config(
+        hf, rope=rope_from_hf(hf, head_dim), head_dim=head_dim, qk_norm="head", qkv_bias=bias, out_bias=bias
+    )
+    return decoder_config(hf, windowed(attention, windows), [mlp_config(hf)] * len(windows))

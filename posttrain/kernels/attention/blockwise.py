@@ -1,0 +1,167 @@
+"""Attention in blocks of queries and keys in plain XLA: no array of size T x S, forward or backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+from posttrain.kernels.attention.reference import MASKED, visible
+from posttrain.kernels.attention.request import Operands, Places, Variant
+
+FLOOR = 0.1 * MASKED
+"""Least running maximum: beside it even the masked logits of a query that sees nothing have weight 0."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    variant: Variant
+    same_tokens: bool
+    sinks: bool
+    block_q: int
+    block_k: int
+    num_blocks_k: int
+
+    def keys_of(self, i: Array) -> tuple[Array | int, Array | int]:
+        """First and last + 1 block of keys that queries of block `i` can see.
+
+        Where queries and keys are the same tokens, that is neither after the diagonal nor before the window.
+        """
+        if not self.same_tokens:
+            return 0, self.num_blocks_k
+        first: Array | int = 0
+        if self.variant.window is not None:
+            first = jnp.maximum(i * self.block_q - self.variant.window + 1, 0) // self.block_k
+        return first, jnp.minimum(((i + 1) * self.block_q - 1) // self.block_k + 1, self.num_blocks_k)
+
+
+def blockwise(operands: Operands, variant: Variant, *, same_tokens: bool, block: int) -> Float[Array, "B T N Hv"]:
+    """softmax(scale q k) v with a running maximum and sum. FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
+
+    `block`: queries and keys of one block of logits.
+    """
+    q, k, v, places, sinks = operands
+    rows, length, num_heads, head_dim = q.shape
+    num_kv_heads, keys, value_dim = v.shape[1:]
+    groups = num_heads // num_kv_heads
+    block_q, block_k = min(block, length), min(block, keys)
+    pad_q, pad_k = -length % block_q, -keys % block_k
+    q = jnp.pad(q, ((0, 0), (0, pad_q), (0, 0), (0, 0)))
+    q = q.reshape(rows, -1, block_q, num_kv_heads, groups, head_dim).transpose(1, 0, 3, 4, 2, 5)
+    k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, pad_k), (0, 0))) for x in (k, v))
+    # What is added belongs to segments of its own, which nothing sees.
+    places = Places(
+        _blocks(places.q_positions, pad_q, block_q, 0),
+        jnp.pad(places.k_positions, ((0, 0), (0, pad_k))),
+        _blocks(places.q_segments, pad_q, block_q, -1),
+        jnp.pad(places.k_segments, ((0, 0), (0, pad_k)), constant_values=-2),
+    )
+    per_head = jnp.zeros(num_heads) if sinks is None else sinks.astype(jnp.float32)
+    plan = _Plan(variant, same_tokens, sinks is not None, block_q, block_k, k.shape[2] // block_k)
+    out = _attend(plan, q, k, v, per_head.reshape(num_kv_heads, groups, 1), places)
+    out = out.transpose(1, 0, 4, 2, 3, 5).reshape(rows, length + pad_q, num_heads, value_dim)
+    return out[:, :length]
+
+
+def _blocks(x: Array, pad: int, block: int, value: int) -> Array:
+    x = jnp.pad(x, ((0, 0), (0, pad)), constant_values=value)
+    return x.reshape(x.shape[0], -1, block).swapaxes(0, 1)
+
+
+# Below: q [I, B, K, G, t, H], out and its gradient [I, B, K, G, t, Hv], statistics [I, B, K, G, t] for I blocks of t
+# queries; k and v [B, K, S, H]; sinks [K, G, 1].
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(plan: _Plan, q: Array, k: Array, v: Array, sinks: Array, places: Places) -> Array:
+    return _forward(plan, q, k, v, sinks, places)[0]
+
+
+def _forward(plan: _Plan, q: Array, k: Array, v: Array, sinks: Array, places: Places) -> tuple[Array, Any]:
+    def block(inputs: tuple[Array, ...]) -> tuple[Array, Array]:
+        i, q_i, positions, segments = inputs
+
+        def step(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            top, total, out = carry
+            k_j, v_j = _slice(k, j, plan.block_k), _slice(v, j, plan.block_k)
+            logits, _ = _logits(plan, q_i, k_j, _visible(plan, j, positions, segments, places))
+            new_top = jnp.maximum(top, jnp.max(logits, axis=-1))
+            exps, keep = jnp.exp(logits - new_top[..., None]), jnp.exp(top - new_top)
+            added = _product("bkgts,bksh->bkgth", exps.astype(v.dtype), v_j)
+            return new_top, total * keep + jnp.sum(exps, axis=-1), out * keep[..., None] + added
+
+        # A sink is a key that came first, without a value.
+        top = jnp.broadcast_to(jnp.maximum(sinks, FLOOR) if plan.sinks else FLOOR, q_i.shape[:-1])
+        total = jnp.full(top.shape, 1.0 if plan.sinks else 0.0)
+        out = jnp.zeros((*top.shape, v.shape[-1]))
+        top, total, out = lax.fori_loop(*plan.keys_of(i), step, (top.astype(jnp.float32), total, out))
+        total = jnp.where(total > 0, total, 1.0)
+        return (out / total[..., None]).astype(q.dtype), top + jnp.log(total)
+
+    out, log_total = lax.map(block, (jnp.arange(q.shape[0]), q, places.q_positions, places.q_segments))
+    return out, (q, k, v, sinks, places, out, log_total)
+
+
+def _backward(plan: _Plan, saved: Any, d_out: Array) -> tuple[Array, Array, Array, Array | None, None]:
+    q, k, v, sinks, places, out, log_total = saved
+    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+
+    def block(carry: tuple[Array, Array], inputs: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
+        i, q_i, positions, segments, log_total_i, d_out_i, delta_i = inputs
+
+        def step(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            dq_i, dk, dv = carry
+            k_j, v_j = _slice(k, j, plan.block_k), _slice(v, j, plan.block_k)
+            logits, slope = _logits(plan, q_i, k_j, _visible(plan, j, positions, segments, places))
+            probs = jnp.exp(logits - log_total_i[..., None])
+            d_probs = _product("bkgth,bksh->bkgts", d_out_i, v_j)
+            d_logits = (probs * (d_probs - delta_i[..., None]) * slope).astype(q.dtype)
+            dv = _add(dv, j, _product("bkgts,bkgth->bksh", probs.astype(d_out_i.dtype), d_out_i))
+            dk = _add(dk, j, _product("bkgts,bkgth->bksh", d_logits, q_i))
+            return dq_i + _product("bkgts,bksh->bkgth", d_logits, k_j), dk, dv
+
+        dq_i, dk, dv = lax.fori_loop(*plan.keys_of(i), step, (jnp.zeros(q_i.shape), *carry))
+        return (dk, dv), dq_i.astype(q.dtype)
+
+    blocks = (jnp.arange(q.shape[0]), q, places.q_positions, places.q_segments, log_total, d_out, delta)
+    (dk, dv), dq = lax.scan(block, (jnp.zeros(k.shape), jnp.zeros(v.shape)), blocks)
+    # The share of the sink is exp(sink - log_total), and its value is 0.
+    d_sinks = -jnp.sum(jnp.exp(sinks - log_total) * delta, axis=(0, 1, 4))[..., None] if plan.sinks else None
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), d_sinks, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _logits(plan: _Plan, q: Array, k: Array, mask: Array) -> tuple[Array, Array | float]:
+    """Masked logits, and their derivative by q k."""
+    scale, cap = plan.variant.scale, plan.variant.soft_cap
+    logits = _product("bkgth,bksh->bkgts", q, k) * scale
+    if cap is None:
+        return jnp.where(mask, logits, MASKED), scale
+    tanh = jnp.tanh(logits / cap)
+    return jnp.where(mask, cap * tanh, MASKED), scale * (1 - tanh * tanh)
+
+
+def _visible(plan: _Plan, j: Array, positions: Array, segments: Array, places: Places) -> Array:
+    keys = (lax.dynamic_slice_in_dim(x, j * plan.block_k, plan.block_k, axis=1) for x in (places[1], places[3]))
+    k_positions, k_segments = keys
+    return visible(positions, k_positions, segments, k_segments, plan.variant.window)[:, None, None]
+
+
+def _product(spec: str, x: Array, y: Array) -> Array:
+    return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
+
+
+def _slice(x: Array, j: Array, block: int) -> Array:
+    return lax.dynamic_slice_in_dim(x, j * block, block, axis=2)
+
+
+def _add(x: Array, j: Array, block: Array) -> Array:
+    start = j * block.shape[2]
+    return lax.dynamic_update_slice_in_dim(x, _slice(x, j, block.shape[2]) + block, start, axis=2)

@@ -1,0 +1,58 @@
+"""Fused attention of cuDNN, through JAX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from posttrain.kernels.attention.reference import visible
+from posttrain.kernels.attention.request import Operands, Request, Variant
+
+MAX_HEAD_DIM = 128
+"""What every generation takes in training; Hopper also takes up to 256."""
+
+
+def refusal(request: Request) -> str | None:
+    width = max(request.head_dim, request.value_dim)
+    if request.platform != "gpu":
+        return f"runs on GPU, got {request.platform}"
+    if request.soft_cap is not None or request.sinks:
+        return "knows neither soft-cap nor sinks"
+    if request.dtype not in ("bfloat16", "float16"):
+        return f"computes in bfloat16 and float16, got {request.dtype}"
+    if width > MAX_HEAD_DIM or width % 8:
+        return f"the head size must be a multiple of 8 and at most {MAX_HEAD_DIM}, got {width}"
+    if request.num_queries % 2:
+        return f"the length of a row must be even, got {request.num_queries}"
+    return request.refusal_of_rows()
+
+
+def cudnn(operands: Operands, variant: Variant) -> Float[Array, "B T N Hv"]:
+    return jax.nn.dot_product_attention(**arguments(operands, variant), implementation="cudnn")[
+        ..., : operands.v.shape[3]
+    ]
+
+
+def arguments(operands: Operands, variant: Variant) -> dict[str, Any]:
+    """Arguments of `jax.nn.dot_product_attention`, whatever its implementation.
+
+    It wants heads of one size; zeros beyond the true one change neither logits nor the first values.
+    """
+    q, k, v, places, _ = operands
+    width = max(q.shape[3], v.shape[3])
+    mask = visible(*places, variant.window)[:, None]
+    q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[3]))) for x in (q, k, v))
+    return {
+        "query": q,
+        "key": k.swapaxes(1, 2),
+        "value": v.swapaxes(1, 2),
+        "mask": mask,
+        "scale": variant.scale,
+        # The mask says it all; these let a kernel skip what they exclude by place in the row.
+        "is_causal": True,
+        "local_window_size": None if variant.window is None else (variant.window - 1, 0),
+    }

@@ -1,0 +1,162 @@
+"""Attention behind one function whose only mask language is positions, segments and window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Literal, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Float, Int
+
+from posttrain.kernels.attention import cudnn, splash, tokamax
+from posttrain.kernels.attention.blockwise import blockwise
+from posttrain.kernels.attention.reference import single_query, visible, whole
+from posttrain.kernels.attention.request import Operands, Places, Request, Variant
+from posttrain.kernels.platform import HEAD_AXIS, head_shards, installed, log_choice, platform_of, row_axes, row_shards
+
+AttentionKernel = Literal["auto", "reference", "blockwise", "splash", "tokamax", "cudnn"]
+Kernel: TypeAlias = Callable[[Operands], Float[Array, "B T N Hv"]]
+
+REFUSALS: Mapping[str, Callable[[Request], str | None]] = {
+    "reference": lambda _: None,
+    "blockwise": lambda _: None,
+    "splash": splash.refusal,
+    "tokamax": tokamax.refusal,
+    "cudnn": cudnn.refusal,
+}
+"""Why a kernel cannot serve a request; None where it can."""
+
+PREFERRED: Mapping[str, tuple[str, ...]] = {"tpu": ("splash",), "gpu": ("tokamax", "cudnn")}
+"""Fused kernels of a platform, the first that serves. On CPU blocks of XLA take half the time of splash."""
+
+WHOLE_LENGTH = 256
+"""Queries up to which all logits at once are as fast as blocks, on CPU."""
+
+WHOLE_LOGITS = 1 << 24
+"""Logits of all rows and heads that may exist at once: 64 MiB."""
+
+BLOCK: Mapping[str, int] = {"cpu": 128}
+"""Queries and keys of a block of logits: what fits a CPU's cache; 512 elsewhere."""
+
+
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S Hv"],
+    *,
+    q_positions: Int[Array, "B T"],
+    k_positions: Int[Array, "B S"],
+    q_segments: Int[Array, "B T"],
+    k_segments: Int[Array, "B S"],
+    window: int | None,
+    scale: float,
+    soft_cap: float | None,
+    sinks: Float[Array, " N"] | None,
+    kernel: AttentionKernel,
+    mesh: Mesh | None,
+) -> Float[Array, "B T N Hv"]:
+    """softmax(scale q k) v over the keys of the same segment at positions <= the query's, at most `window` of them.
+
+    Logits and softmax in float32. `soft_cap` makes logits cap tanh(logits / cap); `sinks` are one more logit per head
+    that takes its share of the softmax to no value. A query of segment 0 (padding) yields finite numbers.
+    Keys stand as [B, K, S, H]: on CPU decoding reads them twice as fast as [B, S, K, H].
+
+    Whole rows are told from a cache by identity: `q_positions is k_positions` and `q_segments is k_segments`. Positions
+    are then consecutive within a segment, and kernels may count by place in the row. `kernel` other than "auto" raises
+    ValueError where it cannot serve.
+    """
+    request = Request(
+        platform=platform_of(mesh),
+        rows=q.shape[0],
+        num_queries=q.shape[1],
+        num_keys=k.shape[2],
+        num_heads=q.shape[2],
+        num_kv_heads=k.shape[1],
+        head_dim=q.shape[3],
+        value_dim=v.shape[3],
+        dtype=str(q.dtype),
+        soft_cap=soft_cap,
+        sinks=sinks is not None,
+        same_tokens=q_positions is k_positions and q_segments is k_segments,
+        row_shards=row_shards(mesh),
+        head_shards=head_shards(mesh),
+        tokamax=installed("tokamax"),
+    )
+    name = select(kernel, request)
+    log_choice("attention", name, request.kind, request.platform)
+    operands = Operands(q, k, v, Places(q_positions, k_positions, q_segments, k_segments), sinks)
+    return _run(name, operands, Variant(window=window, scale=scale, soft_cap=soft_cap), request, mesh)
+
+
+def choose(request: Request) -> str:
+    """The kernel of "auto"."""
+    small = request.num_logits <= WHOLE_LOGITS
+    if request.kind == "decode":
+        return "reference"
+    if request.kind == "rows":
+        for name in PREFERRED.get(request.platform, ()):
+            if REFUSALS[name](request) is None:
+                return name
+        small = small and request.num_queries <= WHOLE_LENGTH
+    return "reference" if small else "blockwise"
+
+
+def select(kernel: AttentionKernel, request: Request) -> str:
+    """The kernel to run. ValueError where the one that is asked for cannot serve, with those that can."""
+    if kernel == "auto":
+        return choose(request)
+    if kernel not in REFUSALS:
+        raise ValueError(f"attention: no kernel {kernel!r}; use one of {', '.join(get_args(AttentionKernel))}")
+    refusal = REFUSALS[kernel](request)
+    if refusal is not None:
+        others = ", ".join(name for name, refuse in REFUSALS.items() if refuse(request) is None)
+        raise ValueError(f"attention: kernel {kernel!r} {refusal}; use auto, {others}")
+    return kernel
+
+
+def _run(name: str, operands: Operands, variant: Variant, request: Request, mesh: Mesh | None) -> Array:
+    interpret = request.platform == "cpu"
+    match name:
+        case "reference":
+            return _reference(operands, variant)
+        case "blockwise":
+            block = BLOCK.get(request.platform, 512)
+            return blockwise(operands, variant, same_tokens=request.same_tokens, block=block)
+        case "splash":
+            return _split(partial(splash.splash, variant=variant, interpret=interpret), operands, request, mesh)
+        case "tokamax":
+            return _split(partial(tokamax.tokamax, variant=variant), operands, request, mesh)
+        case _:
+            return _split(partial(cudnn.cudnn, variant=variant), operands, request, mesh)
+
+
+def _reference(operands: Operands, variant: Variant) -> Array:
+    q, k, v, places, sinks = operands
+    mask = visible(*places, variant.window)
+    if q.shape[1] == 1:
+        return single_query(q, k, v, mask[:, 0], scale=variant.scale, soft_cap=variant.soft_cap, sinks=sinks)
+    return whole(q, k, v, mask, scale=variant.scale, soft_cap=variant.soft_cap, sinks=sinks)
+
+
+def _split(kernel: Kernel, operands: Operands, request: Request, mesh: Mesh | None) -> Array:
+    """Runs a kernel that the compiler cannot partition on each device's own rows and heads."""
+    if mesh is None or mesh.size == 1:
+        return kernel(operands)
+    repeats = request.split_kv_heads // request.num_kv_heads
+    if repeats > 1:
+        k, v = (jnp.repeat(x, repeats, axis=1) for x in (operands.k, operands.v))
+        operands = operands._replace(k=k, v=v)
+    rows, heads = row_axes(mesh), HEAD_AXIS if HEAD_AXIS in mesh.axis_names else None
+    queries, keys = PartitionSpec(rows, None, heads), PartitionSpec(rows, heads)
+    split = jax.shard_map(
+        lambda *parts: kernel(Operands(*parts)),
+        mesh=mesh,
+        in_specs=(queries, keys, keys, PartitionSpec(rows), PartitionSpec(heads)),
+        out_specs=queries,
+        check_vma=False,
+    )
+    return split(*operands)

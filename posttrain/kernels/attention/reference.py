@@ -1,0 +1,88 @@
+"""Attention in the open: the whole matrix of logits at once, and the case of one decoded token."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+MASKED = -1e30
+"""Logit of a key that a query does not see: finite, so that a query that sees nothing stays finite too."""
+
+
+def visible(
+    q_positions: Int[Array, "B T"],
+    k_positions: Int[Array, "B S"],
+    q_segments: Int[Array, "B T"],
+    k_segments: Int[Array, "B S"],
+    window: int | None,
+) -> Bool[Array, "B T S"]:
+    """Which key each query sees."""
+    distance = q_positions[:, :, None] - k_positions[:, None, :]
+    mask = (q_segments[:, :, None] == k_segments[:, None, :]) & (distance >= 0)
+    return mask if window is None else mask & (distance < window)
+
+
+def whole(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S Hv"],
+    mask: Bool[Array, "B T S"],
+    *,
+    scale: float,
+    soft_cap: float | None,
+    sinks: Float[Array, " N"] | None,
+) -> Float[Array, "B T N Hv"]:
+    """All logits of all queries, then their softmax, then its product with the values."""
+    rows, length, num_heads, head_dim = q.shape
+    num_kv_heads, keys, value_dim = v.shape[1:]
+    groups = num_heads // num_kv_heads
+    # The queries of a group stand one below the other: plain batched products, in the layout that the keys have.
+    q = q.reshape(rows, length, num_kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
+    q = q.reshape(rows, num_kv_heads, groups * length, head_dim)
+    logits = capped(jnp.einsum("bkth,bksh->bkts", q, k, preferred_element_type=jnp.float32) * scale, soft_cap)
+    logits = jnp.where(mask[:, None, None], logits.reshape(rows, num_kv_heads, groups, length, keys), MASKED)
+    per_head = None if sinks is None else sinks.reshape(1, num_kv_heads, groups, 1, 1)
+    probs = softmax(logits, per_head).astype(v.dtype).reshape(rows, num_kv_heads, groups * length, keys)
+    # XLA:CPU has no BF16 x BF16 = F32 for this product; the platforms that matter accumulate in float32 anyway.
+    out = jnp.einsum("bkts,bksh->bkth", probs, v)
+    out = out.reshape(rows, num_kv_heads, groups, length, value_dim).transpose(0, 3, 1, 2, 4)
+    return out.reshape(rows, length, num_heads, value_dim)
+
+
+def single_query(
+    q: Float[Array, "B 1 N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S Hv"],
+    mask: Bool[Array, "B S"],
+    *,
+    scale: float,
+    soft_cap: float | None,
+    sinks: Float[Array, " N"] | None,
+) -> Float[Array, "B 1 N Hv"]:
+    """`whole` for one decoded token, with the operands of both products in the order that CPUs read fastest."""
+    rows, _, num_heads, head_dim = q.shape
+    num_kv_heads, value_dim = v.shape[1], v.shape[3]
+    groups = num_heads // num_kv_heads
+    q = q.reshape(rows, num_kv_heads, groups, head_dim)
+    # Scaled before the transpose: after it, XLA:CPU takes a fifth longer for a whole decoding step.
+    logits = jnp.einsum("bksh,bkgh->bksg", k, q, preferred_element_type=jnp.float32) * scale
+    logits = jnp.where(mask[:, None, None], capped(logits, soft_cap).swapaxes(2, 3), MASKED)
+    probs = softmax(logits, None if sinks is None else sinks.reshape(1, num_kv_heads, groups, 1)).astype(v.dtype)
+    return jnp.einsum("bkgs,bksh->bkgh", probs, v).reshape(rows, 1, num_heads, value_dim)
+
+
+def capped(logits: Float[Array, "*B"], soft_cap: float | None) -> Float[Array, "*B"]:
+    """cap tanh(logits / cap). Gemma 2, arXiv:2408.00118, section 2."""
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+
+
+def softmax(logits: Float[Array, "*B S"], sinks: Float[Array, "*#B 1"] | None) -> Float[Array, "*B S"]:
+    """Softmax over the last dimension; a sink is one more logit, whose share goes to no value."""
+    if sinks is None:
+        return jax.nn.softmax(logits, axis=-1)
+    sinks = sinks.astype(logits.dtype)
+    top = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), sinks))
+    exps = jnp.exp(logits - top)
+    return exps / (jnp.sum(exps, axis=-1, keepdims=True) + jnp.exp(sinks - top))

@@ -1,0 +1,47 @@
+"""What the choice of a kernel depends on: the platform, installed packages, and how arrays lie on a mesh."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import math
+
+import jax
+from jax.sharding import Mesh
+
+ROW_AXES = ("data", "fsdp", "expert")
+"""Mesh axes that split the rows of activations."""
+
+HEAD_AXIS = "tensor"
+"""Mesh axis that splits attention heads."""
+
+LOGGER = logging.getLogger("posttrain.kernels")
+
+
+def platform_of(mesh: Mesh | None) -> str:
+    """`cpu`, `gpu` or `tpu`: that of the mesh's devices, else the default one."""
+    return jax.default_backend() if mesh is None else str(mesh.devices.flat[0].platform)
+
+
+def row_axes(mesh: Mesh | None) -> tuple[str, ...]:
+    return () if mesh is None else tuple(axis for axis in ROW_AXES if axis in mesh.axis_names)
+
+
+def row_shards(mesh: Mesh | None) -> int:
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in row_axes(mesh))
+
+
+def head_shards(mesh: Mesh | None) -> int:
+    return mesh.shape[HEAD_AXIS] if mesh is not None and HEAD_AXIS in mesh.axis_names else 1
+
+
+@functools.cache
+def installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+@functools.cache
+def log_choice(operation: str, kernel: str, kind: str, platform: str) -> None:
+    """One line for each combination, however often it is traced."""
+    LOGGER.info("%s: kernel %r for %s on %s", operation, kernel, kind, platform)

@@ -1,0 +1,74 @@
+"""The fields of a `config.json`, read by type; what was read is remembered."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from posttrain.config import ConfigError
+
+T = TypeVar("T")
+
+
+class Fields:
+    """A JSON object. An explicit null counts as absent."""
+
+    def __init__(self, values: Mapping[str, Any], where: str = "config.json", *, long_context: bool = False):
+        self.where = where
+        self.long_context_used = False
+        self._long_context = long_context
+        self.read: dict[str, Any] = {}
+        """Every field that was asked for, with the value that the asker got."""
+        self._values = {key: value for key, value in values.items() if value is not None}
+
+    @property
+    def long_context(self) -> bool:
+        """Whether the run wants the factors for long sequences."""
+        self.long_context_used = True
+        return self._long_context
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def get(self, key: str, kind: type[T], default: T | None = None) -> T:
+        """The value of the type `kind`; without a default it is required. ConfigError where absent or of another type."""
+        value = self._values.get(key, default)
+        if value is None:
+            raise ConfigError(f"{key}: the model's {self.where} must have it")
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise ConfigError(f"{key}: must be {kind.__name__}, got {value!r}")
+        self.read[key] = value
+        return value
+
+    def optional(self, key: str, kind: type[T]) -> T | None:
+        """The value, or None where there is none."""
+        if key in self:
+            return self.get(key, kind)
+        self.read[key] = None
+        return None
+
+    def section(self, key: str) -> Fields:
+        """The object under `key`; an empty one where there is none."""
+        values = self._values.get(key, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"{key}: must be an object, got {values!r}")
+        self.read[key] = values or None
+        return Fields(values, where=key)
+
+    def refuse(self, key: str, *allowed: Any, why: str) -> None:
+        """ConfigError where `key` is present with another value than those allowed."""
+        value = self._values.get(key)
+        self.read[key] = value
+        if value is not None and value not in allowed:
+            raise ConfigError(f"{key}={value!r} is not supported: {why}")
+
+    def refuse_unread(self, *, allowed: Iterable[str] = ()) -> None:
+        """ConfigError for a field that nobody asked for: it would be without effect."""
+        for key in self._values.keys() - self.read.keys() - set(allowed):
+            near = difflib.get_close_matches(key, sorted(self.read), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            where = "" if self.where == "config.json" else f"{self.where}: "
+            raise ConfigError(f"{where}{key}: unknown field{hint}")

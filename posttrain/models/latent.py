@@ -1,0 +1,110 @@
+"""Multi-head latent attention: keys and values of all heads come from one small latent per token."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from posttrain.kernels.attention import attention
+from posttrain.models.config import LatentAttentionConfig, ModelConfig
+from posttrain.models.context import Context, Place, Stored, Tape, store
+from posttrain.models.layers import Init, Linear, RMSNorm
+from posttrain.models.rope import apply_rope
+
+
+class LatentAttention(nnx.Module):
+    """DeepSeek-V2's, arXiv:2405.04434, section 2.1.
+
+    Without a cache the latents are expanded to keys and values of every head. With one, the cache holds only the
+    latents and the shared rotated key, and the expansion moves into queries and outputs: the same sums in another order.
+    """
+
+    def __init__(self, config: LatentAttentionConfig, model: ModelConfig, repeats: int, init: Init):
+        self.config = c = config
+        norm = {"eps": c.norm_eps, "dtype": init.dtype}
+        q_dim = c.num_heads * (c.nope_dim + c.rope_dim)
+        self.q_down = self.q_norm = None
+        if c.q_rank is not None:
+            self.q_down = Linear(repeats, ("embed", "latent"), (model.embed_dim, c.q_rank), init, bias=c.bias)
+            self.q_norm = RMSNorm((repeats,), "latent", c.q_rank, **norm)
+        q_in = ("embed", model.embed_dim) if c.q_rank is None else ("latent", c.q_rank)
+        self.q = Linear(repeats, (q_in[0], "heads"), (q_in[1], q_dim), init, bias=False)
+        kv_rank, kv_dim = c.kv_rank, c.num_heads * (c.nope_dim + c.value_dim)
+        self.kv_down = Linear(repeats, ("embed", "latent"), (model.embed_dim, kv_rank + c.rope_dim), init, bias=c.bias)
+        self.kv_norm = RMSNorm((repeats,), "latent", kv_rank, **norm)
+        self.kv = Linear(repeats, ("latent", "heads"), (kv_rank, kv_dim), init, bias=False)
+        out = c.num_heads * c.value_dim
+        self.o = Linear(repeats, ("heads", "embed"), (out, model.embed_dim), init, bias=c.bias)
+
+    def __call__(self, x: Float[Array, "B T D"], context: Context, tape: Tape, place: Place) -> Float[Array, "B T D"]:
+        c = self.config
+        rows, length, _ = x.shape
+        low = x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x))
+        q = self.q(low).reshape(rows, length, c.num_heads, c.nope_dim + c.rope_dim)
+        tables, interleaved = context.rope[c.rope], c.rope.interleaved
+        q_nope, q_rope = q[..., : c.nope_dim], apply_rope(q[..., c.nope_dim :], tables, interleaved=interleaved)
+        down = self.kv_down(x)
+        latent = self.kv_norm(down[..., : c.kv_rank])
+        k_rope = apply_rope(down[..., None, c.kv_rank :], tables, interleaved=interleaved)[:, :, 0]
+        if tape.cache is None:
+            out = self._expanded(q_nope, q_rope, latent, k_rope, context, tape, place)
+        else:
+            out = self._absorbed(q_nope, q_rope, latent, k_rope, context, tape, place)
+        return self.o(out.reshape(rows, length, -1))
+
+    def _expanded(
+        self,
+        q_nope: Float[Array, "B T N Hn"],
+        q_rope: Float[Array, "B T N Hr"],
+        latent: Float[Array, "B T R"],
+        k_rope: Float[Array, "B T Hr"],
+        context: Context,
+        tape: Tape,
+        place: Place,
+    ) -> Float[Array, "B T N Hv"]:
+        c = self.config
+        kv = self.kv(latent).reshape(*latent.shape[:2], c.num_heads, c.nope_dim + c.value_dim)
+        shared = jnp.broadcast_to(k_rope[:, :, None], (*kv.shape[:3], c.rope_dim))
+        keys = jnp.concatenate([kv[..., : c.nope_dim], shared], axis=-1)
+        values = kv[..., c.nope_dim :]
+        stored = store(keys.swapaxes(1, 2), values.swapaxes(1, 2), context, tape, place)
+        return self._attend(jnp.concatenate([q_nope, q_rope], axis=-1), stored, context)
+
+    def _absorbed(
+        self,
+        q_nope: Float[Array, "B T N Hn"],
+        q_rope: Float[Array, "B T N Hr"],
+        latent: Float[Array, "B T R"],
+        k_rope: Float[Array, "B T Hr"],
+        context: Context,
+        tape: Tape,
+        place: Place,
+    ) -> Float[Array, "B T N Hv"]:
+        c = self.config
+        up = self.kv.weight(q_nope.dtype).reshape(c.kv_rank, c.num_heads, c.nope_dim + c.value_dim)
+        stored = store(jnp.concatenate([latent, k_rope], axis=-1)[:, None], None, context, tape, place)
+        stored = stored._replace(values=stored.keys[..., : c.kv_rank])
+        q_latent = jnp.einsum("btnh,rnh->btnr", q_nope, up[..., : c.nope_dim])
+        out = self._attend(jnp.concatenate([q_latent, q_rope], axis=-1), stored, context)
+        return jnp.einsum("btnr,rnh->btnh", out, up[..., c.nope_dim :])
+
+    def _attend(
+        self, q: Float[Array, "B T N H"], stored: Stored, context: Context
+    ) -> Float[Array, "B T N Hv"]:
+        return attention(
+            q,
+            stored.keys,
+            stored.values,
+            q_positions=context.positions,
+            k_positions=stored.positions,
+            q_segments=stored.q_segments,
+            k_segments=stored.segments,
+            window=self.config.window,
+            scale=self.config.scale,
+            soft_cap=None,
+            sinks=None,
+            kernel=context.compute.attention,
+            mesh=context.compute.mesh,
+        )

@@ -1,0 +1,169 @@
+"""Rotary position embedding: the frequencies of every kind that checkpoints ask for, and the rotation."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int
+
+from posttrain.config import ConfigError
+from posttrain.models.config import Rope
+from posttrain.models.fields import Fields
+
+Tables = tuple[Float[Array, "B T half"], Float[Array, "B T half"]]
+
+
+def default_frequencies(theta: float, dim: int) -> np.ndarray:
+    """theta^(-2i / dim), float32 as in transformers."""
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    return np.float32(1.0) / np.float32(theta) ** exponents
+
+
+def linear(frequencies: np.ndarray, factor: float) -> np.ndarray:
+    """Position interpolation, arXiv:2306.15595."""
+    return frequencies / np.float32(factor)
+
+
+def llama3(frequencies: np.ndarray, *, factor: float, low: float, high: float, original: int) -> np.ndarray:
+    """Frequency-dependent stretching of Llama 3.1, arXiv:2407.21783, section 3.2."""
+    wavelength = 2 * np.pi / frequencies
+    keep = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
+    return keep * frequencies + (1 - keep) * frequencies / factor
+
+
+def yarn(
+    theta: float, dim: int, *, factor: float, original: int, beta_fast: float, beta_slow: float, truncate: bool
+) -> np.ndarray:
+    """NTK by parts, arXiv:2309.00071, section 3.2: pairs that turn often stay, those that turn seldom are stretched."""
+
+    def pair_with(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair_with(beta_fast), pair_with(beta_slow)
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    if first == last:
+        last += 0.001
+    stretched = np.clip((np.arange(dim // 2) - first) / (last - first), 0.0, 1.0)
+    frequencies = default_frequencies(theta, dim)
+    return frequencies / factor * stretched + frequencies * (1 - stretched)
+
+
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """1 + 0.1 weight ln(factor), arXiv:2309.00071, eq. 22."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def rope_from_hf(
+    hf: Fields,
+    head_dim: int,
+    *,
+    theta: float = 10_000.0,
+    rotary_factor: float = 1.0,
+    layer_type: str | None = None,
+    interleaved: bool = False,
+) -> Rope:
+    """RoPE from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`.
+
+    `theta`, `rotary_factor`: the family's defaults. `layer_type`: the entry, where `rope_parameters` has one for each
+    type of layer. ConfigError for unknown kinds and for fields that a kind lacks or does not have.
+    """
+    where = "rope_parameters" if "rope_parameters" in hf else "rope_scaling"
+    fields = hf.section(where)
+    if layer_type is not None and layer_type in fields:
+        fields = fields.section(layer_type)
+    base = (fields if "rope_theta" in fields else hf).get("rope_theta", float, theta)
+    part = (fields if "partial_rotary_factor" in fields else hf).get("partial_rotary_factor", float, rotary_factor)
+    kind = fields.get("rope_type", str, fields.get("type", str, "default"))
+    frequencies, magnitude = _kinds(kind, fields, hf, base, head_dim, part)
+    fields.refuse_unread(allowed=("original_max_position_embeddings",))
+    return Rope(frequencies=tuple(map(float, frequencies)), magnitude=magnitude, interleaved=interleaved)
+
+
+def _kinds(
+    kind: str, fields: Fields, hf: Fields, theta: float, head_dim: int, part: float
+) -> tuple[np.ndarray, float]:
+    """Frequencies and magnitude."""
+    dim = int(head_dim * part)
+    if kind == "default":
+        return default_frequencies(theta, dim), 1.0
+    if kind == "linear":
+        return linear(default_frequencies(theta, dim), fields.get("factor", float)), 1.0
+    if kind == "proportional":
+        # The pairs are those of the whole head; what is not turned has frequency 0.
+        turned = np.arange(head_dim // 2) < int(part * head_dim // 2)
+        return linear(default_frequencies(theta, head_dim), fields.get("factor", float, 1.0)) * turned, 1.0
+    if kind == "llama3":
+        return llama3(
+            default_frequencies(theta, dim),
+            factor=fields.get("factor", float),
+            low=fields.get("low_freq_factor", float),
+            high=fields.get("high_freq_factor", float),
+            original=fields.get("original_max_position_embeddings", int),
+        ), 1.0
+    if kind == "yarn":
+        return _yarn_from_hf(fields, hf, theta, dim)
+    if kind in ("longrope", "su"):
+        return _longrope_from_hf(fields, hf, theta, dim)
+    known = "default, linear, llama3, yarn, longrope, proportional"
+    raise ConfigError(f"{fields.where}: rope_type {kind!r} is not supported; known: {known}")
+
+
+def _yarn_from_hf(fields: Fields, hf: Fields, theta: float, dim: int) -> tuple[np.ndarray, float]:
+    original = fields.get("original_max_position_embeddings", int)
+    factor = fields.get("factor", float, hf.get("max_position_embeddings", int) / original)
+    weights = fields.optional("mscale", float), fields.optional("mscale_all_dim", float)
+    if weights[0] and weights[1]:
+        magnitude = yarn_magnitude(factor, weights[0]) / yarn_magnitude(factor, weights[1])
+    else:
+        magnitude = yarn_magnitude(factor)
+    frequencies = yarn(
+        theta,
+        dim,
+        factor=factor,
+        original=original,
+        beta_fast=fields.get("beta_fast", float, 32.0),
+        beta_slow=fields.get("beta_slow", float, 1.0),
+        truncate=fields.get("truncate", bool, True),
+    )
+    return frequencies, fields.get("attention_factor", float, magnitude)
+
+
+def _longrope_from_hf(fields: Fields, hf: Fields, theta: float, dim: int) -> tuple[np.ndarray, float]:
+    """LongRoPE, arXiv:2402.13753: a stretch per pair. transformers chooses the set by the longest row of a batch, which
+    makes a row depend on its neighbours; here the run chooses."""
+    holder = fields if "original_max_position_embeddings" in fields else hf
+    original = holder.get("original_max_position_embeddings", int)
+    factor = fields.get("factor", float, hf.get("max_position_embeddings", int) / original)
+    default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    sets = [fields.get(name, list) for name in ("short_factor", "long_factor")]
+    for name, values in zip(("short_factor", "long_factor"), sets, strict=True):
+        if len(values) != dim // 2:
+            raise ConfigError(f"{fields.where}: {name} must have {dim // 2} numbers, one for each pair; got {len(values)}")
+    stretch = np.asarray(sets[1] if hf.long_context else sets[0], np.float32)
+    return default_frequencies(theta, dim) / stretch, fields.get("attention_factor", float, default)
+
+
+def rope_tables(rope: Rope, positions: Int[Array, "B T"]) -> Tables:
+    """Cosines and sines of every position, times the magnitude, float32."""
+    frequencies = jnp.asarray(rope.frequencies, jnp.float32)
+    angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
+    return jnp.cos(angles) * rope.magnitude, jnp.sin(angles) * rope.magnitude
+
+
+def apply_rope(x: Float[Array, "B T N H"], tables: Tables, *, interleaved: bool) -> Float[Array, "B T N H"]:
+    """Rotate the pairs of each head; dimensions beyond them pass through."""
+    cos, sin = (table[:, :, None, :] for table in tables)
+    pairs = cos.shape[-1]
+    wide, rest = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]
+    if interleaved:
+        first, second = wide[..., 0::2], wide[..., 1::2]
+    else:
+        first, second = jnp.split(wide, 2, axis=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    joined = jnp.stack(turned, axis=-1).reshape(wide.shape) if interleaved else jnp.concatenate(turned, axis=-1)
+    return jnp.concatenate([joined.astype(x.dtype), rest], axis=-1)
