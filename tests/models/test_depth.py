@@ -1,0 +1,81 @@
+"""What is compiled does not grow with depth: a scanned stage is one traced pattern."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from posttrain.kernels.token_stats import token_stats
+from posttrain.models import decoder
+from posttrain.models.cache import empty_cache
+from posttrain.models.decoder import Decoder
+from posttrain.models.weights import ModelWeights
+from tests.tiny import WINDOW, tiny_model
+
+PATTERNS: dict[str, tuple[tuple[int | None, ...], int]] = {
+    "equal": ((None,), 4),
+    "five_local_one_global": ((WINDOW,) * 5 + (None,), 12),
+}
+"""Windows of the layers of a pattern, and the smaller number of layers."""
+
+
+@pytest.fixture(autouse=True)
+def scanned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator: short stacks are not unrolled either."""
+    monkeypatch.setattr(decoder, "UNROLLED_LAYERS_ON_CPU", 0)
+    monkeypatch.setattr(decoder, "SPLIT_LAYERS_ON_CPU", 0)
+
+
+def training_step(model: Decoder) -> Any:
+    weights = ModelWeights(model)
+    tokens = jnp.zeros((2, 16), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(16, dtype=jnp.int32), tokens.shape)
+    segments = jnp.ones_like(tokens)
+
+    def loss(arrays: Any) -> Any:
+        bound = weights.bind(arrays)
+        hidden, _ = bound(tokens, positions, segments)
+        return token_stats(bound.logits, hidden, tokens, segments, temperature=1.0, vocab_size=512).logps.sum()
+
+    return jax.jit(jax.grad(loss)).lower(weights.read())
+
+
+def decoding_step(model: Decoder) -> Any:
+    weights = ModelWeights(model)
+    config = decoder.decoding_config(model.config)
+    cache = empty_cache(config, 2, 16, jnp.dtype(jnp.float32))
+    ones = jnp.ones((2, 1), jnp.int32)
+
+    def step(arrays: Any, cache: Any) -> Any:
+        bound = weights.bind(arrays).for_decoding()
+        hidden, cache = bound(ones, ones, ones, cache)
+        return bound.logits(hidden), cache
+
+    return jax.jit(step, donate_argnums=1).lower(weights.read(), cache)
+
+
+@pytest.mark.parametrize("program", [training_step, decoding_step])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_48_layers_are_no_more_to_compile_than_few(program: Any, pattern: str) -> None:
+    windows, few = PATTERNS[pattern]
+    sizes = []
+    for num_layers in (few, 48):
+        lowered = program(tiny_model(num_layers=num_layers, windows=windows))
+        # Operations handed to the compiler, and those that it made of them.
+        sizes.append((lowered.as_text().count(" = "), lowered.compile().as_text().count(" = ")))
+    assert sizes[1][0] <= 1.05 * sizes[0][0]
+    assert sizes[1][1] <= 1.2 * sizes[0][1]
+
+
+@pytest.mark.parametrize("remat", ["full", "dots", "offload"])
+def test_rematerialisation_saves_memory_and_changes_nothing(remat: Any) -> None:
+    models = [tiny_model(num_layers=12, windows=(None,), remat=kind) for kind in ("none", remat)]
+    compiled = [training_step(model).compile() for model in models]
+    plain, saving = (program.memory_analysis().temp_size_in_bytes for program in compiled)
+    assert saving < 0.8 * plain
+    gradients = [program(ModelWeights(model).read()) for program, model in zip(compiled, models, strict=True)]
+    for path, gradient in gradients[0].items():
+        assert jnp.allclose(gradient, gradients[1][path], atol=1e-5 * float(jnp.abs(gradient).max()) + 1e-9), path
