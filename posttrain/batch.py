@@ -40,6 +40,8 @@ class Batch:
     """The trainer's own log-probability before the first update on this batch, if it was recomputed."""
     ref_logps: Float[Array | HostArray, "B T"] | None = None
     advantages: Float[Array | HostArray, "B T"] | None = None
+    experts: Int[Array | HostArray, "B T M k"] | None = None
+    """The experts that the sampler used in each mixture of a model; negative where it recorded none."""
     returns: Float[Array | HostArray, "B T"] | None = None
     old_values: Float[Array | HostArray, "B T"] | None = None
 
@@ -62,6 +64,22 @@ class TokenStats:
     entropy: Float[Array, "B T"] | None = None
     """Entropy in nats of the distribution that `tokens[b, t]` was drawn from."""
     teacher_kl: Float[Array, "B T"] | None = None
+
+
+@pytree
+class RouterStats:
+    """Of one mixture-of-experts layer, summed over real tokens; with a leading dimension M, of every such layer."""
+
+    load: Float[Array, "*M E"]
+    """How often each expert was chosen."""
+    balance: Float[Array, "*M"]
+    """Load-balancing loss of each sequence times its length."""
+    z: Float[Array, "*M"]
+    """Squared log-partition of the router's logits."""
+    entropy: Float[Array, "*M"]
+    """Of the router's probabilities."""
+    replaced: Float[Array, "*M"]
+    """Experts that were used though the router itself would have chosen others."""
 
 
 @pytree

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -13,6 +14,12 @@ Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 AttentionKernel = Literal["auto", "reference", "blockwise", "splash", "tokamax", "cudnn"]
 GroupedKernel = Literal["auto", "reference", "ragged_dot", "buckets", "megablox", "tokamax"]
 Remat = Literal["none", "full", "dots", "offload"]
+
+
+MESH_AXES = ("data", "fsdp", "expert", "tensor")
+"""Of devices, the closest last."""
+ROW_AXES = ("data", "fsdp", "expert")
+"""The mesh axes that split the rows of a batch."""
 
 
 class ConfigError(ValueError):
@@ -32,14 +39,32 @@ class Section(BaseModel):
 
 
 class LoRA(Section):
-    """Low-rank adapter, arXiv:2106.09685: W + (alpha / rank) A B on every linear layer whose path matches `targets`."""
+    """Low-rank adapter, arXiv:2106.09685: W + scale A B on every matrix that `targets` names; the rest is frozen.
+
+    Patterns are regular expressions searched in our paths, such as `attention.q`, `mlp`, `experts`, `head`, `embed`, or
+    names of modules in checkpoints, such as `q_proj`, `lm_head`, `layers.3.mlp.down_proj`.
+    """
 
     rank: PositiveInt
     """Columns of A and rows of B, such as 16."""
-    alpha: float | None = None
-    """Scale numerator; by default twice the rank."""
-    targets: tuple[str, ...] = ("attention", "mlp")
-    """Regular expressions searched in a linear layer's path, such as `attention.q` or `mlp`."""
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    """The scale is alpha / rank, with `rslora` alpha / sqrt(rank); by default it is 2."""
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("attention", "mlp")
+    """Patterns of the matrices that get an adapter; `all-linear`: all but embeddings and head."""
+    layers: tuple[NonNegativeInt, ...] | None = None
+    """The only layers that get an adapter, from 0; embeddings and head belong to none."""
+    rank_pattern: dict[str, PositiveInt] = {}
+    """Pattern -> another rank."""
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Pattern -> another alpha."""
+    rslora: bool = False
+    """Divide alpha by the root of the rank, arXiv:2312.03732: high ranks learn as fast as low ones."""
+    dora: bool = False
+    """Train the norms of the columns of W apart from their directions, arXiv:2402.09353."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of an adapter's inputs that is set to 0 in training. Not for experts, embeddings, head, or in RL."""
+    modules_to_save: tuple[str, ...] = ()
+    """Patterns of modules trained in full beside the adapter, such as `lm_head` or `norm`."""
 
 
 class ModelSection(Section):
@@ -79,8 +104,19 @@ class MeshSection(Section):
     """Devices per axis; -1 takes what is left."""
 
     data: int = 1
+    """Copies of the weights, each with its own rows of a batch."""
     fsdp: int = -1
+    """Parts of every weight; rows are split as well."""
+    expert: int = 1
+    """Groups of experts of a mixture; rows are split as well."""
     tensor: int = 1
+    """Parts of every matrix product; no rows are split."""
+
+    @property
+    def row_shards(self) -> int | None:
+        """Devices that share the rows of a batch; None where the configuration leaves that to the machine."""
+        sizes = (self.data, self.fsdp, self.expert)
+        return None if -1 in sizes else math.prod(sizes)
 
 
 class DatasetSection(Section):
@@ -119,6 +155,17 @@ class OptimizerSection(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
 
 
+class RouterSection(Section):
+    """Balance of a mixture of experts. All are 0 by default, whatever the checkpoint's `router_aux_loss_coef` says."""
+
+    balance_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the load-balancing loss, which is 1 where all experts are used alike; 0.01 is usual in pretraining."""
+    z_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the mean squared log-partition of the router's logits; 0.001 is usual in pretraining."""
+    correction_rate: Annotated[float, Field(ge=0)] = 0.0
+    """Step of the bias by which idle experts are chosen more often, of models that have one (DeepSeek-V3: 0.001)."""
+
+
 class TrainSection(Section):
     """Fields that every stage has."""
 
@@ -137,6 +184,8 @@ class TrainSection(Section):
     """Rows per forward pass; any split gives the same gradient. Default: all rows of SFT, an eighth of RL's samples."""
     optimizer: OptimizerSection
     """AdamW; `learning_rate` at least."""
+    router: RouterSection = RouterSection()
+    """Of a mixture of experts: how its experts are kept in use."""
     checkpoint_every: PositiveInt = 25
     """Steps between checkpoints; the end is always saved."""
 
@@ -191,6 +240,8 @@ class RolloutSection(Section):
     """Sequences decoded at once; by default all samples of a step."""
     decode_steps: PositiveInt = 32
     """Tokens decoded per dispatch at most."""
+    record_routing: bool = False
+    """Keep which experts of a mixture the sampler used, and use the same ones in training, arXiv:2510.11370."""
 
 
 class RLSection(TrainSection):
@@ -249,3 +300,13 @@ class RunConfig(Section):
     tensorboard: bool = True
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     """Run in order; each starts from the weights of the one before."""
+
+    @model_validator(mode="after")
+    def _dropout(self) -> RunConfig:
+        lora = self.model.lora
+        if lora is not None and lora.dropout and any(isinstance(stage, RLSection) for stage in self.stages):
+            raise ValueError(
+                f"model.lora.dropout={lora.dropout}: RL has none, for the trainer would be another model than the sampler "
+                "and the first update's ratio not 1; set it to 0"
+            )
+        return self

@@ -165,7 +165,7 @@ class _Pending:
     step: int
     metrics: Mapping[str, Any]
     started: float
-    compiled: Mapping[str, float]
+    compiled: dict[str, float]
 
 
 class _StepLines:

@@ -9,9 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from posttrain.config import ConfigError, MeshSection
-
-AXES = ("data", "fsdp", "tensor")
+from posttrain.config import MESH_AXES, ROW_AXES, ConfigError, MeshSection
 
 RULES: Mapping[str, str | None] = {
     "layers": None,
@@ -21,24 +19,24 @@ RULES: Mapping[str, str | None] = {
     "mlp": "tensor",
     "vocab": "tensor",
     "head_dim": None,
-    "expert": None,
+    "expert": "expert",
     "router": None,
     "latent": None,
     "rank": None,
 }
 """Name of a parameter's dimension -> mesh axis."""
 
-BATCH_SPEC = PartitionSpec(("data", "fsdp"))
-"""Rows are split over both data axes; T is never split."""
+BATCH_SPEC = PartitionSpec(ROW_AXES)
+"""Rows are split over all axes but `tensor`; T is never split."""
 
 
 def make_mesh(section: MeshSection, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh that a configuration asks for. ConfigError where the sizes do not multiply to the number of devices."""
     devices = jax.devices() if devices is None else devices
-    sizes = [section.data, section.fsdp, section.tensor]
+    sizes = [section.data, section.fsdp, section.expert, section.tensor]
     free = [i for i, size in enumerate(sizes) if size == -1]
     fixed = math.prod(size for size in sizes if size != -1)
-    named = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
+    named = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, sizes, strict=True))
     if len(free) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ConfigError(f"mesh: {named}: sizes are positive, and at most one is -1 (what is left)")
     if free:
@@ -46,11 +44,16 @@ def make_mesh(section: MeshSection, devices: Sequence[jax.Device] | None = None)
     if math.prod(sizes) != len(devices):
         raise ConfigError(f"mesh: {named} must multiply to the number of devices, {len(devices)}")
     grid = np.asarray(devices).reshape(sizes)
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def single_device_mesh() -> Mesh:
     return make_mesh(MeshSection(data=1, fsdp=1, tensor=1), jax.devices()[:1])
+
+
+def row_shards(mesh: Mesh) -> int:
+    """Devices that share the rows of a batch."""
+    return math.prod(mesh.shape[axis] for axis in ROW_AXES)
 
 
 def param_sharding(mesh: Mesh, name: str, dims: Sequence[str], shape: Sequence[int]) -> NamedSharding:

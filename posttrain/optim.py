@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -15,13 +16,13 @@ from posttrain.tree import map_with_path
 
 Tree = TypeVar("Tree")
 
-UNDECAYED = ("bias", "scale")
-"""Last words of the paths that weight decay leaves alone: biases, and the scales of norms."""
+UNDECAYED = ("bias", "scale", "correction")
+"""Last words of the paths that weight decay leaves alone: biases, scales of norms, corrections of a router's choice."""
 
 
 def decay_mask(params: Any) -> Any:
     """True where weight decay applies. By name: stacked layers give a bias as many dimensions as a matrix has."""
-    return map_with_path(lambda path, _: path.rsplit(".", 1)[-1] not in UNDECAYED, params)
+    return map_with_path(lambda path, _: re.split(r"[._]", path)[-1] not in UNDECAYED, params)
 
 
 def make_schedule(section: OptimizerSection, num_steps: int) -> optax.Schedule:

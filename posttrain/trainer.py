@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -14,11 +15,15 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
-from posttrain.batch import Batch, LossOutput, TokenLoss, TokenStats
+from posttrain.batch import Batch, LossOutput, RouterStats, TokenLoss, TokenStats, rows_per_pass
 from posttrain.kernels.token_stats import token_stats
-from posttrain.mesh import BATCH_SPEC, param_sharding, replicated, single_device_mesh
+from posttrain.losses.router import RouterLoss, check_weight, corrected, load_metrics, router_means, weight_of
+from posttrain.mesh import BATCH_SPEC, param_sharding, replicated, row_shards, single_device_mesh
 from posttrain.metrics import Metrics, merge
+from posttrain.models.adapter import drop, has_dropout
 from posttrain.models.decoder import Decoder
+from posttrain.models.lora import has_lora
+from posttrain.models.moe import check_router, correction_paths
 from posttrain.models.weights import ModelWeights, Weights
 from posttrain.optim import clip_by_global_norm
 from posttrain.tree import Mean
@@ -34,8 +39,9 @@ class HostStats(NamedTuple):
 class Trainer:
     """Trains the parameters of `model` (only the adapter's, if it has one) in place.
 
-    The gradient is the gradient of sum(loss totals) / sum(loss weights) over the whole batch, whatever the split into
-    micro-batches. Log-probabilities are those of softmax(logits / temperature).
+    The gradient is the gradient of sum(loss totals) / sum(loss weights) over the whole batch, plus that of the mean
+    `router_loss`, whatever the split into micro-batches. `correction_rate` moves the bias in the choice of a router after
+    each update. Log-probabilities are those of softmax(logits / temperature).
     """
 
     def __init__(
@@ -48,10 +54,15 @@ class Trainer:
         max_grad_norm: float,
         micro_batch_rows: int | None = None,
         mesh: Mesh | None = None,
+        router_loss: RouterLoss | None = None,
+        correction_rate: float = 0.0,
+        dropout_seed: int | None = None,
     ):
         self.model = model
         self.loss = loss
         self.mesh = single_device_mesh() if mesh is None else mesh
+        # The weights are put on this mesh below; kernels split their work by it.
+        model.compute = dataclasses.replace(model.compute, mesh=self.mesh)
         self.step_number = 0
         """Updates done so far; this is the one step counter."""
         self.num_programs = 0
@@ -62,6 +73,13 @@ class Trainer:
         self._micro_batch_rows = micro_batch_rows
         self._weights = ModelWeights(model)
         self._trainable = self._weights.trainable()
+        self._router_loss = router_loss if router_loss is not None and router_loss.on else None
+        self._correction_rate = correction_rate
+        self._dropout_seed = dropout_seed if has_dropout(model) else None
+        if has_dropout(model) and dropout_seed is None:
+            raise ValueError("Trainer: the adapter of the model has dropout, which draws random numbers; give dropout_seed")
+        check_router(model.config, self._router_loss is not None, correction_rate, adapter=has_lora(model))
+        self._loss_checked = self._router_loss is None
         placed = self._place()
         state = self._opt_state_shardings(placed)
         self._opt_state = jax.jit(optimizer.init, out_shardings=state)(self.params)
@@ -91,7 +109,12 @@ class Trainer:
         A gradient that is not finite, or a batch without any weight, changes nothing and shows as `update_skipped` = 1.
         """
         micro, count = self._micro_batches(batch)
-        params, self._opt_state, metrics = self._step(self.params, self._frozen, self._opt_state, micro, count)
+        if not self._loss_checked:
+            check_weight(self.loss, jax.tree.map(lambda x: x[0], micro))
+            self._loss_checked = True
+        params, self._opt_state, metrics = self._step(
+            self.params, self._frozen, self._opt_state, micro, count, np.uint32(self.step_number)
+        )
         self._weights.write(params)
         self.step_number += 1
         return metrics
@@ -139,26 +162,37 @@ class Trainer:
         """[M, rows, T] on the mesh, and how many of the M hold anything: the rest is never computed."""
         host = jax.tree.map(np.asarray, batch)
         total = host.tokens.shape[0]
-        shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-        rows = total if self._micro_batch_rows is None else min(self._micro_batch_rows, total)
-        rows = -(-rows // shards) * shards
+        rows = rows_per_pass(total, self._micro_batch_rows, row_shards(self.mesh))
         padding = -total % rows
         used = np.flatnonzero(host.segments.any(axis=1))
         count = int(used[-1]) // rows + 1 if used.size else 0
 
         def split(x: np.ndarray) -> np.ndarray:
-            return np.pad(x, ((0, padding), (0, 0))).reshape(-1, rows, x.shape[1])
+            rest = x.shape[1:]
+            return np.pad(x, ((0, padding), *((0, 0) for _ in rest))).reshape(-1, rows, *rest)
 
         sharding = NamedSharding(self.mesh, PartitionSpec(None, *BATCH_SPEC))
         return jax.device_put(jax.tree.map(split, host), sharding), jax.device_put(
             np.int32(count), replicated(self.mesh)
         )
 
-    def _forward(self, weights: Weights, batch: Batch) -> TokenStats:
+    def _dropout_keys(self, step: Array, num_micro: int) -> Array | None:
+        """One for each micro-batch of the step."""
+        if self._dropout_seed is None:
+            return None
+        key = jax.random.fold_in(jax.random.key(self._dropout_seed), step)
+        return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_micro))
+
+    def _forward(
+        self, weights: Weights, batch: Batch, dropout_key: Array | None = None
+    ) -> tuple[TokenStats, RouterStats | None]:
         model = self._weights.bind(weights)
+        if dropout_key is not None:
+            drop(model, dropout_key)
         tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
-        hidden, _ = model(tokens, positions, segments)
-        return token_stats(
+        experts = None if batch.experts is None else jnp.moveaxis(jnp.asarray(batch.experts, jnp.int32), 2, 0)
+        hidden, _, routing = model.forward(tokens, positions, segments, experts=experts)
+        stats = token_stats(
             model.logits,
             hidden,
             tokens,
@@ -166,24 +200,53 @@ class Trainer:
             temperature=self._temperature,
             vocab_size=model.config.vocab_size,
         )
+        return stats, None if routing is None else routing.stats
 
-    def _loss_output(self, weights: Weights, batch: Batch) -> LossOutput:
-        return self.loss(self._forward(weights, batch), batch)
+    def _loss_output(
+        self, weights: Weights, batch: Batch, dropout_key: Array | None = None
+    ) -> tuple[LossOutput, RouterStats | None]:
+        stats, routers = self._forward(weights, batch, dropout_key)
+        output = self.loss(stats, batch)
+        if routers is None:
+            return output, None
+        metrics = {**output.metrics, **router_means(routers, _num_tokens(batch))}
+        return LossOutput(loss=output.loss, metrics=metrics), routers
 
-    def _gradient(self, params: Weights, frozen: Weights, batch: Batch) -> tuple[Weights, LossOutput]:
-        def total(params: Weights) -> tuple[Array, LossOutput]:
-            output = self._loss_output({**frozen, **params}, batch)
-            return jnp.asarray(output.loss.total), output
+    def _gradient(
+        self, params: Weights, frozen: Weights, router_weight: Array, inputs: tuple[Batch, Array | None]
+    ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
+        def total(params: Weights) -> tuple[Array, tuple[LossOutput, RouterStats | None]]:
+            output, routers = self._loss_output({**frozen, **params}, *inputs)
+            loss = jnp.asarray(output.loss.total)
+            if self._router_loss is not None and routers is not None:
+                loss += router_weight * self._router_loss(routers)
+            return loss, (output, routers)
 
         # With respect to float32 copies, so that what is added up over chunks and tokens is added up in float32.
-        gradient, output = jax.grad(total, has_aux=True)(jax.tree.map(lambda p: p.astype(jnp.float32), params))
-        return gradient, output
+        return jax.grad(total, has_aux=True)(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+
+    def _router_weight(self, micro: Batch, count: Array) -> Array:
+        """What makes totals of the router's loss comparable to those of the loss: the quotient of their weights.
+
+        Of the whole batch, and so before the first backward pass: then the gradient is exact for any split.
+        """
+        if self._router_loss is None:
+            return jnp.zeros(())
+
+        def weights(batch: Batch) -> tuple[Array, Array]:
+            return weight_of(self.loss, batch), _num_tokens(batch) * len(self.model.config.mixtures)
+
+        of_loss, of_router = _sum_over(weights, micro, count)
+        return jnp.where(of_router > 0, of_loss / jnp.maximum(of_router, 1.0), 0.0)
 
     def _step_program(
-        self, params: Weights, frozen: Weights, opt_state: Any, micro: Batch, count: Array
+        self, params: Weights, frozen: Weights, opt_state: Any, micro: Batch, count: Array, step: Array
     ) -> tuple[Weights, Any, Metrics]:
         self.num_programs += 1
-        gradient, output = _sum_over(functools.partial(self._gradient, params, frozen), micro, count)
+        gradient_of = functools.partial(self._gradient, params, frozen, self._router_weight(micro, count))
+        gradient, (output, routers) = _sum_over(
+            gradient_of, (micro, self._dropout_keys(step, micro.tokens.shape[0])), count
+        )
         weight = output.loss.weight
         gradient = jax.tree.map(lambda g: g / jnp.where(weight > 0, weight, 1.0), gradient)
         gradient, norm = clip_by_global_norm(gradient, self._max_grad_norm)
@@ -197,9 +260,14 @@ class Trainer:
             path: keep((p.astype(jnp.float32) + updates[path].astype(jnp.float32)).astype(p.dtype), p)
             for path, p in params.items()
         }
+        if self._correction_rate and routers is not None:
+            for path, numbers in correction_paths(self.model.config).items():
+                changed = corrected(params[path], routers.load[jnp.asarray(numbers)], self._correction_rate)
+                new_params[path] = keep(changed, params[path])
         metrics = {
             "loss": output.loss,
             **output.metrics,
+            **({} if routers is None else load_metrics(routers.load)),
             "grad_norm": norm,
             "update_skipped": 1.0 - usable.astype(jnp.float32),
             "num_tokens": jnp.sum(micro.segments > 0),
@@ -208,22 +276,26 @@ class Trainer:
 
     def _evaluate_program(self, weights: Weights, micro: Batch, count: Array) -> LossOutput:
         self.num_programs += 1
-        return _sum_over(functools.partial(self._loss_output, weights), micro, count)
+        return _sum_over(lambda batch: self._loss_output(weights, batch)[0], micro, count)
 
     def _stats_program(self, weights: Weights, micro: Batch, count: Array) -> tuple[Array, Array]:
         self.num_programs += 1
 
         def body(index: Array, out: tuple[Array, Array]) -> tuple[Array, Array]:
-            stats = self._forward(weights, jax.tree.map(lambda x: x[index], micro))
+            stats, _ = self._forward(weights, jax.tree.map(lambda x: x[index], micro))
             return out[0].at[index].set(stats.logps), out[1].at[index].set(stats.entropy)
 
         zeros = jnp.zeros(micro.tokens.shape, jnp.float32)
         return jax.lax.fori_loop(0, count, body, (zeros, zeros))
 
 
-def _sum_over(function: Any, micro: Batch, count: Array) -> Any:
+def _num_tokens(batch: Batch) -> Float[Array, ""]:
+    return jnp.sum(jnp.asarray(batch.segments) > 0, dtype=jnp.float32)
+
+
+def _sum_over(function: Any, micro: Any, count: Array) -> Any:
     """The sum of a pytree-valued function over the first `count` micro-batches."""
-    if micro.tokens.shape[0] == 1:
+    if jax.tree.leaves(micro)[0].shape[0] == 1:
         return function(jax.tree.map(lambda x: x[0], micro))
     shapes = jax.eval_shape(function, jax.tree.map(lambda x: x[0], micro))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)

@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from posttrain.rl.types import Trajectory
+
 TERMINAL = re.compile(r"[.!?][\"”']?\s*$")
 SPEECH = re.compile(r"[\"“]([^\"“”]{2,}?)[\"”]")
 
@@ -23,10 +25,10 @@ def openings(*, path: str, skip: int, limit: int) -> list[dict[str, str]]:
     return rows[skip : skip + limit]
 
 
-def ends_properly(completions: Sequence[str], trajectories: Sequence[object], **_: object) -> list[float]:
+def ends_properly(completions: Sequence[str], trajectories: Sequence[Trajectory], **_: object) -> list[float]:
     """1 where the story comes to its own end, with a closed sentence, before the tokens run out."""
     return [
-        float(t.stop == "stop" and TERMINAL.search(text) is not None)  # type: ignore[attr-defined]
+        float(t.stop == "stop" and TERMINAL.search(text) is not None)
         for text, t in zip(completions, trajectories, strict=True)
     ]
 

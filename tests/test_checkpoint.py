@@ -127,6 +127,16 @@ def test_what_cannot_be_saved_is_refused_at_once(tmp_path):
         Checkpointer(tmp_path, keep=0)
 
 
+def test_another_format_is_refused(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path) as checkpointer:
+        with monkeypatch.context() as before:
+            before.setattr("posttrain.checkpoint.FORMAT", 1)
+            checkpointer.save(1, {"a": jnp.zeros(1)}, {})
+            checkpointer.wait()
+        with pytest.raises(ConfigError, match="checkpoint has format 1, this version reads 2; go on with the version"):
+            checkpointer.restore(1, {"a": jnp.zeros(1)})
+
+
 def damage(folder: Path, kind: str) -> None:
     arrays = sorted((f for f in (folder / "arrays").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
     if kind == "host":

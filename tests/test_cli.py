@@ -35,9 +35,31 @@ def test_check_says_what_a_run_would_do(folder: Path) -> None:
         "model: qwen3, 1 layers, vocabulary 261",
         "0-sft: 24 dataset rows, 4 steps of 4 x 16 tokens (1 micro-batches)",
         "1-rl: 24 prompts, 4 steps of 2 prompts x 4 samples = 8, up to 6 new tokens each",
+        "1-rl: micro_batch_rows=4 is rounded up to a multiple of mesh.data x mesh.fsdp x mesh.expert, "
+        "which only the devices say",
         "ok",
     ]
     assert not (folder / "out").exists()
+
+
+def test_check_says_what_is_not_as_written(folder: Path) -> None:
+    """Rows of a forward pass that the devices do not divide, and rows of the dataset that do not fit."""
+    rows = posttrain("check", folder / "run.yaml", "mesh={data: 2, fsdp: 3}", "stages.sft.micro_batch_rows=3")
+    assert rows.code == 0 and "4 steps of 4 x 16 tokens (1 micro-batches)" in rows.out
+    assert rows.out.splitlines()[-3:] == [
+        "0-sft: micro_batch_rows=3 becomes 6, a multiple of mesh.data x mesh.fsdp x mesh.expert = 6",
+        "1-rl: micro_batch_rows=4 becomes 6, a multiple of mesh.data x mesh.fsdp x mesh.expert = 6",
+        "ok",
+    ]
+    fits = posttrain("check", folder / "run.yaml", "mesh={data: 1, fsdp: 2}", "stages.sft.micro_batch_rows=2")
+    assert "becomes" not in fits.out and "(2 micro-batches)" in fits.out
+    left_out = posttrain(
+        "check", folder / "run.yaml", "stages.sft.overlong=drop", "stages.sft.row_tokens=7", "mesh.fsdp=1"
+    )
+    note = f"rows of {folder / 'rows.jsonl'} are left out, for they do not fit row_tokens=7 (overlong: drop)"
+    assert f"0-sft: 15 of 24 {note}\n" in left_out.out
+    none = posttrain("check", folder / "run.yaml", "stages.sft.overlong=drop", "stages.sft.row_tokens=3")
+    assert "stages.0: every row of" in none.error and "is left out as longer than row_tokens=3" in none.error
 
 
 @pytest.mark.parametrize(
@@ -56,6 +78,11 @@ def test_check_says_what_a_run_would_do(folder: Path) -> None:
         ("stages.rl.dataset.path=row.jsonl", ["stages.1: dataset.path: no file", "did you mean 'rows.jsonl'?"]),
         ("stages.sft.dataset.skip=24", ["stages.0: dataset.skip=24 leaves none of the 24 rows"]),
         ("stages.rl.dataset.prompt='{promt}'", ["stages.1", "no column 'promt'", "did you mean 'prompt'?"]),
+        ("stages.rl.dataset.completion='{answer}'", ["stages.1: dataset.completion='{answer}': RL samples", "remove"]),
+        (
+            "stages.rl.eval_dataset={path: rows.jsonl, completion: '{answer}'}",
+            ["stages.1: eval_dataset.completion='{answer}': RL samples its completions"],
+        ),
         ("stages.rl.rewards.0.fn=rewards_of_test.py:lo", ["has no 'lo'; did you mean 'low'?"]),
         ("stages.rl.rewards.0.fn=reward_of_test.py:low", ["no file", "did you mean 'rewards_of_test.py'?"]),
         ("stages.rl.rewards.0.fn=broken.py:low", ["fails to import: ModuleNotFoundError: No module", "broken.py:1"]),

@@ -16,11 +16,14 @@ import pytest
 
 from posttrain.batch import Batch
 from posttrain.checkpoint import Checkpointer
-from posttrain.fit import Every, Interrupted, StopRequest, restore_latest, run_steps, stop_on_signals
+from posttrain.config import ConfigError
+from posttrain.fit import Every, Interrupted, Origin, StopRequest, restore_latest, run_steps, stop_on_signals
 from posttrain.losses.sft import SFTLoss
-from posttrain.metrics import Sample
+from posttrain.metrics import Sample, to_host
 from posttrain.trainer import Trainer
 from tests.tiny import tiny_model
+
+ORIGIN = Origin(name="base", parts={"config.json": "1", "model.safetensors": "2"})
 
 
 class Counting:
@@ -48,11 +51,15 @@ class Counting:
 
 
 class Written:
-    def __init__(self) -> None:
+    def __init__(self, data: Counting) -> None:
         self.lines: list[tuple[int, Mapping[str, float]]] = []
+        self.taken: list[int] = []
+        """Batches that were taken when the line was written."""
+        self.data = data
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self.lines.append((step, metrics))
+        self.taken.append(self.data.taken)
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
         raise AssertionError
@@ -67,20 +74,24 @@ class Loop:
     def __init__(self, folder: Path):
         model = tiny_model(num_layers=1, windows=(None,))
         self.trainer = Trainer(model, SFTLoss(), optax.sgd(0.1), temperature=1.0, max_grad_norm=1.0)
-        self.data, self.sink, self.stop, self.folder = Counting(), Written(), StopRequest(), folder
+        self.data, self.stop, self.folder = Counting(), StopRequest(), folder
+        self.sink = Written(self.data)
         self.evaluations: list[int] = []
 
-    def run(self, num_steps: int, *, checkpoint: int = 1000, evaluation: int | None = None) -> None:
+    def run(
+        self, num_steps: int, *, checkpoint: int = 1000, evaluation: int | None = None, origin: Origin = ORIGIN
+    ) -> None:
         def evaluate() -> dict[str, float]:
             self.evaluations.append(self.trainer.step_number)
             return {"eval/x": 1.0}
 
         with Checkpointer(self.folder) as checkpointer:
-            restore_latest(self.trainer, self.data, checkpointer)
+            restore_latest(self.trainer, self.data, checkpointer, origin)
             run_steps(
                 self.trainer,
                 self.step,
                 self.data,
+                origin=origin,
                 num_steps=num_steps,
                 checkpointer=checkpointer,
                 sink=self.sink,
@@ -108,6 +119,59 @@ def test_what_happens_when(tmp_path: Path) -> None:
     assert metrics["perf/tokens_per_s"] == pytest.approx(16 / metrics["step_time"])
     loop.run(5)
     assert loop.data.taken == 5
+
+
+def test_a_line_waits_for_the_dispatch_of_the_next_step_and_says_the_same(tmp_path: Path) -> None:
+    """Steps 1 and 2 wait; 3 comes before its evaluation, 4 before its checkpoint, 5 before the end."""
+    loop, by_hand = Loop(tmp_path), Loop(tmp_path / "other")
+    loop.run(5, checkpoint=4, evaluation=3)
+    written = zip(loop.sink.lines, loop.sink.taken, strict=True)
+    told = [(step, "eval/x" in metrics, taken) for (step, metrics), taken in written]
+    assert told == [(1, False, 2), (2, False, 3), (3, False, 3), (3, True, 3), (4, False, 4), (5, False, 5)]
+    for step, metrics in loop.sink.lines:
+        if "eval/x" not in metrics:
+            expected = to_host(by_hand.step())
+            assert {name: metrics[name] for name in expected} == expected and by_hand.trainer.step_number == step
+            assert metrics["step_time"] > 0
+
+
+def test_metrics_on_the_host_are_written_at_once(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    on_device = loop.step
+    loop.step = lambda: to_host(on_device())  # type: ignore[method-assign]
+    loop.run(3)
+    assert loop.sink.taken == [1, 2, 3]
+
+
+def test_what_was_done_before_an_error_is_written(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    whole = loop.step
+
+    def step() -> Mapping[str, Any]:
+        if loop.data.taken == 2:
+            raise ValueError("no third batch")
+        return whole()
+
+    loop.step = step  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="no third batch"):
+        loop.run(5)
+    assert [step for step, _ in loop.sink.lines] == [1, 2] and loop.saved == []
+
+
+def test_a_checkpoint_continues_only_the_model_it_was_made_over(tmp_path: Path) -> None:
+    Loop(tmp_path).run(1)
+    parts = {"config.json": "1", "model-00001.safetensors": "2"}
+    with pytest.raises(ConfigError) as caught:
+        Loop(tmp_path).run(2, origin=Origin(name="other/base", parts=parts))
+    for words in (
+        f"{tmp_path / '1'}: the checkpoint continues another model",
+        "in other/base model-00001.safetensors is new, model.safetensors is gone since",
+        "give another output, or bring the old model back",
+    ):
+        assert words in str(caught.value)
+    with pytest.raises(ConfigError, match="config.json has changed since"):
+        Loop(tmp_path).run(2, origin=Origin(name="base", parts={**ORIGIN.parts, "config.json": "3"}))
+    Loop(tmp_path).run(2, origin=Origin(name="moved", parts=ORIGIN.parts))
 
 
 def test_resumed_is_never_stopped(tmp_path: Path) -> None:
@@ -141,19 +205,21 @@ def test_gradient_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
     params = loop.trainer.params
     spoiled = {**params, "final_norm.scale": jnp.full_like(params["final_norm.scale"], jnp.nan)}
     loop.trainer.restore({**loop.trainer.state(), "params": spoiled}, 1)
-    with pytest.raises(FloatingPointError, match="the gradient norm is nan"):
+    with pytest.raises(FloatingPointError, match="step 2: the gradient norm is nan"):
         run_steps(
             loop.trainer,
             loop.step,
             loop.data,
-            num_steps=3,
+            origin=ORIGIN,
+            num_steps=5,
             checkpointer=Checkpointer(tmp_path / "other"),
             sink=loop.sink,
             learning_rate=optax.constant_schedule(0.5),
-            every=Every(checkpoint=1, evaluation=None),
+            every=Every(checkpoint=4, evaluation=None),
             evaluate=None,
             stop=loop.stop,
         )
+    assert loop.trainer.step_number == 3  # dispatched before the gradient of step 2 was known
     assert not [entry for entry in (tmp_path / "other").iterdir() if entry.name.isdigit()]
 
 

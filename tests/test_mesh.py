@@ -6,34 +6,39 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from posttrain.config import ConfigError, MeshSection
-from posttrain.mesh import make_mesh, param_sharding, replicated, single_device_mesh
+from posttrain.kernels import platform
+from posttrain.mesh import make_mesh, param_sharding, replicated, row_shards, single_device_mesh
 
 
 @pytest.mark.parametrize(
     ("section", "sizes"),
     [
-        (MeshSection(), (1, 8, 1)),
-        (MeshSection(data=2, tensor=2), (2, 2, 2)),
-        (MeshSection(data=-1, fsdp=1), (8, 1, 1)),
-        (MeshSection(data=1, fsdp=4, tensor=2), (1, 4, 2)),
+        (MeshSection(), (1, 8, 1, 1)),
+        (MeshSection(data=2, tensor=2), (2, 2, 1, 2)),
+        (MeshSection(data=-1, fsdp=1), (8, 1, 1, 1)),
+        (MeshSection(data=1, fsdp=4, tensor=2), (1, 4, 1, 2)),
+        (MeshSection(fsdp=2, expert=-1), (1, 2, 4, 1)),
     ],
 )
-def test_sizes(section: MeshSection, sizes: tuple[int, int, int]) -> None:
-    assert dict(make_mesh(section).shape) == dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
+def test_sizes(section: MeshSection, sizes: tuple[int, int, int, int]) -> None:
+    mesh = make_mesh(section)
+    assert dict(mesh.shape) == dict(zip(("data", "fsdp", "expert", "tensor"), sizes, strict=True))
+    assert row_shards(mesh) == 8 // mesh.shape["tensor"] == platform.row_shards(mesh)
+    assert section.row_shards in (None, row_shards(mesh))
 
 
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (MeshSection(fsdp=3), "mesh: data=1, fsdp=3, tensor=1 must multiply to the number of devices, 8"),
-        (MeshSection(tensor=3), "mesh: data=1, fsdp=-1, tensor=3 must multiply to the number of devices, 8"),
+        (MeshSection(fsdp=3), "mesh: data=1, fsdp=3, expert=1, tensor=1 must multiply to the number of devices, 8"),
+        (MeshSection(tensor=3), "mesh: data=1, fsdp=-1, expert=1, tensor=3 must multiply to the number of devices, 8"),
         (
             MeshSection(data=-1),
-            "mesh: data=-1, fsdp=-1, tensor=1: sizes are positive, and at most one is -1 (what is left)",
+            "mesh: data=-1, fsdp=-1, expert=1, tensor=1: sizes are positive, and at most one is -1 (what is left)",
         ),
         (
             MeshSection(tensor=0),
-            "mesh: data=1, fsdp=-1, tensor=0: sizes are positive, and at most one is -1 (what is left)",
+            "mesh: data=1, fsdp=-1, expert=1, tensor=0: sizes are positive, and at most one is -1 (what is left)",
         ),
     ],
 )
@@ -49,6 +54,14 @@ def test_names_of_dimensions_become_shardings() -> None:
         None, "fsdp", "tensor"
     )
     assert param_sharding(mesh, "e", ("vocab", "embed"), (4, 4)).spec == PartitionSpec("tensor", "fsdp")
+    experts = make_mesh(MeshSection(fsdp=2, expert=2, tensor=2))
+    dims = ("layers", "expert", "mlp", "embed")
+    assert param_sharding(experts, "d", dims, (3, 4, 6, 8)).spec == PartitionSpec(None, "expert", "tensor", "fsdp")
+    with pytest.raises(ConfigError) as raised:
+        param_sharding(experts, "mlp.experts.down", dims, (3, 5, 6, 8))
+    assert str(raised.value) == (
+        "mesh.expert=2 must divide the dimension 'expert' (5) of mlp.experts.down; use a divisor of 5"
+    )
     assert param_sharding(mesh, "n", ("head_dim",), (5,)).spec == PartitionSpec(None)
     with pytest.raises(ConfigError) as raised:
         param_sharding(mesh, "head.kernel", ("embed", "vocab"), (4, 7))
@@ -59,5 +72,5 @@ def test_names_of_dimensions_become_shardings() -> None:
 
 def test_single_device_and_replicated() -> None:
     mesh = single_device_mesh()
-    assert mesh.devices.tolist() == [[[jax.devices()[0]]]]
+    assert mesh.devices.tolist() == [[[[jax.devices()[0]]]]]
     assert jax.device_put(np.ones(3), replicated(make_mesh(MeshSection()))).sharding.is_fully_replicated

@@ -69,13 +69,26 @@ def test_resuming_drops_later_lines_of_this_stage_only(tmp_path):
         with (tmp_path / name).open("a") as file:
             file.write('{"step": 5, "stage": "1_rl", "to')
     sink = JsonlSink(tmp_path, "1_rl")
-    sink.truncate_after(2)
+    sink.truncate_after(2, evaluation=False)
     sink.write(3, {"x": -1.0})
     sink.close()
     kept = [(line["stage"], line["step"], line["x"]) for line in lines(tmp_path / "metrics.jsonl")]
     assert kept == [("0_sft", i, i) for i in range(5)] + [("1_rl", i, i) for i in range(3)] + [("1_rl", 3, -1.0)]
     assert len(lines(tmp_path / "samples.jsonl")) == 8
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "samples.jsonl"]
+
+
+def test_the_evaluation_after_the_last_step_is_written_once(tmp_path):
+    for start in (-1, 2, 3, 3):
+        sinks = open_sinks(tmp_path, stage="0_sft", kind="sft", num_steps=3, tensorboard=False, start_step=start)
+        for step in range(start + 1, 4):
+            sinks.write(step, {"nll": 1.0})
+            if step == 2:
+                sinks.write(step, {"eval/nll": 1.0})
+        sinks.write(3, {"eval/nll": 2.0})
+        sinks.close()
+    found = [(line["step"], "eval/nll" in line) for line in lines(tmp_path / "metrics.jsonl")]
+    assert found == [(0, False), (1, False), (2, False), (2, True), (3, False), (3, True)]
 
 
 @pytest.mark.parametrize("tail", [b"", b"{", b'{"step": 9, "stage": "s"}', b"\xc3" * 200_000])
@@ -92,7 +105,7 @@ def test_a_foreign_line_is_an_error_that_names_it(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "stage": "s"}\n{"step": 1}\n')
     sink = JsonlSink(tmp_path, "s")
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not a line of metrics .*'stage'.*delete this line"):
-        sink.truncate_after(0)
+        sink.truncate_after(0, evaluation=False)
     assert len(lines(tmp_path / "metrics.jsonl")) == 2
 
 

@@ -6,12 +6,13 @@ import functools
 import importlib.util
 import logging
 import math
+import sys
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-ROW_AXES = ("data", "fsdp", "expert")
-"""Mesh axes that split the rows of activations."""
+from posttrain.config import ROW_AXES
 
 HEAD_AXIS = "tensor"
 """Mesh axis that splits attention heads."""
@@ -39,6 +40,17 @@ def head_shards(mesh: Mesh | None) -> int:
 @functools.cache
 def installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
+
+
+@functools.cache
+def tokamax_library() -> Any:
+    """The package `tokamax`, an extra of the installation."""
+    flags = importlib.import_module("absl.flags")
+    library = importlib.import_module("tokamax")
+    if not flags.FLAGS.is_parsed():
+        # At its first call it would take the program's command line for its own, and refuse what it does not know.
+        flags.FLAGS(sys.argv[:1])
+    return library
 
 
 @functools.cache

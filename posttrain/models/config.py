@@ -150,6 +150,15 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerInputsConfig:
+    """What each layer gets of the tokens beside the residual stream."""
+
+    vocab_size: int
+    dim: int
+    """Of what one layer gets."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     model_type: str
     """The Hugging Face `model_type`, which is the name of the family's file."""
@@ -165,6 +174,7 @@ class ModelConfig:
     embed_scale: float = 1.0
     logits_scale: float = 1.0
     logits_soft_cap: float | None = None
+    layer_inputs: LayerInputsConfig | None = None
     hf_json: str = "{}"
     """The `config.json` of the model, as text: `save_model` writes it."""
     block: type[Block] | None = None
@@ -178,6 +188,11 @@ class ModelConfig:
     def blocks(self) -> tuple[BlockConfig, ...]:
         """One entry per layer, in order."""
         return tuple(block for stage in self.stages for _ in range(stage.repeats) for block in stage.blocks)
+
+    @property
+    def mixtures(self) -> tuple[MoEConfig, ...]:
+        """Of the layers that are mixtures of experts, in order."""
+        return tuple(block.mlp for block in self.blocks if isinstance(block.mlp, MoEConfig))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,24 +10,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from posttrain.batch import RouterStats
 from posttrain.models.cache import KVCache
 from posttrain.models.config import Compute, Rope
 from posttrain.models.rope import Tables
 from posttrain.tree import pytree
-
-
-@pytree
-class RouterStats:
-    """Of one mixture-of-experts layer, summed over real tokens; with a leading dimension M, of every such layer."""
-
-    load: Float[Array, "*M E"]
-    """How often each expert was chosen."""
-    balance: Float[Array, "*M"]
-    """Load-balancing loss of each sequence times its length."""
-    z: Float[Array, "*M"]
-    """Squared log-partition of the router's logits."""
-    entropy: Float[Array, "*M"]
-    """Of the router's probabilities."""
 
 
 @pytree
@@ -47,7 +34,7 @@ class Context:
     rope: Mapping[Rope, Tables]
     compute: Compute
     experts: Int[Array, "M B T k"] | None
-    """Experts to use in each mixture-of-experts layer, in place of the router's choice."""
+    """Experts to use in each mixture-of-experts layer; the router's own choice where they are None or negative."""
     layer_inputs: Float[Array, "L B T P"] | None
     """What each layer gets of the tokens beside the residual stream."""
 

@@ -14,13 +14,14 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
+from posttrain.batch import RouterStats
 from posttrain.models.attention import Attention
 from posttrain.models.cache import KVCache
 from posttrain.models.config import BlockConfig, Compute, LatentAttentionConfig, ModelConfig, MoEConfig
 from posttrain.models.config import Stage as StageConfig
-from posttrain.models.context import Context, Place, RouterStats, Routing, Stored, Tape
+from posttrain.models.context import Context, Place, Routing, Stored, Tape
 from posttrain.models.latent import LatentAttention
-from posttrain.models.layers import MLP, Embedding, Init, Linear, RMSNorm
+from posttrain.models.layers import MLP, Embedding, Init, LayerInputs, Linear, RMSNorm
 from posttrain.models.moe import MoE
 from posttrain.models.remat import BLOCK_INPUT, rematerialized
 from posttrain.models.rope import rope_tables
@@ -158,6 +159,7 @@ class Decoder(nnx.Module):
         self.compute = compute
         init = Init(config.initializer_range, dtype, rngs)
         self.embed = Embedding(config.vocab_size, config.embed_dim, init, scale=config.embed_scale)
+        self.layer_inputs = LayerInputs(config, config.layer_inputs, init) if config.layer_inputs else None
         self.stages = nnx.List(
             [Stage(s, config, first, init) for s, first in zip(config.stages, first_places(config), strict=True)]
         )
@@ -189,7 +191,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], KVCache | None, Routing | None]:
         """As calling the model, and the routing of its mixtures of experts (None: it has none).
 
-        `experts`: those to use, such as the ones that a sampler used, instead of the router's choice.
+        `experts`: those to use, such as the ones that a sampler used; the router chooses where they are negative.
         """
         x = self.embed(tokens, self.compute.dtype)
         context = Context(
@@ -198,7 +200,7 @@ class Decoder(nnx.Module):
             rope={rope: rope_tables(rope, positions) for b in self.config.blocks if (rope := b.attention.rope)},
             compute=self.compute,
             experts=experts,
-            layer_inputs=None,
+            layer_inputs=None if self.layer_inputs is None else self.layer_inputs(tokens, x),
         )
         passed, routings = Passed(x, cache, {}), []
         for stage in self.stages:
@@ -236,12 +238,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """float32 logits; for log-probabilities of long rows use `token_stats`, which never holds all of them."""
         c = self.config
-        if self.head is None:
-            table = self.embed.embedding[...].astype(hidden.dtype)
-            logits = jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
-        else:
-            kernel = self.head.kernel[...][0].astype(hidden.dtype)
-            logits = jnp.einsum("btd,dv->btv", hidden, kernel, preferred_element_type=jnp.float32)
+        logits = self.embed.logits(hidden) if self.head is None else self.head.logits(hidden)
         if c.logits_scale != 1.0:
             logits = logits * c.logits_scale
         return logits if c.logits_soft_cap is None else c.logits_soft_cap * jnp.tanh(logits / c.logits_soft_cap)

@@ -25,12 +25,13 @@ class LatentAttention(nnx.Module):
         self.config = c = config
         norm = {"eps": c.norm_eps, "dtype": init.dtype}
         q_dim = c.num_heads * (c.nope_dim + c.rope_dim)
-        self.q_down = self.q_norm = None
-        if c.q_rank is not None:
+        self.q = self.q_down = self.q_norm = self.q_up = None
+        if c.q_rank is None:
+            self.q = Linear(repeats, ("embed", "heads"), (model.embed_dim, q_dim), init, bias=False)
+        else:
             self.q_down = Linear(repeats, ("embed", "latent"), (model.embed_dim, c.q_rank), init, bias=c.bias)
             self.q_norm = RMSNorm((repeats,), "latent", c.q_rank, **norm)
-        q_in = ("embed", model.embed_dim) if c.q_rank is None else ("latent", c.q_rank)
-        self.q = Linear(repeats, (q_in[0], "heads"), (q_in[1], q_dim), init, bias=False)
+            self.q_up = Linear(repeats, ("latent", "heads"), (c.q_rank, q_dim), init, bias=False)
         kv_rank, kv_dim = c.kv_rank, c.num_heads * (c.nope_dim + c.value_dim)
         self.kv_down = Linear(repeats, ("embed", "latent"), (model.embed_dim, kv_rank + c.rope_dim), init, bias=c.bias)
         self.kv_norm = RMSNorm((repeats,), "latent", kv_rank, **norm)
@@ -41,8 +42,7 @@ class LatentAttention(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"], context: Context, tape: Tape, place: Place) -> Float[Array, "B T D"]:
         c = self.config
         rows, length, _ = x.shape
-        low = x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x))
-        q = self.q(low).reshape(rows, length, c.num_heads, c.nope_dim + c.rope_dim)
+        q = self._queries(x).reshape(rows, length, c.num_heads, c.nope_dim + c.rope_dim)
         tables, interleaved = context.rope[c.rope], c.rope.interleaved
         q_nope, q_rope = q[..., : c.nope_dim], apply_rope(q[..., c.nope_dim :], tables, interleaved=interleaved)
         down = self.kv_down(x)
@@ -53,6 +53,12 @@ class LatentAttention(nnx.Module):
         else:
             out = self._absorbed(q_nope, q_rope, latent, k_rope, context, tape, place)
         return self.o(out.reshape(rows, length, -1))
+
+    def _queries(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+        if self.q is not None:
+            return self.q(x)
+        assert self.q_down is not None and self.q_norm is not None and self.q_up is not None
+        return self.q_up(self.q_norm(self.q_down(x)))
 
     def _expanded(
         self,

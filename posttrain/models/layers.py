@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,8 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from posttrain.kernels.matmul import matmul
-from posttrain.models.config import Activation, MLPConfig
+from posttrain.models.adapter import Adapter
+from posttrain.models.config import Activation, LayerInputsConfig, MLPConfig, ModelConfig
 
 SWIGLU_OAI_ALPHA = 1.702
 
@@ -41,10 +43,6 @@ class Init(NamedTuple):
     rngs: nnx.Rngs
 
 
-class LoRAParam(nnx.Param):
-    """A parameter of an adapter: trained while the base stays frozen."""
-
-
 def param(value: Array, dims: tuple[str, ...], kind: type[nnx.Param] = nnx.Param) -> Any:
     """A parameter that names its dimensions; `posttrain.mesh` turns names into shardings."""
     assert value.ndim == len(dims), (value.shape, dims)
@@ -55,8 +53,19 @@ def normal(init: Init, shape: tuple[int, ...]) -> Array:
     return (jax.random.normal(init.rngs.params(), shape, jnp.float32) * init.stddev).astype(init.dtype)
 
 
-class Linear(nnx.Module):
-    """x W + b, and where an adapter is attached + scale * (x A) B.
+class Adaptable(nnx.Module):
+    """A layer with matrices that adapters can stand beside."""
+
+    adapters: nnx.Dict[Adapter]
+    """By the name of the matrix."""
+
+    def matrices(self) -> Mapping[str, Any]:
+        """The parameters [*leading, in, out] by name."""
+        raise NotImplementedError
+
+
+class Linear(Adaptable):
+    """x W + b; an adapter changes W.
 
     Weights of all `repeats` layers are stacked in a leading dimension, which the decoder scans over.
     """
@@ -64,37 +73,36 @@ class Linear(nnx.Module):
     def __init__(self, repeats: int, dims: tuple[str, str], shape: tuple[int, int], init: Init, *, bias: bool):
         self.shape = shape
         self.dims = dims
-        self.lora_scale = 0.0
         self.kernel = param(normal(init, (repeats, *shape)), ("layers", *dims))
         self.bias = param(jnp.zeros((repeats, shape[1]), init.dtype), ("layers", dims[1])) if bias else None
-        self.lora_a: Any = nnx.data(None)
-        self.lora_b: Any = nnx.data(None)
+        self.adapters = nnx.Dict({})
 
-    def add_lora(self, rank: int, scale: float, rngs: nnx.Rngs) -> None:
-        """Attach an adapter that changes nothing yet: A is drawn, B is 0."""
-        repeats, dtype = self.kernel.shape[0], self.kernel.dtype
-        a = normal(Init(1.0 / math.sqrt(self.shape[0]), dtype, rngs), (repeats, self.shape[0], rank))
-        self.lora_scale = scale
-        self.lora_a = param(a, ("layers", self.dims[0], "rank"), LoRAParam)
-        self.lora_b = param(
-            jnp.zeros((repeats, rank, self.shape[1]), dtype), ("layers", "rank", self.dims[1]), LoRAParam
-        )
+    def matrices(self) -> Mapping[str, Any]:
+        return {"kernel": self.kernel}
+
+    def frozen(self, dtype: np.dtype) -> Float[Array, "*L in out"]:
+        """The kernel without the adapter."""
+        return self.kernel[...].astype(dtype)
 
     def weight(self, dtype: np.dtype) -> Float[Array, "in out"]:
-        """The kernel with the adapter's part added, of the one layer that the decoder is at."""
-        kernel = self.kernel[...].astype(dtype)
-        if self.lora_a is None:
-            return kernel
-        return kernel + self.lora_scale * (self.lora_a[...].astype(dtype) @ self.lora_b[...].astype(dtype))
+        """The kernel with the adapter's part, of the one layer that the decoder is at."""
+        adapter = self.adapters.get("kernel")
+        return self.frozen(dtype) if adapter is None else adapter.merged(self.frozen(jnp.dtype(jnp.float32))).astype(dtype)
 
     def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
-        y = matmul(x, self.kernel[...].astype(x.dtype))
-        if self.bias is not None:
-            y = y + self.bias[...].astype(x.dtype)[None, None]
-        if self.lora_a is not None:
-            low = matmul(x, self.lora_a[...].astype(x.dtype))
-            y = y + matmul(low, self.lora_b[...].astype(x.dtype)) * self.lora_scale
-        return y
+        y = self._adapted(x, matmul(x, self.frozen(x.dtype)))
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)[None, None]
+
+    def logits(self, hidden: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
+        """The output in float32, of a layer that stands alone in its stack."""
+        graph, state = nnx.split(self)
+        alone = nnx.merge(graph, jax.tree.map(lambda w: w[0], state))
+        kernel = alone.frozen(hidden.dtype)
+        return alone._adapted(hidden, jnp.einsum("btd,dv->btv", hidden, kernel, preferred_element_type=jnp.float32))
+
+    def _adapted(self, x: Float[Array, "B T in"], y: Float[Array, "B T out"]) -> Float[Array, "B T out"]:
+        adapter = self.adapters.get("kernel")
+        return y if adapter is None else adapter.added(y, adapter.down(x), self.frozen(jnp.dtype(jnp.float32)))
 
 
 class RMSNorm(nnx.Module):
@@ -118,14 +126,53 @@ def rms_normed(x: Float[Array, "*B D"], eps: float) -> Float[Array, "*B D"]:
     return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
 
 
-class Embedding(nnx.Module):
+class Embedding(Adaptable):
+    """The table that tokens are looked up in; where it is tied, logits are products with its rows."""
+
     def __init__(self, vocab_size: int, embed_dim: int, init: Init, *, scale: float):
         self.scale = scale
         self.embedding = param(normal(init, (vocab_size, embed_dim)), ("vocab", "embed"))
+        self.adapters = nnx.Dict({})
+
+    def matrices(self) -> Mapping[str, Any]:
+        return {"embedding": self.embedding}
 
     def __call__(self, tokens: Int[Array, "B T"], dtype: np.dtype) -> Float[Array, "B T D"]:
         x = jnp.take(self.embedding[...], tokens, axis=0).astype(dtype)
+        if adapter := self.adapters.get("embedding"):
+            low = jnp.take(adapter.lora_a[...], tokens, axis=0).astype(dtype)
+            x = adapter.added(x, low, self.embedding[...])
         return x if self.scale == 1.0 else x * jnp.asarray(self.scale, dtype)
+
+    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """hidden times the transposed table, in float32."""
+        table, adapter = self.embedding[...], self.adapters.get("embedding")
+        if adapter is None:
+            return _transposed_product(hidden, table)
+        if adapter.lora_magnitude is not None:
+            hidden = hidden * adapter.gain(table).astype(hidden.dtype)[None, None]
+        low = _transposed_product(hidden, adapter.scaled_b(jnp.dtype(jnp.float32)))
+        return _transposed_product(hidden, table) + _transposed_product(low, adapter.lora_a[...])
+
+
+def _transposed_product(x: Float[Array, "B T D"], table: Float[Array, "V D"]) -> Float[Array, "B T V"]:
+    return jnp.einsum("btd,vd->btv", x, table.astype(x.dtype), preferred_element_type=jnp.float32)
+
+
+class LayerInputs(nnx.Module):
+    """(E[token] sqrt(P) + norm(W x / sqrt(D))) / sqrt(2), P numbers for each layer, of the embedded tokens x."""
+
+    def __init__(self, model: ModelConfig, config: LayerInputsConfig, init: Init):
+        size = model.num_layers * config.dim
+        self.embed = Embedding(config.vocab_size, size, init, scale=math.sqrt(config.dim))
+        self.projection = param(normal(init, (model.embed_dim, size)), ("embed", "latent"))
+        self.norm = RMSNorm((), "latent", config.dim, eps=model.norm_eps, dtype=init.dtype, offset=model.norm_offset)
+
+    def __call__(self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]) -> Float[Array, "L B T P"]:
+        projected = matmul(x, self.projection[...].astype(x.dtype)) * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
+        split = (*tokens.shape, -1, self.norm.scale.shape[-1])
+        total = self.norm(projected.reshape(split)) + self.embed(tokens, x.dtype).reshape(split)
+        return jnp.moveaxis(total * jnp.asarray(2**-0.5, x.dtype), 2, 0)
 
 
 class MLP(nnx.Module):

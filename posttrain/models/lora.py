@@ -1,106 +1,343 @@
-"""Low-rank adapters on a decoder's linear layers, arXiv:2106.09685."""
+"""Adapters on a decoder: where they stand, how they are made, merged and counted."""
 
 from __future__ import annotations
 
+import functools
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh
-from jaxtyping import Float
+from jax.sharding import Mesh, Sharding
 
 from posttrain.config import ConfigError, LoRA
 from posttrain.mesh import param_sharding
-from posttrain.models.decoder import Decoder
-from posttrain.models.layers import Linear
-from posttrain.models.weights import ModelWeights
+from posttrain.models import hf
+from posttrain.models.adapter import Adapter
+from posttrain.models.decoder import Decoder, first_places
+from posttrain.models.layers import Adaptable, Linear
+from posttrain.models.names import Tensor, tensors
+from posttrain.models.weights import ADAPTER, SAVED, ModelWeights
+
+ALL_LINEAR = "all-linear"
 
 
-def linears(model: Decoder) -> dict[str, Linear]:
-    """Every linear layer under its dotted path, such as `stages.0.blocks.0.attention.q`."""
-    found = {path: node for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
-    return {".".join(map(str, path)): node for path, node in found.items()}
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A matrix that an adapter can stand beside."""
+
+    owner: Adaptable
+    name: str
+    """Of the matrix in its owner."""
+    param: str
+    """The matrix's own path."""
+    layers: range | None
+    """The layers that are stacked in it; None: it stands outside of the layers."""
+    modules: tuple[frozenset[str], ...]
+    """Names in the checkpoint: one set for each stacked layer."""
+
+    @property
+    def matrix(self) -> Any:
+        return self.owner.matrices()[self.name]
+
+    @property
+    def adapter(self) -> Adapter | None:
+        return self.owner.adapters.get(self.name)
+
+    @property
+    def drops(self) -> bool:
+        """Dropout acts here."""
+        return isinstance(self.owner, Linear) and self.layers is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Of the adapter of one site, for each stacked layer; scale 0: the layer has none."""
+
+    ranks: tuple[int, ...]
+    scales: tuple[float, ...]
+
+
+def base_tensors(model: Decoder) -> list[Tensor]:
+    """The checkpoint's tensors behind the model's parameters, adapters left out."""
+    shapes = [shape for shape in ModelWeights(model).shapes() if ADAPTER not in shape[0]]
+    return tensors(model.config, hf.family(model.config.model_type).NAMES, shapes)
+
+
+def module_of(tensor: Tensor) -> str:
+    """The module in the checkpoint that holds a tensor."""
+    return tensor.name.removesuffix(".weight").removesuffix(".bias")
+
+
+def sites(model: Decoder) -> dict[str, Site]:
+    """By path, such as `stages.0.blocks.0.attention.q`, `stages.0.blocks.0.mlp.experts.up`, `embed`, `head`."""
+    modules = _modules(model)
+    found = {}
+    for where, node in nnx.iter_graph(model):
+        if not isinstance(node, Adaptable):
+            continue
+        path, matrices = ".".join(map(str, where)), node.matrices()
+        for name, matrix in matrices.items():
+            if "router" not in matrix.get_metadata("dims"):
+                param = f"{path}.{name}"
+                found[param if len(matrices) > 1 else path] = Site(
+                    owner=node, name=name, param=param, layers=_layers(model, path), modules=modules[param]
+                )
+    return dict(sorted(found.items()))
+
+
+def _modules(model: Decoder) -> dict[str, tuple[frozenset[str], ...]]:
+    """Names in the checkpoint of what holds each parameter, for each stacked layer."""
+    found: dict[str, dict[int, set[str]]] = {}
+    for tensor in base_tensors(model):
+        for part in tensor.parts:
+            of_layer = found.setdefault(part.param, {})
+            of_layer.setdefault(part.index[0] if part.index else 0, set()).add(module_of(tensor))
+    return {param: tuple(frozenset(names[i]) for i in sorted(names)) for param, names in found.items()}
+
+
+def _layers(model: Decoder, path: str) -> range | None:
+    match = re.match(r"stages\.(\d+)\.blocks\.(\d+)\.", path)
+    if match is None:
+        return None
+    stage, block = int(match[1]), int(match[2])
+    first, period = first_places(model.config)[stage].layer, len(model.config.stages[stage].blocks)
+    return range(first + block, first + model.config.stages[stage].num_layers, period)
+
+
+def _matches(pattern: str, path: str, modules: Iterable[str]) -> bool:
+    named = any(module == pattern or module.endswith(f".{pattern}") for module in modules)
+    return named or re.search(pattern, path) is not None
 
 
 def attach_lora(model: Decoder, lora: LoRA, *, seed: int, mesh: Mesh | None = None) -> None:
-    """Put an adapter that changes nothing yet on every linear layer that a target matches.
+    """Put adapters that change nothing yet on the matrices that the targets name; what is named to be saved is trained.
 
-    ConfigError for a target that matches no layer or the head, and for a model that already has an adapter.
+    Each device draws only its part. ConfigError for patterns that name nothing or what takes no adapter, and for a
+    model that already has one.
     """
     if has_lora(model):
         raise ConfigError("lora: the model already has an adapter; merge it first")
-    layers = linears(model)
-    chosen = {path for target in lora.targets for path in _matches(target, layers)}
-    alpha = 2.0 * lora.rank if lora.alpha is None else lora.alpha
-    # Folded, because `init_model` draws the base from the same seed.
-    rngs = nnx.Rngs(jax.random.fold_in(jax.random.key(seed), 1))
+    every = sites(model)
+    plans = _plans(lora, every, model.config.num_layers)
+    saved = _saved(lora, model, {every[path].param for path in plans})
+    attach(model, plans, dora=lora.dora, dropout=lora.dropout, rslora=lora.rslora, seed=seed, mesh=mesh)
+    ModelWeights(model).save_whole(saved)
+
+
+def _plans(lora: LoRA, every: Mapping[str, Site], num_layers: int) -> dict[str, Plan]:
+    if unknown := [layer for layer in lora.layers or () if layer >= num_layers]:
+        raise ConfigError(f"lora.layers: {unknown[0]} is no layer of the model, whose layers are 0 to {num_layers - 1}")
+    chosen = {path for target in lora.targets for path in _named(target, every)}
+    if lora.dropout and (path := next((path for path in sorted(chosen) if not every[path].drops), None)):
+        raise ConfigError(f"lora.dropout={lora.dropout} does not act on {path}; leave it out of the targets, or dropout")
+    used: set[str] = set()
+    plans = {}
     for path in sorted(chosen):
-        layer = layers[path]
-        layer.add_lora(lora.rank, alpha / lora.rank, rngs)
-        if mesh is not None:
-            for name, variable in {"lora_a": layer.lora_a, "lora_b": layer.lora_b}.items():
-                sharding = param_sharding(mesh, f"{path}.{name}", variable.get_metadata("dims"), variable.shape)
-                variable.set_value(jax.device_put(variable[...], sharding))
+        site, ranks, scales = every[path], [], []
+        for index, modules in enumerate(site.modules):
+            here = site.layers is None or lora.layers is None or site.layers[index] in lora.layers
+            if not here or not any(_targeted(target, path, site, modules) for target in lora.targets):
+                ranks.append(0)
+                scales.append(0.0)
+                continue
+            rank_key = next((key for key in lora.rank_pattern if _matches(key, path, modules)), None)
+            alpha_key = next((key for key in lora.alpha_pattern if _matches(key, path, modules)), None)
+            used |= {key for key in (rank_key, alpha_key) if key is not None}
+            rank = lora.rank if rank_key is None else lora.rank_pattern[rank_key]
+            alpha = lora.alpha if alpha_key is None else lora.alpha_pattern[alpha_key]
+            ranks.append(rank)
+            scales.append(2.0 if alpha is None else alpha / (math.sqrt(rank) if lora.rslora else rank))
+        if any(scales):
+            plans[path] = Plan(ranks=tuple(ranks), scales=tuple(scales))
+    for name, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        if idle := [pattern for pattern in patterns if pattern not in used]:
+            raise ConfigError(f"lora.{name}: {idle[0]!r} matches no adapter; there are {_shown(plans)}")
+    return plans
 
 
-def _matches(target: str, layers: Mapping[str, Linear]) -> list[str]:
-    try:
-        pattern = re.compile(target)
-    except re.error as error:
-        raise ConfigError(f"lora.targets: {target!r} is no regular expression: {error}") from error
-    found = [path for path in layers if pattern.search(path)]
-    if "head" in found:
-        raise ConfigError(f"lora.targets: {target!r} matches head, which takes no adapter; use attention, mlp")
+def _targeted(target: str, path: str, site: Site, modules: Iterable[str]) -> bool:
+    return site.layers is not None if target == ALL_LINEAR else _matches(target, path, modules)
+
+
+def _named(target: str, every: Mapping[str, Site]) -> list[str]:
+    """The sites that a target names. ConfigError where there is none."""
+    _check_pattern("targets", target)
+    found = [p for p, site in every.items() if any(_targeted(target, p, site, modules) for modules in site.modules)]
     if not found:
-        names = sorted({path.split("blocks.")[1].split(".", 1)[1] for path in layers if path != "head"})
-        raise ConfigError(f"lora.targets: {target!r} matches no linear layer; there are {', '.join(names)}")
+        raise ConfigError(f"lora.targets: {target!r} matches nothing that takes an adapter; there are {_shown(every)}")
     return found
 
 
+def _shown(paths: Iterable[str]) -> str:
+    return ", ".join(sorted({path.split("blocks.")[-1].split(".", 1)[-1] for path in paths}))
+
+
+def _check_pattern(field: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"lora.{field}: {pattern!r} is no regular expression: {error}") from error
+
+
+def _saved(lora: LoRA, model: Decoder, adapted: Collection[str]) -> set[str]:
+    """The parameters of the modules to save."""
+    modules = _modules(model)
+    saved: set[str] = set()
+    for pattern in lora.modules_to_save:
+        _check_pattern("modules_to_save", pattern)
+        found = {p for p, names in modules.items() if any(_matches(pattern, p.rsplit(".", 1)[0], n) for n in names)}
+        if not found:
+            kinds = _shown(path.rsplit(".", 1)[0] for path in modules)
+            raise ConfigError(f"lora.modules_to_save: {pattern!r} matches no module; there are {kinds}")
+        if both := sorted(found & set(adapted)):
+            raise ConfigError(f"lora.modules_to_save: {pattern!r} matches {both[0]}, which has an adapter; choose one")
+        saved |= found
+    return saved
+
+
+def attach(
+    model: Decoder, plans: Mapping[str, Plan], *, dora: bool, dropout: float, rslora: bool, seed: int, mesh: Mesh | None
+) -> None:
+    """Put an adapter at each planned site."""
+    every, dtype = sites(model), model.embed.embedding.dtype
+    dims = {path: _dims(every[path].matrix.get_metadata("dims"), dora=dora) for path in plans}
+
+    def draw(seed: Array) -> dict[str, dict[str, Array]]:
+        # Folded, because `init_model` draws the base from the same seed.
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), max(1, len(plans)))
+        born = {p: _born(key, every[p], plans[p], dtype) for key, p in zip(keys, sorted(plans), strict=False)}
+        return {path: {name: arrays[name] for name in dims[path]} for path, arrays in born.items()}
+
+    shardings = None if mesh is None else _shardings(mesh, dims, jax.eval_shape(draw, jnp.uint32(0)))
+    for path, arrays in jax.jit(draw, out_shardings=shardings)(jnp.uint32(seed)).items():
+        site = every[path]
+        rate = dropout if site.drops else 0.0
+        site.owner.adapters[site.name] = Adapter(arrays, dims[path], dropout=rate, rslora=rslora)
+
+
+def _dims(dims: tuple[str, ...], *, dora: bool) -> dict[str, tuple[str, ...]]:
+    *lead, before, after = dims
+    found = {"lora_a": (*lead, before, "rank"), "lora_b": (*lead, "rank", after), "lora_scale": tuple(lead[:1])}
+    return found | ({"lora_magnitude": (*lead, after)} if dora else {})
+
+
+def _shardings(mesh: Mesh, dims: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str, dict[str, Sharding]]:
+    return {
+        path: {name: param_sharding(mesh, f"{path}.{name}", dims[path][name], shape.shape) for name, shape in of.items()}
+        for path, of in shapes.items()
+    }
+
+
+def _born(key: Array, site: Site, plan: Plan, dtype: np.dtype) -> dict[str, Array]:
+    """A is drawn and B is 0, of an embedding the other way round: as in PEFT. Columns beyond a layer's rank are 0."""
+    *lead, before, after = site.matrix.shape
+    rank, stacked = max(plan.ranks), tuple(lead[:1])
+    used = jnp.arange(rank) < jnp.asarray(plan.ranks).reshape(*stacked, 1)
+    used = used.reshape(*stacked, *(1 for _ in lead[1:]), 1, rank)
+    a, b = jnp.zeros((*lead, before, rank), dtype), jnp.zeros((*lead, rank, after), dtype)
+    if site.name == "embedding":
+        b = jnp.where(used.mT, jax.random.normal(key, b.shape), 0.0).astype(dtype)
+    else:
+        bound = before**-0.5
+        a = jnp.where(used, jax.random.uniform(key, a.shape, minval=-bound, maxval=bound), 0.0).astype(dtype)
+    scales = jnp.asarray(plan.scales, jnp.float32).reshape(stacked)
+    return {"lora_a": a, "lora_b": b, "lora_scale": scales, "lora_magnitude": jnp.zeros((*lead, after), dtype)}
+
+
 def has_lora(model: Decoder) -> bool:
-    return any(layer.lora_a is not None for layer in linears(model).values())
+    return any(isinstance(node, Adapter) for _, node in nnx.iter_graph(model))
 
 
-def delta(layer: Linear) -> Float[Array, "L D F"]:
-    """What the adapter adds to the kernel: scale * A B, in float32."""
-    a, b = layer.lora_a[...].astype(jnp.float32), layer.lora_b[...].astype(jnp.float32)
-    return layer.lora_scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+def merge(model: Decoder) -> dict[str, Adapter]:
+    """Add every adapter to its matrix, in float32, and take it off; `unmerge` with what is returned undoes that.
+
+    Exact to the rounding of the matrix' type: 2^-24 of a number in float32, 2^-9 in bfloat16 each way, in which small
+    adapters may drown.
+    """
+    detached = {}
+    for path, site in sites(model).items():
+        if (adapter := site.adapter) is not None:
+            adapter.fix_gain(site.matrix[...])
+            site.matrix.set_value(_by_layer(Adapter.merged, adapter, site.matrix[...]))
+            del site.owner.adapters[site.name]
+            detached[path] = adapter
+    return detached
+
+
+def unmerge(model: Decoder, detached: Mapping[str, Adapter]) -> None:
+    """Subtract the adapters that `merge` returned from their matrices, and put them beside these again."""
+    every = sites(model)
+    for path, adapter in detached.items():
+        site = every[path]
+        site.matrix.set_value(_by_layer(Adapter.unmerged, adapter, site.matrix[...]))
+        adapter.fixed_gain = nnx.data(None)
+        site.owner.adapters[site.name] = adapter
+
+
+def _by_layer(method: Callable[[Adapter, Array], Array], adapter: Adapter, kernel: Array) -> Array:
+    return _mapped(method, *nnx.split(adapter), kernel)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _mapped(method: Callable[[Adapter, Array], Array], graph: Any, state: Any, kernel: Array) -> Array:
+    """Layer by layer, for the sake of memory: the float32 matrix of only one is alive."""
+
+    def one(inputs: tuple[Any, Array]) -> Array:
+        return method(nnx.merge(graph, inputs[0]), inputs[1])
+
+    return one((state, kernel)) if kernel.ndim == 2 else jax.lax.map(one, (state, kernel))
 
 
 def merged(model: Decoder) -> Decoder:
-    """A model without adapter that computes the same: kernels W + scale * A B, added in float32, kept in their type.
+    """A model without adapter that computes the same, as exactly as `merge` can.
 
     The given model stays as it is; parameters without an adapter are shared with it.
     """
     weights = ModelWeights(model)
     copy = weights.bind(weights.read())
-    for layer in linears(copy).values():
-        if layer.lora_a is not None:
-            kernel = layer.kernel[...]
-            layer.kernel.set_value((kernel.astype(jnp.float32) + delta(layer)).astype(kernel.dtype))
-            layer.lora_a, layer.lora_b, layer.lora_scale = nnx.data(None), nnx.data(None), 0.0
+    merge(copy)
+    ModelWeights(copy).save_whole(())
     return copy
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCount:
+    """Parameters of a kind of module, or of the whole model."""
+
+    kind: str
     trainable: int
     total: int
+    """The adapter's included."""
 
     @property
     def share(self) -> float:
         return self.trainable / self.total
 
 
-def count_parameters(model: Decoder) -> ParameterCount:
-    """Parameters that training changes, and all of them, the adapter's included."""
-
+def parameter_rows(model: Decoder) -> list[ParameterCount]:
+    """What training changes of each kind of module, over all layers: `attention.q`, `mlp.up`, `norms`, `head`, ..."""
     weights = ModelWeights(model)
+    trainable, found = weights.trainable(), dict[str, list[int]]()
+    for path, _, shape in weights.shapes():
+        if path.endswith(".lora_scale"):
+            continue
+        module = path.split(ADAPTER)[0] if ADAPTER in path else path.rsplit(".", 1)[0]
+        kind = re.sub(r"^stages\.\d+\.blocks\.\d+\.", "", module)
+        counts = found.setdefault("norms" if "norm" in kind else kind, [0, 0])
+        counts[0] += math.prod(shape) * (path in trainable)
+        counts[1] += math.prod(shape)
+    return [ParameterCount(kind=kind, trainable=counts[0], total=counts[1]) for kind, counts in sorted(found.items())]
+
+
+def count_parameters(model: Decoder) -> ParameterCount:
+    rows = parameter_rows(model)
     return ParameterCount(
-        trainable=sum(w.size for w in weights.read(weights.trainable().__contains__).values()),
-        total=sum(w.size for w in weights.read().values()),
+        kind="all", trainable=sum(row.trainable for row in rows), total=sum(row.total for row in rows)
     )

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
+from posttrain.batch import RouterStats
+from posttrain.config import ROW_AXES, ConfigError, GroupedKernel
 from posttrain.kernels.grouped_matmul import grouped_matmul
-from posttrain.models.config import GroupedKernel, MLPConfig, MoEConfig
-from posttrain.models.context import Context, Place, RouterStats, Tape
-from posttrain.models.layers import MLP, Init, Linear, gated, normal, param
+from posttrain.mesh import RULES, row_shards
+from posttrain.models.config import Compute, MLPConfig, ModelConfig, MoEConfig
+from posttrain.models.context import Context, Place, Tape
+from posttrain.models.layers import MLP, Adaptable, Init, Linear, gated, normal, param
 
 
 class Router(nnx.Module):
@@ -40,7 +47,7 @@ class Router(nnx.Module):
         c = self.config.router
         scores = jax.lax.stop_gradient(scores)
         if self.correction is not None:
-            scores = scores + self.correction[...]
+            scores = scores + self.correction[...][None, None]
         if c.num_groups > 1:
             grouped = scores.reshape(*scores.shape[:-1], c.num_groups, -1)
             best_two = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
@@ -57,7 +64,7 @@ class Router(nnx.Module):
         return chosen * self.config.router.scale
 
 
-class Experts(nnx.Module):
+class Experts(Adaptable):
     """The gated MLPs of all experts, stacked."""
 
     def __init__(self, config: MoEConfig, repeats: int, embed_dim: int, init: Init):
@@ -73,33 +80,91 @@ class Experts(nnx.Module):
         self.gate_bias = param(jnp.zeros((*lead, dim), init.dtype), (*up[:2], "mlp")) if biases else None
         self.up_bias = param(jnp.zeros((*lead, dim), init.dtype), (*up[:2], "mlp")) if biases else None
         self.down_bias = param(jnp.zeros((*lead, embed_dim), init.dtype), (*up[:2], "embed")) if biases else None
+        self.adapters = nnx.Dict({})
+
+    def matrices(self) -> Mapping[str, Any]:
+        return {"gate": self.gate, "up": self.up, "down": self.down}
 
     def __call__(
+        self, x: Float[Array, "N D"], experts: Int[Array, "N k"], weights: Float[Array, "N k"], compute: Compute
+    ) -> Float[Array, "N D"]:
+        """sum over the chosen experts of weight * expert(x)."""
+        if compute.mesh is None or compute.mesh.size == 1:
+            return self._mixture(x, experts, weights, kernel=compute.grouped_matmul)
+        return self._on_mesh(x, experts, weights, compute.mesh, kernel=compute.grouped_matmul)
+
+    def _on_mesh(
         self,
         x: Float[Array, "N D"],
         experts: Int[Array, "N k"],
         weights: Float[Array, "N k"],
+        mesh: Mesh,
         *,
         kernel: GroupedKernel,
     ) -> Float[Array, "N D"]:
-        """sum over the chosen experts of weight * expert(x)."""
-        top_k = experts.shape[1]
-        order = jnp.argsort(experts.reshape(-1), stable=True)
-        sizes = jnp.bincount(experts.reshape(-1), length=self.num_experts).astype(jnp.int32)
-        of_row = experts.reshape(-1)[order]
+        """Each device sorts only the tokens of its group on the axis `expert`, and applies its own experts to them.
+
+        Under GSPMD alone, a sort of all tokens would gather them everywhere.
+        """
+        for name, adapter in self.adapters.items():
+            # Inside, a device has only a part of the sums over the input.
+            adapter.fix_gain(self.matrices()[name][...])
+        graph, state = nnx.split(self)
+        flat = nnx.to_flat_state(state)
+        axes = [tuple(RULES[dim] for dim in variable.get_metadata()["dims"][1:]) for _, variable in flat]
+        padding = -x.shape[0] % row_shards(mesh)
+        tokens = tuple(jnp.pad(array, ((0, padding), (0, 0))) for array in (x, experts, weights))
+
+        def local(tokens: tuple[Array, ...], arrays: list[Array]) -> Float[Array, "1 n D"]:
+            gathered = [_whole(array, of) for array, of in zip(arrays, axes, strict=True)]
+            here = nnx.merge(graph, nnx.from_flat_state(zip([path for path, _ in flat], gathered, strict=True)))
+            if here.down_bias is not None:
+                # What is split over `tensor` adds up; the bias must be in one part only.
+                here.down_bias.set_value(jnp.where(jax.lax.axis_index("tensor") == 0, here.down_bias[...], 0))
+            x, experts, weights = (jax.lax.all_gather(array, "expert", tiled=True) for array in tokens)
+            experts = experts - jax.lax.axis_index("expert") * here.gate[...].shape[0]
+            out = here._mixture(x, experts, weights, kernel=kernel)
+            return jax.lax.psum_scatter(out, "expert", tiled=True)[None]
+
+        parts = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(PartitionSpec(ROW_AXES), [PartitionSpec(*of) for of in axes]),
+            out_specs=PartitionSpec("tensor", ROW_AXES),
+            check_vma=False,
+        )(tokens, [variable[...].astype(x.dtype) for _, variable in flat])
+        # Added up out here, for then the backward pass needs no communication over `tensor`.
+        return jnp.sum(parts, axis=0)[: x.shape[0]]
+
+    def _mixture(
+        self, x: Float[Array, "N D"], experts: Int[Array, "N k"], weights: Float[Array, "N k"], *, kernel: GroupedKernel
+    ) -> Float[Array, "N D"]:
+        """The part of the experts whose weights are here: those numbered from 0 on. Others yield 0."""
+        top_k, num_here = experts.shape[1], self.gate[...].shape[0]
+        numbers = experts.reshape(-1)
+        numbers = jnp.where((numbers >= 0) & (numbers < num_here), numbers, num_here)
+        order = jnp.argsort(numbers, stable=True)
+        sizes = jnp.bincount(numbers, length=num_here + 1)[:num_here].astype(jnp.int32)
+        of_row = numbers[order]
         rows = x[order // top_k]
 
-        def product(y: Array, w: nnx.Param, bias: nnx.Param | None) -> Array:
-            out = grouped_matmul(y, w[...].astype(y.dtype), sizes, kernel=kernel)
-            return out if bias is None else out + bias[...].astype(y.dtype)[of_row]
+        def grouped(y: Array, w: Array) -> Array:
+            return grouped_matmul(y, w, sizes, kernel=kernel)
+
+        def product(y: Array, name: str, bias: nnx.Param | None) -> Array:
+            w = self.matrices()[name][...]
+            out = grouped(y, w.astype(y.dtype))
+            if adapter := self.adapters.get(name):
+                out = adapter.added(out, adapter.down(y, grouped), w, grouped, of_row)
+            return out if bias is None else out + bias[...].astype(y.dtype).at[of_row].get(mode="fill", fill_value=0)
 
         hidden = gated(
             self.config.activation,
-            product(rows, self.gate, self.gate_bias),
-            product(rows, self.up, self.up_bias),
+            product(rows, "gate", self.gate_bias),
+            product(rows, "up", self.up_bias),
             self.limit,
         )
-        out = product(hidden, self.down, self.down_bias)
+        out = product(hidden, "down", self.down_bias)
         # Back to the tokens' order by a gather, whose sum does not depend on the order of a scatter.
         back = out[jnp.argsort(order)].reshape(*experts.shape, -1)
         return jnp.sum(back * weights[..., None].astype(back.dtype), axis=1)
@@ -117,24 +182,38 @@ class MoE(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"], context: Context, tape: Tape, place: Place) -> Float[Array, "B T D"]:
         logits = self.router.logits(x)
         scores = self.router.scores(logits)
-        experts = self.router.choose(scores) if context.experts is None else context.experts[place.moe]
+        experts = chosen = self.router.choose(scores)
+        if context.experts is not None:
+            given = context.experts[place.moe]
+            experts = jnp.where(given < 0, chosen, given)
         weights = self.router.weights(scores, experts)
-        tape.routing.append((router_stats(logits, scores, experts, context.segments), experts))
+        tape.routing.append((router_stats(logits, scores, experts, chosen, context.segments), experts))
         flat = (array.reshape(-1, array.shape[-1]) for array in (x, experts, weights))
-        out = self.experts(*flat, kernel=context.compute.grouped_matmul).reshape(x.shape)
+        out = self.experts(*flat, context.compute).reshape(x.shape)
         if self.shared is None:
             return out
         shared = self.shared(x)
         return out + (shared if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * shared)
 
 
+def _whole(array: Array, axes: tuple[str | None, ...]) -> Array:
+    """A device's part of a parameter with the rest that lies along `fsdp`."""
+    for dim, axis in enumerate(axes):
+        if axis == "fsdp":
+            array = jax.lax.all_gather(array, axis, axis=dim, tiled=True)
+    return array
+
+
 def router_stats(
     logits: Float[Array, "B T E"],
     scores: Float[Array, "B T E"],
     experts: Int[Array, "B T k"],
+    chosen: Int[Array, "B T k"],
     segments: Int[Array, "B T"],
 ) -> RouterStats:
-    """Statistics of the real tokens. The balance of a sequence is E / k * sum_e share_e * mean probability_e.
+    """Statistics of the real tokens, of the `experts` used where the router would have `chosen` these.
+
+    The balance of a sequence is E / k * sum_e share_e * mean probability_e.
 
     The shares count how often each expert was chosen and carry no gradient; the balance is 1 where all are used alike.
     By sequence, arXiv:2412.19437, eq. 17: then no split of the batch changes it.
@@ -142,21 +221,66 @@ def router_stats(
     num_experts, length = logits.shape[-1], logits.shape[1]
     real = (segments > 0).astype(jnp.float32)
     probs = scores / jnp.sum(scores, axis=-1, keepdims=True)
-    chosen = jnp.sum(jax.nn.one_hot(experts, num_experts, dtype=jnp.float32), axis=-2) * real[..., None]
+    used = jnp.sum(jax.nn.one_hot(experts, num_experts, dtype=jnp.float32), axis=-2) * real[..., None]
 
     def by_sequence(values: Array, segments: Array) -> Array:
         return jax.ops.segment_sum(values, segments, num_segments=length + 1)[segments]
 
-    counts = jax.vmap(by_sequence)(chosen, segments)
+    counts = jax.vmap(by_sequence)(used, segments)
     lengths = jnp.maximum(jax.vmap(by_sequence)(real, segments), 1.0)
     shares = jax.lax.stop_gradient(counts / lengths[..., None])
     balance = jnp.sum(shares * probs, axis=-1) * num_experts / experts.shape[-1]
     log_z = jax.nn.logsumexp(logits, axis=-1)
+    replaced = jnp.sum(~jnp.any(experts[..., :, None] == chosen[..., None, :], axis=-1), axis=-1)
     # xlogy: the derivative of 0 log 0 is not a number.
     entropy = -jnp.sum(jax.scipy.special.xlogy(probs, probs), axis=-1)
     return RouterStats(
-        load=jnp.sum(chosen, axis=(0, 1)),
+        load=jnp.sum(used, axis=(0, 1)),
         balance=jnp.sum(balance * real),
         z=jnp.sum(log_z * log_z * real),
         entropy=jax.lax.stop_gradient(jnp.sum(entropy * real)),
+        replaced=jnp.sum(replaced * real),
     )
+
+
+def correction_paths(config: ModelConfig) -> dict[str, list[int]]:
+    """Where the corrections of the routers' choices are, and the numbers of the mixtures that each of them stacks."""
+    found: dict[str, list[int]] = {}
+    number = 0
+    for s, stage in enumerate(config.stages):
+        for _ in range(stage.repeats):
+            for b, block in enumerate(stage.blocks):
+                if isinstance(block.mlp, MoEConfig):
+                    if block.mlp.router.correction:
+                        found.setdefault(f"stages.{s}.blocks.{b}.mlp.router.correction", []).append(number)
+                    number += 1
+    return found
+
+
+def check_router(config: ModelConfig, loss_on: bool, correction_rate: float, *, adapter: bool) -> None:
+    """ConfigError where the balancing of a mixture of experts is asked of a model that it cannot be done with."""
+    if (loss_on or correction_rate) and not config.mixtures:
+        raise ConfigError(
+            f"router: {config.model_type} has no mixture of experts to balance; remove the section router"
+        )
+    if not correction_rate:
+        return
+    if not correction_paths(config):
+        raise ConfigError(
+            f"router.correction_rate={correction_rate}: the routers of {config.model_type} have no correction of their "
+            "choice; use router.balance_coef"
+        )
+    if adapter:
+        raise ConfigError(
+            f"router.correction_rate={correction_rate}: an adapter cannot hold the corrections; set it to 0, or train "
+            "all parameters"
+        )
+
+
+def check_recording(config: ModelConfig) -> None:
+    """ConfigError where there is no routing to record."""
+    if not config.mixtures:
+        raise ConfigError(
+            f"rollout.record_routing: {config.model_type} has no mixture of experts whose routing could be recorded; "
+            "remove the option"
+        )

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import jax
 from flax import nnx
 from jax import Array
 
 from posttrain.models.decoder import Decoder
-from posttrain.models.layers import LoRAParam
+from posttrain.models.adapter import LoRAParam
 
 Weights = dict[str, Array]
+
+ADAPTER = ".adapters."
+"""Stands in the path of every parameter of an adapter."""
+
+SAVED = "saved"
+"""Mark, in a parameter's metadata, of what is trained in full beside an adapter."""
 
 
 class ModelWeights:
@@ -40,9 +46,18 @@ class ModelWeights:
         return nnx.merge(self._graph, nnx.from_flat_state((self._paths[p], w) for p, w in weights.items()))
 
     def trainable(self) -> frozenset[str]:
-        """Paths of the adapter's parameters if there is one, else of all parameters."""
+        """Paths of the adapter's parameters and those saved beside it if there is one, else of all parameters."""
         adapter = frozenset(path for path, v in self._variables.items() if isinstance(v, LoRAParam))
-        return adapter or frozenset(self._variables)
+        return adapter | self.saved() if adapter else frozenset(self._variables)
+
+    def saved(self) -> frozenset[str]:
+        """Paths of the base's own parameters that are trained in full beside an adapter."""
+        return frozenset(path for path, v in self._variables.items() if v.get_metadata().get(SAVED, False))
+
+    def save_whole(self, paths: Collection[str]) -> None:
+        """Train these of the base's parameters in full beside the adapter, and no others."""
+        for path, variable in self._variables.items():
+            variable.set_metadata(SAVED, path in paths)
 
     def dims(self) -> dict[str, tuple[str, ...]]:
         """The names of each parameter's dimensions."""
@@ -58,5 +73,9 @@ def _dotted(path: tuple[object, ...]) -> str:
 
 
 def without_adapter(weights: Weights) -> Weights:
-    """The same arrays with the adapter's B at 0: the base model in the same program, without a copy of it."""
-    return {p: jax.numpy.zeros_like(w) if p.endswith(".lora_b") else w for p, w in weights.items()}
+    """The same arrays with the adapter at 0: the base in the same program, without a copy of it.
+
+    What is saved in full beside an adapter stays as it was trained.
+    """
+    zero = (".lora_b", ".lora_magnitude")
+    return {p: jax.numpy.zeros_like(w) if p.endswith(zero) else w for p, w in weights.items()}

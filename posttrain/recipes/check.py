@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from posttrain.batch import rows_per_pass
-from posttrain.config import MeshSection, RLSection, RunConfig, SFTSection
+from posttrain.config import RLSection, RunConfig, SFTSection
 from posttrain.recipes.prepare import RLInputs, SFTInputs, prepare, row_notes, rows_per_step, stage_names
 
 
 def check(config: RunConfig, base_dir: Path) -> list[str]:
     """Validate a run; the lines say what it would do. Raises ConfigError for the first mistake."""
     prepared = prepare(config, base_dir, offline_ok=True)
-    shards = _shards(config.mesh)
+    shards = config.mesh.row_shards
     lines = [f"output: {config.output}{' (exists)' if Path(config.output).exists() else ''}"]
     if prepared.model is not None:
         model = prepared.model
@@ -21,11 +21,6 @@ def check(config: RunConfig, base_dir: Path) -> list[str]:
         inputs = next((i for i in prepared.stages if i.section is section), None)
         lines.append(f"{name}: {_describe(section, inputs, shards or 1)}")
     return lines + prepared.notes + row_notes(config, shards)
-
-
-def _shards(mesh: MeshSection) -> int | None:
-    """Devices that share the rows; None where that is left to the machine, whose devices a running run may hold."""
-    return None if -1 in (mesh.data, mesh.fsdp) else mesh.data * mesh.fsdp
 
 
 def _describe(section: SFTSection | RLSection, inputs: SFTInputs | RLInputs | None, shards: int) -> str:

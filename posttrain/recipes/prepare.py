@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from posttrain.batch import TokenLoss, rows_per_pass
-from posttrain.config import ConfigError, DatasetSection, RLSection, RunConfig, SFTSection, TrainSection
+from posttrain.config import ROW_AXES, ConfigError, DatasetSection, RLSection, RunConfig, SFTSection, TrainSection
 from posttrain.config_file import resolve_path
 from posttrain.console import progress
 from posttrain.data.chat import Renderer
@@ -22,6 +22,7 @@ from posttrain.imports import did_you_mean, import_object, is_object_spec
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.models.config import ModelConfig
 from posttrain.models.load import check_lora
+from posttrain.models.moe import check_recording, check_router
 from posttrain.recipes.source import path_exists, read_model_config, tokenizer_name
 from posttrain.rl.algorithms import Algorithm, make_algorithm
 from posttrain.rl.rewards import Reward, Rubric, missing_arguments
@@ -30,6 +31,7 @@ from posttrain.rl.types import Example
 T = TypeVar("T")
 
 CHECKED_ROWS = 20_000
+ROW_DEVICES = " x ".join(f"mesh.{axis}" for axis in ROW_AXES)
 SFT_LOSSES: dict[str, Callable[[], TokenLoss]] = {"nll": SFTLoss, "dft": DFTLoss}
 
 
@@ -141,6 +143,16 @@ def _read_model(prepared: Prepared) -> None:
                 f"stages.{index}: row_tokens={section.row_tokens} must be at most max_position_embeddings="
                 f"{model.max_positions} of the model"
             )
+        with _naming_stage(config, index):
+            _check_mixture(section, model, adapter=config.model.lora is not None)
+
+
+def _check_mixture(section: TrainSection, model: ModelConfig, *, adapter: bool) -> None:
+    """ConfigError where the stage asks for what only a mixture of experts has."""
+    router = section.router
+    check_router(model, router.balance_coef > 0 or router.z_coef > 0, router.correction_rate, adapter=adapter)
+    if isinstance(section, RLSection) and section.rollout.record_routing:
+        check_recording(model)
 
 
 def stage_names(config: RunConfig) -> list[str]:
@@ -151,7 +163,7 @@ def stage_names(config: RunConfig) -> list[str]:
 def row_notes(config: RunConfig, shards: int | None) -> list[str]:
     """Where the rows of a forward pass are not as many as the configuration says.
 
-    `shards`: mesh.data x mesh.fsdp, the devices that share them; None where it is not known before the run.
+    `shards`: the devices that share them; None where it is not known before the run.
     """
     notes = []
     for name, section in zip(stage_names(config), config.stages, strict=True):
@@ -160,9 +172,9 @@ def row_notes(config: RunConfig, shards: int | None) -> list[str]:
             continue
         start = f"{name}: micro_batch_rows={wanted}"
         if shards is None:
-            notes.append(f"{start} is rounded up to a multiple of mesh.data x mesh.fsdp, which only the devices say")
+            notes.append(f"{start} is rounded up to a multiple of {ROW_DEVICES}, which only the devices say")
         elif (rows := rows_per_pass(rows_per_step(section), wanted, shards)) > wanted:
-            notes.append(f"{start} becomes {rows}, a multiple of mesh.data x mesh.fsdp = {shards}")
+            notes.append(f"{start} becomes {rows}, a multiple of {ROW_DEVICES} = {shards}")
     return notes
 
 
@@ -235,9 +247,10 @@ def _check_sequences(
     dropped = [made is None for made in _each(rows, chosen, "rows", tokenize)].count(True)
     if dropped == len(chosen):
         require_one(rows, tokenize, section.row_tokens)
+    looked_at = "" if len(chosen) == len(rows) else " looked at"
     note = (
-        f"{dropped:,} of {len(chosen):,} rows{'' if len(chosen) == len(rows) else ' looked at'} of {rows.name} are left "
-        f"out, for they do not fit row_tokens={section.row_tokens} (overlong: {section.overlong})"
+        f"{dropped:,} of {len(chosen):,} rows{looked_at} of {rows.name} are left out, for they do not fit "
+        f"row_tokens={section.row_tokens} (overlong: {section.overlong})"
     )
     return dropped / len(chosen), [note] if dropped else []
 

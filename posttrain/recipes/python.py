@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import hashlib
 import inspect
 import json
@@ -19,10 +20,11 @@ from posttrain.recipes.source import read_model_config
 if TYPE_CHECKING:
     from posttrain.recipes.run import RunResult
 
+NUM_STEPS = 100
 MODEL_FIELDS = frozenset(ModelSection.model_fields) - {"path"}
 
 
-class PythonRun:
+class PythonRun(abc.ABC):
     """One stage described by keywords; `fit` runs it, resuming what an earlier call with the same settings left.
 
     `model`: a path or hub id, or a mapping of `posttrain.config.ModelSection`. `dataset`: a path, a list of rows, or a
@@ -32,7 +34,9 @@ class PythonRun:
 
     kind: ClassVar[str]
     defaults: ClassVar[Mapping[str, Any]]
+    """Fields of the stage beside `num_steps` and those of `lengths`."""
     lora_learning_rate: ClassVar[float]
+    """In place of the one of `defaults`, which is for all weights."""
 
     def __init__(
         self,
@@ -77,14 +81,14 @@ class PythonRun:
         return dump_config(self.config)
 
     @classmethod
+    @abc.abstractmethod
     def lengths(cls, given: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
         """Defaults of the fields that the model's context bounds; `given` are the caller's fields."""
-        raise NotImplementedError
 
     def _stage(self, fields: Mapping[str, Any], *, lora: bool, max_positions: int | None) -> dict[str, Any]:
         """The given fields over the defaults; of nested sections only the given keys replace defaults."""
         given = _plain(fields)
-        stage: dict[str, Any] = {**self.defaults, **self.lengths(given, max_positions)}
+        stage: dict[str, Any] = {"num_steps": NUM_STEPS, **self.defaults, **self.lengths(given, max_positions)}
         if lora:
             stage["optimizer"] = {**stage["optimizer"], "learning_rate": self.lora_learning_rate}
         for name, value in given.items():

@@ -12,6 +12,7 @@ import numpy as np
 
 from posttrain.config import RLSection, SamplingSection
 from posttrain.data.pipeline import PromptBatches
+from posttrain.losses.router import RouterLoss
 from posttrain.metrics import Sample, Timer, to_host
 from posttrain.optim import make_optimizer
 from posttrain.recipes.prepare import RLInputs, rows_per_step
@@ -71,6 +72,8 @@ class _RLRun:
             max_grad_norm=section.optimizer.max_grad_norm,
             micro_batch_rows=section.micro_batch_rows or -(-samples // 8),
             mesh=stage.mesh,
+            router_loss=RouterLoss(balance_coef=section.router.balance_coef, z_coef=section.router.z_coef),
+            correction_rate=section.router.correction_rate,
         )
         engine = NativeEngine(
             self.trainer.model,
@@ -170,7 +173,6 @@ class RL(PythonRun):
 
     kind = "rl"
     defaults: ClassVar[Mapping[str, Any]] = {
-        "num_steps": 100,
         "prompts_per_step": 8,
         "group_size": 8,
         "optimizer": {"learning_rate": 1e-6},

@@ -14,7 +14,7 @@ from posttrain.config import ConfigError, RunConfig
 from posttrain.config_file import diff_config, dump_config, load_config
 from posttrain.console import console
 from posttrain.fit import Interrupted, stop_on_signals
-from posttrain.mesh import make_mesh
+from posttrain.mesh import make_mesh, row_shards
 from posttrain.models.decoder import Decoder
 from posttrain.models.load import load_model
 from posttrain.recipes.prepare import SFTInputs, prepare, row_notes, stage_names
@@ -55,7 +55,7 @@ def run(config: RunConfig, base_dir: Path) -> RunResult:
     output = Path(config.output)
     names = stage_names(config)
     with _claimed(output, config), stop_on_signals() as stop:
-        for note in prepared.notes + row_notes(config, mesh.shape["data"] * mesh.shape["fsdp"]):
+        for note in prepared.notes + row_notes(config, row_shards(mesh)):
             console().print(note, markup=False, soft_wrap=True)
         source = None
         for name, inputs in zip(names, prepared.stages, strict=True):

@@ -11,6 +11,7 @@ import numpy as np
 from posttrain.batch import Batch
 from posttrain.console import progress_bar
 from posttrain.data.pipeline import SFTBatches, eval_batches
+from posttrain.losses.router import RouterLoss
 from posttrain.metrics import to_host
 from posttrain.optim import make_optimizer
 from posttrain.recipes.prepare import SFTInputs
@@ -30,6 +31,9 @@ def run_sft(stage: StageRun, inputs: SFTInputs) -> None:
         max_grad_norm=section.optimizer.max_grad_norm,
         micro_batch_rows=section.micro_batch_rows,
         mesh=stage.mesh,
+        router_loss=RouterLoss(balance_coef=section.router.balance_coef, z_coef=section.router.z_coef),
+        correction_rate=section.router.correction_rate,
+        dropout_seed=stage.seed,
     )
     batches = SFTBatches(section, inputs.rows, inputs.renderer, seed=stage.seed)
 
@@ -70,7 +74,6 @@ class SFT(PythonRun):
 
     kind = "sft"
     defaults: ClassVar[Mapping[str, Any]] = {
-        "num_steps": 100,
         "batch_rows": 8,
         "overlong": "truncate",
         "optimizer": {"learning_rate": 2e-5, "schedule": "cosine"},

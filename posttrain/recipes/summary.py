@@ -8,6 +8,7 @@ from typing import Any
 
 from posttrain.config import RunConfig
 from posttrain.console import console, cut, printable
+from posttrain.rl.statistics import paired_difference
 
 NUM_ANSWERS = 6
 ANSWER_CELLS = 240
@@ -54,6 +55,20 @@ def _print_answers(name: str, result: Mapping[str, Any]) -> None:
     table.add_section()
     table.add_row("mean reward, 95 % interval", _interval(before), "", _interval(after), "")
     out.print(table)
+    out.print(_difference(pairs), markup=False)
+
+
+def _difference(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
+    """What changed on the same prompts; their own difficulty, which widens the intervals of the table, is not in it."""
+    rewards = [(old["reward"], new["reward"]) for old, new in pairs]
+    valid = [pair for pair in rewards if None not in pair]
+    if len(valid) < 2:
+        return "difference: fewer than two prompts have a reward before and after"
+    found = paired_difference([old for old, _ in valid], [new for _, new in valid])
+    chance = "p < 0.001" if found.p_value < 0.001 else f"p = {found.p_value:.3f}"
+    words = "significant" if found.significant else "not significant"
+    interval = f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
+    return f"difference over the same prompts: {interval}, {chance}, {words}"
 
 
 def _interval(evaluation: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from posttrain.batch import Batch
-from posttrain.models.weights import Weights, without_adapter
+from posttrain.models.weights import ADAPTER, Weights, without_adapter
 from posttrain.rollout.types import RolloutEngine
 from posttrain.trainer import Trainer
 
@@ -24,7 +24,8 @@ class Cluster:
     """Actor, reference and rollout engine of one run.
 
     The reference is the actor as it is when the cluster is made. With an adapter it is the actor without it, so no
-    second copy of the base exists; without one, `keep_reference` copies the weights.
+    second copy of the base exists; without one, `keep_reference` copies the weights. It also copies what is trained in
+    full beside an adapter.
     """
 
     def __init__(self, actor: Trainer, engine: RolloutEngine, *, keep_reference: bool):
@@ -32,18 +33,18 @@ class Cluster:
         self.engine = engine
         self._has_adapter = any(path.endswith(".lora_b") for path in actor.params)
         self._reference: Weights | None = None
-        if keep_reference and not self._has_adapter:
-            self._reference = jax.tree.map(jnp.copy, actor.weights)
+        if keep_reference:
+            own = {path: w for path, w in actor.params.items() if ADAPTER not in path}
+            self._reference = jax.tree.map(jnp.copy, own if self._has_adapter else actor.weights)
 
     def logps(self, role: Role, batch: Batch) -> Float[np.ndarray, "B T"]:
         """Log-probabilities of the batch's tokens under a role's weights, at the actor's temperature."""
         if role is Role.ACTOR:
             return self.actor.stats(batch).logps
-        if self._has_adapter:
-            return self.actor.stats(batch, without_adapter(self.actor.weights)).logps
         if self._reference is None:
             raise ValueError("this cluster keeps no reference; make it with keep_reference=True")
-        return self.actor.stats(batch, self._reference).logps
+        base = without_adapter(self.actor.weights) if self._has_adapter else {}
+        return self.actor.stats(batch, {**base, **self._reference}).logps
 
     def sync_weights(self) -> None:
         """Give the engine the actor's weights; their version is the number of updates done."""

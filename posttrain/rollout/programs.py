@@ -16,6 +16,8 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Bool, Float, Int, UInt32
 
+from posttrain.config import ROW_AXES
+from posttrain.mesh import row_shards
 from posttrain.models.cache import KVCache, empty_cache
 from posttrain.models.decoder import Decoder, decoding_config
 from posttrain.models.weights import ModelWeights, Weights
@@ -198,7 +200,6 @@ def empty_slots(loaded: Loaded, slots: int, length: int) -> KVCache:
 def _cache_sharding(weights: Sharding, shape: Sequence[int]) -> Sharding:
     if not isinstance(weights, NamedSharding):
         return weights
-    sizes = weights.mesh.shape
-    slots = ("data", "fsdp") if shape[1] % (sizes["data"] * sizes["fsdp"]) == 0 else None
-    heads = "tensor" if shape[2] % sizes["tensor"] == 0 else None
+    slots = ROW_AXES if shape[1] % row_shards(weights.mesh) == 0 else None
+    heads = "tensor" if shape[2] % weights.mesh.shape["tensor"] == 0 else None
     return NamedSharding(weights.mesh, PartitionSpec(None, slots, heads))

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from posttrain.batch import Batch
 from posttrain.config import ConfigError
 from posttrain.data.format import Example
-from posttrain.data.packing import fit_to_row, pack, packing_efficiency, pad_rows, sequence, sequences, to_batch
+from posttrain.data.packing import fit_to_row, pack, pad_rows, sequence, to_batch
+from tests.data.batches import efficiency, sequences
 
 ROW_TOKENS = 16
 
@@ -56,22 +57,22 @@ def check_layout(batch: Batch) -> None:
 
 def test_packing_fills_rows() -> None:
     lengths = [4] * 24
-    assert [packing_efficiency(batch) for batch in packed(lengths, packing=True, window_rows=2)] == [1.0, 1.0, 1.0]
+    assert [efficiency(batch) for batch in packed(lengths, packing=True, window_rows=2)] == [1.0, 1.0, 1.0]
     assert len(packed(lengths, packing=False, window_rows=2)) == 12
-    assert packing_efficiency(packed(lengths, packing=False)[0]) == 0.25
+    assert efficiency(packed(lengths, packing=False)[0]) == 0.25
 
 
 def test_overlong_examples() -> None:
     long = example(20, prompt=3)
-    cut = fit_to_row(long, 16, "truncate", "row 7")
+    cut = fit_to_row(long, 16, "truncate")
     assert cut is not None
     np.testing.assert_array_equal(cut.tokens, long.tokens[:16])
     np.testing.assert_array_equal(cut.loss_mask, long.loss_mask[:16])
-    assert fit_to_row(long, 16, "drop", "row 7") is None
-    assert fit_to_row(example(20, prompt=18), 16, "truncate", "row 7") is None, "no token with loss would be left"
+    assert fit_to_row(long, 16, "drop") is None
+    assert fit_to_row(example(20, prompt=18), 16, "truncate") is None, "no token with loss would be left"
     with pytest.raises(
-        ConfigError, match="row 7 has 20 tokens, more than row_tokens=16; raise row_tokens, or set overlong"
+        ConfigError, match="it has 20 tokens, more than row_tokens=16; raise row_tokens, or set overlong"
     ):
-        fit_to_row(long, 16, "error", "row 7")
+        fit_to_row(long, 16, "error")
     fitting = example(16)
-    assert all(fit_to_row(fitting, 16, how, "row 7") is fitting for how in ("truncate", "drop", "error"))
+    assert all(fit_to_row(fitting, 16, how) is fitting for how in ("truncate", "drop", "error"))

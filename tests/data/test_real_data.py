@@ -8,10 +8,10 @@ import pytest
 from posttrain.config import DatasetSection, OptimizerSection, SFTSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import use_chat
-from posttrain.data.packing import packing_efficiency, sequences
 from posttrain.data.pipeline import SFTBatches
 from posttrain.data.sources import load_rows
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from tests.data.batches import efficiency, sequences
 
 
 def batches(shared: Path, tokenizer: Tokenizer, dataset: DatasetSection, **fields: Any) -> SFTBatches:
@@ -47,7 +47,7 @@ def test_gsm8k_through_the_qwen3_template(shared: Path) -> None:
     head, think = "<|im_start|>user\n", "<think>\n\n</think>\n\n"
     efficiencies = []
     for batch in islice(stream, 3):
-        efficiencies.append(packing_efficiency(batch))
+        efficiencies.append(efficiency(batch))
         for tokens, weight in sequences(batch):
             text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
             question, answer = text.removeprefix(head).split("<|im_end|>\n<|im_start|>assistant\n")

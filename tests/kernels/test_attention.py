@@ -1,73 +1,275 @@
+"""`attention` itself: the reference against loops, decoding, the choice of a kernel, meshes, memory."""
+
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh
 from numpy.testing import assert_allclose, assert_array_equal
 
+from posttrain.config import AttentionKernel
 from posttrain.kernels.attention import attention
+from posttrain.kernels.attention.dispatch import choose, select
+from posttrain.kernels.attention.request import Request
+from posttrain.kernels.platform import log_choice
+from tests.kernels.attention_cases import CASES, HEADS, Case, Rows, rows
 
-SCALE = 0.3
+SMALL = rows(lengths=((5, 4), (12,)), length=12)
 
 
-def reference(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, positions: np.ndarray, segments: np.ndarray, window: int | None
-) -> np.ndarray:
+def loop(data: Rows, case: Case) -> np.ndarray:
     """One query, one head and one key at a time, float64."""
-    out = np.zeros(q.shape)
-    rows, length, heads, _ = q.shape
-    group = heads // k.shape[1]
-    for b, t, n in np.ndindex(rows, length, heads):
+    q, k, v, sinks, positions, segments = data
+    out = np.zeros((*q.shape[:3], v.shape[3]))
+    for b, t, n in np.ndindex(*q.shape[:3]):
+        head = n // (q.shape[2] // k.shape[1])
         seen = [
             s
-            for s in range(length)
-            if segments[b, s] == segments[b, t]
-            and positions[b, s] <= positions[b, t]
-            and (window is None or positions[b, t] - positions[b, s] < window)
+            for s in range(k.shape[2])
+            if segments[b, s] == segments[b, t] and 0 <= positions[b, t] - positions[b, s] < (case.window or 99)
         ]
-        weights = np.exp([SCALE * np.dot(q[b, t, n], k[b, n // group, s]) for s in seen])
-        out[b, t, n] = sum(w * v[b, n // group, s] for w, s in zip(weights, seen, strict=True)) / weights.sum()
+        logits = np.asarray([case.variant.scale * np.dot(q[b, t, n].astype(float), k[b, head, s]) for s in seen])
+        if case.soft_cap is not None:
+            logits = case.soft_cap * np.tanh(logits / case.soft_cap)
+        weights = np.exp(logits)
+        out[b, t, n] = weights @ v[b, head, seen] / (weights.sum() + (np.exp(sinks[n]) if case.sinks else 0))
     return out
 
 
-def arrays(length: int = 12) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(0)
-    shapes = [(2, length, 4, 8), (2, 2, length, 8), (2, 2, length, 8)]
-    q, k, v = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
-    return q, k, v
+def call(
+    data: Rows,
+    case: Case,
+    *,
+    kernel: AttentionKernel = "auto",
+    queries: slice = slice(None),
+    mesh: Mesh | None = None,
+    dtype: Any = jnp.float32,
+) -> jax.Array:
+    """`attention` on whole rows, or on some of their queries with all keys."""
+    positions, segments = jnp.asarray(data.positions), jnp.asarray(data.segments)
+    whole = queries == slice(None)
+    return attention(
+        jnp.asarray(data.q[:, queries], dtype),
+        jnp.asarray(data.k, dtype),
+        jnp.asarray(data.v, dtype),
+        q_positions=positions if whole else positions[:, queries],
+        k_positions=positions,
+        q_segments=segments if whole else segments[:, queries],
+        k_segments=segments,
+        window=case.window,
+        scale=case.variant.scale,
+        soft_cap=case.soft_cap,
+        sinks=jnp.asarray(data.sinks) if case.sinks else None,
+        kernel=kernel,
+        mesh=mesh,
+    )
 
 
-SEGMENTS = np.asarray([[1] * 5 + [2] * 4 + [0] * 3, [1] * 12], np.int32)
-POSITIONS = np.asarray([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 0, 0], list(range(12))], np.int32)
+def small(name: str) -> Case:
+    case = CASES[name]
+    return case if case.window is None else case._replace(window=3)
 
 
-def run(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None, dtype: type = jnp.float32) -> np.ndarray:
-    inputs = (jnp.asarray(x, dtype) for x in (q, k, v))
-    p, s = jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS)
-    out = attention(*inputs, q_positions=p, k_positions=p, q_segments=s, k_segments=s, window=window, scale=SCALE)
-    assert out.dtype == dtype
-    return np.asarray(out, np.float32)
+@pytest.mark.parametrize("name", CASES)
+def test_against_loops(name: str) -> None:
+    expected = loop(SMALL, small(name))
+    real = SMALL.segments > 0
+    assert_allclose(np.asarray(call(SMALL, small(name)))[real], expected[real], atol=2e-6)
+    low = call(SMALL, small(name), dtype=jnp.bfloat16)
+    assert low.dtype == jnp.bfloat16
+    assert_allclose(np.asarray(low, np.float32)[real], expected[real], atol=3e-2)
 
 
-@pytest.mark.parametrize("window", [None, 1, 3])
-def test_against_a_loop(window: int | None) -> None:
-    q, k, v = arrays()
-    expected = reference(q, k, v, POSITIONS, SEGMENTS, window)
-    assert_allclose(run(q, k, v, window), expected, atol=2e-6)
-    assert_allclose(run(q, k, v, window, jnp.bfloat16), expected, atol=3e-2)
+@pytest.mark.parametrize("name", CASES)
+def test_a_decoded_token_and_a_prefilled_chunk(name: str) -> None:
+    expected = np.asarray(call(SMALL, small(name)))
+    for kernel in ("auto", "blockwise"):
+        one = call(SMALL, small(name), kernel=kernel, queries=slice(8, 9))
+        assert_allclose(one, expected[:, 8:9], atol=2e-6)
+        some = call(SMALL, small(name), kernel=kernel, queries=slice(3, 9))
+        assert_allclose(some, expected[:, 3:9], atol=2e-6)
 
 
-def test_masked_is_removed() -> None:
-    q, k, v = arrays()
-    expected = run(q, k, v, None)
+@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
+def test_masked_is_removed(kernel: AttentionKernel) -> None:
+    expected = np.asarray(call(SMALL, CASES["full"], kernel=kernel))
+    k, v = SMALL.k.copy(), SMALL.v.copy()
     # What no query of a segment sees may hold anything at all.
     k[0, :, 9:], v[0, :, 9:] = 1e6, 1e6
-    got = run(q, k, v, None)
+    got = np.asarray(call(SMALL._replace(k=k, v=v), CASES["full"], kernel=kernel))
     assert_array_equal(got[0, :9], expected[0, :9])
     assert np.isfinite(got).all()
 
 
-def test_large_logits_do_not_overflow() -> None:
-    q, k, v = arrays()
-    assert_allclose(run(1e4 * q, k, v, None)[1, 0], run(q, k, v, None)[1, 0], atol=1e-6)
-    assert np.isfinite(run(1e4 * q, k, v, None)).all()
+@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
+def test_large_logits_do_not_overflow(kernel: AttentionKernel) -> None:
+    large = SMALL._replace(q=1e4 * SMALL.q)
+    assert_allclose(
+        call(large, CASES["full"], kernel=kernel)[1, 0], call(SMALL, CASES["full"], kernel=kernel)[1, 0], atol=1e-6
+    )
+    assert np.isfinite(np.asarray(call(large, CASES["sinks"], kernel=kernel))).all()
+
+
+@pytest.mark.parametrize("kernel", ["blockwise", "splash"])
+def test_low_precision_as_the_reference(kernel: AttentionKernel) -> None:
+    data = rows(lengths=((200, 50), (256,)), length=256)
+    real = data.segments > 0
+    got, expected = (
+        call(data, CASES["all"], kernel=name, dtype=jnp.bfloat16)  # type: ignore[arg-type]
+        for name in (kernel, "reference")
+    )
+    assert got.dtype == jnp.bfloat16
+    assert_allclose(np.asarray(got, np.float32)[real], np.asarray(expected, np.float32)[real], atol=3e-2)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("kernel", ["reference", "blockwise", "splash"])
+def test_eight_devices_as_one(kernel: AttentionKernel, kv_heads: int) -> None:
+    data = rows(lengths=((70, 40), (128,), (20, 30), (128,)), length=128, kv_heads=kv_heads)
+    grid = np.asarray(jax.devices()[:8]).reshape(2, 2, 2)
+    mesh = Mesh(grid, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    real = jnp.asarray(data.segments > 0)[:, :, None, None]
+
+    def loss(arrays: tuple[Any, ...], mesh: Mesh | None) -> jax.Array:
+        out = call(Rows(*arrays, data.positions, data.segments), CASES["all"], kernel=kernel, mesh=mesh)
+        return jnp.sum(jnp.where(real, jnp.sin(3 * out), 0.0))
+
+    spread = tuple(
+        jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+        for x, spec in zip(data[:4], ((("data", "fsdp"), None, "tensor"), (("data", "fsdp"),), (), ()), strict=True)
+    )
+    expected = jax.value_and_grad(loss)(data[:4], None)
+    got = jax.jit(jax.value_and_grad(lambda arrays: loss(arrays, mesh)))(spread)
+    for value, want in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert_allclose(value, want, atol=1e-4, rtol=1e-5)
+
+
+def test_blocks_are_all_that_long_rows_hold() -> None:
+    length = 2048
+    data = rows(lengths=((length,),), length=length)
+
+    def program(kernel: AttentionKernel) -> Any:
+        def loss(arrays: tuple[Any, ...]) -> jax.Array:
+            return jnp.sum(call(Rows(*arrays, data.positions, data.segments), CASES["all"], kernel=kernel))
+
+        return jax.jit(jax.grad(loss)).lower(data[:4]).compile()
+
+    blocks, whole = program("blockwise"), program("reference")
+    every = 4 * HEADS * length * length
+    assert f"{length},{length}" not in blocks.as_text()
+    assert blocks.memory_analysis().temp_size_in_bytes < every / 16
+    assert whole.memory_analysis().temp_size_in_bytes > every
+
+
+# --- choice ----------------------------------------------------------------------------------------------------------
+
+ROWS_2048 = Request(
+    platform="tpu",
+    rows=4,
+    num_queries=2048,
+    num_keys=2048,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    value_dim=64,
+    dtype="bfloat16",
+    soft_cap=None,
+    sinks=False,
+    same_tokens=True,
+    row_shards=1,
+    head_shards=1,
+    tokamax=False,
+)
+DECODE: dict[str, Any] = {"num_queries": 1, "same_tokens": False}
+PREFILL: dict[str, Any] = {"num_queries": 512, "same_tokens": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel"),
+    [
+        ({}, "splash"),
+        ({"soft_cap": 5.0, "sinks": True, "value_dim": 32}, "splash"),
+        ({"num_queries": 128, "num_keys": 128}, "splash"),
+        ({"num_queries": 2000, "num_keys": 2000}, "blockwise"),
+        ({"num_queries": 200, "num_keys": 200}, "reference"),
+        ({"row_shards": 8}, "blockwise"),
+        ({"row_shards": 4, "head_shards": 4}, "splash"),
+        ({"head_shards": 3}, "blockwise"),
+        (DECODE, "reference"),
+        (PREFILL, "blockwise"),
+        (PREFILL | {"rows": 1}, "reference"),
+        ({"platform": "gpu"}, "cudnn"),
+        ({"platform": "gpu", "tokamax": True}, "tokamax"),
+        ({"platform": "gpu", "tokamax": True, "soft_cap": 5.0, "dtype": "float32"}, "tokamax"),
+        ({"platform": "gpu", "tokamax": True, "sinks": True}, "blockwise"),
+        ({"platform": "gpu", "sinks": True}, "blockwise"),
+        ({"platform": "gpu", "soft_cap": 5.0}, "blockwise"),
+        ({"platform": "gpu", "dtype": "float32"}, "blockwise"),
+        ({"platform": "gpu", "head_dim": 192, "value_dim": 128}, "blockwise"),
+        ({"platform": "gpu", "num_queries": 2047, "num_keys": 2047}, "blockwise"),
+        ({"platform": "gpu"} | DECODE, "reference"),
+        ({"platform": "gpu"} | PREFILL, "blockwise"),
+        ({"platform": "cpu"}, "blockwise"),
+        ({"platform": "cpu", "num_queries": 256, "num_keys": 256}, "reference"),
+        ({"platform": "cpu", "num_queries": 257, "num_keys": 257}, "blockwise"),
+        ({"platform": "cpu", "num_queries": 256, "num_keys": 256, "rows": 64}, "blockwise"),
+        ({"platform": "another"}, "blockwise"),
+    ],
+)
+def test_choice(changes: dict[str, Any], kernel: str) -> None:
+    request = replace(ROWS_2048, **changes)
+    assert choose(request) == select("auto", request) == kernel
+    assert select(kernel, request) == kernel  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "changes", "message"),
+    [
+        ("splash", {"platform": "gpu"}, "'splash' runs on TPU.*got gpu; use auto, reference, blockwise, cudnn$"),
+        (
+            "splash",
+            {"num_queries": 100, "num_keys": 100},
+            "multiple of 128 tokens, got 100; use auto, reference, blockwise$",
+        ),
+        ("splash", DECODE, "without a cache, got 1 queries on 2048 cached keys"),
+        ("splash", {"row_shards": 3}, "the mesh's 3 parts do not divide 4 rows"),
+        ("splash", {"head_shards": 3}, "mesh.tensor=3 does not divide 8 heads in 2 groups"),
+        ("cudnn", {}, "'cudnn' runs on GPU, got tpu; use auto, reference, blockwise, splash$"),
+        ("cudnn", {"platform": "gpu", "soft_cap": 1.0}, "neither soft-cap nor sinks"),
+        ("cudnn", {"platform": "gpu", "dtype": "float32"}, "bfloat16 and float16, got float32"),
+        ("cudnn", {"platform": "gpu", "head_dim": 160}, "at most 128 numbers, got 160"),
+        ("cudnn", {"platform": "gpu", "num_queries": 11, "num_keys": 11}, "even number of tokens, got 11"),
+        ("tokamax", {"platform": "gpu"}, "not installed: pip install"),
+        ("tokamax", {"tokamax": True}, "runs on GPU, got tpu"),
+        ("tokamax", {"platform": "gpu", "tokamax": True, "sinks": True}, "does not know sinks"),
+        ("flash", {}, "no kernel 'flash'; use one of auto, reference"),
+    ],
+)
+def test_a_kernel_that_cannot_serve(kernel: AttentionKernel, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        select(kernel, replace(ROWS_2048, **changes))
+
+
+def test_a_named_kernel_is_refused_where_it_is_called() -> None:
+    with pytest.raises(ValueError, match="'splash' takes rows of a multiple of 128 tokens, got 12"):
+        call(SMALL, CASES["full"], kernel="splash")
+
+
+def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, logger="posttrain.kernels"):
+        for _ in range(2):
+            call(SMALL, CASES["full"])
+            call(SMALL, CASES["full"], queries=slice(8, 9))
+            call(SMALL, CASES["full"], kernel="blockwise")
+    assert [record.message for record in caplog.records if record.name == "posttrain.kernels"] == [
+        "attention: kernel 'reference' for rows on cpu",
+        "attention: kernel 'reference' for decode on cpu",
+        "attention: kernel 'blockwise' for rows on cpu",
+    ]

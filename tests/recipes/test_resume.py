@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from posttrain import load_tokenizer, save_model
 from tests.recipes.runs import INIT, lines, posttrain, rl_stage, sft_stage, start, steps, weights, write_run
+from tests.tiny import tiny_model
 
 TIMEOUT_S = 300.0
 
@@ -123,6 +127,61 @@ def test_adapters_interrupted_and_resumed(tmp_path: Path) -> None:
         assert weights(outputs[0], stage) == weights(outputs[1], stage)
     told = [[(line["step"], "eval/reward" in line) for line in lines(output, "1-rl")] for output in outputs]
     assert told[0] == told[1] == [(0, True), (1, False), (2, False), (3, False), (3, True), (4, False), (4, True)]
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run that trained an adapter over the model in `base`, with evaluations."""
+    folder = tmp_path_factory.mktemp("adapted")
+    base = tiny_model(num_layers=1, windows=(None,), vocab_size=261)
+    save_model(base, folder / "base", tokenizer=load_tokenizer("bytes"))
+    held_out = {"path": "rows.jsonl", "chat": False, "limit": 3}
+    stage = sft_stage(num_steps=2, eval_dataset=held_out)
+    file = write_run(folder, stage, model={"path": "base", "lora": {"rank": 2}})
+    assert posttrain("run", file).code == 0
+    return file
+
+
+def unfinished(file: Path, folder: Path, *without: str) -> tuple[Path, Path]:
+    """A copy of the run as a kill leaves it before its model is saved; its configuration and the stage's folder."""
+    shutil.copytree(file.parent, folder, dirs_exist_ok=True)
+    stage = folder / "out" / "0-sft"
+    shutil.rmtree(stage / "model")
+    for name in ("result.json", *without):
+        (stage / name).unlink()
+    for text in (folder / file.name, folder / "out" / "config.yaml"):
+        text.write_text(text.read_text().replace(str(file.parent), str(folder)))
+    return folder / file.name, stage
+
+
+@pytest.mark.parametrize("remembered", [True, False])
+@pytest.mark.parametrize("written", [True, False])
+def test_killed_after_the_last_evaluation_says_it_once(
+    tmp_path: Path, adapted: Path, remembered: bool, written: bool
+) -> None:
+    told = [{**line, "time": 0} for line in lines(adapted.parent / "out")]
+    file, stage = unfinished(adapted, tmp_path, *([] if remembered else ["after.json"]))
+    if not written:
+        metrics = stage.parent / "metrics.jsonl"
+        metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    before = (stage / "after.json").stat().st_mtime_ns if remembered else None
+    again = posttrain("run", file)
+    assert again.code == 0 and "resuming after step 2 of 2" in again.out, again.err
+    assert [{**line, "time": 0} for line in lines(tmp_path / "out")] == told
+    assert remembered == ((stage / "after.json").stat().st_mtime_ns == before)
+    assert weights(tmp_path / "out", "0-sft") == weights(adapted.parent / "out", "0-sft")
+
+
+def test_an_adapter_goes_on_only_over_its_base(tmp_path: Path, adapted: Path) -> None:
+    file, stage = unfinished(adapted, tmp_path)
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    name = next(iter(tensors))
+    save_file({**tensors, name: tensors[name] + 1e-3}, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    error = posttrain("run", file).error
+    assert error.startswith(f"{stage / 'checkpoints' / '2'}: the checkpoint continues another model: in ")
+    assert f"{tmp_path / 'base'} model.safetensors has changed since it was written; give another output" in error
+    save_file(tensors, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    assert posttrain("run", file).code == 0
 
 
 def test_stop_between_stages(tmp_path: Path) -> None:

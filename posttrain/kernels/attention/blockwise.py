@@ -63,7 +63,7 @@ def blockwise(operands: Operands, variant: Variant, *, same_tokens: bool, block:
     )
     per_head = jnp.zeros(num_heads) if sinks is None else sinks.astype(jnp.float32)
     plan = _Plan(variant, same_tokens, sinks is not None, block_q, block_k, k.shape[2] // block_k)
-    out = _attend(plan, q, k, v, per_head.reshape(num_kv_heads, groups, 1), places)
+    out = _attend(plan, q, k, v, per_head.reshape(1, num_kv_heads, groups, 1), places)
     out = out.transpose(1, 0, 4, 2, 3, 5).reshape(rows, length + pad_q, num_heads, value_dim)
     return out[:, :length]
 
@@ -74,7 +74,7 @@ def _blocks(x: Array, pad: int, block: int, value: int) -> Array:
 
 
 # Below: q [I, B, K, G, t, H], out and its gradient [I, B, K, G, t, Hv], statistics [I, B, K, G, t] for I blocks of t
-# queries; k and v [B, K, S, H]; sinks [K, G, 1].
+# queries; k and v [B, K, S, H]; sinks [1, K, G, 1].
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -131,8 +131,8 @@ def _backward(plan: _Plan, saved: Any, d_out: Array) -> tuple[Array, Array, Arra
     blocks = (jnp.arange(q.shape[0]), q, places.q_positions, places.q_segments, log_total, d_out, delta)
     (dk, dv), dq = lax.scan(block, (jnp.zeros(k.shape), jnp.zeros(v.shape)), blocks)
     # The share of the sink is exp(sink - log_total), and its value is 0.
-    d_sinks = -jnp.sum(jnp.exp(sinks - log_total) * delta, axis=(0, 1, 4))[..., None] if plan.sinks else None
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype), d_sinks, None
+    d_sinks = -jnp.sum(jnp.exp(sinks[None] - log_total) * delta, axis=(0, 1, 4)).reshape(sinks.shape)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), d_sinks if plan.sinks else None, None
 
 
 _attend.defvjp(_forward, _backward)

@@ -25,10 +25,11 @@ def refusal(request: Request) -> str | None:
     if request.dtype not in ("bfloat16", "float16"):
         return f"computes in bfloat16 and float16, got {request.dtype}"
     if width > MAX_HEAD_DIM or width % 8:
-        return f"the head size must be a multiple of 8 and at most {MAX_HEAD_DIM}, got {width}"
-    if request.num_queries % 2:
-        return f"the length of a row must be even, got {request.num_queries}"
-    return request.refusal_of_rows()
+        return f"takes heads of a multiple of 8 and at most {MAX_HEAD_DIM} numbers, got {width}"
+    refusal = request.refusal_of_rows()
+    if refusal is None and request.num_queries % 2:
+        refusal = f"takes rows of an even number of tokens, got {request.num_queries}"
+    return refusal
 
 
 def cudnn(operands: Operands, variant: Variant) -> Float[Array, "B T N Hv"]:

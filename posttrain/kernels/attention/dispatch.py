@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,13 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
+from posttrain.config import AttentionKernel
 from posttrain.kernels.attention import cudnn, splash, tokamax
 from posttrain.kernels.attention.blockwise import blockwise
 from posttrain.kernels.attention.reference import single_query, visible, whole
 from posttrain.kernels.attention.request import Operands, Places, Request, Variant
 from posttrain.kernels.platform import HEAD_AXIS, head_shards, installed, log_choice, platform_of, row_axes, row_shards
 
-AttentionKernel = Literal["auto", "reference", "blockwise", "splash", "tokamax", "cudnn"]
 Kernel: TypeAlias = Callable[[Operands], Float[Array, "B T N Hv"]]
 
 REFUSALS: Mapping[str, Callable[[Request], str | None]] = {
@@ -89,7 +89,7 @@ def attention(
     name = select(kernel, request)
     log_choice("attention", name, request.kind, request.platform)
     operands = Operands(q, k, v, Places(q_positions, k_positions, q_segments, k_segments), sinks)
-    return _run(name, operands, Variant(window=window, scale=scale, soft_cap=soft_cap), request, mesh)
+    return run(name, operands, Variant(window=window, scale=scale, soft_cap=soft_cap), request, mesh)
 
 
 def choose(request: Request) -> str:
@@ -105,7 +105,7 @@ def choose(request: Request) -> str:
     return "reference" if small else "blockwise"
 
 
-def select(kernel: AttentionKernel, request: Request) -> str:
+def select(kernel: str, request: Request) -> str:
     """The kernel to run. ValueError where the one that is asked for cannot serve, with those that can."""
     if kernel == "auto":
         return choose(request)
@@ -118,7 +118,7 @@ def select(kernel: AttentionKernel, request: Request) -> str:
     return kernel
 
 
-def _run(name: str, operands: Operands, variant: Variant, request: Request, mesh: Mesh | None) -> Array:
+def run(name: str, operands: Operands, variant: Variant, request: Request, mesh: Mesh | None) -> Array:
     interpret = request.platform == "cpu"
     match name:
         case "reference":

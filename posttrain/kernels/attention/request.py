@@ -80,7 +80,8 @@ class Request:
         if self.kind != "rows":
             return f"takes whole rows without a cache, got {self.num_queries} queries on {self.num_keys} cached keys"
         if self.rows % self.row_shards:
-            return f"the {self.row_shards} devices over which the mesh splits rows must divide {self.rows} rows"
+            return f"gives each device its rows: the mesh's {self.row_shards} parts do not divide {self.rows} rows"
         if self.num_heads % self.split_kv_heads:
-            return f"mesh.tensor={self.head_shards} must divide {self.num_heads} heads of {self.num_kv_heads} groups"
+            heads = f"{self.num_heads} heads in {self.num_kv_heads} groups"
+            return f"gives each device its heads: mesh.tensor={self.head_shards} does not divide {heads}"
         return None

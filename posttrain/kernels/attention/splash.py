@@ -21,9 +21,10 @@ MAX_FUSED_BLOCKS = 8
 def refusal(request: Request) -> str | None:
     if request.platform not in ("cpu", "tpu"):
         return f"runs on TPU, and interpreted on CPU, got {request.platform}"
-    if request.num_queries % LANES:
-        return f"the length of a row must be a multiple of {LANES}, got {request.num_queries}"
-    return request.refusal_of_rows()
+    refusal = request.refusal_of_rows()
+    if refusal is None and request.num_queries % LANES:
+        refusal = f"takes rows of a multiple of {LANES} tokens, got {request.num_queries}"
+    return refusal
 
 
 def splash(operands: Operands, variant: Variant, *, interpret: bool) -> Float[Array, "B T N Hv"]:

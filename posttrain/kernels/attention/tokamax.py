@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from jax import Array
 from jaxtyping import Float
 
 from posttrain.kernels.attention.reference import visible
 from posttrain.kernels.attention.request import Operands, Request, Variant
+from posttrain.kernels.platform import tokamax_library
 
 IMPLEMENTATIONS = ("mosaic", "triton")
 """Its others hold all of T x S, or are no faster than ours: without a fused one we raise."""
@@ -17,7 +15,7 @@ IMPLEMENTATIONS = ("mosaic", "triton")
 
 def refusal(request: Request) -> str | None:
     if not request.tokamax:
-        return "the package is not installed: pip install 'posttrain[kernels]'"
+        return "is not installed: pip install 'posttrain[kernels]'"
     if request.platform != "gpu":
         return f"runs on GPU, got {request.platform}"
     if request.sinks:
@@ -28,9 +26,8 @@ def refusal(request: Request) -> str | None:
 def tokamax(
     operands: Operands, variant: Variant, *, implementation: str | tuple[str, ...] = IMPLEMENTATIONS
 ) -> Float[Array, "B T N Hv"]:
-    library: Any = importlib.import_module("tokamax")
     q, k, v, places, _ = operands
-    return library.dot_product_attention(
+    return tokamax_library().dot_product_attention(
         q,
         k.swapaxes(1, 2),
         v.swapaxes(1, 2),

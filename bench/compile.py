@@ -1,0 +1,99 @@
+"""Seconds to trace and compile a training step and a decoding step, by depth.
+
+    python bench/compile.py [--layers 4 12 48]
+
+Layers of hidden size 128; `pattern`: all alike, or five with a window and one without, as in gemma3. Stages are scanned
+as on an accelerator; `unrolled` is what a CPU does with short stacks, for comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from posttrain.kernels.token_stats import token_stats
+from posttrain.models import decoder
+from posttrain.models.cache import empty_cache
+from posttrain.models.load import init_model
+from posttrain.models.weights import ModelWeights
+
+PATTERNS = {"alike": ["full_attention"], "5 + 1": ["sliding_attention"] * 5 + ["full_attention"]}
+
+
+def make_model(pattern: str, num_layers: int) -> decoder.Decoder:
+    kinds = PATTERNS[pattern]
+    fields = {
+        "model_type": "qwen3",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 1024,
+        "max_position_embeddings": 512,
+        "use_sliding_window": True,
+        "sliding_window": 64,
+        "layer_types": [kinds[i % len(kinds)] for i in range(num_layers)],
+    }
+    return init_model(fields, dtype=jnp.float32, seed=0)
+
+
+def training(model: decoder.Decoder) -> tuple[Any, tuple[Any, ...]]:
+    weights = ModelWeights(model)
+    tokens = jnp.zeros((4, 128), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(128, dtype=jnp.int32), tokens.shape)
+
+    def loss(arrays: Any) -> Any:
+        bound = weights.bind(arrays)
+        hidden, _ = bound(tokens, positions, jnp.ones_like(tokens))
+        stats = token_stats(bound.logits, hidden, tokens, jnp.ones_like(tokens), temperature=1.0, vocab_size=1024)
+        return stats.logps.sum()
+
+    return jax.jit(jax.grad(loss)), (weights.read(),)
+
+
+def decoding(model: decoder.Decoder) -> tuple[Any, tuple[Any, ...]]:
+    weights = ModelWeights(model)
+    cache = empty_cache(decoder.decoding_config(model.config), 4, 128, jnp.dtype(jnp.float32))
+    ones = jnp.ones((4, 1), jnp.int32)
+
+    def step(arrays: Any, cache: Any) -> Any:
+        bound = weights.bind(arrays).for_decoding()
+        hidden, cache = bound(ones, ones, ones, cache)
+        return bound.logits(hidden), cache
+
+    return jax.jit(step, donate_argnums=1), (weights.read(), cache)
+
+
+def seconds(program: Any, args: tuple[Any, ...]) -> tuple[float, float]:
+    start = time.perf_counter()
+    lowered = program.lower(*args)
+    traced = time.perf_counter()
+    lowered.compile()
+    return traced - start, time.perf_counter() - traced
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[12, 48])
+    layers = parser.parse_args().layers
+    table = Table("program", "pattern", "stages", *(f"{n} layers: trace + compile s" for n in layers))
+    defaults = decoder.UNROLLED_LAYERS_ON_CPU, decoder.SPLIT_LAYERS_ON_CPU
+    for name, make in {"training": training, "decoding": decoding}.items():
+        for pattern in PATTERNS:
+            for stages, limits in {"scanned": (0, 0), "as on CPU": defaults}.items():
+                decoder.UNROLLED_LAYERS_ON_CPU, decoder.SPLIT_LAYERS_ON_CPU = limits
+                times = [seconds(*make(make_model(pattern, n))) for n in layers]
+                table.add_row(name, pattern, stages, *(f"{trace:.2f} + {compiled:.2f}" for trace, compiled in times))
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What keeps the experts of a mixture in use: auxiliary losses, a corrected choice, and how one sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from posttrain.batch import Batch, RouterStats, TokenLoss, TokenStats
+from posttrain.tree import Mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterLoss:
+    """balance_coef * balance + z_coef * z, both means over the mixtures of a model and over tokens.
+
+    balance: E / k * sum_e share_e * mean probability_e of each sequence, arXiv:2412.19437 eq. 17; 1 where all experts
+    are used alike (in transformers k, there `router_aux_loss_coef` is balance_coef / k).
+    z: the squared log-partition of the router's logits, arXiv:2202.08906 eq. 5.
+    """
+
+    balance_coef: float = 0.0
+    z_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.balance_coef < 0 or self.z_coef < 0:
+            raise ValueError(
+                f"RouterLoss.balance_coef={self.balance_coef} and z_coef={self.z_coef} must not be negative"
+            )
+
+    @property
+    def on(self) -> bool:
+        return self.balance_coef > 0 or self.z_coef > 0
+
+    def __call__(self, stats: RouterStats) -> Float[Array, ""]:
+        """The sum over mixtures and tokens; its weight is their number."""
+        return self.balance_coef * jnp.sum(stats.balance) + self.z_coef * jnp.sum(stats.z)
+
+
+def router_means(stats: RouterStats, num_tokens: Float[Array, ""]) -> dict[str, Mean]:
+    """Means over mixtures and tokens: `moe/balance_loss`, `moe/z_loss`, `moe/router_entropy` in nats, and
+    `moe/replaced_ratio`, the share of experts that were replayed though the router would have chosen others."""
+    weight = num_tokens * stats.load.shape[0]
+    return {
+        "moe/balance_loss": Mean(total=jnp.sum(stats.balance), weight=weight),
+        "moe/z_loss": Mean(total=jnp.sum(stats.z), weight=weight),
+        "moe/router_entropy": Mean(total=jnp.sum(stats.entropy), weight=weight),
+        "moe/replaced_ratio": Mean(total=jnp.sum(stats.replaced), weight=jnp.sum(stats.load)),
+    }
+
+
+def load_metrics(load: Float[Array, "M E"]) -> dict[str, Array]:
+    """Of the experts' shares of all choices in a step, 1 / E each where they are used alike.
+
+    `moe/load_max_share` and `moe/load_min_share`: the extremes of any mixture. Means over mixtures: `moe/load_entropy`,
+    in nats, at most log E, and `moe/max_violation`, E * largest share - 1, arXiv:2408.15664 eq. 4.
+    """
+    shares = load / jnp.maximum(jnp.sum(load, axis=-1, keepdims=True), 1.0)
+    return {
+        "moe/load_max_share": jnp.max(shares),
+        "moe/load_min_share": jnp.min(shares),
+        "moe/load_entropy": -jnp.mean(jnp.sum(jax.scipy.special.xlogy(shares, shares), axis=-1)),
+        "moe/max_violation": jnp.mean(jnp.max(shares, axis=-1) * load.shape[-1] - 1.0),
+    }
+
+
+def corrected(correction: Float[Array, "M E"], load: Float[Array, "M E"], rate: float) -> Float[Array, "M E"]:
+    """The bias of the choice after a step: + rate for an expert below the mean load, - rate above. arXiv:2408.15664."""
+    mean = jnp.mean(load, axis=-1, keepdims=True)
+    return correction + rate * jnp.sign(mean - load)
+
+
+def weight_of(loss: TokenLoss, batch: Batch) -> Array:
+    """The weight that a loss will have on a batch: it must not depend on the model, so any statistics will do."""
+    zeros = jnp.zeros(batch.tokens.shape, jnp.float32)
+    return jnp.asarray(loss(TokenStats(logps=zeros, entropy=zeros, teacher_kl=zeros), batch).loss.weight)
+
+
+def check_weight(loss: TokenLoss, batch: Batch) -> None:
+    """ValueError where the weight of a loss changes with the model's output.
+
+    The share of the router's losses in the gradient of a micro-batch needs the whole batch's weight beforehand.
+    """
+
+    @jax.jit
+    def weights(batch: Batch) -> tuple[Array, Array]:
+        draw = -jnp.abs(jax.random.normal(jax.random.key(0), batch.tokens.shape))
+        other = loss(TokenStats(logps=draw, entropy=-draw, teacher_kl=-draw), batch).loss.weight
+        return weight_of(loss, batch), jnp.asarray(other)
+
+    first, second = jax.device_get(weights(batch))
+    if first != second:
+        raise ValueError(
+            f"router: balance_coef and z_coef need a loss whose weight depends on the batch alone; that of "
+            f"{type(loss).__name__} is {first} or {second} for different log-probabilities: count tokens or sequences "
+            "of the batch, or set both coefficients to 0"
+        )

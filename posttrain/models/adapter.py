@@ -1,0 +1,144 @@
+"""A low-rank matrix beside a frozen one, arXiv:2106.09685; with a magnitude it is DoRA, arXiv:2402.09353."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int
+
+from posttrain.kernels.matmul import matmul
+
+Product = Callable[[Array, Array], Array]
+
+
+class LoRAParam(nnx.Param):
+    """A parameter of an adapter: trained while the base stays frozen."""
+
+
+class DropoutKey(nnx.Variable[Array]):
+    """Of the pass that a model is bound for; no part of its weights."""
+
+
+class Adapter(nnx.Module):
+    """Makes gain * (W + scale A B) of a frozen W [in, out]; the gain, one number per output, is 1 without a magnitude.
+
+    With one it is (|W| + magnitude) / |W + scale A B|, where |.| is the norm over `in` and the denominator carries no
+    gradient (section 4.3 of DoRA). The magnitude is thus what training adds to |W|: like B, 0 stands for the base.
+
+    Arrays have the leading dimensions of W. `lora_scale` is 0 in layers that have no adapter.
+    """
+
+    def __init__(self, arrays: Mapping[str, Array], dims: Mapping[str, tuple[str, ...]], *, dropout: float, rslora: bool):
+        self.rslora = rslora
+        self.dropout = dropout
+        self.lora_a = LoRAParam(arrays["lora_a"], dims=dims["lora_a"])
+        self.lora_b = LoRAParam(arrays["lora_b"], dims=dims["lora_b"])
+        self.lora_scale = nnx.Param(arrays["lora_scale"], dims=dims["lora_scale"])
+        self.lora_magnitude: Any = nnx.data(None)
+        if "lora_magnitude" in arrays:
+            self.lora_magnitude = LoRAParam(arrays["lora_magnitude"], dims=dims["lora_magnitude"])
+        self.key: Any = nnx.data(None)
+        self.fixed_gain: Any = nnx.data(None)
+
+    def down(self, x: Float[Array, "*B in"], product: Product = matmul) -> Float[Array, "*B r"]:
+        """x A, where in training parts of x are dropped."""
+        if self.key is not None:
+            kept = jax.random.bernoulli(self.key[...], 1.0 - self.dropout, x.shape)
+            x = jnp.where(kept, x / (1.0 - self.dropout), jnp.zeros((), x.dtype))
+        return product(x, self.lora_a[...].astype(x.dtype))
+
+    def added(
+        self,
+        y: Float[Array, "*B out"],
+        low: Float[Array, "*B r"],
+        kernel: Float[Array, "*E in out"],
+        product: Product = matmul,
+        group: Int[Array, " B"] | None = None,
+    ) -> Float[Array, "*B out"]:
+        """The whole output from y = x W and low = x A; `group`: of which expert each row is."""
+        y = y + product(low.astype(y.dtype), self.scaled_b(y.dtype))
+        if self.lora_magnitude is None:
+            return y
+        gain = self.gain(kernel).astype(y.dtype)
+        return y * (gain.at[group].get(mode="clip") if group is not None else _as_row(gain, y.ndim))
+
+    def scaled_b(self, dtype: np.dtype) -> Float[Array, "*L r out"]:
+        """scale * B: the scale costs least there."""
+        b = self.lora_b[...].astype(jnp.float32)
+        return (b * _trailing(self.lora_scale[...], b.ndim)).astype(dtype)
+
+    def delta(self) -> Float[Array, "*L in out"]:
+        """scale * A B in float32."""
+        a = self.lora_a[...].astype(jnp.float32)
+        return jnp.matmul(a, self.scaled_b(a.dtype), precision=jax.lax.Precision.HIGHEST)
+
+    def gain(self, kernel: Float[Array, "*L in out"]) -> Float[Array, "*L out"]:
+        """In float32. Without forming W + scale A B: |W|^2 + 2 sum B (A^T W) + sum B (A^T A B)."""
+        if self.fixed_gain is not None:
+            return self.fixed_gain[...]
+        a, b = (jax.lax.stop_gradient(x) for x in (self.lora_a[...].astype(jnp.float32), self.scaled_b(jnp.float32)))
+        kernel = kernel.astype(jnp.float32)
+        squares = jnp.sum(kernel * kernel, axis=-2)
+        cross = _dot(a.mT, kernel) + 0.5 * _dot(_dot(a.mT, a), b)
+        norm = jnp.sqrt(jnp.maximum(squares + 2.0 * jnp.sum(b * cross, axis=-2), 0.0))
+        usable = (norm > 0.0) & (_trailing(self.lora_scale[...], norm.ndim) != 0.0)
+        magnitude = jnp.sqrt(squares) + self.lora_magnitude[...].astype(jnp.float32)
+        return jnp.where(usable, magnitude / jnp.where(usable, norm, 1.0), 1.0)
+
+    def fix_gain(self, kernel: Float[Array, "*L in out"]) -> None:
+        """Compute the gain here, once, rather than at every call: kernel and adapter stay as they are."""
+        if self.lora_magnitude is not None:
+            dims = self.lora_magnitude.get_metadata("dims")
+            self.fixed_gain = nnx.Variable(self.gain(kernel), dims=dims)
+
+    def merged(self, kernel: Float[Array, "*L in out"]) -> Float[Array, "*L in out"]:
+        """gain * (W + scale A B), computed in float32, in the type of W."""
+        wide = kernel.astype(jnp.float32) + self.delta()
+        if self.lora_magnitude is not None:
+            wide = wide * self.gain(kernel)[..., None, :]
+        return wide.astype(kernel.dtype)
+
+    def unmerged(self, kernel: Float[Array, "*L in out"]) -> Float[Array, "*L in out"]:
+        """W of what `merged` returned; of DoRA the gain must have been fixed before."""
+        wide = kernel.astype(jnp.float32)
+        if self.lora_magnitude is not None:
+            assert self.fixed_gain is not None
+            wide = wide / self.fixed_gain[...][..., None, :]
+        return (wide - self.delta()).astype(kernel.dtype)
+
+
+def column_norms(kernel: Float[Array, "*L in out"]) -> Float[Array, "*L out"]:
+    """|W| in float32."""
+    return jnp.sqrt(jnp.sum(jnp.square(kernel.astype(jnp.float32)), axis=-2))
+
+
+def _dot(x: Float[Array, "*L i j"], y: Float[Array, "*L j k"]) -> Float[Array, "*L i k"]:
+    return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
+
+
+def _trailing(scale: Float[Array, "*L"], ndim: int) -> Array:
+    """With dimensions of 1 behind, `ndim` in all."""
+    return scale.reshape(scale.shape + (1,) * (ndim - scale.ndim))
+
+
+def _as_row(gain: Float[Array, " out"], ndim: int) -> Array:
+    return gain.reshape((1,) * (ndim - 1) + gain.shape)
+
+
+def has_dropout(model: nnx.Module) -> bool:
+    return any(isinstance(node, Adapter) and node.dropout > 0.0 for _, node in nnx.iter_graph(model))
+
+
+def drop(model: nnx.Module, key: Array) -> None:
+    """Let the adapters of a model, bound for one training pass, drop parts of their inputs: each layer other parts."""
+    nodes = ((".".join(map(str, path)), node) for path, node in nnx.iter_graph(model) if isinstance(node, Adapter))
+    found = dict(sorted({path: node for path, node in nodes if node.dropout > 0.0}.items()))
+    for index, adapter in enumerate(found.values()):
+        keys = jax.random.split(jax.random.fold_in(key, index), adapter.lora_scale.shape[0])
+        adapter.key = DropoutKey(keys)

@@ -1,0 +1,109 @@
+"""A checkpoint of a run as files for other tools, proved to be the model before they get their name."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Literal
+
+import jax
+
+from posttrain.checkpoint import Checkpointer
+from posttrain.config import ConfigError, RunConfig
+from posttrain.config_file import load_config
+from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.fit import StopRequest
+from posttrain.mesh import single_device_mesh
+from posttrain.models.decoder import Decoder
+from posttrain.models.lora import has_lora
+from posttrain.models.save import save_model
+from posttrain.models.weights import ModelWeights
+from posttrain.recipes.prepare import stage_names
+from posttrain.recipes.proof import Proof, ProofError, Reader, default_reader, prove
+from posttrain.recipes.run import CONFIG_NAME
+from posttrain.recipes.source import tokenizer_name
+from posttrain.recipes.stage import StageRun, read_source
+
+Target = Literal["hf", "peft", "merged"]
+
+
+def export(run: Path, out: Path, to: Target, *, step: int | None = None, reader: Reader | None = None) -> Proof:
+    """Write the model of a run's checkpoint and prove it: `hf` a model without adapter, `merged` one whose adapter is
+    added to its base, `peft` the adapter alone.
+
+    `run`: the output of a run, whose last begun stage is meant, or a stage's folder in it. `step`: by default the
+    newest. ConfigError for what cannot be exported; ProofError where what was written is not the model: it is then left
+    beside `out` under the ending `.unproved`.
+    """
+    output, name = _find_stage(run)
+    config = load_config(output / CONFIG_NAME).config
+    tokenizer = load_tokenizer(tokenizer_name(config.model, output)).with_stop_tokens(config.model.stop_tokens)
+    if out.exists():
+        raise ConfigError(f"{out}: exists; give a new folder")
+    model = _trained_model(output, name, config, tokenizer, step)
+    _check_target(model, to)
+    unproved = out.with_name(out.name + ".unproved")
+    if unproved.exists():
+        shutil.rmtree(unproved)
+    save_model(model, unproved, tokenizer=tokenizer)
+    proof = prove(model, unproved, tokenizer, reader or default_reader())
+    unproved.rename(out)
+    return proof
+
+
+def _find_stage(run: Path) -> tuple[Path, str]:
+    """The run's output folder, and the name of the stage."""
+    run = run.expanduser().resolve()
+    if (run / CONFIG_NAME).is_file():
+        names = stage_names(load_config(run / CONFIG_NAME).config)
+        begun = [name for name in names if (run / name / "checkpoints").is_dir()]
+        if not begun:
+            raise ConfigError(f"{run}: no stage has a checkpoint yet; its stages are {', '.join(names)}")
+        return run, begun[-1]
+    if (run.parent / CONFIG_NAME).is_file() and (run / "checkpoints").is_dir():
+        return run.parent, run.name
+    raise ConfigError(f"{run}: is neither the output folder of a run (with {CONFIG_NAME}) nor the folder of a stage in it")
+
+
+def _trained_model(output: Path, name: str, config: RunConfig, tokenizer: Tokenizer, step: int | None) -> Decoder:
+    """The stage's model at the start, with the parameters of a checkpoint put in."""
+    names = stage_names(config)
+    index = names.index(name)
+    stage = StageRun(
+        name=name,
+        kind=config.stages[index].kind,
+        folder=output / name,
+        output=output,
+        model=config.model,
+        source=output / names[index - 1] / "model" if index else None,
+        source_name=read_source(output / name),
+        seed=config.seed,
+        mesh=single_device_mesh(),
+        tokenizer=tokenizer,
+        tensorboard=False,
+        stop=StopRequest(),
+    )
+    model = stage.load_model()
+    weights = ModelWeights(model)
+    with Checkpointer(stage.folder / "checkpoints") as checkpointer:
+        chosen = checkpointer.latest_step() if step is None else step
+        if chosen is None:
+            raise ConfigError(f"{stage.folder}: has no checkpoint yet")
+        like = {"params": jax.tree.map(_shape, weights.read(weights.trainable().__contains__))}
+        state, _ = checkpointer.restore(chosen, like, partial=True)
+    weights.write(state["params"])
+    return model
+
+
+def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def _check_target(model: Decoder, to: Target) -> None:
+    if has_lora(model) and to == "hf":
+        raise ConfigError("export: the run trains an adapter; give --to merged or --to peft")
+    if not has_lora(model) and to != "hf":
+        raise ConfigError(f"export: --to {to} needs an adapter, and the run trains the whole model; give --to hf")
+
+
+__all__ = ["ProofError", "export"]

@@ -1,0 +1,109 @@
+"""Rows, variants and implementations that the tests of attention share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from posttrain.kernels.attention import blockwise, cudnn, splash, tokamax
+from posttrain.kernels.attention.reference import visible, whole
+from posttrain.kernels.attention.request import Operands, Places, Variant
+
+ROWS, LENGTH, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 384, 4, 2, 8, 12
+LENGTHS = ((200, 150), (384,))
+"""Sequences of each row; what is left is padding."""
+
+
+class Case(NamedTuple):
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+
+    @property
+    def variant(self) -> Variant:
+        return Variant(window=self.window, scale=0.3, soft_cap=self.soft_cap)
+
+
+CASES = {
+    "full": Case(),
+    "window": Case(window=100),
+    "soft_cap": Case(soft_cap=2.0),
+    "sinks": Case(sinks=True),
+    "all": Case(window=100, soft_cap=2.0, sinks=True),
+}
+
+
+class Rows(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+    sinks: Any
+    positions: Any
+    segments: Any
+
+
+def rows(lengths: tuple[tuple[int, ...], ...] = LENGTHS, length: int = LENGTH, kv_heads: int = KV_HEADS) -> Rows:
+    rng = np.random.default_rng(0)
+    shape = len(lengths), length
+    q = rng.normal(size=(*shape, HEADS, HEAD_DIM)).astype(np.float32)
+    k = rng.normal(size=(shape[0], kv_heads, length, HEAD_DIM)).astype(np.float32)
+    v = rng.normal(size=(shape[0], kv_heads, length, VALUE_DIM)).astype(np.float32)
+    positions, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    for row, parts in enumerate(lengths):
+        start = 0
+        for number, size in enumerate(parts, 1):
+            positions[row, start : start + size] = np.arange(size)
+            segments[row, start : start + size] = number
+            start += size
+    return Rows(q, k, v, rng.normal(size=HEADS).astype(np.float32), positions, segments)
+
+
+def reference(operands: Operands, variant: Variant) -> jax.Array:
+    q, k, v, places, sinks = operands
+    mask = visible(*places, variant.window)
+    return whole(q, k, v, mask, scale=variant.scale, soft_cap=variant.soft_cap, sinks=sinks)
+
+
+def through_jax(operands: Operands, variant: Variant) -> jax.Array:
+    """The call of cuDNN, served by XLA."""
+    out = jax.nn.dot_product_attention(**cudnn.arguments(operands, variant), implementation="xla")
+    return out[..., : operands.v.shape[3]]
+
+
+IMPLEMENTATIONS: dict[str, Callable[[Operands, Variant], jax.Array]] = {
+    "reference": reference,
+    "blockwise": functools.partial(blockwise.blockwise, same_tokens=True, block=128),
+    "blockwise_uneven": functools.partial(blockwise.blockwise, same_tokens=False, block=100),
+    "splash": functools.partial(splash.splash, interpret=True),
+    "splash_split": functools.partial(splash.splash, interpret=True),
+    "cudnn": through_jax,
+    "tokamax": functools.partial(tokamax.tokamax, implementation="xla"),
+}
+
+
+@functools.cache
+def compiled(name: str, case: Case) -> Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]]:
+    """(rows, gradient of the output) -> output, gradients of q, k, v and the sinks. Compiled once for all tests."""
+
+    def run(rows: Rows, d_out: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        def out(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
+            places = Places(rows.positions, rows.positions, rows.segments, rows.segments)
+            operands = Operands(q, k, v, places, sinks if case.sinks else None)
+            return IMPLEMENTATIONS[name](operands, case.variant)
+
+        # The strictness of this suite is not that of other libraries.
+        with jax.numpy_rank_promotion("allow" if name == "tokamax" else "raise"):
+            value, pull = jax.vjp(out, *(jnp.asarray(x) for x in rows[:4]))
+            return value, pull(d_out.astype(value.dtype))
+
+    return jax.jit(run)
+
+
+def run(name: str, case: Case, rows: Rows, d_out: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    out, gradients = compiled(name, case)(rows, d_out)
+    return np.asarray(out), tuple(np.asarray(x) for x in gradients)

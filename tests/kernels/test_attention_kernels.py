@@ -1,0 +1,114 @@
+"""Every implementation of attention for whole rows: equal to the reference, and blind to what it must not see."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+from posttrain.kernels.attention import splash
+from tests.kernels.attention_cases import CASES, HEADS, LENGTH, VALUE_DIM, Rows, rows, run
+
+SERVED = {
+    "reference": tuple(CASES),
+    "blockwise": tuple(CASES),
+    "splash": tuple(CASES),
+    "cudnn": ("full", "window"),
+    "tokamax": ("full", "window", "soft_cap"),
+}
+tokamax = pytest.mark.skipif(importlib.util.find_spec("tokamax") is None, reason="needs the extra [kernels]")
+EVERY = pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        pytest.param(name, variant, marks=tokamax if name == "tokamax" else ())
+        for name, variants in SERVED.items()
+        for variant in variants
+    ],
+)
+DATA = rows()
+REAL = DATA.segments > 0
+
+
+def gradient(mask: np.ndarray) -> np.ndarray:
+    """Of the output: random at the tokens of `mask`, 0 elsewhere."""
+    values = np.random.default_rng(1).normal(size=(*mask.shape, HEADS, VALUE_DIM)).astype(np.float32)
+    return values * mask[:, :, None, None]
+
+
+def assert_same(name: str, variant: str, data: Rows) -> None:
+    d_out = gradient(data.segments > 0)
+    expected, expected_gradients = run("reference", CASES[variant], data, d_out)
+    out, gradients = run(name, CASES[variant], data, d_out)
+    real = data.segments > 0
+    assert_allclose(out[real], expected[real], atol=1e-5)
+    for got, want in zip(gradients, expected_gradients, strict=True):
+        assert_allclose(got, want, atol=1e-4)
+
+
+@EVERY
+def test_equals_the_reference(name: str, variant: str) -> None:
+    assert_same(name, variant, DATA)
+
+
+@pytest.mark.parametrize("variant", ["full", "all"])
+def test_blocks_that_do_not_divide_the_row(variant: str) -> None:
+    assert_same("blockwise_uneven", variant, DATA)
+
+
+@pytest.mark.parametrize(("name", "kv_heads"), [("blockwise", 1), ("blockwise", HEADS), ("splash", 1)])
+def test_one_group_and_no_groups(name: str, kv_heads: int) -> None:
+    assert_same(name, "all", rows(kv_heads=kv_heads))
+
+
+def test_two_kernels_in_the_backward_pass_of_long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splash, "MAX_FUSED_BLOCKS", 1)
+    assert_same("splash_split", "all", DATA)
+
+
+@EVERY
+def test_packed_equals_apart(name: str, variant: str) -> None:
+    (first, second), apart = (200, 150), rows(lengths=((200,), (150,)))
+    packed = [np.zeros_like(x) for x in DATA[:3]]
+    time = (1, 2, 2)
+    for source, target, axis in zip(apart[:3], packed, time, strict=True):
+        source, target = np.moveaxis(source, axis, 1), np.moveaxis(target, axis, 1)
+        target[0, :first], target[0, first : first + second] = source[0, :first], source[1, :second]
+    data = DATA._replace(q=packed[0], k=packed[1], v=packed[2])
+    d_apart = gradient(apart.segments > 0)
+    d_packed = np.zeros_like(d_apart)
+    d_packed[0, :first], d_packed[0, first : first + second] = d_apart[0, :first], d_apart[1, :second]
+    alone, alone_gradients = run(name, CASES[variant], apart, d_apart)
+    together, together_gradients = run(name, CASES[variant], data, d_packed)
+    pairs = zip((alone, *alone_gradients[:3]), (together, *together_gradients[:3]), (1, *time), strict=True)
+    for want, got, axis in pairs:
+        want, got = np.moveaxis(want, axis, 1), np.moveaxis(got, axis, 1)
+        assert_allclose(got[0, :first], want[0, :first], atol=1e-5)
+        assert_allclose(got[0, first : first + second], want[1, :second], atol=1e-5)
+    assert_allclose(together_gradients[3], alone_gradients[3], rtol=1e-4, atol=1e-4)
+
+
+@EVERY
+@pytest.mark.parametrize("query", [0, 130, 199, 200, 340])
+def test_no_gradient_reaches_what_a_query_must_not_see(name: str, variant: str, query: int) -> None:
+    at_query = np.zeros_like(REAL)
+    at_query[0, query] = True
+    _, (dq, dk, dv, _) = run(name, CASES[variant], DATA, gradient(at_query))
+    start, window = (0 if query < 200 else 200), CASES[variant].window
+    first = start if window is None else max(start, query - window + 1)
+    seen = np.zeros_like(REAL)
+    seen[0, first : query + 1] = True
+    assert not dq[~at_query].any()
+    for gradients in (dk, dv):
+        per_key = np.abs(gradients).sum((1, 3))
+        assert not per_key[~seen].any()
+        assert per_key[seen].all() or query == start
+
+
+@EVERY
+def test_padding_is_finite(name: str, variant: str) -> None:
+    data = rows(lengths=((0,), (150,)))
+    out, gradients = run(name, CASES[variant], data, gradient(np.ones_like(REAL)))
+    assert all(np.isfinite(x).all() for x in (out, *gradients))
+    assert out.shape == (2, LENGTH, HEADS, VALUE_DIM)

@@ -1,0 +1,267 @@
+"""Golden checkpoints, what transformers computed with them, and the checks that every family passes.
+
+A test file names its goldens in a fixture and takes the checks over:
+
+    @pytest.fixture(scope="module", params=["llama", "qwen2"])
+    def golden(request): return Golden(request.param)
+
+    class TestGoldens(GoldenChecks): ...
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+from posttrain.kernels.token_stats import token_stats
+from posttrain.models import decoder
+from posttrain.models.cache import empty_cache
+from posttrain.models.decoder import Decoder
+from posttrain.models.hf import config_from_hf, config_to_hf
+from posttrain.models.load import load_model
+from posttrain.models.save import hf_tensors, save_model
+from posttrain.models.weights import ModelWeights
+from tests.tiny import forward
+
+GOLDENS = Path(__file__).parent.parent / "goldens" / "models"
+
+DENSE = ("llama", "llama_bf16", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "olmo3", "smollm3", "granite", "glm4")
+GEMMA = ("gemma2", "gemma3_text", "gemma3_mm", "gemma4_text", "gemma4_mm")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "gpt_oss_mxfp4")
+
+ROUNDING = 2e-4
+"""Of logits in float32."""
+ROUNDING_OF = {name: 2e-3 for name in ("gemma4_text", "gemma4_mm", "gpt_oss", "gpt_oss_mxfp4")}
+"""Of the models whose logits react most to rounding."""
+
+GRADIENTS = "right_grad_l2_and_sum_per_param(in-memory HF names)"
+VARIANTS = {"plain": slice(0, 2), "right": slice(2, 4), "left": slice(4, 6)}
+"""Rows of `Golden.batch`: without padding, padded on the right, padded on the left."""
+PACKED_ROW, PACKED_LENGTHS = 6, (13, 9)
+"""The first tokens of the two plain rows in one row."""
+
+
+class Batch(NamedTuple):
+    tokens: np.ndarray
+    positions: np.ndarray
+    segments: np.ndarray
+
+
+class Outputs(NamedTuple):
+    """Of all rows of the batch; the gradient is that of the mean NLL of the rows padded on the right."""
+
+    logits: np.ndarray
+    logps: np.ndarray
+    entropy: np.ndarray
+    nll: float
+    gradient: dict[str, jax.Array]
+
+
+class Golden:
+    """A checkpoint with the outputs of transformers, and ours, each computed once."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.folder = GOLDENS / name
+        self.arrays: dict[str, np.ndarray] = dict(np.load(self.folder / "golden.npz"))
+        self.meta: dict[str, Any] = json.loads((self.folder / "golden_meta.json").read_text())
+        self.atol = ROUNDING_OF.get(name, ROUNDING)
+
+    @cached_property
+    def model(self) -> Decoder:
+        return load_model(self.folder, dtype=jnp.float32)
+
+    @cached_property
+    def batch(self) -> Batch:
+        names = ("input_ids", "position_ids", "attention_mask")
+        tokens, positions, segments = ([self.arrays[f"{v}_{name}"] for v in VARIANTS] for name in names)
+        plain, (first, second) = tokens[0], PACKED_LENGTHS
+        rest = plain.shape[1] - first - second
+        packed = np.concatenate([plain[0, :first], plain[1, :second], np.zeros(rest)])
+        restarted = np.concatenate([np.arange(first), np.arange(second), np.zeros(rest)])
+        numbers = np.repeat([1, 2, 0], [first, second, rest])
+        stacks = ((tokens, packed), (positions, restarted), (segments, numbers))
+        return Batch(*(np.concatenate([*rows, row[None]]).astype(np.int32) for rows, row in stacks))
+
+    @cached_property
+    def outputs(self) -> Outputs:
+        return self.run()
+
+    def run(self) -> Outputs:
+        """One program for all rows, with their gradient."""
+        weights, labels = ModelWeights(self.model), float(self.arrays["right_label_mask"].sum())
+
+        @jax.jit
+        def mean_nll(arrays: Any, tokens: Any, positions: Any, segments: Any) -> Any:
+            model = weights.bind(arrays)
+            hidden, _ = model(tokens, positions, segments)
+            size = model.config.vocab_size
+            stats = token_stats(model.logits, hidden, tokens, segments, temperature=1.0, vocab_size=size)
+            return -stats.logps[VARIANTS["right"]].sum() / labels, (model.logits(hidden), stats.logps, stats.entropy)
+
+        run = jax.value_and_grad(mean_nll, has_aux=True)
+        (nll, arrays), gradient = run(weights.read(), *map(jnp.asarray, self.batch))
+        return Outputs(*map(np.asarray, arrays), float(nll), gradient)
+
+
+def decode(
+    model: Decoder, prompts: list[np.ndarray], steps: int, *, chunk: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Greedy tokens and their logits through the cache: the prompts at once, right-padded, then token by token.
+
+    `chunk`: pad what the model gets to this width, so that prompts and tokens go through the same program.
+    """
+    weights, config = ModelWeights(model), decoder.decoding_config(model.config)
+
+    @jax.jit
+    def step(arrays: Any, tokens: Any, positions: Any, segments: Any, cache: Any) -> Any:
+        bound = weights.bind(arrays).for_decoding()
+        hidden, cache = bound(tokens, positions, segments, cache)
+        return bound.logits(hidden), cache
+
+    done = np.zeros(len(prompts), np.int32)
+    cache = empty_cache(config, len(prompts), max(map(len, prompts)) + steps, jnp.dtype(jnp.float32))
+    given, seen = list(prompts), []
+    for _ in range(steps):
+        lengths = np.asarray([len(row) for row in given])
+        width = lengths.max() if chunk is None else chunk
+        segments = (np.arange(width) < lengths[:, None]).astype(np.int32)
+        positions = ((done[:, None] + np.arange(width)) * segments).astype(np.int32)
+        tokens = np.stack([np.pad(row, (0, width - len(row))) for row in given]).astype(np.int32)
+        logits, cache = step(weights.read(), *map(jnp.asarray, (tokens, positions, segments)), cache)
+        seen.append(np.asarray(logits)[np.arange(len(prompts)), lengths - 1])
+        done, given = done + lengths.astype(np.int32), list(seen[-1].argmax(-1)[:, None])
+    stacked = np.stack(seen, axis=1)
+    return stacked.argmax(-1), stacked
+
+
+def assert_close_gradients(got: dict[str, jax.Array], expected: dict[str, jax.Array]) -> None:
+    assert got.keys() == expected.keys()
+    for path, gradient in expected.items():
+        assert_allclose(got[path], gradient, atol=1e-4 * float(jnp.abs(gradient).max()) + 1e-9, rtol=1e-4, err_msg=path)
+
+
+_EXPERT = re.compile(r"(.+\.experts)\.\d+\.(\w+)\.weight")
+_IN_MEMORY = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj", "w3": "gate_up_proj"}
+_IN_MEMORY |= {"down_proj": "down_proj", "w2": "down_proj"}
+
+
+def in_memory_name(name: str) -> str:
+    """The parameter of transformers that holds a checkpoint's tensor: all experts are one."""
+    name = name.replace(".block_sparse_moe.", ".mlp.")
+    match = _EXPERT.fullmatch(name)
+    return name if match is None else f"{match[1]}.{_IN_MEMORY[match[2]]}"
+
+
+def norms_and_sums(model: Decoder) -> dict[str, tuple[float, float, int]]:
+    """L2 norm, sum and size of every parameter that transformers has."""
+    found: dict[str, list[np.ndarray]] = {}
+    for name, tensor in hf_tensors(model):
+        found.setdefault(in_memory_name(name), []).append(tensor.astype(np.float64).ravel())
+    joined = {name: np.concatenate(parts) for name, parts in found.items()}
+    return {name: (float(np.linalg.norm(x)), float(x.sum()), x.size) for name, x in joined.items()}
+
+
+def transformers_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    """What transformers computes with a checkpoint. Skips the test where torch is not there."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    with torch.no_grad():
+        return model.eval()(torch.from_numpy(np.asarray(tokens, np.int64))).logits.numpy()
+
+
+class GoldenChecks:
+    """Of the fixture `golden`."""
+
+    def test_logits(self, golden: Golden) -> None:
+        plain, ours = golden.arrays["plain_logits"], golden.outputs.logits
+        assert_allclose(ours[VARIANTS["plain"]], plain, atol=golden.atol, rtol=0)
+        right, left = ours[VARIANTS["right"]], ours[VARIANTS["left"]]
+        assert_allclose(right[0], plain[0], atol=golden.atol, rtol=0)
+        assert_allclose(right[1, :15], plain[1, :15], atol=golden.atol, rtol=0)
+        assert_allclose(left[1, -15:], golden.arrays["left_row1_valid_logits"], atol=golden.atol, rtol=0)
+
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_token_stats(self, golden: Golden, variant: str) -> None:
+        for name in ("logps", "entropy"):
+            ours = getattr(golden.outputs, name)[VARIANTS[variant]]
+            assert_allclose(ours[:, 1:], golden.arrays[f"{variant}_{name}"], atol=golden.atol, rtol=0)
+
+    def test_packed_is_apart(self, golden: Golden) -> None:
+        first, second = PACKED_LENGTHS
+        ours = golden.outputs.logits
+        scale = np.abs(ours).max()
+        for got, apart in (
+            (ours[PACKED_ROW, :first], ours[0, :first]),
+            (ours[PACKED_ROW, first : first + second], ours[1, :second]),
+        ):
+            assert_allclose(got / scale, apart / scale, atol=1e-5, rtol=0)
+
+    def test_gradients(self, golden: Golden) -> None:
+        if GRADIENTS not in golden.meta:
+            pytest.skip("this golden has no gradients")
+        assert_allclose(golden.outputs.nll, golden.meta["right_mean_nll"], rtol=1e-4)
+        expected = golden.meta[GRADIENTS]
+        got = norms_and_sums(ModelWeights(golden.model).bind(golden.outputs.gradient))
+        # What transformers keeps as a buffer has no gradient.
+        assert all(got[name][0] == 0 for name in got.keys() - expected.keys())
+        assert expected.keys() <= got.keys()
+        for name, (norm, total) in expected.items():
+            assert_allclose(got[name][0], norm, rtol=1e-3, err_msg=name)
+            assert_allclose(got[name][1], total, atol=1e-3 * (norm * got[name][2] ** 0.5 + 1), err_msg=name)
+
+    def test_greedy_tokens_through_the_cache(self, golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With the layers apart, and scanned as on an accelerator."""
+        ids, mask = golden.arrays["gen_prompt_ids"], golden.arrays["gen_prompt_mask"]
+        prompts = [row[keep.astype(bool)] for row, keep in zip(ids, mask, strict=True)]
+        for chunk in (None, ids.shape[1]):
+            tokens, logits = decode(golden.model, prompts, 12, chunk=chunk)
+            assert_array_equal(tokens, golden.arrays["gen_tokens"])
+            assert_allclose(logits, golden.arrays["gen_logits"], atol=golden.atol, rtol=0)
+            monkeypatch.setattr(decoder, "UNROLLED_LAYERS_ON_CPU", 0)
+            monkeypatch.setattr(decoder, "SPLIT_LAYERS_ON_CPU", 0)
+
+    def test_scanned_is_unrolled(self, golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+        unrolled = golden.outputs
+        monkeypatch.setattr(decoder, "UNROLLED_LAYERS_ON_CPU", 0)
+        scanned = golden.run()
+        assert_allclose(scanned.logits, unrolled.logits, atol=golden.atol, rtol=0)
+        assert_close_gradients(scanned.gradient, unrolled.gradient)
+
+    def test_both_styles_of_config_mean_the_same(self, golden: Golden) -> None:
+        new = golden.model.config
+        assert config_from_hf(config_to_hf(new)) == new
+        hub = golden.folder / "config_hub_style.json"
+        if hub.exists():
+            fields = json.loads(hub.read_text())
+            assert config_from_hf(fields).blocks == new.blocks
+            assert vars(config_from_hf(fields)) | {"hf_json": ""} == vars(new) | {"hf_json": ""}
+
+    def test_saved_is_the_same_here_and_in_transformers(self, golden: Golden, tmp_path: Path) -> None:
+        save_model(golden.model, tmp_path / "out")
+        again = load_model(tmp_path / "out")
+        expected, got = (ModelWeights(model).read() for model in (golden.model, again))
+        assert expected.keys() == got.keys()
+        for path, value in expected.items():
+            assert_array_equal(got[path], value, err_msg=path)
+        theirs = transformers_logits(tmp_path / "out", golden.batch.tokens[VARIANTS["plain"]])
+        assert_allclose(theirs, golden.arrays["plain_logits"], atol=golden.atol, rtol=0)
+
+
+def same_as_transformers(folder: Path, *, atol: float = ROUNDING, length: int = 14) -> Decoder:
+    """Our model of a checkpoint, after a comparison of its logits with those of transformers."""
+    model = load_model(folder)
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, length)).astype(np.int32)
+    assert_allclose(forward(model, tokens), transformers_logits(folder, tokens), atol=atol, rtol=0)
+    return model
