@@ -2,10 +2,10 @@
 
     python bench/kernels.py [--work attention | grouped] [--repeats N]
 
-Forward is one call, gradient one value and gradient by all inputs, float32. `temp` is the memory that the compiled gradient
-holds beside its arguments and results. The limit is the time that the multiply-adds of visible keys, or of each row's own
-group, take at the rate of this machine's matrix product (`bench/train.py`); all times are process time, which neighbours
-on the machine disturb less than wall time, the best of the repeats.
+Forward is one call, gradient one value and gradient by all inputs, float32. `temp` is the memory that the compiled
+gradient holds beside its arguments and results. The limit is the time that the multiply-adds of visible keys, or of
+each row's own group, take at the rate of this machine's matrix product (`bench/train.py`). All times are process time,
+which neighbours on the machine disturb less than wall time, the best of the repeats.
 """
 
 from __future__ import annotations

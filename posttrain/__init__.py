@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from posttrain.data.tokenizer import load_tokenizer as load_tokenizer
     from posttrain.models.decoder import Decoder as Decoder
     from posttrain.models.load import load_model as load_model
+    from posttrain.models.peft import save_adapter as save_adapter
     from posttrain.models.save import save_model as save_model
     from posttrain.recipes.generate import generate as generate
     from posttrain.recipes.rl import RL as RL
@@ -40,6 +41,7 @@ _MODULES = {
     "generate": "posttrain.recipes.generate",
     "load_model": "posttrain.models.load",
     "load_tokenizer": "posttrain.data.tokenizer",
+    "save_adapter": "posttrain.models.peft",
     "save_model": "posttrain.models.save",
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -87,6 +87,28 @@ def generate(
     )
     for prompt, answer in zip(texts, answers, strict=True):
         print(f"{prompt}{answer}" if chat is False or tokenizer.chat_template is None else answer)
+
+
+@app.command()
+def upcycle(
+    source: Annotated[str, typer.Argument(help="A dense model: a folder in Hugging Face layout or a hub id.")],
+    out: Annotated[Path, typer.Argument(help="A new folder for the mixture of experts.")],
+    experts: Annotated[int, typer.Option(help="Experts of each layer.")],
+    top_k: Annotated[int, typer.Option(help="Experts that each token goes to.")],
+    mode: Annotated[
+        Literal["copy", "split"],
+        typer.Option(help="copy: each expert is the dense MLP. split: top_k experts are the dense MLP together."),
+    ],
+    noise: Annotated[float, typer.Option(help="Added to each expert, in standard deviations of its weights.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the router and the noise.")] = 0,
+) -> None:
+    """Turn a dense model into a mixture of experts that computes the same, and prove it."""
+    from posttrain.models.upcycle import Upcycling
+
+    plan = Upcycling(experts=experts, top_k=top_k, mode=mode, noise=noise)
+    from posttrain.recipes.upcycle import upcycle as recipe
+
+    print(recipe(source, out, plan, seed=seed))
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from posttrain.config import MESH_AXES, ROW_AXES, ConfigError, MeshSection
 
@@ -51,7 +51,7 @@ def single_device_mesh() -> Mesh:
     return make_mesh(MeshSection(data=1, fsdp=1, tensor=1), jax.devices()[:1])
 
 
-def row_shards(mesh: Mesh) -> int:
+def row_shards(mesh: Mesh | AbstractMesh) -> int:
     """Devices that share the rows of a batch."""
     return math.prod(mesh.shape[axis] for axis in ROW_AXES)
 

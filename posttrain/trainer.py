@@ -40,8 +40,8 @@ class Trainer:
     """Trains the parameters of `model` (only the adapter's, if it has one) in place.
 
     The gradient is the gradient of sum(loss totals) / sum(loss weights) over the whole batch, plus that of the mean
-    `router_loss`, whatever the split into micro-batches. `correction_rate` moves the bias in the choice of a router after
-    each update. Log-probabilities are those of softmax(logits / temperature).
+    `router_loss`, whatever the split into micro-batches. `correction_rate` moves the bias in the choice of a router
+    after each update. Log-probabilities are those of softmax(logits / temperature).
     """
 
     def __init__(

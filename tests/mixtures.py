@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -49,16 +50,13 @@ def mixture_model(
     def build(seed: Any) -> Decoder:
         return Decoder(config, settings, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(jax.random.key(seed)))
 
-    @jax.jit
-    def draw(seed: Any) -> Any:
-        arrays = ModelWeights(build(seed)).read()
-        keys = jax.random.split(jax.random.key(seed + 1), len(arrays))
-        # So that biases, norms and corrections count.
-        noise = {p: 0.1 * jax.random.normal(k, arrays[p].shape) for k, p in zip(keys, sorted(arrays), strict=True)}
-        return jax.tree.map(jnp.add, arrays, noise)
-
     weights = ModelWeights(nnx.eval_shape(build, jnp.uint32(seed)))
-    arrays = draw(jnp.uint32(seed))
+    # Not JAX's numbers, whose programs take longer to compile than the model.
+    draw = np.random.default_rng(seed)
+    arrays = {
+        path: jnp.asarray(draw.normal(float(path.endswith("scale")), 0.2, shape), jnp.float32)
+        for path, _, shape in weights.shapes()
+    }
     if mesh is not None:
         placed = {path: param_sharding(mesh, path, dims, shape) for path, dims, shape in weights.shapes()}
         arrays = jax.device_put(arrays, placed)

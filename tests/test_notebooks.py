@@ -100,10 +100,20 @@ def wheel(folder: Path, name: str, version: str, requires: str = "") -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The Python of an environment that holds nothing but pip."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    return str(folder / "bin" / "python")
+
+
 @pytest.mark.parametrize(
     ("requires", "installs"), [("jax>=1", True), ("jax>=2", False)], ids=["jax-serves", "jax-too-old"]
 )
-def test_the_install_cell_keeps_an_installed_jax(tmp_path: Path, requires: str, installs: bool) -> None:
+def test_the_install_cell_keeps_an_installed_jax(
+    tmp_path: Path, environment: str, requires: str, installs: bool
+) -> None:
     """With real pip, from a folder of packages: `jax` 1 is there, 2 could be had."""
     cells = [cell.source for cell in read(FOLDER / "quickstart.ipynb").cells if "pip" in cell.source]
     (source,) = [text for text in cells if text.startswith("import importlib.util")]
@@ -115,17 +125,16 @@ def test_the_install_cell_keeps_an_installed_jax(tmp_path: Path, requires: str, 
     assert install.count('repository = ".."') == 1
     install = install.replace('repository = ".."', f"repository = {str(project)!r}")
 
-    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True)
-    python = str(tmp_path / "env" / "bin" / "python")
     hidden = ("PYTHONPATH", "PIP_CONSTRAINT", "PIP_CONFIG_FILE", "PIP_INDEX_URL")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(packages), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    variables = {name: value for name, value in os.environ.items() if name not in hidden}
+    variables |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(packages), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [python, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+            [environment, *arguments], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
         )
 
+    run("-m", "pip", "uninstall", "--yes", "posttrain", "jax")
     before = run("-m", "pip", "install", str(old))
     assert before.returncode == 0, before.stderr
     done = run("-c", install)

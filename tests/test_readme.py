@@ -80,17 +80,28 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @functools.cache
-def checked(config: str, overrides: tuple[str, ...] = ()) -> list[str]:
-    """The lines of `posttrain check`; skips where the configuration needs ../shared and there is none."""
+def checked(config: str, overrides: tuple[str, ...] = (), *, num_rows: int | None = 50) -> list[str]:
+    """The lines of `posttrain check` over the first rows of each dataset, or all of them.
+
+    Skips where the configuration needs ../shared and there is none.
+    """
     loaded = load_config(config, overrides)
     if "../shared" in loaded.path.read_text() and not (ROOT.parent / "shared").is_dir():
         pytest.skip(f"{config} needs the folder ../shared, which is not there")
-    return check(loaded.config, loaded.base_dir)
+    return check(loaded.config if num_rows is None else first_rows(loaded.config, num_rows), loaded.base_dir)
+
+
+def first_rows(config: RunConfig, num_rows: int) -> RunConfig:
+    stages = [
+        stage.model_copy(update={"dataset": stage.dataset.model_copy(update={"limit": num_rows})})
+        for stage in config.stages
+    ]
+    return config.model_copy(update={"stages": tuple(stages)})
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_configs_pass_their_check(path: Path, offline: None) -> None:
-    lines = checked(f"configs/{path.name}")
+    lines = checked(f"configs/{path.name}", num_rows=None)
     text = "\n".join(lines)
     for name in stage_names(load_config(path).config):
         assert name in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,12 @@ from posttrain.config import LoRA, MeshSection, OptimizerSection
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.metrics import to_host
+from posttrain.models.decoder import Decoder
 from posttrain.models.lora import attach_lora
 from posttrain.optim import make_optimizer
 from posttrain.trainer import Trainer, check_finite
 from posttrain.tree import Mean, replace
-from tests.tiny import tiny_model
+from tests.tiny import WINDOW, tiny_model
 
 ROWS, LENGTH = 8, 24
 
@@ -41,12 +43,17 @@ def rows(seed: int, count: int = ROWS) -> Batch:
     return Batch(tokens=tokens, positions=positions, segments=segments, loss_weight=weight)
 
 
+def small(**changes: Any) -> Decoder:
+    """What is tested here does not depend on the pattern of layers: one block, scanned."""
+    return tiny_model(num_layers=2, windows=(WINDOW,), **changes)
+
+
 def trainer(**changes: object) -> Trainer:
     """SGD-like first steps show the gradient itself: Adam would hide its size."""
     import optax
 
     settings: dict = {"temperature": 1.0, "max_grad_norm": 1e9, **changes}
-    model = settings.pop("model", None) or tiny_model()
+    model = settings.pop("model", None) or small()
     return Trainer(model, settings.pop("loss", SFTLoss()), settings.pop("optimizer", optax.sgd(1.0)), **settings)
 
 
@@ -65,34 +72,38 @@ def assert_same_update(a: dict[str, np.ndarray], b: dict[str, np.ndarray], toler
         assert_allclose(a[path], b[path], atol=tolerance * scale, rtol=0, err_msg=path)
 
 
+@pytest.fixture(scope="module")
+def update() -> dict[str, np.ndarray]:
+    """Of `rows(0)` in one piece, on one device."""
+    return moved(trainer(), rows(0))
+
+
 @pytest.mark.parametrize("micro", [1, 2, 3, 5])
-def test_any_split_into_micro_batches_gives_the_same_gradient(micro: int) -> None:
-    batch = rows(0)
-    assert_same_update(moved(trainer(), batch), moved(trainer(micro_batch_rows=micro), batch), 2e-6)
+def test_any_split_into_micro_batches_gives_the_same_gradient(micro: int, update: dict[str, np.ndarray]) -> None:
+    assert_same_update(update, moved(trainer(micro_batch_rows=micro), rows(0)), 2e-6)
 
 
-def test_row_order_and_empty_rows_change_nothing() -> None:
+def test_row_order_and_empty_rows_change_nothing(update: dict[str, np.ndarray]) -> None:
     batch = rows(0)
     order = np.random.default_rng(1).permutation(ROWS)
     shuffled = jax.tree.map(lambda x: x[order], batch)
     padded = jax.tree.map(lambda x: np.concatenate([x, np.zeros_like(x)]), batch)
-    expected = moved(trainer(), batch)
-    assert_same_update(expected, moved(trainer(micro_batch_rows=2), shuffled), 2e-6)
-    assert_same_update(expected, moved(trainer(micro_batch_rows=2), padded), 2e-6)
+    assert_same_update(update, moved(trainer(micro_batch_rows=2), shuffled), 2e-6)
+    assert_same_update(update, moved(trainer(micro_batch_rows=2), padded), 2e-6)
 
 
-def test_eight_devices_give_the_update_of_one() -> None:
+def test_eight_devices_give_the_update_of_one(update: dict[str, np.ndarray]) -> None:
     batch = rows(0)
     mesh = make_mesh(MeshSection(data=2, fsdp=2, tensor=2))
     sharded = trainer(mesh=mesh, micro_batch_rows=4)
-    assert_same_update(moved(trainer(), batch), moved(sharded, batch), 5e-6)
+    assert_same_update(update, moved(sharded, batch), 5e-6)
     single, spread = trainer().stats(batch), sharded.stats(batch)
     assert spread.logps.shape == (ROWS, LENGTH)
     assert single.logps.shape == (ROWS, LENGTH)
 
 
 def test_only_the_adapter_is_trained() -> None:
-    model = tiny_model()
+    model = small()
     attach_lora(model, LoRA(rank=4), seed=0)
     update = moved(trainer(model=model), rows(0))
     changed = {path for path, delta in update.items() if np.abs(delta).max() > 0}
@@ -119,7 +130,7 @@ def test_a_batch_without_weight_or_with_a_broken_gradient_changes_nothing() -> N
 
 
 def test_the_model_shows_the_new_weights_and_their_type_stays() -> None:
-    model = tiny_model(dtype=jnp.bfloat16, compute_dtype=jnp.float32)
+    model = small(dtype=jnp.bfloat16, compute_dtype=jnp.float32)
     t = trainer(model=model, optimizer=make_optimizer(OptimizerSection(learning_rate=1e-2), 10))
     before = np.asarray(model.final_norm.scale[...], np.float32)
     t.step(rows(0))
@@ -158,7 +169,7 @@ def test_clipping_bounds_the_update() -> None:
 
 def test_the_compiled_step_holds_no_array_of_rows_times_tokens_times_vocabulary() -> None:
     vocab, length = 32768, 512
-    t = trainer(model=tiny_model(vocab_size=vocab), optimizer=make_optimizer(OptimizerSection(learning_rate=1e-3), 10))
+    t = trainer(model=small(vocab_size=vocab), optimizer=make_optimizer(OptimizerSection(learning_rate=1e-3), 10))
     tokens = np.ones((4, length), np.int32)
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape).copy()
     batch = Batch(tokens=tokens, positions=positions, segments=tokens, loss_weight=np.ones(tokens.shape, np.float32))

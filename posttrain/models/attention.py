@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from posttrain.kernels.attention import attention
 from posttrain.models.config import AttentionConfig, ModelConfig
-from posttrain.models.context import Context, Place, Stored, Tape, store
+from posttrain.models.context import Context, Place, Stored, Tape, attention_kernel, store
 from posttrain.models.layers import Init, Linear, RMSNorm, normal, param, rms_normed
 from posttrain.models.rope import apply_rope
 
@@ -54,7 +54,7 @@ class Attention(nnx.Module):
             scale=c.scale,
             soft_cap=c.soft_cap,
             sinks=None if self.sinks is None else self.sinks[...].astype(jnp.float32),
-            kernel=context.compute.attention,
+            kernel=attention_kernel(context, tape),
             mesh=context.compute.mesh,
         )
         return self.o(out.reshape(*x.shape[:2], -1))

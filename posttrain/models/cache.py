@@ -23,8 +23,8 @@ class KVCache:
     A position is written before it is first read, so what an earlier sequence left behind never shows.
     """
 
-    keys: tuple[Float[Array, "R B K S H"] | None, ...]
-    values: tuple[Float[Array, "R B K S H"] | None, ...]
+    keys: tuple[Float[Array, "_R B _K S _H"] | None, ...]
+    values: tuple[Float[Array, "_R B _K S _H"] | None, ...]
 
     @property
     def _first(self) -> Array:

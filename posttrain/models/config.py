@@ -175,8 +175,12 @@ class ModelConfig:
     logits_scale: float = 1.0
     logits_soft_cap: float | None = None
     layer_inputs: LayerInputsConfig | None = None
+    further_layers: int = 0
+    """Layers that a checkpoint has after the last, for predicting more than the next token: they are not loaded."""
     hf_json: str = "{}"
     """The `config.json` of the model, as text: `save_model` writes it."""
+    generation_json: str = "{}"
+    """The `generation_config.json` that the model came with, as text: `save_model` writes it."""
     block: type[Block] | None = None
     """The family's own kind of block; None: `posttrain.models.decoder.Block`."""
 

@@ -11,6 +11,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from posttrain.batch import RouterStats
+from posttrain.config import AttentionKernel
 from posttrain.models.cache import KVCache
 from posttrain.models.config import Compute, Rope
 from posttrain.models.rope import Tables
@@ -69,6 +70,11 @@ class Tape:
     """Keys and values that later layers reuse, by name."""
     routing: list[tuple[RouterStats, Int[Array, "B T k"]]] = field(default_factory=list)
     """Of each mixture-of-experts layer."""
+
+
+def attention_kernel(context: Context, tape: Tape) -> AttentionKernel:
+    """The one that the run chose, for whole rows; with a cache the fastest, since few can read one."""
+    return context.compute.attention if tape.cache is None else "auto"
 
 
 def store(

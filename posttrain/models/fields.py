@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Fields:
-    """A JSON object. An explicit null counts as absent."""
+    """A JSON object. An explicit null counts as absent, but for `optional`."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json", *, long_context: bool = False):
         self.where = where
@@ -21,6 +21,7 @@ class Fields:
         self.read: dict[str, Any] = {}
         """Every field that was asked for, with the value that the asker got."""
         self._values = {key: value for key, value in values.items() if value is not None}
+        self._nulls = values.keys() - self._values.keys()
 
     @property
     def long_context(self) -> bool:
@@ -32,7 +33,7 @@ class Fields:
         return key in self._values
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """The value of the type `kind`; without a default it is required. ConfigError where absent or of another type."""
+        """The value of the type `kind`; required where there is no default. ConfigError if absent or of another type."""
         value = self._values.get(key, default)
         if value is None:
             raise ConfigError(f"{key}: the model's {self.where} must have it")
@@ -43,10 +44,10 @@ class Fields:
         self.read[key] = value
         return value
 
-    def optional(self, key: str, kind: type[T]) -> T | None:
-        """The value, or None where there is none."""
-        if key in self:
-            return self.get(key, kind)
+    def optional(self, key: str, kind: type[T], default: T | None = None) -> T | None:
+        """The value; None where it is null, and without a default also where it is absent."""
+        if key in self or (default is not None and key not in self._nulls):
+            return self.get(key, kind, default)
         self.read[key] = None
         return None
 

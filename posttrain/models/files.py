@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Callable, Sequence
+import logging
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from posttrain.config import ConfigError
 from posttrain.models.config import ModelConfig
-from posttrain.models.names import Names, Part, Tensor
+from posttrain.models.mxfp4 import unpacked
+from posttrain.models.names import LAYER, Names, Tensor
+from posttrain.models.tensor_file import CHUNK_BYTES, Readable, Region, Task, open_tensors
+
+LOGGER = logging.getLogger("posttrain.models")
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
+GENERATION = "generation_config.json"
+
+FLOATS = ("F32", "F16", "BF16")
+"""Types of tensors that become parameters."""
+OTHER_WEIGHTS = ("*.bin", "*.pth", "*.pt", "*.gguf")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
+"""What is downloaded of a hub repository: descriptions, weights, and the tokenizer's files."""
+HUB_OTHERS = ["*/*", "consolidated*"]
+"""What is not, although its name ends like that: the same weights once more in other layouts."""
+MOST_FAULTS = 12
+"""Lines of one kind in an error."""
 
 
 def find_folder(path: str | Path) -> Path:
@@ -33,9 +52,9 @@ def find_folder(path: str | Path) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(path, allow_patterns=HUB_FILES, ignore_patterns=HUB_OTHERS))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        reason = str(error).split("\n")[0]
+        reason = str(error).strip().split("\n")[0]
         raise ConfigError(
             f"model {path}: is no local folder, and the Hugging Face hub did not give it ({reason}); give an existing "
             "folder, or check the id and the network"
@@ -47,54 +66,108 @@ class Checkpoint:
 
     def __init__(self, folder: Path, stack: ExitStack, text_name: Callable[[str], str | None] = lambda name: name):
         self._folder = folder
-        self._tensors: dict[str, tuple[Any, str]] = {}
-        for file in _weight_files(folder):
-            try:
-                handle = stack.enter_context(safe_open(file, framework="numpy"))
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{file}: is damaged or incomplete ({error}); copy it anew") from error
-            for stored in handle.keys():
-                name = text_name(stored)
-                if name is not None:
-                    self._tensors[name] = handle, stored
+        stored = (tensor for file in _weight_files(folder) for tensor in open_tensors(file, stack).items())
+        named = ((text_name(name), tensor) for name, tensor in stored)
+        self._tensors = unpacked({name: tensor for name, tensor in named if name is not None})
 
     @property
     def dtype(self) -> np.dtype:
-        """bfloat16 where every tensor is, else float32, which holds the rest exactly."""
-        kinds = {file.get_slice(stored).get_dtype() for file, stored in self._tensors.values()}
-        if unknown := kinds - {"F32", "F16", "BF16"}:
-            raise ConfigError(f"{self._folder}: tensors of type {', '.join(sorted(unknown))} are not supported")
-        return jnp.dtype(jnp.bfloat16 if kinds == {"BF16"} else jnp.float32)
+        """bfloat16 where most of the numbers are, else float32, which holds float16 exactly."""
+        sizes = Counter[str]()
+        for tensor in self._tensors.values():
+            sizes[tensor.kind] += math.prod(tensor.shape)
+        return jnp.dtype(jnp.bfloat16 if 2 * sizes["BF16"] >= sizes.total() else jnp.float32)
+
+    @property
+    def largest(self) -> int:
+        """Numbers in the largest tensor."""
+        return max(math.prod(tensor.shape) for tensor in self._tensors.values())
+
+    def reads(self, tensor: Tensor, out: np.ndarray, region: Region) -> Iterator[Task]:
+        """Tasks that put `tensor[region]`, as stored, into `out`."""
+        return self._tensors[tensor.name].reads(out, region)
 
     def check(self, tensors: Sequence[Tensor], config: ModelConfig, names: Names) -> None:
-        """One ConfigError with every tensor that is missing, unknown or of another shape."""
-        expected = {tensor.name: tensor for tensor in tensors}
-        extra = {name for name in self._tensors if name not in expected and not name.endswith("rotary_emb.inv_freq")}
-        faults = [f"missing {name}" for name in expected if name not in self._tensors]
+        """One ConfigError with every tensor that is missing, unknown, or of another shape or an unreadable type."""
+        expected, found = {tensor.name: tensor for tensor in tensors}, self._tensors
+        extra = {name for name in found if name not in expected and not name.endswith("rotary_emb.inv_freq")}
+        extra = self._without_further_layers(extra, config)
+        faults = []
         if config.tie_embeddings:
             embedding, head = names["embed.embedding"].hf, names["head.kernel"].hf
-            if head in extra and embedding in self._tensors:
+            if head in extra and embedding in found:
                 extra.remove(head)
-                if not np.array_equal(self._get(head), self._get(embedding)):
+                if not _equal(found[head], found[embedding]):
                     faults.append(f"{head} differs from {embedding}, although tie_word_embeddings is true")
-        faults += [f"unknown {name}" for name in sorted(extra)]
-        for name, tensor in expected.items():
-            if name in self._tensors:
-                file, stored = self._tensors[name]
-                shape = tuple(file.get_slice(stored).get_shape())
-                if shape != tensor.shape:
-                    faults.append(f"{name} is {shape}, config.json says {tensor.shape}")
+        present = {name: (found[name], tensor) for name, tensor in expected.items() if name in found}
+        names_left = {_pattern(name) for name in extra} - {_pattern(name) for name in expected}
+        faults += summary({name: "missing" for name in expected if name not in found}, near=names_left)
+        faults += summary(dict.fromkeys(sorted(extra), "unknown"))
+        faults += summary(
+            {
+                name: f"shape {stored.shape}, config.json says {tensor.shape}"
+                for name, (stored, tensor) in present.items()
+                if stored.shape != tensor.shape
+            }
+        )
+        faults += summary(
+            {
+                name: f"type {stored.kind} is not supported"
+                for name, (stored, _) in present.items()
+                if stored.kind not in FLOATS
+            }
+        )
         if faults:
             raise ConfigError(f"{self._folder}: the tensors do not fit config.json: {'; '.join(faults)}")
 
-    def read(self, tensor: Tensor, part: Part) -> np.ndarray:
-        """What a tensor gives to one of our parameters, in our layout."""
-        array = self._get(tensor.name)
-        return (array.swapaxes(-1, -2) if tensor.transpose else array)[..., part.columns]
+    def _without_further_layers(self, names: set[str], config: ModelConfig) -> set[str]:
+        last = config.num_layers + config.further_layers
+        starts = tuple(LAYER.format(layer=layer) + "." for layer in range(config.num_layers, last))
+        further = {name for name in names if name.startswith(starts)}
+        if further:
+            LOGGER.info(
+                "%s: %d tensors of layers that predict further tokens are not loaded", self._folder, len(further)
+            )
+        return names - further
 
-    def _get(self, name: str) -> np.ndarray:
-        file, stored = self._tensors[name]
-        return file.get_tensor(stored)
+
+def summary(faults: Mapping[str, str], *, near: Collection[str] = ()) -> list[str]:
+    """One line for all tensors that differ by their numbers alone and have the same fault.
+
+    `near`: patterns of names, of which the most similar is mentioned.
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, what in faults.items():
+        groups.setdefault((_pattern(name), what), []).append(name)
+    lines = []
+    for (pattern, what), members in groups.items():
+        similar = difflib.get_close_matches(pattern, sorted(near), n=1, cutoff=0.75)
+        hint = f" (the files have {similar[0]})" if similar else ""
+        shown = members[0] if len(members) == 1 else f"{pattern} ({len(members):,} tensors)"
+        lines.append(f"{shown}: {what}{hint}")
+    if len(lines) > MOST_FAULTS:
+        lines = [*lines[:MOST_FAULTS], f"and {len(lines) - MOST_FAULTS} more kinds"]
+    return lines
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
+
+
+def _equal(one: Readable, two: Readable) -> bool:
+    """Whether two matrices are, read a little at a time."""
+    if one.shape != two.shape:
+        return False
+    rows = max(1, CHUNK_BYTES // (4 * one.shape[1]))
+    for start in range(0, one.shape[0], rows):
+        region = slice(start, min(start + rows, one.shape[0])), slice(0, one.shape[1])
+        values = [np.empty((region[0].stop - start, one.shape[1]), np.float32) for _ in range(2)]
+        for tensor, out in zip((one, two), values, strict=True):
+            for task in tensor.reads(out, region):
+                task()
+        if not np.array_equal(*values):
+            return False
+    return True
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -107,7 +180,9 @@ def _weight_files(folder: Path) -> list[Path]:
             raise ConfigError(f"{index}: must have weight_map, the file of each tensor")
         files = [folder / name for name in sorted(set(names.values()))]
     else:
-        raise ConfigError(f"{folder}: has neither {WEIGHTS} nor {WEIGHTS_INDEX}")
+        others = sorted(file.name for pattern in OTHER_WEIGHTS for file in folder.glob(pattern))
+        hint = f"; {others[0]} is not read, convert it to safetensors" if others else ""
+        raise ConfigError(f"{folder}: has neither {WEIGHTS} nor {WEIGHTS_INDEX}{hint}")
     if absent := [file.name for file in files if not file.is_file()]:
         raise ConfigError(f"{folder}: {', '.join(absent)} of {index.name} not there")
     return files

@@ -8,6 +8,7 @@ import json
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
 from posttrain.config import ConfigError
@@ -25,6 +26,7 @@ from posttrain.models.config import (
 )
 from posttrain.models.fields import Fields
 from posttrain.models.names import Names
+from posttrain.models.rope import max_positions
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -60,10 +62,47 @@ class Wrapper(Protocol):
         ...
 
 
+_LINEAR = "its layers of linear attention keep a state in place of keys and values, which the decoder does not have"
+_STATE_SPACE = "its state-space layers keep a state in place of keys and values, which the decoder does not have"
+
+UNSUPPORTED: Mapping[str, str] = {
+    "qwen3_next": f"{_LINEAR}; use a qwen3 or qwen3_moe",
+    "qwen3_5": _LINEAR,
+    "qwen3_5_moe": _LINEAR,
+    "kimi_linear": _LINEAR,
+    "minimax": _LINEAR,
+    "olmo_hybrid": f"{_LINEAR}; use an olmo3",
+    "granitemoehybrid": f"{_STATE_SPACE}; use a granite",
+    "falcon_h1": _STATE_SPACE,
+    "nemotron_h": _STATE_SPACE,
+    "jamba": _STATE_SPACE,
+    "bamba": _STATE_SPACE,
+    "mamba": _STATE_SPACE,
+    "mamba2": _STATE_SPACE,
+    "lfm2": "its layers of short convolutions keep a state, which the decoder does not have",
+}
+"""`model_type` that no family file can bring -> why."""
+
+
+def add_families(folder: str | Path) -> None:
+    """Look for family files in this folder, too, after those of the package. ConfigError where there is no such folder.
+
+    >>> add_families("no/such/folder")
+    Traceback (most recent call last):
+    posttrain.config.ConfigError: families no/such/folder: there is no such folder
+    """
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise ConfigError(f"families {folder}: there is no such folder")
+    families.__path__.append(str(path.resolve()))
+
+
 def family_module(model_type: str) -> Any:
     """The family's or wrapper's file. ConfigError for an unknown one."""
     known = sorted(module.name for module in pkgutil.iter_modules(families.__path__))
     if model_type not in known:
+        if model_type in UNSUPPORTED:
+            raise ConfigError(f"model_type={model_type!r} is not supported: {UNSUPPORTED[model_type]}")
         near = difflib.get_close_matches(model_type, known, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(f"model_type={model_type!r} is not supported; {hint}known: {', '.join(known)}")
@@ -87,10 +126,27 @@ def config_from_hf(hf: Mapping[str, Any], *, long_context: bool = False) -> Mode
     """
     text, _ = text_part(hf)
     fields = Fields(text, long_context=long_context)
+    _check_quantization(fields.optional("quantization_config", dict))
     config = family(fields.get("model_type", str)).config_from_hf(fields)
     if long_context and not fields.long_context_used:
         raise ConfigError("long_context: the model has no second set of RoPE factors; remove the option")
-    return replace(config, hf_json=json.dumps(text))
+    written = {key: text[key] for key in text if key != "quantization_config"}
+    if config.further_layers:
+        written["num_nextn_predict_layers"] = 0
+    return replace(config, hf_json=json.dumps(written))
+
+
+DEQUANTIZED = ("mxfp4",)
+"""`quant_method` of checkpoints whose weights become full ones on loading."""
+
+
+def _check_quantization(quantization: Mapping[str, Any] | None) -> None:
+    method = None if quantization is None else quantization.get("quant_method")
+    if quantization is not None and method not in DEQUANTIZED:
+        raise ConfigError(
+            f"quantization_config: weights quantised by {method!r} are not supported, only {', '.join(DEQUANTIZED)}; "
+            "use a checkpoint of the same model with full weights"
+        )
 
 
 NEUTRAL_KEYS = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "model_type")
@@ -135,10 +191,12 @@ def layer_types(hf: Fields, default: Sequence[str]) -> list[str]:
 def qwen_windows(hf: Fields) -> list[int | None]:
     """Sliding window of each layer, in the convention of Qwen2: the layers from `max_window_layers` on have it."""
     num_layers = hf.get("num_hidden_layers", int)
-    window = hf.get("sliding_window", int, 4096) if hf.get("use_sliding_window", bool, False) else None
-    hf.optional("sliding_window", int)
+    used, window = hf.get("use_sliding_window", bool, False), hf.optional("sliding_window", int, 4096)
+    window = window if used else None
     first = hf.get("max_window_layers", int, 28)
-    kinds = layer_types(hf, ["sliding_attention" if window and i >= first else "full_attention" for i in range(num_layers)])
+    kinds = layer_types(
+        hf, ["sliding_attention" if window and i >= first else "full_attention" for i in range(num_layers)]
+    )
     if window is None and "sliding_attention" in kinds:
         raise ConfigError("layer_types: sliding_attention needs use_sliding_window=true and sliding_window")
     return [window if kind == "sliding_attention" else None for kind in kinds]
@@ -149,10 +207,11 @@ def attention_config(
 ) -> AttentionConfig:
     """Grouped-query attention; `changes` are fields of `AttentionConfig`, by default of plain causal attention.
 
-    `default_kv_heads`: where `num_key_value_heads` may be left out.
+    `default_kv_heads`: where `num_key_value_heads` may be left out; null then stands for as many as queries.
     """
-    num_heads = hf.get("num_attention_heads", int)
-    num_kv_heads = hf.get("num_key_value_heads", int, default_kv_heads)
+    num_heads, key = hf.get("num_attention_heads", int), "num_key_value_heads"
+    given = hf.get(key, int) if default_kv_heads is None else hf.optional(key, int, default_kv_heads)
+    num_kv_heads = num_heads if given is None else given
     if num_heads % num_kv_heads:
         raise ConfigError(f"num_key_value_heads={num_kv_heads} must divide num_attention_heads={num_heads}")
     plain = AttentionConfig(
@@ -183,7 +242,10 @@ def decoder_config(
     block: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> ModelConfig:
-    """A decoder of these layers; `block`: fields of every `BlockConfig`, `changes`: fields of `ModelConfig`."""
+    """A decoder of these layers; `block`: fields of every `BlockConfig`.
+
+    `changes`: fields of `ModelConfig`, of which `norm_eps` and `tie_embeddings` are only defaults.
+    """
     num_layers = hf.get("num_hidden_layers", int)
     if num_layers < 1:
         raise ConfigError(f"num_hidden_layers={num_layers} must be at least 1")
@@ -195,9 +257,9 @@ def decoder_config(
         model_type=hf.get("model_type", str),
         vocab_size=hf.get("vocab_size", int),
         embed_dim=hf.get("hidden_size", int),
-        norm_eps=hf.get("rms_norm_eps", float, 1e-6),
+        norm_eps=hf.get("rms_norm_eps", float, changes.pop("norm_eps", 1e-6)),
         tie_embeddings=hf.get("tie_word_embeddings", bool, changes.pop("tie_embeddings", False)),
-        max_positions=hf.get("max_position_embeddings", int),
+        max_positions=max_positions(hf),
         stages=stages_of(tuple(blocks)),
         initializer_range=hf.get("initializer_range", float, 0.02),
     )

@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from posttrain.kernels.attention import attention
 from posttrain.models.config import LatentAttentionConfig, ModelConfig
-from posttrain.models.context import Context, Place, Stored, Tape, store
+from posttrain.models.context import Context, Place, Stored, Tape, attention_kernel, store
 from posttrain.models.layers import Init, Linear, RMSNorm
 from posttrain.models.rope import apply_rope
 
@@ -25,13 +25,12 @@ class LatentAttention(nnx.Module):
         self.config = c = config
         norm = {"eps": c.norm_eps, "dtype": init.dtype}
         q_dim = c.num_heads * (c.nope_dim + c.rope_dim)
-        self.q = self.q_down = self.q_norm = self.q_up = None
-        if c.q_rank is None:
-            self.q = Linear(repeats, ("embed", "heads"), (model.embed_dim, q_dim), init, bias=False)
-        else:
-            self.q_down = Linear(repeats, ("embed", "latent"), (model.embed_dim, c.q_rank), init, bias=c.bias)
-            self.q_norm = RMSNorm((repeats,), "latent", c.q_rank, **norm)
-            self.q_up = Linear(repeats, ("latent", "heads"), (c.q_rank, q_dim), init, bias=False)
+        rank, down = c.q_rank or 0, c.q_rank is not None
+        self.q = None if down else Linear(repeats, ("embed", "heads"), (model.embed_dim, q_dim), init, bias=False)
+        to_low, to_heads = (("embed", "latent"), (model.embed_dim, rank)), (("latent", "heads"), (rank, q_dim))
+        self.q_down = Linear(repeats, *to_low, init, bias=c.bias) if down else None
+        self.q_norm = RMSNorm((repeats,), "latent", rank, **norm) if down else None
+        self.q_up = Linear(repeats, *to_heads, init, bias=False) if down else None
         kv_rank, kv_dim = c.kv_rank, c.num_heads * (c.nope_dim + c.value_dim)
         self.kv_down = Linear(repeats, ("embed", "latent"), (model.embed_dim, kv_rank + c.rope_dim), init, bias=c.bias)
         self.kv_norm = RMSNorm((repeats,), "latent", kv_rank, **norm)
@@ -76,7 +75,7 @@ class LatentAttention(nnx.Module):
         keys = jnp.concatenate([kv[..., : c.nope_dim], shared], axis=-1)
         values = kv[..., c.nope_dim :]
         stored = store(keys.swapaxes(1, 2), values.swapaxes(1, 2), context, tape, place)
-        return self._attend(jnp.concatenate([q_nope, q_rope], axis=-1), stored, context)
+        return self._attend(jnp.concatenate([q_nope, q_rope], axis=-1), stored, context, tape)
 
     def _absorbed(
         self,
@@ -93,11 +92,11 @@ class LatentAttention(nnx.Module):
         stored = store(jnp.concatenate([latent, k_rope], axis=-1)[:, None], None, context, tape, place)
         stored = stored._replace(values=stored.keys[..., : c.kv_rank])
         q_latent = jnp.einsum("btnh,rnh->btnr", q_nope, up[..., : c.nope_dim])
-        out = self._attend(jnp.concatenate([q_latent, q_rope], axis=-1), stored, context)
+        out = self._attend(jnp.concatenate([q_latent, q_rope], axis=-1), stored, context, tape)
         return jnp.einsum("btnr,rnh->btnh", out, up[..., c.nope_dim :])
 
     def _attend(
-        self, q: Float[Array, "B T N H"], stored: Stored, context: Context
+        self, q: Float[Array, "B T N H"], stored: Stored, context: Context, tape: Tape
     ) -> Float[Array, "B T N Hv"]:
         return attention(
             q,
@@ -111,6 +110,6 @@ class LatentAttention(nnx.Module):
             scale=self.config.scale,
             soft_cap=None,
             sinks=None,
-            kernel=context.compute.attention,
+            kernel=attention_kernel(context, tape),
             mesh=context.compute.mesh,
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from posttrain.config import AttentionKernel, ConfigError, GroupedKernel, LoRA, Remat
-from posttrain.console import progress
+from posttrain.console import progress_bar
 from posttrain.mesh import param_sharding
 from posttrain.models import hf
 from posttrain.models.config import Compute, ModelConfig
 from posttrain.models.decoder import Decoder
-from posttrain.models.files import Checkpoint, find_folder, read_json
+from posttrain.models.files import GENERATION, Checkpoint, find_folder, read_json
 from posttrain.models.lora import attach_lora
 from posttrain.models.names import Part, Tensor, tensors
+from posttrain.models.peft import load_adapter
+from posttrain.models.pieces import Reader
 from posttrain.models.weights import ModelWeights, Weights
 
 
@@ -33,6 +37,7 @@ def load_model(
     dtype: DTypeLike | None = None,
     compute_dtype: DTypeLike | None = None,
     lora: LoRA | None = None,
+    adapter: str | Path | None = None,
     mesh: Mesh | None = None,
     remat: Remat = "none",
     attention: AttentionKernel = "auto",
@@ -40,12 +45,14 @@ def load_model(
     long_context: bool = False,
     seed: int | None = None,
 ) -> Decoder:
-    """The model of a folder in Hugging Face layout or of a hub id.
+    """The model of a folder in Hugging Face layout or of a hub id, with a new adapter (`lora`) or a PEFT one (`adapter`).
 
     `dtype`: of the parameters, by default as on disk (float32 for float16). `compute_dtype`: of activations, by default
     `dtype`. `long_context`: the long factors of LongRoPE. `seed`: of a new adapter's weights, by default drawn from the
     system. ConfigError for unusable files.
     """
+    if lora is not None and adapter is not None:
+        raise ConfigError("load_model: lora makes a new adapter, adapter loads one; give one of them")
     folder = find_folder(path)
     fields = read_json(folder / "config.json")
     try:
@@ -53,6 +60,8 @@ def load_model(
         _, wrapper = hf.text_part(fields)
     except ConfigError as error:
         raise ConfigError(f"{folder / 'config.json'}: {error}") from error
+    if (folder / GENERATION).is_file():
+        config = replace(config, generation_json=json.dumps(read_json(folder / GENERATION)))
     names = hf.family(config.model_type).NAMES
     with ExitStack() as stack:
         checkpoint = Checkpoint(folder, stack, *([wrapper.text_name] if wrapper else []))
@@ -64,36 +73,34 @@ def load_model(
             grouped_matmul=grouped_matmul,
             mesh=mesh,
         )
-        outline = _outline(config, compute, dtype)
+        outline = outline_of(config, compute, dtype)
         shardings = _shardings(outline, mesh)
         stored = tensors(config, names, ModelWeights(outline).shapes())
         checkpoint.check(stored, config, names)
-        shapes = {path: shape for path, _, shape in ModelWeights(outline).shapes()}
-        weights: Weights = {
-            param: jax.device_put(_read(checkpoint, shapes[param], parts, dtype), shardings[param])
-            for param, parts in progress(_by_param(stored).items(), f"loading {path}", len(shapes))
-        }
+        weights = _read_weights(checkpoint, stored, outline, shardings, f"loading {path} (MB)")
     model = ModelWeights(outline).bind(weights)
     if lora is not None:
         attach_lora(model, lora, seed=secrets.randbits(31) if seed is None else seed, mesh=mesh)
+    if adapter is not None:
+        load_adapter(model, adapter, mesh=mesh, text_name=wrapper.text_name if wrapper else None)
     return model
 
 
-def _by_param(stored: Iterable[Tensor]) -> dict[str, list[tuple[Tensor, Part]]]:
-    found: dict[str, list[tuple[Tensor, Part]]] = {}
+def _read_weights(
+    checkpoint: Checkpoint,
+    stored: Sequence[Tensor],
+    outline: Decoder,
+    shardings: Mapping[str, NamedSharding | None],
+    description: str,
+) -> Weights:
+    params = {".".join(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(nnx.state(outline))}
+    sources: dict[str, dict[tuple[int, ...], tuple[Tensor, Part]]] = {path: {} for path in params}
     for tensor in stored:
         for part in tensor.parts:
-            found.setdefault(part.param, []).append((tensor, part))
-    return found
-
-
-def _read(
-    checkpoint: Checkpoint, shape: tuple[int, ...], parts: Iterable[tuple[Tensor, Part]], dtype: np.dtype
-) -> np.ndarray:
-    array = np.empty(shape, dtype)
-    for tensor, part in parts:
-        array[part.index] = checkpoint.read(tensor, part)
-    return array
+            sources[part.param][part.index] = tensor, part
+    megabytes = sum(p.size * p.dtype.itemsize for p in params.values()) // 10**6
+    with progress_bar(description, megabytes) as advance, Reader(checkpoint, advance) as reader:
+        return {path: reader.read(p.shape, p.dtype, shardings[path], sources[path]) for path, p in params.items()}
 
 
 def init_model(
@@ -117,7 +124,7 @@ def init_model(
         grouped_matmul=grouped_matmul,
         mesh=mesh,
     )
-    outline = _outline(config, compute, jnp.dtype(dtype))
+    outline = outline_of(config, compute, jnp.dtype(dtype))
 
     def draw(seed: jax.Array) -> Weights:
         rngs = nnx.Rngs(jax.random.key(seed))
@@ -131,16 +138,16 @@ def init_model(
 
 def check_lora(config: ModelConfig, lora: LoRA) -> None:
     """ConfigError where the adapter does not fit the model; no weights are needed."""
-    outline = _outline(config, Compute.of(jnp.float32), jnp.dtype(jnp.float32))
+    outline = outline_of(config, Compute.of(jnp.float32), jnp.dtype(jnp.float32))
     nnx.eval_shape(lambda model: attach_lora(model, lora, seed=0), outline)
 
 
-def _outline(config: ModelConfig, compute: Compute, dtype: np.dtype) -> Decoder:
+def outline_of(config: ModelConfig, compute: Compute, dtype: np.dtype) -> Decoder:
     """A decoder with shapes in place of arrays."""
     return nnx.eval_shape(lambda: Decoder(config, compute, dtype=dtype, rngs=nnx.Rngs(0)))
 
 
-def _shardings(model: Decoder, mesh: Mesh | None) -> dict[str, Sharding | None]:
+def _shardings(model: Decoder, mesh: Mesh | None) -> dict[str, NamedSharding | None]:
     """Where each parameter goes; None: the default device."""
     if mesh is None:
         return {path: None for path, _, _ in ModelWeights(model).shapes()}

@@ -188,8 +188,8 @@ class MoE(nnx.Module):
             experts = jnp.where(given < 0, chosen, given)
         weights = self.router.weights(scores, experts)
         tape.routing.append((router_stats(logits, scores, experts, chosen, context.segments), experts))
-        flat = (array.reshape(-1, array.shape[-1]) for array in (x, experts, weights))
-        out = self.experts(*flat, context.compute).reshape(x.shape)
+        flat = [array.reshape(-1, array.shape[-1]) for array in (x, experts, weights)]
+        out = self.experts(flat[0], flat[1], flat[2], context.compute).reshape(x.shape)
         if self.shared is None:
             return out
         shared = self.shared(x)

@@ -72,21 +72,53 @@ def rope_from_hf(
     `theta`, `rotary_factor`: the family's defaults. `layer_type`: the entry, where `rope_parameters` has one for each
     type of layer. ConfigError for unknown kinds and for fields that a kind lacks or does not have.
     """
-    where = "rope_parameters" if "rope_parameters" in hf else "rope_scaling"
-    fields = hf.section(where)
+    fields = _section(hf)
     if layer_type is not None and layer_type in fields:
         fields = fields.section(layer_type)
     base = (fields if "rope_theta" in fields else hf).get("rope_theta", float, theta)
     part = (fields if "partial_rotary_factor" in fields else hf).get("partial_rotary_factor", float, rotary_factor)
-    kind = fields.get("rope_type", str, fields.get("type", str, "default"))
-    frequencies, magnitude = _kinds(kind, fields, hf, base, head_dim, part)
+    frequencies, magnitude = _kinds(_kind(fields), fields, hf, base, head_dim, part)
     fields.refuse_unread(allowed=("original_max_position_embeddings",))
+    if 2 * len(frequencies) > head_dim:
+        raise ConfigError(f"head_dim={head_dim} with partial_rotary_factor={part} cannot be split into pairs for RoPE")
     return Rope(frequencies=tuple(map(float, frequencies)), magnitude=magnitude, interleaved=interleaved)
 
 
-def _kinds(
-    kind: str, fields: Fields, hf: Fields, theta: float, head_dim: int, part: float
-) -> tuple[np.ndarray, float]:
+def default_rope(theta: float, head_dim: int) -> Rope:
+    """RoPE as it was first described, over the whole head."""
+    return Rope(frequencies=tuple(map(float, default_frequencies(theta, head_dim))))
+
+
+def max_positions(hf: Fields) -> int:
+    """Of LongRoPE's two sets of factors each is for so many positions; of the other kinds all are one."""
+    positions, fields = hf.get("max_position_embeddings", int), _section(hf)
+    if _kind(fields) not in LONGROPE or hf.long_context:
+        return positions
+    return min(positions, _original(fields, hf))
+
+
+LONGROPE = ("longrope", "su")
+
+
+def _section(hf: Fields) -> Fields:
+    if "rope_parameters" in hf and "rope_scaling" in hf:
+        raise ConfigError("rope_parameters and rope_scaling are two names of the same; give one of them")
+    return hf.section("rope_parameters" if "rope_parameters" in hf else "rope_scaling")
+
+
+def _kind(fields: Fields) -> str:
+    return fields.get("rope_type", str, fields.get("type", str, "default"))
+
+
+def _original(fields: Fields, hf: Fields) -> int:
+    """Positions before the stretch; as in transformers, the field beside the section counts more."""
+    key = "original_max_position_embeddings"
+    if key in hf or key in fields:
+        return (hf if key in hf else fields).get(key, int)
+    return hf.get("max_position_embeddings", int)
+
+
+def _kinds(kind: str, fields: Fields, hf: Fields, theta: float, head_dim: int, part: float) -> tuple[np.ndarray, float]:
     """Frequencies and magnitude."""
     dim = int(head_dim * part)
     if kind == "default":
@@ -103,18 +135,18 @@ def _kinds(
             factor=fields.get("factor", float),
             low=fields.get("low_freq_factor", float),
             high=fields.get("high_freq_factor", float),
-            original=fields.get("original_max_position_embeddings", int),
+            original=_original(fields, hf),
         ), 1.0
     if kind == "yarn":
         return _yarn_from_hf(fields, hf, theta, dim)
-    if kind in ("longrope", "su"):
+    if kind in LONGROPE:
         return _longrope_from_hf(fields, hf, theta, dim)
     known = "default, linear, llama3, yarn, longrope, proportional"
     raise ConfigError(f"{fields.where}: rope_type {kind!r} is not supported; known: {known}")
 
 
 def _yarn_from_hf(fields: Fields, hf: Fields, theta: float, dim: int) -> tuple[np.ndarray, float]:
-    original = fields.get("original_max_position_embeddings", int)
+    original = _original(fields, hf)
     factor = fields.get("factor", float, hf.get("max_position_embeddings", int) / original)
     weights = fields.optional("mscale", float), fields.optional("mscale_all_dim", float)
     if weights[0] and weights[1]:
@@ -136,14 +168,15 @@ def _yarn_from_hf(fields: Fields, hf: Fields, theta: float, dim: int) -> tuple[n
 def _longrope_from_hf(fields: Fields, hf: Fields, theta: float, dim: int) -> tuple[np.ndarray, float]:
     """LongRoPE, arXiv:2402.13753: a stretch per pair. transformers chooses the set by the longest row of a batch, which
     makes a row depend on its neighbours; here the run chooses."""
-    holder = fields if "original_max_position_embeddings" in fields else hf
-    original = holder.get("original_max_position_embeddings", int)
+    original = _original(fields, hf)
     factor = fields.get("factor", float, hf.get("max_position_embeddings", int) / original)
     default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     sets = [fields.get(name, list) for name in ("short_factor", "long_factor")]
     for name, values in zip(("short_factor", "long_factor"), sets, strict=True):
         if len(values) != dim // 2:
-            raise ConfigError(f"{fields.where}: {name} must have {dim // 2} numbers, one for each pair; got {len(values)}")
+            raise ConfigError(
+                f"{fields.where}: {name} must have {dim // 2} numbers, one for each pair; got {len(values)}"
+            )
     stretch = np.asarray(sets[1] if hf.long_context else sets[0], np.float32)
     return default_frequencies(theta, dim) / stretch, fields.get("attention_factor", float, default)
 

@@ -9,21 +9,22 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from posttrain.config import ConfigError
 from posttrain.models import hf
 from posttrain.models.decoder import Decoder
-from posttrain.models.files import WEIGHTS, WEIGHTS_INDEX
-from posttrain.models.lora import has_lora, merged
-from posttrain.models.names import Tensor, tensors
-from posttrain.models.weights import ModelWeights, Weights
+from posttrain.models.files import GENERATION, WEIGHTS, WEIGHTS_INDEX
+from posttrain.models.lora import base_tensors, has_lora, merged
+from posttrain.models.pieces import Gather
+from posttrain.models.tensor_file import Outline, write_tensors
+from posttrain.models.weights import ModelWeights
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Size that no file of weights exceeds, unless one tensor does."""
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 """What a folder may hold that `save_model` replaces."""
+MODEL_FOLDERS = ("additional_chat_templates",)
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -53,13 +54,14 @@ def save_model(model: Decoder, path: str | Path, *, tokenizer: SavedTokenizer | 
             tokenizer.save(new)
         config = hf.config_to_hf(model.config)
         config["dtype" if "dtype" in config else "torch_dtype"] = model.embed.embedding[...].dtype.name
-        generation = {key: config[key] for key in SPECIAL_TOKENS if config.get(key) is not None}
+        ids = {key: config[key] for key in SPECIAL_TOKENS if config.get(key) is not None}
+        generation = ids | json.loads(model.config.generation_json)
         if tokenizer is not None and tokenizer.stop_ids:
-            ids = list(tokenizer.stop_ids)
-            generation["eos_token_id"] = ids[0] if len(ids) == 1 else ids
+            stops = list(tokenizer.stop_ids)
+            generation["eos_token_id"] = stops[0] if len(stops) == 1 else stops
         # transformers fills in a family's usual ids where there are none.
-        _write_json(new / "config.json", generation | config)
-        _write_json(new / "generation_config.json", generation)
+        _write_json(new / "config.json", {key: generation[key] for key in SPECIAL_TOKENS if key in generation} | config)
+        _write_json(new / GENERATION, generation)
         _write_weights(new, merged(model) if has_lora(model) else model)
         if target.exists():
             target.rename(Path(temporary) / "old")
@@ -71,48 +73,32 @@ def hf_tensors(model: Decoder) -> Iterator[tuple[str, np.ndarray]]:
 
     An adapter is not part of them: give `merged(model)`.
     """
-    weights = ModelWeights(model).read()
-    for tensor in _tensors(model):
-        yield tensor.name, _to_host(weights, tensor)
-
-
-def _tensors(model: Decoder) -> list[Tensor]:
-    shapes = [shape for shape in ModelWeights(model).shapes() if ".lora_" not in shape[0]]
-    return tensors(model.config, hf.family(model.config.model_type).NAMES, shapes)
-
-
-def _to_host(weights: Weights, tensor: Tensor) -> np.ndarray:
-    """The tensor as the checkpoint stores it."""
-    values = {part.param: np.asarray(weights[part.param][part.index]) for part in tensor.parts}
-    first = next(iter(values.values()))
-    if len(values) == 1:
-        joined = first
-    else:
-        stored = (*tensor.shape[:-2], *tensor.shape[:-3:-1]) if tensor.transpose else tensor.shape
-        joined = np.empty(stored, first.dtype)
-        for part in tensor.parts:
-            joined[..., part.columns] = values[part.param]
-    return np.ascontiguousarray(joined.swapaxes(-1, -2) if tensor.transpose else joined)
+    gather = Gather(ModelWeights(model).read())
+    for tensor in base_tensors(model):
+        yield tensor.name, gather.tensor(tensor)
 
 
 def _write_weights(folder: Path, model: Decoder) -> None:
+    """Files of weights, of which the host holds one tensor at a time."""
     weights = ModelWeights(model).read()
-    shards: list[list[Tensor]] = [[]]
-    sizes = {t.name: t.size * weights[t.parts[0].param].dtype.itemsize for t in _tensors(model)}
-    for tensor in _tensors(model):
-        if shards[-1] and sum(sizes[t.name] for t in shards[-1]) + sizes[tensor.name] > MAX_SHARD_BYTES:
+    gather = Gather(weights)
+    stored = {t.name: (t, Outline(t.name, weights[t.parts[0].param].dtype, t.shape)) for t in base_tensors(model)}
+    shards: list[list[Outline]] = [[]]
+    for _, outline in stored.values():
+        if shards[-1] and sum(o.nbytes for o in shards[-1]) + outline.nbytes > MAX_SHARD_BYTES:
             shards.append([])
-        shards[-1].append(tensor)
+        shards[-1].append(outline)
     files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     if len(shards) == 1:
         files = [WEIGHTS]
     for file, shard in zip(files, shards, strict=True):
-        # transformers refuses a file without this entry.
-        save_file({t.name: _to_host(weights, t) for t in shard}, folder / file, metadata={"format": "pt"})
+        # Readers map the file into memory, where a number must stand at a multiple of its size.
+        shard.sort(key=lambda outline: -outline.dtype.itemsize)
+        write_tensors(folder / file, shard, (gather.tensor(stored[o.name][0]) for o in shard))
     if len(shards) > 1:
-        places = {t.name: file for file, shard in zip(files, shards, strict=True) for t in shard}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-        _write_json(folder / WEIGHTS_INDEX, index)
+        places = {o.name: file for file, shard in zip(files, shards, strict=True) for o in shard}
+        size = sum(outline.nbytes for _, outline in stored.values())
+        _write_json(folder / WEIGHTS_INDEX, {"metadata": {"total_size": size}, "weight_map": places})
 
 
 def _check_replaceable(target: Path) -> None:
@@ -121,7 +107,7 @@ def _check_replaceable(target: Path) -> None:
     if not target.is_dir():
         raise ConfigError(f"save_model: {target} is a file; give a folder")
     entries = sorted(target.iterdir())
-    foreign = [e.name for e in entries if e.is_dir() or not any(e.match(pattern) for pattern in MODEL_FILES)]
+    foreign = [e.name for e in entries if not any(e.match(p) for p in (MODEL_FOLDERS if e.is_dir() else MODEL_FILES))]
     if foreign or (entries and not (target / "config.json").is_file()):
         names = ", ".join(foreign or [e.name for e in entries])
         raise ConfigError(f"save_model: {target} is not a model's folder, it holds {names}; give a new or empty folder")

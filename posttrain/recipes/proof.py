@@ -132,9 +132,13 @@ def _read_with_transformers(folder: Path, tokens: Int[np.ndarray, "B T"]) -> tup
     from transformers import AutoModelForCausalLM
 
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        # The default for mixtures of experts refuses some widths on CPU.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True, experts_implementation="eager"
+        )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ProofError(f"{folder}: transformers cannot read it: {' '.join(str(error).split())[:500]}") from error
+    model, info = loaded
     faults = [
         f"{what.replace('_', ' ')}: {', '.join(map(str, sorted(info[what])))}"
         for what in ("missing_keys", "unexpected_keys", "mismatched_keys")

@@ -82,6 +82,7 @@ class _RLRun:
             decode_steps=section.rollout.decode_steps,
             tokenizer_decode=stage.tokenizer.decode,
             version=0,
+            record_routing=section.rollout.record_routing,
         )
         self.cluster = Cluster(self.trainer, engine, keep_reference=inputs.algorithm.loss.kl_coef > 0)
         self.prompts = PromptBatches(

@@ -24,7 +24,8 @@ def assemble(
     `num_rows` is fixed for a run, so that the step compiles once; rows that packing does not need stay empty, and
     empty micro-batches are not computed.
     """
-    batch = _empty(num_rows, row_tokens)
+    recorded = [trajectory.experts for group in groups_P for trajectory in group]
+    batch = _empty(num_rows, row_tokens, recorded)
     free = np.full(num_rows, row_tokens)
     segments = np.zeros(num_rows, np.int32)
     for group, advantages, valids in zip(groups_P, advantages_PG, valid_PG, strict=True):
@@ -41,11 +42,14 @@ def assemble(
     return Batch(**batch)
 
 
-def _empty(rows: int, length: int) -> dict[str, np.ndarray]:
+def _empty(rows: int, length: int, recorded: Sequence[np.ndarray | None]) -> dict[str, np.ndarray]:
     shape = (rows, length)
     integers = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segments")}
     floats = {name: np.zeros(shape, np.float32) for name in ("loss_weight", "sampler_logps", "advantages")}
-    return {**integers, **floats}
+    experts = [array for array in recorded if array is not None]
+    assert len(experts) in (0, len(recorded)), "either every trajectory has recorded experts, or none"
+    routing = {"experts": np.full((*shape, *experts[0].shape[1:]), -1, np.int16)} if experts else {}
+    return {**integers, **floats, **routing}
 
 
 def _put(
@@ -59,3 +63,5 @@ def _put(
     batch["loss_weight"][row, span] = sampled
     batch["sampler_logps"][row, span] = np.where(sampled, trajectory.logps, 0.0)
     batch["advantages"][row, span] = np.where(sampled, advantage, 0.0)
+    if trajectory.experts is not None:
+        batch["experts"][row, span] = trajectory.experts

@@ -39,12 +39,16 @@ class Cluster:
 
     def logps(self, role: Role, batch: Batch) -> Float[np.ndarray, "B T"]:
         """Log-probabilities of the batch's tokens under a role's weights, at the actor's temperature."""
+        # Without the optional arrays, which would make another program of the same computation.
+        rows = Batch(
+            tokens=batch.tokens, positions=batch.positions, segments=batch.segments, loss_weight=batch.loss_weight
+        )
         if role is Role.ACTOR:
-            return self.actor.stats(batch).logps
+            return self.actor.stats(rows).logps
         if self._reference is None:
             raise ValueError("this cluster keeps no reference; make it with keep_reference=True")
         base = without_adapter(self.actor.weights) if self._has_adapter else {}
-        return self.actor.stats(batch, {**base, **self._reference}).logps
+        return self.actor.stats(rows, {**base, **self._reference}).logps
 
     def sync_weights(self) -> None:
         """Give the engine the actor's weights; their version is the number of updates done."""

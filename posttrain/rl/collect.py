@@ -67,6 +67,7 @@ class Sampler:
             kept_logps=[0.0] * before + list(completion.kept_logps),
             stop=completion.stop,
             versions=[-1] * before + list(completion.weights_versions),
+            experts=completion.experts,
         )
 
     def _text(self, tokens: Sequence[int]) -> str:

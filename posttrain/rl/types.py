@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from posttrain.data.chat import Message
 
@@ -45,6 +45,8 @@ class Trajectory:
     stop: Literal["stop", "length", "abort"]
     versions: Sequence[int]
     """Version of the weights that wrote each token; -1 on tokens that were not sampled."""
+    experts: Int[np.ndarray, "T M k"] | None = None
+    """The experts that each token went to in each mixture, if the engine recorded them; negative where it did not."""
 
     @property
     def num_sampled(self) -> int:

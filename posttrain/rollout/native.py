@@ -12,6 +12,7 @@ import numpy as np
 
 from posttrain.models.cache import KVCache
 from posttrain.models.decoder import Decoder
+from posttrain.models.moe import check_recording
 from posttrain.rollout.programs import Chunk, Loaded, Programs, Prompts, Rows, empty_slots
 from posttrain.rollout.scheduler import Request, Scheduler, bucket, distinct_prefixes, row_sizes, rows_for, stop_at
 from posttrain.rollout.stopping import first_completed
@@ -30,7 +31,8 @@ class Dispatch:
     """One trip to the device: prefills for the newly admitted, then up to `decode_steps` tokens for everybody."""
 
     loaded: Loaded
-    prompts: list[Prompts]
+    prompts: list[tuple[Prompts, dict[int, int]]]
+    """Prefill calls, and by slot the row of the call that holds its prompt."""
     rows: Rows
     slots: list[int]
     """Of each row, rising; where all slots take part, row and slot are the same."""
@@ -58,6 +60,7 @@ class NativeEngine:
         decode_steps: int,
         tokenizer_decode: Callable[[Sequence[int]], str] | None,
         version: int = 0,
+        record_routing: bool = False,
     ):
         for name, value in {"slots": slots, "decode_steps": decode_steps}.items():
             if value < 1:
@@ -70,7 +73,9 @@ class NativeEngine:
         self.slots = slots
         self.max_length = max_length
         self.decode_steps = decode_steps
-        self.programs = Programs()
+        if record_routing:
+            check_recording(model.config)
+        self.programs = Programs(record=record_routing)
         self._decode_text = tokenizer_decode
         self._scheduler = Scheduler(slots)
         self._loaded = Loaded.of(model, version)
@@ -161,8 +166,7 @@ class NativeEngine:
         """Run dispatches while there is work: bookkeeping on the event loop, waiting for the device in a thread."""
         try:
             while dispatch := self._plan():
-                chunk = await asyncio.to_thread(self._run, dispatch)
-                self._collect(dispatch, chunk)
+                self._collect(dispatch, await asyncio.to_thread(self._run, dispatch))
         except Exception as error:
             for request in self._scheduler.drain():
                 request.fail(error)
@@ -193,7 +197,7 @@ class NativeEngine:
             width=bucket(reach, MIN_WIDTH, self.max_length),
         )
 
-    def _prompts(self, admitted: dict[int, Request]) -> Iterator[Prompts]:
+    def _prompts(self, admitted: dict[int, Request]) -> Iterator[tuple[Prompts, dict[int, int]]]:
         """Each distinct prompt once, by width, as many to a call as `PREFILL_TOKENS` hold."""
         by_width: dict[int, list[tuple[tuple[int, ...], Sequence[int]]]] = {}
         for prefix, slots in distinct_prefixes(admitted):
@@ -203,28 +207,29 @@ class NativeEngine:
             for start in range(0, len(entries), rows):
                 yield self._prompt_call(entries[start : start + rows], rows, width)
 
-    def _prompt_call(self, entries: Sequence[tuple[tuple[int, ...], Sequence[int]]], rows: int, width: int) -> Prompts:
+    def _prompt_call(
+        self, entries: Sequence[tuple[tuple[int, ...], Sequence[int]]], rows: int, width: int
+    ) -> tuple[Prompts, dict[int, int]]:
         tokens = np.zeros((rows, width), np.int32)
         lengths = np.zeros(rows, np.int32)
-        pairs = np.zeros((self.slots, 2), np.int32)
-        count = 0
-        for row, (prefix, slots) in enumerate(entries):
+        for row, (prefix, _) in enumerate(entries):
             tokens[row, : len(prefix)] = prefix
             lengths[row] = len(prefix)
-            for slot in slots:
-                pairs[count] = slot, row
-                count += 1
-        return Prompts(
+        row_of = {slot: row for row, (_, slots) in enumerate(entries) for slot in slots}
+        pairs = np.zeros((self.slots, 2), np.int32)
+        pairs[: len(row_of)] = list(row_of.items())
+        prompts = Prompts(
             **jax.device_put(
                 {
                     "tokens": tokens,
                     "lengths": lengths,
                     "slots": pairs[:, 0],
                     "sources": pairs[:, 1],
-                    "count": np.asarray(count, np.int32),
+                    "count": np.asarray(len(row_of), np.int32),
                 }
             )
         )
+        return prompts, row_of
 
     def _rows(self, slots: Sequence[int], running: dict[int, Request]) -> Rows:
         requests = [running.get(slot, IDLE) for slot in slots]
@@ -252,23 +257,31 @@ class NativeEngine:
             )
         )
 
-    def _run(self, dispatch: Dispatch) -> Chunk:
-        """On the device; returns when the sampled tokens are on the host."""
+    def _run(self, dispatch: Dispatch) -> tuple[Chunk, list[np.ndarray | None]]:
+        """On the device; returns when the sampled tokens are on the host. Also the routing of each prefill call."""
         with self._device:
             cache = self._cache
             self._cache = None  # gone if a program fails: it was donated
             if cache is None:
                 cache = empty_slots(dispatch.loaded, self.slots, self.max_length)
-            for prompts in dispatch.prompts:
-                cache = self.programs.prefill(dispatch.loaded, cache, prompts)
+            routings = []
+            for prompts, _ in dispatch.prompts:
+                cache, routing = self.programs.prefill(dispatch.loaded, cache, prompts)
+                routings.append(routing)
             cache, chunk = self.programs.decode(
                 dispatch.loaded, cache, dispatch.rows, dispatch.stop_at, width=dispatch.width, steps=self.decode_steps
             )
             self._cache = None if self._closed else cache
-            return jax.device_get(chunk)
+            return jax.device_get((chunk, routings))
 
-    def _collect(self, dispatch: Dispatch, chunk: Chunk) -> None:
+    def _collect(self, dispatch: Dispatch, found: tuple[Chunk, list[np.ndarray | None]]) -> None:
         """Hand the new tokens to their requests and free the slots of those that are done."""
+        chunk, routings = found
+        for (_, row_of), routing in zip(dispatch.prompts, routings, strict=True):
+            for slot, row in row_of.items():
+                if routing is not None:
+                    prompt = dispatch.running[slot].prompt
+                    dispatch.running[slot].experts.append(routing[row, : len(prompt) - 1])
         for row, slot in enumerate(dispatch.slots):
             request = dispatch.running.get(slot)
             if request is None or self._scheduler.running.get(slot) is not request:
@@ -284,6 +297,8 @@ class NativeEngine:
             request.logps += chunk.logps[:count, row].tolist()
             request.kept_logps += chunk.kept_logps[:count, row].tolist()
             request.versions += [dispatch.loaded.version] * count
+            if chunk.experts is not None:
+                request.experts.append(np.asarray(chunk.experts[:count, row]))
             reason = self._stop_reason(request, count)
             if reason is not None:
                 self._scheduler.release(slot)

@@ -19,6 +19,8 @@ from jaxtyping import Bool, Float, Int, UInt32
 from posttrain.config import ROW_AXES
 from posttrain.mesh import row_shards
 from posttrain.models.cache import KVCache, empty_cache
+from posttrain.models.config import ModelConfig
+from posttrain.models.context import Routing
 from posttrain.models.decoder import Decoder, decoding_config
 from posttrain.models.weights import ModelWeights, Weights
 from posttrain.rollout.sampling import sample
@@ -90,22 +92,33 @@ class Chunk:
     logps: Float[Array, "steps R"]
     kept_logps: Float[Array, "steps R"]
     counts: Int[Array, " R"]
+    experts: Int[Array, "steps R M k"] | None
+    """Of the token that each step read, which is the one before the token it sampled."""
 
 
-def prefill(model: Decoder, cache: KVCache, prompts: Prompts) -> tuple[KVCache, None]:
+def prefill(
+    model: Decoder, cache: KVCache, prompts: Prompts, *, record: bool
+) -> tuple[KVCache, Int[Array, "N T M k"] | None]:
     """Run prompts through the decoder and copy their keys and values to every slot that wants them. No logits."""
     rows, length = prompts.tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
     segments = (positions < prompts.lengths[:, None]).astype(jnp.int32)
     model = model.for_decoding()
     empty = empty_cache(model.config, rows, length, model.compute.dtype)
-    _, filled = model(prompts.tokens, positions, segments, empty)
+    _, filled, routing = model.forward(prompts.tokens, positions, segments, empty)
     assert filled is not None
-    return cache.insert(filled, prompts.slots, prompts.sources, prompts.count), None
+    experts = _recorded(routing) if record else None
+    return cache.insert(filled, prompts.slots, prompts.sources, prompts.count), experts
+
+
+def _recorded(routing: Routing | None) -> Int[Array, "B T M k"]:
+    """The chosen experts, small and by token."""
+    assert routing is not None
+    return jnp.moveaxis(routing.experts, 0, 2).astype(jnp.int16)
 
 
 def decode(
-    model: Decoder, cache: KVCache, rows: Rows, stop_at: Int[Array, ""], *, width: int, steps: int
+    model: Decoder, cache: KVCache, rows: Rows, stop_at: Int[Array, ""], *, width: int, steps: int, record: bool
 ) -> tuple[KVCache, Chunk]:
     """Sample up to `steps` tokens of every active row; pause when no more than `stop_at` rows are active.
 
@@ -125,7 +138,7 @@ def decode(
     def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         step, active, tokens, positions, near, chunk = carry
         ones = jnp.ones((num_rows, 1), jnp.int32)
-        hidden, near = model(tokens[:, None], positions[:, None], ones, near)
+        hidden, near, routing = model.forward(tokens[:, None], positions[:, None], ones, near)
         logits = model.logits(hidden)[:, 0]
         new, logps, kept_logps = sample(
             logits, rows.keys, positions + 1, rows.temperature, rows.top_k, rows.top_p, rows.min_p
@@ -135,6 +148,7 @@ def decode(
             logps=chunk.logps.at[step].set(logps),
             kept_logps=chunk.kept_logps.at[step].set(kept_logps),
             counts=chunk.counts + active,
+            experts=None if chunk.experts is None else chunk.experts.at[step].set(_recorded(routing)[:, 0]),
         )
         tokens, positions = jnp.where(active, new, tokens), jnp.where(active, positions + 1, positions)
         stopped = jnp.any(new[:, None] == rows.stop_ids, axis=-1)
@@ -145,30 +159,36 @@ def decode(
         logps=jnp.zeros((steps, num_rows), jnp.float32),
         kept_logps=jnp.zeros((steps, num_rows), jnp.float32),
         counts=jnp.zeros(num_rows, jnp.int32),
+        experts=_no_experts(model.config, (steps, num_rows)) if record else None,
     )
     carry = (jnp.int32(0), rows.active, rows.tokens, rows.positions, near, chunk)
     *_, near, chunk = jax.lax.while_loop(active_left, body, carry)
     return near if whole else cache.put(rows.slots, near), chunk
 
 
-class Programs:
-    """Compiled programs by what they were compiled for."""
+def _no_experts(config: ModelConfig, lead: tuple[int, int]) -> Int[Array, "steps R M k"]:
+    return jnp.zeros((*lead, len(config.mixtures), config.mixtures[0].top_k), jnp.int16)
 
-    def __init__(self) -> None:
+
+class Programs:
+    """Compiled programs by what they were compiled for. `record`: they also return the routing of what they read."""
+
+    def __init__(self, *, record: bool) -> None:
+        self._record = record
         self._compiled: dict[Hashable, Any] = {}
         self.compile_s = 0.0
 
     def __len__(self) -> int:
         return len(self._compiled)
 
-    def prefill(self, loaded: Loaded, cache: KVCache, prompts: Prompts) -> KVCache:
-        cache, _ = self._call(("prefill", prompts.tokens.shape), prefill, loaded, cache, prompts)
-        return cache
+    def prefill(self, loaded: Loaded, cache: KVCache, prompts: Prompts) -> tuple[KVCache, Int[Array, "N T M k"] | None]:
+        function = partial(prefill, record=self._record)
+        return self._call(("prefill", prompts.tokens.shape), function, loaded, cache, prompts)
 
     def decode(
         self, loaded: Loaded, cache: KVCache, rows: Rows, stop_at: int, *, width: int, steps: int
     ) -> tuple[KVCache, Chunk]:
-        function = partial(decode, width=width, steps=steps)
+        function = partial(decode, width=width, steps=steps, record=self._record)
         return self._call(
             ("decode", rows.stop_ids.shape, width, steps), function, loaded, cache, rows, np.int32(stop_at)
         )

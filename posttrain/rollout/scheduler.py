@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from posttrain.rollout.types import Completion, SamplingParams, StopReason
 
 ROWS_STEP = 4
@@ -25,6 +27,8 @@ class Request:
     logps: list[float] = field(default_factory=list)
     kept_logps: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)
+    """Of an engine that records them: [tokens, M, k] of each call that read tokens, in order."""
 
     @property
     def end(self) -> int:
@@ -54,8 +58,16 @@ class Request:
                     kept_logps=tuple(self.kept_logps),
                     stop=stop,
                     weights_versions=tuple(self.versions),
+                    experts=self._all_experts(),
                 )
             )
+
+    def _all_experts(self) -> np.ndarray | None:
+        if not self.experts:
+            return None
+        read = np.concatenate(self.experts)[: self.position]
+        unread = len(self.prompt) + len(self.tokens) - len(read)
+        return np.pad(read, ((0, unread), (0, 0), (0, 0)), constant_values=-1)
 
     def fail(self, error: BaseException) -> None:
         if self.future.set_running_or_notify_cancel():

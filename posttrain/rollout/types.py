@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
+from jaxtyping import Int
+
 StopReason = Literal["stop", "length", "abort"]
 
 
@@ -47,7 +50,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What was sampled after a prompt: one entry per token in every field but `stop`."""
+    """What was sampled after a prompt: one entry per token in every field but `stop` and `experts`."""
 
     tokens: tuple[int, ...]
     """The stop token included, where the sample ended by one."""
@@ -57,6 +60,9 @@ class Completion:
     """Log of the probability mass that top-k, top-p and min-p kept; 0 without truncation."""
     stop: StopReason
     weights_versions: tuple[int, ...]
+    experts: Int[np.ndarray, "T M k"] | None = None
+    """Of an engine that records them, the experts that each token of prompt and sample went to in each mixture; -1 for
+    the last token, which the model has not read."""
 
 
 @runtime_checkable

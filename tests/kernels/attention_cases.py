@@ -31,10 +31,10 @@ class Case(NamedTuple):
 
 CASES = {
     "full": Case(),
-    "window": Case(window=100),
+    "window": Case(window=130),
     "soft_cap": Case(soft_cap=2.0),
     "sinks": Case(sinks=True),
-    "all": Case(window=100, soft_cap=2.0, sinks=True),
+    "all": Case(window=130, soft_cap=2.0, sinks=True),
 }
 
 

@@ -150,12 +150,6 @@ def test_saving_replaces_a_model_but_nothing_else(tmp_path: Path, monkeypatch: p
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_model_without_a_form_on_disk(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the family 'llama' has no config.json for this model"):
-        save_model(tiny_model(qk_norm=False), tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_loading_onto_a_mesh_and_saving_from_it(tmp_path: Path) -> None:
     mesh = make_mesh(MeshSection(fsdp=4, tensor=2))
     model = tiny_model()
@@ -269,4 +263,3 @@ def test_path_that_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_compute_dtype_and_remat_are_passed_on() -> None:
     model = load_model(GOLDEN, compute_dtype=jnp.bfloat16, remat="full")
     assert (model.compute.dtype, model.compute.remat) == (jnp.bfloat16, "full")
-    assert tiny_config().hf_json is None

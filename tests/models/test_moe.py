@@ -23,6 +23,7 @@ from posttrain.models.weights import ModelWeights
 from tests.mixtures import MIXTURE, mixture_config, mixture_model
 
 ROWS, LENGTH = 8, 10
+FORWARD: dict[Any, Any] = {}
 
 
 def inputs(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -36,13 +37,15 @@ def inputs(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def run(model: Decoder, experts: Any = None, *, rows: int = ROWS) -> tuple[np.ndarray, Routing]:
     """Hidden states and routing."""
     weights = ModelWeights(model)
+    graph = nnx.graphdef(model)
+    if graph not in FORWARD:
 
-    @jax.jit
-    def forward(arrays: Any, *args: Any) -> Any:
-        hidden, _, routing = weights.bind(arrays).forward(*args, experts=experts)
-        return hidden, routing
+        def forward(arrays: Any, experts: Any, *args: Any) -> Any:
+            hidden, _, routing = weights.bind(arrays).forward(*args, experts=experts)
+            return hidden, routing
 
-    hidden, routing = forward(weights.read(), *(jnp.asarray(x[:rows]) for x in inputs()))
+        FORWARD[graph] = jax.jit(forward)
+    hidden, routing = FORWARD[graph](weights.read(), experts, *(jnp.asarray(x[:rows]) for x in inputs()))
     return np.asarray(hidden), routing
 
 
@@ -109,10 +112,9 @@ def single() -> Result:
     "section",
     [
         MeshSection(fsdp=2, expert=2, tensor=2),
-        MeshSection(fsdp=1, expert=4, tensor=2),
-        MeshSection(data=2, fsdp=4),
+        MeshSection(data=2, fsdp=1, expert=4),
     ],
-    ids=["fsdp2-expert2-tensor2", "expert4-tensor2", "data2-fsdp4"],
+    ids=["fsdp2-expert2-tensor2", "data2-expert4"],
 )
 def test_every_mesh_gives_the_result_of_one_device(single: Result, section: MeshSection) -> None:
     """Biases and a shared expert as well: over `tensor` each is added once."""
@@ -140,7 +142,7 @@ def test_experts_that_the_mesh_does_not_divide() -> None:
     with pytest.raises(ConfigError) as raised:
         mixture_model(config, mesh=make_mesh(MeshSection(fsdp=2, expert=4)))
     assert str(raised.value) == (
-        "mesh.expert=4 must divide the dimension 'expert' (6) of stages.0.blocks.0.mlp.experts.gate; use a divisor of 6"
+        "mesh.expert=4 must divide the dimension 'expert' (6) of stages.0.blocks.0.mlp.experts.down; use a divisor of 6"
     )
 
 
@@ -203,15 +205,15 @@ def test_the_numbers_of_mixtures_follow_the_order_of_layers() -> None:
     assert paths == {f"stages.0.blocks.{b}.mlp.router.correction": [b, 3 + b] for b in (1, 2)}
     model = mixture_model(config)
     weights = ModelWeights(model)
+    before = np.asarray(run(model)[1].stats.load)
     for path, numbers in paths.items():
         # A large correction of one expert: every token of that mixture then goes to it.
-        weights.write({path: weights.read()[path].at[1, 5].set(100.0)})
-        _, routing = run(model)
-        load = np.asarray(routing.stats.load)
-        real = (inputs()[2] > 0).sum()
-        assert load[numbers[1], 5] == real
-        assert (load[[n for n in range(6) if n != numbers[1]], 5] < real).all()
-        weights.write({path: weights.read()[path].at[1, 5].set(0.0)})
+        old = weights.read()[path]
+        weights.write({path: old.at[1, 5].set(100.0)})
+        load = np.asarray(run(model)[1].stats.load)
+        weights.write({path: old})
+        assert load[numbers[1], 5] == (inputs()[2] > 0).sum() != before[numbers[1], 5]
+        assert np.flatnonzero((load != before).any(axis=-1))[0] == numbers[1]
 
 
 def test_grouped_choice_stays_in_the_best_groups() -> None:

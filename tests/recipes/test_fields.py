@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from posttrain.config_file import load_config
-from posttrain.data.pipeline import PromptBatches, SFTBatches
+from posttrain.data.pipeline import PromptBatches, SFTBatches, eval_batches
 from posttrain.fit import StopRequest
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.mesh import single_device_mesh
@@ -19,6 +19,7 @@ from posttrain.models.weights import ModelWeights
 from posttrain.optim import make_optimizer
 from posttrain.recipes.prepare import Prepared, RLInputs, SFTInputs, prepare
 from posttrain.recipes.rl import eval_sampling
+from posttrain.recipes.sft import _counted
 from posttrain.recipes.stage import StageRun
 from posttrain.rl.advantages import centered
 from posttrain.rl.collect import Sampler
@@ -128,6 +129,16 @@ def test_rows_of_sft(folder: Path, override: str) -> None:
         assert same == [True, False, True]
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_evaluation_counts_its_rows(folder: Path, packing: bool) -> None:
+    inputs = sft(folder, f"packing={str(packing).lower()}", "eval_dataset={path: rows.jsonl, chat: false, limit: 11}")
+    section, rows, renderer = inputs.section, inputs.eval_rows, inputs.eval_renderer
+    assert section.eval_dataset is not None and rows is not None and renderer is not None
+    done: list[int] = []
+    batches = list(_counted(eval_batches(section, section.eval_dataset, rows, renderer), done.append))
+    assert sum(done) == 11 and len(done) == len(batches) and (packing or done == [4, 4, 3])
+
+
 def test_overlong(folder: Path) -> None:
     with pytest.raises(ValueError, match="row_tokens=7"):
         batch(sft(folder, "row_tokens=7"))
@@ -231,7 +242,7 @@ def nll(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_memory_savers_change_no_result(nll: Any) -> None:
     plain = nll(batch_rows=16)
-    np.testing.assert_allclose(nll(batch_rows=16, model={"remat": True}), plain, rtol=1e-5)
+    np.testing.assert_allclose(nll(batch_rows=16, model={"remat": "full"}), plain, rtol=1e-5)
     np.testing.assert_allclose(nll(batch_rows=16, micro_batch_rows=8), plain, rtol=1e-5)
 
 

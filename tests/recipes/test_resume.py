@@ -60,37 +60,34 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-def test_killed_in_both_stages_ends_as_never_killed(tmp_path: Path, uninterrupted: Path) -> None:
+def interrupt_at(file: Path, output: Path, stage: str, step: int) -> int:
+    """The last step of a run that is asked to stop: it ends after this one, with a checkpoint."""
+    process = start("run", file)
+    wait_for(output, stage, step, process)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130, out
+    assert "stopping after this step" in out and "the same command goes on from there" in out
+    assert "Traceback" not in out
+    last = steps(output, stage)[-1]
+    assert step <= last < STEPS and (output / stage / "checkpoints" / str(last)).is_dir()
+    return last
+
+
+def test_killed_and_interrupted_ends_as_never_stopped(tmp_path: Path, uninterrupted: Path) -> None:
     file, output = two_stages(tmp_path), tmp_path / "out"
     kill_at(file, output, "0-sft", 3)
     kill_at(file, output, "1-rl", 5)
     done = (output / "0-sft" / "model" / "model.safetensors").stat().st_mtime_ns
+    last = interrupt_at(file, output, "1-rl", 9)
     out = finish(file)
-    assert "0-sft: done before" in out and "resuming after step" in out
+    assert "0-sft: done before" in out and f"resuming after step {last} of {STEPS}" in out
     assert (output / "0-sft" / "model" / "model.safetensors").stat().st_mtime_ns == done
     for stage in ("0-sft", "1-rl"):
         assert steps(output, stage) == list(range(1, STEPS + 1))
         assert weights(output, stage) == weights(uninterrupted, stage), stage
     rewards = [[line["reward"] for line in lines(folder, "1-rl")] for folder in (output, uninterrupted)]
     assert rewards[0] == rewards[1]
-
-
-def test_interrupted_stops_after_the_step_with_a_checkpoint(tmp_path: Path, uninterrupted: Path) -> None:
-    file, output = two_stages(tmp_path), tmp_path / "out"
-    process = start("run", file)
-    wait_for(output, "0-sft", 3, process)
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 130, out
-    assert "stopping after this step" in out and "the same command goes on from there" in out
-    assert "Traceback" not in out
-    last = steps(output, "0-sft")[-1]
-    assert 3 <= last < STEPS and (output / "0-sft" / "checkpoints" / str(last)).is_dir()
-    out = finish(file)
-    assert f"resuming after step {last} of {STEPS}" in out
-    for stage in ("0-sft", "1-rl"):
-        assert steps(output, stage) == list(range(1, STEPS + 1))
-        assert weights(output, stage) == weights(uninterrupted, stage), stage
 
 
 SIGNALLING = """
@@ -112,7 +109,7 @@ def test_adapters_interrupted_and_resumed(tmp_path: Path) -> None:
         model = {"init": INIT, "tokenizer": "bytes", "lora": {"rank": 2}}
         held_out = {"path": "rows.jsonl", "chat": False, "limit": 3}
         rl = rl_stage(checkpoint_every=3, kl_coef=0.1, eval_dataset=held_out, eval_every=3)
-        file = write_run(folder, sft_stage(num_steps=2), rl, model=model)
+        file = write_run(folder, rl, model=model)
         (folder / "rewards_of_test.py").write_text(SIGNALLING.format(at=at))
         return file
 
@@ -123,9 +120,8 @@ def test_adapters_interrupted_and_resumed(tmp_path: Path) -> None:
     assert stopped.code == 130 and stopped.err == "stopped after step 2 of 4; the same command goes on from there\n"
     assert posttrain("run", halves).code == 0
     outputs = [folder.parent / "out" for folder in (whole, halves)]
-    for stage in ("0-sft", "1-rl"):
-        assert weights(outputs[0], stage) == weights(outputs[1], stage)
-    told = [[(line["step"], "eval/reward" in line) for line in lines(output, "1-rl")] for output in outputs]
+    assert weights(outputs[0], "0-rl") == weights(outputs[1], "0-rl")
+    told = [[(line["step"], "eval/reward" in line) for line in lines(output, "0-rl")] for output in outputs]
     assert told[0] == told[1] == [(0, True), (1, False), (2, False), (3, False), (3, True), (4, False), (4, True)]
 
 

@@ -14,16 +14,17 @@ from posttrain.models.load import load_model
 from posttrain.recipes.generate import generate
 from posttrain.recipes.run import run
 
-NEW_TOKENS = 48
+NEW_TOKENS = 32
 OPENINGS = ["Once upon a time, there was a little dog named Max.", "One day, a girl", "The sun"]
 SMALL = (
-    "num_steps=2",
+    "num_steps=1",
     "prompts_per_step=2",
     "group_size=4",
-    "row_tokens=96",
-    "sampling.max_tokens=32",
-    "eval_sampling.max_tokens=32",
-    "eval_dataset.args.limit=8",
+    "row_tokens=80",
+    "sampling.max_tokens=16",
+    "eval_sampling.max_tokens=16",
+    "dataset.args.limit=200",
+    "eval_dataset.args.limit=4",
 )
 
 

@@ -28,7 +28,7 @@ from posttrain.rl.rewards import Reward, Rubric
 from posttrain.rl.types import Example
 from posttrain.rollout.native import NativeEngine
 from posttrain.trainer import Trainer
-from tests.tiny import shake, tiny_model
+from tests.tiny import WINDOW, shake, tiny_model
 
 GROUP, NEW, ROW = 4, 8, 16
 
@@ -41,6 +41,11 @@ def even_share(completions: Sequence[str]) -> list[float]:
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return load_tokenizer("bytes")
+
+
+def sgd(rate: float) -> optax.GradientTransformation:
+    """The rate is an argument of the compiled step and not a constant in it: one program serves all tests."""
+    return optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
 
 
 class World:
@@ -57,7 +62,7 @@ class World:
         recompute: bool = False,
         **sampling: Any,
     ):
-        model = tiny_model(vocab_size=tokenizer.vocab_size, initializer_range=0.1)
+        model = tiny_model(num_layers=2, windows=(WINDOW,), vocab_size=tokenizer.vocab_size, initializer_range=0.1)
         if lora:
             attach_lora(model, LoRA(rank=4), seed=0)
         settings = SamplingSection(max_tokens=NEW, **sampling)
@@ -65,7 +70,7 @@ class World:
         self.trainer = Trainer(
             model,
             self.algorithm.loss,
-            optimizer or optax.sgd(0.0),
+            optimizer or sgd(0.0),
             temperature=settings.temperature or 1.0,
             max_grad_norm=1.0,
             micro_batch_rows=4,
@@ -107,6 +112,7 @@ def test_first_update_has_ratio_1_and_kl_0_for_every_token(
     trainer, reference = world.cluster.logps(Role.ACTOR, batch), world.cluster.logps(Role.REFERENCE, batch)
     assert_allclose(np.exp(trainer - batch.sampler_logps)[sampled], 1.0, atol=1e-4)
     assert_array_equal(trainer, reference)
+    assert world.trainer.num_programs == 2, "the step, and one for the statistics of both roles"
     metrics = to_host(outcome.metrics)
     assert abs(metrics["kl"]) < 1e-6
     assert abs(metrics["approx_kl"]) < 1e-6
@@ -126,7 +132,7 @@ def test_truncated_sampling_keeps_the_ratio_at_1(tokenizer: Tokenizer, truncatio
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_every_algorithm_moves_the_weights(tokenizer: Tokenizer, algorithm: str) -> None:
-    world = World(tokenizer, algorithm=algorithm, optimizer=optax.sgd(0.1), recompute=algorithm == "gspo")
+    world = World(tokenizer, algorithm=algorithm, optimizer=sgd(0.1), recompute=algorithm == "gspo")
     before = jax.tree.map(np.asarray, world.trainer.weights)
     outcome = world.step()
     assert (outcome.batch.old_logps is not None) == (algorithm == "gspo")
@@ -150,7 +156,7 @@ def test_the_reference_stays_while_the_actor_learns(tokenizer: Tokenizer, lora: 
 
 
 def test_twenty_steps_compile_each_program_once(tokenizer: Tokenizer) -> None:
-    world = World(tokenizer, optimizer=optax.sgd(0.01))
+    world = World(tokenizer, optimizer=sgd(0.01))
     draw = np.random.default_rng(0)
     counts = []
     for _ in range(20):
@@ -176,7 +182,9 @@ def test_samples_without_a_valid_reward_are_left_out(tokenizer: Tokenizer) -> No
 
 def test_samples_do_not_depend_on_company_and_differ_within_a_group(tokenizer: Tokenizer) -> None:
     world = World(tokenizer)
-    together = run_async(collect(world.sampler, examples(["1+1=", "2*"]), GROUP, 3))
+    done: list[int] = []
+    together = run_async(collect(world.sampler, examples(["1+1=", "2*"]), GROUP, 3, done.append))
+    assert done == [1] * 2 * GROUP
     alone = run_async(collect(world.sampler, examples(["1+1="]), 1, 3))
     assert alone[0][0].tokens == together[0][0].tokens
     assert len({tuple(s.completion_tokens) for s in together[0]}) == GROUP

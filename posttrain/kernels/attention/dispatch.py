@@ -31,10 +31,10 @@ REFUSALS: Mapping[str, Callable[[Request], str | None]] = {
 """Why a kernel cannot serve a request; None where it can."""
 
 PREFERRED: Mapping[str, tuple[str, ...]] = {"tpu": ("splash",), "gpu": ("tokamax", "cudnn")}
-"""Fused kernels of a platform, the first that serves. On CPU blocks of XLA take half the time of splash."""
+"""Fused kernels of a platform, the first that serves. On CPU blocks of XLA take half the time of splash, or less."""
 
-WHOLE_LENGTH = 256
-"""Queries up to which all logits at once are as fast as blocks, on CPU."""
+WHOLE_LENGTH = 128
+"""Queries up to which there is but one block anyway."""
 
 WHOLE_LOGITS = 1 << 24
 """Logits of all rows and heads that may exist at once: 64 MiB."""

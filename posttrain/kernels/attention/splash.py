@@ -1,4 +1,4 @@
-"""Splash attention of JAX: compiled for TPU, and interpreted on CPU, where it is the fastest too."""
+"""Splash attention of JAX: compiled for TPU, interpreted on CPU."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ NAMES = {
 
 def config_from_hf(hf: Fields) -> ModelConfig:
     mlps = grouped_mixtures(hf, first_dense=3, groups=(8, 4), scale=2.5, num_experts=256, dim=2048)
-    return decoder_config(hf, [_attention(hf)] * len(mlps), mlps)
+    return decoder_config(hf, [_attention(hf)] * len(mlps), mlps, further_layers=further_layers(hf))
 
 
 def _attention(hf: Fields) -> LatentAttentionConfig:
@@ -58,6 +58,10 @@ def _softmax_gain(hf: Fields) -> float:
     rope = hf.section("rope_parameters" if "rope_parameters" in hf else "rope_scaling")
     weight = rope.optional("mscale_all_dim", float)
     return yarn_magnitude(rope.get("factor", float), weight) ** 2 if weight else 1.0
+
+
+def further_layers(hf: Fields) -> int:
+    return hf.get("num_nextn_predict_layers", int, 0)
 
 
 def grouped_mixtures(

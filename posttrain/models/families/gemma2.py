@@ -27,8 +27,7 @@ def config_from_hf(hf: Fields) -> ModelConfig:
         rope=rope_from_hf(hf, head_dim),
         head_dim=head_dim,
         scale=hf.get("query_pre_attn_scalar", int, 256) ** -0.5,
-        # Required: absent means 50 and null means none, and both read alike.
-        soft_cap=hf.get("attn_logit_softcapping", float),
+        soft_cap=hf.optional("attn_logit_softcapping", float, 50.0),
         qkv_bias=bias,
         out_bias=bias,
     )
@@ -42,6 +41,6 @@ def config_from_hf(hf: Fields) -> ModelConfig:
         block={"norms": "sandwich"},
         norm_offset=1.0,
         embed_scale=hf.get("hidden_size", int) ** 0.5,
-        logits_soft_cap=hf.get("final_logit_softcapping", float),
+        logits_soft_cap=hf.optional("final_logit_softcapping", float, 30.0),
         tie_embeddings=True,
     )

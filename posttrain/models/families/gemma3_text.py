@@ -6,7 +6,7 @@ from posttrain.models.config import MLPConfig, ModelConfig, Rope
 from posttrain.models.families import gemma2
 from posttrain.models.fields import Fields
 from posttrain.models.hf import activation, attention_config, decoder_config, layer_types
-from posttrain.models.rope import rope_from_hf
+from posttrain.models.rope import default_rope, rope_from_hf
 
 ARCHITECTURE = "Gemma3ForCausalLM"
 NAMES = gemma2.NAMES
@@ -49,8 +49,7 @@ def _ropes(hf: Fields, head_dim: int) -> dict[str, Rope]:
     if "rope_parameters" in hf:
         thetas = {"sliding_attention": 10_000.0, "full_attention": 1_000_000.0}
         return {kind: rope_from_hf(hf, head_dim, theta=theta, layer_type=kind) for kind, theta in thetas.items()}
-    local = Fields({"rope_theta": hf.get("rope_local_base_freq", float, 10_000.0)})
     return {
-        "sliding_attention": rope_from_hf(local, head_dim),
+        "sliding_attention": default_rope(hf.get("rope_local_base_freq", float, 10_000.0), head_dim),
         "full_attention": rope_from_hf(hf, head_dim, theta=1_000_000.0),
     }

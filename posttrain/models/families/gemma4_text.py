@@ -147,7 +147,7 @@ def _head_sizes(hf: Fields, kinds: Sequence[str]) -> list[Fields]:
     if "per_layer_config" in hf:
         changes = {str(layer): change for layer, change in hf.get("per_layer_config", dict).items()}
         if strange := [layer for layer in changes if not (layer.isdecimal() and int(layer) < len(kinds))]:
-            raise ConfigError(f"per_layer_config: {', '.join(strange)}: is no layer; there are {len(kinds)}, from 0 on")
+            raise ConfigError(f"per_layer_config: {', '.join(strange)} is no layer; there are {len(kinds)}, from 0 on")
         by_layer = {int(layer): change for layer, change in changes.items()}
     else:
         change = {"head_dim": hf.get("global_head_dim", int, 512)}
@@ -187,7 +187,7 @@ class Gemma4Block(Block):
             inputs = gated(self.activation, self.input_gate(x), context.layer_inputs[place.layer])
             x = x + self.input_norm(self.input_projection(inputs))
         # A buffer in transformers: training leaves it as it is.
-        return x * jax.lax.stop_gradient(self.scale[...]).astype(x.dtype)
+        return x * jax.lax.stop_gradient(self.scale[...][0]).astype(x.dtype)
 
 
 def _norm(model: ModelConfig, repeats: int, init: Init) -> RMSNorm:

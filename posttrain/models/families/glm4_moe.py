@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from posttrain.models.config import ModelConfig
-from posttrain.models.families.deepseek_v3 import MIXTURE_NAMES, grouped_mixtures
+from posttrain.models.families.deepseek_v3 import MIXTURE_NAMES, further_layers, grouped_mixtures
 from posttrain.models.fields import Fields
 from posttrain.models.hf import attention_config, decoder_config, head_dim_of
 from posttrain.models.names import DECODER_NAMES
@@ -24,4 +24,4 @@ def config_from_hf(hf: Fields) -> ModelConfig:
         qkv_bias=hf.get("attention_bias", bool, False),
     )
     mlps = grouped_mixtures(hf, first_dense=1, groups=(1, 1), scale=1.0, num_experts=128, dim=1408)
-    return decoder_config(hf, [attention] * len(mlps), mlps, norm_eps=1e-5)
+    return decoder_config(hf, [attention] * len(mlps), mlps, norm_eps=1e-5, further_layers=further_layers(hf))

@@ -21,6 +21,8 @@ def config_from_hf(hf: Fields) -> ModelConfig:
         rope=rope_from_hf(hf, head_dim),
         head_dim=head_dim,
         default_kv_heads=hf.get("num_attention_heads", int),
+        # Mistral's, in checkpoints that were renamed.
+        window=hf.optional("sliding_window", int),
         qkv_bias=bias,
         out_bias=bias,
     )

@@ -1,0 +1,388 @@
+"""Adapters in the files of PEFT: `adapter_config.json` and `adapter_model.safetensors`, in and out."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from posttrain.config import ConfigError
+from posttrain.models.adapter import Adapter, column_norms
+from posttrain.models.decoder import Decoder
+from posttrain.models.files import find_folder, read_json
+from posttrain.models.lora import Plan, Site, attach, base_tensors, has_lora, module_of, sites
+from posttrain.models.names import Tensor
+from posttrain.models.weights import ModelWeights
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+READ = {"r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "target_modules"}
+READ |= {"modules_to_save", "peft_type", "bias", "init_lora_weights", "ensure_weight_tying"}
+SILENT = {"task_type", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "auto_mapping"}
+SILENT |= {"megatron_core", "qalora_group_size", "layers_pattern", "layers_to_transform", "exclude_modules"}
+"""Fields that say nothing which the tensors do not say."""
+
+KEY = re.compile(r"(.+)\.lora_(?:(embedding_)?([AB])(?:\.weight)?|(magnitude_vector)(?:\.weight)?)")
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Module:
+    """What an adapter's file holds for one module of the checkpoint."""
+
+    a: np.ndarray
+    b: np.ndarray
+    magnitude: np.ndarray | None
+    scale: float
+
+
+def load_adapter(
+    model: Decoder, path: str | Path, *, mesh: Mesh | None = None, text_name: Callable[[str], str | None] | None = None
+) -> None:
+    """Put the PEFT adapter of a folder or hub id beside the model's weights, ready to be used, trained, or merged.
+
+    `text_name`: as of a multimodal family's `Wrapper`. ConfigError for what is not supported, by name, and for tensors
+    that do not fit the model.
+    """
+    folder = find_folder(path)
+    if has_lora(model):
+        raise ConfigError(f"{folder}: the model already has an adapter; merge it first")
+    config = read_json(folder / CONFIG)
+    _check_config(folder, config, model)
+    stored = _read(folder / WEIGHTS, text_name or (lambda name: name))
+    tensors = {module_of(t): t for t in base_tensors(model) if not t.name.endswith(".bias")}
+    modules, whole = _sorted(folder, config, stored, tensors, model)
+    attach(
+        model,
+        _plans(folder, sites(model), modules, tensors),
+        dora=bool(config.get("use_dora")),
+        dropout=float(config.get("lora_dropout") or 0.0),
+        rslora=bool(config.get("use_rslora")),
+        seed=0,
+        mesh=mesh,
+    )
+    weights, placed = ModelWeights(model), ModelWeights(model).read()
+    new = _adapter_arrays(model, modules, tensors) | _whole_arrays(model, whole)
+    weights.write({p: jax.device_put(array.astype(placed[p].dtype), placed[p].sharding) for p, array in new.items()})
+    weights.save_whole(_whole_arrays(model, whole).keys())
+
+
+def _check_config(folder: Path, config: Mapping[str, Any], model: Decoder) -> None:
+    def refuse(what: str) -> None:
+        raise ConfigError(f"{folder / CONFIG}: {what} is not supported")
+
+    if config.get("peft_type") != "LORA":
+        refuse(f"peft_type={config.get('peft_type')!r}")
+    if config.get("bias", "none") != "none":
+        refuse(f"bias={config['bias']!r}")
+    start = config.get("init_lora_weights", True)
+    if isinstance(start, str) and start not in ("gaussian", "orthogonal", "eva"):
+        refuse(f"init_lora_weights={start!r}, which changes the base,")
+    for key, value in config.items():
+        if value and key not in READ | SILENT:
+            refuse(f"{key}={value!r}")
+    if "r" not in config or "lora_alpha" not in config:
+        raise ConfigError(f"{folder / CONFIG}: must have r and lora_alpha")
+    names = [*(config.get("target_modules") or []), *(config.get("modules_to_save") or [])]
+    outer = {"embed_tokens", "lm_head"} & {name.rsplit(".", 1)[-1] for name in names}
+    if model.config.tie_embeddings and outer and not config.get("ensure_weight_tying"):
+        refuse(f"{min(outer)} of a model whose head is the embedding, without ensure_weight_tying,")
+
+
+def _read(file: Path, text_name: Callable[[str], str | None]) -> Arrays:
+    """The tensors under the names that modules have in our part of the checkpoint."""
+    if not file.is_file():
+        raise ConfigError(f"{file}: is not there; adapters in other files, such as .bin, are not supported")
+    try:
+        with safe_open(file, framework="numpy") as handle:
+            stored = {key.removeprefix(PREFIX): handle.get_tensor(key) for key in handle.keys()}
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file}: is damaged or incomplete ({error}); copy it anew") from error
+    renamed = {}
+    for key, array in stored.items():
+        module, mark, rest = key.partition(".lora_")
+        name = text_name(f"{module}.weight" if mark else module)
+        if name is not None:
+            renamed[name.removesuffix(".weight") + mark + rest if mark else name] = array
+    return renamed
+
+
+def _sorted(
+    folder: Path, config: Mapping[str, Any], stored: Arrays, tensors: Mapping[str, Tensor], model: Decoder
+) -> tuple[dict[str, _Module], Arrays]:
+    """Low-rank pairs by module, and tensors saved whole by name. One ConfigError lists all that does not fit."""
+    parts: dict[str, Arrays] = {}
+    whole, faults = Arrays(), list[str]()
+    known = {t.name: t for t in base_tensors(model)}
+    for key, array in stored.items():
+        match = KEY.fullmatch(key)
+        name = key.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
+        module = match[1] if match else None
+        if model.config.tie_embeddings and (module or name).startswith("lm_head"):
+            continue  # the embedding's own, once more
+        if module is not None and module in tensors and len(tensors[module].shape) == 2:
+            parts.setdefault(module, {})[match[3] or "magnitude"] = array  # type: ignore[index]
+        elif module is None and name in known and array.shape == known[name].shape:
+            if any(re.fullmatch(rf"(.*\.)?{re.escape(m)}", module_of(known[name])) for m in config["modules_to_save"] or ()):
+                whole[name] = array
+            elif not np.array_equal(_stored(model, known[name]), array):
+                faults.append(f"{key} differs from the base's, and is not in modules_to_save")
+        else:
+            faults.append(f"{key} {array.shape} is not the model's")
+    modules = {}
+    for module, found in parts.items():
+        out, into = tensors[module].shape if tensors[module].transpose else tensors[module].shape[::-1]
+        rank = found["A"].shape[0] if "A" in found else 0
+        shapes = {"A": (rank, into), "B": (out, rank)} | ({"magnitude": (out,)} if config.get("use_dora") else {})
+        got = {name: array.shape for name, array in found.items()}
+        if got != shapes:
+            faults.append(f"{module} has {got}, must have {shapes}")
+        else:
+            scale = _scale(config, module, rank)
+            modules[module] = _Module(a=found["A"], b=found["B"], magnitude=found.get("magnitude"), scale=scale)
+    faults += _missing(config, modules, whole)
+    if faults:
+        raise ConfigError(f"{folder / WEIGHTS}: {'; '.join(faults)}")
+    return modules, whole
+
+
+def _missing(config: Mapping[str, Any], modules: Mapping[str, Any], whole: Mapping[str, Any]) -> list[str]:
+    """Modules that the configuration lists and the file does not hold."""
+    targets = config.get("target_modules")
+    listed = [] if isinstance(targets, str) or targets is None else targets
+    faults = [f"{t} of target_modules is missing" for t in listed if not any(f".{m}".endswith(f".{t}") for m in modules)]
+    held = [f".{name.rsplit('.', 1)[0]}" for name in whole]
+    saved = config.get("modules_to_save") or []
+    return faults + [f"{m} of modules_to_save is missing" for m in saved if not any(h.endswith(f".{m}") for h in held)]
+
+
+def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
+    """PEFT's rule: a pattern is a regular expression that the end of the module's name matches, the first one counts."""
+    patterns = config.get("alpha_pattern") or {}
+    key = next((p for p in patterns if re.fullmatch(rf"(.*\.)?({p})", module)), None)
+    alpha = config["lora_alpha"] if key is None else patterns[key]
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _plans(
+    folder: Path, every: Mapping[str, Site], modules: Mapping[str, _Module], tensors: Mapping[str, Tensor]
+) -> dict[str, Plan]:
+    by_param = {site.param: path for path, site in every.items()}
+    ranks: dict[str, list[int]] = {}
+    scales: dict[str, list[float]] = {}
+    for name, module in modules.items():
+        for part in tensors[name].parts:
+            if part.param not in by_param:
+                raise ConfigError(f"{folder}: an adapter on {name} is not supported")
+            path, layer = by_param[part.param], part.index[0] if part.index else 0
+            num = len(every[path].modules)
+            of, scale = ranks.setdefault(path, [0] * num), scales.setdefault(path, [0.0] * num)
+            of[layer] = max(of[layer], module.a.shape[0])
+            if scale[layer] not in (0.0, module.scale):
+                raise ConfigError(f"{folder}: {name}: experts of one layer with different alphas are not supported")
+            scale[layer] = module.scale
+    return {path: Plan(ranks=tuple(ranks[path]), scales=tuple(scales[path])) for path in ranks}
+
+
+def _adapter_arrays(model: Decoder, modules: Mapping[str, _Module], tensors: Mapping[str, Tensor]) -> Arrays:
+    """The arrays of the attached adapters: stacked, in our layout, a fused module's B in parts."""
+    by_param = {site.param: site for site in sites(model).values()}
+    found: dict[str, Arrays] = {}
+    for name, module in modules.items():
+        for part in tensors[name].parts:
+            site, rank = by_param[part.param], module.a.shape[0]
+            if part.param not in found:
+                found[part.param] = _empty(site)
+            arrays = found[part.param]
+            arrays["lora_a"][part.index][:, :rank] = module.a.T
+            arrays["lora_b"][part.index][:rank] = module.b.T[:, part.columns]
+            if module.magnitude is not None:
+                arrays["lora_magnitude"][part.index] = module.magnitude[part.columns]
+    result = {}
+    for param, arrays in found.items():
+        site = by_param[param]
+        base, _, name = param.rpartition(".")
+        if "lora_magnitude" in arrays:
+            # Layers without an adapter have no magnitude in the file; none acts there.
+            arrays["lora_magnitude"] -= np.asarray(column_norms(site.matrix[...]))
+        result |= {f"{base}.adapters.{name}.{key}": array for key, array in arrays.items()}
+    return result
+
+
+def _empty(site: Site) -> Arrays:
+    assert site.adapter is not None
+    found = {"lora_a": site.adapter.lora_a, "lora_b": site.adapter.lora_b, "lora_magnitude": site.adapter.lora_magnitude}
+    return {name: np.zeros(array.shape, np.float32) for name, array in found.items() if array is not None}
+
+
+def _whole_arrays(model: Decoder, whole: Arrays) -> Arrays:
+    """The parameters that hold the tensors saved whole, these put in."""
+    weights, result = ModelWeights(model).read(), Arrays()
+    for tensor in base_tensors(model):
+        if tensor.name in whole:
+            array = whole[tensor.name].swapaxes(-1, -2) if tensor.transpose else whole[tensor.name]
+            for part in tensor.parts:
+                target = result.setdefault(part.param, np.array(weights[part.param]))
+                target[part.index] = array[..., part.columns]
+    return result
+
+
+def _stored(model: Decoder, tensor: Tensor) -> np.ndarray:
+    """A tensor of the model as the checkpoint stores it."""
+    weights = ModelWeights(model).read()
+    values = [(part.columns, np.asarray(weights[part.param][part.index])) for part in tensor.parts]
+    lead = values[0][1].shape[:-1]
+    joined = np.empty((*lead, sum(v.shape[-1] for _, v in values)), values[0][1].dtype)
+    for columns, value in values:
+        joined[..., columns] = value
+    return np.ascontiguousarray(joined.swapaxes(-1, -2) if tensor.transpose else joined)
+
+
+def save_adapter(model: Decoder, path: str | Path, *, base: str | None = None) -> None:
+    """Write the model's adapter, and what is trained in full beside it, as a folder that PEFT loads; it appears whole.
+
+    `base`: folder or hub id of the model without the adapter, which PEFT's `AutoPeftModel` reads. ConfigError where the
+    model has no adapter, for what PEFT cannot hold, and for a folder that holds something else.
+    """
+    if not has_lora(model):
+        raise ConfigError("save_adapter: the model has no adapter; use save_model")
+    target = Path(path).expanduser().resolve()
+    if target.exists() and (not target.is_dir() or any(target.iterdir()) and not (target / CONFIG).is_file()):
+        raise ConfigError(f"save_adapter: {target} is not an adapter's folder; give a new or empty folder")
+    exported = _Export(model)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
+        new = Path(temporary) / "new"
+        new.mkdir()
+        config = json.dumps(exported.config(base), indent=2, sort_keys=True)
+        (new / CONFIG).write_text(config + "\n", encoding="utf-8")
+        save_file(exported.tensors, new / WEIGHTS, metadata={"format": "pt"})
+        if target.exists():
+            target.rename(Path(temporary) / "old")
+        new.rename(target)
+
+
+class _Export:
+    """An adapter under the names of PEFT."""
+
+    def __init__(self, model: Decoder):
+        self.model = model
+        self.tensors = Arrays()
+        self.ranks: dict[str, int] = {}
+        self.alphas: dict[str, float] = {}
+        by_param = {site.param: site for site in sites(model).values()}
+        self.adapters = {param: site.adapter for param, site in by_param.items() if site.adapter is not None}
+        first = next(iter(self.adapters.values()))
+        self.rslora, self.dora = first.rslora, first.lora_magnitude is not None
+        self.dropout = max(adapter.dropout for adapter in self.adapters.values())
+        self._check()
+        saved = ModelWeights(model).saved()
+        self.saved = []
+        self.modules = [module_of(tensor) for tensor in base_tensors(model)]
+        for tensor in base_tensors(model):
+            if any(part.param in saved for part in tensor.parts):
+                self.tensors[PREFIX + tensor.name] = _stored(model, tensor)
+                self.saved.append(module_of(tensor))
+            else:
+                self._add(tensor)
+
+    def _check(self) -> None:
+        tied = self.model.config.tie_embeddings and "embed.embedding" in self.adapters
+        if tied and self.dora:
+            raise ConfigError("save_adapter: PEFT has no DoRA on an embedding that is also the head; use save_model")
+        for param, adapter in self.adapters.items():
+            if adapter.lora_a.ndim == 4 and self.dora:
+                raise ConfigError(f"save_adapter: PEFT has no DoRA on experts ({param}); use save_model, which merges")
+
+    def _add(self, tensor: Tensor) -> None:
+        """One A and one B of all parts of a tensor: where their A differ, side by side, B being zero across."""
+        module = module_of(tensor)
+        parts = [(p, self.adapters[p.param]) for p in tensor.parts if self._here(p.param, p.index)]
+        if not parts:
+            return
+        if len(tensor.shape) != 2:
+            raise ConfigError(f"save_adapter: {module} holds all experts in one tensor; use save_model, which merges")
+        pairs = [_trimmed(adapter, p.index) for p, adapter in parts]
+        scale = pairs[0][2]
+        shared = all(np.array_equal(a, pairs[0][0]) for a, _, _ in pairs)
+        rank = pairs[0][0].shape[1] if shared else sum(a.shape[1] for a, _, _ in pairs)
+        out, into = tensor.shape if tensor.transpose else tensor.shape[::-1]
+        joined_a, joined_b, first = np.zeros((into, rank), np.float32), np.zeros((rank, out), np.float32), 0
+        for (part, _), (a, b, own) in zip(parts, pairs, strict=True):
+            rows = slice(first, first + a.shape[1])
+            joined_a[:, rows] = a
+            joined_b[rows, part.columns] = b * (own / scale)
+            first += 0 if shared else a.shape[1]
+        dtype = parts[0][1].lora_a.dtype
+        kind, end = ("embedding_", "") if tensor.parts[0].param == "embed.embedding" else ("", ".weight")
+        for letter, array in (("A", joined_a), ("B", joined_b)):
+            self.tensors[f"{PREFIX}{module}.lora_{kind}{letter}{end}"] = np.ascontiguousarray(array.T).astype(dtype)
+        if self.dora:
+            self.tensors[f"{PREFIX}{module}.lora_magnitude_vector"] = self._magnitudes(tensor, out)
+        self.ranks[module] = rank
+        alpha = scale * (math.sqrt(rank) if self.rslora else rank)
+        self.alphas[module] = round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-6) else alpha
+
+    def _here(self, param: str, index: tuple[int, ...]) -> bool:
+        """A layer of the parameter has an adapter."""
+        return param in self.adapters and bool(np.asarray(self.adapters[param].lora_scale[...])[index[:1]])
+
+    def _magnitudes(self, tensor: Tensor, out: int) -> np.ndarray:
+        weights, magnitudes = ModelWeights(self.model).read(), np.empty(out, np.float32)
+        for part in tensor.parts:
+            magnitudes[part.columns] = np.asarray(column_norms(weights[part.param][part.index]))
+            if self._here(part.param, part.index):
+                trained = self.adapters[part.param].lora_magnitude[...][part.index]
+                magnitudes[part.columns] += np.asarray(trained, np.float32)
+        return magnitudes
+
+    def config(self, base: str | None) -> dict[str, Any]:
+        rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (self.ranks, self.alphas))
+        tied = self.model.config.tie_embeddings
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "inference_mode": True,
+            "r": rank,
+            "lora_alpha": alpha,
+            "lora_dropout": self.dropout,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "init_lora_weights": True,
+            "use_rslora": self.rslora,
+            "use_dora": self.dora,
+            "target_modules": self._short(list(self.ranks)),
+            "modules_to_save": self._short(self.saved) or None,
+            "rank_pattern": {re.escape(m): r for m, r in self.ranks.items() if r != rank},
+            "alpha_pattern": {re.escape(m): a for m, a in self.alphas.items() if a != alpha},
+            "ensure_weight_tying": tied and any(m.endswith("embed_tokens") for m in (*self.ranks, *self.saved)),
+        }
+
+    def _short(self, modules: list[str]) -> list[str]:
+        """Last words of names, where all modules that end so are meant; else the whole name."""
+        total, meant = (Counter(m.rsplit(".", 1)[-1] for m in set(names)) for names in (self.modules, modules))
+        return sorted({m if total[w := m.rsplit(".", 1)[-1]] != meant[w] else w for m in modules})
+
+
+def _trimmed(adapter: Adapter, index: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, float]:
+    """A [in, r], B [r, out] and scale of one layer, without the columns that other layers have more."""
+    a, b = (np.asarray(x[...][index], np.float32) for x in (adapter.lora_a, adapter.lora_b))
+    used = a.any(axis=0) | b.any(axis=1)
+    return a[:, used], b[used], float(np.asarray(adapter.lora_scale[...])[index[:1]])
