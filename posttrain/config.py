@@ -14,6 +14,8 @@ Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 AttentionKernel = Literal["auto", "reference", "blockwise", "splash", "tokamax", "cudnn"]
 GroupedKernel = Literal["auto", "reference", "ragged_dot", "buckets", "megablox", "tokamax"]
 Remat = Literal["none", "full", "dots", "offload"]
+Quantize = Literal["none", "int8", "fp8", "int4", "nf4"]
+RolloutQuantize = Literal["none", "int8", "fp8"]
 
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor")
@@ -81,6 +83,10 @@ class ModelSection(Section):
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Type of activations and matrix products; by default `dtype`."""
     lora: LoRA | None = None
+    quantize: Quantize = "none"
+    """Hold the layers' matrices in 8 or 4 bits while `lora` is trained (QLoRA, arXiv:2305.14314); those of routers,
+    embeddings and head stay as they are. Loading prints how far the weights are from what they were; the saved model
+    is again in `dtype`."""
     remat: Remat = "none"
     """What the backward pass computes again to save memory: `full` each block (about a third more time), `dots` all but
     its matrix products, `offload` each block from inputs kept in the host's memory."""
@@ -97,6 +103,8 @@ class ModelSection(Section):
             raise ValueError("give either path (a checkpoint) or init (random weights)")
         if self.path is None and self.tokenizer is None:
             raise ValueError("init needs tokenizer: a folder, a hub id or bytes")
+        if self.quantize != "none" and self.lora is None:
+            raise ValueError(f"quantize={self.quantize} needs lora: quantized weights cannot be trained")
         return self
 
 
@@ -242,6 +250,9 @@ class RolloutSection(Section):
     """Tokens decoded per dispatch at most."""
     record_routing: bool = False
     """Keep which experts of a mixture the sampler used, and use the same ones in training, arXiv:2510.11370."""
+    quantize: RolloutQuantize = "none"
+    """Sample, in evaluations too, from a copy of the weights in 8 bits, adapters merged, made anew after every update.
+    How far it is from the trainer: `sampling/logp_difference/mean`."""
 
 
 class RLSection(TrainSection):
@@ -276,6 +287,11 @@ class RLSection(TrainSection):
     def _fits(self) -> RLSection:
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature=0 gives equal samples, from which nothing can be learned; use 1.0")
+        if self.rollout.quantize != "none" and not self.recompute_old_logps:
+            raise ValueError(
+                f"rollout.quantize={self.rollout.quantize} needs recompute_old_logps: true, for the log-probabilities of "
+                "a quantized sampler are not the trainer's, and the first update's ratio would not be 1"
+            )
         if self.sampling.max_tokens >= self.row_tokens:
             raise ValueError(
                 f"sampling.max_tokens={self.sampling.max_tokens} must be less than row_tokens={self.row_tokens}, "

@@ -26,6 +26,9 @@ RULES: Mapping[str, str | None] = {
 }
 """Name of a parameter's dimension -> mesh axis."""
 
+TILES = "_tiles"
+"""End of the name of a dimension that counts tiles of another: split like it where the axis divides their number."""
+
 BATCH_SPEC = PartitionSpec(ROW_AXES)
 """Rows are split over all axes but `tensor`; T is never split."""
 
@@ -60,8 +63,11 @@ def param_sharding(mesh: Mesh, name: str, dims: Sequence[str], shape: Sequence[i
     """Sharding of a parameter from its dimensions' names; a dimension that its axis does not divide is an error."""
     spec: list[str | None] = []
     for dim, size in zip(dims, shape, strict=True):
-        axis = RULES[dim]
+        axis = RULES[dim.removesuffix(TILES)]
         if axis is not None and mesh.shape[axis] > 1 and size % mesh.shape[axis]:
+            if dim.endswith(TILES):
+                spec.append(None)
+                continue
             raise ConfigError(
                 f"mesh.{axis}={mesh.shape[axis]} must divide the dimension {dim!r} ({size}) of {name}; "
                 f"use a divisor of {size}"

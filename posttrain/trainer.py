@@ -24,6 +24,7 @@ from posttrain.models.adapter import drop, has_dropout
 from posttrain.models.decoder import Decoder
 from posttrain.models.lora import has_lora
 from posttrain.models.moe import check_router, correction_paths
+from posttrain.models.quantize import is_quantized
 from posttrain.models.weights import ModelWeights, Weights
 from posttrain.optim import clip_by_global_norm
 from posttrain.tree import Mean
@@ -71,6 +72,8 @@ class Trainer:
         self._temperature = temperature
         self._max_grad_norm = max_grad_norm
         self._micro_batch_rows = micro_batch_rows
+        if is_quantized(model) and not has_lora(model):
+            raise ValueError("Trainer: quantized weights cannot be trained; give the model an adapter (lora)")
         self._weights = ModelWeights(model)
         self._trainable = self._weights.trainable()
         self._router_loss = router_loss if router_loss is not None and router_loss.on else None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.rootpath / ".pytest_cache" / "jax")
     os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2 << 30)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     if not config.getoption("--no-shape-checks"):
         install_import_hook("posttrain", "beartype.beartype")
 
@@ -38,6 +41,23 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One worker per core for a folder; a single file runs in this process, where start-up would cost more."""
     single = len(config.args) == 1 and Path(config.args[0].split("::")[0]).is_file()
     return 0 if single else min(os.cpu_count() or 1, 8)
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Programs of tests are small and run a few times: XLA compiles them in two thirds of the time without its costly
+    passes. A test that is about what the compiler makes, or that trains for long, is marked `optimized`."""
+    optimized = request.node.get_closest_marker("optimized") is not None
+    set_quick_compilation(not optimized)
+    yield
+    set_quick_compilation(True)
+
+
+def set_quick_compilation(quick: bool) -> None:
+    """In this process and in children to come."""
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quick))
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update("jax_disable_most_optimizations", quick)
 
 
 @pytest.fixture(scope="session")

@@ -167,6 +167,7 @@ def test_clipping_bounds_the_update() -> None:
     assert_allclose(np.sqrt(sum((u**2).sum() for u in update.values())), 0.1, rtol=1e-4)
 
 
+@pytest.mark.optimized
 def test_the_compiled_step_holds_no_array_of_rows_times_tokens_times_vocabulary() -> None:
     vocab, length = 32768, 512
     t = trainer(model=small(vocab_size=vocab), optimizer=make_optimizer(OptimizerSection(learning_rate=1e-3), 10))

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from posttrain.kernels.matmul import matmul
@@ -34,7 +34,9 @@ class Adapter(nnx.Module):
     Arrays have the leading dimensions of W. `lora_scale` is 0 in layers that have no adapter.
     """
 
-    def __init__(self, arrays: Mapping[str, Array], dims: Mapping[str, tuple[str, ...]], *, dropout: float, rslora: bool):
+    def __init__(
+        self, arrays: Mapping[str, Array], dims: Mapping[str, tuple[str, ...]], *, dropout: float, rslora: bool
+    ):
         self.rslora = rslora
         self.dropout = dropout
         self.lora_a = LoRAParam(arrays["lora_a"], dims=dims["lora_a"])
@@ -68,7 +70,7 @@ class Adapter(nnx.Module):
         gain = self.gain(kernel).astype(y.dtype)
         return y * (gain.at[group].get(mode="clip") if group is not None else _as_row(gain, y.ndim))
 
-    def scaled_b(self, dtype: np.dtype) -> Float[Array, "*L r out"]:
+    def scaled_b(self, dtype: DTypeLike) -> Float[Array, "*L r out"]:
         """scale * B: the scale costs least there."""
         b = self.lora_b[...].astype(jnp.float32)
         return (b * _trailing(self.lora_scale[...], b.ndim)).astype(dtype)

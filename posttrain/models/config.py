@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from posttrain.config import AttentionKernel, GroupedKernel, Remat
+from posttrain.config import AttentionKernel, ConfigError, GroupedKernel, Remat
 
 if TYPE_CHECKING:
     from posttrain.models.decoder import Block
@@ -124,6 +124,18 @@ class MoEConfig:
     swiglu_limit: float | None = None
     """Bound of what the activation `swiglu_oai` gets."""
 
+    def __post_init__(self) -> None:
+        groups, chosen, experts = self.router.num_groups, self.router.top_groups, self.num_experts
+        if groups < 1 or experts % groups or (groups > 1 and experts // groups < 2):
+            raise ConfigError(f"n_group={groups} must split the {experts} experts evenly, into groups of 2 or more")
+        if not 1 <= chosen <= groups:
+            raise ConfigError(f"topk_group={chosen} must be from 1 to n_group={groups}")
+        if not 1 <= self.top_k <= chosen * (experts // groups):
+            raise ConfigError(
+                f"num_experts_per_tok={self.top_k} must be from 1 to {chosen * (experts // groups)}, the experts that "
+                "there are to choose from"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
@@ -163,6 +175,7 @@ class ModelConfig:
     model_type: str
     """The Hugging Face `model_type`, which is the name of the family's file."""
     vocab_size: int
+    """Rows of the embedding."""
     embed_dim: int
     norm_eps: float
     tie_embeddings: bool
@@ -174,6 +187,9 @@ class ModelConfig:
     embed_scale: float = 1.0
     logits_scale: float = 1.0
     logits_soft_cap: float | None = None
+    num_tokens: int | None = None
+    """Ids from here on are padding of the embedding: they have no token, and their probability is 0 for trainer and
+    sampler alike. None: every row has a token."""
     layer_inputs: LayerInputsConfig | None = None
     further_layers: int = 0
     """Layers that a checkpoint has after the last, for predicting more than the next token: they are not loaded."""

@@ -32,6 +32,9 @@ UNROLLED_LAYERS_ON_CPU = 8
 SPLIT_LAYERS_ON_CPU = 32
 """Up to this depth decoding on a CPU unrolls the layers: a scan copies weights and cache at every token."""
 
+NO_TOKEN = -1e30
+"""Logit of an id without a token: its probability is 0, also where it is multiplied by the logit."""
+
 
 class Block(nnx.Module):
     """A residual block."""
@@ -241,7 +244,11 @@ class Decoder(nnx.Module):
         logits = self.embed.logits(hidden) if self.head is None else self.head.logits(hidden)
         if c.logits_scale != 1.0:
             logits = logits * c.logits_scale
-        return logits if c.logits_soft_cap is None else c.logits_soft_cap * jnp.tanh(logits / c.logits_soft_cap)
+        if c.logits_soft_cap is not None:
+            logits = c.logits_soft_cap * jnp.tanh(logits / c.logits_soft_cap)
+        if c.num_tokens is not None:
+            logits = jnp.where(jnp.arange(c.vocab_size)[None, None] < c.num_tokens, logits, NO_TOKEN)
+        return logits
 
 
 def first_places(config: ModelConfig) -> list[Place]:

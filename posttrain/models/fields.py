@@ -33,7 +33,7 @@ class Fields:
         return key in self._values
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """The value of the type `kind`; required where there is no default. ConfigError if absent or of another type."""
+        """The value of the type `kind`, required where there is no default. ConfigError if absent or of another one."""
         value = self._values.get(key, default)
         if value is None:
             raise ConfigError(f"{key}: the model's {self.where} must have it")

@@ -125,7 +125,7 @@ class Checkpoint:
         starts = tuple(LAYER.format(layer=layer) + "." for layer in range(config.num_layers, last))
         further = {name for name in names if name.startswith(starts)}
         if further:
-            LOGGER.info(
+            LOGGER.warning(
                 "%s: %d tensors of layers that predict further tokens are not loaded", self._folder, len(further)
             )
         return names - further
@@ -156,7 +156,7 @@ def _pattern(name: str) -> str:
 
 def _equal(one: Readable, two: Readable) -> bool:
     """Whether two matrices are, read a little at a time."""
-    if one.shape != two.shape:
+    if one.shape != two.shape or not {one.kind, two.kind} <= set(FLOATS):
         return False
     rows = max(1, CHUNK_BYTES // (4 * one.shape[1]))
     for start in range(0, one.shape[0], rows):

@@ -18,7 +18,7 @@ class LatentAttention(nnx.Module):
     """DeepSeek-V2's, arXiv:2405.04434, section 2.1.
 
     Without a cache the latents are expanded to keys and values of every head. With one, the cache holds only the
-    latents and the shared rotated key, and the expansion moves into queries and outputs: the same sums in another order.
+    latents and the shared rotated key, and the expansion moves into queries and outputs: the same sums, reordered.
     """
 
     def __init__(self, config: LatentAttentionConfig, model: ModelConfig, repeats: int, init: Init):

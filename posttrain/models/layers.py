@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from posttrain.kernels.matmul import matmul
 from posttrain.models.adapter import Adapter
 from posttrain.models.config import Activation, LayerInputsConfig, MLPConfig, ModelConfig
+from posttrain.models.quant import Quantized
 
 SWIGLU_OAI_ALPHA = 1.702
 
@@ -60,8 +62,13 @@ class Adaptable(nnx.Module):
     """By the name of the matrix."""
 
     def matrices(self) -> Mapping[str, Any]:
-        """The parameters [*leading, in, out] by name."""
+        """The parameters [*leading, in, out] by name; a quantised one reads like a parameter."""
         raise NotImplementedError
+
+    def merged(self, name: str) -> Float[Array, "*L in out"]:
+        """A matrix with its adapter's part, in the matrix' type."""
+        matrix, adapter = self.matrices()[name][...], self.adapters.get(name)
+        return matrix if adapter is None else adapter.merged(matrix)
 
 
 class Linear(Adaptable):
@@ -73,24 +80,28 @@ class Linear(Adaptable):
     def __init__(self, repeats: int, dims: tuple[str, str], shape: tuple[int, int], init: Init, *, bias: bool):
         self.shape = shape
         self.dims = dims
-        self.kernel = param(normal(init, (repeats, *shape)), ("layers", *dims))
+        self.kernel: Any = param(normal(init, (repeats, *shape)), ("layers", *dims))
         self.bias = param(jnp.zeros((repeats, shape[1]), init.dtype), ("layers", dims[1])) if bias else None
         self.adapters = nnx.Dict({})
 
     def matrices(self) -> Mapping[str, Any]:
         return {"kernel": self.kernel}
 
-    def frozen(self, dtype: np.dtype) -> Float[Array, "*L in out"]:
+    def frozen(self, dtype: DTypeLike) -> Float[Array, "*L in out"]:
         """The kernel without the adapter."""
         return self.kernel[...].astype(dtype)
 
     def weight(self, dtype: np.dtype) -> Float[Array, "in out"]:
         """The kernel with the adapter's part, of the one layer that the decoder is at."""
         adapter = self.adapters.get("kernel")
-        return self.frozen(dtype) if adapter is None else adapter.merged(self.frozen(jnp.dtype(jnp.float32))).astype(dtype)
+        return (
+            self.frozen(dtype) if adapter is None else adapter.merged(self.frozen(jnp.float32)).astype(dtype)
+        )
 
     def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
-        y = self._adapted(x, matmul(x, self.frozen(x.dtype)))
+        kernel = self.kernel
+        y = kernel.product(matmul, x) if isinstance(kernel, Quantized) else matmul(x, self.frozen(x.dtype))
+        y = self._adapted(x, y)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)[None, None]
 
     def logits(self, hidden: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
@@ -102,15 +113,13 @@ class Linear(Adaptable):
 
     def _adapted(self, x: Float[Array, "B T in"], y: Float[Array, "B T out"]) -> Float[Array, "B T out"]:
         adapter = self.adapters.get("kernel")
-        return y if adapter is None else adapter.added(y, adapter.down(x), self.frozen(jnp.dtype(jnp.float32)))
+        return y if adapter is None else adapter.added(y, adapter.down(x), self.frozen(jnp.float32))
 
 
 class RMSNorm(nnx.Module):
     """x / rms(x) * (offset + scale) over the last dimension, computed in float32 (arXiv:1910.07467)."""
 
-    def __init__(
-        self, lead: tuple[int, ...], dim: str, size: int, *, eps: float, dtype: np.dtype, offset: float = 0.0
-    ):
+    def __init__(self, lead: tuple[int, ...], dim: str, size: int, *, eps: float, dtype: np.dtype, offset: float = 0.0):
         self.eps = eps
         self.offset = offset
         self.scale = param(jnp.full((*lead, size), 1.0 - offset, dtype), ("layers", dim) if lead else (dim,))
@@ -151,7 +160,7 @@ class Embedding(Adaptable):
             return _transposed_product(hidden, table)
         if adapter.lora_magnitude is not None:
             hidden = hidden * adapter.gain(table).astype(hidden.dtype)[None, None]
-        low = _transposed_product(hidden, adapter.scaled_b(jnp.dtype(jnp.float32)))
+        low = _transposed_product(hidden, adapter.scaled_b(jnp.float32))
         return _transposed_product(hidden, table) + _transposed_product(low, adapter.lora_a[...])
 
 

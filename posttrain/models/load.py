@@ -17,17 +17,26 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from posttrain.config import AttentionKernel, ConfigError, GroupedKernel, LoRA, Remat
+from posttrain.config import AttentionKernel, ConfigError, GroupedKernel, LoRA, Quantize, Remat
 from posttrain.console import progress_bar
 from posttrain.mesh import param_sharding
 from posttrain.models import hf
-from posttrain.models.config import Compute, ModelConfig
+from posttrain.models.config import Compute, LatentAttentionConfig, ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.files import GENERATION, Checkpoint, find_folder, read_json
 from posttrain.models.lora import attach_lora
 from posttrain.models.names import Part, Tensor, tensors
 from posttrain.models.peft import load_adapter
 from posttrain.models.pieces import Reader
+from posttrain.models.quant import Quantized
+from posttrain.models.quantize import (
+    Errors,
+    print_errors,
+    quantizable,
+    quantize_model,
+    quantized_outline,
+    read_quantized,
+)
 from posttrain.models.weights import ModelWeights, Weights
 
 
@@ -43,13 +52,17 @@ def load_model(
     attention: AttentionKernel = "auto",
     grouped_matmul: GroupedKernel = "auto",
     long_context: bool = False,
+    num_tokens: int | None = None,
+    quantize: Quantize = "none",
     seed: int | None = None,
 ) -> Decoder:
-    """The model of a folder in Hugging Face layout or of a hub id, with a new adapter (`lora`) or a PEFT one (`adapter`).
+    """The model of a folder in Hugging Face layout or of a hub id, with a new adapter (`lora`) or PEFT's (`adapter`).
 
     `dtype`: of the parameters, by default as on disk (float32 for float16). `compute_dtype`: of activations, by default
-    `dtype`. `long_context`: the long factors of LongRoPE. `seed`: of a new adapter's weights, by default drawn from the
-    system. ConfigError for unusable files.
+    `dtype`. `long_context`: the long factors of LongRoPE. `num_tokens`: of the tokenizer; ids from there on get the
+    probability 0. `quantize`: hold the matrices of the layers in 8 or 4 bits, which only an adapter can be trained on; no
+    more than one layer of one of them is ever there in `dtype`. `seed`: of a new adapter's weights, by default drawn from the system. ConfigError for unusable files,
+    and for more tokens than the embedding has rows.
     """
     if lora is not None and adapter is not None:
         raise ConfigError("load_model: lora makes a new adapter, adapter loads one; give one of them")
@@ -62,6 +75,7 @@ def load_model(
         raise ConfigError(f"{folder / 'config.json'}: {error}") from error
     if (folder / GENERATION).is_file():
         config = replace(config, generation_json=json.dumps(read_json(folder / GENERATION)))
+    config = with_tokens(config, num_tokens)
     names = hf.family(config.model_type).NAMES
     with ExitStack() as stack:
         checkpoint = Checkpoint(folder, stack, *([wrapper.text_name] if wrapper else []))
@@ -75,10 +89,13 @@ def load_model(
         )
         outline = outline_of(config, compute, dtype)
         shardings = _shardings(outline, mesh)
+        target = outline if quantize == "none" else quantized_outline(outline, quantize)
         stored = tensors(config, names, ModelWeights(outline).shapes())
         checkpoint.check(stored, config, names)
-        weights = _read_weights(checkpoint, stored, outline, shardings, f"loading {path} (MB)")
-    model = ModelWeights(outline).bind(weights)
+        weights, errors = _read_weights(checkpoint, stored, outline, target, shardings, f"loading {path} (MB)")
+    model = ModelWeights(target).bind(weights)
+    if errors:
+        print_errors(errors, quantize)
     if lora is not None:
         attach_lora(model, lora, seed=secrets.randbits(31) if seed is None else seed, mesh=mesh)
     if adapter is not None:
@@ -90,9 +107,11 @@ def _read_weights(
     checkpoint: Checkpoint,
     stored: Sequence[Tensor],
     outline: Decoder,
+    target: Decoder,
     shardings: Mapping[str, NamedSharding | None],
     description: str,
-) -> Weights:
+) -> tuple[Weights, Errors]:
+    """The parameters of `target`, which is `outline` where nothing is quantised."""
     params = {".".join(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(nnx.state(outline))}
     sources: dict[str, dict[tuple[int, ...], tuple[Tensor, Part]]] = {path: {} for path in params}
     for tensor in stored:
@@ -100,7 +119,15 @@ def _read_weights(
             sources[part.param][part.index] = tensor, part
     megabytes = sum(p.size * p.dtype.itemsize for p in params.values()) // 10**6
     with progress_bar(description, megabytes) as advance, Reader(checkpoint, advance) as reader:
-        return {path: reader.read(p.shape, p.dtype, shardings[path], sources[path]) for path, p in params.items()}
+        weights, errors = Weights(), Errors()
+        quantized = {p: s.matrix for p, s in quantizable(target).items() if isinstance(s.matrix, Quantized)}
+        for path, p in params.items():
+            if path in quantized:
+                read, errors[path] = read_quantized(reader, path, quantized[path], shardings[path], sources[path])
+                weights |= read
+            else:
+                weights[path] = reader.read(p.shape, p.dtype, shardings[path], sources[path])
+        return weights, errors
 
 
 def init_model(
@@ -114,9 +141,11 @@ def init_model(
     remat: Remat = "none",
     attention: AttentionKernel = "auto",
     grouped_matmul: GroupedKernel = "auto",
+    num_tokens: int | None = None,
+    quantize: Quantize = "none",
 ) -> Decoder:
     """A model with random weights from the fields of a `config.json`; each device draws only its own part."""
-    config = hf.config_from_init(hf_config)
+    config = with_tokens(hf.config_from_init(hf_config), num_tokens)
     compute = Compute(
         dtype=jnp.dtype(dtype if compute_dtype is None else compute_dtype),
         remat=remat,
@@ -125,21 +154,42 @@ def init_model(
         mesh=mesh,
     )
     outline = outline_of(config, compute, jnp.dtype(dtype))
+    if quantize != "none":
+        outline = quantized_outline(outline, quantize)
 
-    def draw(seed: jax.Array) -> Weights:
+    def draw(seed: jax.Array) -> tuple[Weights, Errors]:
         rngs = nnx.Rngs(jax.random.key(seed))
-        return ModelWeights(Decoder(config, compute, dtype=jnp.dtype(dtype), rngs=rngs)).read()
+        model = Decoder(config, compute, dtype=jnp.dtype(dtype), rngs=rngs)
+        errors = quantize_model(model, quantize) if quantize != "none" else Errors()
+        return ModelWeights(model).read(), errors
 
-    model = ModelWeights(outline).bind(jax.jit(draw, out_shardings=_shardings(outline, mesh))(jnp.uint32(seed)))
+    weights, errors = jax.jit(draw, out_shardings=(_shardings(outline, mesh), None))(jnp.uint32(seed))
+    model = ModelWeights(outline).bind(weights)
+    if errors:
+        print_errors(errors, quantize)
     if lora is not None:
         attach_lora(model, lora, seed=seed, mesh=mesh)
     return model
 
 
-def check_lora(config: ModelConfig, lora: LoRA) -> None:
-    """ConfigError where the adapter does not fit the model; no weights are needed."""
+def check_lora(config: ModelConfig, lora: LoRA, quantize: Quantize = "none") -> None:
+    """ConfigError where the adapter does not fit the model, or quantisation its sizes; no weights are needed."""
     outline = outline_of(config, Compute.of(jnp.float32), jnp.dtype(jnp.float32))
+    if quantize != "none":
+        outline = quantized_outline(outline, quantize)
     nnx.eval_shape(lambda model: attach_lora(model, lora, seed=0), outline)
+
+
+def with_tokens(config: ModelConfig, num_tokens: int | None) -> ModelConfig:
+    """The model for a tokenizer with this many ids. ConfigError where the embedding has fewer rows."""
+    if num_tokens is None or num_tokens == config.vocab_size:
+        return config
+    if num_tokens > config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {num_tokens:,} token ids, the model's embedding only {config.vocab_size:,} rows; "
+            "give the model's own tokenizer"
+        )
+    return replace(config, num_tokens=num_tokens)
 
 
 def outline_of(config: ModelConfig, compute: Compute, dtype: np.dtype) -> Decoder:
@@ -153,7 +203,11 @@ def _shardings(model: Decoder, mesh: Mesh | None) -> dict[str, NamedSharding | N
         return {path: None for path, _, _ in ModelWeights(model).shapes()}
     tensor = mesh.shape["tensor"]
     for block in model.config.blocks:
-        for name, heads in (("num_kv_heads", block.attention.num_kv_heads), ("num_heads", block.attention.num_heads)):
+        counts = {"num_kv_heads": block.attention.num_kv_heads, "num_heads": block.attention.num_heads}
+        if isinstance(block.attention, LatentAttentionConfig):
+            # The one head of its cache is that of the latents, which every device has.
+            del counts["num_kv_heads"]
+        for name, heads in counts.items():
             if heads % tensor:
                 raise ConfigError(
                     f"mesh.tensor={tensor} must divide {name}={heads} of {model.config.model_type}; "

@@ -23,7 +23,8 @@ from posttrain.models.adapter import Adapter
 from posttrain.models.decoder import Decoder, first_places
 from posttrain.models.layers import Adaptable, Linear
 from posttrain.models.names import Tensor, tensors
-from posttrain.models.weights import ADAPTER, SAVED, ModelWeights
+from posttrain.models.quant import Quantized, plain_shapes
+from posttrain.models.weights import ADAPTER, ModelWeights
 
 ALL_LINEAR = "all-linear"
 
@@ -66,7 +67,7 @@ class Plan:
 
 def base_tensors(model: Decoder) -> list[Tensor]:
     """The checkpoint's tensors behind the model's parameters, adapters left out."""
-    shapes = [shape for shape in ModelWeights(model).shapes() if ADAPTER not in shape[0]]
+    shapes = [shape for shape in plain_shapes(ModelWeights(model).shapes()) if ADAPTER not in shape[0]]
     return tensors(model.config, hf.family(model.config.model_type).NAMES, shapes)
 
 
@@ -136,7 +137,9 @@ def _plans(lora: LoRA, every: Mapping[str, Site], num_layers: int) -> dict[str, 
         raise ConfigError(f"lora.layers: {unknown[0]} is no layer of the model, whose layers are 0 to {num_layers - 1}")
     chosen = {path for target in lora.targets for path in _named(target, every)}
     if lora.dropout and (path := next((path for path in sorted(chosen) if not every[path].drops), None)):
-        raise ConfigError(f"lora.dropout={lora.dropout} does not act on {path}; leave it out of the targets, or dropout")
+        raise ConfigError(
+            f"lora.dropout={lora.dropout} does not act on {path}; leave it out of the targets, or dropout"
+        )
     used: set[str] = set()
     plans = {}
     for path in sorted(chosen):
@@ -189,6 +192,7 @@ def _check_pattern(field: str, pattern: str) -> None:
 def _saved(lora: LoRA, model: Decoder, adapted: Collection[str]) -> set[str]:
     """The parameters of the modules to save."""
     modules = _modules(model)
+    quantized = {site.param for site in sites(model).values() if isinstance(site.matrix, Quantized)}
     saved: set[str] = set()
     for pattern in lora.modules_to_save:
         _check_pattern("modules_to_save", pattern)
@@ -198,6 +202,11 @@ def _saved(lora: LoRA, model: Decoder, adapted: Collection[str]) -> set[str]:
             raise ConfigError(f"lora.modules_to_save: {pattern!r} matches no module; there are {kinds}")
         if both := sorted(found & set(adapted)):
             raise ConfigError(f"lora.modules_to_save: {pattern!r} matches {both[0]}, which has an adapter; choose one")
+        if fixed := sorted(found & quantized):
+            raise ConfigError(
+                f"lora.modules_to_save: {pattern!r} matches {fixed[0]}, which model.quantize makes impossible to train; "
+                "give it an adapter"
+            )
         saved |= found
     return saved
 
@@ -230,7 +239,9 @@ def _dims(dims: tuple[str, ...], *, dora: bool) -> dict[str, tuple[str, ...]]:
 
 def _shardings(mesh: Mesh, dims: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str, dict[str, Sharding]]:
     return {
-        path: {name: param_sharding(mesh, f"{path}.{name}", dims[path][name], shape.shape) for name, shape in of.items()}
+        path: {
+            name: param_sharding(mesh, f"{path}.{name}", dims[path][name], shape.shape) for name, shape in of.items()
+        }
         for path, of in shapes.items()
     }
 
@@ -239,11 +250,10 @@ def _born(key: Array, site: Site, plan: Plan, dtype: np.dtype) -> dict[str, Arra
     """A is drawn and B is 0, of an embedding the other way round: as in PEFT. Columns beyond a layer's rank are 0."""
     *lead, before, after = site.matrix.shape
     rank, stacked = max(plan.ranks), tuple(lead[:1])
-    used = jnp.arange(rank) < jnp.asarray(plan.ranks).reshape(*stacked, 1)
-    used = used.reshape(*stacked, *(1 for _ in lead[1:]), 1, rank)
+    used = np.arange(rank) < np.reshape(plan.ranks, (*stacked, *(1 for _ in lead[1:]), 1, 1))
     a, b = jnp.zeros((*lead, before, rank), dtype), jnp.zeros((*lead, rank, after), dtype)
     if site.name == "embedding":
-        b = jnp.where(used.mT, jax.random.normal(key, b.shape), 0.0).astype(dtype)
+        b = jnp.where(used.swapaxes(-1, -2), jax.random.normal(key, b.shape), 0.0).astype(dtype)
     else:
         bound = before**-0.5
         a = jnp.where(used, jax.random.uniform(key, a.shape, minval=-bound, maxval=bound), 0.0).astype(dtype)
@@ -258,12 +268,16 @@ def has_lora(model: Decoder) -> bool:
 def merge(model: Decoder) -> dict[str, Adapter]:
     """Add every adapter to its matrix, in float32, and take it off; `unmerge` with what is returned undoes that.
 
+    ConfigError for adapters beside quantised matrices: `merged` makes plain ones of these.
+
     Exact to the rounding of the matrix' type: 2^-24 of a number in float32, 2^-9 in bfloat16 each way, in which small
     adapters may drown.
     """
     detached = {}
     for path, site in sites(model).items():
         if (adapter := site.adapter) is not None:
+            if isinstance(site.matrix, Quantized):
+                raise ConfigError(f"merge: {path} is quantized, which a merge cannot undo; use merged(model)")
             adapter.fix_gain(site.matrix[...])
             site.matrix.set_value(_by_layer(Adapter.merged, adapter, site.matrix[...]))
             del site.owner.adapters[site.name]
@@ -296,15 +310,25 @@ def _mapped(method: Callable[[Adapter, Array], Array], graph: Any, state: Any, k
 
 
 def merged(model: Decoder) -> Decoder:
-    """A model without adapter that computes the same, as exactly as `merge` can.
+    """A model without adapter and quantised matrices that computes the same, as exactly as `merge` can.
 
     The given model stays as it is; parameters without an adapter are shared with it.
     """
     weights = ModelWeights(model)
     copy = weights.bind(weights.read())
+    for site in sites(copy).values():
+        if isinstance(site.matrix, Quantized):
+            plain = nnx.Param(_merged_layers(site.name, *nnx.split(site.owner)), dims=site.matrix.get_metadata("dims"))
+            setattr(site.owner, site.name, plain)
+            site.owner.adapters.pop(site.name, None)
     merge(copy)
     ModelWeights(copy).save_whole(())
     return copy
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _merged_layers(name: str, graph: Any, state: Any) -> Array:
+    return jax.lax.map(lambda layer: nnx.merge(graph, layer).merged(name), state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,7 +349,7 @@ def parameter_rows(model: Decoder) -> list[ParameterCount]:
     """What training changes of each kind of module, over all layers: `attention.q`, `mlp.up`, `norms`, `head`, ..."""
     weights = ModelWeights(model)
     trainable, found = weights.trainable(), dict[str, list[int]]()
-    for path, _, shape in weights.shapes():
+    for path, _, shape in plain_shapes(weights.shapes()):
         if path.endswith(".lora_scale"):
             continue
         module = path.split(ADAPTER)[0] if ADAPTER in path else path.rsplit(".", 1)[0]

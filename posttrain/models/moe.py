@@ -19,6 +19,7 @@ from posttrain.mesh import RULES, row_shards
 from posttrain.models.config import Compute, MLPConfig, ModelConfig, MoEConfig
 from posttrain.models.context import Context, Place, Tape
 from posttrain.models.layers import MLP, Adaptable, Init, Linear, gated, normal, param
+from posttrain.models.quant import Quantized
 
 
 class Router(nnx.Module):
@@ -89,6 +90,22 @@ class Experts(Adaptable):
         self, x: Float[Array, "N D"], experts: Int[Array, "N k"], weights: Float[Array, "N k"], compute: Compute
     ) -> Float[Array, "N D"]:
         """sum over the chosen experts of weight * expert(x)."""
+        if not any(isinstance(matrix, Quantized) for matrix in self.matrices().values()):
+            return self._computed(x, experts, weights, compute)
+        graph, state = nnx.split(self)
+
+        def run(state: Any, *inputs: Array) -> Array:
+            here = nnx.merge(graph, state)
+            for name, matrix in here.matrices().items():
+                setattr(here, name, nnx.Param(matrix[...], dims=matrix.get_metadata("dims")))
+            return here._computed(*inputs, compute)
+
+        # Else the backward pass would keep the matrices of all layers as they were before quantisation.
+        return jax.checkpoint(run)(state, x, experts, weights)
+
+    def _computed(
+        self, x: Float[Array, "N D"], experts: Int[Array, "N k"], weights: Float[Array, "N k"], compute: Compute
+    ) -> Float[Array, "N D"]:
         if compute.mesh is None or compute.mesh.size == 1:
             return self._mixture(x, experts, weights, kernel=compute.grouped_matmul)
         return self._on_mesh(x, experts, weights, compute.mesh, kernel=compute.grouped_matmul)

@@ -1,4 +1,4 @@
-"""MXFP4 tensors of gpt-oss's files: 4-bit floats with a power of two for every 32 of them (OCP MX specification 1.0)."""
+"""MXFP4 tensors of gpt-oss's files: 4-bit floats, a power of two for every 32 of them (OCP MX specification 1.0)."""
 
 from __future__ import annotations
 

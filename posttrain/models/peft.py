@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
@@ -111,7 +110,7 @@ def _read(file: Path, text_name: Callable[[str], str | None]) -> Arrays:
         raise ConfigError(f"{file}: is not there; adapters in other files, such as .bin, are not supported")
     try:
         with safe_open(file, framework="numpy") as handle:
-            stored = {key.removeprefix(PREFIX): handle.get_tensor(key) for key in handle.keys()}
+            stored = {key.removeprefix(PREFIX): handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{file}: is damaged or incomplete ({error}); copy it anew") from error
     renamed = {}
@@ -139,7 +138,9 @@ def _sorted(
         if module is not None and module in tensors and len(tensors[module].shape) == 2:
             parts.setdefault(module, {})[match[3] or "magnitude"] = array  # type: ignore[index]
         elif module is None and name in known and array.shape == known[name].shape:
-            if any(re.fullmatch(rf"(.*\.)?{re.escape(m)}", module_of(known[name])) for m in config["modules_to_save"] or ()):
+            if any(
+                re.fullmatch(rf"(.*\.)?{re.escape(m)}", module_of(known[name])) for m in config["modules_to_save"] or ()
+            ):
                 whole[name] = array
             elif not np.array_equal(_stored(model, known[name]), array):
                 faults.append(f"{key} differs from the base's, and is not in modules_to_save")
@@ -166,14 +167,16 @@ def _missing(config: Mapping[str, Any], modules: Mapping[str, Any], whole: Mappi
     """Modules that the configuration lists and the file does not hold."""
     targets = config.get("target_modules")
     listed = [] if isinstance(targets, str) or targets is None else targets
-    faults = [f"{t} of target_modules is missing" for t in listed if not any(f".{m}".endswith(f".{t}") for m in modules)]
+    faults = [
+        f"{t} of target_modules is missing" for t in listed if not any(f".{m}".endswith(f".{t}") for m in modules)
+    ]
     held = [f".{name.rsplit('.', 1)[0]}" for name in whole]
     saved = config.get("modules_to_save") or []
     return faults + [f"{m} of modules_to_save is missing" for m in saved if not any(h.endswith(f".{m}") for h in held)]
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """PEFT's rule: a pattern is a regular expression that the end of the module's name matches, the first one counts."""
+    """PEFT's rule: the first pattern counts that, as a regular expression, matches the end of the module's name."""
     patterns = config.get("alpha_pattern") or {}
     key = next((p for p in patterns if re.fullmatch(rf"(.*\.)?({p})", module)), None)
     alpha = config["lora_alpha"] if key is None else patterns[key]
@@ -227,7 +230,11 @@ def _adapter_arrays(model: Decoder, modules: Mapping[str, _Module], tensors: Map
 
 def _empty(site: Site) -> Arrays:
     assert site.adapter is not None
-    found = {"lora_a": site.adapter.lora_a, "lora_b": site.adapter.lora_b, "lora_magnitude": site.adapter.lora_magnitude}
+    found = {
+        "lora_a": site.adapter.lora_a,
+        "lora_b": site.adapter.lora_b,
+        "lora_magnitude": site.adapter.lora_magnitude,
+    }
     return {name: np.zeros(array.shape, np.float32) for name, array in found.items() if array is not None}
 
 
@@ -238,14 +245,21 @@ def _whole_arrays(model: Decoder, whole: Arrays) -> Arrays:
         if tensor.name in whole:
             array = whole[tensor.name].swapaxes(-1, -2) if tensor.transpose else whole[tensor.name]
             for part in tensor.parts:
+                if part.param not in weights:
+                    raise ConfigError(f"{tensor.name} of modules_to_save is quantized; load the model without quantize")
                 target = result.setdefault(part.param, np.array(weights[part.param]))
                 target[part.index] = array[..., part.columns]
     return result
 
 
+def _readable(model: Decoder) -> dict[str, Any]:
+    """By path what reads like an array, quantised matrices included."""
+    return {**ModelWeights(model).read(), **{site.param: site.matrix for site in sites(model).values()}}
+
+
 def _stored(model: Decoder, tensor: Tensor) -> np.ndarray:
     """A tensor of the model as the checkpoint stores it."""
-    weights = ModelWeights(model).read()
+    weights = _readable(model)
     values = [(part.columns, np.asarray(weights[part.param][part.index])) for part in tensor.parts]
     lead = values[0][1].shape[:-1]
     joined = np.empty((*lead, sum(v.shape[-1] for _, v in values)), values[0][1].dtype)
@@ -263,7 +277,7 @@ def save_adapter(model: Decoder, path: str | Path, *, base: str | None = None) -
     if not has_lora(model):
         raise ConfigError("save_adapter: the model has no adapter; use save_model")
     target = Path(path).expanduser().resolve()
-    if target.exists() and (not target.is_dir() or any(target.iterdir()) and not (target / CONFIG).is_file()):
+    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / CONFIG).is_file())):
         raise ConfigError(f"save_adapter: {target} is not an adapter's folder; give a new or empty folder")
     exported = _Export(model)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -294,6 +308,7 @@ class _Export:
         self._check()
         saved = ModelWeights(model).saved()
         self.saved = []
+        self.plain, self.of_experts = set[str](), set[str]()
         self.modules = [module_of(tensor) for tensor in base_tensors(model)]
         for tensor in base_tensors(model):
             if any(part.param in saved for part in tensor.parts):
@@ -301,6 +316,10 @@ class _Export:
                 self.saved.append(module_of(tensor))
             else:
                 self._add(tensor)
+        if both := sorted(self.plain & self.of_experts):
+            raise ConfigError(
+                f"save_adapter: PEFT takes every {both[0]} for the experts' and would lose the others; use save_model"
+            )
 
     def _check(self) -> None:
         tied = self.model.config.tie_embeddings and "embed.embedding" in self.adapters
@@ -335,6 +354,7 @@ class _Export:
             self.tensors[f"{PREFIX}{module}.lora_{kind}{letter}{end}"] = np.ascontiguousarray(array.T).astype(dtype)
         if self.dora:
             self.tensors[f"{PREFIX}{module}.lora_magnitude_vector"] = self._magnitudes(tensor, out)
+        (self.plain if len(parts[0][0].index) < 2 else self.of_experts).add(module.rsplit(".", 1)[-1])
         self.ranks[module] = rank
         alpha = scale * (math.sqrt(rank) if self.rslora else rank)
         self.alphas[module] = round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-6) else alpha
@@ -344,7 +364,7 @@ class _Export:
         return param in self.adapters and bool(np.asarray(self.adapters[param].lora_scale[...])[index[:1]])
 
     def _magnitudes(self, tensor: Tensor, out: int) -> np.ndarray:
-        weights, magnitudes = ModelWeights(self.model).read(), np.empty(out, np.float32)
+        weights, magnitudes = _readable(self.model), np.empty(out, np.float32)
         for part in tensor.parts:
             magnitudes[part.columns] = np.asarray(column_norms(weights[part.param][part.index]))
             if self._here(part.param, part.index):

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +121,7 @@ class Reader:
         self._advance = advance
         self._pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
         self._pending: Array | None = None
-        self._bytes = 0
+        self._bytes = 0.0
 
     def __enter__(self) -> Reader:
         return self
@@ -134,13 +135,21 @@ class Reader:
         parts = [size // part for size, part in zip(shape, local, strict=True)]
         order = stored_order(sources, len(shape))
         pieces = Pieces.cut(shape, parts, order, max_size=self._max_size(dtype))
-        if pieces.piece_shape == shape:
-            return self._put(pieces, (0,) * len(shape), dtype, sharding, sources)
+        starts = list(pieces.starts())
+        share = math.prod(shape) * dtype.itemsize / len(starts)
+        if len(starts) == 1:
+            self._count(share)
+            return self._put(pieces, starts[0], dtype, sharding, sources)
         array = jnp.zeros(shape, dtype, device=sharding)
-        for start in pieces.starts():
+        for start in starts:
             piece = self._put(pieces, start, dtype, sharding, sources)
             self._pending = array = write(array, piece, np.asarray(start, np.int32), sharding)
+            self._count(share)
         return array
+
+    def _count(self, num_bytes: float) -> None:
+        before, self._bytes = self._bytes, self._bytes + num_bytes
+        self._advance(int(self._bytes // 10**6 - before // 10**6))
 
     def _max_size(self, dtype: np.dtype) -> int:
         """Two pieces on the host, and two on the devices where these are the host, are at most the largest tensor."""
@@ -162,8 +171,6 @@ class Reader:
             pass
         # Reading may run ahead of the devices by one piece.
         jax.block_until_ready(self._pending)
-        before, self._bytes = self._bytes, self._bytes + values.nbytes
-        self._advance(self._bytes // 10**6 - before // 10**6)
         if sharding is None:
             return jax.device_put(values)
         return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
@@ -183,10 +190,20 @@ def write(array: Array, piece: Array, start: Int[Array, " N"], sharding: NamedSh
     return jax.shard_map(local, mesh=sharding.mesh, **specs)(array, piece, start)
 
 
+@runtime_checkable
+class Lazy(Protocol):
+    """A parameter of which a layer is computed when it is asked for; None: it is not stacked."""
+
+    dtype: np.dtype
+    nbytes: int
+
+    def layer(self, index: int | None) -> Array: ...
+
+
 class Gather:
     """A model's parameters on the host as a checkpoint stores them, one tensor after the other."""
 
-    def __init__(self, weights: Mapping[str, Array]):
+    def __init__(self, weights: Mapping[str, Array | Lazy]):
         self._weights = weights
         self._held: dict[str, tuple[int | None, np.ndarray]] = {}
 
@@ -204,15 +221,19 @@ class Gather:
 
     def _values(self, part: Part) -> np.ndarray:
         array = self._weights[part.param]
-        layer = part.index[0] if part.index and array.nbytes > MAX_PIECE_BYTES else None
+        layer = part.index[0] if part.index and (not isinstance(array, Array) or array.nbytes > MAX_PIECE_BYTES) else None
         if part.param not in self._held or self._held[part.param][0] != layer:
             self._held.pop(part.param, None)
-            self._held[part.param] = layer, _on_host(array if layer is None else _slice(array, layer))
+            if not isinstance(array, Array):
+                array = array.layer(layer)
+            elif layer is not None:
+                array = _slice(array, layer)
+            self._held[part.param] = layer, _on_host(array)
         return self._held[part.param][1][part.index if layer is None else part.index[1:]]
 
 
 @jax.jit
-def _slice(array: Array, layer: int) -> Array:
+def _slice(array: Array, layer: int | Array) -> Array:
     return jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
 
 

@@ -63,20 +63,25 @@ def rope_from_hf(
     head_dim: int,
     *,
     theta: float = 10_000.0,
-    rotary_factor: float = 1.0,
+    rotary_factor: float | None = None,
     layer_type: str | None = None,
     interleaved: bool = False,
 ) -> Rope:
     """RoPE from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`.
 
-    `theta`, `rotary_factor`: the family's defaults. `layer_type`: the entry, where `rope_parameters` has one for each
-    type of layer. ConfigError for unknown kinds and for fields that a kind lacks or does not have.
+    `theta`, `rotary_factor`: the family's defaults; None: it always rotates the whole head. `layer_type`: the entry,
+    where `rope_parameters` has one for each type of layer. ConfigError for unknown kinds and for fields that a kind
+    lacks or does not have.
     """
     fields = _section(hf)
     if layer_type is not None and layer_type in fields:
         fields = fields.section(layer_type)
     base = (fields if "rope_theta" in fields else hf).get("rope_theta", float, theta)
-    part = (fields if "partial_rotary_factor" in fields else hf).get("partial_rotary_factor", float, rotary_factor)
+    part = (fields if "partial_rotary_factor" in fields else hf).get(
+        "partial_rotary_factor", float, rotary_factor or 1.0
+    )
+    if rotary_factor is None and part != 1.0 and _kind(fields) != "proportional":
+        raise ConfigError(f"partial_rotary_factor={part} is not supported: models of this type rotate the whole head")
     frequencies, magnitude = _kinds(_kind(fields), fields, hf, base, head_dim, part)
     fields.refuse_unread(allowed=("original_max_position_embeddings",))
     if 2 * len(frequencies) > head_dim:
@@ -171,14 +176,15 @@ def _longrope_from_hf(fields: Fields, hf: Fields, theta: float, dim: int) -> tup
     original = _original(fields, hf)
     factor = fields.get("factor", float, hf.get("max_position_embeddings", int) / original)
     default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    sets = [fields.get(name, list) for name in ("short_factor", "long_factor")]
-    for name, values in zip(("short_factor", "long_factor"), sets, strict=True):
-        if len(values) != dim // 2:
+    frequencies = default_frequencies(theta, dim)
+    sets = {name: fields.get(name, list) for name in ("short_factor", "long_factor")}
+    for name, values in sets.items():
+        if len(values) != len(frequencies):
             raise ConfigError(
-                f"{fields.where}: {name} must have {dim // 2} numbers, one for each pair; got {len(values)}"
+                f"{fields.where}: {name} must have {len(frequencies)} numbers, one for each pair; got {len(values)}"
             )
-    stretch = np.asarray(sets[1] if hf.long_context else sets[0], np.float32)
-    return default_frequencies(theta, dim) / stretch, fields.get("attention_factor", float, default)
+    stretch = np.asarray(sets["long_factor" if hf.long_context else "short_factor"], np.float32)
+    return frequencies / stretch, fields.get("attention_factor", float, default)
 
 
 def rope_tables(rope: Rope, positions: Int[Array, "B T"]) -> Tables:

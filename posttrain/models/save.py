@@ -14,8 +14,9 @@ from posttrain.config import ConfigError
 from posttrain.models import hf
 from posttrain.models.decoder import Decoder
 from posttrain.models.files import GENERATION, WEIGHTS, WEIGHTS_INDEX
-from posttrain.models.lora import base_tensors, has_lora, merged
+from posttrain.models.lora import base_tensors
 from posttrain.models.pieces import Gather
+from posttrain.models.quantize import is_quantized, plain_arrays
 from posttrain.models.tensor_file import Outline, write_tensors
 from posttrain.models.weights import ModelWeights
 
@@ -42,6 +43,8 @@ class SavedTokenizer(Protocol):
 def save_model(model: Decoder, path: str | Path, *, tokenizer: SavedTokenizer | None = None) -> None:
     """Write a folder that transformers loads, an adapter merged into its base; the folder appears whole or not at all.
 
+    Quantised matrices are written as what the model computes with: plain ones in the type that it was loaded in.
+
     ConfigError where the folder holds something that no model folder has, which replacing it would lose.
     """
     target = Path(path).expanduser().resolve()
@@ -56,13 +59,15 @@ def save_model(model: Decoder, path: str | Path, *, tokenizer: SavedTokenizer | 
         config["dtype" if "dtype" in config else "torch_dtype"] = model.embed.embedding[...].dtype.name
         ids = {key: config[key] for key in SPECIAL_TOKENS if config.get(key) is not None}
         generation = ids | json.loads(model.config.generation_json)
+        # It tells transformers to take the values of config.json instead.
+        generation.pop("_from_model_config", None)
         if tokenizer is not None and tokenizer.stop_ids:
             stops = list(tokenizer.stop_ids)
             generation["eos_token_id"] = stops[0] if len(stops) == 1 else stops
         # transformers fills in a family's usual ids where there are none.
         _write_json(new / "config.json", {key: generation[key] for key in SPECIAL_TOKENS if key in generation} | config)
         _write_json(new / GENERATION, generation)
-        _write_weights(new, merged(model) if has_lora(model) else model)
+        _write_weights(new, model)
         if target.exists():
             target.rename(Path(temporary) / "old")
         new.rename(target)
@@ -71,8 +76,10 @@ def save_model(model: Decoder, path: str | Path, *, tokenizer: SavedTokenizer | 
 def hf_tensors(model: Decoder) -> Iterator[tuple[str, np.ndarray]]:
     """The model's tensors under their Hugging Face names and in their layout, one after the other on the host.
 
-    An adapter is not part of them: give `merged(model)`.
+    An adapter is not part of them: give `merged(model)`. ConfigError for a quantised model.
     """
+    if is_quantized(model):
+        raise ConfigError("hf_tensors: the model is quantized; give merged(model)")
     gather = Gather(ModelWeights(model).read())
     for tensor in base_tensors(model):
         yield tensor.name, gather.tensor(tensor)
@@ -80,7 +87,7 @@ def hf_tensors(model: Decoder) -> Iterator[tuple[str, np.ndarray]]:
 
 def _write_weights(folder: Path, model: Decoder) -> None:
     """Files of weights, of which the host holds one tensor at a time."""
-    weights = ModelWeights(model).read()
+    weights = plain_arrays(model)
     gather = Gather(weights)
     stored = {t.name: (t, Outline(t.name, weights[t.parts[0].param].dtype, t.shape)) for t in base_tensors(model)}
     shards: list[list[Outline]] = [[]]

@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from posttrain.config import ConfigError
 from posttrain.models import hf
 from posttrain.models.config import MLPConfig, ModelConfig, MoEConfig, stages_of
 from posttrain.models.decoder import Decoder
 from posttrain.models.fields import Fields
+from posttrain.models.load import outline_of
 from posttrain.models.weights import ModelWeights
 
 TARGETS: Mapping[str, str] = {
@@ -139,8 +139,7 @@ def upcycled(model: Decoder, plan: Upcycling, *, seed: int) -> Decoder:
             f"upcycle: split multiplies weights by top_k={plan.top_k}, which rounds {dtype.name} ones unless it is a "
             "power of two; use one, or copy"
         )
-    outline = nnx.eval_shape(lambda: Decoder(config, model.compute, dtype=dtype, rngs=nnx.Rngs(0)))
-    weights, dense = ModelWeights(outline), ModelWeights(model).read()
+    weights, dense = ModelWeights(outline_of(config, model.compute, dtype)), ModelWeights(model).read()
     draw = np.random.default_rng(seed)
     made = {}
     for path, _, shape in weights.shapes():

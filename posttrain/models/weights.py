@@ -8,8 +8,9 @@ import jax
 from flax import nnx
 from jax import Array
 
-from posttrain.models.decoder import Decoder
 from posttrain.models.adapter import LoRAParam
+from posttrain.models.decoder import Decoder
+from posttrain.models.quant import QuantizedParam
 
 Weights = dict[str, Array]
 
@@ -46,9 +47,10 @@ class ModelWeights:
         return nnx.merge(self._graph, nnx.from_flat_state((self._paths[p], w) for p, w in weights.items()))
 
     def trainable(self) -> frozenset[str]:
-        """Paths of the adapter's parameters and those saved beside it if there is one, else of all parameters."""
+        """Paths of the adapter's parameters and those saved beside it if there is one, else of all that can be trained."""
         adapter = frozenset(path for path, v in self._variables.items() if isinstance(v, LoRAParam))
-        return adapter | self.saved() if adapter else frozenset(self._variables)
+        plain = frozenset(path for path, v in self._variables.items() if not isinstance(v, QuantizedParam))
+        return adapter | self.saved() if adapter else plain
 
     def saved(self) -> frozenset[str]:
         """Paths of the base's own parameters that are trained in full beside an adapter."""

@@ -131,7 +131,7 @@ def _read_model(prepared: Prepared) -> None:
         return
     prepared.model = model
     if config.model.lora is not None:
-        check_lora(model, config.model.lora)
+        check_lora(model, config.model.lora, config.model.quantize)
     if config.model.tokenizer is not None and vocab_size is not None and vocab_size > model.vocab_size:
         raise ConfigError(
             f"model.tokenizer: {config.model.tokenizer} has {vocab_size} tokens, the model only {model.vocab_size}; "

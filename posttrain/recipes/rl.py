@@ -83,6 +83,7 @@ class _RLRun:
             tokenizer_decode=stage.tokenizer.decode,
             version=0,
             record_routing=section.rollout.record_routing,
+            quantize=section.rollout.quantize,
         )
         self.cluster = Cluster(self.trainer, engine, keep_reference=inputs.algorithm.loss.kl_coef > 0)
         self.prompts = PromptBatches(

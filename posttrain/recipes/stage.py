@@ -71,6 +71,7 @@ class StageRun:
             "dtype": m.dtype,
             "compute_dtype": m.compute_dtype,
             "lora": m.lora,
+            "quantize": m.quantize,
             "mesh": self.mesh,
             "remat": m.remat,
             "attention": m.attention,

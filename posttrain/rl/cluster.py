@@ -39,9 +39,13 @@ class Cluster:
 
     def logps(self, role: Role, batch: Batch) -> Float[np.ndarray, "B T"]:
         """Log-probabilities of the batch's tokens under a role's weights, at the actor's temperature."""
-        # Without the optional arrays, which would make another program of the same computation.
+        # Without the arrays that the model does not read, which would make another program of the same computation.
         rows = Batch(
-            tokens=batch.tokens, positions=batch.positions, segments=batch.segments, loss_weight=batch.loss_weight
+            tokens=batch.tokens,
+            positions=batch.positions,
+            segments=batch.segments,
+            loss_weight=batch.loss_weight,
+            experts=batch.experts,
         )
         if role is Role.ACTOR:
             return self.actor.stats(rows).logps

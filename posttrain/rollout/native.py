@@ -10,9 +10,12 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from posttrain.config import RolloutQuantize
 from posttrain.models.cache import KVCache
 from posttrain.models.decoder import Decoder
 from posttrain.models.moe import check_recording
+from posttrain.models.quantize import QuantizedCopies
+from posttrain.models.weights import ModelWeights
 from posttrain.rollout.programs import Chunk, Loaded, Programs, Prompts, Rows, empty_slots
 from posttrain.rollout.scheduler import Request, Scheduler, bucket, distinct_prefixes, row_sizes, rows_for, stop_at
 from posttrain.rollout.stopping import first_completed
@@ -43,7 +46,7 @@ class Dispatch:
 
 
 class NativeEngine:
-    """Samples from a `Decoder` in this process, whose arrays it shares.
+    """Samples from a `Decoder` in this process, whose arrays it shares, or with `quantize` from a copy in 8 bits.
 
     A completion depends on its prompt, its parameters and the weights; batch, slot and schedule change its
     log-probabilities by rounding only. Programs are compiled at the first request of each shape.
@@ -61,6 +64,7 @@ class NativeEngine:
         tokenizer_decode: Callable[[Sequence[int]], str] | None,
         version: int = 0,
         record_routing: bool = False,
+        quantize: RolloutQuantize = "none",
     ):
         for name, value in {"slots": slots, "decode_steps": decode_steps}.items():
             if value < 1:
@@ -78,7 +82,8 @@ class NativeEngine:
         self.programs = Programs(record=record_routing)
         self._decode_text = tokenizer_decode
         self._scheduler = Scheduler(slots)
-        self._loaded = Loaded.of(model, version)
+        self._copies = None if quantize == "none" else QuantizedCopies(quantize)
+        self._loaded = self._load(model, version)
         self._cache: KVCache | None = None
         self._stop_ids_width = MIN_STOP_IDS
         # The thread of a cancelled driver may still be on the device when the next one starts.
@@ -117,7 +122,13 @@ class NativeEngine:
         """
         if model.config != self._loaded.source.model.config:
             raise ValueError("update_weights: the model's configuration differs from the engine's; make a new engine")
-        self._loaded = Loaded.of(model, version)
+        self._loaded = self._load(model, version)
+
+    def _load(self, model: Decoder, version: int) -> Loaded:
+        source = ModelWeights(model)
+        if self._copies is None:
+            return Loaded.of(source, source.read(), version)
+        return Loaded.of(*self._copies(model), version)
 
     def close(self) -> None:
         """End every request with what it has, as `abort`; later ones raise RuntimeError."""

@@ -29,7 +29,7 @@ from posttrain.tree import pytree
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """The weights in use: references to the model's arrays, never copies."""
+    """The weights in use: references to a model's arrays, never copies."""
 
     source: ModelWeights
     arrays: Weights
@@ -38,11 +38,9 @@ class Loaded:
     """What compiled programs depend on."""
 
     @classmethod
-    def of(cls, model: Decoder, version: int) -> Loaded:
-        source = ModelWeights(model)
-        arrays = source.read()
+    def of(cls, source: ModelWeights, arrays: Weights, version: int) -> Loaded:
         layout = frozenset((path, w.shape, w.dtype, _devices(w)) for path, w in arrays.items())
-        return cls(source=source, arrays=arrays, version=version, layout=(nnx.graphdef(model), layout))
+        return cls(source=source, arrays=arrays, version=version, layout=(nnx.graphdef(source.model), layout))
 
 
 def _devices(array: Array) -> Hashable:

@@ -159,6 +159,7 @@ def test_eight_devices_as_one(kernel: AttentionKernel, kv_heads: int, tensor: in
         assert_allclose(value, want, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.optimized
 def test_blocks_are_all_that_long_rows_hold() -> None:
     length = 2048
     data = rows(lengths=((length,),), length=length)

@@ -99,6 +99,7 @@ def test_few_rows(kernel: GroupedKernel) -> None:
     assert_allclose(got, loop(np.asarray(x[:5]), np.asarray(w), sizes), atol=1e-5)
 
 
+@pytest.mark.optimized
 def test_buckets_hold_little_more_than_operands_and_result() -> None:
     rows, groups, embed, mlp = 1024, 16, 64, 64
     shapes = [(rows, embed), (groups, embed, mlp), (rows, mlp)]

@@ -146,6 +146,7 @@ def test_golden(name: str) -> None:
         np.testing.assert_allclose(grad[:, :-1], arrays[f"out/{name}/{total}"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.optimized
 def test_no_array_of_rows_tokens_and_vocabulary() -> None:
     """Half of B x T x V in float32 bounds all temporaries of value and gradient; the slow twin breaks that bound."""
     rows, length, vocab, dim = 4, 512, 8192, 32

@@ -261,9 +261,20 @@ class GoldenChecks:
         assert_allclose(theirs, golden.arrays["plain_logits"], atol=golden.atol, rtol=0)
 
 
-def same_as_transformers(folder: Path, *, atol: float = ROUNDING, length: int = 14) -> Decoder:
+def random_checkpoint(folder: Path, fields: dict[str, Any]) -> None:
+    """A random model of transformers with this `config.json`; no bias is 0 and no norm 1. Skips without torch."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**fields))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim > 1 else 0.1))
+    model.save_pretrained(folder)
+
+
+def same_as_transformers(folder: Path, *, atol: float = ROUNDING, length: int = 14, **options: Any) -> Decoder:
     """Our model of a checkpoint, after a comparison of its logits with those of transformers."""
-    model = load_model(folder)
+    model = load_model(folder, **options)
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, length)).astype(np.int32)
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
     ours = logits_of(model, Batch(tokens, positions, np.ones_like(tokens)))

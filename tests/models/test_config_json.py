@@ -81,7 +81,8 @@ def test_rope_scaling_in_both_styles() -> None:
 
 
 def test_rope_of_a_part_of_the_head() -> None:
-    assert frequencies(LLAMA, partial_rotary_factor=0.5) == [plain(10_000.0, 4)] * 2
+    phi3 = LLAMA | {"model_type": "phi3"}
+    assert frequencies(phi3, partial_rotary_factor=0.5) == [plain(10_000.0, 4)] * 2
     assert frequencies(GLM4) == [plain(10_000.0, 8)] * 2
     assert frequencies(GLM4, rope_parameters={"partial_rotary_factor": 0.25}) == [plain(10_000.0, 4)] * 2
 
@@ -158,6 +159,10 @@ def test_the_run_chooses_the_set_of_longrope() -> None:
         ({"rope_scaling": {"type": "linear"}}, "factor: the model's rope_scaling must have it"),
         ({"rope_scaling": {"type": "linear", "factor": 2, "beta_fast": 1}}, "rope_scaling: beta_fast: unknown field"),
         ({"rope_scaling": "yarn"}, "rope_scaling: must be an object, got 'yarn'"),
+        (
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor=0.5 is not supported: models of this type rotate the w",
+        ),
         ({"head_dim": 7}, "head_dim=7 with partial_rotary_factor=1.0 cannot be split into pairs for RoPE"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 must divide num_attention_heads=4"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: weights quantised by 'gptq' are not"),

@@ -122,17 +122,6 @@ def test_scanned_is_unrolled_and_remat_changes_nothing(monkeypatch: pytest.Monke
     assert_same_gradients(unrolled, gradients(tiny_model(remat="full", **pattern), tokens))
 
 
-def test_program_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder, "UNROLLED_LAYERS_ON_CPU", 0)
-
-    def size(num_layers: int) -> int:
-        weights = ModelWeights(tiny_model(num_layers=num_layers, windows=(None,)))
-        x = jnp.zeros((1, 4), jnp.int32)
-        return len(jax.jit(lambda arrays: weights.bind(arrays)(x, x, x)[0]).lower(weights.read()).as_text())
-
-    assert size(12) < 1.02 * size(4)
-
-
 def test_cached_decode_is_full_forward(model: Decoder) -> None:
     """Two rows of unlike length: prompts at once with padding, then chunks of one, three and one token."""
     tokens, lengths = rows(5, 2, 16), np.asarray([6, 3])

@@ -57,6 +57,7 @@ def decoding_step(model: Decoder) -> Any:
     return jax.jit(step, donate_argnums=1).lower(weights.read(), cache)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("program", [training_step, decoding_step])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_48_layers_are_no_more_to_compile_than_few(program: Any, pattern: str) -> None:
@@ -70,6 +71,7 @@ def test_48_layers_are_no_more_to_compile_than_few(program: Any, pattern: str) -
     assert sizes[1][1] <= 1.2 * sizes[0][1]
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("remat", ["full", "dots", "offload"])
 def test_rematerialisation_saves_memory_and_changes_nothing(remat: Any) -> None:
     models = [tiny_model(num_layers=12, windows=(None,), remat=kind) for kind in ("none", remat)]

@@ -1,10 +1,12 @@
-"""Checkpoints: what is written loads in transformers and back, and every fault of the files is one clear error."""
+"""Checkpoints in: read a little at a time into the right places, and every fault of the files is one clear error."""
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import shutil
-from collections.abc import Sequence
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -12,142 +14,149 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
-from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from posttrain.config import ConfigError, LoRA, MeshSection
+from posttrain.kernels.token_stats import token_stats
 from posttrain.mesh import make_mesh
-from posttrain.models import load
-from posttrain.models.decoder import Decoder
+from posttrain.models import pieces
+from posttrain.models.files import HUB_FILES, HUB_OTHERS, find_folder
 from posttrain.models.load import init_model, load_model
-from posttrain.models.save import hf_tensors, save_model
+from posttrain.models.pieces import Pieces
+from posttrain.models.save import save_model
 from posttrain.models.weights import ModelWeights
-from tests.tiny import forward, shake, tiny_config, tiny_model
+from posttrain.rollout.sampling import sample
+from tests.models.checkpoints import GOLDENS, LLAMA, assert_same, edit, weights_of
+from tests.tiny import tiny_model
 
-GOLDEN = Path(__file__).parent.parent / "goldens" / "models" / "qwen3"
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "hidden_act": "gelu_pytorch_tanh",
-    "attention_bias": True,
-    "mlp_bias": True,
-    "rope_scaling": {"rope_type": "linear", "factor": 3.0},
-    "initializer_range": 0.1,
-    "eos_token_id": 5,
-}
+GOLDEN = GOLDENS / "qwen3"
 
 
-def weights_of(model: Decoder) -> dict[str, np.ndarray]:
-    return {path: np.asarray(w) for path, w in ModelWeights(model).read().items()}
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(GOLDEN, tmp_path / "model", copy_function=shutil.copyfile))
 
 
-def assert_same(one: Decoder, two: Decoder) -> None:
-    expected, got = weights_of(one), weights_of(two)
-    assert expected.keys() == got.keys()
-    for path, value in expected.items():
-        assert got[path].dtype == value.dtype
-        assert_array_equal(got[path], value, err_msg=path)
+def fault(path: str | Path, **options: Any) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load_model(path, **options)
+    message = str(raised.value)
+    assert "\n" not in message
+    return message
 
 
-def built(name: str) -> Decoder:
-    if name == "llama":
-        model = init_model(LLAMA, dtype=jnp.float32, seed=0)
-    elif name == "qwen2":
-        model = tiny_model(qk_norm=False, bias=True, tie_embeddings=False)
-    else:
-        model = tiny_model()
-    shake(model, seed=2)
-    return model
+Dim = tuple[int, int]
+"""Devices along a dimension, and the size that each has of it."""
+DIMS = st.lists(st.tuples(st.sampled_from([1, 1, 2, 4]), st.integers(1, 5)), min_size=1, max_size=4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_saved_model_is_the_same_in_transformers_and_here(name: str, tmp_path: Path) -> None:
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    model = built(name)
-    save_model(model, tmp_path / "out")
-    assert_same(model, load_model(tmp_path / "out"))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert type(theirs).__name__ == {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[name] + "ForCausalLM"
-    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 14))
-    with torch.no_grad():
-        expected = theirs(torch.from_numpy(tokens)).logits.numpy()
-    assert_allclose(forward(model, tokens), expected, atol=2e-4)
+@given(st.tuples(st.permutations(range(4)), DIMS), st.integers(1, 5000))
+def test_pieces_cover_a_parameter_and_stay_on_their_devices(chosen: tuple[list[int], list[Dim]], max_size: int) -> None:
+    order, dims = chosen
+    shape, parts = tuple(n * size for n, size in dims), [n for n, _ in dims]
+    cut = Pieces.cut(shape, parts, [dim for dim in order if dim < len(dims)], max_size=max_size)
+    parameter = np.arange(math.prod(cut.shape)).reshape(cut.shape)
+    local = [size // n for size, n in zip(cut.shape, cut.parts, strict=True)]
+    written = np.full(cut.shape, -1)
+    for start in cut.starts():
+        piece = np.full(cut.piece_shape, -1)
+        for bands in cut.bands(start):
+            piece[tuple(to for to, _ in bands)] = parameter[tuple(at for _, at in bands)]
+        assert piece.min() >= 0
+        for device in np.ndindex(*cut.parts):
+            of_piece = tuple(slice(i * b, (i + 1) * b) for i, b in zip(device, cut.block, strict=True))
+            corner = [i * size + first for i, size, first in zip(device, local, start, strict=True)]
+            written[tuple(slice(c, c + b) for c, b in zip(corner, cut.block, strict=True))] = piece[of_piece]
+    assert_array_equal(written, parameter)
 
 
-def test_loaded_checkpoint_keeps_its_config(tmp_path: Path) -> None:
-    model = load_model(GOLDEN, dtype=jnp.bfloat16)
-    save_model(model, tmp_path / "out")
-    before, after = (json.loads((folder / "config.json").read_text()) for folder in (GOLDEN, tmp_path / "out"))
-    assert after == before | {"dtype": "bfloat16"}
-    assert_same(model, load_model(tmp_path / "out"))
-    with safe_open(tmp_path / "out" / "model.safetensors", "numpy") as file:
-        assert file.metadata() == {"format": "pt"}
+def test_pieces_are_as_large_as_allowed() -> None:
+    def block(max_size: int, order: tuple[int, ...] = (0, 1, 2, 3)) -> tuple[int, ...]:
+        return Pieces.cut((12, 8, 64, 32), (1, 4, 1, 2), order, max_size=max_size).block
+
+    assert block(12 * 8 * 64 * 32) == (12, 2, 64, 16)
+    assert block(5 * 8 * 64 * 32) == (4, 2, 64, 16)
+    assert block(8 * 64 * 32 - 1) == (1, 1, 64, 16)
+    # Four experts, one on each device, and all columns of a row.
+    assert block(4 * 10 * 32) == (1, 1, 10, 16)
+    assert block(1) == (1, 1, 1, 16)
+    # A transposed matrix lies in the file by columns.
+    assert block(4 * 64 * 10, (0, 1, 3, 2)) == (1, 1, 64, 4)
 
 
-class Tokenizer:
-    def __init__(self, stop_ids: Sequence[int]):
-        self.stop_ids = stop_ids
-
-    def save(self, path: str | Path) -> None:
-        (Path(path) / "tokenizer.json").write_text("{}")
-
-
-def test_generation_config_names_where_to_stop(tmp_path: Path) -> None:
-    model = init_model(LLAMA, dtype=jnp.float32, seed=0)
-
-    def written(tokenizer: Tokenizer | None) -> tuple[Any, Any]:
-        save_model(model, tmp_path / "out", tokenizer=tokenizer)
-        files = ("generation_config.json", "config.json")
-        return tuple(json.loads((tmp_path / "out" / file).read_text())["eos_token_id"] for file in files)
-
-    assert written(None) == (5, 5)
-    assert written(Tokenizer([7])) == (7, 5)
-    assert written(Tokenizer([7, 8])) == ([7, 8], 5)
-    assert (tmp_path / "out" / "tokenizer.json").is_file()
-
-
-def test_large_models_are_split_into_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "MAX_SHARD_BYTES", 40_000)
-    model = tiny_model()
-    save_model(model, tmp_path / "out")
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    files = sorted(set(index["weight_map"].values()))
-    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
-    # The embedding alone is larger than a shard may be.
-    assert [sum(x.nbytes for x in load_file(tmp_path / "out" / f).values()) < 40_000 for f in files].count(False) == 1
-    assert index["metadata"]["total_size"] == sum(x.nbytes for _, x in hf_tensors(model))
-    assert_same(model, load_model(tmp_path / "out"))
-    (tmp_path / "out" / files[1]).unlink()
-    with pytest.raises(ConfigError, match=f"{files[1]} of model.safetensors.index.json not there"):
-        load_model(tmp_path / "out")
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("qwen3_moe", {"fsdp": 2, "tensor": 2, "expert": 2}),
+        ("gpt_oss", {"expert": 2, "fsdp": 4, "tensor": 1}),
+        ("gpt_oss_mxfp4", None),
+        ("phi3", {"data": 2, "fsdp": 2, "tensor": 2}),
+    ],
+)
+def test_loading_in_pieces(name: str, axes: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = load_model(GOLDENS / name)
+    mesh = None if axes is None else make_mesh(MeshSection(**axes))
+    monkeypatch.setattr(pieces, "MIN_PIECE_BYTES", 600)
+    monkeypatch.setattr(pieces, "MAX_PIECE_BYTES", 600)
+    before = pieces.write._cache_size()
+    loaded = load_model(GOLDENS / name, mesh=mesh)
+    assert_same(loaded, whole)
+    weights = ModelWeights(loaded).read()
+    # One program for all layers and experts.
+    assert 0 < pieces.write._cache_size() - before <= len({w.shape for w in weights.values()})
+    for path, w in weights.items():
+        part = math.prod(w.shape) if mesh is None else math.prod(w.sharding.shard_shape(w.shape))
+        assert all(shard.data.size == part for shard in w.addressable_shards), path
+    if mesh is not None:
+        assert any(shard.data.size < w.size for w in weights.values() for shard in w.addressable_shards)
 
 
-def test_saving_replaces_a_model_but_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "out"
-    save_model(tiny_model(seed=0), target)
-    save_model(tiny_model(seed=1), target)
-    assert_same(tiny_model(seed=1), load_model(target))
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    (target / "notes.md").touch()
-    with pytest.raises(ConfigError, match="is not a model's folder, it holds notes.md; give a new or empty folder"):
-        save_model(tiny_model(seed=2), target)
-    (target / "notes.md").unlink()
+@pytest.mark.parametrize("axes", [None, {"fsdp": 4, "tensor": 2}])
+def test_pieces_are_written_in_place(axes: dict[str, int] | None) -> None:
+    shape, piece = (4, 256, 512), (1, 256, 512)
+    spec = jax.sharding.PartitionSpec(None, "fsdp", "tensor")
+    sharding = None if axes is None else jax.sharding.NamedSharding(make_mesh(MeshSection(**axes)), spec)
+    struct = [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=sharding) for s in (shape, piece)]
+    compiled = pieces.write.lower(*struct, np.zeros(3, np.int32), sharding).compile()
+    memory = compiled.memory_analysis()
+    local = math.prod(shape) * 2 // (1 if sharding is None else 8)
+    assert memory.alias_size_in_bytes == local
+    assert memory.temp_size_in_bytes < local // 8
+    assert not any(name in compiled.as_text() for name in ("all-gather", "all-reduce", "collective-permute"))
 
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError("disk full")
 
-    monkeypatch.setattr(load, "save_file", fail)
-    with pytest.raises(OSError, match="disk full"):
-        save_model(tiny_model(seed=2), target)
-    assert_same(tiny_model(seed=1), load_model(target))
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+LARGEST = 8192 * 128 * 2
+"""Bytes of the embedding of `large`."""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of many times its largest tensor."""
+    folder = tmp_path_factory.mktemp("large")
+    fields = LLAMA | {"vocab_size": 8192, "hidden_size": 128, "intermediate_size": 2048, "num_hidden_layers": 12}
+    model = init_model(fields, dtype=jnp.bfloat16, seed=0)
+    assert sum(w.nbytes for w in ModelWeights(model).read().values()) > 8 * LARGEST
+    save_model(model, folder)
+    return folder
+
+
+@pytest.mark.parametrize("axes", [None, {"fsdp": 4, "tensor": 2}])
+def test_host_holds_less_than_two_tensors(
+    axes: dict[str, int] | None, large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "MIN_PIECE_BYTES", 1 << 18)
+    mesh = None if axes is None else make_mesh(MeshSection(**axes))
+    load_model(large, mesh=mesh)
+    tracemalloc.start()
+    loaded = load_model(large, mesh=mesh)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # Python's and NumPy's memory: what the devices hold is not in it.
+    assert peak < 2 * LARGEST
+    assert_same(loaded, load_model(large))
 
 
 def test_loading_onto_a_mesh_and_saving_from_it(tmp_path: Path) -> None:
@@ -157,8 +166,6 @@ def test_loading_onto_a_mesh_and_saving_from_it(tmp_path: Path) -> None:
     spread = load_model(tmp_path / "one", mesh=mesh, lora=LoRA(rank=2), seed=0)
     kernel = spread.stages[0].blocks[0].attention.q
     assert kernel.kernel[...].sharding.spec == jax.sharding.PartitionSpec(None, "fsdp", "tensor")
-    assert kernel.lora_a[...].sharding.spec == jax.sharding.PartitionSpec(None, "fsdp", None)
-    assert kernel.lora_b[...].sharding.spec == jax.sharding.PartitionSpec(None, None, "tensor")
     save_model(spread, tmp_path / "two")
     assert_same(model, load_model(tmp_path / "two"))
 
@@ -171,39 +178,35 @@ def test_same_seed_same_model() -> None:
     assert weights_of(one)[kernel].std() == pytest.approx(0.1, rel=0.05)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(GOLDEN, tmp_path / "model", copy_function=shutil.copyfile))
-
-
-def edit(folder: Path, **changes: np.ndarray | None) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    tensors |= {name: x for name, x in changes.items() if x is not None}
-    kept = {name: x for name, x in tensors.items() if changes.get(name, x) is not None}
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def fault(path: str | Path) -> str:
-    with pytest.raises(ConfigError) as raised:
-        load_model(path)
-    message = str(raised.value)
-    assert "\n" not in message
-    return message
-
-
 def test_all_wrong_tensors_in_one_error(folder: Path) -> None:
     changes = {
         "model.layers.1.mlp.up_proj.weight": None,
         "model.layers.2.self_attn.q_norm.weight": np.zeros(8, np.float32),
         "model.layers.9.mlp.up_proj.weight": np.zeros((60, 32), np.float32),
         "model.norm.weight": None,
+        "model.layers.0.input_layernorm.weight": np.ones(32, np.int8),
     }
     edit(folder, **changes)
     assert fault(folder) == (
-        f"{folder}: the tensors do not fit config.json: missing model.norm.weight; "
-        "missing model.layers.1.mlp.up_proj.weight; unknown model.layers.9.mlp.up_proj.weight; "
-        "model.layers.2.self_attn.q_norm.weight is (8,), config.json says (16,)"
+        f"{folder}: the tensors do not fit config.json: model.norm.weight: missing; "
+        "model.layers.1.mlp.up_proj.weight: missing; model.layers.9.mlp.up_proj.weight: unknown; "
+        "model.layers.2.self_attn.q_norm.weight: shape (8,), config.json says (16,); "
+        "model.layers.0.input_layernorm.weight: type I8 is not supported"
     )
+
+
+def test_long_lists_of_wrong_tensors_are_shortened(folder: Path) -> None:
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    stored = load_file(folder / "model.safetensors")
+    renamed = {name: None for name in stored if "q_proj" in name}
+    edit(folder, **renamed, **{name.replace("self_attn", "attn"): stored[name] for name in renamed})
+    assert fault(folder) == (
+        f"{folder}: the tensors do not fit config.json: model.layers.*.self_attn.q_proj.weight ({layers} tensors): "
+        "missing (the files have model.layers.*.attn.q_proj.weight); "
+        f"model.layers.*.attn.q_proj.weight ({layers} tensors): unknown"
+    )
+    edit(folder, **{f"model.extra_{letter}.weight": np.zeros(1, np.float32) for letter in "abcdefghijklmnopqrst"})
+    assert fault(folder).endswith("; and 9 more kinds")
 
 
 def test_harmless_extras_and_tied_heads(folder: Path) -> None:
@@ -217,27 +220,59 @@ def test_harmless_extras_and_tied_heads(folder: Path) -> None:
     )
 
 
-def test_float16_is_loaded_as_float32(folder: Path) -> None:
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = Path(shutil.copytree(GOLDENS / "deepseek_v3", tmp_path / "model", copy_function=shutil.copyfile))
+    fields = json.loads((folder / "config.json").read_text())
+    after = fields["num_hidden_layers"]
+    edit(folder, **{f"model.layers.{after}.enorm.weight": np.ones(4, np.float32)})
+    (folder / "config.json").write_text(json.dumps(fields | {"num_nextn_predict_layers": 0}))
+    assert fault(folder).endswith(f"model.layers.{after}.enorm.weight: unknown")
+    (folder / "config.json").write_text(json.dumps(fields | {"num_nextn_predict_layers": 1}))
+    with caplog.at_level(logging.INFO, logger="posttrain.models"):
+        assert_same(load_model(folder), load_model(GOLDENS / "deepseek_v3"))
+    assert "1 tensors of layers that predict further tokens are not loaded" in caplog.text
+
+
+def test_types_of_parameters(folder: Path) -> None:
     halves = {name: x.astype(np.float16) for name, x in load_file(folder / "model.safetensors").items()}
     edit(folder, **halves)
     model = load_model(folder)
     assert model.compute.dtype == jnp.float32
     assert_array_equal(model.final_norm.scale[...], halves["model.norm.weight"].astype(np.float32))
-    edit(folder, **{"model.norm.weight": np.ones(32, np.int8)})
-    assert fault(folder) == f"{folder}: tensors of type I8 are not supported"
+    bfloats = {name: x.astype(jnp.bfloat16) for name, x in halves.items()}
+    edit(folder, **(bfloats | {"model.norm.weight": np.full(32, 1 + 2**-12, np.float32)}))
+    # One vector in float32 does not double the model.
+    model = load_model(folder)
+    assert {w.dtype for w in weights_of(model).values()} == {jnp.dtype(jnp.bfloat16)}
+    assert load_model(folder, dtype=jnp.float32).final_norm.scale[...][0] == 1 + 2**-12
+    kinds = {path: w.dtype for path, w in weights_of(load_model(GOLDENS / "deepseek_v3", dtype=jnp.bfloat16)).items()}
+    assert {path.rsplit(".", 1)[-1] for path, kind in kinds.items() if kind == jnp.float32} == {"correction"}
 
 
-def test_unusable_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def damaged(weights: Path, content: bytes) -> str:
+    weights.write_bytes(content)
+    message = fault(weights.parent)
+    assert message.startswith(f"{weights}: is damaged or incomplete (") and message.endswith("); copy it anew")
+    return message
+
+
+def test_unusable_files(folder: Path) -> None:
     weights, config = folder / "model.safetensors", folder / "config.json"
     whole = weights.read_bytes()
-    weights.write_bytes(whole[:-100])
-    message = fault(folder)
-    assert message.startswith(f"{weights}: is damaged or incomplete (")
-    assert message.endswith("; copy it anew")
-    weights.write_bytes(b"not safetensors")
-    assert fault(folder).startswith(f"{weights}: is damaged or incomplete (")
+    assert f"{len(whole)} bytes expected, {len(whole) - 100} found" in damaged(weights, whole[:-100])
+    assert f"{len(whole)} bytes expected, {len(whole) + 1} found" in damaged(weights, whole + b"x")
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    header["model.norm.weight"]["shape"] = [31]
+    text = json.dumps(header).encode()
+    bent = len(text).to_bytes(8, "little") + text + whole[8 + length :]
+    assert "128 bytes for the shape (31,) of F32" in damaged(weights, bent)
+    for content in (b"", b"not safetensors", whole[:100], (2).to_bytes(8, "little") + b"[]"):
+        damaged(weights, content)
     weights.unlink()
     assert fault(folder) == f"{folder}: has neither model.safetensors nor model.safetensors.index.json"
+    (folder / "pytorch_model.bin").touch()
+    assert fault(folder).endswith("index.json; pytorch_model.bin is not read, convert it to safetensors")
     config.write_text("{")
     assert fault(folder).startswith(f"{config}: is no JSON (")
     config.write_text(json.dumps(LLAMA | {"model_type": "lama"}))
@@ -258,6 +293,88 @@ def test_path_that_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     message = fault("someone/something")
     assert message.startswith("model someone/something: is no local folder, and the Hugging Face hub did not give it (")
     assert message.endswith("); give an existing folder, or check the id and the network")
+
+
+def test_model_of_the_hub_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    cache = tmp_path / "models--someone--something"
+    shutil.copytree(GOLDEN, cache / "snapshots" / ("a" * 40), copy_function=shutil.copyfile)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert find_folder("someone/something") == cache / "snapshots" / ("a" * 40)
+    assert_same(load_model("someone/something"), load_model(GOLDEN))
+
+
+def test_only_needed_files_are_downloaded() -> None:
+    utils = pytest.importorskip("huggingface_hub.utils")
+    needed = [
+        "config.json",
+        "generation_config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "tokenizer.model",
+        "vocab.json",
+        "merges.txt",
+    ]
+    others = [
+        ".gitattributes",
+        "README.md",
+        "consolidated.safetensors",
+        "consolidated.00.pth",
+        "pytorch_model-00001-of-00002.bin",
+        "original/model.safetensors",
+        "original/config.json",
+        "onnx/model.onnx",
+        "metal/model.bin",
+        "model-q4_0.gguf",
+        "tf_model.h5",
+        "flax_model.msgpack",
+    ]
+    chosen = utils.filter_repo_objects([*needed, *others], allow_patterns=HUB_FILES, ignore_patterns=HUB_OTHERS)
+    assert list(chosen) == needed
+
+
+def test_ids_without_a_token_have_no_probability() -> None:
+    plain, padded = load_model(GOLDEN), load_model(GOLDEN, num_tokens=90)
+    rows = plain.config.vocab_size
+    assert (rows, padded.config.num_tokens) == (96, 90)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 90, (2, 12)), jnp.int32)
+    ones, hidden = jnp.ones_like(tokens), jax.random.normal(jax.random.key(0), (2, 12, plain.config.embed_dim))
+    logits = plain.logits(hidden)
+    got = padded.logits(hidden)
+    assert_array_equal(got[..., :90], logits[..., :90])
+
+    def mean_logp(hidden: jax.Array) -> jax.Array:
+        return token_stats(padded.logits, hidden, tokens, ones, temperature=0.5, vocab_size=rows).logps.mean()
+
+    stats = token_stats(padded.logits, hidden, tokens, ones, temperature=0.5, vocab_size=rows)
+    over_tokens = np.asarray(jax.nn.log_softmax(logits[..., :90] / 0.5, axis=-1))
+    expected = np.take_along_axis(over_tokens[:, :-1], np.asarray(tokens)[:, 1:, None], axis=-1)[..., 0]
+    assert_allclose(stats.logps[:, 1:], expected, atol=1e-5)
+    assert_allclose(stats.entropy[:, 1:], -(np.exp(over_tokens) * over_tokens).sum(-1)[:, :-1], atol=1e-5)
+    assert np.isfinite(jax.grad(mean_logp)(hidden)).all()
+    # Hot: every token has about the same probability, the padding still none.
+    keys = jnp.asarray(np.random.default_rng(1).integers(0, 2**32, (4096, 2)), jnp.uint32)
+    many = jnp.broadcast_to(got[0, 0], (4096, rows))
+    full = [jnp.full(4096, value, jnp.float32) for value in (1e4, 1.0, 0.0)]
+    drawn, logps, _ = sample(many, keys, jnp.arange(4096), full[0], jnp.zeros(4096, jnp.int32), *full[1:])
+    assert set(np.asarray(drawn).tolist()) == set(range(90))
+    assert_allclose(logps, -np.log(90), atol=1e-2)
+
+
+def test_more_tokens_than_rows() -> None:
+    line = "the tokenizer has 97 token ids, the model's embedding only 96 rows; give the model's own tokenizer"
+    assert fault(GOLDEN, num_tokens=97) == line
+    with pytest.raises(ConfigError, match=line):
+        init_model(LLAMA, dtype=jnp.float32, seed=0, num_tokens=97)
+    assert load_model(GOLDEN, num_tokens=96).config == load_model(GOLDEN).config
 
 
 def test_compute_dtype_and_remat_are_passed_on() -> None:

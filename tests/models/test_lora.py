@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,61 +8,172 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
+from jax.sharding import Mesh
 from numpy.testing import assert_allclose, assert_array_equal
-from safetensors.numpy import load_file
 
-from posttrain.config import ConfigError, LoRA
+from posttrain.batch import Batch
+from posttrain.config import ConfigError, LoRA, MeshSection, OptimizerSection
+from posttrain.losses.sft import SFTLoss
+from posttrain.mesh import make_mesh
+from posttrain.models.adapter import drop
 from posttrain.models.decoder import Decoder
-from posttrain.models.load import load_model
+from posttrain.models.load import check_lora, init_model, load_model
+from posttrain.models.lora import attach_lora, count_parameters, has_lora, merge, merged, parameter_rows, sites, unmerge
 from posttrain.models.save import save_model
-from posttrain.models.lora import attach_lora, count_parameters, has_lora, linears, merged
-from posttrain.models.weights import ModelWeights, without_adapter
-from tests.tiny import forward, tiny_model
+from posttrain.models.weights import ModelWeights, Weights, without_adapter
+from posttrain.optim import make_optimizer
+from posttrain.trainer import Trainer
+from tests.tiny import forward, tiny_config, tiny_model
 
-GOLDENS = Path(__file__).parent.parent / "goldens"
-TOKENS = np.random.default_rng(0).integers(0, 512, (2, 10))
+TOKENS = np.random.default_rng(0).integers(0, 96, (2, 10))
+
+MOE = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+
+DENSE = {key: value for key, value in MOE.items() if "expert" not in key and key != "moe_intermediate_size"}
+DENSE |= {"model_type": "qwen3"}
+
+KINDS: dict[str, LoRA] = {
+    "lora": LoRA(rank=3, alpha=5.0),
+    "rslora": LoRA(rank=4, alpha=3.0, rslora=True),
+    "dora": LoRA(rank=3, dora=True),
+    "everything": LoRA(rank=3, targets=("all-linear", "embed", "head")),
+    "everything with dora": LoRA(rank=3, targets=("all-linear", "embed", "head"), dora=True),
+    "layers and ranks": LoRA(
+        rank=2, targets=("all-linear",), layers=(0, 2), rank_pattern={"q_proj": 4, "layers.2.mlp.up_proj": 1}, dora=True
+    ),
+}
 
 
-def trained(model: Decoder) -> Decoder:
-    """With an adapter whose B is not zero."""
-    attach_lora(model, LoRA(rank=3, alpha=5.0), seed=1)
+def model_of(kind: str, seed: int = 0) -> Decoder:
+    """The tiny model, with an untied head; of experts where the name says so."""
+    if kind.startswith("experts"):
+        return init_model(MOE, dtype=jnp.float32, seed=seed)
+    return tiny_model(seed, vocab_size=96, tie_embeddings=kind.startswith("tied"))
+
+
+KINDS |= {
+    "tied": LoRA(rank=3, targets=("attention", "embed")),
+    "tied with dora": LoRA(rank=3, targets=("attention", "embed"), dora=True),
+    "experts": LoRA(rank=3, targets=("attention", "experts")),
+    "experts with dora": LoRA(rank=3, targets=("experts",), dora=True),
+}
+
+
+def disturb(model: Decoder) -> None:
+    """Give the adapter values as training leaves them: what a layer does not have stays 0."""
     weights = ModelWeights(model)
-    keys = iter(jax.random.split(jax.random.key(2), 100))
-    b = {p: jax.random.normal(next(keys), w.shape) for p, w in weights.read(lambda p: p.endswith("lora_b")).items()}
-    weights.write(b)
+    keys = iter(jax.random.split(jax.random.key(2), 200))
+    new = {}
+    for path, w in weights.read(weights.trainable().__contains__).items():
+        active = np.asarray(weights.read()[path.rsplit(".", 1)[0] + ".lora_scale"]) != 0
+        noise = 0.3 * jax.random.normal(next(keys), w.shape)
+        new[path] = (w + noise * active.reshape(active.shape + (1,) * (w.ndim - active.ndim))).astype(w.dtype)
+    weights.write(new)
+
+
+def trained(model: Decoder, lora: LoRA) -> Decoder:
+    attach_lora(model, lora, seed=1)
+    disturb(model)
     return model
 
 
-def test_fresh_adapter_changes_nothing() -> None:
-    model = tiny_model()
-    before = forward(model, TOKENS)
-    attach_lora(model, LoRA(rank=4), seed=0)
-    assert_allclose(forward(model, TOKENS), before, atol=1e-5)
-    layer = linears(model)["stages.0.blocks.0.attention.q"]
-    assert (layer.lora_scale, layer.lora_a.shape, layer.lora_b.shape) == (2.0, (1, 32, 4), (1, 4, 32))
-    assert layer.lora_a[...].std() > 0.1
-
-
-def test_applied_is_merged_and_off_is_base() -> None:
-    base = tiny_model()
-    expected = forward(base, TOKENS)
-    model = trained(tiny_model())
-    applied = forward(model, TOKENS)
-    assert np.abs(applied - expected).max() > 1.0
-    alone = merged(model)
-    assert not has_lora(alone)
-    assert has_lora(model)
-    assert_allclose(forward(alone, TOKENS), applied, atol=1e-5 * np.abs(applied).max())
-    assert_array_equal(forward(model, TOKENS), applied)
+def program(model: Decoder) -> Callable[[Weights], Array]:
+    """Logits of TOKENS under arrays of the model's structure, compiled once."""
     weights = ModelWeights(model)
-    off = forward(weights.bind(without_adapter(weights.read())), TOKENS)
-    assert_allclose(off, expected, atol=1e-5)
-    attach_lora(base, LoRA(rank=3, alpha=5.0), seed=7)
-    assert_array_equal(off, forward(base, TOKENS))
+    tokens = jnp.asarray(TOKENS, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+    @jax.jit
+    def run(arrays: Weights) -> Array:
+        bound = weights.bind(arrays)
+        return bound.logits(bound(tokens, positions, jnp.ones_like(tokens))[0])
+
+    return run
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_applied_is_merged_and_off_is_base(kind: str) -> None:
+    model = model_of(kind)
+    plain = program(model)
+    base = plain(ModelWeights(model).read())
+    attach_lora(model, KINDS[kind], seed=1)
+    with_adapter, weights = program(model), ModelWeights(model)
+    fresh = with_adapter(weights.read())
+    assert_allclose(fresh, base, atol=2e-5)
+    drawn = [w for path, w in weights.read().items() if path.endswith((".lora_a", ".lora_b")) and w.any()]
+    assert drawn and all(w.std() > 0.04 for w in drawn)
+    # What a reference is: at the first update it is bitwise the actor, later still the base.
+    assert_array_equal(with_adapter(without_adapter(weights.read())), fresh)
+    disturb(model)
+    applied = with_adapter(weights.read())
+    assert np.abs(applied - base).max() > 1.0
+    assert_array_equal(with_adapter(without_adapter(weights.read())), fresh)
+    alone = merged(model)
+    assert has_lora(model) and not has_lora(alone) and count_parameters(alone).share == 1.0
+    assert_allclose(plain(ModelWeights(alone).read()), applied, atol=3e-5 * np.abs(applied).max())
+
+
+@pytest.mark.parametrize("kind", ["everything with dora", "experts"])
+def test_merging_in_place_and_back(kind: str) -> None:
+    model = trained(model_of(kind), KINDS[kind])
+    before, applied = ModelWeights(model).read(), forward(model, TOKENS)
+    detached = merge(model)
+    assert not has_lora(model)
+    assert_allclose(forward(model, TOKENS), applied, atol=3e-5 * np.abs(applied).max())
+    unmerge(model, detached)
+    after = ModelWeights(model).read()
+    assert after.keys() == before.keys()
+    for path, value in after.items():
+        assert_allclose(value, before[path], atol=2e-6, err_msg=path)
+
+
+def test_merging_bfloat16_adds_in_float32() -> None:
+    model = trained(tiny_model(dtype=jnp.bfloat16), KINDS["lora"])
+    site = sites(model)["stages.0.blocks.0.mlp.up"]
+    assert site.adapter is not None
+    arrays = (site.matrix, site.adapter.lora_a, site.adapter.lora_b)
+    w, a, b = (np.asarray(x[...], np.float32) for x in arrays)
+    detached = merge(model)
+    assert site.matrix[...].dtype == jnp.bfloat16
+    assert_allclose(np.asarray(site.matrix[...], np.float32), w + 5.0 / 3.0 * a @ b, rtol=2.0**-8)
+    unmerge(model, detached)
+    back = np.asarray(site.matrix[...], np.float32)
+    assert_allclose(back, w, atol=2.0**-8 * np.abs(w + 5.0 / 3.0 * a @ b).max() + 2.0**-8 * np.abs(w).max())
+
+
+def test_dora_trains_norms_apart_from_directions() -> None:
+    model = trained(model_of("dora"), KINDS["dora"])
+    site = sites(model)["stages.0.blocks.0.attention.q"]
+    assert site.adapter is not None
+    w, a, b, magnitude = (
+        np.asarray(x[...], np.float64)
+        for x in (site.matrix, site.adapter.lora_a, site.adapter.lora_b, site.adapter.lora_magnitude)
+    )
+    moved = w + 2.0 * a @ b
+    direction = moved / np.linalg.norm(moved, axis=-2, keepdims=True)
+    exact = direction * (np.linalg.norm(w, axis=-2) + magnitude)[:, None]
+    merge(model)
+    assert_allclose(site.matrix[...], exact, atol=2e-6)
 
 
 def test_saved_merged(tmp_path: Path) -> None:
-    model = trained(tiny_model())
+    model = trained(model_of("everything with dora"), KINDS["everything with dora"])
     save_model(model, tmp_path / "out")
     loaded = load_model(tmp_path / "out")
     expected = ModelWeights(merged(model)).read()
@@ -69,72 +181,214 @@ def test_saved_merged(tmp_path: Path) -> None:
         assert_array_equal(value, expected[path], err_msg=path)
 
 
-def test_only_the_adapter_is_trained() -> None:
-    model = tiny_model()
-    assert count_parameters(model).share == 1.0
-    attach_lora(model, LoRA(rank=2, targets=("attention.q$", r"0\.mlp.(up|down)")), seed=0)
-    names = {path.split("blocks.")[1] for path in ModelWeights(model).trainable()}
-    layers = ("attention.q", "mlp.up", "mlp.down")
-    assert names == {f"0.{layer}.{matrix}" for layer in layers for matrix in ("lora_a", "lora_b")}
-    counts = count_parameters(model)
-    # Three layers: q is 32 x 32, up 32 x 48, down 48 x 32.
-    assert counts.trainable == 3 * 2 * (32 + 32 + 32 + 48 + 48 + 32)
-    assert counts.total == count_parameters(tiny_model()).total + counts.trainable
+def targeted(*targets: str, moe: bool = False, **fields: Any) -> set[str]:
+    """Sites that get an adapter, without their stage."""
+    model = model_of("experts" if moe else "lora")
+    attach_lora(model, LoRA(rank=2, targets=targets, **fields), seed=0)
+    return {path.split("blocks.")[-1] for path, site in sites(model).items() if site.adapter is not None}
 
 
-def test_merging_bfloat16_adds_in_float32() -> None:
-    model = trained(tiny_model(dtype=jnp.bfloat16))
-    path = "stages.0.blocks.0.mlp.up"
-    layer = linears(model)[path]
-    wide = {name: np.asarray(getattr(layer, name)[...], np.float32) for name in ("kernel", "lora_a", "lora_b")}
-    exact = wide["kernel"] + 5.0 / 3.0 * wide["lora_a"] @ wide["lora_b"]
-    kernel = linears(merged(model))[path].kernel[...]
-    assert kernel.dtype == jnp.bfloat16
-    assert_allclose(np.asarray(kernel, np.float32), exact, rtol=2.0**-8)
+def test_targets() -> None:
+    assert targeted("attention.q$", r"0\.mlp.(up|down)") == {"0.attention.q", "0.mlp.up", "0.mlp.down"}
+    assert targeted("q_proj", "lm_head", "embed_tokens") == {"0.attention.q", "head", "embed"}
+    linear = targeted("all-linear")
+    assert linear == targeted("attention", "mlp") and len(linear) == 7
+    assert targeted("self_attn.o_proj", "layers.1.mlp.up_proj") == {"0.attention.o", "0.mlp.up"}
+    experts = {f"0.mlp.experts.{name}" for name in ("gate", "up", "down")}
+    assert targeted("experts", moe=True) == targeted("mlp", moe=True) == experts
+    assert targeted("gate_proj", moe=True) == {"0.mlp.experts.gate"}
 
 
-def test_against_peft() -> None:
-    golden = np.load(GOLDENS / "lora" / "lora" / "golden.npz")
-    stored = load_file(GOLDENS / "lora" / "lora" / "adapter_model.safetensors")
-    model = load_model(GOLDENS / "models" / "llama")
-    tokens = golden["input_ids"]
-    assert_allclose(forward(model, tokens), golden["base_logits"], atol=2e-4)
-    attach_lora(model, LoRA(rank=4, alpha=8.0, targets=("attention.q", "attention.v")), seed=0)
-    weights = ModelWeights(model)
-    new: dict[str, Any] = {}
-    for path, ours in weights.read(weights.trainable().__contains__).items():
-        projection, matrix = path.split(".")[-2:]
-        name = "base_model.model.model.layers.{}.self_attn.{}_proj.lora_{}.weight"
-        layers = [stored[name.format(i, projection, matrix[-1].upper())].T for i in range(3)]
-        new[path] = jnp.asarray(np.stack(layers))
-        assert new[path].shape == ours.shape
-    weights.write(new)
-    assert_allclose(forward(model, tokens), golden["adapter_logits"], atol=2e-4)
+def scales(**fields: Any) -> dict[str, list[float]]:
+    model = model_of("lora")
+    attach_lora(model, LoRA(**({"rank": 4, "targets": ("q_proj", "down_proj")} | fields)), seed=0)
+    found = {path.split("blocks.0.")[1]: site.adapter for path, site in sites(model).items() if "blocks" in path}
+    return {path: adapter.lora_scale[...].tolist() for path, adapter in found.items() if adapter is not None}
+
+
+def test_scales_by_rank_pattern_and_layer() -> None:
+    def uniform(q: float, down: float) -> dict[str, list[float]]:
+        return {"attention.q": [q] * 3, "mlp.down": [down] * 3}
+
+    assert scales() == scales(rslora=True) == uniform(2, 2)
+    assert scales(alpha=12) == uniform(3, 3)
+    assert scales(alpha=12, rslora=True) == uniform(6, 6)
+    assert scales(alpha=12, rank_pattern={"down_proj": 2}, alpha_pattern={"attention": 4}) == uniform(1, 6)
+    assert scales(layers=(2,)) == {"attention.q": [0, 0, 2], "mlp.down": [0, 0, 2]}
+    assert scales(targets=("layers.1.self_attn.q_proj",)) == {"attention.q": [0, 2, 0]}
 
 
 @pytest.mark.parametrize(
-    ("targets", "message"),
+    ("fields", "message"),
     [
         (
-            ("q_proj",),
-            "lora.targets: 'q_proj' matches no linear layer; there are attention.k, attention.o, attention.q, "
-            "attention.v, mlp.down, mlp.gate, mlp.up",
+            {"targets": ("query",)},
+            "lora.targets: 'query' matches nothing that takes an adapter; there are attention.k, attention.o, "
+            "attention.q, attention.v, embed, head, mlp.down, mlp.gate, mlp.up",
         ),
-        (("mlp", "."), "lora.targets: '.' matches head, which takes no adapter; use attention, mlp"),
-        (("mlp(",), "lora.targets: 'mlp(' is no regular expression: missing ), unterminated subpattern at position 3"),
+        ({"targets": ("mlp(",)}, "lora.targets: 'mlp(' is no regular expression: missing ), unterminated subpattern"),
+        ({"layers": (0, 3)}, "lora.layers: 3 is no layer of the model, whose layers are 0 to 2"),
+        ({"rank_pattern": {"lm_head": 3}}, "lora.rank_pattern: 'lm_head' matches no adapter; there are attention.k, "),
+        ({"alpha_pattern": {"q_prj": 3}}, "lora.alpha_pattern: 'q_prj' matches no adapter; there are attention.k, "),
+        ({"modules_to_save": ("lm_hed",)}, "lora.modules_to_save: 'lm_hed' matches no module; there are attention.k, "),
+        (
+            {"modules_to_save": ("q_proj",)},
+            "lora.modules_to_save: 'q_proj' matches stages.0.blocks.0.attention.q.kernel, which has an adapter; ",
+        ),
+        ({"dropout": 0.1, "targets": ("mlp", "head")}, "lora.dropout=0.1 does not act on head; leave it out of"),
     ],
 )
-def test_targets_that_cannot_be(targets: tuple[str, ...], message: str) -> None:
-    model = tiny_model(tie_embeddings=False)
+def test_what_an_adapter_cannot_be(fields: dict[str, Any], message: str) -> None:
+    model = model_of("lora")
     with pytest.raises(ConfigError) as raised:
-        attach_lora(model, LoRA(rank=2, targets=targets), seed=0)
-    assert str(raised.value) == message
+        attach_lora(model, LoRA(rank=2, **fields), seed=0)
+    assert str(raised.value).startswith(message)
     assert not has_lora(model)
+    with pytest.raises(ConfigError) as raised:
+        check_lora(tiny_config(vocab_size=96, tie_embeddings=False), LoRA(rank=2, **fields))
+    assert str(raised.value).startswith(message)
+
+
+def test_the_router_takes_none_and_experts_no_dropout() -> None:
+    with pytest.raises(ConfigError, match="lora.targets: 'router' matches nothing that takes an adapter"):
+        targeted("router", moe=True)
+    with pytest.raises(ConfigError, match="lora.dropout=0.1 does not act on stages.0.blocks.0.mlp.experts.down"):
+        targeted("mlp", moe=True, dropout=0.1)
 
 
 def test_one_adapter_at_a_time() -> None:
-    model = tiny_model()
+    model = model_of("lora")
     attach_lora(model, LoRA(rank=2), seed=0)
     with pytest.raises(ConfigError, match="lora: the model already has an adapter; merge it first"):
         attach_lora(model, LoRA(rank=2), seed=0)
-    attach_lora(merged(model), LoRA(rank=2), seed=0)
+
+
+def test_parameters_by_kind() -> None:
+    model = model_of("lora")
+    assert count_parameters(model).share == 1.0
+    attach_lora(model, LoRA(rank=2, targets=("attention.q", "up_proj"), dora=True, modules_to_save=("norm",)), seed=0)
+    rows = {row.kind: (row.trainable, row.total) for row in parameter_rows(model)}
+    # Three layers: q is 32 x 32, up 32 x 48, each with a norm per column.
+    assert rows["attention.q"] == (3 * (2 * 64 + 32), 3 * (2 * 64 + 32 + 32 * 32))
+    assert rows["mlp.up"] == (3 * (2 * 80 + 48), 3 * (2 * 80 + 48 + 32 * 48))
+    assert rows["mlp.gate"] == (0, 3 * 32 * 48) and rows["embed"] == rows["head"] == (0, 96 * 32)
+    assert rows["norms"] == (3 * (2 * 32 + 2 * 8) + 32,) * 2
+    count = count_parameters(model)
+    assert (count.trainable, count.total) == tuple(sum(column) for column in zip(*rows.values(), strict=True))
+
+
+def batch_of(tokens: np.ndarray) -> Batch:
+    """Rows of one sequence each, loss on all tokens but the first."""
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    weight = (positions > 0).astype(np.float32)
+    return Batch(tokens=tokens, positions=positions, segments=np.ones_like(tokens), loss_weight=weight)
+
+
+BATCH = batch_of(np.random.default_rng(1).integers(3, 96, (4, 12), dtype=np.int32))
+
+
+def trainer_of(model: Decoder, *, seed: int | None = 0, rows: int | None = None, mesh: Mesh | None = None) -> Trainer:
+    optimizer = make_optimizer(OptimizerSection(learning_rate=1e-2, weight_decay=0.1), num_steps=10)
+    fixed: dict[str, Any] = {"temperature": 1.0, "max_grad_norm": 1.0}
+    return Trainer(model, SFTLoss(), optimizer, dropout_seed=seed, micro_batch_rows=rows, mesh=mesh, **fixed)
+
+
+def changed(trainer: Trainer) -> dict[str, np.ndarray]:
+    """What two steps change."""
+    before = {path: np.asarray(w) for path, w in trainer.weights.items()}
+    for _ in range(2):
+        trainer.step(BATCH)
+    after = {path: np.asarray(w) for path, w in trainer.weights.items()}
+    return {path: w - before[path] for path, w in after.items() if not np.array_equal(w, before[path])}
+
+
+def test_only_what_has_an_adapter_or_is_saved_is_trained() -> None:
+    model = model_of("lora")
+    lora = LoRA(
+        rank=2,
+        targets=("q_proj", "v_proj"),
+        layers=(1,),
+        rank_pattern={"v_proj": 3},
+        dora=True,
+        modules_to_save=("head",),
+    )
+    attach_lora(model, lora, seed=0)
+    moved = changed(trainer_of(model))
+    names = ("lora_a", "lora_b", "lora_magnitude")
+    block = "stages.0.blocks.0.attention"
+    assert moved.keys() == {f"{block}.{m}.adapters.kernel.{n}" for m in ("q", "v") for n in names} | {"head.kernel"}
+    for path, difference in moved.items():
+        if path != "head.kernel":
+            assert [bool(layer.any()) for layer in difference] == [False, True, False]
+
+
+def losses(trainer: Trainer, steps: int) -> list[float]:
+    return [float(trainer.step(BATCH)["loss"].value()) for _ in range(steps)]
+
+
+def with_dropout(rate: float = 0.5, **fields: Any) -> Decoder:
+    return trained(model_of("lora"), LoRA(rank=2, dropout=rate, **fields))
+
+
+def test_dropout_is_for_training_only_and_depends_on_seed_and_step() -> None:
+    plain, same, other = (losses(trainer_of(with_dropout(), seed=seed), 3) for seed in (0, 0, 1))
+    assert plain == same and plain[0] != other[0]
+    off = trainer_of(with_dropout(0.0), seed=None)
+    on = trainer_of(with_dropout())
+    assert float(on.evaluate([BATCH])["loss"].value()) == float(off.evaluate([BATCH])["loss"].value())
+    assert_array_equal(on.stats(BATCH).logps, off.stats(BATCH).logps)
+    assert losses(off, 1)[0] not in (plain[0], other[0])
+    resumed = trainer_of(with_dropout())
+    first = losses(resumed, 2)
+    again = trainer_of(with_dropout())
+    again.restore(jax.tree.map(jnp.copy, resumed.state()), 2)
+    assert first + losses(again, 1) == plain
+    with pytest.raises(ValueError, match="the adapter of the model has dropout, which draws random numbers; give"):
+        trainer_of(with_dropout(), seed=None)
+
+
+def test_dropout_keeps_the_mean_and_differs_by_layer_and_micro_batch() -> None:
+    model = with_dropout(0.25, targets=("mlp.down",))
+    weights = ModelWeights(model)
+    bound = weights.bind(weights.read())
+    drop(bound, jax.random.key(0))
+    adapter = sites(bound)["stages.0.blocks.0.mlp.down"].adapter
+    assert adapter is not None
+    keys = jax.random.key_data(adapter.key[...])
+    assert len({tuple(key.tolist()) for key in keys}) == 3
+    adapter.key.set_value(adapter.key[...][0])
+    seen: list[Any] = []
+    adapter.down(jnp.ones((64, 64, 48)), lambda x, _: seen.append(x) or x)
+    assert_allclose(sorted(set(np.unique(seen[0]))), [0.0, 1 / 0.75], rtol=1e-6)
+    assert abs(float(seen[0].mean()) - 1.0) < 5e-3
+    # Equal rows in two micro-batches lose different parts.
+    twice = batch_of(np.tile(BATCH.tokens[:1], (2, 1)))
+    whole, split = trainer_of(with_dropout()), trainer_of(with_dropout(), rows=1)
+    single = trainer_of(with_dropout())
+    one = float(single.step(batch_of(BATCH.tokens[:1]))["loss"].value())
+    assert float(split.step(twice)["loss"].value()) not in (one, float(whole.step(twice)["loss"].value()))
+
+
+SPLIT = {"q": "tensor", "o": "fsdp", "gate": "tensor", "down": "fsdp", "embed": "fsdp", "head": "tensor"}
+"""Mesh axis of the outputs of what an adapter stands beside."""
+
+
+@pytest.mark.parametrize("kind", ["everything with dora", "experts with dora"])
+def test_adapters_on_sharded_models(kind: str) -> None:
+    mesh = make_mesh(MeshSection(data=1, fsdp=2, tensor=2, expert=2))
+    fields = MOE if kind.startswith("experts") else DENSE
+    alone, spread = (init_model(fields, dtype=jnp.float32, seed=0, lora=KINDS[kind], mesh=m) for m in (None, mesh))
+    ours, theirs = ModelWeights(alone).read(), ModelWeights(spread).read()
+    for path, w in theirs.items():
+        assert_array_equal(w, ours[path], err_msg=path)
+        owner, _, name = path.partition(".adapters.")
+        axis = SPLIT.get(name.split(".")[0] if owner.endswith("experts") else owner.rsplit(".", 1)[-1])
+        if name.endswith((".lora_b", ".lora_magnitude")) and axis is not None:
+            assert w.sharding.spec[-1] == axis, path
+            assert w.addressable_shards[0].data.shape[-1] == w.shape[-1] // 2
+    one, eight = (losses(trainer_of(model, mesh=m), 3) for model, m in ((alone, None), (spread, mesh)))
+    assert_allclose(eight, one, rtol=2e-5)
+    together = merged(spread)
+    assert_allclose(forward(together, TOKENS), forward(merged(alone), TOKENS), atol=2e-3)
+    for path, w in ModelWeights(together).read().items():
+        assert w.sharding.is_equivalent_to(theirs[path].sharding, w.ndim), path

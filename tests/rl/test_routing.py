@@ -43,14 +43,15 @@ def tokenizer() -> Tokenizer:
 
 
 class World:
-    """One step of a mixture of experts, with its cluster."""
+    """One step of a mixture of experts, with its cluster. `dtype`: of the sampler; the trainer computes in float32."""
 
     def __init__(self, tokenizer: Tokenizer, dtype: Any):
-        model = mixture_model(mixture_config(vocab_size=tokenizer.vocab_size), dtype=dtype)
+        config = mixture_config(vocab_size=tokenizer.vocab_size)
+        model = mixture_model(config)
         algorithm = make_algorithm("grpo", max_tokens=NEW)
         trainer = Trainer(model, algorithm.loss, optax.sgd(0.0), temperature=1.0, max_grad_norm=1.0, micro_batch_rows=4)
         engine = NativeEngine(
-            model,
+            mixture_model(config, dtype=dtype),
             slots=4 * GROUP,
             max_length=ROW,
             decode_steps=NEW,
@@ -96,27 +97,21 @@ def test_the_first_update_has_ratio_1_in_float32(tokenizer: Tokenizer) -> None:
 
 
 def test_replay_keeps_the_ratio_near_1_where_rounding_changes_the_routing(tokenizer: Tokenizer) -> None:
-    """bfloat16: the trainer's own routers would choose other experts for some tokens."""
+    """The sampler in bfloat16: the trainer's own routers would choose other experts for some tokens."""
     world = World(tokenizer, jnp.bfloat16)
     batch, metrics = world.outcome.batch, to_host(world.outcome.metrics)
-    assert metrics["moe/replaced_ratio"] > 0
+    assert 0 < metrics["moe/replaced_ratio"] < 0.1
     replayed, own = world.gaps(batch), world.gaps(replace(batch, experts=None))
     assert_allclose(metrics["ratio/mean"], 1.0, atol=0.02)
-    assert replayed.mean() < 0.7 * own.mean()
-    assert replayed.max() < 0.5 * own.max()
     assert abs(metrics["kl"]) < 1e-6
+    assert replayed.mean() < 0.9 * own.mean()
+    assert replayed.max() < own.max()
 
-
-def test_other_experts_give_other_log_probabilities(tokenizer: Tokenizer) -> None:
-    world = World(tokenizer, jnp.float32)
-    batch = world.outcome.batch
     assert batch.experts is not None
     shifted = np.where(np.asarray(batch.experts) < 0, -1, (np.asarray(batch.experts) + 1) % 8)
-    assert world.gaps(replace(batch, experts=shifted)).max() > 1e-2
-    for role in (Role.ACTOR, Role.REFERENCE):
-        assert_array_equal(
-            world.cluster.logps(role, batch), world.cluster.logps(role, replace(batch, experts=batch.experts + 0))
-        )
+    other = replace(batch, experts=shifted)
+    assert world.gaps(other).mean() > 10 * replayed.mean()
+    assert_array_equal(world.cluster.logps(Role.ACTOR, other), world.cluster.logps(Role.REFERENCE, other))
 
 
 def test_experts_are_packed_with_their_tokens() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from posttrain.config import ConfigError
 from posttrain.models.config import LatentAttentionConfig, MLPConfig, ModelConfig, MoEConfig, RouterConfig
 from posttrain.models.families.qwen2_moe import EXPERT_NAMES
 from posttrain.models.fields import Fields
@@ -79,13 +78,10 @@ def grouped_mixtures(
         num_groups=hf.get("n_group", int, groups[0]),
         top_groups=hf.get("topk_group", int, groups[1]),
     )
-    num_experts = hf.get("n_routed_experts", int, num_experts)
-    if num_experts % router.num_groups or num_experts // router.num_groups < 2:
-        raise ConfigError(f"n_group={router.num_groups} must split n_routed_experts={num_experts} evenly, by 2 or more")
     width, act = hf.get("moe_intermediate_size", int, dim), activation(hf)
     num_shared = hf.get("n_shared_experts", int, 1)
     mixture = MoEConfig(
-        num_experts=num_experts,
+        num_experts=hf.get("n_routed_experts", int, num_experts),
         top_k=hf.get("num_experts_per_tok", int, 8),
         expert=MLPConfig(dim=width, activation=act),
         router=router,

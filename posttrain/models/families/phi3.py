@@ -20,7 +20,7 @@ def config_from_hf(hf: Fields) -> ModelConfig:
     layers, head_dim = hf.get("num_hidden_layers", int), head_dim_of(hf)
     attention = attention_config(
         hf,
-        rope=rope_from_hf(hf, head_dim),
+        rope=rope_from_hf(hf, head_dim, rotary_factor=1.0),
         head_dim=head_dim,
         default_kv_heads=hf.get("num_attention_heads", int),
         window=hf.optional("sliding_window", int),

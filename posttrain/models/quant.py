@@ -1,0 +1,159 @@
+"""Quantised matrices: codes of four or eight bits, and scales. They are read like parameters, and never trained."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Shaped
+
+from posttrain.config import ConfigError, Quantize
+from posttrain.mesh import TILES
+
+TILE = 64
+"""Inputs that share a scale with 4-bit codes, where 64 divides their number; else the largest divisor of both."""
+MIN_TILE = 8
+
+TYPES: dict[str, Any] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "int4": jnp.int4, "nf4": "nf4"}
+PER_OUTPUT = ("int8", "fp8")
+"""Kinds with one scale for each output."""
+
+# fmt: off
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)
+# fmt: on
+"""The numbers that codes of nf4 stand for: QLoRA, arXiv:2305.14314, appendix E."""
+
+Shapes = list[tuple[str, tuple[str, ...], tuple[int, ...]]]
+
+
+class QuantizedParam(nnx.Param):
+    """A parameter of a quantised matrix: it stays as it is."""
+
+
+class Quantized(nnx.Module):
+    """In place of a parameter [*L, in, out] of type `dtype`: number(code) * scale of its tile of inputs, in that type.
+
+    It reads like the parameter. `codes` have its shape; `scales` are [*L, tiles, out].
+    """
+
+    def __init__(
+        self,
+        codes: Shaped[Array, "*L in out"],
+        scales: Float[Array, "*L tiles out"],
+        dims: tuple[str, ...],
+        *,
+        kind: Quantize,
+        dtype: np.dtype,
+    ):
+        self.kind = kind
+        self.dtype = np.dtype(dtype)
+        self.codes = QuantizedParam(codes, dims=dims)
+        self.scales = QuantizedParam(scales, dims=scale_dims(dims))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    def get_metadata(self, name: str) -> Any:
+        return self.codes.get_metadata(name)
+
+    def __getitem__(self, index: Any) -> Float[Array, "*L in out"]:
+        """All with `...`; with numbers, what stands there in the leading dimensions."""
+        return self._values(self.codes[index], self.scales[index])
+
+    def product(self, function: Callable[[Array, Array], Array], x: Float[Array, "*B in"]) -> Float[Array, "*B out"]:
+        """function(x, W). The backward pass computes W again, for it would else keep those of all layers."""
+
+        def run(x: Array, codes: Array, scales: Array) -> Array:
+            return function(x, self._values(codes, scales).astype(x.dtype))
+
+        return jax.checkpoint(run)(x, self.codes[...], self.scales[...])
+
+    def _values(self, codes: Array, scales: Array) -> Array:
+        return jax.lax.stop_gradient(dequantized(codes, scales, self.kind)).astype(self.dtype)
+
+
+def quantized(
+    matrix: Float[Array, "*L in out"], kind: Quantize
+) -> tuple[Shaped[Array, "*L in out"], Float[Array, "*L tiles out"]]:
+    """Codes and scales: the largest number of each tile gets the largest code."""
+    import qwix
+
+    # Column by column: qwix flattens what it quantises to nf4, which would gather a matrix from its devices.
+    column: Any = functools.partial(qwix.quantize, qtype=TYPES[kind], tiled_axes={0: tile_size(kind, matrix.shape[-2])})
+    column = jax.vmap(column, in_axes=-1, out_axes=-1)
+    for _ in matrix.shape[:-2]:
+        column = jax.vmap(column)
+    found = column(matrix.astype(jnp.float32))
+    return found.qvalue, found.scale.astype(_scale_type(kind))
+
+
+def quantized_shape(matrix: Any, kind: Quantize) -> Quantized:
+    """What a parameter that has a shape and no array becomes. ConfigError where it does not divide into tiles."""
+    *lead, inputs, outputs = matrix.shape
+    tiles = inputs // tile_size(kind, inputs)
+    codes: Any = jax.ShapeDtypeStruct(matrix.shape, jnp.uint4 if kind == "nf4" else TYPES[kind])
+    scales: Any = jax.ShapeDtypeStruct((*lead, tiles, outputs), _scale_type(kind))
+    return Quantized(codes, scales, matrix.get_metadata("dims"), kind=kind, dtype=matrix.dtype)
+
+
+def _scale_type(kind: Quantize) -> np.dtype:
+    return jnp.dtype(jnp.float32 if kind in PER_OUTPUT else jnp.bfloat16)
+
+
+def dequantized(
+    codes: Shaped[Array, "*L in out"], scales: Float[Array, "*L tiles out"], kind: Quantize
+) -> Float[Array, "*L in out"]:
+    """number(code) * scale in float32."""
+    numbers = _nf4_numbers(codes) if kind == "nf4" else codes.astype(jnp.float32)
+    tiled = numbers.reshape(*scales.shape[:-1], -1, codes.shape[-1])
+    return (tiled * scales.astype(jnp.float32)[..., None, :]).reshape(codes.shape)
+
+
+def _nf4_numbers(codes: Shaped[Array, "*L"]) -> Float[Array, "*L"]:
+    """By selects, bit by bit: they fuse with what follows and keep the sharding, where qwix flattens and gathers."""
+    bits = codes.astype(jnp.uint8)
+    numbers: list[Any] = [np.float32(number) for number in NF4]
+    for bit in range(4):
+        is_set = (bits & (1 << bit)) != 0
+        numbers = [jnp.where(is_set, high, low) for low, high in zip(numbers[::2], numbers[1::2], strict=True)]
+    return numbers[0]
+
+
+def tile_size(kind: Quantize, num_inputs: int) -> int:
+    """Inputs that share a scale. ConfigError where 4-bit codes would need about as many scales."""
+    if kind in PER_OUTPUT:
+        return num_inputs
+    size = math.gcd(TILE, num_inputs)
+    if size < MIN_TILE:
+        raise ConfigError(
+            f"quantize={kind}: a matrix has {num_inputs} inputs, which must be a multiple of {MIN_TILE}; use int8 or fp8"
+        )
+    return size
+
+
+def scale_dims(dims: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of the dimensions of a matrix' scales."""
+    return (*dims[:-2], dims[-2] + TILES, dims[-1])
+
+
+def squared_error(matrix: Float[Array, "*L in out"], replaced: Float[Array, "*L in out"]) -> Float[Array, " 2"]:
+    """Sums of the squared differences and of the squared numbers of `matrix`."""
+    wide = matrix.astype(jnp.float32)
+    return jnp.stack([jnp.sum(jnp.square(wide - replaced.astype(jnp.float32))), jnp.sum(jnp.square(wide))])
+
+
+def plain_shapes(shapes: Iterable[tuple[str, tuple[str, ...], tuple[int, ...]]]) -> Shapes:
+    """Path, dimensions and shape of all parameters as if no matrix were quantised."""
+    return [(path.removesuffix(".codes"), dims, shape) for path, dims, shape in shapes if not path.endswith(".scales")]

@@ -1,0 +1,231 @@
+"""Which matrices of a model are quantised, when it is loaded and for a sampler; how far they are from what they were."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jaxtyping import Float
+
+from posttrain.config import Quantize
+from posttrain.console import console
+from posttrain.mesh import param_sharding
+from posttrain.models.decoder import Decoder
+from posttrain.models.layers import Adaptable
+from posttrain.models.lora import Site, merge, sites
+from posttrain.models.pieces import Reader, Sources, write
+from posttrain.models.quant import Quantized, dequantized, quantized, quantized_shape, squared_error
+from posttrain.models.weights import ADAPTER, ModelWeights, Weights
+
+CODES, SCALES = ".codes", ".scales"
+
+Errors = dict[str, Float[Array, " 2"]]
+"""By the path of a parameter: `squared_error`."""
+
+
+def quantizable(model: Decoder) -> dict[str, Site]:
+    """The matrices of the layers, by parameter. Routers, embeddings, head, norms and biases stay as they are."""
+    return {site.param: site for site in sites(model).values() if site.layers is not None}
+
+
+def is_quantized(model: Decoder) -> bool:
+    return any(isinstance(node, Quantized) for _, node in nnx.iter_graph(model))
+
+
+def quantize_model(model: Decoder, kind: Quantize) -> Errors:
+    """Replace the matrices of the layers by quantised ones, layer by layer, their adapters merged first."""
+    errors = {}
+    for path, site in quantizable(model).items():
+        graph, state = nnx.split(site.owner)
+        codes, scales, squares = _quantized_layers(graph, site.name, kind, state)
+        dims, dtype = site.matrix.get_metadata("dims"), site.matrix.dtype
+        setattr(site.owner, site.name, Quantized(codes, scales, dims, kind=kind, dtype=dtype))
+        site.owner.adapters.pop(site.name, None)
+        errors[path] = squares.sum(axis=0)
+    return errors
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _quantized_layers(graph: Any, name: str, kind: Quantize, state: Any) -> tuple[Array, Array, Float[Array, "L 2"]]:
+    def one(layer: Any) -> tuple[Array, Array, Array]:
+        return _with_error(nnx.merge(graph, layer).merged(name), kind)
+
+    return jax.lax.map(one, state)
+
+
+def _with_error(matrix: Array, kind: Quantize) -> tuple[Array, Array, Float[Array, " 2"]]:
+    codes, scales = quantized(matrix, kind)
+    return codes, scales, squared_error(matrix, dequantized(codes, scales, kind).astype(matrix.dtype))
+
+
+def quantized_outline(outline: Decoder, kind: Quantize) -> Decoder:
+    """Of a model that is not there yet. ConfigError for matrices that do not divide into tiles."""
+    changed = nnx.merge(*nnx.split(outline))
+    for site in quantizable(changed).values():
+        setattr(site.owner, site.name, quantized_shape(site.matrix, kind))
+    return changed
+
+
+def read_quantized(
+    reader: Reader, path: str, outline: Quantized, sharding: NamedSharding | None, sources: Sources
+) -> tuple[Weights, Float[Array, " 2"]]:
+    """Codes and scales of a parameter of which one layer after the other is read and quantised, and `squared_error`."""
+    parts = {path + CODES: outline.codes, path + SCALES: outline.scales}
+    placed = {p: _sharding(sharding, p, part.get_metadata("dims"), part.shape) for p, part in parts.items()}
+    found = {p: jnp.zeros(part.shape, part.dtype, device=placed[p]) for p, part in parts.items()}
+    squares = []
+    for layer in range(outline.shape[0]):
+        of_layer = {(0, *index[1:]): source for index, source in sources.items() if index[0] == layer}
+        matrix = reader.read((1, *outline.shape[1:]), outline.dtype, sharding, of_layer)
+        *pieces, square = _quantized_piece(outline.kind, tuple(placed.values()), matrix)
+        squares.append(square)
+        start = np.asarray([layer] + [0] * len(outline.shape[1:]), np.int32)
+        found = {
+            p: write(array, piece, start, placed[p]) for (p, array), piece in zip(found.items(), pieces, strict=True)
+        }
+    return found, sum(squares[1:], squares[0])
+
+
+def _sharding(
+    like: NamedSharding | None, path: str, dims: tuple[str, ...], shape: tuple[int, ...]
+) -> NamedSharding | None:
+    if like is None:
+        return None
+    assert isinstance(like.mesh, Mesh)
+    return param_sharding(like.mesh, path, dims, shape)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _quantized_piece(
+    kind: Quantize, shardings: tuple[NamedSharding | None, ...], matrix: Array
+) -> tuple[Array, Array, Float[Array, " 2"]]:
+    codes, scales, squares = _with_error(matrix, kind)
+    return _placed(codes, shardings[0]), _placed(scales, shardings[1]), squares
+
+
+def _placed(array: Array, sharding: Sharding | None) -> Array:
+    return array if sharding is None else jax.lax.with_sharding_constraint(array, sharding)
+
+
+class _Made(NamedTuple):
+    outline: ModelWeights
+    kept: frozenset[str]
+    program: Callable[[Weights], Weights]
+
+
+class QuantizedCopies:
+    """Makes quantised copies of a model's present weights, adapters merged first, all by one program.
+
+    A copy is a structure without arrays, and its arrays. What is not quantised is shared with the model, unless an
+    adapter changes it.
+    """
+
+    def __init__(self, kind: Quantize):
+        self.kind = kind
+        self._made: dict[Hashable, _Made] = {}
+
+    def __call__(self, model: Decoder) -> tuple[ModelWeights, Weights]:
+        source, graph = ModelWeights(model), nnx.graphdef(model)
+        if graph not in self._made:
+            self._made[graph] = self._make(source)
+        made, arrays = self._made[graph], source.read()
+        shared = {path: arrays[path] for path in made.kept}
+        return made.outline, {**shared, **made.program(arrays)}
+
+    def _make(self, source: ModelWeights) -> _Made:
+        def copied(arrays: Weights) -> Decoder:
+            copy = source.bind(arrays)
+            quantize_model(copy, self.kind)
+            merge(copy)
+            return copy
+
+        outline = ModelWeights(nnx.eval_shape(lambda: copied(source.read())))
+        old = source.dims().keys()
+        changed = {re.sub(re.escape(ADAPTER) + r"(\w+)\..*", r".\1", path) for path in old if ADAPTER in path}
+        new = {path: (dims, shape) for path, dims, shape in outline.shapes()}
+        kept = frozenset(p for p in new if p in old and p not in changed and not p.endswith((CODES, SCALES)))
+        mesh = source.model.compute.mesh
+
+        def program(arrays: Weights) -> Weights:
+            found = ModelWeights(copied(arrays)).read(lambda path: path not in kept)
+            if mesh is None:
+                return found
+            return {path: _placed(w, param_sharding(mesh, path, *new[path])) for path, w in found.items()}
+
+        return _Made(outline=outline, kept=kept, program=jax.jit(program))
+
+
+class Merged:
+    """A matrix with its adapter merged, plain and in its type, of which a layer is computed when it is asked for."""
+
+    def __init__(self, owner: Adaptable, name: str):
+        self._graph, self._state = nnx.split(owner)
+        self._name = name
+        matrix = owner.matrices()[name]
+        self.dtype = np.dtype(matrix.dtype)
+        self.nbytes = math.prod(matrix.shape) * self.dtype.itemsize
+
+    def layer(self, index: int | None) -> Array:
+        """None: the matrix is not stacked."""
+        return _merged_layer(self._graph, self._name, self._state, index)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _merged_layer(graph: Any, name: str, state: Any, index: int | Array | None) -> Array:
+    if index is not None:
+        state = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, index, keepdims=False), state)
+    return nnx.merge(graph, state).merged(name)
+
+
+def plain_arrays(model: Decoder) -> dict[str, Array | Merged]:
+    """The parameters as if the model had neither adapter nor quantised matrices, without holding them."""
+    found: dict[str, Array | Merged] = {
+        path: array
+        for path, array in ModelWeights(model).read().items()
+        if ADAPTER not in path and not path.endswith((CODES, SCALES))
+    }
+    for site in sites(model).values():
+        if site.adapter is not None or isinstance(site.matrix, Quantized):
+            found[site.param] = Merged(site.owner, site.name)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightError:
+    """How far the weights of a kind of module are from what they were."""
+
+    kind: str
+    relative: float
+    """Root mean square of the differences, by that of the weights."""
+
+
+def error_rows(errors: Mapping[str, Array]) -> list[WeightError]:
+    """By kind of module: `attention.q`, `mlp.up`, `mlp.experts.down`, ..., and all of them."""
+    sums: dict[str, np.ndarray] = {}
+    for path, squares in jax.device_get(dict(errors)).items():
+        kind = re.sub(r"^stages\.\d+\.blocks\.\d+\.", "", path).removesuffix(".kernel")
+        for name in (kind, "all"):
+            sums[name] = sums.get(name, np.zeros(2)) + squares
+    order = sorted(sums.items(), key=lambda item: (item[0] == "all", item[0]))
+    return [WeightError(kind=kind, relative=float(np.sqrt(e / max(w, 1e-30)))) for kind, (e, w) in order]
+
+
+def print_errors(errors: Mapping[str, Array], kind: Quantize) -> None:
+    from rich.table import Table
+
+    table = Table(title=f"base quantized to {kind}", title_justify="left")
+    table.add_column("weights")
+    table.add_column("relative RMS error", justify="right")
+    for row in error_rows(errors):
+        table.add_row(row.kind, f"{row.relative:.2%}")
+    console().print(table)
