@@ -81,10 +81,11 @@ class Checkpointer:
         self.wait()
         return self._manager.latest_step()
 
-    def restore(self, step: int, like: Tree) -> tuple[Tree, dict[str, Any]]:
+    def restore(self, step: int, like: Tree, *, partial: bool = False) -> tuple[Tree, dict[str, Any]]:
         """The arrays of `step` in the structure, types and shardings of `like`, and the host data.
 
-        `like` holds arrays or `jax.ShapeDtypeStruct`; a leaf without a sharding goes to the first device. Raises
+        `like` holds arrays or `jax.ShapeDtypeStruct`; a leaf without a sharding goes to the first device. `partial`:
+        it holds only some of the checkpoint's leaves, and only those are read. Raises
         ConfigError where the leaves of the checkpoint are others (all are listed), where there is no such step, where
         another version wrote it in another format, or where it cannot be read.
         """
@@ -105,11 +106,11 @@ class Checkpointer:
                 f"{self.directory / str(step)}: the checkpoint has format {written}, this version reads {FORMAT}; "
                 "go on with the version that wrote it, or use another output folder"
             )
-        self._check(step, saved, wanted)
+        self._check(step, {path: saved[path] for path in wanted.keys() & saved.keys()} if partial else saved, wanted)
         target = {path: _target(leaf) for path, leaf in wanted.items()}
         with self._readable(step):
             restore_args = ocp.checkpoint_utils.construct_restore_args(target)
-            args = ocp.args.Composite(arrays=ocp.args.PyTreeRestore(target, restore_args=restore_args))
+            args = ocp.args.Composite(arrays=ocp.args.PyTreeRestore(target, restore_args=restore_args, partial_restore=partial))
             leaves = self._manager.restore(step, args=args)["arrays"]
         return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in wanted]), host
 

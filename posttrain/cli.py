@@ -1,8 +1,9 @@
-"""The command line: `posttrain run | check | generate`."""
+"""The command line: `posttrain run | check | generate | export | upcycle`."""
 
 from __future__ import annotations
 
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -111,6 +112,35 @@ def upcycle(
     print(recipe(source, out, plan, seed=seed))
 
 
+class Target(StrEnum):
+    HF = "hf"
+    PEFT = "peft"
+    MERGED = "merged"
+
+
+class Reader(StrEnum):
+    TRANSFORMERS = "transformers"
+    POSTTRAIN = "posttrain"
+
+
+@app.command()
+def export(
+    run: Annotated[str, typer.Argument(help="The output folder of a run, or the folder of one of its stages.")],
+    out: Annotated[str, typer.Argument(help="A new folder.")],
+    to: Annotated[
+        Target, typer.Option(help="hf: a model; merged: with the adapter added to its base; peft: the adapter alone.")
+    ],
+    step: Annotated[int | None, typer.Option(min=0, help="By default the newest checkpoint.")] = None,
+    reader: Annotated[
+        Reader | None, typer.Option(help="What reads it again; by default transformers where torch is installed.")
+    ] = None,
+) -> None:
+    """Write a run's model for other tools, read it again, and refuse it where it is not the same model."""
+    from posttrain.recipes.export import export as recipe
+
+    print(recipe(Path(run), Path(out), to.value, step=step, reader=None if reader is None else reader.value))
+
+
 def main() -> None:
     """Entry point. Mistakes of the user end with one line each and exit code 2, interruptions with 130."""
     try:
@@ -128,6 +158,10 @@ def main() -> None:
     except Exception as error:
         # Imported late: with it comes jax, which `--help` must not wait for.
         fit = sys.modules.get("posttrain.fit")
+        proof = sys.modules.get("posttrain.recipes.proof")
+        if proof is not None and isinstance(error, proof.ProofError):
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(1)
         if fit is None or not isinstance(error, fit.Interrupted):
             raise
         print(f"{error}; the same command goes on from there", file=sys.stderr)

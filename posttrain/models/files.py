@@ -161,11 +161,10 @@ def _equal(one: Readable, two: Readable) -> bool:
     rows = max(1, CHUNK_BYTES // (4 * one.shape[1]))
     for start in range(0, one.shape[0], rows):
         region = slice(start, min(start + rows, one.shape[0])), slice(0, one.shape[1])
-        values = [np.empty((region[0].stop - start, one.shape[1]), np.float32) for _ in range(2)]
-        for tensor, out in zip((one, two), values, strict=True):
-            for task in tensor.reads(out, region):
-                task()
-        if not np.array_equal(*values):
+        ours, theirs = (np.empty((region[0].stop - start, one.shape[1]), np.float32) for _ in range(2))
+        for task in (*one.reads(ours, region), *two.reads(theirs, region)):
+            task()
+        if not np.array_equal(ours, theirs):
             return False
     return True
 

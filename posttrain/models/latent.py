@@ -23,17 +23,20 @@ class LatentAttention(nnx.Module):
 
     def __init__(self, config: LatentAttentionConfig, model: ModelConfig, repeats: int, init: Init):
         self.config = c = config
-        norm = {"eps": c.norm_eps, "dtype": init.dtype}
+
+        def norm(size: int) -> RMSNorm:
+            return RMSNorm((repeats,), "latent", size, eps=c.norm_eps, dtype=init.dtype)
+
         q_dim = c.num_heads * (c.nope_dim + c.rope_dim)
         rank, down = c.q_rank or 0, c.q_rank is not None
         self.q = None if down else Linear(repeats, ("embed", "heads"), (model.embed_dim, q_dim), init, bias=False)
         to_low, to_heads = (("embed", "latent"), (model.embed_dim, rank)), (("latent", "heads"), (rank, q_dim))
         self.q_down = Linear(repeats, *to_low, init, bias=c.bias) if down else None
-        self.q_norm = RMSNorm((repeats,), "latent", rank, **norm) if down else None
+        self.q_norm = norm(rank) if down else None
         self.q_up = Linear(repeats, *to_heads, init, bias=False) if down else None
         kv_rank, kv_dim = c.kv_rank, c.num_heads * (c.nope_dim + c.value_dim)
         self.kv_down = Linear(repeats, ("embed", "latent"), (model.embed_dim, kv_rank + c.rope_dim), init, bias=c.bias)
-        self.kv_norm = RMSNorm((repeats,), "latent", kv_rank, **norm)
+        self.kv_norm = norm(kv_rank)
         self.kv = Linear(repeats, ("latent", "heads"), (kv_rank, kv_dim), init, bias=False)
         out = c.num_heads * c.value_dim
         self.o = Linear(repeats, ("heads", "embed"), (out, model.embed_dim), init, bias=c.bias)

@@ -373,7 +373,11 @@ class _Export:
         return magnitudes
 
     def config(self, base: str | None) -> dict[str, Any]:
-        rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (self.ranks, self.alphas))
+        # PEFT knows no patterns for experts.
+        general = [m for m in self.ranks if m.rsplit(".", 1)[-1] in self.of_experts] or list(self.ranks)
+        rank, alpha = (Counter(of[m] for m in general).most_common(1)[0][0] for of in (self.ranks, self.alphas))
+        if self.of_experts and any((self.ranks[m], self.alphas[m]) != (rank, alpha) for m in general):
+            raise ConfigError("save_adapter: PEFT has one rank and alpha for all experts; use save_model, which merges")
         tied = self.model.config.tie_embeddings
         return {
             "peft_type": "LORA",

@@ -98,7 +98,7 @@ def stored_blocks(
         places = [zip(range(to.start, to.stop), range(at.start, at.stop), strict=True) for to, at in bands[:lead]]
         for place in product(*places):
             tensor, part = sources[tuple(at for _, at in place)]
-            view = piece[(*(to for to, _ in place), *(to for to, _ in bands[lead:]))]
+            view = piece[tuple(to for to, _ in place)][tuple(to for to, _ in bands[lead:])]
             region = [at for _, at in bands[lead:]]
             region[-1] = _within(part.columns, region[-1])
             if tensor.transpose:
@@ -186,8 +186,8 @@ def write(array: Array, piece: Array, start: Int[Array, " N"], sharding: NamedSh
     if sharding is None:
         return local(array, piece, start)
     spec = sharding.spec
-    specs = {"in_specs": (spec, spec, PartitionSpec()), "out_specs": spec}
-    return jax.shard_map(local, mesh=sharding.mesh, **specs)(array, piece, start)
+    into = jax.shard_map(local, mesh=sharding.mesh, in_specs=(spec, spec, PartitionSpec()), out_specs=spec)
+    return into(array, piece, start)
 
 
 @runtime_checkable
@@ -221,7 +221,9 @@ class Gather:
 
     def _values(self, part: Part) -> np.ndarray:
         array = self._weights[part.param]
-        layer = part.index[0] if part.index and (not isinstance(array, Array) or array.nbytes > MAX_PIECE_BYTES) else None
+        layer = (
+            part.index[0] if part.index and (not isinstance(array, Array) or array.nbytes > MAX_PIECE_BYTES) else None
+        )
         if part.param not in self._held or self._held[part.param][0] != layer:
             self._held.pop(part.param, None)
             if not isinstance(array, Array):

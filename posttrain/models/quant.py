@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Shaped, UInt8
 
 from posttrain.config import ConfigError, Quantize
 from posttrain.mesh import TILES
@@ -32,9 +32,13 @@ NF4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )
 # fmt: on
-"""The numbers that codes of nf4 stand for: QLoRA, arXiv:2305.14314, appendix E."""
+"""The numbers that the codes of nf4 stand for: QLoRA, arXiv:2305.14314, appendix E."""
 
-Shapes = list[tuple[str, tuple[str, ...], tuple[int, ...]]]
+NUMBERS = {"nf4": NF4, "int4": tuple(map(float, (*range(8), *range(-8, 0))))}
+"""Of the codes of 4 bits."""
+
+Shape = tuple[str, tuple[str, ...], tuple[int, ...]]
+"""Path, names of the dimensions and shape of a parameter."""
 
 
 class QuantizedParam(nnx.Param):
@@ -44,13 +48,14 @@ class QuantizedParam(nnx.Param):
 class Quantized(nnx.Module):
     """In place of a parameter [*L, in, out] of type `dtype`: number(code) * scale of its tile of inputs, in that type.
 
-    It reads like the parameter. `codes` have its shape; `scales` are [*L, tiles, out].
+    It reads like the parameter. `codes` have its shape, or half of `in` where two of 4 bits share a byte; `scales` are
+    [*L, tiles, out].
     """
 
     def __init__(
         self,
-        codes: Shaped[Array, "*L in out"],
-        scales: Float[Array, "*L tiles out"],
+        codes: Shaped[Array, "*L rows out"] | jax.ShapeDtypeStruct,
+        scales: Float[Array, "*L tiles out"] | jax.ShapeDtypeStruct,
         dims: tuple[str, ...],
         *,
         kind: Quantize,
@@ -58,15 +63,17 @@ class Quantized(nnx.Module):
     ):
         self.kind = kind
         self.dtype = np.dtype(dtype)
-        self.codes = QuantizedParam(codes, dims=dims)
-        self.scales = QuantizedParam(scales, dims=scale_dims(dims))
+        tiled = (*dims[:-2], dims[-2] + TILES, dims[-1])
+        self.codes = QuantizedParam(codes, dims=dims if kind in PER_OUTPUT else tiled)
+        self.scales = QuantizedParam(scales, dims=tiled)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.codes.shape
+        return _plain("", self.codes.get_metadata("dims"), self.codes.shape)[2]
 
     def get_metadata(self, name: str) -> Any:
-        return self.codes.get_metadata(name)
+        assert name == "dims", name
+        return _plain("", self.codes.get_metadata("dims"), self.codes.shape)[1]
 
     def __getitem__(self, index: Any) -> Float[Array, "*L in out"]:
         """All with `...`; with numbers, what stands there in the leading dimensions."""
@@ -86,7 +93,7 @@ class Quantized(nnx.Module):
 
 def quantized(
     matrix: Float[Array, "*L in out"], kind: Quantize
-) -> tuple[Shaped[Array, "*L in out"], Float[Array, "*L tiles out"]]:
+) -> tuple[Shaped[Array, "*L rows out"], Float[Array, "*L tiles out"]]:
     """Codes and scales: the largest number of each tile gets the largest code."""
     import qwix
 
@@ -96,15 +103,17 @@ def quantized(
     for _ in matrix.shape[:-2]:
         column = jax.vmap(column)
     found = column(matrix.astype(jnp.float32))
-    return found.qvalue, found.scale.astype(_scale_type(kind))
+    codes, scales = found.qvalue, found.scale.astype(_scale_type(kind))
+    return codes if kind in PER_OUTPUT else _packed(codes, scales.shape[-2]), scales
 
 
 def quantized_shape(matrix: Any, kind: Quantize) -> Quantized:
     """What a parameter that has a shape and no array becomes. ConfigError where it does not divide into tiles."""
     *lead, inputs, outputs = matrix.shape
-    tiles = inputs // tile_size(kind, inputs)
-    codes: Any = jax.ShapeDtypeStruct(matrix.shape, jnp.uint4 if kind == "nf4" else TYPES[kind])
-    scales: Any = jax.ShapeDtypeStruct((*lead, tiles, outputs), _scale_type(kind))
+    tiles, packed = inputs // tile_size(kind, inputs), kind not in PER_OUTPUT
+    rows, dtype = (inputs // 2, jnp.uint8) if packed else (inputs, TYPES[kind])
+    codes = jax.ShapeDtypeStruct((*lead, rows, outputs), dtype)
+    scales = jax.ShapeDtypeStruct((*lead, tiles, outputs), _scale_type(kind))
     return Quantized(codes, scales, matrix.get_metadata("dims"), kind=kind, dtype=matrix.dtype)
 
 
@@ -113,22 +122,34 @@ def _scale_type(kind: Quantize) -> np.dtype:
 
 
 def dequantized(
-    codes: Shaped[Array, "*L in out"], scales: Float[Array, "*L tiles out"], kind: Quantize
+    codes: Shaped[Array, "*L rows out"], scales: Float[Array, "*L tiles out"], kind: Quantize
 ) -> Float[Array, "*L in out"]:
     """number(code) * scale in float32."""
-    numbers = _nf4_numbers(codes) if kind == "nf4" else codes.astype(jnp.float32)
-    tiled = numbers.reshape(*scales.shape[:-1], -1, codes.shape[-1])
-    return (tiled * scales.astype(jnp.float32)[..., None, :]).reshape(codes.shape)
+    tiled = codes.reshape(*scales.shape[:-1], -1, codes.shape[-1])
+    if kind in PER_OUTPUT:
+        numbers = tiled.astype(jnp.float32)
+    else:
+        numbers = jnp.concatenate([_looked_up(half, NUMBERS[kind]) for half in (tiled & 15, tiled >> 4)], axis=-2)
+    return (numbers * scales.astype(jnp.float32)[..., None, :]).reshape(*codes.shape[:-2], -1, codes.shape[-1])
 
 
-def _nf4_numbers(codes: Shaped[Array, "*L"]) -> Float[Array, "*L"]:
-    """By selects, bit by bit: they fuse with what follows and keep the sharding, where qwix flattens and gathers."""
-    bits = codes.astype(jnp.uint8)
-    numbers: list[Any] = [np.float32(number) for number in NF4]
+def _packed(codes: Shaped[Array, "*L in out"], tiles: int) -> UInt8[Array, "*L rows out"]:
+    """The second half of each tile beside the first, in the upper bits: a device that has whole tiles needs no others.
+
+    Not JAX's own types of 4 bits, which take a whole byte on some platforms and in some programs.
+    """
+    bits = codes.astype(jnp.int8).astype(jnp.uint8) & 15
+    low, high = jnp.split(bits.reshape(*codes.shape[:-2], tiles, -1, codes.shape[-1]), 2, axis=-2)
+    return (low | (high << 4)).reshape(*codes.shape[:-2], -1, codes.shape[-1])
+
+
+def _looked_up(codes: UInt8[Array, "*L"], numbers: Sequence[float]) -> Float[Array, "*L"]:
+    """numbers[code] by selects, bit by bit: unlike the gather of qwix they fuse with what follows, sharded or not."""
+    found: list[Any] = [np.float32(number) for number in numbers]
     for bit in range(4):
-        is_set = (bits & (1 << bit)) != 0
-        numbers = [jnp.where(is_set, high, low) for low, high in zip(numbers[::2], numbers[1::2], strict=True)]
-    return numbers[0]
+        is_set = (codes & (1 << bit)) != 0
+        found = [jnp.where(is_set, high, low) for low, high in zip(found[::2], found[1::2], strict=True)]
+    return found[0]
 
 
 def tile_size(kind: Quantize, num_inputs: int) -> int:
@@ -138,14 +159,9 @@ def tile_size(kind: Quantize, num_inputs: int) -> int:
     size = math.gcd(TILE, num_inputs)
     if size < MIN_TILE:
         raise ConfigError(
-            f"quantize={kind}: a matrix has {num_inputs} inputs, which must be a multiple of {MIN_TILE}; use int8 or fp8"
+            f"quantize={kind}: a matrix has {num_inputs} inputs, not a multiple of {MIN_TILE}; use int8 or fp8"
         )
     return size
-
-
-def scale_dims(dims: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of the dimensions of a matrix' scales."""
-    return (*dims[:-2], dims[-2] + TILES, dims[-1])
 
 
 def squared_error(matrix: Float[Array, "*L in out"], replaced: Float[Array, "*L in out"]) -> Float[Array, " 2"]:
@@ -154,6 +170,15 @@ def squared_error(matrix: Float[Array, "*L in out"], replaced: Float[Array, "*L 
     return jnp.stack([jnp.sum(jnp.square(wide - replaced.astype(jnp.float32))), jnp.sum(jnp.square(wide))])
 
 
-def plain_shapes(shapes: Iterable[tuple[str, tuple[str, ...], tuple[int, ...]]]) -> Shapes:
-    """Path, dimensions and shape of all parameters as if no matrix were quantised."""
-    return [(path.removesuffix(".codes"), dims, shape) for path, dims, shape in shapes if not path.endswith(".scales")]
+def plain_shapes(shapes: Iterable[Shape]) -> list[Shape]:
+    """Of all parameters as if no matrix were quantised."""
+    return [_plain(*shape) for shape in shapes if not shape[0].endswith(".scales")]
+
+
+def _plain(path: str, dims: tuple[str, ...], shape: tuple[int, ...]) -> Shape:
+    """Of a matrix from its codes, which are in pairs where the dimension says so."""
+    path = path.removesuffix(".codes")
+    if not dims or not dims[-2:][0].endswith(TILES):
+        return path, dims, shape
+    *lead, rows, outputs = shape
+    return path, (*dims[:-2], dims[-2].removesuffix(TILES), dims[-1]), (*lead, 2 * rows, outputs)

@@ -1,4 +1,4 @@
-"""Which matrices of a model are quantised, when it is loaded and for a sampler; how far they are from what they were."""
+"""Which matrices of a model are quantised, on loading and for a sampler, and how far that takes them."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class StoredTensor:
 
     def _read(self, out: np.ndarray, first: int) -> None:
         """Fill an array with the values from number `first` on."""
-        into = memoryview(out.reshape(-1).view(np.uint8))
+        into = out.reshape(-1).view(np.uint8).data
         place = self.offset + first * out.itemsize
         while into:
             count = os.preadv(self.file, [into], place)
@@ -174,4 +174,4 @@ def write_tensors(path: Path, outlines: Sequence[Outline], arrays: Iterable[np.n
         file.write(len(text).to_bytes(8, "little") + text)
         for outline, array in zip(outlines, arrays, strict=True):
             assert (array.shape, array.dtype) == (outline.shape, outline.dtype), outline
-            file.write(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -16,10 +16,11 @@ from posttrain.fit import StopRequest
 from posttrain.mesh import single_device_mesh
 from posttrain.models.decoder import Decoder
 from posttrain.models.lora import has_lora
+from posttrain.models.peft import save_adapter
 from posttrain.models.save import save_model
 from posttrain.models.weights import ModelWeights
 from posttrain.recipes.prepare import stage_names
-from posttrain.recipes.proof import Proof, ProofError, Reader, default_reader, prove
+from posttrain.recipes.proof import Proof, Reader, default_reader, prove
 from posttrain.recipes.run import CONFIG_NAME
 from posttrain.recipes.source import tokenizer_name
 from posttrain.recipes.stage import StageRun, read_source
@@ -37,16 +38,25 @@ def export(run: Path, out: Path, to: Target, *, step: int | None = None, reader:
     """
     output, name = _find_stage(run)
     config = load_config(output / CONFIG_NAME).config
-    tokenizer = load_tokenizer(tokenizer_name(config.model, output)).with_stop_tokens(config.model.stop_tokens)
+    tokenizer = _tokenizer(output, name, config)
     if out.exists():
         raise ConfigError(f"{out}: exists; give a new folder")
-    model = _trained_model(output, name, config, tokenizer, step)
+    stage = _stage(output, name, config, tokenizer)
+    model = _trained_model(stage, step)
     _check_target(model, to)
+    base = str(stage.path) if to == "peft" and stage.path is not None else None
+    if to == "peft" and base is None:
+        raise ConfigError(
+            "export: the run begins with random weights, so an adapter alone has no base; give --to merged"
+        )
     unproved = out.with_name(out.name + ".unproved")
     if unproved.exists():
         shutil.rmtree(unproved)
-    save_model(model, unproved, tokenizer=tokenizer)
-    proof = prove(model, unproved, tokenizer, reader or default_reader())
+    if base is None:
+        save_model(model, unproved, tokenizer=tokenizer)
+    else:
+        save_adapter(model, unproved, base=base)
+    proof = prove(model, unproved, tokenizer, reader or default_reader(adapter=base is not None), base=base)
     unproved.rename(out)
     return proof
 
@@ -62,14 +72,28 @@ def _find_stage(run: Path) -> tuple[Path, str]:
         return run, begun[-1]
     if (run.parent / CONFIG_NAME).is_file() and (run / "checkpoints").is_dir():
         return run.parent, run.name
-    raise ConfigError(f"{run}: is neither the output folder of a run (with {CONFIG_NAME}) nor the folder of a stage in it")
+    raise ConfigError(
+        f"{run}: is neither the output folder of a run (with {CONFIG_NAME}) nor the folder of a stage in it"
+    )
 
 
-def _trained_model(output: Path, name: str, config: RunConfig, tokenizer: Tokenizer, step: int | None) -> Decoder:
-    """The stage's model at the start, with the parameters of a checkpoint put in."""
+def _tokenizer(output: Path, name: str, config: RunConfig) -> Tokenizer:
+    """The run's: saved with the stage's model if that is done, else where the run found it."""
+    saved = output / name / "model"
+    if saved.is_dir():
+        return load_tokenizer(saved)
+    source = read_source(output / name)
+    if config.model.tokenizer is None and source is not None:
+        found = load_tokenizer(source)
+    else:
+        found = load_tokenizer(tokenizer_name(config.model, output))
+    return found.with_stop_tokens(config.model.stop_tokens)
+
+
+def _stage(output: Path, name: str, config: RunConfig, tokenizer: Tokenizer) -> StageRun:
     names = stage_names(config)
     index = names.index(name)
-    stage = StageRun(
+    return StageRun(
         name=name,
         kind=config.stages[index].kind,
         folder=output / name,
@@ -83,6 +107,10 @@ def _trained_model(output: Path, name: str, config: RunConfig, tokenizer: Tokeni
         tensorboard=False,
         stop=StopRequest(),
     )
+
+
+def _trained_model(stage: StageRun, step: int | None) -> Decoder:
+    """The stage's model at the start, with the parameters of a checkpoint put in."""
     model = stage.load_model()
     weights = ModelWeights(model)
     with Checkpointer(stage.folder / "checkpoints") as checkpointer:
@@ -104,6 +132,3 @@ def _check_target(model: Decoder, to: Target) -> None:
         raise ConfigError("export: the run trains an adapter; give --to merged or --to peft")
     if not has_lora(model) and to != "hf":
         raise ConfigError(f"export: --to {to} needs an adapter, and the run trains the whole model; give --to hf")
-
-
-__all__ = ["ProofError", "export"]

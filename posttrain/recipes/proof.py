@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -56,20 +57,24 @@ class Proof:
         )
 
 
-def default_reader() -> Reader:
-    """transformers, which shares no code with us, where it can run."""
-    return "transformers" if importlib.util.find_spec("torch") is not None else "posttrain"
+def default_reader(*, adapter: bool) -> Reader:
+    """transformers, which shares no code with us, where it (and PEFT for an adapter) can run."""
+    needed = ("torch", "peft") if adapter else ("torch",)
+    return "transformers" if all(importlib.util.find_spec(name) is not None for name in needed) else "posttrain"
 
 
-def prove(model: Decoder, folder: Path, tokenizer: Tokenizer | None, reader: Reader) -> Proof:
-    """Compare the checkpoint in `folder` with `model`, whose adapter is applied and not merged.
+def prove(
+    model: Decoder, folder: Path, tokenizer: Tokenizer | None, reader: Reader, *, base: str | None = None
+) -> Proof:
+    """Compare the checkpoint in `folder` with `model`, whose adapter is applied and not merged. With `base`, the folder
+    holds an adapter for that model.
 
     ProofError for tensors that are missing, left over or misshapen, and for other log-probabilities.
     """
     tokens = sample_tokens(model.config.vocab_size, tokenizer)
     expected = _logps(_in_float32(model), tokens)
     read = {"transformers": _read_with_transformers, "posttrain": _read_with_posttrain}[reader]
-    found, num_tensors = read(folder, tokens)
+    found, num_tensors = read(folder, tokens, base)
     if found.shape != expected.shape:
         raise ProofError(f"{folder}: the vocabulary is {found.shape[-1]}, the model's is {expected.shape[-1]}")
     differences = np.abs(found - expected)
@@ -77,7 +82,8 @@ def prove(model: Decoder, folder: Path, tokenizer: Tokenizer | None, reader: Rea
         reader=reader, num_tensors=num_tensors, largest=float(differences.max()), mean=float(differences.mean())
     )
     weights = ModelWeights(model)
-    rounded = weights.trainable() != frozenset(weights.read()) and model.embed.embedding[...].dtype != jnp.float32
+    adapted = weights.trainable() != frozenset(weights.read())
+    rounded = adapted and base is None and model.embed.embedding[...].dtype != jnp.float32
     if not rounded and not proof.largest <= EXACT_NATS:
         raise ProofError(f"{folder}: is not the model: {proof}; {EXACT_NATS:.0e} is allowed")
     if rounded:
@@ -119,23 +125,42 @@ def _logps(model: Decoder, tokens: Int[np.ndarray, "B T"]) -> Float[np.ndarray, 
     return np.concatenate([np.asarray(run(weights.read(), jnp.asarray(row[None]))) for row in tokens])
 
 
-def _read_with_posttrain(folder: Path, tokens: Int[np.ndarray, "B T"]) -> tuple[Float[np.ndarray, "B T V"], int]:
+def _read_with_posttrain(
+    folder: Path, tokens: Int[np.ndarray, "B T"], base: str | None
+) -> tuple[Float[np.ndarray, "B T V"], int]:
     try:
-        model = load_model(folder, compute_dtype=jnp.float32)
+        if base is None:
+            model = load_model(folder, compute_dtype=jnp.float32)
+        else:
+            model = load_model(base, adapter=folder, compute_dtype=jnp.float32)
     except ConfigError as error:
         raise ProofError(str(error)) from error
     return _logps(model, tokens), _count_tensors(folder)
 
 
-def _read_with_transformers(folder: Path, tokens: Int[np.ndarray, "B T"]) -> tuple[Float[np.ndarray, "B T V"], int]:
+def _read_with_transformers(
+    folder: Path, tokens: Int[np.ndarray, "B T"], base: str | None
+) -> tuple[Float[np.ndarray, "B T V"], int]:
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     try:
         # The default for mixtures of experts refuses some widths on CPU.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True, experts_implementation="eager"
+            folder if base is None else base,
+            dtype=torch.float32,
+            output_loading_info=True,
+            experts_implementation="eager",
         )
+        if base is not None:
+            from peft import PeftModel
+
+            with warnings.catch_warnings():
+                # PEFT and transformers of one month may not agree on names yet.
+                warnings.simplefilter("ignore", FutureWarning)
+                loaded = PeftModel.from_pretrained(loaded[0], str(folder)), loaded[1]
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ProofError(f"{folder}: transformers cannot read it: {' '.join(str(error).split())[:500]}") from error
     model, info = loaded

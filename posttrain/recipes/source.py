@@ -20,6 +20,9 @@ SAMPLED_BLOCKS = 256
 BLOCK_BYTES = 4096
 """Of each file of weights so much is read for its digest, evenly spread: other weights differ nearly everywhere."""
 
+RANDOM_WEIGHTS = "model.init"
+"""Name of the origin of a model that begins with random weights."""
+
 
 def local_or_hub(name: str, base_dir: Path) -> str:
     """The folder that the configuration means, or the hub id as it stands."""
@@ -97,7 +100,7 @@ def origin_of_folder(name: str, folder: Path) -> Origin:
 def origin_of_init(fields: Mapping[str, Any], seed: int) -> Origin:
     """Random weights by what they are drawn from."""
     parts = {name: json.dumps(value, sort_keys=True, default=str) for name, value in fields.items()}
-    return Origin(name="model.init", parts={**parts, "seed": str(seed)})
+    return Origin(name=RANDOM_WEIGHTS, parts={**parts, "seed": str(seed)})
 
 
 def _digest(file: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,10 +21,10 @@ from posttrain.fit import Every, Origin, Resumable, StopRequest, restore_latest,
 from posttrain.models.decoder import Decoder
 from posttrain.models.files import find_folder
 from posttrain.models.load import init_model, load_model
-from posttrain.models.lora import count_parameters
+from posttrain.models.lora import ParameterCount, count_parameters, has_lora, parameter_rows
 from posttrain.models.save import save_model
 from posttrain.optim import make_schedule
-from posttrain.recipes.source import origin_of_folder, origin_of_init
+from posttrain.recipes.source import RANDOM_WEIGHTS, origin_of_folder, origin_of_init
 from posttrain.sinks import Sinks, open_sinks
 from posttrain.trainer import Trainer
 
@@ -78,15 +78,15 @@ class StageRun:
             "grouped_matmul": m.grouped_matmul,
             "seed": self.seed,
         }
-        if self._path is None:
+        if self.path is None:
             model = init_model(self._init, **common)
         else:
-            model = load_model(self._path, long_context=m.long_context, **common)
+            model = load_model(self.path, long_context=m.long_context, **common)
         print_parameters(model)
         return model
 
     @property
-    def _path(self) -> str | Path | None:
+    def path(self) -> str | Path | None:
         """Where the stage's model is loaded from; None: it has random weights."""
         return self.source or self.source_name
 
@@ -98,9 +98,9 @@ class StageRun:
     @cached_property
     def origin(self) -> Origin:
         """What the checkpoints of the stage continue."""
-        if self._path is None:
+        if self.path is None:
             return origin_of_init(self._init, self.seed)
-        return origin_of_folder(str(self._path), find_folder(self._path))
+        return origin_of_folder(str(self.path), find_folder(self.path))
 
     def train(
         self,
@@ -142,6 +142,7 @@ class StageRun:
     @contextmanager
     def opened(self, trainer: Trainer, data: Resumable, num_steps: int) -> Iterator[tuple[Sinks, Checkpointer]]:
         """Sinks and checkpoints, with trainer and data brought to the newest checkpoint."""
+        self.remember("source", lambda: self.origin.name)
         with Checkpointer(self.folder / "checkpoints") as checkpointer:
             if restore_latest(trainer, data, checkpointer, self.origin):
                 console().print(f"resuming after step {trainer.step_number} of {num_steps}")
@@ -176,9 +177,27 @@ class StageRun:
         return self.folder / f"{name}.json"
 
 
+def read_source(folder: Path) -> str | None:
+    """Folder or hub id of the model that a stage began with; None: random weights, or the stage never began."""
+    file = folder / "source.json"
+    name = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    return None if name == RANDOM_WEIGHTS else name
+
+
 def print_parameters(model: Decoder) -> None:
     count = count_parameters(model)
     line = f"model: {model.config.model_type}, {model.config.num_layers} layers, {count.total:,} parameters"
     if count.trainable != count.total:
         line += f", {count.trainable:,} trained ({count.trainable / count.total:.2%})"
     console().print(f"{line}; {jax.device_count()} x {jax.devices()[0].device_kind}", highlight=False)
+    if has_lora(model):
+        _print_trained(parameter_rows(model))
+
+
+def _print_trained(rows: Sequence[ParameterCount]) -> None:
+    from rich.table import Column, Table
+
+    table = Table("module", *(Column(name, justify="right") for name in ("parameters", "trained", "share")))
+    for row in rows:
+        table.add_row(row.kind, f"{row.total:,}", f"{row.trainable:,}", f"{row.share:.2%}")
+    console().print(table)

@@ -56,7 +56,7 @@ def upcycle(source: str, out: Path, plan: Upcycling, *, seed: int, reader: Reade
     if unproved.exists():
         shutil.rmtree(unproved)
     save_model(model, unproved, tokenizer=tokenizer)
-    proof = prove(model if plan.noise else dense, unproved, tokenizer, reader or default_reader())
+    proof = prove(model if plan.noise else dense, unproved, tokenizer, reader or default_reader(adapter=False))
     unproved.rename(out)
     return Upcycled(
         model_type=model.config.model_type,

@@ -345,26 +345,29 @@ def test_ids_without_a_token_have_no_probability() -> None:
     plain, padded = load_model(GOLDEN), load_model(GOLDEN, num_tokens=90)
     rows = plain.config.vocab_size
     assert (rows, padded.config.num_tokens) == (96, 90)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 90, (2, 12)), jnp.int32)
-    ones, hidden = jnp.ones_like(tokens), jax.random.normal(jax.random.key(0), (2, 12, plain.config.embed_dim))
-    logits = plain.logits(hidden)
-    got = padded.logits(hidden)
-    assert_array_equal(got[..., :90], logits[..., :90])
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.integers(0, 90, (2, 12)), jnp.int32)
+    keys = jnp.asarray(rng.integers(0, 2**32, (4096, 2)), jnp.uint32)
 
-    def mean_logp(hidden: jax.Array) -> jax.Array:
-        return token_stats(padded.logits, hidden, tokens, ones, temperature=0.5, vocab_size=rows).logps.mean()
+    @jax.jit
+    def run(hidden: jax.Array) -> Any:
+        def stats(hidden: jax.Array) -> Any:
+            return token_stats(padded.logits, hidden, tokens, jnp.ones_like(tokens), temperature=0.5, vocab_size=rows)
 
-    stats = token_stats(padded.logits, hidden, tokens, ones, temperature=0.5, vocab_size=rows)
-    over_tokens = np.asarray(jax.nn.log_softmax(logits[..., :90] / 0.5, axis=-1))
-    expected = np.take_along_axis(over_tokens[:, :-1], np.asarray(tokens)[:, 1:, None], axis=-1)[..., 0]
-    assert_allclose(stats.logps[:, 1:], expected, atol=1e-5)
+        gradient = jax.grad(lambda hidden: stats(hidden).logps.sum())(hidden)
+        logits = padded.logits(hidden)
+        # Hot: every token has about the same probability.
+        options = [jnp.full(4096, value) for value in (1e4, 0, 1.0, 0.0)]
+        drawn = sample(jnp.broadcast_to(logits[0, :1], (4096, rows)), keys, jnp.arange(4096), *options)
+        return plain.logits(hidden), logits, stats(hidden), gradient, drawn
+
+    expected, got, stats, gradient, (drawn, logps, _) = run(jax.random.normal(jax.random.key(0), (2, 12, 32)))
+    assert_array_equal(got[..., :90], expected[..., :90])
+    over_tokens = np.asarray(jax.nn.log_softmax(expected[..., :90] / 0.5, axis=-1))
+    chosen = np.take_along_axis(over_tokens[:, :-1], np.asarray(tokens)[:, 1:, None], axis=-1)[..., 0]
+    assert_allclose(stats.logps[:, 1:], chosen, atol=1e-5)
     assert_allclose(stats.entropy[:, 1:], -(np.exp(over_tokens) * over_tokens).sum(-1)[:, :-1], atol=1e-5)
-    assert np.isfinite(jax.grad(mean_logp)(hidden)).all()
-    # Hot: every token has about the same probability, the padding still none.
-    keys = jnp.asarray(np.random.default_rng(1).integers(0, 2**32, (4096, 2)), jnp.uint32)
-    many = jnp.broadcast_to(got[0, 0], (4096, rows))
-    full = [jnp.full(4096, value, jnp.float32) for value in (1e4, 1.0, 0.0)]
-    drawn, logps, _ = sample(many, keys, jnp.arange(4096), full[0], jnp.zeros(4096, jnp.int32), *full[1:])
+    assert np.isfinite(gradient).all()
     assert set(np.asarray(drawn).tolist()) == set(range(90))
     assert_allclose(logps, -np.log(90), atol=1e-2)
 

@@ -1,0 +1,294 @@
+"""PEFT's adapters, and ours as PEFT reads them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from numpy.testing import assert_allclose, assert_array_equal
+from safetensors.numpy import load_file, save_file
+
+from posttrain.config import ConfigError, LoRA
+from posttrain.models.decoder import Decoder
+from posttrain.models.load import load_model
+from posttrain.models.lora import has_lora, merged
+from posttrain.models.peft import save_adapter
+from posttrain.models.save import hf_tensors
+from posttrain.models.weights import ModelWeights, Weights
+from tests.models.goldens import COMPILER_OPTIONS
+from tests.models.test_lora import disturb
+
+GOLDENS = Path(__file__).parent.parent / "goldens"
+CASES = ("lora", "lora_all", "all_linear", "rslora", "dora", "lm_head_embed", "modules_to_save", "patterns")
+
+
+def program(model: Decoder, tokens: np.ndarray) -> Callable[[Weights], tuple[Array, Array]]:
+    """Logits and mean negative log-likelihood."""
+    weights = ModelWeights(model)
+    inputs = jnp.asarray(tokens, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
+
+    def run(arrays: Weights) -> tuple[Array, Array]:
+        bound = weights.bind(arrays)
+        logits = bound.logits(bound(inputs, positions, jnp.ones_like(inputs))[0])
+        logps = jax.nn.log_softmax(logits[:, :-1])
+        return -jnp.take_along_axis(logps, inputs[:, 1:, None], axis=-1).mean(), logits
+
+    return run
+
+
+def logits_of(model: Decoder, tokens: np.ndarray) -> np.ndarray:
+    run = jax.jit(program(model, tokens), compiler_options=COMPILER_OPTIONS)
+    return np.asarray(run(ModelWeights(model).read())[1])
+
+
+class Golden:
+    def __init__(self, case: str):
+        self.folder = GOLDENS / "lora" / case
+        self.meta = json.loads((self.folder / "golden_meta.json").read_text())
+        self.arrays = np.load(self.folder / "golden.npz")
+        self.base = GOLDENS / "models" / self.meta["base"].split("/")[0]
+        self.model = load_model(self.base, adapter=self.folder)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def golden(request: pytest.FixtureRequest) -> Iterator[Golden]:
+    with jax.default_matmul_precision("highest"):
+        yield Golden(request.param)
+
+
+def test_logits_and_gradients(golden: Golden) -> None:
+    weights = ModelWeights(golden.model)
+    trainable = weights.read(weights.trainable().__contains__)
+    frozen = weights.read(lambda path: path not in trainable)
+    run = program(golden.model, golden.arrays["input_ids"])
+
+    def of_trainable(trained: Weights) -> tuple[Array, Array]:
+        return run({**frozen, **trained})
+
+    step = jax.jit(jax.value_and_grad(of_trainable, has_aux=True), compiler_options=COMPILER_OPTIONS)
+    (nll, logits), gradient = step(trainable)
+    assert_allclose(logits, golden.arrays["adapter_logits"], atol=5e-4)
+    assert_allclose(nll, golden.meta["mean_nll"], rtol=1e-4)
+    expected = golden.meta["trainable_grad_l2"]
+    got: dict[str, float] = {}
+    for path, gradients in gradient.items():
+        for layer, of_layer in enumerate(gradients if path.startswith("stages") else [gradients]):
+            if (norm := float(jnp.linalg.norm(of_layer))) > 0.0:
+                got[peft_name(path, layer)] = norm
+    assert got.keys() == expected.keys()
+    for name, norm in expected.items():
+        assert_allclose(got[name], norm, rtol=1e-3, err_msg=name)
+
+
+def peft_name(path: str, layer: int) -> str:
+    """The name of a trainable tensor in PEFT's model, of a Llama-like decoder."""
+    if path == "head.kernel":
+        return "lm_head.modules_to_save.weight"
+    owner, _, name = path.partition(".adapters.")
+    kind = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector.weight"}
+    if owner == "embed":
+        return f"model.embed_tokens.lora_embedding_{name[-1].upper()}"
+    end = kind[name.split(".")[1]]
+    if owner == "head":
+        return f"lm_head.{end}"
+    *_, part, projection = owner.split(".")
+    return f"model.layers.{layer}.{'self_attn' if part == 'attention' else 'mlp'}.{projection}_proj.{end}"
+
+
+def test_merged(golden: Golden) -> None:
+    alone = merged(golden.model)
+    assert not has_lora(alone)
+    base = dict(hf_tensors(load_model(golden.base)))
+    deltas = {name: np.linalg.norm(tensor - base[name]) for name, tensor in hf_tensors(alone)}
+    changed = {name: norm for name, norm in deltas.items() if norm > 1e-4}
+    assert changed.keys() == golden.meta["merged_delta_l2"].keys()
+    for name, norm in golden.meta["merged_delta_l2"].items():
+        assert_allclose(changed[name], norm, rtol=1e-4, err_msg=name)
+
+
+def test_written_again(golden: Golden, tmp_path: Path) -> None:
+    save_adapter(golden.model, tmp_path / "out")
+    files = [load_file(folder / "adapter_model.safetensors") for folder in (golden.folder, tmp_path / "out")]
+    assert files[0].keys() == files[1].keys()
+    for name, tensor in files[0].items():
+        assert_allclose(files[1][name], tensor, atol=1e-6, err_msg=name)
+    theirs, ours = (json.loads((f / "adapter_config.json").read_text()) for f in (golden.folder, tmp_path / "out"))
+    assert not ours.keys() - theirs.keys()
+    same = ("peft_type", "r", "lora_alpha", "bias", "use_rslora", "use_dora", "modules_to_save", "task_type")
+    assert {key: ours[key] for key in same} == {key: theirs[key] for key in same}
+    if golden.meta["config"].get("layers_to_transform") is None:
+        assert sorted(ours["target_modules"]) == sorted(theirs["target_modules"])
+    again = load_model(golden.base, adapter=tmp_path / "out")
+    for path, w in ModelWeights(again).read().items():
+        assert_allclose(w, ModelWeights(golden.model).read()[path], atol=1e-6, err_msg=path)
+
+
+MIXED = LoRA(
+    rank=4,
+    alpha=6,
+    targets=("all-linear",),
+    layers=(0, 2),
+    rank_pattern={"layers.0.mlp.up_proj": 7},
+    rslora=True,
+    modules_to_save=("lm_head",),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [
+        ("llama", MIXED),
+        ("llama", LoRA(rank=3, targets=("all-linear", "embed", "head"), dora=True)),
+        ("qwen3", LoRA(rank=3, targets=("v_proj", "embed_tokens"))),
+        ("qwen3", LoRA(rank=3, targets=("v_proj",), modules_to_save=("embed_tokens", "norm"))),
+        ("phi3", LoRA(rank=3, targets=("attention.q", "attention.v", "mlp"), dora=True)),
+        ("qwen3_moe", LoRA(rank=3, targets=("attention", "experts"))),
+    ],
+    ids=["llama", "llama-dora", "tied", "tied-saved", "fused-dora", "experts"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_peft_reads_what_we_write(name: str, lora: LoRA, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    folder = GOLDENS / "models" / name
+    tokens = np.random.default_rng(0).integers(1, 90, (2, 12))
+    model = load_model(folder, lora=lora, seed=0)
+    disturb(model)
+    ours = logits_of(model, tokens)
+    save_adapter(model, tmp_path / "out", base=str(folder))
+    again = load_model(folder, adapter=tmp_path / "out")
+    assert_allclose(logits_of(again, tokens), ours, atol=1e-4)
+    options = {"experts_implementation": "eager"} if name == "qwen3_moe" else {}
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", **options
+    )
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()
+    with torch.no_grad():
+        theirs = adapted(torch.tensor(tokens)).logits.numpy()
+    assert_allclose(theirs, ours, atol=5e-4)
+
+
+def test_fused_modules_take_an_adapter_apart(tmp_path: Path) -> None:
+    """Of queries, keys and values as one module: A is shared, B falls into parts."""
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "peft"
+    folder.mkdir()
+    base = load_model(GOLDENS / "models" / "phi3")
+    wide = dict(hf_tensors(base))["model.layers.1.self_attn.qkv_proj.weight"]
+    a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((2, wide.shape[1]), (wide.shape[0], 2)))
+    start = "base_model.model.model.layers.1.self_attn.qkv_proj.lora_"
+    save_file({f"{start}A.weight": a, f"{start}B.weight": b}, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "target_modules": ["qkv_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    model = load_model(GOLDENS / "models" / "phi3", adapter=folder)
+    new = dict(hf_tensors(merged(model)))["model.layers.1.self_attn.qkv_proj.weight"]
+    assert_allclose(new, wide + 1.5 * b @ a, atol=1e-5)
+    save_adapter(model, tmp_path / "again")
+    stored = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    assert_array_equal(stored[f"{start}A.weight"], a)
+    assert_array_equal(stored[f"{start}B.weight"], b)
+
+
+def changed(tmp_path: Path, case: str, config: dict[str, Any], tensors: dict[str, np.ndarray | None]) -> Path:
+    """A golden adapter with other fields and tensors; None takes one away."""
+    folder = tmp_path / "changed"
+    shutil.copytree(GOLDENS / "lora" / case, folder)
+    fields = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(fields | config))
+    file = folder / "adapter_model.safetensors"
+    stored = {key: value for key, value in (load_file(file) | tensors).items() if value is not None}
+    save_file(stored, file)
+    return folder
+
+
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"peft_type": "LOHA"}, "adapter_config.json: peft_type='LOHA' is not supported"),
+        ({"bias": "all"}, "adapter_config.json: bias='all' is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa', which changes the base, is not supported"),
+        ({"target_parameters": ["a.b"]}, "adapter_config.json: target_parameters=['a.b'] is not supported"),
+        ({"trainable_token_indices": [1]}, "adapter_config.json: trainable_token_indices=[1] is not supported"),
+        ({"target_modules": ["q_proj", "v_proj", "up_proj"]}, "safetensors: up_proj of target_modules is missing"),
+        ({"modules_to_save": ["lm_head"]}, "safetensors: lm_head of modules_to_save is missing"),
+        (
+            {"use_dora": True},
+            "safetensors: model.layers.0.self_attn.q_proj has {'A': (4, 32), 'B': (64, 4)}, must have",
+        ),
+    ],
+)
+def test_fields_that_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_model(GOLDENS / "models" / "llama", adapter=changed(tmp_path, "lora", config, {}))
+    assert message in str(raised.value)
+
+
+def test_tensors_that_do_not_fit_are_listed(tmp_path: Path) -> None:
+    tensors = {
+        f"{FIRST}A.weight": np.zeros((4, 31), np.float32),
+        f"{FIRST}B.weight".replace("layers.0", "layers.1"): None,
+        "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": np.zeros((4, 32), np.float32),
+        "base_model.model.model.norm.weight": np.ones(32, np.float32) * 7,
+    }
+    with pytest.raises(ConfigError) as raised:
+        load_model(GOLDENS / "models" / "llama", adapter=changed(tmp_path, "lora", {}, tensors))
+    for fault in (
+        "model.layers.0.self_attn.q_proj has {'A': (4, 31), 'B': (64, 4)}, must have {'A': (4, 32), 'B': (64, 4)}",
+        "model.layers.1.self_attn.q_proj has {'A': (4, 32)}, must have",
+        "model.layers.7.self_attn.q_proj.lora_A.weight (4, 32) is not the model's",
+        "model.norm.weight differs from the base's, and is not in modules_to_save",
+    ):
+        assert fault in str(raised.value), raised.value
+
+
+def test_embeddings_kept_beside_the_adapter_must_be_the_base(tmp_path: Path) -> None:
+    embedding = dict(hf_tensors(load_model(GOLDENS / "models" / "llama")))["model.embed_tokens.weight"]
+    key = "base_model.model.model.embed_tokens.base_layer.weight"
+    folder = changed(tmp_path, "lm_head_embed", {}, {key: embedding})
+    assert has_lora(load_model(GOLDENS / "models" / "llama", adapter=folder))
+
+
+def test_a_tied_head_needs_to_be_said(tmp_path: Path) -> None:
+    folder = changed(tmp_path, "all_linear", {"target_modules": ["embed_tokens"]}, {})
+    with pytest.raises(
+        ConfigError, match="embed_tokens of a model whose head is the embedding, without ensure_weight_"
+    ):
+        load_model(GOLDENS / "models" / "qwen3", adapter=folder)
+
+
+def test_what_cannot_be_written(tmp_path: Path) -> None:
+    def write(name: str, **fields: Any) -> None:
+        lora = LoRA(**({"rank": 2} | fields)) if fields else None
+        save_adapter(load_model(GOLDENS / "models" / name, lora=lora, seed=0), tmp_path / "out")
+
+    with pytest.raises(ConfigError, match="save_adapter: the model has no adapter; use save_model"):
+        write("llama")
+    with pytest.raises(ConfigError, match="PEFT has no DoRA on an embedding that is also the head"):
+        write("qwen3", targets=("embed",), dora=True)
+    with pytest.raises(ConfigError, match="PEFT has no DoRA on experts"):
+        write("qwen3_moe", targets=("experts",), dora=True)
+    with pytest.raises(ConfigError, match="experts.down_proj holds all experts in one tensor"):
+        write("gpt_oss", targets=("experts",))
+    with pytest.raises(ConfigError, match="PEFT takes every down_proj for the experts' and would lose the others"):
+        write("qwen3_moe", targets=("mlp",))
+    with pytest.raises(ConfigError, match="PEFT has one rank and alpha for all experts"):
+        write("qwen3_moe", targets=("experts",), rank_pattern={"up_proj": 3})
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match="out is not an adapter's folder; give a new or empty folder"):
+        write("llama", targets=("q_proj",))
+    with pytest.raises(ConfigError, match="lora makes a new adapter, adapter loads one; give one of them"):
+        load_model(GOLDENS / "models" / "llama", lora=LoRA(rank=2), adapter=tmp_path)

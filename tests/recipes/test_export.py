@@ -1,0 +1,167 @@
+"""Export: what was written is read again, and a checkpoint that is not the model does not get its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from posttrain.config import LoRA
+from posttrain.data.tokenizer import load_tokenizer
+from posttrain.models.decoder import Decoder
+from posttrain.models.load import load_model
+from posttrain.models.save import save_model
+from posttrain.models.weights import ModelWeights, without_adapter
+from posttrain.recipes.proof import ProofError, default_reader, prove
+from tests.recipes.runs import posttrain, sft_stage, write_run
+from tests.tiny import shake, tiny_model
+
+GOLDENS = Path(__file__).parent.parent / "goldens" / "models"
+READERS = ["posttrain", pytest.param("transformers", marks=pytest.mark.skipif(
+    default_reader(adapter=False) != "transformers", reason="needs torch, the independent reader"))]  # fmt: skip
+
+
+def adapted(name: str) -> Decoder:
+    """A golden model with an adapter that changes what it says."""
+    model = load_model(GOLDENS / name, dtype=jnp.float32, lora=LoRA(rank=2), seed=0)
+    shake(model, seed=1, stddev=0.03)
+    return model
+
+
+def change(folder: Path, tensors: Callable[[dict[str, np.ndarray]], None]) -> None:
+    file = folder / "model.safetensors"
+    content = load_file(file)
+    tensors(content)
+    save_file(content, file, metadata={"format": "pt"})
+
+
+def unmerged(folder: Path, model: Decoder) -> None:
+    weights = ModelWeights(model)
+    save_model(weights.bind(without_adapter(weights.read())), folder)
+
+
+def swapped_experts(folder: Path, model: Decoder) -> None:
+    def swap(content: dict[str, np.ndarray]) -> None:
+        for name in [name for name in content if ".experts.0." in name]:
+            other = name.replace(".experts.0.", ".experts.1.")
+            content[name], content[other] = content[other], content[name]
+
+    change(folder, swap)
+
+
+def transposed_kernel(folder: Path, model: Decoder) -> None:
+    def transpose(content: dict[str, np.ndarray]) -> None:
+        name = next(name for name, x in content.items() if x.ndim == 2 and x.shape[0] == x.shape[1])
+        content[name] = np.ascontiguousarray(content[name].T)
+
+    change(folder, transpose)
+
+
+def wrong_tie(folder: Path, model: Decoder) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["tie_word_embeddings"] = True
+    file.write_text(json.dumps(config))
+
+    def drop_head(content: dict[str, np.ndarray]) -> None:
+        del content["lm_head.weight"]
+
+    change(folder, drop_head)
+
+
+def missing_shard(folder: Path, model: Decoder) -> None:
+    content = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(content)
+    halves = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, held in list(halves.items())[:1]:
+        save_file({name: content[name] for name in held}, folder / file, metadata={"format": "pt"})
+    places = {name: file for file, held in halves.items() for name in held}
+    index = {"metadata": {"total_size": sum(x.nbytes for x in content.values())}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+FAULTS = {
+    "unmerged": (unmerged, "mixtral"),
+    "swapped_experts": (swapped_experts, "mixtral"),
+    "transposed_kernel": (transposed_kernel, "smollm3"),
+    "wrong_tie": (wrong_tie, "llama"),
+    "missing_shard": (missing_shard, "llama"),
+}
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Decoder]:
+    return {name: adapted(name) for name in ("mixtral", "llama", "smollm3")}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("name", ["mixtral", "llama", "smollm3"])
+def test_what_was_written_is_the_model(models: dict[str, Decoder], tmp_path: Path, name: str, reader: str) -> None:
+    save_model(models[name], tmp_path / "out")
+    proof = prove(models[name], tmp_path / "out", None, reader)
+    assert proof.reader == reader and 0 <= proof.mean <= proof.largest < 2e-4
+    assert proof.num_tensors == len(load_file(tmp_path / "out" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_seeded_faults_are_caught(models: dict[str, Decoder], tmp_path: Path, fault: str, reader: str) -> None:
+    spoil, name = FAULTS[fault]
+    save_model(models[name], tmp_path / "out")
+    spoil(tmp_path / "out", models[name])
+    with pytest.raises(ProofError):
+        prove(models[name], tmp_path / "out", None, reader)
+
+
+def test_merging_into_bfloat16_is_told_from_not_merging(tmp_path: Path) -> None:
+    model = load_model(GOLDENS / "llama_bf16", lora=LoRA(rank=2), seed=0)
+    shake(model, seed=1, stddev=0.03)
+    save_model(model, tmp_path / "out")
+    assert prove(model, tmp_path / "out", None, "posttrain").mean > 0
+    unmerged(tmp_path / "out", model)
+    with pytest.raises(ProofError, match="is not the model"):
+        prove(model, tmp_path / "out", None, "posttrain")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run that trained an adapter over a checkpoint."""
+    folder = tmp_path_factory.mktemp("run")
+    base = tiny_model(num_layers=1, windows=(None,), vocab_size=261)
+    save_model(base, folder / "base", tokenizer=load_tokenizer("bytes"))
+    config = write_run(folder, sft_stage(num_steps=2), model={"path": "base", "lora": {"rank": 2}})
+    done = posttrain("run", config)
+    assert done.code == 0, done
+    return folder / "out"
+
+
+@pytest.mark.parametrize("to", ["merged", "peft"])
+def test_a_run_is_exported(run: Path, tmp_path: Path, to: str) -> None:
+    done = posttrain("export", run, tmp_path / "exported", "--to", to)
+    assert done.code == 0 and "log-probabilities differ by" in done.out, done
+    assert not (tmp_path / "exported.unproved").exists()
+    if to == "merged":
+        ours, theirs = (load_model(folder) for folder in (tmp_path / "exported", run / "0-sft" / "model"))
+        assert jax.tree.all(
+            jax.tree.map(lambda a, b: bool((a == b).all()), ModelWeights(ours).read(), ModelWeights(theirs).read())
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--to", "hf"], "export: the run trains an adapter; give --to merged or --to peft"),
+        (["--to", "merged", "--step", "7"], "no checkpoint of step 7; there are [2]"),
+    ],
+)
+def test_what_cannot_be_exported(run: Path, tmp_path: Path, change: list[str], message: str) -> None:
+    done = posttrain("export", run, tmp_path / "exported", *change)
+    assert done.code == 2 and message in done.err
+    assert not (tmp_path / "exported").exists()
