@@ -110,7 +110,9 @@ class Checkpointer:
         target = {path: _target(leaf) for path, leaf in wanted.items()}
         with self._readable(step):
             restore_args = ocp.checkpoint_utils.construct_restore_args(target)
-            args = ocp.args.Composite(arrays=ocp.args.PyTreeRestore(target, restore_args=restore_args, partial_restore=partial))
+            args = ocp.args.Composite(
+                arrays=ocp.args.PyTreeRestore(target, restore_args=restore_args, partial_restore=partial)
+            )
             leaves = self._manager.restore(step, args=args)["arrays"]
         return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in wanted]), host
 

@@ -80,7 +80,9 @@ class Trainer:
         self._correction_rate = correction_rate
         self._dropout_seed = dropout_seed if has_dropout(model) else None
         if has_dropout(model) and dropout_seed is None:
-            raise ValueError("Trainer: the adapter of the model has dropout, which draws random numbers; give dropout_seed")
+            raise ValueError(
+                "Trainer: the adapter of the model has dropout, which draws random numbers; give dropout_seed"
+            )
         check_router(model.config, self._router_loss is not None, correction_rate, adapter=has_lora(model))
         self._loss_checked = self._router_loss is None
         placed = self._place()

@@ -215,7 +215,7 @@ def test_a_name_that_two_stages_have_is_refused(write: Write) -> None:
          "run.yaml:21: stages.1.temperature: unknown field; did you mean 'sampling.temperature'?"),
         ("tokenizer: bytes", "tokenizer: bytes\n  zzz: 1",
          "run.yaml:6: model.zzz: unknown field; known here: path, init, tokenizer, stop_tokens, dtype, compute_dtype, "
-         "lora, remat"),
+         "lora, quantize, remat, attention, grouped_matmul, long_context"),
         ("    batch_rows: 4\n", "",
          "run.yaml:7: stages.0.batch_rows: required, but missing: Rows of `row_tokens` in one optimiser step."),
         ("seed: 0\n", "",
@@ -237,7 +237,9 @@ def test_a_name_that_two_stages_have_is_refused(write: Write) -> None:
         ("tokenizer: bytes", "tokenizer: bytes\n  dtype: bf16",
          "run.yaml:6: model.dtype: must be 'float32' or 'bfloat16'; got 'bf16'; did you mean 'bfloat16'?"),
         ("tokenizer: bytes", "tokenizer: bytes\n  remat: sure",
-         "run.yaml:6: model.remat: must be true or false; got 'sure'"),
+         "run.yaml:6: model.remat: must be 'none', 'full', 'dots' or 'offload'; got 'sure'"),
+        ("tokenizer: bytes", "tokenizer: bytes\n  long_context: sure",
+         "run.yaml:6: model.long_context: must be true or false; got 'sure'"),
         ("output: runs/x", "output: 7", "run.yaml:1: output: must be text; got 7; write it in quotes"),
         ("dataset: {path: a.jsonl}", "dataset: {path: a.jsonl, args: 3}",
          "run.yaml:8: stages.0.dataset.args: must be a section of keys and values; got 3"),
@@ -404,10 +406,11 @@ def test_dump_reads_back_equal(write: Write) -> None:
 
 
 def test_dump_is_readable(write: Write) -> None:
-    head = dump_config(read(write(SHORT))).splitlines()[:12]
+    head = dump_config(read(write(SHORT))).splitlines()[:16]
     assert head == [
         "output: runs/x", "seed: 0", "model:", "  path: some/model", "  init: null", "  tokenizer: null",
-        "  stop_tokens: []", "  dtype: float32", "  compute_dtype: null", "  lora: null", "  remat: false", "mesh:",
+        "  stop_tokens: []", "  dtype: float32", "  compute_dtype: null", "  lora: null", "  quantize: none",
+        "  remat: none", "  attention: auto", "  grouped_matmul: auto", "  long_context: false", "mesh:",
     ]  # fmt: skip
 
 

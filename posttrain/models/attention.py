@@ -28,11 +28,10 @@ class Attention(nnx.Module):
         self.v = Linear(*kv, bias=c.qkv_bias) if own_values else None
         self.o = Linear(repeats, ("heads", "embed"), (q_dim, embed_dim), init, bias=c.out_bias)
         self.sinks = param(normal(init, (repeats, c.num_heads)), ("layers", "heads")) if c.sinks else None
-        norm = {"eps": model.norm_eps, "dtype": init.dtype, "offset": model.norm_offset}
         sizes = {None: (0, 0), "head": (c.head_dim, c.head_dim), "projection": (q_dim, kv_dim)}[c.qk_norm]
         dims = ("head_dim", "head_dim") if c.qk_norm == "head" else ("heads", "kv_heads")
-        self.q_norm = RMSNorm((repeats,), dims[0], sizes[0], **norm) if c.qk_norm else None
-        self.k_norm = RMSNorm((repeats,), dims[1], sizes[1], **norm) if c.qk_norm and own_keys else None
+        self.q_norm = RMSNorm.of(model, repeats, dims[0], sizes[0], init) if c.qk_norm else None
+        self.k_norm = RMSNorm.of(model, repeats, dims[1], sizes[1], init) if c.qk_norm and own_keys else None
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, tape: Tape, place: Place) -> Float[Array, "B T D"]:
         c = self.config

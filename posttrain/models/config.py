@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from posttrain.config import AttentionKernel, ConfigError, GroupedKernel, Remat
 
@@ -228,7 +229,7 @@ class Compute:
     """Where the weights lie, for kernels that GSPMD cannot split; None: one device."""
 
     @classmethod
-    def of(cls, dtype: object) -> Compute:
+    def of(cls, dtype: DTypeLike) -> Compute:
         return cls(dtype=jnp.dtype(dtype))
 
 

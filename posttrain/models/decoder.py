@@ -41,11 +41,10 @@ class Block(nnx.Module):
 
     def __init__(self, config: BlockConfig, model: ModelConfig, repeats: int, init: Init):
         self.config = config
-        norm = {"eps": model.norm_eps, "dtype": init.dtype, "offset": model.norm_offset}
 
         def make_norm(where: str) -> RMSNorm | None:
             wanted = config.norms in (where, "sandwich")
-            return RMSNorm((repeats,), "embed", model.embed_dim, **norm) if wanted else None
+            return RMSNorm.of(model, repeats, "embed", model.embed_dim, init) if wanted else None
 
         self.attention_norm, self.mlp_norm = make_norm("pre"), make_norm("pre")
         self.attention_post_norm, self.mlp_post_norm = make_norm("post"), make_norm("post")
@@ -103,7 +102,8 @@ class Stage(nnx.Module):
         def body(passed: Passed, weights: Any, repeat: int | Array) -> tuple[Passed, RoutingOf]:
             tape = Tape(cache=passed.cache, kept=dict(passed.kept))
             x = checkpoint_name(passed.x, BLOCK_INPUT)
-            for index, block in enumerate(nnx.merge(graph, weights)):
+            blocks: nnx.List[Block] = nnx.merge(graph, weights)
+            for index, block in enumerate(blocks):
                 x = block(x, context, tape, self._place(index, repeat))
             return Passed(x, tape.cache, tape.kept), tape.routing
 

@@ -162,6 +162,8 @@ def config_from_init(hf: Mapping[str, Any]) -> ModelConfig:
     module = family(fields.get("model_type", str))
     config = module.config_from_hf(fields)
     fields.refuse_unread(allowed=NEUTRAL_KEYS)
+    if config.further_layers:
+        raise ConfigError(f"num_nextn_predict_layers={config.further_layers}: a new model has no such layers; use 0")
     made = {key: value for key, value in fields.read.items() if value is not None}
     return replace(config, hf_json=json.dumps({"architectures": [module.ARCHITECTURE], **dict(hf), **made}))
 

@@ -94,9 +94,7 @@ class Linear(Adaptable):
     def weight(self, dtype: np.dtype) -> Float[Array, "in out"]:
         """The kernel with the adapter's part, of the one layer that the decoder is at."""
         adapter = self.adapters.get("kernel")
-        return (
-            self.frozen(dtype) if adapter is None else adapter.merged(self.frozen(jnp.float32)).astype(dtype)
-        )
+        return self.frozen(dtype) if adapter is None else adapter.merged(self.frozen(jnp.float32)).astype(dtype)
 
     def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
         kernel = self.kernel
@@ -123,6 +121,11 @@ class RMSNorm(nnx.Module):
         self.eps = eps
         self.offset = offset
         self.scale = param(jnp.full((*lead, size), 1.0 - offset, dtype), ("layers", dim) if lead else (dim,))
+
+    @classmethod
+    def of(cls, model: ModelConfig, repeats: int, dim: str, size: int, init: Init) -> RMSNorm:
+        """One of the model's own norms, in a block."""
+        return cls((repeats,), dim, size, eps=model.norm_eps, dtype=init.dtype, offset=model.norm_offset)
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         scale = self.scale[...].astype(jnp.float32) + self.offset

@@ -94,11 +94,11 @@ class Experts(Adaptable):
             return self._computed(x, experts, weights, compute)
         graph, state = nnx.split(self)
 
-        def run(state: Any, *inputs: Array) -> Array:
+        def run(state: Any, x: Array, experts: Array, weights: Array) -> Array:
             here = nnx.merge(graph, state)
             for name, matrix in here.matrices().items():
                 setattr(here, name, nnx.Param(matrix[...], dims=matrix.get_metadata("dims")))
-            return here._computed(*inputs, compute)
+            return here._computed(x, experts, weights, compute)
 
         # Else the backward pass would keep the matrices of all layers as they were before quantisation.
         return jax.checkpoint(run)(state, x, experts, weights)

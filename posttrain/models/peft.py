@@ -217,7 +217,7 @@ def _adapter_arrays(model: Decoder, modules: Mapping[str, _Module], tensors: Map
             arrays["lora_b"][part.index][:rank] = module.b.T[:, part.columns]
             if module.magnitude is not None:
                 arrays["lora_magnitude"][part.index] = module.magnitude[part.columns]
-    result = {}
+    result: Arrays = {}
     for param, arrays in found.items():
         site = by_param[param]
         base, _, name = param.rpartition(".")

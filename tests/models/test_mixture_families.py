@@ -22,7 +22,7 @@ from posttrain.models import decoder
 from posttrain.models.cache import empty_cache
 from posttrain.models.config import LatentAttentionConfig, MoEConfig
 from posttrain.models.decoder import Decoder
-from posttrain.models.hf import config_from_hf, config_to_hf
+from posttrain.models.hf import config_from_hf, config_from_init, config_to_hf
 from posttrain.models.load import load_model
 from posttrain.models.moe import Router
 from posttrain.models.mxfp4 import BLOCKS, SCALES, dequantized, unpacked
@@ -197,6 +197,23 @@ def test_latent_attention_on_a_mesh() -> None:
     assert_allclose(logits_of(model, plain)[:2], golden.arrays["plain_logits"], atol=golden.atol, rtol=0)
     with pytest.raises(ConfigError, match=r"mesh\.tensor=8 must divide num_heads=4 of deepseek_v3; use 1 or 2 or 4"):
         load_model(golden.folder, mesh=make_mesh(MeshSection(tensor=8)))
+
+
+def test_new_models_write_every_field() -> None:
+    fields = {key: value for key, value in CASES["deepseek_v3"].items() if key not in ("head_dim", "q_lora_rank")}
+    made = config_from_init(fields)
+    written = config_to_hf(made)
+    assert (written["q_lora_rank"], written["routed_scaling_factor"], written["num_nextn_predict_layers"]) == (
+        1536,
+        2.5,
+        0,
+    )
+    assert config_from_hf(written).stages == made.stages
+    attention = config_from_init(fields | {"q_lora_rank": None}).blocks[0].attention
+    assert isinstance(attention, LatentAttentionConfig)
+    assert attention.q_rank is None
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers=1: a new model has no such layers; use 0"):
+        config_from_init(fields | {"num_nextn_predict_layers": 1})
 
 
 def test_mixtures_of_a_config() -> None:

@@ -40,7 +40,7 @@ def _attention(hf: Fields) -> LatentAttentionConfig:
     nope_dim, rope_dim = hf.get("qk_nope_head_dim", int, 128), hf.get("qk_rope_head_dim", int, 64)
     return LatentAttentionConfig(
         num_heads=num_heads,
-        q_rank=hf.optional("q_lora_rank", int),
+        q_rank=hf.optional("q_lora_rank", int, 1536),
         kv_rank=hf.get("kv_lora_rank", int, 512),
         nope_dim=nope_dim,
         rope_dim=rope_dim,
