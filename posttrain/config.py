@@ -289,7 +289,7 @@ class RLSection(TrainSection):
             raise ValueError("sampling.temperature=0 gives equal samples, from which nothing can be learned; use 1.0")
         if self.rollout.quantize != "none" and not self.recompute_old_logps:
             raise ValueError(
-                f"rollout.quantize={self.rollout.quantize} needs recompute_old_logps: true, for the log-probabilities of "
+                f"rollout.quantize={self.rollout.quantize} needs recompute_old_logps: true: the log-probabilities of "
                 "a quantized sampler are not the trainer's, and the first update's ratio would not be 1"
             )
         if self.sampling.max_tokens >= self.row_tokens:
@@ -322,7 +322,7 @@ class RunConfig(Section):
         lora = self.model.lora
         if lora is not None and lora.dropout and any(isinstance(stage, RLSection) for stage in self.stages):
             raise ValueError(
-                f"model.lora.dropout={lora.dropout}: RL has none, for the trainer would be another model than the sampler "
+                f"model.lora.dropout={lora.dropout}: RL has none, the trainer would be another model than the sampler "
                 "and the first update's ratio not 1; set it to 0"
             )
         return self

@@ -246,8 +246,8 @@ def test_a_name_that_two_stages_have_is_refused(write: Write) -> None:
         ("{model_type: llama, rms_norm_eps: 1e-6, rope_theta: 1e4}", "7",
          "run.yaml:4: model.init: must be a section of keys and values; got 7"),
         ("tokenizer: bytes", "tokenizer: bytes\n  lora: 16",
-         "run.yaml:6: model.lora: must be a section of fields (rank, alpha, targets, layers, rank_pattern, alpha_pattern, "
-         "rslora, dora, dropout, modules_to_save); got 16"),
+         "run.yaml:6: model.lora: must be a section of fields (rank, alpha, targets, layers, rank_pattern, "
+         "alpha_pattern, rslora, dora, dropout, modules_to_save); got 16"),
         ("kind: sft", "kind: stf", "run.yaml:7: stages.0.kind: must be 'sft' or 'rl'; got 'stf'; did you mean 'sft'?"),
         ("- kind: rl\n    name", "- name", "run.yaml:13: stages.1.kind: required, but missing: 'sft' or 'rl'"),
         ("stages:\n", "stages:\n  - none\n",

@@ -34,7 +34,8 @@ def tiny_config(
     bias: bool = False,
     **changes: Any,
 ) -> ModelConfig:
-    """3 layers, 4 query and 2 key-value heads of 8, embed 32, vocabulary 512; `changes` are fields of `config.json`, some under our names.
+    """3 layers, 4 query and 2 key-value heads of 8, embed 32, vocabulary 512; `changes` are fields of `config.json`,
+    some under our names.
 
     Layer i has `windows[i % len(windows)]`. With `qk_norm` it is a qwen3, else with `bias` a qwen2, else a llama
     (which has a form on disk only without windows).

@@ -60,9 +60,9 @@ def load_model(
 
     `dtype`: of the parameters, by default as on disk (float32 for float16). `compute_dtype`: of activations, by default
     `dtype`. `long_context`: the long factors of LongRoPE. `num_tokens`: of the tokenizer; ids from there on get the
-    probability 0. `quantize`: hold the matrices of the layers in 8 or 4 bits, which only an adapter can be trained on; no
-    more than one layer of one of them is ever there in `dtype`. `seed`: of a new adapter's weights, by default drawn from the system. ConfigError for unusable files,
-    and for more tokens than the embedding has rows.
+    probability 0. `quantize`: hold the matrices of the layers in 8 or 4 bits, under an adapter that is trained; no more
+    than one layer of one of them is ever there in `dtype`. `seed`: of a new adapter's weights, drawn from the
+    system. ConfigError for unusable files, and for more tokens than the embedding has rows.
     """
     if lora is not None and adapter is not None:
         raise ConfigError("load_model: lora makes a new adapter, adapter loads one; give one of them")

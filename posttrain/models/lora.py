@@ -204,7 +204,7 @@ def _saved(lora: LoRA, model: Decoder, adapted: Collection[str]) -> set[str]:
             raise ConfigError(f"lora.modules_to_save: {pattern!r} matches {both[0]}, which has an adapter; choose one")
         if fixed := sorted(found & quantized):
             raise ConfigError(
-                f"lora.modules_to_save: {pattern!r} matches {fixed[0]}, which model.quantize makes impossible to train; "
+                f"lora.modules_to_save: {pattern!r} matches {fixed[0]}, which model.quantize keeps from training; "
                 "give it an adapter"
             )
         saved |= found

@@ -18,8 +18,7 @@ from posttrain.config import ConfigError, Quantize
 from posttrain.mesh import TILES
 
 TILE = 64
-"""Inputs that share a scale with 4-bit codes, where 64 divides their number; else the largest divisor of both."""
-MIN_TILE = 8
+"""Inputs that share a scale with 4-bit codes, or the even divisor of their number that is nearest to it."""
 
 TYPES: dict[str, Any] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "int4": jnp.int4, "nf4": "nf4"}
 PER_OUTPUT = ("int8", "fp8")
@@ -152,16 +151,15 @@ def _looked_up(codes: UInt8[Array, "*L"], numbers: Sequence[float]) -> Float[Arr
     return found[0]
 
 
+@functools.cache
 def tile_size(kind: Quantize, num_inputs: int) -> int:
-    """Inputs that share a scale. ConfigError where 4-bit codes would need about as many scales."""
+    """Inputs that share a scale. ConfigError where 4-bit codes cannot stand in pairs."""
     if kind in PER_OUTPUT:
         return num_inputs
-    size = math.gcd(TILE, num_inputs)
-    if size < MIN_TILE:
-        raise ConfigError(
-            f"quantize={kind}: a matrix has {num_inputs} inputs, not a multiple of {MIN_TILE}; use int8 or fp8"
-        )
-    return size
+    if num_inputs % 2:
+        raise ConfigError(f"quantize={kind}: a matrix has {num_inputs} inputs, not an even number; use int8 or fp8")
+    sizes = [size for size in range(2, num_inputs + 1, 2) if num_inputs % size == 0]
+    return min(sizes, key=lambda size: abs(math.log(size / TILE)))
 
 
 def squared_error(matrix: Float[Array, "*L in out"], replaced: Float[Array, "*L in out"]) -> Float[Array, " 2"]:

@@ -47,7 +47,7 @@ class ModelWeights:
         return nnx.merge(self._graph, nnx.from_flat_state((self._paths[p], w) for p, w in weights.items()))
 
     def trainable(self) -> frozenset[str]:
-        """Paths of the adapter's parameters and those saved beside it if there is one, else of all that can be trained."""
+        """Paths of the adapter's parameters and those saved beside it if there is one, else of all that can train."""
         adapter = frozenset(path for path, v in self._variables.items() if isinstance(v, LoRAParam))
         plain = frozenset(path for path, v in self._variables.items() if not isinstance(v, QuantizedParam))
         return adapter | self.saved() if adapter else plain

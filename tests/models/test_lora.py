@@ -62,10 +62,10 @@ KINDS: dict[str, LoRA] = {
 
 
 def model_of(kind: str, seed: int = 0) -> Decoder:
-    """The tiny model, with an untied head; of experts where the name says so."""
+    """The tiny model with its layers in one stack and, but for the tied kinds, a head; of experts where the name says so."""
     if kind.startswith("experts"):
         return init_model(MOE, dtype=jnp.float32, seed=seed)
-    return tiny_model(seed, vocab_size=96, tie_embeddings=kind.startswith("tied"))
+    return tiny_model(seed, vocab_size=96, tie_embeddings=kind.startswith("tied"), windows=(None,))
 
 
 KINDS |= {

@@ -15,6 +15,7 @@ from posttrain.fit import StopRequest
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.mesh import single_device_mesh
 from posttrain.models.adapter import has_dropout
+from posttrain.models.load import load_model
 from posttrain.models.lora import count_parameters
 from posttrain.models.weights import ModelWeights
 from posttrain.optim import make_optimizer
@@ -276,6 +277,19 @@ def test_what_changes_a_run(nll: Any) -> None:
     assert plain != nll(seed=4)
     clipped = nll(optimizer={"learning_rate": 1e-2, "max_grad_norm": 1e-9})
     assert clipped[0] == plain[0] and clipped[1:] != plain[1:]
+
+
+def test_quantized_base_and_sampler(tmp_path: Path) -> None:
+    """`model.quantize` and `rollout.quantize`, on several devices."""
+    stage = rl_stage(num_steps=2, rollout={"quantize": "int8"}, recompute_old_logps=True)
+    model = {"init": INIT, "tokenizer": "bytes", "lora": {"rank": 2}, "quantize": "nf4"}
+    done = posttrain("run", write_run(tmp_path, stage, model=model))
+    assert done.code == 0 and "base quantized to nf4" in done.out
+    for line in lines(tmp_path / "out"):
+        assert 1e-5 < line["sampling/logp_difference/mean"] < 0.05
+        assert abs(line["ratio/mean"] - 1.0) < 1e-4
+    dtypes = {array.dtype for array in ModelWeights(load_model(tmp_path / "out" / "0-rl" / "model")).read().values()}
+    assert dtypes == {jnp.dtype(jnp.float32)}
 
 
 def test_evaluation_and_checkpoints(tmp_path: Path) -> None:
