@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import math
 import os
 import threading
@@ -308,3 +309,18 @@ class _Bar:
                 self._progress.stop()
                 _screen.release()
                 self._progress = None
+
+
+class _LogHandler(logging.Handler):
+    """Lines of the package's log among those of the run."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        console().print(record.getMessage(), style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def show_log() -> None:
+    """Print what the package logs, such as the kernels that it chose; a second call changes nothing."""
+    logger = logging.getLogger("posttrain")
+    logger.setLevel(logging.INFO)
+    if not any(isinstance(handler, _LogHandler) for handler in logger.handlers):
+        logger.addHandler(_LogHandler())

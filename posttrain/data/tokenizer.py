@@ -75,6 +75,11 @@ class Tokenizer:
         return len(self.hf)
 
     @cached_property
+    def num_ids(self) -> int:
+        """The largest token id, plus 1; more than `vocab_size` where ids are left out."""
+        return max(self.hf.get_vocab().values()) + 1
+
+    @cached_property
     def control_tokens(self) -> tuple[str, ...]:
         """Texts of the special tokens, longest first."""
         special = {token.content for token in self.hf.added_tokens_decoder.values() if token.special}

@@ -143,4 +143,4 @@ def drop(model: nnx.Module, key: Array) -> None:
     found = dict(sorted({path: node for path, node in nodes if node.dropout > 0.0}.items()))
     for index, adapter in enumerate(found.values()):
         keys = jax.random.split(jax.random.fold_in(key, index), adapter.lora_scale.shape[0])
-        adapter.key = DropoutKey(keys)
+        adapter.key = DropoutKey(keys, dims=("layers",))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posttrain.config import ConfigError
-from posttrain.models.config import ModelConfig
+from posttrain.models.config import AttentionConfig, ModelConfig
 from posttrain.models.mxfp4 import unpacked
 from posttrain.models.names import LAYER, Names, Tensor
 from posttrain.models.tensor_file import CHUNK_BYTES, Readable, Region, Task, open_tensors
@@ -61,6 +61,17 @@ def find_folder(path: str | Path) -> Path:
         ) from error
 
 
+def _unused_names(config: ModelConfig, names: Names) -> set[str]:
+    """Tensors that files have for layers that reuse other layers' keys and values."""
+    keys = ("attention.k.kernel", "attention.v.kernel", "attention.k_norm.scale")
+    return {
+        names[key].hf.format(layer=layer)
+        for layer, block in enumerate(config.blocks)
+        if isinstance(block.attention, AttentionConfig) and block.attention.reuses is not None
+        for key in keys
+    }
+
+
 class Checkpoint:
     """The open safetensors files of a folder. `text_name`: our part's own name of a tensor, None: not our part."""
 
@@ -91,7 +102,7 @@ class Checkpoint:
         """One ConfigError with every tensor that is missing, unknown, or of another shape or an unreadable type."""
         expected, found = {tensor.name: tensor for tensor in tensors}, self._tensors
         extra = {name for name in found if name not in expected and not name.endswith("rotary_emb.inv_freq")}
-        extra = self._without_further_layers(extra, config)
+        extra = self._without_further_layers(extra, config) - _unused_names(config, names)
         faults = []
         if config.tie_embeddings:
             embedding, head = names["embed.embedding"].hf, names["head.kernel"].hf

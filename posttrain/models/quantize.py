@@ -89,6 +89,8 @@ def read_quantized(
         matrix = reader.read((1, *outline.shape[1:]), outline.dtype, sharding, of_layer)
         *pieces, square = _quantized_piece(outline.kind, tuple(placed.values()), matrix)
         squares.append(square)
+        # Reading may run ahead of the devices by one layer.
+        jax.block_until_ready(squares[-2:-1])
         start = np.asarray([layer] + [0] * len(outline.shape[1:]), np.int32)
         found = {
             p: write(array, piece, start, placed[p]) for (p, array), piece in zip(found.items(), pieces, strict=True)

@@ -19,7 +19,8 @@ from posttrain.console import console
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.fit import Every, Origin, Resumable, StopRequest, restore_latest, run_steps
 from posttrain.models.decoder import Decoder
-from posttrain.models.files import find_folder
+from posttrain.models.files import find_folder, read_json
+from posttrain.models.hf import config_from_hf
 from posttrain.models.load import init_model, load_model
 from posttrain.models.lora import ParameterCount, count_parameters, has_lora, parameter_rows
 from posttrain.models.save import save_model
@@ -81,9 +82,20 @@ class StageRun:
         if self.path is None:
             model = init_model(self._init, **common)
         else:
-            model = load_model(self.path, long_context=m.long_context, **common)
+            num_tokens = self._num_tokens(self.path)
+            model = load_model(self.path, long_context=m.long_context, num_tokens=num_tokens, **common)
         print_parameters(model)
         return model
+
+    def _num_tokens(self, path: str | Path) -> int | None:
+        """How many of the embedding's rows stand for tokens; None: all, or more tokens than rows."""
+        rows = config_from_hf(read_json(find_folder(path) / "config.json")).vocab_size
+        ids = self.tokenizer.num_ids
+        if ids == rows:
+            return None
+        what = "the rest is never sampled" if ids < rows else "the tokens beyond cannot be used"
+        console().print(f"vocabulary: {ids:,} token ids, {rows:,} rows in the embedding; {what}", highlight=False)
+        return ids if ids < rows else None
 
     @property
     def path(self) -> str | Path | None:

@@ -22,7 +22,7 @@ from posttrain.tree import replace
 
 MAX_LOGP_DIFFERENCE = 0.1
 """Nats per token. One model in float32 differs by 1e-6, in bfloat16 by 5e-3; a sampler of 260,000 parameters in int8 by
-0.02, in fp8 by 0.06, and larger ones by less."""
+0.02, in fp8 by 0.06."""
 
 
 @dataclass(frozen=True, kw_only=True)

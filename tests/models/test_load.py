@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from posttrain.config import ConfigError, LoRA, MeshSection
 from posttrain.kernels.token_stats import token_stats
@@ -383,3 +383,16 @@ def test_more_tokens_than_rows() -> None:
 def test_compute_dtype_and_remat_are_passed_on() -> None:
     model = load_model(GOLDEN, compute_dtype=jnp.bfloat16, remat="full")
     assert (model.compute.dtype, model.compute.remat) == (jnp.bfloat16, "full")
+
+
+def test_unused_keys_and_values_of_layers_that_share_are_left_out(tmp_path: Path) -> None:
+    """transformers writes none, but files that were written otherwise have them."""
+    source = Path(__file__).parent.parent / "goldens" / "models" / "gemma4_text"
+    shutil.copytree(source, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    unused = {name: name.replace("layers.0.", "layers.5.") for name in tensors if "layers.0.self_attn.k_proj" in name}
+    assert unused and not set(unused.values()) & set(tensors)
+    save_file({**tensors, **{new: tensors[old] for old, new in unused.items()}}, file, metadata={"format": "pt"})
+    loaded, plain = (ModelWeights(load_model(folder)).read() for folder in (tmp_path / "model", source))
+    assert all((loaded[path] == plain[path]).all() for path in plain)

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from posttrain.config import ConfigError
 from posttrain.config_file import load_config
 from posttrain.data.pipeline import PromptBatches, SFTBatches, eval_batches
 from posttrain.fit import StopRequest
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.mesh import single_device_mesh
 from posttrain.models.adapter import has_dropout
-from posttrain.models.load import load_model
+from posttrain.models.load import init_model, load_model
 from posttrain.models.lora import count_parameters
 from posttrain.models.weights import ModelWeights
 from posttrain.optim import make_optimizer
@@ -208,15 +209,6 @@ def model_of(tmp_path: Path, **model: Any) -> Any:
     return StageRun(model=loaded.config.model, tokenizer=ready.tokenizer, tensorboard=False, **fields).load_model()
 
 
-def adapters(model: Any) -> dict[str, np.ndarray]:
-    """The arrays of the one adapter, by name."""
-    arrays = {
-        path.rsplit(".", 1)[1]: np.asarray(w) for path, w in ModelWeights(model).read().items() if ".lora_" in path
-    }
-    assert len(arrays) in (3, 4)
-    return arrays
-
-
 def test_model(tmp_path: Path) -> None:
     plain = model_of(tmp_path)
     assert plain.config.vocab_size == 261
@@ -231,23 +223,40 @@ def test_model(tmp_path: Path) -> None:
     assert 0 < trained["[attention.q]"] < trained["[attention]"]
     rank4 = count_parameters(model_of(tmp_path, lora="{rank: 4, targets: [mlp]}")).trainable
     assert rank4 == 2 * trained["[mlp]"]
-    plain = adapters(model_of(tmp_path, lora="{rank: 2, targets: [q_proj]}"))
-    for fields, changed in {
-        "alpha: 6": {"lora_scale"},
-        "alpha: 6, rslora: true": {"lora_scale"},
-        "alpha_pattern: {attention: 6}": {"lora_scale"},
-        "layers: [1]": {"lora_scale", "lora_a"},
-        "rank_pattern: {layers.0.self_attn.q_proj: 1}": {"lora_a"},
-        "dora: true": {"lora_magnitude"},
-    }.items():
-        other = adapters(model_of(tmp_path, lora=f"{{rank: 2, targets: [q_proj], {fields}}}"))
-        assert {name for name in other if name not in plain or not np.array_equal(plain[name], other[name])} == changed
-    assert has_dropout(model_of(tmp_path, lora="{rank: 2, dropout: 0.1}"))
-    saved = count_parameters(model_of(tmp_path, lora="{rank: 2, targets: [attention], modules_to_save: [embed]}"))
-    assert saved.trainable > trained["[attention]"]
     assert set(ModelWeights(model_of(tmp_path, lora="{rank: 2}")).trainable()) < set(
         ModelWeights(model_of(tmp_path, lora="{rank: 2}")).read()
     )
+
+
+def test_adapter(tmp_path: Path) -> None:
+    file = write_run(tmp_path, sft_stage())
+    base = {**INIT, "num_hidden_layers": 2, "vocab_size": 261}
+
+    def adapted(fields: str) -> Any:
+        lora = load_config(file, [f"model.lora={{rank: 2, targets: [q_proj]{fields}}}"]).config.model.lora
+        return init_model(base, dtype=jnp.float32, seed=0, lora=lora)
+
+    def arrays(fields: str) -> dict[str, np.ndarray]:
+        read = ModelWeights(adapted(fields)).read(lambda path: ".lora_" in path)
+        assert len({path.rsplit(".", 1)[0] for path in read}) == 1
+        return {path.rsplit(".", 1)[1]: np.asarray(w) for path, w in read.items()}
+
+    plain = arrays("")
+    for fields, changed in {
+        ", alpha: 6": {"lora_scale"},
+        ", alpha_pattern: {attention: 6}": {"lora_scale"},
+        ", layers: [1]": {"lora_scale", "lora_a"},
+        ", rank_pattern: {layers.0.self_attn.q_proj: 1}": {"lora_a"},
+        ", dora: true": {"lora_magnitude"},
+    }.items():
+        other = arrays(fields)
+        assert {name for name in other if name not in plain or not np.array_equal(plain[name], other[name])} == changed
+    assert arrays(", alpha: 6, rslora: true")["lora_scale"][0] == np.float32(6 / 2**0.5)
+    assert has_dropout(adapted(", dropout: 0.1")) and not has_dropout(adapted(""))
+    with pytest.raises(ConfigError, match="model.lora.dropout=0.1: RL has none, for the trainer would be another model"):
+        load_config(write_run(tmp_path, sft_stage(), rl_stage()), ["model.lora={rank: 2, dropout: 0.1}"])
+    whole = ModelWeights(adapted(", modules_to_save: [embed]"))
+    assert "embed.embedding" in whole.trainable()
 
 
 @pytest.fixture(scope="module")

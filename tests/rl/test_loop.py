@@ -142,7 +142,7 @@ def test_every_algorithm_moves_the_weights(tokenizer: Tokenizer, algorithm: str)
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_reference_stays_while_the_actor_learns(tokenizer: Tokenizer, lora: bool) -> None:
-    optimizer = make_optimizer(OptimizerSection(learning_rate=1e-2), 100)
+    optimizer = make_optimizer(OptimizerSection(learning_rate=1e-2 if lora else 2e-2), 100)
     world = World(tokenizer, lora=lora, optimizer=optimizer)
     first = world.step()
     reference = world.cluster.logps(Role.REFERENCE, first.batch)
