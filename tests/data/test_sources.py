@@ -67,7 +67,10 @@ def test_csv_gives_strings(tmp_path: Path) -> None:
 
 def test_rows_know_their_place(folder: Path) -> None:
     rows = load_rows(DatasetSection(path="rows.jsonl", skip=2), base_dir=folder)
-    assert rows.where(0) == "rows.jsonl row 2"
+    with rows.named(0) as row:
+        assert row == rows[0]
+    with pytest.raises(ConfigError, match="rows.jsonl row 2: broken"), rows.named(0):
+        raise ConfigError("broken")
     assert rows.columns == ("question", "answer", "note")
     with pytest.raises(IndexError):
         rows[5]

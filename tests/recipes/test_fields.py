@@ -253,7 +253,7 @@ def test_adapter(tmp_path: Path) -> None:
         assert {name for name in other if name not in plain or not np.array_equal(plain[name], other[name])} == changed
     assert arrays(", alpha: 6, rslora: true")["lora_scale"][0] == np.float32(6 / 2**0.5)
     assert has_dropout(adapted(", dropout: 0.1")) and not has_dropout(adapted(""))
-    with pytest.raises(ConfigError, match="model.lora.dropout=0.1: RL has none, for the trainer would be another model"):
+    with pytest.raises(ConfigError, match="model.lora.dropout=0.1: RL has none"):
         load_config(write_run(tmp_path, sft_stage(), rl_stage()), ["model.lora={rank: 2, dropout: 0.1}"])
     whole = ModelWeights(adapted(", modules_to_save: [embed]"))
     assert "embed.embedding" in whole.trainable()
