@@ -21,7 +21,7 @@ from posttrain.models.config import BlockConfig, Compute, LatentAttentionConfig,
 from posttrain.models.config import Stage as StageConfig
 from posttrain.models.context import Context, Place, Routing, Stored, Tape
 from posttrain.models.latent import LatentAttention
-from posttrain.models.layers import MLP, Embedding, Init, LayerInputs, Linear, RMSNorm
+from posttrain.models.layers import MLP, Adaptable, Embedding, Init, LayerInputs, Linear, RMSNorm
 from posttrain.models.moe import MoE
 from posttrain.models.remat import BLOCK_INPUT, rematerialized
 from posttrain.models.rope import rope_tables
@@ -221,14 +221,17 @@ class Decoder(nnx.Module):
     def for_decoding(self) -> Decoder:
         """The same function, for a loop over single tokens; call it outside of the loop, under `jit`.
 
-        On CPU the slices of stacked weights are real copies, so they are made once here instead of at every token. The
-        cache must be one for `decoding_config`.
+        On CPU the slices of stacked weights are real copies, so they are made once here instead of at every token, as
+        are the norms of DoRA everywhere. The cache must be one for `decoding_config`.
         """
         config = decoding_config(self.config)
-        if config is self.config:
-            return self
         sliced = nnx.merge(*nnx.split(self))
-        sliced.stages = nnx.List([piece for stage in self.stages for piece in stage.split_repeats()])
+        for _, node in nnx.iter_graph(sliced):
+            if isinstance(node, Adaptable):
+                node.fix_gains()
+        if config is self.config:
+            return sliced
+        sliced.stages = nnx.List([piece for stage in sliced.stages for piece in stage.split_repeats()])
         for stage, first in zip(sliced.stages, first_places(config), strict=True):
             stage.first = first
         sliced.config = config

@@ -65,6 +65,11 @@ class Adaptable(nnx.Module):
         """The parameters [*leading, in, out] by name; a quantised one reads like a parameter."""
         raise NotImplementedError
 
+    def fix_gains(self) -> None:
+        """Compute here, once, what each call would compute anew of adapters: matrices and adapters stay as they are."""
+        for name, adapter in self.adapters.items():
+            adapter.fix_gain(self.matrices()[name][...])
+
     def merged(self, name: str) -> Float[Array, "*L in out"]:
         """A matrix with its adapter's part, in the matrix' type."""
         matrix, adapter = self.matrices()[name][...], self.adapters.get(name)

@@ -123,9 +123,8 @@ class Experts(Adaptable):
 
         Under GSPMD alone, a sort of all tokens would gather them everywhere.
         """
-        for name, adapter in self.adapters.items():
-            # Inside, a device has only a part of the sums over the input.
-            adapter.fix_gain(self.matrices()[name][...])
+        # Inside, a device has only a part of the sums over the input.
+        self.fix_gains()
         graph, state = nnx.split(self)
         flat = nnx.to_flat_state(state)
         axes = [tuple(RULES[dim] for dim in variable.get_metadata()["dims"][1:]) for _, variable in flat]

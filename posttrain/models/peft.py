@@ -314,6 +314,9 @@ class _Export:
             if any(part.param in saved for part in tensor.parts):
                 self.tensors[PREFIX + tensor.name] = _stored(model, tensor)
                 self.saved.append(module_of(tensor))
+                if model.config.tie_embeddings and tensor.parts[0].param == "embed.embedding":
+                    # PEFT asks for both of what is tied.
+                    self.tensors[f"{PREFIX}lm_head.weight"] = self.tensors[PREFIX + tensor.name].copy()
             else:
                 self._add(tensor)
         if both := sorted(self.plain & self.of_experts):

@@ -23,6 +23,8 @@ from posttrain.models.lora import attach_lora, count_parameters, has_lora, merge
 from posttrain.models.save import save_model
 from posttrain.models.weights import ModelWeights, Weights, without_adapter
 from posttrain.optim import make_optimizer
+from posttrain.rl.cluster import Cluster, Role
+from posttrain.rollout.native import NativeEngine
 from posttrain.trainer import Trainer
 from tests.models.goldens import COMPILER_OPTIONS
 from tests.tiny import forward, tiny_config, tiny_model
@@ -127,6 +129,31 @@ def test_applied_is_merged_and_off_is_base(kind: str) -> None:
     alone = merged(model)
     assert has_lora(model) and not has_lora(alone) and count_parameters(alone).share == 1.0
     assert_allclose(plain(ModelWeights(alone).read()), applied, atol=3e-5 * np.abs(applied).max())
+
+
+def test_norms_are_computed_once_for_decoding() -> None:
+    model = trained(model_of("dora"), KINDS["everything with dora"])
+    tokens = jnp.asarray(TOKENS, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    ones = jnp.ones_like(tokens)
+
+    def decode(model: Decoder, times: int) -> Array:
+        def body(_: int, total: Array) -> Array:
+            return total + model.logits(model(tokens, positions, ones)[0])
+
+        return jax.lax.fori_loop(0, times, body, jnp.zeros((*tokens.shape, 96)))
+
+    weights = ModelWeights(model)
+    prepared = jax.jit(lambda arrays: decode(weights.bind(arrays).for_decoding(), 2), compiler_options=COMPILER_OPTIONS)
+    expected = 2 * program(model)(weights.read())
+    assert_allclose(prepared(weights.read()), expected, atol=1e-5 * np.abs(expected).max())
+
+    def roots_in_the_loop(prepare: Callable[[Decoder], Decoder]) -> bool:
+        steps = jax.make_jaxpr(lambda arrays: decode(prepare(weights.bind(arrays)), 2))(weights.read()).eqns
+        (loop,) = (step for step in steps if step.primitive.name == "scan")
+        return "sqrt" in str(loop.params["jaxpr"]).replace("rsqrt", "")
+
+    assert roots_in_the_loop(lambda model: model) and not roots_in_the_loop(Decoder.for_decoding)
 
 
 @pytest.mark.parametrize("kind", ["everything with dora", "experts"])
@@ -320,6 +347,19 @@ def test_only_what_has_an_adapter_or_is_saved_is_trained() -> None:
     for path, difference in moved.items():
         if path != "head.kernel":
             assert [bool(layer.any()) for layer in difference] == [False, True, False]
+
+
+def test_the_reference_stays_the_base_where_modules_are_trained_in_full() -> None:
+    model = model_of("lora")
+    attach_lora(model, LoRA(rank=2, targets=("q_proj",), dora=True, modules_to_save=("head", "norm")), seed=0)
+    trainer = trainer_of(model)
+    engine = NativeEngine(model, slots=1, max_length=16, decode_steps=4, tokenizer_decode=str, version=0)
+    cluster = Cluster(trainer, engine, keep_reference=True)
+    before = cluster.logps(Role.REFERENCE, BATCH)
+    assert_array_equal(cluster.logps(Role.ACTOR, BATCH), before)
+    trainer.step(BATCH)
+    assert_array_equal(cluster.logps(Role.REFERENCE, BATCH), before)
+    assert np.abs(cluster.logps(Role.ACTOR, BATCH) - before).max() > 1e-3
 
 
 def losses(trainer: Trainer, steps: int) -> list[float]:
