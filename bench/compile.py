@@ -20,8 +20,8 @@ from rich.table import Table
 from posttrain.kernels.token_stats import token_stats
 from posttrain.models import decoder
 from posttrain.models.cache import empty_cache
-from posttrain.models.load import init_model
-from posttrain.models.weights import ModelWeights
+from posttrain.weights.load import init_model
+from posttrain.weights.state import ModelWeights
 
 PATTERNS = {"alike": ["full_attention"], "5 + 1": ["sliding_attention"] * 5 + ["full_attention"]}
 

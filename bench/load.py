@@ -28,11 +28,11 @@ from posttrain.config import MeshSection
 from posttrain.mesh import make_mesh
 from posttrain.models import hf
 from posttrain.models.config import Compute
-from posttrain.models.files import WEIGHTS_INDEX
-from posttrain.models.load import load_model, outline_of
-from posttrain.models.lora import base_tensors
-from posttrain.models.tensor_file import Outline, write_tensors
-from posttrain.models.weights import ModelWeights
+from posttrain.weights.files import WEIGHTS_INDEX
+from posttrain.weights.load import load_model, outline_of
+from posttrain.weights.lora import base_tensors
+from posttrain.weights.state import ModelWeights
+from posttrain.weights.tensor_file import Outline, write_tensors
 
 EMBED, MLP, VOCAB = 2048, 5632, 32768
 NUM_FILES = 4

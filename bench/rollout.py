@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from posttrain.models.decoder import Decoder
-from posttrain.models.load import init_model
 from posttrain.rollout.native import NativeEngine
 from posttrain.rollout.types import SamplingParams, sample_key
+from posttrain.weights.load import init_model
 
 
 @dataclass(frozen=True)

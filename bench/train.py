@@ -27,9 +27,9 @@ from jaxtyping import Int
 from posttrain.batch import Batch
 from posttrain.config import LoRA, OptimizerSection
 from posttrain.losses.sft import SFTLoss
-from posttrain.models.load import init_model
 from posttrain.optim import make_optimizer
 from posttrain.trainer import Trainer
+from posttrain.weights.load import init_model
 
 ROWS, TOKENS = 8, 256
 EMBED, LAYERS, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 256, 4, 8, 4, 32, 768, 4096

@@ -51,7 +51,7 @@ import numpy as np
 
 import posttrain as pt
 from posttrain.models.hf import add_families, config_from_hf
-from posttrain.models.load import init_model
+from posttrain.weights.load import init_model
 
 # %% [markdown]
 # ## What is new in it

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from posttrain.config import LoRA as LoRA
     from posttrain.data.tokenizer import load_tokenizer as load_tokenizer
     from posttrain.models.decoder import Decoder as Decoder
-    from posttrain.models.load import load_model as load_model
-    from posttrain.models.peft import save_adapter as save_adapter
-    from posttrain.models.save import save_model as save_model
     from posttrain.recipes.generate import generate as generate
     from posttrain.recipes.rl import RL as RL
     from posttrain.recipes.sft import SFT as SFT
     from posttrain.trainer import Trainer as Trainer
     from posttrain.tree import Mean as Mean
+    from posttrain.weights.load import load_model as load_model
+    from posttrain.weights.peft import save_adapter as save_adapter
+    from posttrain.weights.save import save_model as save_model
 
 __version__ = "0.1.0"
 
@@ -39,10 +39,10 @@ _MODULES = {
     "TokenStats": "posttrain.batch",
     "Trainer": "posttrain.trainer",
     "generate": "posttrain.recipes.generate",
-    "load_model": "posttrain.models.load",
+    "load_model": "posttrain.weights.load",
     "load_tokenizer": "posttrain.data.tokenizer",
-    "save_adapter": "posttrain.models.peft",
-    "save_model": "posttrain.models.save",
+    "save_adapter": "posttrain.weights.peft",
+    "save_model": "posttrain.weights.save",
 }
 
 __all__ = ["__version__", *_MODULES]  # noqa: PLE0604

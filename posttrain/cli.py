@@ -70,8 +70,8 @@ def generate(
     if not Path(model).expanduser().exists() and model.startswith(("/", ".", "~")):
         raise ConfigError(f"model {model}: there is no such folder")
     from posttrain.data.tokenizer import load_tokenizer
-    from posttrain.models.load import load_model
     from posttrain.recipes.generate import generate as recipe
+    from posttrain.weights.load import load_model
 
     texts = prompts or [line.rstrip("\n") for line in sys.stdin]
     tokenizer = load_tokenizer(model)
@@ -106,7 +106,7 @@ def upcycle(
     seed: Annotated[int, typer.Option(help="Of the router and the noise.")] = 0,
 ) -> None:
     """Turn a dense model into a mixture of experts that computes the same, and prove it."""
-    from posttrain.models.upcycle import Upcycling
+    from posttrain.weights.upcycle import Upcycling
 
     plan = Upcycling(experts=experts, top_k=top_k, mode=mode, noise=noise)
     from posttrain.recipes.upcycle import upcycle as recipe

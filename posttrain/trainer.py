@@ -22,12 +22,12 @@ from posttrain.mesh import BATCH_SPEC, param_sharding, replicated, row_shards, s
 from posttrain.metrics import Metrics, merge
 from posttrain.models.adapter import drop, has_dropout
 from posttrain.models.decoder import Decoder
-from posttrain.models.lora import has_lora
 from posttrain.models.moe import check_router, correction_paths
-from posttrain.models.quantize import is_quantized
-from posttrain.models.weights import ModelWeights, Weights
 from posttrain.optim import clip_by_global_norm
 from posttrain.tree import Mean
+from posttrain.weights.lora import has_lora
+from posttrain.weights.quantize import is_quantized
+from posttrain.weights.state import ModelWeights, Weights
 
 
 class HostStats(NamedTuple):

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from posttrain.mesh import param_sharding
 from posttrain.models.config import Compute, MLPConfig, ModelConfig, MoEConfig, RouterConfig, stages_of
 from posttrain.models.decoder import Decoder
-from posttrain.models.weights import ModelWeights
+from posttrain.weights.state import ModelWeights
 from tests.tiny import tiny_config
 
 MIXTURE = MoEConfig(

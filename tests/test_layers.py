@@ -15,6 +15,7 @@ LAYERS = (
     {"tree", "config", "config_errors", "config_file", "imports"},
     {"mesh", "batch", "metrics", "sinks", "console", "optim", "kernels"},
     {"models", "data", "losses", "checkpoint"},
+    {"weights"},
     {"trainer", "fit", "rollout", "plan"},
     {"rl"},
     {"recipes", "view"},

@@ -19,10 +19,10 @@ from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.metrics import to_host
 from posttrain.models.decoder import Decoder
-from posttrain.models.lora import attach_lora
 from posttrain.optim import make_optimizer
 from posttrain.trainer import Trainer, check_finite
 from posttrain.tree import Mean, replace
+from posttrain.weights.lora import attach_lora
 from tests.tiny import WINDOW, tiny_model
 
 ROWS, LENGTH = 8, 24

@@ -15,7 +15,7 @@ from posttrain.config import Remat
 from posttrain.models.config import Compute, ModelConfig, stages_of
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_init
-from posttrain.models.weights import ModelWeights
+from posttrain.weights.state import ModelWeights
 
 WINDOW = 5
 

@@ -15,15 +15,15 @@ from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.fit import StopRequest
 from posttrain.mesh import single_device_mesh
 from posttrain.models.decoder import Decoder
-from posttrain.models.lora import has_lora
-from posttrain.models.peft import save_adapter
-from posttrain.models.save import save_model
-from posttrain.models.weights import ModelWeights
 from posttrain.recipes.prepare import stage_names
 from posttrain.recipes.proof import Proof, Reader, default_reader, prove
 from posttrain.recipes.run import CONFIG_NAME
 from posttrain.recipes.source import tokenizer_name
 from posttrain.recipes.stage import StageRun, read_source
+from posttrain.weights.lora import has_lora
+from posttrain.weights.peft import save_adapter
+from posttrain.weights.save import save_model
+from posttrain.weights.state import ModelWeights
 
 Target = Literal["hf", "peft", "merged"]
 

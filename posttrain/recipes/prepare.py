@@ -21,12 +21,12 @@ from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.imports import did_you_mean, import_object, is_object_spec
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.models.config import ModelConfig
-from posttrain.models.load import check_lora
 from posttrain.models.moe import check_recording, check_router
 from posttrain.recipes.source import path_exists, read_model_config, tokenizer_name
 from posttrain.rl.algorithms import Algorithm, make_algorithm
 from posttrain.rl.rewards import Reward, Rubric, missing_arguments
 from posttrain.rl.types import Example
+from posttrain.weights.load import check_lora
 
 T = TypeVar("T")
 

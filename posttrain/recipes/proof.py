@@ -18,8 +18,8 @@ from jaxtyping import Float, Int
 from posttrain.config import ConfigError
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.models.decoder import Decoder
-from posttrain.models.load import load_model
-from posttrain.models.weights import ModelWeights, without_adapter
+from posttrain.weights.load import load_model
+from posttrain.weights.state import ModelWeights, without_adapter
 
 Reader = Literal["transformers", "posttrain"]
 

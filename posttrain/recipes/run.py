@@ -16,13 +16,13 @@ from posttrain.console import console
 from posttrain.fit import Interrupted, stop_on_signals
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.models.decoder import Decoder
-from posttrain.models.load import load_model
 from posttrain.recipes.prepare import SFTInputs, prepare, row_notes, stage_names
 from posttrain.recipes.rl import run_rl
 from posttrain.recipes.sft import run_sft
 from posttrain.recipes.source import local_or_hub
 from posttrain.recipes.stage import StageRun
 from posttrain.recipes.summary import print_summary
+from posttrain.weights.load import load_model
 
 CONFIG_NAME = "config.yaml"
 NO_EFFECT = ("output", "tensorboard")

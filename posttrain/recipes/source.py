@@ -14,7 +14,7 @@ from posttrain.data.hub import hub_is_reachable, is_hub_id
 from posttrain.fit import Origin
 from posttrain.models import hf
 from posttrain.models.config import ModelConfig
-from posttrain.models.files import read_json
+from posttrain.weights.files import read_json
 
 SAMPLED_BLOCKS = 256
 BLOCK_BYTES = 4096

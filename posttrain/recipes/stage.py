@@ -19,15 +19,15 @@ from posttrain.console import console
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.fit import Every, Origin, Resumable, StopRequest, restore_latest, run_steps
 from posttrain.models.decoder import Decoder
-from posttrain.models.files import find_folder, read_json
 from posttrain.models.hf import config_from_hf
-from posttrain.models.load import init_model, load_model
-from posttrain.models.lora import ParameterCount, count_parameters, has_lora, parameter_rows
-from posttrain.models.save import save_model
 from posttrain.optim import make_schedule
 from posttrain.recipes.source import RANDOM_WEIGHTS, origin_of_folder, origin_of_init
 from posttrain.sinks import Sinks, open_sinks
 from posttrain.trainer import Trainer
+from posttrain.weights.files import find_folder, read_json
+from posttrain.weights.load import init_model, load_model
+from posttrain.weights.lora import ParameterCount, count_parameters, has_lora, parameter_rows
+from posttrain.weights.save import save_model
 
 Record = dict[str, Any]
 """An evaluation as JSON can hold it."""

@@ -10,13 +10,13 @@ from posttrain.config import ConfigError
 from posttrain.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from posttrain.models.config import MoEConfig
 from posttrain.models.decoder import Decoder
-from posttrain.models.files import find_folder, read_json
 from posttrain.models.hf import config_from_hf
-from posttrain.models.load import load_model
-from posttrain.models.lora import count_parameters
-from posttrain.models.save import save_model
-from posttrain.models.upcycle import Upcycling, upcycled, upcycled_config
 from posttrain.recipes.proof import Proof, Reader, default_reader, prove
+from posttrain.weights.files import find_folder, read_json
+from posttrain.weights.load import load_model
+from posttrain.weights.lora import count_parameters
+from posttrain.weights.save import save_model
+from posttrain.weights.upcycle import Upcycling, upcycled, upcycled_config
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Float
 
 from posttrain.batch import Batch
-from posttrain.models.weights import ADAPTER, Weights, without_adapter
 from posttrain.rollout.types import RolloutEngine
 from posttrain.trainer import Trainer
+from posttrain.weights.state import ADAPTER, Weights, without_adapter
 
 
 class Role(enum.Enum):

@@ -14,12 +14,12 @@ from posttrain.config import RolloutQuantize
 from posttrain.models.cache import KVCache
 from posttrain.models.decoder import Decoder
 from posttrain.models.moe import check_recording
-from posttrain.models.quantize import QuantizedCopies
-from posttrain.models.weights import ModelWeights
 from posttrain.rollout.programs import Chunk, Loaded, Programs, Prompts, Rows, empty_slots
 from posttrain.rollout.scheduler import Request, Scheduler, bucket, distinct_prefixes, row_sizes, rows_for, stop_at
 from posttrain.rollout.stopping import first_completed
 from posttrain.rollout.types import Completion, SamplingParams, StopReason
+from posttrain.weights.quantize import QuantizedCopies
+from posttrain.weights.state import ModelWeights
 
 PREFILL_TOKENS = 512
 """Prompt tokens of one prefill call, padding included; a longer prompt goes alone."""

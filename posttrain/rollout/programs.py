@@ -22,9 +22,9 @@ from posttrain.models.cache import KVCache, empty_cache
 from posttrain.models.config import ModelConfig
 from posttrain.models.context import Routing
 from posttrain.models.decoder import Decoder, decoding_config
-from posttrain.models.weights import ModelWeights, Weights
 from posttrain.rollout.sampling import sample
 from posttrain.tree import pytree
+from posttrain.weights.state import ModelWeights, Weights
 
 
 @dataclass(frozen=True, kw_only=True)

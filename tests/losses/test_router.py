@@ -21,10 +21,10 @@ from posttrain.mesh import make_mesh
 from posttrain.metrics import to_host
 from posttrain.models.config import ModelConfig, RouterConfig
 from posttrain.models.moe import check_router
-from posttrain.models.weights import ModelWeights
 from posttrain.optim import make_optimizer
 from posttrain.trainer import Trainer
 from posttrain.tree import Mean
+from posttrain.weights.state import ModelWeights
 from tests.mixtures import MIXTURE, mixture_config, mixture_model
 from tests.tiny import tiny_config, tiny_model
 

@@ -10,7 +10,7 @@ from numpy.testing import assert_array_equal
 from safetensors.numpy import load_file, save_file
 
 from posttrain.models.decoder import Decoder
-from posttrain.models.weights import ModelWeights
+from posttrain.weights.state import ModelWeights
 
 GOLDENS = Path(__file__).parent.parent / "goldens" / "models"
 LLAMA: dict[str, Any] = {

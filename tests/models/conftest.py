@@ -6,7 +6,7 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _highest_precision() -> Iterator[None]:
+def highest_precision() -> Iterator[None]:
     # Here, because the suite's settings count only before the first import of JAX.
     import jax
 

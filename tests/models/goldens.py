@@ -28,9 +28,9 @@ from posttrain.models import decoder
 from posttrain.models.cache import empty_cache
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf, config_to_hf
-from posttrain.models.load import load_model
-from posttrain.models.save import hf_tensors, save_model
-from posttrain.models.weights import ModelWeights
+from posttrain.weights.load import load_model
+from posttrain.weights.save import hf_tensors, save_model
+from posttrain.weights.state import ModelWeights
 
 GOLDENS = Path(__file__).parent.parent / "goldens" / "models"
 

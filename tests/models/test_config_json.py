@@ -11,8 +11,8 @@ import pytest
 from posttrain.config import ConfigError
 from posttrain.models.config import AttentionConfig, ModelConfig
 from posttrain.models.hf import UNSUPPORTED, config_from_hf, config_from_init, config_to_hf
-from posttrain.models.load import init_model
 from posttrain.models.rope import default_frequencies
+from posttrain.weights.load import init_model
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

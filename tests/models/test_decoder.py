@@ -18,8 +18,8 @@ from posttrain.models import decoder
 from posttrain.models.cache import empty_cache
 from posttrain.models.config import stages_of
 from posttrain.models.decoder import Decoder
-from posttrain.models.load import init_model
-from posttrain.models.weights import ModelWeights
+from posttrain.weights.load import init_model
+from posttrain.weights.state import ModelWeights
 from tests.tiny import WINDOW, forward, shake, tiny_config, tiny_model
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from posttrain.kernels.token_stats import token_stats
 from posttrain.models import decoder
 from posttrain.models.cache import empty_cache
 from posttrain.models.decoder import Decoder
-from posttrain.models.weights import ModelWeights
+from posttrain.weights.state import ModelWeights
 from tests.tiny import WINDOW, tiny_model
 
 PATTERNS: dict[str, tuple[tuple[int | None, ...], int]] = {

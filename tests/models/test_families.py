@@ -13,8 +13,8 @@ import pytest
 from numpy.testing import assert_allclose
 
 from posttrain.kernels.token_stats import token_stats
-from posttrain.models.load import load_model
-from posttrain.models.weights import ModelWeights
+from posttrain.weights.load import load_model
+from posttrain.weights.state import ModelWeights
 from tests.models.goldens import DENSE, GEMMA, GOLDENS, MIXTURES, Batch, Golden, GoldenChecks, decode, logits_of
 
 

@@ -19,9 +19,9 @@ from posttrain.models import decoder
 from posttrain.models.config import AttentionConfig, ModelConfig
 from posttrain.models.families import gemma3, gemma4
 from posttrain.models.hf import config_from_hf, config_from_init
-from posttrain.models.load import load_model
-from posttrain.models.save import hf_tensors, save_model
-from posttrain.models.weights import ModelWeights
+from posttrain.weights.load import load_model
+from posttrain.weights.save import hf_tensors, save_model
+from posttrain.weights.state import ModelWeights
 from tests.models.goldens import (
     GEMMA,
     GOLDENS,

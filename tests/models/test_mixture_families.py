@@ -23,12 +23,12 @@ from posttrain.models.cache import empty_cache
 from posttrain.models.config import LatentAttentionConfig, MoEConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf, config_from_init, config_to_hf
-from posttrain.models.load import load_model
 from posttrain.models.moe import Router
-from posttrain.models.mxfp4 import BLOCKS, SCALES, dequantized, unpacked
-from posttrain.models.save import hf_tensors, save_model
-from posttrain.models.tensor_file import open_tensors
-from posttrain.models.weights import ModelWeights
+from posttrain.weights.load import load_model
+from posttrain.weights.mxfp4 import BLOCKS, SCALES, dequantized, unpacked
+from posttrain.weights.save import hf_tensors, save_model
+from posttrain.weights.state import ModelWeights
+from posttrain.weights.tensor_file import open_tensors
 from tests.models.goldens import (
     COMPILER_OPTIONS,
     GOLDENS,

@@ -19,7 +19,7 @@ from posttrain.models.config import Compute, MLPConfig, MoEConfig, RouterConfig,
 from posttrain.models.context import Context, Place, Routing, Tape
 from posttrain.models.decoder import Decoder
 from posttrain.models.moe import MoE, correction_paths, router_stats
-from posttrain.models.weights import ModelWeights
+from posttrain.weights.state import ModelWeights
 from tests.mixtures import MIXTURE, mixture_config, mixture_model
 
 ROWS, LENGTH = 8, 10

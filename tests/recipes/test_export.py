@@ -15,10 +15,10 @@ from safetensors.numpy import load_file, save_file
 from posttrain.config import LoRA
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.models.decoder import Decoder
-from posttrain.models.load import load_model
-from posttrain.models.save import save_model
-from posttrain.models.weights import ModelWeights, without_adapter
 from posttrain.recipes.proof import ProofError, default_reader, prove
+from posttrain.weights.load import load_model
+from posttrain.weights.save import save_model
+from posttrain.weights.state import ModelWeights, without_adapter
 from tests.recipes.runs import posttrain, sft_stage, write_run
 from tests.tiny import shake, tiny_model
 

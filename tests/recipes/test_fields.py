@@ -16,9 +16,6 @@ from posttrain.fit import StopRequest
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.mesh import single_device_mesh
 from posttrain.models.adapter import has_dropout
-from posttrain.models.load import init_model, load_model
-from posttrain.models.lora import count_parameters
-from posttrain.models.weights import ModelWeights
 from posttrain.optim import make_optimizer
 from posttrain.recipes.prepare import Prepared, RLInputs, SFTInputs, prepare
 from posttrain.recipes.rl import eval_sampling
@@ -27,6 +24,9 @@ from posttrain.recipes.stage import StageRun
 from posttrain.rl.advantages import centered
 from posttrain.rl.collect import Sampler
 from posttrain.rollout.native import NativeEngine
+from posttrain.weights.load import init_model, load_model
+from posttrain.weights.lora import count_parameters
+from posttrain.weights.state import ModelWeights
 from tests.recipes.runs import INIT, lines, posttrain, rl_stage, sft_stage, write_run
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from posttrain.config_file import load_config
 from posttrain.data.tokenizer import load_tokenizer
-from posttrain.models.load import load_model
 from posttrain.recipes.generate import generate
 from posttrain.recipes.run import run
+from posttrain.weights.load import load_model
 
 NEW_TOKENS = 32
 OPENINGS = ["Once upon a time, there was a little dog named Max.", "One day, a girl", "The sun"]

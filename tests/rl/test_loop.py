@@ -16,7 +16,6 @@ from posttrain.config import ConfigError, LoRA, OptimizerSection, SamplingSectio
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.metrics import Timer, to_host
-from posttrain.models.lora import attach_lora
 from posttrain.optim import make_optimizer
 from posttrain.rl.aio import run_async
 from posttrain.rl.algorithms import ALGORITHMS, make_algorithm
@@ -28,6 +27,7 @@ from posttrain.rl.rewards import Reward, Rubric
 from posttrain.rl.types import Example
 from posttrain.rollout.native import NativeEngine
 from posttrain.trainer import Trainer
+from posttrain.weights.lora import attach_lora
 from tests.tiny import WINDOW, shake, tiny_model
 
 GROUP, NEW, ROW = 4, 8, 16

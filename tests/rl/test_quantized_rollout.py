@@ -14,13 +14,13 @@ from posttrain.config import LoRA, MeshSection, RolloutQuantize
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.mesh import make_mesh, param_sharding
 from posttrain.metrics import CompileCounter, to_host
-from posttrain.models.lora import attach_lora, merged
 from posttrain.models.quant import Quantized
-from posttrain.models.quantize import QuantizedCopies, quantize_model
-from posttrain.models.weights import ModelWeights
 from posttrain.rl.cluster import Role
 from posttrain.rl.loop import check_agreement
 from posttrain.rollout.native import NativeEngine
+from posttrain.weights.lora import attach_lora, merged
+from posttrain.weights.quantize import QuantizedCopies, quantize_model
+from posttrain.weights.state import ModelWeights
 from tests.rl.test_loop import ROW, World, sgd
 from tests.tiny import forward, shake, tiny_model
 

@@ -14,9 +14,9 @@ from posttrain.config import LoRA, MeshSection
 from posttrain.kernels.token_stats import token_stats
 from posttrain.mesh import make_mesh, param_sharding
 from posttrain.models.decoder import Decoder
-from posttrain.models.lora import attach_lora
-from posttrain.models.weights import ModelWeights
 from posttrain.rollout.native import NativeEngine
+from posttrain.weights.lora import attach_lora
+from posttrain.weights.state import ModelWeights
 from tests.rollout.engines import LENGTH, VOCABULARY, assert_same, make_engine, params, requests
 from tests.tiny import tiny_model
 

@@ -18,10 +18,10 @@ from posttrain.kernels.token_stats import token_stats
 from posttrain.models.config import MLPConfig, RouterConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
-from posttrain.models.load import load_model
-from posttrain.models.upcycle import Upcycling, upcycled, upcycled_config
-from posttrain.models.weights import ModelWeights
 from posttrain.recipes.upcycle import upcycle
+from posttrain.weights.load import load_model
+from posttrain.weights.state import ModelWeights
+from posttrain.weights.upcycle import Upcycling, upcycled, upcycled_config
 from tests.recipes.runs import posttrain
 from tests.tiny import forward
 

@@ -13,12 +13,12 @@ import numpy as np
 from posttrain.config import ConfigError
 from posttrain.models import hf
 from posttrain.models.decoder import Decoder
-from posttrain.models.files import GENERATION, WEIGHTS, WEIGHTS_INDEX
-from posttrain.models.lora import base_tensors
-from posttrain.models.pieces import Gather
-from posttrain.models.quantize import is_quantized, plain_arrays
-from posttrain.models.tensor_file import Outline, write_tensors
-from posttrain.models.weights import ModelWeights
+from posttrain.weights.files import GENERATION, WEIGHTS, WEIGHTS_INDEX
+from posttrain.weights.lora import base_tensors
+from posttrain.weights.pieces import Gather
+from posttrain.weights.quantize import is_quantized, plain_arrays
+from posttrain.weights.state import ModelWeights
+from posttrain.weights.tensor_file import Outline, write_tensors
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Size that no file of weights exceeds, unless one tensor does."""

@@ -18,14 +18,23 @@ from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.models.adapter import drop
 from posttrain.models.decoder import Decoder
-from posttrain.models.load import check_lora, init_model, load_model
-from posttrain.models.lora import attach_lora, count_parameters, has_lora, merge, merged, parameter_rows, sites, unmerge
-from posttrain.models.save import save_model
-from posttrain.models.weights import ModelWeights, Weights, without_adapter
 from posttrain.optim import make_optimizer
 from posttrain.rl.cluster import Cluster, Role
 from posttrain.rollout.native import NativeEngine
 from posttrain.trainer import Trainer
+from posttrain.weights.load import check_lora, init_model, load_model
+from posttrain.weights.lora import (
+    attach_lora,
+    count_parameters,
+    has_lora,
+    merge,
+    merged,
+    parameter_rows,
+    sites,
+    unmerge,
+)
+from posttrain.weights.save import save_model
+from posttrain.weights.state import ModelWeights, Weights, without_adapter
 from tests.models.goldens import COMPILER_OPTIONS
 from tests.tiny import forward, tiny_config, tiny_model
 

@@ -22,10 +22,10 @@ from posttrain.console import console
 from posttrain.mesh import param_sharding
 from posttrain.models.decoder import Decoder
 from posttrain.models.layers import Adaptable
-from posttrain.models.lora import Site, merge, sites
-from posttrain.models.pieces import Reader, Sources, write
 from posttrain.models.quant import Quantized, dequantized, quantized, quantized_shape, squared_error
-from posttrain.models.weights import ADAPTER, ModelWeights, Weights
+from posttrain.weights.lora import Site, merge, sites
+from posttrain.weights.pieces import Reader, Sources, write
+from posttrain.weights.state import ADAPTER, ModelWeights, Weights
 
 CODES, SCALES = ".codes", ".scales"
 

@@ -15,8 +15,8 @@ from posttrain.models import hf
 from posttrain.models.config import MLPConfig, ModelConfig, MoEConfig, stages_of
 from posttrain.models.decoder import Decoder
 from posttrain.models.fields import Fields
-from posttrain.models.load import outline_of
-from posttrain.models.weights import ModelWeights
+from posttrain.weights.load import outline_of
+from posttrain.weights.state import ModelWeights
 
 TARGETS: Mapping[str, str] = {
     "llama": "mixtral",

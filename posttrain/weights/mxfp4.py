@@ -9,7 +9,7 @@ from functools import partial
 import jax.numpy as jnp
 import numpy as np
 
-from posttrain.models.tensor_file import Readable, Region, StoredTensor, Task, assign
+from posttrain.weights.tensor_file import Readable, Region, StoredTensor, Task, assign
 
 BLOCKS, SCALES = "_blocks", "_scales"
 """What the names of the two stored tensors end in."""

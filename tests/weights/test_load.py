@@ -22,13 +22,13 @@ from safetensors.numpy import load_file, save_file
 from posttrain.config import ConfigError, LoRA, MeshSection
 from posttrain.kernels.token_stats import token_stats
 from posttrain.mesh import make_mesh
-from posttrain.models import pieces
-from posttrain.models.files import HUB_FILES, HUB_OTHERS, find_folder
-from posttrain.models.load import init_model, load_model
-from posttrain.models.pieces import Pieces
-from posttrain.models.save import save_model
-from posttrain.models.weights import ModelWeights
 from posttrain.rollout.sampling import sample
+from posttrain.weights import pieces
+from posttrain.weights.files import HUB_FILES, HUB_OTHERS, find_folder
+from posttrain.weights.load import init_model, load_model
+from posttrain.weights.pieces import Pieces
+from posttrain.weights.save import save_model
+from posttrain.weights.state import ModelWeights
 from tests.models.checkpoints import GOLDENS, LLAMA, assert_same, edit, weights_of
 from tests.tiny import tiny_model
 

@@ -24,7 +24,7 @@ from posttrain.models.decoder import Decoder, first_places
 from posttrain.models.layers import Adaptable, Linear
 from posttrain.models.names import Tensor, tensors
 from posttrain.models.quant import Quantized, plain_shapes
-from posttrain.models.weights import ADAPTER, ModelWeights
+from posttrain.weights.state import ADAPTER, ModelWeights
 
 ALL_LINEAR = "all-linear"
 

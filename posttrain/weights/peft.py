@@ -21,10 +21,10 @@ from safetensors.numpy import save_file
 from posttrain.config import ConfigError
 from posttrain.models.adapter import Adapter, column_norms
 from posttrain.models.decoder import Decoder
-from posttrain.models.files import find_folder, read_json
-from posttrain.models.lora import Plan, Site, attach, base_tensors, has_lora, module_of, sites
 from posttrain.models.names import Tensor
-from posttrain.models.weights import ModelWeights
+from posttrain.weights.files import find_folder, read_json
+from posttrain.weights.lora import Plan, Site, attach, base_tensors, has_lora, module_of, sites
+from posttrain.weights.state import ModelWeights
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

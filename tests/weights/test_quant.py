@@ -19,15 +19,15 @@ from posttrain.kernels.matmul import matmul
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh, param_sharding
 from posttrain.models.decoder import Decoder
-from posttrain.models.load import check_lora, init_model, load_model
-from posttrain.models.lora import attach_lora, count_parameters, merge, merged
-from posttrain.models.peft import save_adapter
 from posttrain.models.quant import PER_OUTPUT, TYPES, Quantized, dequantized, quantized, tile_size
-from posttrain.models.quantize import error_rows, quantizable, quantize_model
-from posttrain.models.save import hf_tensors, save_model
-from posttrain.models.weights import ModelWeights
 from posttrain.optim import make_optimizer
 from posttrain.trainer import Trainer
+from posttrain.weights.load import check_lora, init_model, load_model
+from posttrain.weights.lora import attach_lora, count_parameters, merge, merged
+from posttrain.weights.peft import save_adapter
+from posttrain.weights.quantize import error_rows, quantizable, quantize_model
+from posttrain.weights.save import hf_tensors, save_model
+from posttrain.weights.state import ModelWeights
 from tests.tiny import forward, tiny_config, tiny_model
 
 GOLDENS = Path(__file__).parent.parent / "goldens" / "models"

@@ -18,13 +18,13 @@ from safetensors.numpy import load_file, save_file
 
 from posttrain.config import ConfigError, LoRA
 from posttrain.models.decoder import Decoder
-from posttrain.models.load import load_model
-from posttrain.models.lora import has_lora, merged
-from posttrain.models.peft import save_adapter
-from posttrain.models.save import hf_tensors
-from posttrain.models.weights import ModelWeights, Weights
+from posttrain.weights.load import load_model
+from posttrain.weights.lora import has_lora, merged
+from posttrain.weights.peft import save_adapter
+from posttrain.weights.save import hf_tensors
+from posttrain.weights.state import ModelWeights, Weights
 from tests.models.goldens import COMPILER_OPTIONS
-from tests.models.test_lora import disturb
+from tests.weights.test_lora import disturb
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 CASES = ("lora", "lora_all", "all_linear", "rslora", "dora", "lm_head_embed", "modules_to_save", "patterns")

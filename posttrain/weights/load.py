@@ -23,13 +23,13 @@ from posttrain.mesh import param_sharding
 from posttrain.models import hf
 from posttrain.models.config import Compute, LatentAttentionConfig, ModelConfig
 from posttrain.models.decoder import Decoder
-from posttrain.models.files import GENERATION, Checkpoint, find_folder, read_json
-from posttrain.models.lora import attach_lora
 from posttrain.models.names import Part, Tensor, tensors
-from posttrain.models.peft import load_adapter
-from posttrain.models.pieces import Reader
 from posttrain.models.quant import Quantized
-from posttrain.models.quantize import (
+from posttrain.weights.files import GENERATION, Checkpoint, find_folder, read_json
+from posttrain.weights.lora import attach_lora
+from posttrain.weights.peft import load_adapter
+from posttrain.weights.pieces import Reader
+from posttrain.weights.quantize import (
     Errors,
     print_errors,
     quantizable,
@@ -37,7 +37,7 @@ from posttrain.models.quantize import (
     quantized_outline,
     read_quantized,
 )
-from posttrain.models.weights import ModelWeights, Weights
+from posttrain.weights.state import ModelWeights, Weights
 
 
 def load_model(

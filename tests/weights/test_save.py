@@ -18,11 +18,11 @@ from safetensors.numpy import load_file
 
 from posttrain.config import ConfigError, MeshSection
 from posttrain.mesh import make_mesh
-from posttrain.models import pieces, save
 from posttrain.models.decoder import Decoder
-from posttrain.models.load import init_model, load_model
-from posttrain.models.save import hf_tensors, save_model
-from posttrain.models.weights import ModelWeights
+from posttrain.weights import pieces, save
+from posttrain.weights.load import init_model, load_model
+from posttrain.weights.save import hf_tensors, save_model
+from posttrain.weights.state import ModelWeights
 from tests.models.checkpoints import GOLDENS, LLAMA, assert_same
 from tests.tiny import forward, shake, tiny_model
 

@@ -18,9 +18,9 @@ import numpy as np
 
 from posttrain.config import ConfigError
 from posttrain.models.config import AttentionConfig, ModelConfig
-from posttrain.models.mxfp4 import unpacked
 from posttrain.models.names import LAYER, Names, Tensor
-from posttrain.models.tensor_file import CHUNK_BYTES, Readable, Region, Task, open_tensors
+from posttrain.weights.mxfp4 import unpacked
+from posttrain.weights.tensor_file import CHUNK_BYTES, Readable, Region, Task, open_tensors
 
 LOGGER = logging.getLogger("posttrain.models")
 

@@ -18,9 +18,9 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int
 
-from posttrain.models.files import Checkpoint
 from posttrain.models.names import Part, Tensor
-from posttrain.models.tensor_file import Region, assign
+from posttrain.weights.files import Checkpoint
+from posttrain.weights.tensor_file import Region, assign
 
 MAX_PIECE_BYTES = 64 << 20
 MIN_PIECE_BYTES = 4 << 20

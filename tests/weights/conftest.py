@@ -1,0 +1,1 @@
+from tests.models.conftest import highest_precision as highest_precision
