@@ -1,0 +1,91 @@
+"""A request: a prompt, and what has been sampled after it so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Int
+
+from posttrain.rollout.types import Completion, SamplingParams, StopReason
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """What the caller asked for and has got so far; it outlives a preemption."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    number: int = 0
+    """In order of arrival."""
+    future: Future[Completion] = field(default_factory=Future)
+    tokens: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    kept_logps: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    routing: Int[np.ndarray, "T M k"] | None = None
+    """Of an engine that records it, the experts of every position that was read; -1 elsewhere."""
+
+    def __lt__(self, other: Request) -> bool:
+        return self.number < other.number
+
+    @property
+    def end(self) -> int:
+        """Positions that the whole sample may take."""
+        return len(self.prompt) + self.params.max_tokens
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def position(self) -> int:
+        """Position of the newest token, which is the next input of the model."""
+        return self.length - 1
+
+    @property
+    def newest(self) -> int:
+        return self.tokens[-1] if self.tokens else self.prompt[-1]
+
+    @property
+    def history(self) -> Sequence[int]:
+        return (*self.prompt, *self.tokens)
+
+    def record_routing(self, start: int, routing: Int[np.ndarray, "T M k"]) -> None:
+        """Experts of the positions from `start` on; what was recorded stays, also when it is computed again."""
+        if self.routing is None:
+            self.routing = np.full((self.end, *routing.shape[1:]), -1, routing.dtype)
+        here = self.routing[start : start + len(routing)]
+        here[...] = np.where(here < 0, routing[: len(here)], here)
+
+    def cut(self, length: int) -> None:
+        """Drop the tokens after the first `length`."""
+        del self.tokens[length:], self.logps[length:], self.kept_logps[length:], self.versions[length:]
+
+    def finish(self, stop: StopReason) -> None:
+        """Hand the completion over, unless the caller has gone."""
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_result(
+                Completion(
+                    tokens=tuple(self.tokens),
+                    logps=tuple(self.logps),
+                    kept_logps=tuple(self.kept_logps),
+                    stop=stop,
+                    weights_versions=tuple(self.versions),
+                    experts=self._experts(),
+                )
+            )
+
+    def fail(self, error: BaseException) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
+    def _experts(self) -> Int[np.ndarray, "T M k"] | None:
+        """By token of prompt and sample; the last one has not been read."""
+        if self.routing is None:
+            return None
+        experts = self.routing[: self.length].copy()
+        experts[-1] = -1
+        return experts
