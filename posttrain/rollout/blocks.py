@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from jaxtyping import Int
+
 BLOCK = 16
 """Positions in a block."""
 
@@ -23,6 +26,8 @@ class Node:
     parent: Node | None
     children: dict[int, list[Node]] = field(default_factory=dict)
     """By their first token. Only a full block has any."""
+    routing: Int[np.ndarray, "T M k"] | None = None
+    """The experts of each token, where they are recorded."""
     level: int = 0
     """How many prefill calls of the present plan must run before the block can be read."""
 
@@ -40,8 +45,8 @@ class Chain:
     """The blocks that hold one sequence from its first position on.
 
     A block that is not full belongs to one chain alone, which goes on writing to it; full ones are never written again
-    and may be shared. So a chain that continues a `partial` match copies it: it reads `source` once, in place of its own
-    block of that place, and writes all of it to its own.
+    and may be shared. So a chain that goes on after a `partial` match copies it: it reads `source` once, in place of
+    its own block there, and writes the whole of it to its own.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -133,7 +138,16 @@ class Blocks:
             chain.blocks.append(block)
         return True
 
-    def record(self, chain: Chain, tokens: Sequence[int], length: int, *, partial: bool, level: int = 0) -> None:
+    def record(
+        self,
+        chain: Chain,
+        tokens: Sequence[int],
+        length: int,
+        *,
+        partial: bool,
+        routing: Int[np.ndarray, "T M k"] | None = None,
+        level: int = 0,
+    ) -> None:
         """Let others find the first `length` positions of a chain, which hold `tokens`.
 
         The last block is left out where it is not full, unless `partial`. A full block of which there is one already
@@ -141,14 +155,18 @@ class Blocks:
         """
         if chain.generation != self.generation:
             return
-        nodes = chain.nodes
+        nodes, growing = chain.nodes, None
         if nodes and len(nodes[-1].tokens) < BLOCK:
-            self._grow(chain, tokens, length)
-        while (start := len(nodes) * BLOCK) < length and not (nodes and len(nodes[-1].tokens) < BLOCK):
-            part = tuple(tokens[start : min(start + BLOCK, length)])
-            if len(part) < BLOCK and not partial:
+            # Its own block, in which there is more now.
+            level = max(level, nodes[-1].level)
+            self._unlink(nodes.pop())
+            growing = len(nodes)
+        while (start := len(nodes) * BLOCK) < length:
+            end = min(start + BLOCK, length)
+            if end - start < BLOCK and not partial and len(nodes) != growing:
                 return
-            self._add(chain, part, level)
+            if not self._add(chain, tuple(tokens[start:end]), None if routing is None else routing[start:end], level):
+                return
 
     def leave(self, chain: Chain) -> None:
         """Its user is gone."""
@@ -181,39 +199,28 @@ class Blocks:
     def _children(self, parent: Node | None) -> dict[int, list[Node]]:
         return self._roots if parent is None else parent.children
 
-    def _grow(self, chain: Chain, tokens: Sequence[int], length: int) -> None:
-        """More tokens in the last node, which was not full."""
-        node = chain.nodes[-1]
-        start = (len(chain.nodes) - 1) * BLOCK
-        part = tuple(tokens[start : min(start + BLOCK, length)])
-        if len(part) <= len(node.tokens):
-            return
-        if len(part) < BLOCK:
-            node.tokens = part
-            return
-        self._unlink(node)
-        chain.nodes.pop()
-        self._add(chain, part, node.level)
-
-    def _add(self, chain: Chain, part: Tokens, level: int) -> None:
-        """A node for the block after the last one that has one; or the node that there is, for a full block."""
+    def _add(self, chain: Chain, part: Tokens, routing: np.ndarray | None, level: int) -> bool:
+        """A node for the first block that has none; False after the last one. Where there is such a node, it serves."""
         parent = chain.nodes[-1] if chain.nodes else None
         siblings = self._children(parent).setdefault(part[0], [])
         index = len(chain.nodes)
-        if len(part) == BLOCK:
-            twin = next((node for node in siblings if node.tokens == part), None)
-            if twin is not None:
-                self._use(twin.block)
-                self._drop(chain.blocks[index])
-                chain.blocks[index] = twin.block
-                chain.nodes.append(twin)
-                return
-        node = Node(chain.blocks[index], part, parent, level=level)
+        twin = next((node for node in siblings if node.tokens[: len(part)] == part), None)
+        if twin is not None:
+            if len(part) < BLOCK:
+                return False
+            self._use(twin.block)
+            self._drop(chain.blocks[index])
+            chain.blocks[index] = twin.block
+            chain.nodes.append(twin)
+            return True
+        kept = None if routing is None else routing.copy()
+        node = Node(chain.blocks[index], part, parent, routing=kept, level=level)
         if level:
             self._pending.append(node)
         siblings.append(node)
         self._nodes[node.block] = node
         chain.nodes.append(node)
+        return len(part) == BLOCK
 
     def _use(self, block: int) -> None:
         self._cached.pop(block, None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Int
 
-from posttrain.rollout.types import Completion, SamplingParams, StopReason
+from posttrain.rollout.types import Completion, SamplingParams, StopReason, TokenLogp
 
 
 @dataclass(eq=False, kw_only=True)
@@ -25,6 +25,9 @@ class Request:
     logps: list[float] = field(default_factory=list)
     kept_logps: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    top_logps: list[tuple[TokenLogp, ...]] = field(default_factory=list)
+    prompt_logps: list[float] = field(default_factory=lambda: [0.0])
+    """Of the first tokens of the prompt, where they are asked for."""
     routing: Int[np.ndarray, "T M k"] | None = None
     """Of an engine that records it, the experts of every position that was read; -1 elsewhere."""
 
@@ -53,6 +56,29 @@ class Request:
     def history(self) -> Sequence[int]:
         return (*self.prompt, *self.tokens)
 
+    def go_on(self, begun: Completion) -> None:
+        """Begin with an aborted completion of the same request. ValueError for one that has ended."""
+        if begun.stop != "abort" or len(begun.tokens) >= self.params.max_tokens:
+            raise ValueError(
+                f"generate: begun: a completion of {len(begun.tokens)} tokens that ended by {begun.stop!r} cannot go "
+                f"on to max_tokens={self.params.max_tokens}; it must be aborted, and shorter"
+            )
+        self.tokens, self.logps, self.kept_logps = list(begun.tokens), list(begun.logps), list(begun.kept_logps)
+        self.versions, self.top_logps = list(begun.weights_versions), list(begun.top_logps or ())
+        self.prompt_logps = list(begun.prompt_logps or (0.0,))
+        if begun.experts is not None:
+            self.record_routing(0, begun.experts)
+
+    @property
+    def unscored(self) -> bool:
+        """Its prompt must be read by itself from the start: log-probabilities of it are wanted and are not there."""
+        return self.params.prompt_logps and len(self.prompt_logps) < len(self.prompt)
+
+    def record_prompt_logps(self, start: int, logps: Sequence[float]) -> None:
+        """Of the tokens after the positions from `start` on; what was recorded stays."""
+        new = logps[len(self.prompt_logps) - 1 - start :]
+        self.prompt_logps += new[: len(self.prompt) - len(self.prompt_logps)]
+
     def record_routing(self, start: int, routing: Int[np.ndarray, "T M k"]) -> None:
         """Experts of the positions from `start` on; what was recorded stays, also when it is computed again."""
         if self.routing is None:
@@ -62,7 +88,8 @@ class Request:
 
     def cut(self, length: int) -> None:
         """Drop the tokens after the first `length`."""
-        del self.tokens[length:], self.logps[length:], self.kept_logps[length:], self.versions[length:]
+        for values in (self.tokens, self.logps, self.kept_logps, self.versions, self.top_logps):
+            del values[length:]
 
     def finish(self, stop: StopReason) -> None:
         """Hand the completion over, unless the caller has gone."""
@@ -75,6 +102,8 @@ class Request:
                     stop=stop,
                     weights_versions=tuple(self.versions),
                     experts=self._experts(),
+                    top_logps=tuple(self.top_logps) if self.params.top_logps else None,
+                    prompt_logps=tuple(self.prompt_logps) if self.params.prompt_logps else None,
                 )
             )
 

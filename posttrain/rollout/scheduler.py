@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
-from posttrain.rollout.blocks import BLOCK, Blocks, Chain, Match, blocks_for
+from posttrain.rollout.blocks import BLOCK, Blocks, Chain, Match, Node, blocks_for
 from posttrain.rollout.request import Request
 
 PROMPT_CHUNK = 512
@@ -60,6 +60,8 @@ class Piece:
     """The blocks before `start`."""
     writes: tuple[int | None, ...]
     """The blocks from `start` on; None where another chain's block has the same content."""
+    nodes: tuple[Node, ...]
+    """Of the blocks from `start` on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,7 @@ class Plan:
 
 @dataclass(kw_only=True)
 class Counts:
-    """Since the engine was made."""
+    """Since they were last taken."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -133,6 +135,15 @@ class Scheduler:
         return self.slots - len(self.running)
 
     @property
+    def num_blocks(self) -> int:
+        return sum(lane.blocks.number for lane in self.lanes)
+
+    def take_counts(self) -> Counts:
+        """Counts since the last call."""
+        counts, self.counts = self.counts, Counts()
+        return counts
+
+    @property
     def drained(self) -> bool:
         """Nothing is under way."""
         return not self.running and not any(request.tokens for request in self.waiting)
@@ -168,12 +179,14 @@ class Scheduler:
             blocks = self.lanes[row.lane].blocks
             blocks.drop_source(row.chain)
             row.computed = row.request.position
-            blocks.record(row.chain, row.request.history, row.computed, partial=False)
+            request = row.request
+            blocks.record(row.chain, request.history, row.computed, partial=False, routing=request.routing)
 
     def release(self, row: Row) -> None:
         """Its request is done; what it read can be used again."""
         blocks = self.lanes[row.lane].blocks
-        blocks.record(row.chain, row.request.history, row.computed, partial=True)
+        request = row.request
+        blocks.record(row.chain, request.history, row.computed, partial=True, routing=request.routing)
         self._leave(row)
 
     def holds(self, row: Row) -> bool:
@@ -234,7 +247,7 @@ class Scheduler:
         if row.ready:
             return
         blocks = self.lanes[row.lane].blocks
-        match = _useful(blocks.match(row.request.history, row.prefix), row.prefix)
+        match = _found(blocks, row.request)
         if match.length > row.computed:
             old = row.chain
             row.chain = blocks.start(match)
@@ -268,12 +281,11 @@ class Scheduler:
 
         The one that holds most, unless it has many more rows than another.
         """
-        prefix, history = request.position, request.history
         positions = Row(request, 0, Chain(), 0).positions(self.steps)
         found: list[tuple[int, int, int, Match]] = []
         for index, lane in enumerate(self.lanes):
             if lane.running < self.slots // len(self.lanes):
-                match = _useful(lane.blocks.match(history, prefix), prefix)
+                match = _found(lane.blocks, request)
                 if lane.blocks.cost(match, positions) <= lane.blocks.available:
                     found.append((match.length, -lane.running, -index, match))
         if not found:
@@ -298,6 +310,7 @@ class Scheduler:
                 level=level,
                 reads=tuple(chain.blocks[:first]),
                 writes=tuple(a if a == b else None for a, b in zip(own, now, strict=True)),
+                nodes=tuple(chain.nodes[first:]),
             )
             row.computed = end
             budget.left -= end - start
@@ -308,9 +321,13 @@ class _Budget:
     left: int
 
 
-def _useful(match: Match, wanted: int) -> Match:
-    """All or whole blocks, and of those not too few: see `MIN_SHARED`."""
-    if match.length == wanted:
+def _found(blocks: Blocks, request: Request) -> Match:
+    """What a request can share: all that it must read, or whole blocks, and of those not too few (`MIN_SHARED`)."""
+    nothing = Match([], None, 0)
+    if request.unscored:
+        return nothing
+    match = blocks.match(request.history, request.position)
+    if match.length == request.position:
         return match
     length = BLOCK * len(match.full)
-    return Match(match.full, None, length) if length >= MIN_SHARED else Match([], None, 0)
+    return Match(match.full, None, length) if length >= MIN_SHARED else nothing

@@ -150,7 +150,7 @@ def test_new_weights_between_tokens(engine: NativeEngine, model: Decoder) -> Non
         task = asyncio.create_task(engine.generate(prompt, p))
         await asyncio.sleep(0)
         engine.update_weights(model, 3)
-        while not any(request.tokens for request in engine._scheduler.running.values()):
+        while not any(request.tokens for request in engine._scheduler.requests()):
             await asyncio.sleep(0)
         engine.update_weights(other_model, 4)
         return await task
@@ -176,7 +176,7 @@ def piecewise(models: Sequence[Decoder], prompt: Sequence[int], p: SamplingParam
         hidden, cache = step(ModelWeights(writer).read(), one * tokens[position], one * position, one, cache)
         if position >= len(prompt) - 1:
             logits = np.asarray(writer.logits(hidden))[0, 0]
-            token, logp, _ = sample_reference(logits, u[position + 1], p.temperature, p.top_k, p.top_p, p.min_p)
+            token, logp, _ = sample_reference(logits, u[position + 1], p, prompt, tokens[len(prompt) :])
             tokens.append(token)
             logps.append(logp)
     return Completion(
