@@ -93,7 +93,7 @@ class StageRun:
         ids = self.tokenizer.num_ids
         if ids == rows:
             return None
-        what = "the rest is never sampled" if ids < rows else "the tokens beyond cannot be used"
+        what = "the rest is never sampled" if ids < rows else "a text with one of the tokens beyond is refused"
         console().print(f"vocabulary: {ids:,} token ids, {rows:,} rows in the embedding; {what}", highlight=False)
         return ids if ids < rows else None
 

@@ -94,12 +94,12 @@ class Tally:
         p = processors
         num_rows, length = p.history.shape
         rows, shape = jnp.arange(num_rows)[:, None], (num_rows, vocab_size)
-        is_prompt = jnp.arange(length) < p.prompt_lengths[:, None]
+        is_prompt = jnp.arange(length)[None] < p.prompt_lengths[:, None]
 
         def scatter(base: Array, tokens: Array, values: Array | int) -> Array:
             return base.at[rows, tokens].add(values, mode="drop")  # V stands for no token
 
-        bits = (p.allowed[:, :, None] >> jnp.arange(WORD, dtype=jnp.uint32)) & 1
+        bits = (p.allowed[:, :, None] >> jnp.arange(WORD, dtype=jnp.uint32)[None, None]) & 1
         allowed = bits.reshape(num_rows, -1)[:, :vocab_size] == 1
         return cls(
             processors=p,

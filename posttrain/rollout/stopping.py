@@ -8,6 +8,13 @@ NOT_A_CHARACTER = "\ufffd"
 """What a decoder makes of the bytes of a character that its tokens hold in part."""
 
 
+def text_of(
+    decode: Callable[[Sequence[int]], str], tokens: Sequence[int], ends: Sequence[int], stops: Sequence[str]
+) -> str:
+    """The text of a sample, without the stop token at its end, and without the first stop string and what follows."""
+    return before_stop(decode(tokens[:-1] if tokens and tokens[-1] in ends else tokens), stops)
+
+
 def before_stop(text: str, stops: Sequence[str]) -> str:
     """The text before the first stop string in it.
 

@@ -203,6 +203,8 @@ def read_json(path: Path) -> dict[str, Any]:
         read = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file; give the folder of a checkpoint in Hugging Face layout") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise ConfigError(f"{path}: is no JSON ({error})") from error
     if not isinstance(read, dict):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from posttrain.rollout.stopping import before_stop, first_completed
+from posttrain.rollout.stopping import before_stop, first_completed, text_of
 
 Decode = Callable[[Sequence[int]], str]
 VOCABULARY = ["a", "b", "ab", "", "é", "ba"]
@@ -83,3 +83,10 @@ def test_real_tokenizers(shared: Path, name: str) -> None:
         assert written.startswith(shown + stops[0])
         beyond += written != shown + stops[0]
     assert beyond > 5
+
+
+def test_the_text_of_a_sample() -> None:
+    assert text_of(decode, [0, 1, 5], (5,), ()) == "ab"
+    assert text_of(decode, [0, 1, 5], (0,), ()) == "abba"
+    assert text_of(decode, [0, 1, 2, 5], (5,), ("ba",)) == "a"
+    assert text_of(decode, [], (5,), ("a",)) == ""
