@@ -207,6 +207,11 @@ class NativeEngine:
         """Slots without a request."""
         return self._scheduler.num_free
 
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that running requests hold."""
+        return self._scheduler.num_used_blocks
+
     def _load(self, model: Decoder, version: int) -> Loaded:
         source = ModelWeights(model)
         if self._copies is None:

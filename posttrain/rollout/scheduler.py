@@ -138,6 +138,10 @@ class Scheduler:
     def num_blocks(self) -> int:
         return sum(lane.blocks.number for lane in self.lanes)
 
+    @property
+    def num_used_blocks(self) -> int:
+        return sum(lane.blocks.used for lane in self.lanes)
+
     def take_counts(self) -> Counts:
         """Counts since the last call."""
         counts, self.counts = self.counts, Counts()
@@ -166,7 +170,7 @@ class Scheduler:
         decode = [row for row in self.running.values() if row.ready]
         if pieces and 2 * len(decode) < len(self.running):
             decode = []  # few rows take nearly as long as many: first the prompts
-        self.counts.peak_blocks = max(self.counts.peak_blocks, sum(lane.blocks.used for lane in self.lanes))
+        self.counts.peak_blocks = max(self.counts.peak_blocks, self.num_used_blocks)
         if not pieces and not decode:
             return None
         return Plan(pieces=pieces, decode=decode, waiting=bool(self.waiting) and self.admitting)
