@@ -303,12 +303,12 @@ class NativeEngine:
         chunk, prefilled = found
         for (_, row_of), beside in zip(dispatch.prompts, prefilled, strict=True):
             for slot, row in row_of.items():
-                request = dispatch.running[slot]
-                length = len(request.prompt) - 1
+                admitted = dispatch.running[slot]
+                length = len(admitted.prompt) - 1
                 if beside.experts is not None:
-                    request.experts.append(np.asarray(beside.experts[row, :length]))
+                    admitted.experts.append(np.asarray(beside.experts[row, :length]))
                 if beside.logps is not None:
-                    request.prompt_logps = (0.0, *np.asarray(beside.logps[row, :length]).tolist())
+                    admitted.prompt_logps = (0.0, *np.asarray(beside.logps[row, :length]).tolist())
         for row, slot in enumerate(dispatch.slots):
             request = dispatch.running.get(slot)
             if request is None or self._scheduler.running.get(slot) is not request:
