@@ -31,11 +31,11 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
     from posttrain.config_file import load_config
 
     loaded = load_config(config, overrides or [])
-    from posttrain.console import show_log
+    from posttrain.console import shown_log
     from posttrain.recipes import run as recipe
 
-    show_log()
-    recipe.run(loaded.config, loaded.base_dir)
+    with shown_log():
+        recipe.run(loaded.config, loaded.base_dir)
 
 
 @app.command()

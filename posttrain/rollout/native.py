@@ -272,3 +272,179 @@ class NativeEngine:
             raise
         finally:
             self._driver = None
+<<<<<<< HEAD
+=======
+
+    def _plan(self) -> Dispatch | None:
+        """Admit what fits and describe the next trip to the device; None when there is nothing to do."""
+        admitted = self._scheduler.admit()
+        running = dict(self._scheduler.running)
+        if not running:
+            return None
+        # Where samples fit into one dispatch, a smaller batch would save little and is one more program to compile.
+        is_long = max(request.params.max_tokens for request in running.values()) > self.decode_steps
+        sizes = row_sizes(self.slots) if is_long else [self.slots]
+        num_rows = rows_for(sizes, len(running))
+        slots = sorted([*running, *self._scheduler.free[: num_rows - len(running)]])
+        reach = max(min(r.position + self.decode_steps, r.end) for r in running.values())
+        return Dispatch(
+            loaded=self._loaded,
+            prompts=list(self._prompts(admitted)),
+            rows=self._rows(slots, running),
+            slots=slots,
+            running=running,
+            stop_at=stop_at(sizes, num_rows, bool(self._scheduler.waiting)),
+            width=bucket(reach, MIN_WIDTH, self.max_length),
+        )
+
+    def _prompts(self, admitted: dict[int, Request]) -> Iterator[tuple[Prompts, dict[int, int]]]:
+        """Each distinct prompt once, by width, as many to a call as `PREFILL_TOKENS` hold."""
+        by_width: dict[int, list[tuple[tuple[int, ...], Sequence[int]]]] = {}
+        for prefix, slots in distinct_prefixes(admitted):
+            by_width.setdefault(bucket(len(prefix), MIN_PROMPT_WIDTH, self.max_length), []).append((prefix, slots))
+        for width, entries in sorted(by_width.items()):
+            rows = max(1, min(self.slots, PREFILL_TOKENS // width))
+            for start in range(0, len(entries), rows):
+                yield self._prompt_call(entries[start : start + rows], rows, width, admitted)
+
+    def _prompt_call(
+        self,
+        entries: Sequence[tuple[tuple[int, ...], Sequence[int]]],
+        rows: int,
+        width: int,
+        admitted: dict[int, Request],
+    ) -> tuple[Prompts, dict[int, int]]:
+        tokens = np.zeros((rows, width), np.int32)
+        lengths = np.zeros(rows, np.int32)
+        for row, (prefix, _) in enumerate(entries):
+            tokens[row, : len(prefix)] = prefix
+            lengths[row] = len(prefix)
+        row_of = {slot: row for row, (_, slots) in enumerate(entries) for slot in slots}
+        pairs = np.zeros((self.slots, 2), np.int32)
+        pairs[: len(row_of)] = list(row_of.items())
+        prompts = Prompts(
+            **jax.device_put(
+                {
+                    "tokens": tokens,
+                    "lengths": lengths,
+                    "slots": pairs[:, 0],
+                    "sources": pairs[:, 1],
+                    "count": np.asarray(len(row_of), np.int32),
+                }
+            ),
+            scored=_scored(tokens, {row: admitted[slot] for slot, row in row_of.items()}),
+        )
+        return prompts, row_of
+
+    def _rows(self, slots: Sequence[int], running: dict[int, Request]) -> Rows:
+        requests = [running.get(slot, IDLE) for slot in slots]
+        params = [request.params for request in requests]
+        while self._stop_ids_width < max(len(p.ends) for p in params):
+            self._stop_ids_width *= 2
+        stop_ids = np.full((len(params), self._stop_ids_width), -1, np.int32)
+        for row, p in enumerate(params):
+            stop_ids[row, : len(p.ends)] = p.ends
+        return Rows(
+            **jax.device_put(
+                {
+                    "slots": np.asarray(slots, np.int32),
+                    "tokens": np.asarray([r.newest for r in requests], np.int32),
+                    "positions": np.asarray([r.position for r in requests], np.int32),
+                    "ends": np.asarray([r.end for r in requests], np.int32),
+                    "active": np.asarray([slot in running for slot in slots]),
+                    "stop_ids": stop_ids,
+                }
+            ),
+            sampling=Sampling.of(
+                params,
+                [r.prompt for r in requests],
+                [r.tokens for r in requests],
+                vocab_size=self._vocab_size,
+                max_length=self.max_length,
+            ),
+        )
+
+    def _run(self, dispatch: Dispatch) -> tuple[Chunk, list[Prefilled]]:
+        """On the device; returns when the sampled tokens are on the host."""
+        with self._device:
+            cache = self._cache
+            self._cache = None  # gone if a program fails: it was donated
+            if cache is None:
+                cache = empty_slots(dispatch.loaded, self.slots, self.max_length)
+            prefilled = []
+            for prompts, _ in dispatch.prompts:
+                cache, beside = self.programs.prefill(dispatch.loaded, cache, prompts)
+                prefilled.append(beside)
+            cache, chunk = self.programs.decode(
+                dispatch.loaded, cache, dispatch.rows, dispatch.stop_at, width=dispatch.width, steps=self.decode_steps
+            )
+            self._cache = None if self._closed else cache
+            return jax.device_get((chunk, prefilled))
+
+    def _collect(self, dispatch: Dispatch, found: tuple[Chunk, list[Prefilled]]) -> None:
+        """Hand the new tokens to their requests and free the slots of those that are done."""
+        chunk, prefilled = found
+        for (_, row_of), beside in zip(dispatch.prompts, prefilled, strict=True):
+            for slot, row in row_of.items():
+                admitted = dispatch.running[slot]
+                length = len(admitted.prompt) - 1
+                if beside.experts is not None:
+                    admitted.experts.append(np.asarray(beside.experts[row, :length]))
+                if beside.logps is not None:
+                    admitted.prompt_logps = (0.0, *np.asarray(beside.logps[row, :length]).tolist())
+        for row, slot in enumerate(dispatch.slots):
+            request = dispatch.running.get(slot)
+            if request is None or self._scheduler.running.get(slot) is not request:
+                continue  # idle, or drained by `close` meanwhile
+            count = int(chunk.counts[row])
+            if not np.isfinite(chunk.logps[:count, row]).all():
+                self._cache = None  # even masked, a NaN in it would spoil what comes next
+                raise FloatingPointError(
+                    f"generate: the weights of version {dispatch.loaded.version} give log-probabilities "
+                    "that are not finite"
+                )
+            request.tokens += chunk.tokens[:count, row].tolist()
+            request.logps += chunk.logps[:count, row].tolist()
+            request.kept_logps += chunk.kept_logps[:count, row].tolist()
+            request.versions += [dispatch.loaded.version] * count
+            if chunk.top is not None:
+                request.top_logps += _top_logps(chunk.top, count, row, request.params.top_logps)
+            if chunk.experts is not None:
+                request.experts.append(np.asarray(chunk.experts[:count, row]))
+            reason = self._stop_reason(request, count)
+            if reason is not None:
+                self._scheduler.release(slot)
+                request.finish(reason)
+
+    def _stop_reason(self, request: Request, num_new: int) -> StopReason | None:
+        """Why the request is done, if it is; a stop string cuts what was sampled beyond it."""
+        params = request.params
+        if params.stop and self._decode_text is not None:
+            end = first_completed(self._decode_text, request.tokens, num_new, params.stop)
+            if end is not None:
+                request.cut(end)
+                return "stop"
+        if request.tokens[-1] in params.ends:
+            return "stop"
+        return "length" if len(request.tokens) == params.max_tokens else None
+
+
+def _scored(prefixes: np.ndarray, requests: dict[int, Request]) -> Scored | None:
+    """What a prefill call needs to score prompts; by row of the call one of its requests."""
+    if not any(request.params.prompt_logps for request in requests.values()):
+        return None
+    targets, temperature = np.roll(prefixes, -1, axis=1), np.ones(len(prefixes), np.float32)
+    for row, request in requests.items():
+        targets[row, len(request.prompt) - 2] = request.prompt[-1]
+        temperature[row] = request.params.temperature
+    return Scored(**jax.device_put({"targets": targets, "temperature": temperature}))
+
+
+def _top_logps(top: TopLogps, count: int, row: int, number: int) -> list[tuple[TokenLogp, ...]]:
+    """The first `number` of each of a row's first `count` tokens."""
+    tokens, logps = np.asarray(top.tokens[:count, row]), np.asarray(top.logps[:count, row])
+    return [
+        tuple(map(TokenLogp, *pair))
+        for pair in zip(tokens[:, :number].tolist(), logps[:, :number].tolist(), strict=True)
+    ]
+>>>>>>> main

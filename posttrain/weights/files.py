@@ -22,7 +22,7 @@ from posttrain.models.names import LAYER, Names, Tensor
 from posttrain.weights.mxfp4 import unpacked
 from posttrain.weights.tensor_file import CHUNK_BYTES, Readable, Region, Task, open_tensors
 
-LOGGER = logging.getLogger("posttrain.models")
+LOGGER = logging.getLogger("posttrain.weights")
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"

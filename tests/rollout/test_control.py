@@ -133,7 +133,7 @@ def test_hundreds_of_tasks(engine: NativeEngine) -> None:
 def test_nothing_is_compiled_after_the_warm_up() -> None:
     """Any requests of the kinds that it was told: the process builds no program, not even of a single operation."""
     model = tiny_model(num_layers=1, windows=(None,))
-    warm = make_engine(model, slots=3, max_length=96, cache_tokens=160)
+    warm = make_engine(model, slots=3, max_length=96)
     _, parameters = requests(14, stop_token_ids=tuple(range(9)))
     like = unusual(parameters)
     warm.warm_up(like)
@@ -145,12 +145,11 @@ def test_nothing_is_compiled_after_the_warm_up() -> None:
         warm.generate_all(prompts, like)
         warm.update_weights(model, 1)
     assert (len(warm.programs), counter.metrics()["perf/compilations"]) == (compiled, 0)
-    assert warm.metrics()["rollout/preemptions"] > 0
     counter.close()
 
 
-def test_a_merged_adapter_samples_as_the_adapter(model: Decoder) -> None:
-    adapted = tiny_model()
+def test_a_merged_adapter_samples_as_the_adapter() -> None:
+    adapted = tiny_model(num_layers=1, windows=(None,))
     with pytest.raises(ConfigError, match="rollout.merge_lora: the model has no adapter"):
         make_engine(adapted, merge_lora=True)
     attach_lora(adapted, LoRA(rank=4), seed=0)
