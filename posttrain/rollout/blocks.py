@@ -111,13 +111,17 @@ class Blocks:
 
     def cost(self, match: Match, positions: int) -> int:
         """Blocks out of those available that a chain of so many positions takes, with what it shares."""
-        shared = [*match.full, *([match.partial] if match.partial else [])]
-        return blocks_for(positions) - len(match.full) + sum(self._users[node.block] == 0 for node in shared)
+        unused = sum(self._users[node.block] == 0 for node in match.full) if match.full else 0
+        if match.partial is not None and self._users[match.partial.block] == 0:
+            unused += 1
+        return blocks_for(positions) - len(match.full) + unused
 
     def start(self, match: Match) -> Chain:
         """A chain that begins with what was found."""
-        for node in (*match.full, *([match.partial] if match.partial else [])):
+        for node in match.full:
             self._use(node.block)
+        if match.partial is not None:
+            self._use(match.partial.block)
         return Chain(
             blocks=[node.block for node in match.full],
             source=match.partial,
@@ -167,6 +171,11 @@ class Blocks:
                 return
             if not self._add(chain, tuple(tokens[start:end]), None if routing is None else routing[start:end], level):
                 return
+
+    def has_more(self, chain: Chain, length: int) -> bool:
+        """Whether `record` of the full blocks of so many positions would tell anything new."""
+        nodes = chain.nodes
+        return length >= (len(nodes) + 1) * BLOCK or bool(nodes and len(nodes[-1].tokens) < BLOCK)
 
     def leave(self, chain: Chain) -> None:
         """Its user is gone."""

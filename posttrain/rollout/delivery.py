@@ -30,6 +30,7 @@ def deliver(
     done: list[tuple[Row, StopReason]] = []
     if dispatch.decode is None or outcome.chunk is None:
         return done
+    _check_finite(outcome.chunk, dispatch.loaded.version)
     for index, row in dispatch.decode.places.items():
         if holds(row):
             _inherit_routing(row)
@@ -38,6 +39,14 @@ def deliver(
             if reason is not None:
                 done.append((row, reason))
     return done
+
+
+def _check_finite(chunk: Chunk, version: int) -> None:
+    sampled = np.arange(len(chunk.logps))[:, None] < np.asarray(chunk.counts)
+    if not np.isfinite(np.asarray(chunk.logps)[sampled]).all():
+        raise FloatingPointError(
+            f"generate: the weights of version {version} give log-probabilities that are not finite"
+        )
 
 
 def _deliver_prompts(call: PromptCall, found: Prefilled, holds: Callable[[Row], bool]) -> None:
@@ -78,15 +87,10 @@ def _inherit_routing(row: Row) -> None:
 def _deliver_tokens(chunk: Chunk, index: int, request: Request, version: int) -> int:
     """How many there are."""
     count = int(chunk.counts[index])
-    logps = np.asarray(chunk.logps[:count, index])
-    if not np.isfinite(logps).all():
-        raise FloatingPointError(
-            f"generate: the weights of version {version} give log-probabilities that are not finite"
-        )
     if chunk.experts is not None:
         request.record_routing(request.position, np.asarray(chunk.experts[:count, index]))
     request.tokens += np.asarray(chunk.tokens[:count, index]).tolist()
-    request.logps += logps.tolist()
+    request.logps += np.asarray(chunk.logps[:count, index]).tolist()
     request.kept_logps += np.asarray(chunk.kept_logps[:count, index]).tolist()
     request.versions += [version] * count
     if chunk.top is not None:

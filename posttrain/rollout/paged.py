@@ -48,7 +48,7 @@ class Pool:
         """Blocks `first`, `first` + 1, ... of each row into the blocks `targets`, which differ within a lane; what is
         out of range is left out."""
         lanes, per_lane, count = targets.shape
-        indices = first[:, :, None] + jnp.arange(count)
+        indices = first[:, :, None] + jnp.arange(count)[None, None]
 
         def lane(blocks: Array, rows: Array, indices: Array, targets: Array) -> Array:
             repeats, _, heads, size, head_dim = blocks.shape

@@ -48,6 +48,10 @@ class Request:
         """Position of the newest token, which is the next input of the model."""
         return self.length - 1
 
+    def positions(self, steps: int) -> int:
+        """Positions that the next so many tokens read and write; the very last token is never read."""
+        return min(self.position + steps, self.end - 1)
+
     @property
     def newest(self) -> int:
         return self.tokens[-1] if self.tokens else self.prompt[-1]

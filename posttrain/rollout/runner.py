@@ -201,16 +201,18 @@ class Runner:
         stop_ids = np.full((rows, self._stop_ids), -1, np.int32)
         context = np.zeros((rows, shape.width // BLOCK), np.int32)
         # Tokens of a dispatch may start anywhere in a block.
-        targets = np.full((rows, (self.shapes.steps + BLOCK - 2) // BLOCK + 1), self.blocks, np.int32)
+        touched = min((self.shapes.steps + BLOCK - 2) // BLOCK + 1, context.shape[1])
+        targets = np.full((rows, touched), self.blocks, np.int32)
         for index, row in places.items():
             blocks = list(row.chain.blocks)
             first = row.request.position // BLOCK
-            new = blocks[first : first + targets.shape[1]]
+            new = blocks[first : first + touched]
             targets[index, : len(new)] = new
             if row.chain.source is not None:
                 blocks[first] = row.chain.source.block
             context[index, : len(blocks)] = blocks
-            stop_ids[index, : len(row.request.params.ends)] = row.request.params.ends
+            ends = row.request.params.ends
+            stop_ids[index, : len(ends)] = ends
         return Rows(
             **jax.device_put(
                 {

@@ -19,6 +19,7 @@ MIN_SHARED = 64
 program costs that reads the middle of a prompt."""
 SPREAD = 8
 """Rows by which a lane may be ahead of another for the sake of a shared prefix."""
+NOTHING = Match([], None, 0)
 
 
 @dataclass(eq=False)
@@ -43,8 +44,7 @@ class Row:
         return self.computed == self.prefix
 
     def positions(self, steps: int) -> int:
-        """Positions that the next so many tokens read and write; the very last token is never read."""
-        return min(self.request.position + steps, self.request.end - 1)
+        return self.request.positions(steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,17 +180,14 @@ class Scheduler:
         for lane in self.lanes:
             lane.blocks.settle()
         for row in filter(self.holds, plan.decode):
-            blocks = self.lanes[row.lane].blocks
+            blocks, request = self.lanes[row.lane].blocks, row.request
             blocks.drop_source(row.chain)
-            row.computed = row.request.position
-            request = row.request
-            blocks.record(row.chain, request.history, row.computed, partial=False, routing=request.routing)
+            row.computed = request.position
+            if blocks.has_more(row.chain, row.computed):
+                blocks.record(row.chain, request.history, row.computed, partial=False, routing=request.routing)
 
     def release(self, row: Row) -> None:
-        """Its request is done; what it read can be used again."""
-        blocks = self.lanes[row.lane].blocks
-        request = row.request
-        blocks.record(row.chain, request.history, row.computed, partial=True, routing=request.routing)
+        """Its request is done. Its full blocks can be used again."""
         self._leave(row)
 
     def holds(self, row: Row) -> bool:
@@ -228,7 +225,7 @@ class Scheduler:
         blocks = self.lanes[row.lane].blocks
         if not row.ready and row.chain.generation != blocks.generation:
             blocks.leave(row.chain)
-            row.chain, row.computed = blocks.start(Match([], None, 0)), 0
+            row.chain, row.computed = blocks.start(NOTHING), 0
 
     def _make_room(self, row: Row) -> None:
         """Blocks for the row's next tokens, taken from the youngest of its lane where there are too few."""
@@ -285,18 +282,18 @@ class Scheduler:
 
         The one that holds most, unless it has many more rows than another.
         """
-        positions = Row(request, 0, Chain(), 0).positions(self.steps)
-        found: list[tuple[int, int, int, Match]] = []
+        positions = request.positions(self.steps)
+        found: list[tuple[int, Match]] = []
         for index, lane in enumerate(self.lanes):
             if lane.running < self.slots // len(self.lanes):
                 match = _found(lane.blocks, request)
                 if lane.blocks.cost(match, positions) <= lane.blocks.available:
-                    found.append((match.length, -lane.running, -index, match))
-        if not found:
-            return None
-        fewest = -max(place[1] for place in found)
-        _, _, index, match = max((p for p in found if -p[1] <= fewest + SPREAD), key=lambda place: place[:3])
-        return -index, match
+                    found.append((index, match))
+        if len(found) < 2:
+            return found[0] if found else None
+        fewest = min(self.lanes[index].running for index, _ in found)
+        near = [place for place in found if self.lanes[place[0]].running <= fewest + SPREAD]
+        return max(near, key=lambda place: (place[1].length, -self.lanes[place[0]].running))
 
     def _pieces(self, row: Row, budget: _Budget) -> Iterator[Piece]:
         blocks, chain, level = self.lanes[row.lane].blocks, row.chain, 0
@@ -327,11 +324,10 @@ class _Budget:
 
 def _found(blocks: Blocks, request: Request) -> Match:
     """What a request can share: all that it must read, or whole blocks, and of those not too few (`MIN_SHARED`)."""
-    nothing = Match([], None, 0)
     if request.unscored:
-        return nothing
+        return NOTHING
     match = blocks.match(request.history, request.position)
     if match.length == request.position:
         return match
     length = BLOCK * len(match.full)
-    return Match(match.full, None, length) if length >= MIN_SHARED else nothing
+    return Match(match.full, None, length) if length >= MIN_SHARED else NOTHING
