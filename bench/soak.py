@@ -27,7 +27,7 @@ from posttrain.rollout.native import NativeEngine
 from posttrain.rollout.types import Completion, SamplingParams, sample_key
 from posttrain.weights.load import init_model
 
-LONGEST, VOCABULARY, CONCURRENT = 192, 256, 200
+VOCABULARY, CONCURRENT = 256, 200
 FIELDS = {
     "model_type": "qwen3",
     "hidden_size": 32,
@@ -37,7 +37,7 @@ FIELDS = {
     "num_key_value_heads": 1,
     "head_dim": 16,
     "vocab_size": VOCABULARY,
-    "max_position_embeddings": LONGEST,
+    "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
 RARE: tuple[dict[str, Any], ...] = (
@@ -89,19 +89,20 @@ def make_prompt(rng: np.random.Generator, beginnings: list[list[int]]) -> list[i
 class Soak:
     def __init__(self, engine: NativeEngine, models: list[Decoder], requests: int, seed: int):
         self.engine, self.models, self.requests = engine, models, requests
+        self.longest = engine.max_length
         self.rng = np.random.default_rng(seed)
         self.report = Report()
         self.gate = asyncio.Semaphore(CONCURRENT)
         self.running: dict[tuple[int, int], asyncio.Task[None]] = {}
 
     async def run(self) -> Report:
-        beginnings = [self.rng.integers(0, VOCABULARY, n).tolist() for n in (70, 90, 100, 110)]
+        beginnings = [self.rng.integers(0, VOCABULARY, n).tolist() for n in (65, 67, 70, 72)]
         tasks = []
         trouble = asyncio.create_task(self._trouble())
         for number in range(self.requests):
             await self.gate.acquire()
             prompt = make_prompt(self.rng, beginnings)
-            params = make_params(self.rng, number, min(60, LONGEST - len(prompt)))
+            params = make_params(self.rng, number, min(60, self.longest - len(prompt)))
             task = asyncio.create_task(self._one(prompt, params))
             self.running[params.key] = task
             tasks.append(task)
@@ -185,11 +186,14 @@ def check(completion: Completion, prompt: list[int], params: SamplingParams) -> 
         assert len(completion.prompt_logps) == len(prompt)
 
 
-def soak(requests: int, seed: int) -> Report:
-    """AssertionError where something is lost, wrong, or growing in number."""
+def soak(requests: int, *, seed: int, longest: int) -> Report:
+    """Sequences of up to `longest` tokens, in blocks for six of them.
+
+    AssertionError where something is lost, wrong, or growing in number.
+    """
     models = [init_model(FIELDS, dtype=jnp.float32, seed=seed) for seed in range(2)]
     engine = NativeEngine(
-        models[0], slots=16, max_length=LONGEST, decode_steps=8, tokenizer_decode=None, cache_tokens=8 * LONGEST
+        models[0], slots=16, max_length=longest, decode_steps=8, tokenizer_decode=None, cache_tokens=6 * longest
     )
     rng = np.random.default_rng(seed)
     like = [make_params(rng, number, 60) for number in range(100)]
@@ -214,7 +218,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    report = soak(arguments.requests, arguments.seed)
+    report = soak(arguments.requests, seed=arguments.seed, longest=192)
     print(f"ends         {dict(report.ends)}")
     print(f"tokens       {report.tokens:,} in {report.seconds:.1f} s, {report.updates} weight updates")
     print(f"metrics      {report.metrics}")

@@ -1,4 +1,4 @@
-"""Abort, pause, drain, resume, and what becomes of samples meanwhile; programs compiled ahead; copies of weights."""
+"""Abort, pause, drain, resume, and what becomes of samples meanwhile; a soak; merged adapters."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
+from bench.soak import soak
 from posttrain.config import ConfigError, LoRA
-from posttrain.metrics import CompileCounter
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.native import NativeEngine
 from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.weights.lora import attach_lora
 from posttrain.weights.state import ModelWeights
-from tests.rollout.engines import LENGTH, VOCABULARY, assert_same, make_engine, params, requests, unusual
+from tests.rollout.engines import LENGTH, assert_same, make_engine, params, requests
 from tests.tiny import shake, tiny_model
-
-TRUNCATED: dict[str, Any] = {"temperature": 0.7, "top_k": 40, "top_p": 0.9}
 
 
 def start(
@@ -130,22 +127,11 @@ def test_hundreds_of_tasks(engine: NativeEngine) -> None:
             assert index % 5 == 0
 
 
-def test_nothing_is_compiled_after_the_warm_up() -> None:
-    """Any requests of the kinds that it was told: the process builds no program, not even of a single operation."""
-    model = tiny_model(num_layers=1, windows=(None,))
-    warm = make_engine(model, slots=3, max_length=96)
-    _, parameters = requests(14, stop_token_ids=tuple(range(9)))
-    like = unusual(parameters)
-    warm.warm_up(like)
-    compiled, counter = len(warm.programs), CompileCounter()
-    rng = np.random.default_rng(3)
-    common = rng.integers(0, VOCABULARY, 70).tolist()
-    for _ in range(3):
-        prompts = [common[: rng.integers(1, 66)] if i % 2 else [*common[:66], i] for i in range(len(like))]
-        warm.generate_all(prompts, like)
-        warm.update_weights(model, 1)
-    assert (len(warm.programs), counter.metrics()["perf/compilations"]) == (compiled, 0)
-    counter.close()
+def test_a_short_soak() -> None:
+    """The benchmark of wear, which also says that nothing is compiled after the warm-up."""
+    report = soak(150, seed=1, longest=96)
+    assert report.updates > 0 and {"length", "stop", "abort"} <= report.ends.keys()
+    assert report.metrics["rollout/preemptions"] > 0
 
 
 def test_a_merged_adapter_samples_as_the_adapter() -> None:
