@@ -84,10 +84,6 @@ class Blocks:
     def used(self) -> int:
         return self.number - self.available
 
-    @property
-    def cached(self) -> int:
-        return len(self._cached)
-
     def match(self, tokens: Sequence[int], limit: int) -> Match:
         """The longest known beginning of the first `limit` tokens."""
         full: list[Node] = []

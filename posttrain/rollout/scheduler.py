@@ -79,7 +79,6 @@ class Plan:
 class Counts:
     """Since they were last taken."""
 
-    requests: int = 0
     prompt_tokens: int = 0
     """That a request needed before it could decode, once more after a preemption."""
     shared_tokens: int = 0
@@ -154,7 +153,6 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         request.number = next(self._numbers)
-        self.counts.requests += 1
         heapq.heappush(self.waiting, request)
 
     def plan(self) -> Plan | None:
@@ -255,7 +253,8 @@ class Scheduler:
             blocks.leave(old)
             self.counts.shared_tokens += match.length - row.computed
             row.computed, row.fresh = match.length, True
-            assert blocks.extend(row.chain, row.positions(self.steps)), "sharing takes no more blocks than owning"
+            enough = blocks.extend(row.chain, row.positions(self.steps))
+            assert enough, "sharing takes no more blocks than owning"
         yield from self._pieces(row, budget)
 
     def _admit(self, budget: _Budget) -> Iterator[Piece]:
@@ -267,7 +266,8 @@ class Scheduler:
             request, (lane, match) = heapq.heappop(self.waiting), place
             blocks = self.lanes[lane].blocks
             row = Row(request, lane, blocks.start(match), match.length)
-            assert blocks.extend(row.chain, row.positions(self.steps)), "counted by `cost`"
+            enough = blocks.extend(row.chain, row.positions(self.steps))
+            assert enough, "counted by `cost`"
             self.counts.prompt_tokens += row.prefix
             self.counts.shared_tokens += match.length
             self.lanes[lane].running += 1
