@@ -1,6 +1,7 @@
 """Speed and memory of the rollout engine beside other samplers and the machine's own limit.
 
-    python bench/rollout.py [--work NAME ...] [--rounds N] [--tunix PYTHON] [--transformers PYTHON] [--json FILE]
+    python bench/rollout.py [--work NAME ...] [--rounds N] [--cores N] [--tunix PYTHON] [--transformers PYTHON]
+                            [--json FILE]
 
 A random decoder of hidden 256 x 4 layers, vocabulary 4,096, float32, temperature 1; prompts differ in every round:
 
@@ -9,7 +10,8 @@ of 64, 16 to 48 new tokens, but 320 for three; no engine is told which. `system`
 tokens, 64 new.
 
 Each engine runs in a process of its own, a peer in the Python that is given (with what `peers/` imports), and they take
-turns, so that what else the machine does falls on all. `best` is the fastest round. The limit is the time that the
+turns, so that what else the machine does falls on all. `best` is the fastest round. On a busy machine give `--cores 1`
+and compare tokens per CPU second: threads that wait for each other in vain count as work. The limit is the time that the
 multiply-adds of the work take at the rate of this machine's matrix product of the same rows, or that reading weights
 and cache takes at its rate of reading as many bytes again and again, whichever is longer.
 """
@@ -45,11 +47,14 @@ CACHE_BYTES = 4 * 2 * 4 * 32 * 4
 class Driver:
     """A driver's process, which draws a batch when asked to."""
 
-    def __init__(self, python: str, file: str, work: Work):
+    def __init__(self, python: str, file: str, work: Work, cores: set[int]):
         environment = os.environ | {"PYTHONPATH": str(PEERS.parent.parent), "HF_HUB_OFFLINE": "1"}
         command = [python, str(PEERS / file), work.dumps()]
         pipe = subprocess.PIPE
+        own = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, cores)  # which a new process takes over
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        os.sched_setaffinity(0, own)
         self.facts = self._answer()
 
     def draw(self) -> dict[str, Any]:
@@ -107,10 +112,10 @@ def limits_s(work: Work) -> dict[str, float]:
     return {"matmul": flops / rate, "bandwidth": read / read_rate(4 * (BODY + HEAD))}
 
 
-def measure(name: str, drivers: dict[str, tuple[str, str]], rounds: int) -> dict[str, dict[str, Any]]:
+def measure(name: str, drivers: dict[str, tuple[str, str]], rounds: int, cores: set[int]) -> dict[str, dict[str, Any]]:
     """By engine, what its rounds took."""
     work = WORKS[name]
-    running = {engine: Driver(python, file, work) for engine, (python, file) in drivers.items()}
+    running = {engine: Driver(python, file, work, cores) for engine, (python, file) in drivers.items()}
     first = {engine: driver.draw() for engine, driver in running.items()}
     taken: dict[str, list[dict[str, Any]]] = {engine: [] for engine in running}
     for _ in range(rounds):
@@ -141,20 +146,20 @@ def measure(name: str, drivers: dict[str, tuple[str, str]], rounds: int) -> dict
 
 
 def show(name: str, results: dict[str, dict[str, Any]]) -> None:
-    print(f"\n{name:<24}" + "".join(f"{engine:>14}" for engine in results))
+    print(f"{name:<24}" + "".join(f"{engine:>14}" for engine in results))
     keys = [key for key in next(iter(results.values())) if key != "versions"]
     for key in keys:
         print(f"{key:<24}" + "".join(f"{result[key]:>14,.2f}" for result in results.values()))
-    own = results["posttrain"]["tokens/s, median"]
-    print(
-        f"{'posttrain is faster by':<24}" + "".join(f"{own / r['tokens/s, median']:>14,.2f}" for r in results.values())
-    )
+    for key in ("tokens/s, median", "tokens per CPU s"):
+        own = results["posttrain"][key]
+        print(f"{'times: ' + key:<24}" + "".join(f"{own / result[key]:>14,.2f}" for result in results.values()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", choices=list(WORKS), nargs="+", default=list(WORKS))
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--cores", type=int, default=os.cpu_count(), help="that each engine may use, by default all")
     parser.add_argument("--tunix", metavar="PYTHON", help="of an environment with google-tunix")
     parser.add_argument("--transformers", metavar="PYTHON", help="of an environment with transformers and torch")
     parser.add_argument("--json", type=Path, help="also write all figures here")
@@ -165,9 +170,10 @@ def main() -> None:
     if arguments.transformers:
         drivers["transformers"] = (arguments.transformers, "transformers_generate.py")
     found = {}
-    print(f"load average before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    cores = set(sorted(os.sched_getaffinity(0))[: arguments.cores])
     for name in arguments.work:
-        found[name] = measure(name, drivers, arguments.rounds)
+        print(f"\nload average {os.getloadavg()[0]:.1f}, {len(cores)} of {os.cpu_count()} cores")
+        found[name] = measure(name, drivers, arguments.rounds, cores)
         show(name, found[name])
     for engine, result in next(iter(found.values())).items():
         print(f"\n{engine}: " + ", ".join(f"{package} {version}" for package, version in result["versions"].items()))
