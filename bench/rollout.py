@@ -11,9 +11,11 @@ tokens, 64 new.
 
 Each engine runs in a process of its own, a peer in the Python that is given (with what `peers/` imports), and they take
 turns, so that what else the machine does falls on all. `best` is the fastest round. On a busy machine give `--cores 1`
-and compare tokens per CPU second: threads that wait for each other in vain count as work. The limit is the time that the
-multiply-adds of the work take at the rate of this machine's matrix product of the same rows, or that reading weights
-and cache takes at its rate of reading as many bytes again and again, whichever is longer.
+and compare tokens per CPU second: threads that wait for each other in vain count as work.
+
+The limit is the CPU time that the multiply-adds of the work take at the rate of this machine's matrix product of the
+same rows, or that reading weights and cache takes at its rate of reading as many bytes again and again, whichever is
+longer.
 """
 
 from __future__ import annotations
@@ -47,14 +49,11 @@ CACHE_BYTES = 4 * 2 * 4 * 32 * 4
 class Driver:
     """A driver's process, which draws a batch when asked to."""
 
-    def __init__(self, python: str, file: str, work: Work, cores: set[int]):
+    def __init__(self, python: str, file: str, work: Work):
         environment = os.environ | {"PYTHONPATH": str(PEERS.parent.parent), "HF_HUB_OFFLINE": "1"}
         command = [python, str(PEERS / file), work.dumps()]
         pipe = subprocess.PIPE
-        own = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, cores)  # which a new process takes over
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
-        os.sched_setaffinity(0, own)
         self.facts = self._answer()
 
     def draw(self) -> dict[str, Any]:
@@ -77,13 +76,13 @@ class Driver:
 
 
 def seconds(call: Callable[[], object], times: int = 7) -> float:
-    """Of the fastest call after the first."""
+    """Of the processor, for the cheapest call after the first."""
     call()
     taken = []
     for _ in range(times):
-        start = time.perf_counter()
+        start = time.process_time()
         call()
-        taken.append(time.perf_counter() - start)
+        taken.append(time.process_time() - start)
     return min(taken)
 
 
@@ -112,10 +111,10 @@ def limits_s(work: Work) -> dict[str, float]:
     return {"matmul": flops / rate, "bandwidth": read / read_rate(4 * (BODY + HEAD))}
 
 
-def measure(name: str, drivers: dict[str, tuple[str, str]], rounds: int, cores: set[int]) -> dict[str, dict[str, Any]]:
+def measure(name: str, drivers: dict[str, tuple[str, str]], rounds: int) -> dict[str, dict[str, Any]]:
     """By engine, what its rounds took."""
     work = WORKS[name]
-    running = {engine: Driver(python, file, work, cores) for engine, (python, file) in drivers.items()}
+    running = {engine: Driver(python, file, work) for engine, (python, file) in drivers.items()}
     first = {engine: driver.draw() for engine, driver in running.items()}
     taken: dict[str, list[dict[str, Any]]] = {engine: [] for engine in running}
     for _ in range(rounds):
@@ -136,7 +135,7 @@ def measure(name: str, drivers: dict[str, tuple[str, str]], rounds: int, cores: 
             "batch s": best["wall_s"],
             "first batch s": total[0],
             "of it compiling": total[0] - min(total[1:]),
-            f"share of {bound} limit %": 100 * limits[bound] / best["wall_s"],
+            f"share of {bound} limit %": 100 * limits[bound] / min(one["cpu_s"] for one in taken[engine]),
             "peak MiB": taken[engine][-1]["peak_mib"],
             "of it beyond imports": taken[engine][-1]["peak_mib"] - driver.facts["base_mib"],
             "others' CPUs": sum(one["others_cpus"] for one in taken[engine]) / rounds,
@@ -170,10 +169,11 @@ def main() -> None:
     if arguments.transformers:
         drivers["transformers"] = (arguments.transformers, "transformers_generate.py")
     found = {}
-    cores = set(sorted(os.sched_getaffinity(0))[: arguments.cores])
+    cores = sorted(os.sched_getaffinity(0))[: arguments.cores]
+    os.sched_setaffinity(0, cores)  # of the drivers, too, which take it over
     for name in arguments.work:
         print(f"\nload average {os.getloadavg()[0]:.1f}, {len(cores)} of {os.cpu_count()} cores")
-        found[name] = measure(name, drivers, arguments.rounds, cores)
+        found[name] = measure(name, drivers, arguments.rounds)
         show(name, found[name])
     for engine, result in next(iter(found.values())).items():
         print(f"\n{engine}: " + ", ".join(f"{package} {version}" for package, version in result["versions"].items()))
