@@ -33,7 +33,7 @@ def run_sft(stage: StageRun, inputs: SFTInputs) -> None:
         mesh=stage.mesh,
         router_loss=RouterLoss(balance_coef=section.router.balance_coef, z_coef=section.router.z_coef),
         correction_rate=section.router.correction_rate,
-        dropout_seed=stage.seed,
+        noise_seed=stage.seed,
     )
     batches = SFTBatches(section, inputs.rows, inputs.renderer, seed=stage.seed)
 
