@@ -36,13 +36,15 @@ class Taught:
     ) -> dict[str, np.ndarray]:
         """Of the sequence that row `index` of dataset `dataset` became."""
         made: dict[str, np.ndarray] = {}
+        length = len(sequence["tokens"])
+        shares = np.ones(1, np.float32)
         if self._column is not None:
             shares = teacher_shares(row, self._column, self._titles)
-            length = len(sequence["tokens"])
             made |= {name: np.full(length, s, np.float32) for name, s in zip(self._weights, shares, strict=True)}
         if self._caches is not None:
-            found = [cache.places(dataset, index, sequence) for cache in self._caches]
-            made |= dict(zip(self._places, found, strict=True))
+            for name, cache, share in zip(self._places, self._caches, shares, strict=True):
+                # A teacher without a share was not asked.
+                made[name] = cache.places(dataset, index, sequence) if share else np.zeros(length, np.int64)
         return made
 
     def batch(self, batch: Batch, rows: Mapping[str, np.ndarray]) -> Batch:
