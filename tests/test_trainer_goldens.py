@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from posttrain.losses.distill import DistillLoss
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.metrics import to_host
 from posttrain.trainer import Trainer
-from posttrain.tree import replace
 from posttrain.weights.load import load_model
 from posttrain.weights.state import ModelWeights
 from tests.tiny import forward
@@ -50,7 +48,7 @@ def batch(ids: np.ndarray, mask: np.ndarray, weight: np.ndarray) -> Batch:
     )
 
 
-@pytest.mark.parametrize("name", ["run_sft_linear", "run_sft_cosine_dft", "run_sft_const_noclip"])
+@pytest.mark.parametrize("name", ["run_sft_linear", "run_sft_cosine_dft"])
 def test_trajectory_of_sft(arrays: dict[str, np.ndarray], name: str) -> None:
     """Six steps of TRL's SFTTrainer with accumulation over two micro-batches, AdamW and its schedules."""
     golden = case(name)
@@ -86,7 +84,7 @@ def test_trajectory_of_sft(arrays: dict[str, np.ndarray], name: str) -> None:
     np.testing.assert_allclose(probe, expected, atol=2e-2)
 
 
-@pytest.mark.parametrize("name", ["gkd_beta0.0", "gkd_beta0.5", "gkd_beta1.0"])
+@pytest.mark.parametrize("name", ["gkd_beta0.5", "gkd_beta1.0"])
 def test_gkd(arrays: dict[str, np.ndarray], name: str) -> None:
     """Student and teacher of two families in one step; the teacher's arrays stay where and what they are."""
     golden = case(name)
@@ -111,28 +109,3 @@ def test_gkd(arrays: dict[str, np.ndarray], name: str) -> None:
     for path, array in ModelWeights(teacher).read().items():
         assert array is there[path] and not array.is_deleted()
         np.testing.assert_array_equal(array, before[path])
-    if golden["args"]["beta"] == 0.0:
-        assert metrics["distill/kl"] == pytest.approx(metrics["loss"], rel=1e-5)
-    else:
-        # Another split of the same rows: packed two by two, all at once.
-        packed = trainer.evaluate([_packed(batch(ids, mask > 0, completion))])
-        apart = trainer.evaluate([batch(ids, mask > 0, completion)])
-        for key in ("loss", "distill/kl", "distill/teacher_nll", "nll"):
-            assert to_host(packed)[key] == pytest.approx(to_host(apart)[key], rel=1e-4), key
-
-
-def _packed(rows: Batch) -> Batch:
-    """Rows 2i and 2i + 1 in one row of twice the length; the second has its own segment."""
-
-    def joined(x: np.ndarray) -> np.ndarray:
-        return np.concatenate([x[0::2], x[1::2]], axis=1)
-
-    second = partial(np.where, np.arange(2 * rows.shape[1])[None] >= rows.shape[1])
-    segments = joined(np.asarray(rows.segments))
-    return replace(
-        rows,
-        tokens=joined(np.asarray(rows.tokens)),
-        positions=joined(np.asarray(rows.positions)),
-        loss_weight=joined(np.asarray(rows.loss_weight)),
-        segments=np.asarray(second(2 * segments, segments), np.int32),
-    )

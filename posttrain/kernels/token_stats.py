@@ -78,7 +78,7 @@ def token_stats(
     """
     rows, length = tokens.shape
     chunk = chunk_length(rows, length, vocab_size)
-    pad = -(length - 1) % chunk
+    pad = max(-(length - 1) % chunk, 2 - length)
     counts = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
     counts = jnp.asarray(counts if only is None else counts & only[:, 1:])
     padded = jnp.pad(counts, ((0, 0), (0, pad)))
@@ -206,8 +206,17 @@ def _part(static: _Static, plan: _Plan, given: _Given, index: Array) -> _Part:
     weights = None if given.weights is None else cut(given.weights)
     teachers: list[tuple[Array | TopK, Array | float]] = []
     for n, (head, hidden, best) in enumerate(zip(static.teachers, given.hidden, given.best, strict=True)):
-        said = jax.tree.map(cut, best) if head is None else head(_along(hidden, order)).astype(jnp.float32)
-        teachers.append((jax.lax.stop_gradient(said), 1.0 if weights is None else weights[..., n]))
+        said: Any = jax.tree.map(cut, best)
+        if head is not None and hidden is not None:
+            said = head(_along(hidden, order)).astype(jnp.float32)
+        weight: Array | float = 1.0
+        if weights is not None:
+            weight = weights[..., n]
+            # One that has no say may say anything, and 0 * NaN would reach the gradient.
+            said = jax.tree.map(
+                lambda x, w=weight: jnp.where(w.reshape(*w.shape, *(1,) * (x.ndim - 2)) > 0, x, 0), said
+            )
+        teachers.append((jax.lax.stop_gradient(said), weight))
     return _Part(start, order, cut(given.targets), teachers)
 
 
@@ -267,8 +276,8 @@ def _divergence(logits: Float[Array, "B C V"], part: _Part, kind: Divergence) ->
 
 
 def _sum_of(part: _Part, function: Callable[[Any], Float[Array, "B C"]]) -> Float[Array, "B C"]:
-    """Over teachers, each as much as it counts; one that does not may say anything."""
-    terms = [weight * jnp.where(jnp.asarray(weight) > 0, function(said), 0.0) for said, weight in part.teachers]
+    """Over teachers, each as much as it counts."""
+    terms = [weight * function(said) for said, weight in part.teachers]
     return sum(terms[1:], terms[0])
 
 

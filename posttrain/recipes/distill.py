@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+
+from jax.sharding import Mesh
 
 from posttrain.config import ConfigError, DatasetSection, DistillSection, RunConfig
 from posttrain.console import console, progress_bar
@@ -17,6 +19,7 @@ from posttrain.data.tokenizer import Tokenizer
 from posttrain.kernels.divergence import Divergence
 from posttrain.kernels.token_stats import Terms
 from posttrain.mesh import make_mesh
+from posttrain.models.decoder import Decoder
 from posttrain.recipes.prepare import SFTInputs, prepare
 from posttrain.recipes.python import PythonRun
 from posttrain.recipes.sft import make_trainer, train_sequences
@@ -33,7 +36,7 @@ def run_distill(stage: StageRun, inputs: SFTInputs) -> None:
         teachers = [load_teacher(source, stage.model, stage.tokenizer, stage.mesh) for source in inputs.teachers]
     else:
         caches = [
-            TeacherCache([folder for _, folder in cache_folders(inputs, source, stage.tokenizer)])
+            TeacherCache([folder for _, folder in cache_folders(inputs, source, stage.tokenizer, to_write=False)])
             for source in inputs.teachers
         ]
     taught = Taught([source.title for source in inputs.teachers], section.teacher_column, caches)
@@ -66,7 +69,9 @@ def sources(inputs: SFTInputs) -> list[Source]:
     return found
 
 
-def cache_folders(inputs: SFTInputs, source: TeacherSource, tokenizer: Tokenizer) -> list[tuple[Source, CacheFolder]]:
+def cache_folders(
+    inputs: SFTInputs, source: TeacherSource, tokenizer: Tokenizer, *, to_write: bool
+) -> list[tuple[Source, CacheFolder]]:
     """Of each dataset the folder of what a teacher says of it, named after the data."""
     section = inputs.section
     assert isinstance(section, DistillSection) and section.cache is not None
@@ -74,7 +79,7 @@ def cache_folders(inputs: SFTInputs, source: TeacherSource, tokenizer: Tokenizer
     for dataset, rows, renderer in sources(inputs):
         data = fingerprint(dataset, rows)
         identity = {
-            "teacher": teacher_digest(source),
+            "teacher": teacher_digest(source, needed=to_write),
             "data": data,
             "tokens": token_fingerprint(rows, row_tokenizer(section, dataset, rows, renderer)),
             "vocab_size": tokenizer.num_ids,
@@ -92,39 +97,47 @@ def write_caches(config: RunConfig, base_dir: Path) -> None:
     prepared = prepare(config, base_dir, offline_ok=False)
     assert prepared.tokenizer is not None
     mesh = make_mesh(config.mesh)
-    inputs = [i for i in prepared.stages if isinstance(i, SFTInputs) and isinstance(i.section, DistillSection)]
-    inputs = [i for i in inputs if isinstance(i.section, DistillSection) and i.section.cache is not None]
-    if not inputs:
+    cached = [section for section in config.stages if isinstance(section, DistillSection) and section.cache is not None]
+    if not cached:
         raise ConfigError("distill --cache: no stage of kind distill has a cache; give a folder: cache: runs/cache")
-    for stage in inputs:
-        section = stage.section
-        assert isinstance(section, DistillSection)
-        for source in stage.teachers:
-            folders = cache_folders(stage, source, prepared.tokenizer)
-            left = [folder for folder in folders if folder[1].missing()]
+    for inputs in prepared.stages:
+        if inputs.section not in cached:
+            continue
+        assert isinstance(inputs, SFTInputs)
+        for source in inputs.teachers:
+            folders = cache_folders(inputs, source, prepared.tokenizer, to_write=True)
             for _, folder in folders:
                 folder.claim()
-            if not left:
-                console().print(f"teacher {source.title}: its cache is whole: {section.cache}", markup=False)
-                continue
-            teacher = load_teacher(source, config.model, prepared.tokenizer, mesh)
-            scorer = Scorer(teacher, section, mesh, k=left[0][1].format.k)
-            for (dataset, rows, renderer), folder in left:
-                tokenize = row_tokenizer(section, dataset, rows, renderer)
-                wanted = _wanted(section, source, rows)
-                with progress_bar(f"{source.title} on {rows.name}", len(rows)) as advance:
-                    fill(folder, lambda row, t=tokenize, w=wanted: t(row) if w(row) else None, scorer, advance)
-                size = folder.format.num_bytes
-                console().print(f"{folder.folder}: {len(rows):,} rows, {size} bytes for each token", markup=False)
+            left = [(data, folder) for data, folder in folders if folder.missing()]
+            if left:
+                teacher = load_teacher(source, config.model, prepared.tokenizer, mesh)
+                _write(inputs, source, teacher, left, mesh)
+            console().print(f"teacher {source.title}: its cache is whole", markup=False)
 
 
-def _wanted(section: DistillSection, source: TeacherSource, rows: Rows) -> Any:
-    """Whether a teacher has a share in a row."""
-    titles = [teacher.title for teacher in section.teachers]
+def _write(
+    inputs: SFTInputs, source: TeacherSource, teacher: Decoder, left: Sequence[tuple[Source, CacheFolder]], mesh: Mesh
+) -> None:
+    section = inputs.section
+    assert isinstance(section, DistillSection)
+    scorer = Scorer(teacher, section, mesh, k=left[0][1].format.k)
+    for (dataset, rows, renderer), folder in left:
+        tokenize = row_tokenizer(section, dataset, rows, renderer)
+
+        def sequence(row: int, tokenize: Any = tokenize, rows: Rows = rows) -> Any:
+            return tokenize(row) if _has_share(section, source, rows, row) else None
+
+        with progress_bar(f"{source.title} on {rows.name}", len(rows)) as advance:
+            fill(folder, sequence, scorer, advance)
+        size = folder.format.num_bytes
+        console().print(f"{folder.folder}: {len(rows):,} rows, {size} bytes for each token", markup=False)
+
+
+def _has_share(section: DistillSection, source: TeacherSource, rows: Rows, row: int) -> bool:
     if section.teacher_column is None:
-        return lambda row: True
-    column, number = section.teacher_column, titles.index(source.title)
-    return lambda row: teacher_shares(rows[row], column, titles)[number] > 0
+        return True
+    titles = [teacher.title for teacher in section.teachers]
+    return bool(teacher_shares(rows[row], section.teacher_column, titles)[titles.index(source.title)] > 0)
 
 
 class Distill(PythonRun):

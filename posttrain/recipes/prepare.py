@@ -244,7 +244,8 @@ def _prepare_sft(
 ) -> tuple[SFTInputs, list[str]]:
     """The inputs, and a line for each dataset of which rows are left out, and what teachers need."""
     loss = _sequence_loss(section, base_dir)
-    teachers, notes = [], []
+    teachers: list[TeacherSource] = []
+    notes: list[str] = []
     if isinstance(section, DistillSection):
         teachers, notes = find_teachers(section, tokenizer, base_dir)
     sources, dropped = [], []

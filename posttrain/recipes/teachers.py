@@ -14,13 +14,13 @@ from jax.sharding import Mesh, NamedSharding
 from posttrain.batch import TopK, rows_per_pass
 from posttrain.config import ConfigError, DistillSection, ModelSection, TeacherSection
 from posttrain.console import console
-from posttrain.data.hub import hub_is_reachable, is_hub_id
+from posttrain.data.hub import hub_is_reachable
 from posttrain.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from posttrain.kernels.top_k import top_k
 from posttrain.mesh import BATCH_SPEC, row_shards
 from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
-from posttrain.recipes.source import local_or_hub, path_exists, read_model_config
+from posttrain.recipes.source import local_or_hub, origin_of_folder, read_model_config
 from posttrain.weights.files import find_folder
 from posttrain.weights.load import load_model
 from posttrain.weights.lora import count_parameters
@@ -52,17 +52,16 @@ def find_teachers(
     """
     found, notes = [], []
     for teacher in section.teachers:
-        there = is_hub_id(teacher.path) or path_exists(teacher.path, base_dir)
-        if section.cache is not None and not there:
+        try:
+            path = local_or_hub(teacher.path, base_dir)
+            config = read_model_config(ModelSection(path=path), base_dir, vocab_size=None)
+        except ConfigError as error:
+            if section.cache is None:
+                raise ConfigError(f"teachers: {str(error).removeprefix('model.path: ')}") from error
             found.append(TeacherSource(section=teacher, path=teacher.path))
             notes.append(f"teacher {teacher.title} is not there: its cache alone is used")
             continue
-        path = local_or_hub(teacher.path, base_dir)
         found.append(TeacherSource(section=teacher, path=path))
-        try:
-            config = read_model_config(ModelSection(path=path), base_dir, vocab_size=None)
-        except ConfigError as error:
-            raise ConfigError(f"teachers: {str(error).removeprefix('model.path: ')}") from error
         if config is None or tokenizer is None:
             notes.append(f"not checked, no network: the teacher {teacher.path}")
             continue
@@ -141,12 +140,10 @@ def load_teacher(source: TeacherSource, model: ModelSection, tokenizer: Tokenize
     return teacher
 
 
-def teacher_digest(source: TeacherSource) -> str | None:
-    """Of the weights of a teacher on this machine; None where there are none."""
-    from posttrain.recipes.source import origin_of_folder
-
-    if not Path(source.path).is_dir():
-        return None if not is_hub_id(source.path) else source.path
+def teacher_digest(source: TeacherSource, *, needed: bool) -> str | None:
+    """Of a teacher's weights; None where they are not on this machine, and are not `needed`."""
+    if not needed and not Path(source.path).is_dir():
+        return None
     origin = origin_of_folder(source.path, find_folder(source.path))
     return " ".join(f"{name}:{part}" for name, part in sorted(origin.parts.items()))
 
