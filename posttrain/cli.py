@@ -31,11 +31,11 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
     from posttrain.config_file import load_config
 
     loaded = load_config(config, overrides or [])
-    from posttrain.console import show_log
+    from posttrain.console import shown_log
     from posttrain.recipes import run as recipe
 
-    show_log()
-    recipe.run(loaded.config, loaded.base_dir)
+    with shown_log():
+        recipe.run(loaded.config, loaded.base_dir)
 
 
 @app.command()
@@ -149,10 +149,10 @@ class Reader(StrEnum):
 @app.command()
 def export(
     run: Annotated[str, typer.Argument(help="The output folder of a run, or the folder of one of its stages.")],
-    out: Annotated[str, typer.Argument(help="A new folder.")],
     to: Annotated[
         Target, typer.Option(help="hf: a model; merged: with the adapter added to its base; peft: the adapter alone.")
     ],
+    out: Annotated[str | None, typer.Argument(help="A new folder; by default one in the stage's folder.")] = None,
     step: Annotated[int | None, typer.Option(min=0, help="By default the newest checkpoint.")] = None,
     reader: Annotated[
         Reader | None, typer.Option(help="What reads it again; by default transformers where torch is installed.")
@@ -161,7 +161,14 @@ def export(
     """Write a run's model for other tools, read it again, and refuse it where it is not the same model."""
     from posttrain.recipes.export import export as recipe
 
-    print(recipe(Path(run), Path(out), to.value, step=step, reader=None if reader is None else reader.value))
+    folder, proof = recipe(
+        Path(run),
+        None if out is None else Path(out),
+        to.value,
+        step=step,
+        reader=None if reader is None else reader.value,
+    )
+    print(f"{folder}: {proof}")
 
 
 def main() -> None:
