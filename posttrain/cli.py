@@ -65,11 +65,11 @@ def distill(
     loaded = load_config(config, overrides or [])
     if not cache:
         raise ConfigError("distill: give --cache to write what the teachers say; posttrain run trains the student")
-    from posttrain.console import show_log
+    from posttrain.console import shown_log
     from posttrain.recipes.distill import write_caches
 
-    show_log()
-    write_caches(loaded.config, loaded.base_dir)
+    with shown_log():
+        write_caches(loaded.config, loaded.base_dir)
 
 
 @app.command()

@@ -33,6 +33,9 @@ class Divergence:
             raise ValueError(f"Divergence.temperature={self.temperature} must be positive")
 
 
+NOTHING_LEFT = -1e20
+"""A sum of exponentials below exp of this one is of impossible ids only."""
+
 FORWARD_KL = Divergence(beta=0.0, temperature=1.0)
 
 
@@ -88,6 +91,8 @@ def _outcomes(
     # Summed without the best ids: a difference of sums would leave nothing of a small rest.
     rest = jax.nn.logsumexp(scaled.at[rows, places, ids].set(NO_LOGIT, mode="drop"), axis=-1, keepdims=True)
     log_s = jnp.concatenate([best, rest], axis=-1) - jax.nn.logsumexp(scaled, axis=-1, keepdims=True)
-    tail = teacher.tail if temperature == 1.0 else teacher.scaled_tail
-    log_t = jnp.concatenate([teacher.logps / temperature, jnp.asarray(tail)[..., None]], axis=-1)
+    tail = jnp.asarray(teacher.tail if temperature == 1.0 else teacher.scaled_tail)[..., None]
+    # Where the best ids are all that the student has, what was written of others is rounding.
+    tail = jnp.where(rest < NOTHING_LEFT, NO_LOGIT, tail)
+    log_t = jnp.concatenate([teacher.logps / temperature, tail], axis=-1)
     return log_s, jax.nn.log_softmax(log_t, axis=-1)

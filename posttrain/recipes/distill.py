@@ -43,10 +43,14 @@ def run_distill(stage: StageRun, inputs: SFTInputs) -> None:
     trainer = make_trainer(
         stage,
         inputs,
-        terms=Terms(divergence=Divergence(beta=section.beta, temperature=section.temperature)),
+        terms=terms_of(section),
         teachers=teachers,
     )
     train_sequences(stage, inputs, trainer, taught)
+
+
+def terms_of(section: DistillSection) -> Terms:
+    return Terms(divergence=Divergence(beta=section.beta, temperature=section.temperature))
 
 
 Source = tuple[DatasetSection, Rows, Renderer]
