@@ -83,11 +83,16 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="0: off.")] = 0,
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
     min_p: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: what was said is less likely.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Taken off the logits of tokens in the text.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same, times how often they are in it.")] = 0.0,
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens.")] = False,
+    n: Annotated[int, typer.Option("-n", "--samples", min=1, help="Completions of each prompt.")] = 1,
     seed: Annotated[int | None, typer.Option(help="By default drawn from the system.")] = None,
     chat: Annotated[bool | None, typer.Option(help="Use the chat template; by default if there is one.")] = None,
 ) -> None:
-    """Print one completion of each prompt."""
+    """Print completions of each prompt, with `--no-chat` or without a template after the prompt itself."""
     if not Path(model).expanduser().exists() and model.startswith(("/", ".", "~")):
         raise ConfigError(f"model {model}: there is no such folder")
     from posttrain.data.tokenizer import load_tokenizer
@@ -105,11 +110,16 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
         stop=stop or [],
+        ignore_eos=ignore_eos,
+        n=n,
         seed=seed,
         chat=chat,
     )
-    for prompt, answer in zip(texts, answers, strict=True):
+    for prompt, answer in zip([text for text in texts for _ in range(n)], answers, strict=True):
         print(f"{prompt}{answer}" if chat is False or tokenizer.chat_template is None else answer)
 
 
