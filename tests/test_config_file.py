@@ -248,8 +248,10 @@ def test_a_name_that_two_stages_have_is_refused(write: Write) -> None:
         ("tokenizer: bytes", "tokenizer: bytes\n  lora: 16",
          "run.yaml:6: model.lora: must be a section of fields (rank, alpha, targets, layers, rank_pattern, "
          "alpha_pattern, rslora, dora, dropout, modules_to_save); got 16"),
-        ("kind: sft", "kind: stf", "run.yaml:7: stages.0.kind: must be 'sft' or 'distill' or 'rl'; got 'stf'; did you mean 'sft'?"),
-        ("- kind: rl\n    name", "- name", "run.yaml:13: stages.1.kind: required, but missing: 'sft' or 'distill' or 'rl'"),
+        ("kind: sft", "kind: stf",
+         "run.yaml:7: stages.0.kind: must be 'sft' or 'distill' or 'rl'; got 'stf'; did you mean 'sft'?"),
+        ("- kind: rl\n    name", "- name",
+         "run.yaml:13: stages.1.kind: required, but missing: 'sft' or 'distill' or 'rl'"),
         ("stages:\n", "stages:\n  - none\n",
          "run.yaml:7: stages.0: must be a section with kind: 'sft' or 'distill' or 'rl'; got 'none'"),
         ("{max_tokens: 32}", "{max_tokens: 64}",
