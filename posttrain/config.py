@@ -278,6 +278,13 @@ class RolloutSection(Section):
     quantize: RolloutQuantize = "none"
     """Sample, in evaluations too, from a copy of the weights in 8 bits, adapters merged, made anew after every update.
     How far it is from the trainer: `sampling/logp_difference/mean`."""
+    merge_lora: bool = False
+    """Sample from a copy with the adapter merged, made anew after every update: faster tokens for more memory."""
+    cache_tokens: PositiveInt | None = None
+    """Keys and values that the sampler holds; by default those of `slots` sequences of `row_tokens`. With fewer it
+    interrupts the youngest samples and reads them again later; with more it keeps more shared prefixes."""
+    warm_up: bool = False
+    """Compile all programs of the sampler before the first step; by default each when it is first needed."""
 
 
 class RLSection(TrainSection):
@@ -317,6 +324,9 @@ class RLSection(TrainSection):
                 f"rollout.quantize={self.rollout.quantize} needs recompute_old_logps: true: the log-probabilities of "
                 "a quantized sampler are not the trainer's, and the first update's ratio would not be 1"
             )
+        cache_tokens = self.rollout.cache_tokens
+        if cache_tokens is not None and cache_tokens < self.row_tokens:
+            raise ValueError(f"rollout.cache_tokens={cache_tokens} must be at least row_tokens={self.row_tokens}")
         if self.sampling.max_tokens >= self.row_tokens:
             raise ValueError(
                 f"sampling.max_tokens={self.sampling.max_tokens} must be less than row_tokens={self.row_tokens}, "

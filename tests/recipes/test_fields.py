@@ -329,6 +329,23 @@ def test_quantized_base_and_sampler(tmp_path: Path) -> None:
     assert dtypes == {jnp.dtype(jnp.float32)}
 
 
+def test_the_samplers_cache_and_programs(tmp_path: Path) -> None:
+    """`rollout.cache_tokens`, `warm_up` and `merge_lora`."""
+    first = []
+    for name, rollout in {"plain": {}, "small": {"cache_tokens": 48, "warm_up": True}}.items():
+        (tmp_path / name).mkdir()
+        assert posttrain("run", write_run(tmp_path / name, rl_stage(num_steps=1, rollout=rollout))).code == 0
+        first.append(lines(tmp_path / name / "out")[0])
+    plain, small = first
+    assert small["rollout/cache_peak"] == 1 != plain["rollout/cache_peak"]
+    assert small["perf/compilations"] < plain["perf/compilations"]
+    assert small["reward"] == plain["reward"]
+    failed = posttrain("run", write_run(tmp_path, rl_stage(rollout={"merge_lora": True})))
+    assert failed.error.startswith("rollout.merge_lora: the model has no adapter")
+    with pytest.raises(ConfigError, match="rollout.cache_tokens=15 must be at least row_tokens=16"):
+        load_config(write_run(tmp_path, rl_stage(rollout={"cache_tokens": 15})), [])
+
+
 def test_evaluation_and_checkpoints(tmp_path: Path) -> None:
     held_out = {"path": "rows.jsonl", "chat": False, "limit": 3}
     stage = sft_stage(num_steps=5, eval_dataset=held_out, eval_every=2, checkpoint_every=2, name="mine")
