@@ -71,7 +71,7 @@ class Trainer:
         terms: Terms = PLAIN,
         teachers: Sequence[Decoder] = (),
         noise_alpha: float = 0.0,
-        noise_seed: int | None = None,
+        dropout_seed: int | None = None,
     ):
         self.model = model
         self.loss = loss
@@ -94,9 +94,9 @@ class Trainer:
         self._correction_rate = correction_rate
         self._terms = terms
         self._teachers = [ModelWeights(teacher) for teacher in teachers]
-        self._dropout, self._noise_alpha, self._noise_seed = has_dropout(model), noise_alpha, noise_seed
-        if (self._dropout or noise_alpha) and noise_seed is None:
-            raise ValueError("Trainer: dropout of an adapter and noise_alpha draw random numbers; give noise_seed")
+        self._dropout, self._noise_alpha, self._dropout_seed = has_dropout(model), noise_alpha, dropout_seed
+        if (self._dropout or noise_alpha) and dropout_seed is None:
+            raise ValueError("Trainer: dropout of an adapter and noise_alpha draw random numbers; give dropout_seed")
         check_router(model.config, self._router_loss is not None, correction_rate, adapter=has_lora(model))
         self._loss_checked = self._router_loss is None
         placed = _place(self._weights, self.mesh)
@@ -198,9 +198,9 @@ class Trainer:
 
     def _keys(self, step: Array, micro: Batch) -> _Keys:
         """Random keys of the step's micro-batches; those of the noise belong to rows, whatever the split."""
-        if self._noise_seed is None:
+        if self._dropout_seed is None:
             return _Keys(None, None)
-        key, (num_micro, rows) = jax.random.fold_in(jax.random.key(self._noise_seed), step), micro.tokens.shape[:2]
+        key, (num_micro, rows) = jax.random.fold_in(jax.random.key(self._dropout_seed), step), micro.tokens.shape[:2]
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_micro * rows)).reshape(num_micro, rows)
         return _Keys(keys[:, 0] if self._dropout else None, keys if self._noise_alpha else None)
 

@@ -55,7 +55,7 @@ def make_trainer(
         mesh=stage.mesh,
         router_loss=RouterLoss(balance_coef=section.router.balance_coef, z_coef=section.router.z_coef),
         correction_rate=section.router.correction_rate,
-        noise_seed=stage.seed,
+        dropout_seed=stage.seed,
         terms=terms,
         teachers=teachers,
         noise_alpha=noise_alpha,
