@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from posttrain.config import LoRA as LoRA
     from posttrain.data.tokenizer import load_tokenizer as load_tokenizer
     from posttrain.models.decoder import Decoder as Decoder
+    from posttrain.recipes.distill import Distill as Distill
     from posttrain.recipes.generate import generate as generate
     from posttrain.recipes.rl import RL as RL
     from posttrain.recipes.sft import SFT as SFT
@@ -31,6 +32,7 @@ _MODULES = {
     "Batch": "posttrain.batch",
     "ConfigError": "posttrain.config",
     "Decoder": "posttrain.models.decoder",
+    "Distill": "posttrain.recipes.distill",
     "LoRA": "posttrain.config",
     "LossOutput": "posttrain.batch",
     "Mean": "posttrain.tree",

@@ -1,4 +1,4 @@
-"""The command line: `posttrain run | check | generate | export | upcycle`."""
+"""The command line: `posttrain run | check | distill | generate | export | upcycle | prune`."""
 
 from __future__ import annotations
 
@@ -49,6 +49,27 @@ def check(config: ConfigPath, overrides: Overrides = None) -> None:
     for line in recipe.check(loaded.config, loaded.base_dir):
         print(line)
     print("ok")
+
+
+@app.command()
+def distill(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    cache: Annotated[
+        bool, typer.Option("--cache", help="Write what the teachers say; may be stopped and gone on.")
+    ] = False,
+) -> None:
+    """Write the caches that stages of kind distill name; posttrain run then trains without their teachers."""
+    from posttrain.config_file import load_config
+
+    loaded = load_config(config, overrides or [])
+    if not cache:
+        raise ConfigError("distill: give --cache to write what the teachers say; posttrain run trains the student")
+    from posttrain.console import shown_log
+    from posttrain.recipes.distill import write_caches
+
+    with shown_log():
+        write_caches(loaded.config, loaded.base_dir)
 
 
 @app.command()
@@ -122,6 +143,23 @@ def upcycle(
     from posttrain.recipes.upcycle import upcycle as recipe
 
     print(recipe(source, out, plan, seed=seed))
+
+
+@app.command()
+def prune(
+    source: Annotated[str, typer.Argument(help="A model: a folder in Hugging Face layout or a hub id.")],
+    out: Annotated[Path, typer.Argument(help="A new folder for the smaller model.")],
+    layer: Annotated[list[int] | None, typer.Option(help="A layer to keep, from 0; repeated. By default all.")] = None,
+    mlp_dim: Annotated[int | None, typer.Option(help="Neurons to keep in each MLP.")] = None,
+    embed_dim: Annotated[int | None, typer.Option(help="Dimensions to keep of the residual stream.")] = None,
+) -> None:
+    """Cut a smaller model out of a large one, as the start of a student for distillation."""
+    from posttrain.weights.prune import Pruning
+
+    plan = Pruning(layers=tuple(layer) if layer else None, mlp_dim=mlp_dim, embed_dim=embed_dim)
+    from posttrain.recipes.prune import prune as recipe
+
+    print(recipe(source, out, plan))
 
 
 class Target(StrEnum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -75,8 +76,13 @@ def corrected(correction: Float[Array, "M E"], load: Float[Array, "M E"], rate: 
 
 def weight_of(loss: TokenLoss, batch: Batch) -> Array:
     """The weight that a loss will have on a batch: it must not depend on the model, so any statistics will do."""
-    zeros = jnp.zeros(batch.tokens.shape, jnp.float32)
-    return jnp.asarray(loss(TokenStats(logps=zeros, entropy=zeros, teacher_kl=zeros), batch).loss.weight)
+    return jnp.asarray(loss(_stats_of(jnp.zeros(batch.tokens.shape, jnp.float32)), batch).loss.weight)
+
+
+def _stats_of(logps: Float[Array, "B T"]) -> TokenStats:
+    """Statistics that hold all that a loss may read."""
+    others = {field.name: -logps for field in dataclasses.fields(TokenStats) if field.name != "logps"}
+    return TokenStats(logps=logps, **others)
 
 
 def check_weight(loss: TokenLoss, batch: Batch) -> None:
@@ -88,8 +94,7 @@ def check_weight(loss: TokenLoss, batch: Batch) -> None:
     @jax.jit
     def weights(batch: Batch) -> tuple[Array, Array]:
         draw = -jnp.abs(jax.random.normal(jax.random.key(0), batch.tokens.shape))
-        other = loss(TokenStats(logps=draw, entropy=-draw, teacher_kl=-draw), batch).loss.weight
-        return weight_of(loss, batch), jnp.asarray(other)
+        return weight_of(loss, batch), jnp.asarray(loss(_stats_of(draw), batch).loss.weight)
 
     first, second = jax.device_get(weights(batch))
     if first != second:

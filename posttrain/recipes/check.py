@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from posttrain.batch import rows_per_pass
-from posttrain.config import RLSection, RunConfig, SFTSection
+from posttrain.config import DistillSection, RLSection, RunConfig, SFTSection
 from posttrain.recipes.prepare import RLInputs, SFTInputs, prepare, row_notes, rows_per_step, stage_names
 
 
@@ -23,12 +23,17 @@ def check(config: RunConfig, base_dir: Path) -> list[str]:
     return lines + prepared.notes + row_notes(config, shards)
 
 
-def _describe(section: SFTSection | RLSection, inputs: SFTInputs | RLInputs | None, shards: int) -> str:
+def _describe(
+    section: SFTSection | DistillSection | RLSection, inputs: SFTInputs | RLInputs | None, shards: int
+) -> str:
     tokens = section.row_tokens
-    if isinstance(section, SFTSection):
-        rows = "" if not isinstance(inputs, SFTInputs) else f"{len(inputs.rows):,} dataset rows, "
+    if not isinstance(section, RLSection):
+        rows = ""
+        if isinstance(inputs, SFTInputs):
+            rows = f"{len(inputs.rows) + sum(len(more) for more, _ in inputs.mixed):,} dataset rows, "
         passes = -(-section.batch_rows // rows_per_pass(section.batch_rows, section.micro_batch_rows, shards))
-        return f"{rows}{section.num_steps} steps of {section.batch_rows} x {tokens} tokens ({passes} micro-batches)"
+        text = f"{rows}{section.num_steps} steps of {section.batch_rows} x {tokens} tokens ({passes} micro-batches)"
+        return text + (_teachers(section) if isinstance(section, DistillSection) else "")
     prompts = "" if not isinstance(inputs, RLInputs) else f"{len(inputs.examples):,} prompts, "
     text = (
         f"{prompts}{section.num_steps} steps of {section.prompts_per_step} prompts x {section.group_size} samples "
@@ -37,3 +42,9 @@ def _describe(section: SFTSection | RLSection, inputs: SFTInputs | RLInputs | No
     if isinstance(inputs, RLInputs) and inputs.eval_examples:
         text += f"; {len(inputs.eval_examples)} held-out prompts"
     return text
+
+
+def _teachers(section: DistillSection) -> str:
+    names = ", ".join(teacher.path for teacher in section.teachers)
+    where = "in the step" if section.cache is None else f"from the cache {section.cache}"
+    return f"; taught by {names}, {where}"
