@@ -42,6 +42,11 @@ class Batch:
     advantages: Float[Array | HostArray, "B T"] | None = None
     experts: Int[Array | HostArray, "B T M k"] | None = None
     """The experts that the sampler used in each mixture of a model; negative where it recorded none."""
+    signs: Int[Array | HostArray, "B T"] | None = None
+    """Of sequences that are compared: 1 a chosen or desirable one, -1 a rejected or undesirable one, else 0. A pair is
+    a chosen sequence and the rejected one that follows it in its row."""
+    margins: Float[Array | HostArray, "B T"] | None = None
+    """By how much a pair's chosen sequence is known to be better, on its tokens; 0 elsewhere."""
     returns: Float[Array | HostArray, "B T"] | None = None
     old_values: Float[Array | HostArray, "B T"] | None = None
 
@@ -64,6 +69,13 @@ class TokenStats:
     entropy: Float[Array, "B T"] | None = None
     """Entropy in nats of the distribution that `tokens[b, t]` was drawn from."""
     teacher_kl: Float[Array, "B T"] | None = None
+
+
+@pytree
+class ScoreStats:
+    """What one forward pass of a model with a scalar head says of each token, float32."""
+
+    scores: Float[Array, "B T"]
 
 
 @pytree
@@ -95,3 +107,22 @@ class TokenLoss(Protocol):
     """Any callable of (stats, batch): sft, policy, preference, distillation, or a user's own."""
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput: ...
+
+
+@runtime_checkable
+class ScoreLoss(Protocol):
+    """A loss on the scores of a model with a scalar head: reward models."""
+
+    def __call__(self, stats: ScoreStats, batch: Batch) -> LossOutput: ...
+
+
+@runtime_checkable
+class BatchLoss(Protocol):
+    """A loss that may compare sequences across the whole batch, and not only within a row, such as a mean over it.
+
+    Where `needs_whole_batch` is true, the trainer calls it once on all rows of a step, however many micro-batches the
+    model takes them in.
+    """
+
+    @property
+    def needs_whole_batch(self) -> bool: ...
