@@ -42,11 +42,11 @@ class Batch:
     advantages: Float[Array | HostArray, "B T"] | None = None
     experts: Int[Array | HostArray, "B T M k"] | None = None
     """The experts that the sampler used in each mixture of a model; negative where it recorded none."""
-    signs: Int[Array | HostArray, "B T"] | None = None
-    """Of sequences that are compared: 1 a chosen or desirable one, -1 a rejected or undesirable one, else 0. A pair is
-    a chosen sequence and the rejected one that follows it in its row."""
+    roles: Int[Array | HostArray, "B T"] | None = None
+    """On the tokens of answers that are compared: 1 chosen or desirable, -1 rejected or undesirable, 2 an answer to
+    another prompt; else 0. A pair is a chosen sequence and the rejected one that follows it in its row."""
     margins: Float[Array | HostArray, "B T"] | None = None
-    """By how much a pair's chosen sequence is known to be better, on its tokens; 0 elsewhere."""
+    """By how much a pair's chosen answer is known to be better, on its tokens; 0 elsewhere."""
     returns: Float[Array | HostArray, "B T"] | None = None
     old_values: Float[Array | HostArray, "B T"] | None = None
 

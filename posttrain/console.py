@@ -66,6 +66,17 @@ COLUMNS: dict[str, tuple[str, tuple[Column, ...]]] = {
             *_SPEED,
         ),
     ),
+    "preference": (
+        "loss",
+        (
+            _column("loss", 8, "loss", ".4f"),
+            _column("accuracy", 8, "rewards/accuracies", ".3f"),
+            _column("margin", 8, "rewards/margins", ".4f"),
+            _column("lr", 9, "learning_rate", ".2e"),
+            _column("grad norm", 9, "grad_norm", ".3g"),
+            *_SPEED,
+        ),
+    ),
     "rl": (
         "reward",
         (
@@ -77,6 +88,7 @@ COLUMNS: dict[str, tuple[str, tuple[Column, ...]]] = {
         ),
     ),
 }
+COLUMNS["reward_model"] = COLUMNS["preference"]
 """By kind of stage: the metric that makes a line, and the line's columns after the step."""
 
 

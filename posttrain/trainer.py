@@ -15,7 +15,18 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
-from posttrain.batch import Batch, LossOutput, RouterStats, TokenLoss, TokenStats, rows_per_pass
+from posttrain.accumulate import Pulled, as_one, num_micro, stack_over, sum_over
+from posttrain.batch import (
+    Batch,
+    BatchLoss,
+    LossOutput,
+    RouterStats,
+    ScoreLoss,
+    ScoreStats,
+    TokenLoss,
+    TokenStats,
+    rows_per_pass,
+)
 from posttrain.kernels.token_stats import token_stats
 from posttrain.losses.router import RouterLoss, check_weight, corrected, load_metrics, router_means, weight_of
 from posttrain.mesh import BATCH_SPEC, param_sharding, replicated, row_shards, single_device_mesh
@@ -48,7 +59,7 @@ class Trainer:
     def __init__(
         self,
         model: Decoder,
-        loss: TokenLoss,
+        loss: TokenLoss | ScoreLoss,
         optimizer: optax.GradientTransformation,
         *,
         temperature: float,
@@ -85,6 +96,7 @@ class Trainer:
             )
         check_router(model.config, self._router_loss is not None, correction_rate, adapter=has_lora(model))
         self._loss_checked = self._router_loss is None
+        self._whole = isinstance(loss, BatchLoss) and loss.needs_whole_batch
         placed = self._place()
         state = self._opt_state_shardings(placed)
         self._opt_state = jax.jit(optimizer.init, out_shardings=state)(self.params)
@@ -135,8 +147,16 @@ class Trainer:
     def stats(self, batch: Batch, weights: Weights | None = None) -> HostStats:
         """Token statistics of host rows as host arrays, under other weights of the same structure if given."""
         micro, count = self._micro_batches(batch)
-        arrays = jax.device_get(self._stats(self.weights if weights is None else weights, micro, count))
-        return HostStats(*(x.reshape(-1, x.shape[-1])[: batch.shape[0]] for x in arrays))
+        stats = self._stats(self.weights if weights is None else weights, micro, count)
+        assert isinstance(stats, TokenStats), "a reward model has scores, no log-probabilities"
+        arrays = jax.device_get((stats.logps, stats.entropy))
+        return HostStats(*(as_one(x)[: batch.shape[0]] for x in arrays))
+
+    def scores(self, batch: Batch) -> Float[np.ndarray, "B T"]:
+        """The scores of a reward model for host rows, as a host array."""
+        stats = self._stats(self.weights, *self._micro_batches(batch))
+        assert isinstance(stats, ScoreStats), "only a reward model has scores"
+        return np.asarray(as_one(jax.device_get(stats.scores)))[: batch.shape[0]]
 
     def state(self) -> dict[str, Any]:
         """The arrays that a checkpoint must hold."""
@@ -190,13 +210,16 @@ class Trainer:
 
     def _forward(
         self, weights: Weights, batch: Batch, dropout_key: Array | None = None
-    ) -> tuple[TokenStats, RouterStats | None]:
+    ) -> tuple[TokenStats | ScoreStats, RouterStats | None]:
         model = self._weights.bind(weights)
         if dropout_key is not None:
             drop(model, dropout_key)
         tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
         experts = None if batch.experts is None else jnp.moveaxis(jnp.asarray(batch.experts, jnp.int32), 2, 0)
         hidden, _, routing = model.forward(tokens, positions, segments, experts=experts)
+        if model.config.scalar_head:
+            scores = jnp.where(segments > 0, model.scores(hidden), 0.0)
+            return ScoreStats(scores=scores), None if routing is None else routing.stats
         stats = token_stats(
             model.logits,
             hidden,
@@ -208,20 +231,45 @@ class Trainer:
         return stats, None if routing is None else routing.stats
 
     def _loss_output(
-        self, weights: Weights, batch: Batch, dropout_key: Array | None = None
+        self, weights: Weights, batch: Batch, dropout_key: Array | None = None, loss: TokenLoss | None = None
     ) -> tuple[LossOutput, RouterStats | None]:
         stats, routers = self._forward(weights, batch, dropout_key)
-        output = self.loss(stats, batch)
+        output = (loss or self.loss)(stats, batch)
         if routers is None:
             return output, None
         metrics = {**output.metrics, **router_means(routers, _num_tokens(batch))}
         return LossOutput(loss=output.loss, metrics=metrics), routers
 
+    def _gradients(
+        self, params: Weights, frozen: Weights, router_weight: Array, inputs: tuple[Batch, Array | None], count: Array
+    ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
+        """Of all micro-batches. A loss over the whole batch takes another forward pass where there are several."""
+        gradient_of = functools.partial(self._gradient, params, frozen, router_weight)
+        if not self._whole or num_micro(inputs) == 1:
+            return sum_over(lambda one: gradient_of(one, self.loss), inputs, count)
+        stats = stack_over(lambda one: self._forward({**frozen, **params}, *one)[0], inputs, count)
+
+        def whole(stats: Any) -> tuple[Array, LossOutput]:
+            output = self.loss(as_one(stats), as_one(inputs[0]))
+            return jnp.asarray(output.loss.total), output
+
+        cotangents, output = jax.grad(whole, has_aux=True)(stats)
+        gradient, (of_routers, routers) = sum_over(
+            lambda one: gradient_of(one[0], Pulled(one[1])), (inputs, cotangents), count
+        )
+        metrics = {**output.metrics, **of_routers.metrics}
+        return gradient, (LossOutput(loss=output.loss, metrics=metrics), routers)
+
     def _gradient(
-        self, params: Weights, frozen: Weights, router_weight: Array, inputs: tuple[Batch, Array | None]
+        self,
+        params: Weights,
+        frozen: Weights,
+        router_weight: Array,
+        inputs: tuple[Batch, Array | None],
+        loss: TokenLoss,
     ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
         def total(params: Weights) -> tuple[Array, tuple[LossOutput, RouterStats | None]]:
-            output, routers = self._loss_output({**frozen, **params}, *inputs)
+            output, routers = self._loss_output({**frozen, **params}, *inputs, loss)
             loss = jnp.asarray(output.loss.total)
             if self._router_loss is not None and routers is not None:
                 loss += router_weight * self._router_loss(routers)
@@ -241,17 +289,16 @@ class Trainer:
         def weights(batch: Batch) -> tuple[Array, Array]:
             return weight_of(self.loss, batch), _num_tokens(batch) * len(self.model.config.mixtures)
 
-        of_loss, of_router = _sum_over(weights, micro, count)
+        of_loss, of_router = sum_over(weights, micro, count)
         return jnp.where(of_router > 0, of_loss / jnp.maximum(of_router, 1.0), 0.0)
 
     def _step_program(
         self, params: Weights, frozen: Weights, opt_state: Any, micro: Batch, count: Array, step: Array
     ) -> tuple[Weights, Any, Metrics]:
         self.num_programs += 1
-        gradient_of = functools.partial(self._gradient, params, frozen, self._router_weight(micro, count))
-        gradient, (output, routers) = _sum_over(
-            gradient_of, (micro, self._dropout_keys(step, micro.tokens.shape[0])), count
-        )
+        inputs = (micro, self._dropout_keys(step, num_micro(micro)))
+        router_weight = self._router_weight(micro, count)
+        gradient, (output, routers) = self._gradients(params, frozen, router_weight, inputs, count)
         weight = output.loss.weight
         gradient = jax.tree.map(lambda g: g / jnp.where(weight > 0, weight, 1.0), gradient)
         gradient, norm = clip_by_global_norm(gradient, self._max_grad_norm)
@@ -281,34 +328,19 @@ class Trainer:
 
     def _evaluate_program(self, weights: Weights, micro: Batch, count: Array) -> LossOutput:
         self.num_programs += 1
-        return _sum_over(lambda batch: self._loss_output(weights, batch)[0], micro, count)
+        if self._whole:
+            stats = stack_over(lambda batch: self._forward(weights, batch)[0], micro, count)
+            return self.loss(as_one(stats), as_one(micro))
+        return sum_over(lambda batch: self._loss_output(weights, batch)[0], micro, count)
 
-    def _stats_program(self, weights: Weights, micro: Batch, count: Array) -> tuple[Array, Array]:
+    def _stats_program(self, weights: Weights, micro: Batch, count: Array) -> TokenStats | ScoreStats:
         self.num_programs += 1
-
-        def body(index: Array, out: tuple[Array, Array]) -> tuple[Array, Array]:
-            stats, _ = self._forward(weights, jax.tree.map(lambda x: x[index], micro))
-            return out[0].at[index].set(stats.logps), out[1].at[index].set(stats.entropy)
-
-        zeros = jnp.zeros(micro.tokens.shape, jnp.float32)
-        return jax.lax.fori_loop(0, count, body, (zeros, zeros))
+        stats: TokenStats | ScoreStats = stack_over(lambda batch: self._forward(weights, batch)[0], micro, count)
+        return stats
 
 
 def _num_tokens(batch: Batch) -> Float[Array, ""]:
     return jnp.sum(jnp.asarray(batch.segments) > 0, dtype=jnp.float32)
-
-
-def _sum_over(function: Any, micro: Any, count: Array) -> Any:
-    """The sum of a pytree-valued function over the first `count` micro-batches."""
-    if jax.tree.leaves(micro)[0].shape[0] == 1:
-        return function(jax.tree.map(lambda x: x[0], micro))
-    shapes = jax.eval_shape(function, jax.tree.map(lambda x: x[0], micro))
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-    def body(index: Array, total: Any) -> Any:
-        return jax.tree.map(jnp.add, total, function(jax.tree.map(lambda x: x[index], micro)))
-
-    return jax.lax.fori_loop(0, count, body, zeros)
 
 
 def check_finite(metrics: dict[str, float], step: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -32,8 +32,10 @@ def fit_to_row(example: Example, row_tokens: int, overlong: Overlong) -> Example
     return None
 
 
-def pack(examples: Any, *, row_tokens: int, window_rows: int, packing: bool) -> Any:
-    """A grain `IterDataset` of rows from one of examples (dicts with `tokens` and `loss_weight`).
+def pack(
+    examples: Any, *, row_tokens: int, window_rows: int, packing: bool, names: Sequence[str] = ("tokens", "loss_weight")
+) -> Any:
+    """A grain `IterDataset` of rows from one of examples (dicts with arrays of these names).
 
     First-fit in windows of `window_rows` rows: a sequence goes to the first row that has room; when none has, the
     window is emitted and the next begins. The order of sequences decides everything, so a stream can be resumed.
@@ -42,7 +44,7 @@ def pack(examples: Any, *, row_tokens: int, window_rows: int, packing: bool) -> 
 
     return grain.experimental.FirstFitPackIterDataset(
         examples,
-        length_struct={"tokens": row_tokens, "loss_weight": row_tokens},
+        length_struct=dict.fromkeys(names, row_tokens),
         num_packing_bins=window_rows,
         shuffle_bins=False,
         max_sequences_per_bin=None if packing else 1,

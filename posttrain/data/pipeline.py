@@ -66,8 +66,8 @@ class SFTBatches(Stream):
             "packing": section.packing,
             "overlong": section.overlong,
         }
-        order = _order(rows, shuffle=section.dataset.shuffle, seed=seed)
-        super().__init__(iter(_rows(section, order.map(tokenize)).batch(section.batch_rows)), identity)
+        numbers = order(len(rows), shuffle=section.dataset.shuffle, seed=seed)
+        super().__init__(iter(_rows(section, numbers.map(tokenize)).batch(section.batch_rows)), identity)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -88,9 +88,9 @@ class PromptBatches(Stream):
             "shuffle": section.shuffle,
             "prompts_per_step": prompts_per_step,
         }
-        order = _order(rows, shuffle=section.shuffle, seed=seed)
+        numbers = order(len(rows), shuffle=section.shuffle, seed=seed)
         # A number costs less than handing it over from a thread.
-        prompts = order.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+        prompts = numbers.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         super().__init__(iter(prompts.batch(prompts_per_step, batch_fn=list)), identity)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -114,28 +114,28 @@ def eval_batches(section: SFTSection, dataset: DatasetSection, rows: Rows, rende
 def fingerprint(section: DatasetSection, rows: Rows) -> str:
     """Hash of what a dataset is: the source's last name, the number of rows, and the content of up to 64 of them."""
     content = [Path(section.path).name, len(rows), *(rows[index] for index in _sampled(rows))]
-    return _digest(json.dumps(content, sort_keys=True, default=str))
+    return digest(json.dumps(content, sort_keys=True, default=str))
 
 
 def token_fingerprint(rows: Rows, tokenize: Callable[[int], dict[str, np.ndarray] | None]) -> str:
     """Hash of what tokenizer, template and columns make of up to 64 rows."""
     made = [tokenize(index) for index in _sampled(rows)]
-    return _digest(json.dumps([None if m is None else [m["tokens"].tolist(), m["loss_weight"].tolist()] for m in made]))
+    return digest(json.dumps([None if m is None else [m["tokens"].tolist(), m["loss_weight"].tolist()] for m in made]))
 
 
 def _sampled(rows: Rows) -> list[int]:
     return sorted({int(i) for i in np.linspace(0, len(rows) - 1, min(len(rows), FINGERPRINT_ROWS))})
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _order(rows: Rows, *, shuffle: bool, seed: int) -> Any:
-    """Row numbers without end: epoch after epoch, each a new permutation where `shuffle` is set."""
+def order(count: int, *, shuffle: bool, seed: int) -> Any:
+    """Numbers below `count` without end: epoch after epoch, each a new permutation where `shuffle` is set."""
     import grain
 
-    numbers = grain.MapDataset.range(len(rows))
+    numbers = grain.MapDataset.range(count)
     # Grain seeds epoch e with seed + e: neighbouring seeds would share epochs if they were not spread first.
     spread = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "big")
     return (numbers.shuffle(seed=spread) if shuffle else numbers).repeat()

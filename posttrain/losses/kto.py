@@ -11,7 +11,7 @@ from jax import Array
 from jaxtyping import Float
 
 from posttrain.batch import Batch, LossOutput, TokenStats
-from posttrain.losses.pairs import Sequences, log_ratios, output, sequences_of
+from posttrain.losses.pairs import Needs, Sequences, log_ratios, output, sequences_of
 from posttrain.tree import Mean
 
 Kind = Literal["kto", "apo_zero_unpaired"]
@@ -21,8 +21,8 @@ Kind = Literal["kto", "apo_zero_unpaired"]
 class KTOLoss:
     """Kahneman-Tversky optimisation, arXiv:2402.01306: 1 - sigmoid(+-(beta * log-ratio - beta * KL)).
 
-    Sequences have the sign 1 (desirable), -1 (undesirable), or 0: prompts with answers to other prompts, of which the
-    mean log-ratio estimates the KL of policy and reference (at least 0, without gradient). `apo_zero_unpaired`,
+    Answers have the role 1 (desirable), -1 (undesirable) or 2: to another prompt, and the mean log-ratio of these
+    estimates the KL of policy and reference (at least 0, without gradient). `apo_zero_unpaired`,
     arXiv:2408.06266, has none.
     """
 
@@ -41,13 +41,8 @@ class KTOLoss:
             )
 
     @property
-    def needs_reference(self) -> bool:
-        return True
-
-    @property
-    def needs_mismatched(self) -> bool:
-        """Whether the batch must hold prompts with answers to other prompts."""
-        return self.kind == "kto"
+    def needs(self) -> Needs:
+        return Needs(rows="answers_and_others" if self.kind == "kto" else "answers", reference=True)
 
     @property
     def needs_whole_batch(self) -> bool:
@@ -55,11 +50,11 @@ class KTOLoss:
         return self.kind == "kto"
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
-        """Raises ValueError where `batch.signs` or `batch.ref_logps` are `None`."""
+        """Raises ValueError where `batch.roles` or `batch.ref_logps` are `None`."""
         sequences = sequences_of(stats, batch)
         ratios = log_ratios(sequences, "KTOLoss")
         counted = sequences.lengths > 0
-        good, bad = (sequences.signs == 1) & counted, (sequences.signs == -1) & counted
+        good, bad = (sequences.roles == 1) & counted, (sequences.roles == -1) & counted
         kl = self._kl(sequences, ratios)
         signed = self.beta * (ratios - kl.total / jnp.maximum(kl.weight, 1.0))
         losses = jnp.where(
@@ -76,7 +71,7 @@ class KTOLoss:
         return output(loss, metrics, stats, batch)
 
     def _kl(self, sequences: Sequences, ratios: Float[Array, "B S"]) -> Mean:
-        mismatched = (sequences.signs == 0) & (sequences.lengths > 0)
+        mismatched = (sequences.roles == 2) & (sequences.lengths > 0)
         weight = mismatched.sum().astype(ratios.dtype)
         if self.kind != "kto":
             return Mean(total=jnp.zeros_like(weight), weight=weight)

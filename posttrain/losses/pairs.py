@@ -1,17 +1,19 @@
 """Sequence-level views of packed rows for losses that compare answers: sums per sequence, and which belong together.
 
-`Batch.signs` is the carrier: 1 on a chosen or desirable sequence, -1 on a rejected or undesirable one. A pair is a
-chosen sequence and the rejected one that follows it in the same row, so no split of rows into micro-batches parts it.
+`Batch.roles` is the carrier: 1 on the tokens of a chosen or desirable answer, -1 on those of a rejected or undesirable
+one. A pair is a chosen sequence and the rejected one that follows it in the same row, so no split of rows into
+micro-batches parts it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import Batch, HostArray, LossOutput, TokenStats
 from posttrain.losses.reduce import sequence_sums, to_tokens, token_mean
@@ -19,15 +21,38 @@ from posttrain.tree import Mean
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sequences:
-    """Of every sequence of every row, by segment id: what the policy and the reference say of its weighted tokens."""
+class Needs:
+    """What a loss on judged answers wants in its batches."""
 
-    signs: Float[Array, "B S"]
+    rows: Literal["pairs", "answers", "answers_and_others", "steps"]
+    """Pairs of chosen and rejected; single answers; these with the same prompts under answers to other ones; answers
+    whose steps are judged."""
+    reference: bool
+    """`Batch.ref_logps`."""
+    prompts: bool = False
+    """A weight on the prompts of chosen answers as well."""
+    margins: bool = False
+    """`Batch.margins`."""
+
+
+@runtime_checkable
+class JudgedLoss(Protocol):
+    """A loss that says what it needs; any callable of (stats, batch) with this attribute."""
+
+    @property
+    def needs(self) -> Needs: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """Of every sequence of every row, by segment id: what policy and reference say of its answer."""
+
+    roles: Float[Array, "B S"]
     logps: Float[Array, "B S"]
     """Sums of weighted log-probabilities; 0 where there is no sequence."""
     ref_logps: Float[Array, "B S"] | None
     lengths: Float[Array, "B S"]
-    """Sums of `loss_weight`. A sequence without weighted tokens does not count."""
+    """Sums of `loss_weight`. An answer without weighted tokens does not count."""
 
     def mean_logps(self) -> Float[Array, "B S"]:
         return self.logps / jnp.maximum(self.lengths, 1.0)
@@ -50,37 +75,51 @@ class Pairs:
         return self.valid.sum().astype(self.chosen.lengths.dtype)
 
 
-def sequences_of(stats: TokenStats, batch: Batch, weight: Float[Array, "B T"] | None = None) -> Sequences:
-    """Sums over each sequence; of log-probabilities by another weight, if given. ValueError where the batch has no signs."""
-    segments = jnp.asarray(batch.segments)
-    weight = jnp.asarray(batch.loss_weight) if weight is None else weight
+def sequences_of(stats: TokenStats, batch: Batch, tail_weight: float = 1.0) -> Sequences:
+    """Sums over the answers; `tail_weight`: of log-probabilities beyond the length of a pair's shorter answer.
+
+    ValueError where the batch has no roles.
+    """
+    segments, weight = jnp.asarray(batch.segments), answer_weight(batch)
+    roles, lengths = roles_of(batch), sequence_sums(weight, segments)
+    counted = weight if tail_weight == 1.0 else _less_beyond(weight, roles, segments, tail_weight)
 
     def sums(values: Array | HostArray) -> Array:
         # Before the product: a masked token may hold inf or NaN.
-        return sequence_sums(jnp.where(weight > 0, jnp.asarray(values), 0.0) * weight, segments)
+        return sequence_sums(jnp.where(weight > 0, jnp.asarray(values), 0.0) * counted, segments)
 
     return Sequences(
-        signs=signs_of(batch),
+        roles=roles,
         logps=sums(stats.logps),
         ref_logps=None if batch.ref_logps is None else sums(batch.ref_logps),
-        lengths=sequence_sums(jnp.asarray(batch.loss_weight), segments),
+        lengths=lengths,
     )
 
 
-def signs_of(batch: Batch) -> Float[Array, "B S"]:
-    """The sign of each sequence."""
-    if batch.signs is None:
-        raise ValueError("batch.signs is None but a loss that compares answers needs them: 1 chosen, -1 rejected")
-    segments = jnp.asarray(batch.segments)
-    counts = sequence_sums(jnp.ones(segments.shape), segments)
-    return sequence_sums(jnp.asarray(batch.signs, counts.dtype), segments) / jnp.maximum(counts, 1.0)
+def answer_weight(batch: Batch) -> Float[Array, "B T"]:
+    """`loss_weight` of the tokens of answers."""
+    return jnp.where(_roles(batch) != 0, jnp.asarray(batch.loss_weight), 0.0)
+
+
+def roles_of(batch: Batch) -> Float[Array, "B S"]:
+    """The role of each sequence's answer."""
+    roles, segments = _roles(batch), jnp.asarray(batch.segments)
+    weight = jnp.asarray(batch.loss_weight)
+    counts = sequence_sums((roles != 0).astype(weight.dtype), segments)
+    return sequence_sums(roles.astype(weight.dtype), segments) / jnp.maximum(counts, 1.0)
+
+
+def _roles(batch: Batch) -> Int[Array, "B T"]:
+    if batch.roles is None:
+        raise ValueError("batch.roles is None but a loss that compares answers needs them: 1 chosen, -1 rejected")
+    return jnp.asarray(batch.roles)
 
 
 def pairs_of(sequences: Sequences) -> Pairs:
     """Each chosen sequence with the rejected one that follows it."""
     counts = sequences.lengths > 0
-    first = (sequences.signs == 1) & counts
-    second = _following((sequences.signs == -1) & counts)
+    first = (sequences.roles == 1) & counts
+    second = _following((sequences.roles == -1) & counts)
     valid = first & second
 
     def side(move: Callable[[Array], Array]) -> Sequences:
@@ -89,7 +128,7 @@ def pairs_of(sequences: Sequences) -> Pairs:
 
         ref = sequences.ref_logps
         return Sequences(
-            signs=at(sequences.signs),
+            roles=at(sequences.roles),
             logps=at(sequences.logps),
             ref_logps=None if ref is None else at(ref),
             lengths=at(sequences.lengths),
@@ -105,16 +144,14 @@ def log_ratios(sequences: Sequences, loss: str) -> Float[Array, "B S"]:
     return sequences.logps - sequences.ref_logps
 
 
-def shared_length_weight(batch: Batch, tail_weight: float) -> Float[Array, "B T"]:
-    """`loss_weight`, times `tail_weight` beyond the length of the shorter answer of a pair. LD-DPO, arXiv:2409.06411."""
-    weight, segments = jnp.asarray(batch.loss_weight), jnp.asarray(batch.segments)
-    if tail_weight == 1.0:
-        return weight
+def _less_beyond(
+    weight: Float[Array, "B T"], roles: Float[Array, "B S"], segments: Int[Array, "B T"], tail_weight: float
+) -> Float[Array, "B T"]:
+    """`weight`, times `tail_weight` beyond the length of the shorter answer of a pair. LD-DPO, arXiv:2409.06411."""
     counted = (weight > 0).astype(weight.dtype)
-    lengths, signs = sequence_sums(counted, segments), signs_of(batch)
-    before = jnp.pad(lengths[:, :-1], ((0, 0), (1, 0)))
-    other = jnp.where(signs > 0, _following(lengths), before)
-    # Of each token: how many weighted tokens of its sequence there are up to it.
+    lengths = sequence_sums(counted, segments)
+    other = jnp.where(roles > 0, _following(lengths), jnp.pad(lengths[:, :-1], ((0, 0), (1, 0))))
+    # How many tokens of its own answer there are up to each.
     number = jnp.cumsum(counted, axis=1) - to_tokens(jnp.cumsum(lengths, axis=1) - lengths, segments)
     return jnp.where(number <= to_tokens(other, segments), weight, weight * tail_weight)
 
@@ -142,15 +179,10 @@ def entropy_metric(stats: TokenStats, batch: Batch) -> dict[str, Mean]:
     return {"entropy": token_mean(stats.entropy, counted, jnp.asarray(batch.segments))}
 
 
-def nll_of_chosen(stats: TokenStats, batch: Batch, *, on_prompt: bool) -> Mean:
-    """Token mean of -log p over the chosen answers, with `on_prompt` over their prompts as well."""
-    segments = jnp.asarray(batch.segments)
-    weight = jnp.asarray(batch.loss_weight)
-    if on_prompt:
-        first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-        weight = ((segments > 0) & ~first).astype(weight.dtype)
-    weight = jnp.where(to_tokens(signs_of(batch), segments) == 1, weight, 0.0)
-    return token_mean(-stats.logps, weight, segments)
+def nll_of_chosen(stats: TokenStats, batch: Batch) -> Mean:
+    """Token mean of -log p over all that has a weight in chosen sequences: answers, and prompts where these have."""
+    segments, weight = jnp.asarray(batch.segments), jnp.asarray(batch.loss_weight)
+    return token_mean(-stats.logps, jnp.where(to_tokens(roles_of(batch), segments) == 1, weight, 0.0), segments)
 
 
 def with_nll(loss: Mean, nll: Mean, coef: float) -> Mean:

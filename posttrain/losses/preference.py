@@ -15,6 +15,7 @@ from posttrain.batch import Batch, LossOutput, TokenStats
 from posttrain.imports import did_you_mean
 from posttrain.losses.kl import MAX_LOG_RATIO
 from posttrain.losses.pairs import (
+    Needs,
     Pairs,
     log_ratios,
     nll_of_chosen,
@@ -22,7 +23,6 @@ from posttrain.losses.pairs import (
     pair_metrics,
     pairs_of,
     sequences_of,
-    shared_length_weight,
     with_nll,
 )
 from posttrain.tree import Mean
@@ -77,9 +77,8 @@ class PreferenceLoss:
     def __post_init__(self) -> None:
         for kind in self.kinds:
             if kind not in KINDS:
-                raise ValueError(
-                    f"PreferenceLoss.kinds: {kind!r} is unknown{did_you_mean(kind, KINDS)}; there are {', '.join(KINDS)}"
-                )
+                known = f"{did_you_mean(kind, KINDS)}; there are {', '.join(KINDS)}"
+                raise ValueError(f"PreferenceLoss.kinds: {kind!r} is unknown{known}")
         if not self.kinds or (self.weights and len(self.weights) != len(self.kinds)):
             raise ValueError(
                 f"PreferenceLoss.weights={self.weights} must be one number for each of kinds={self.kinds}, at least one"
@@ -90,8 +89,8 @@ class PreferenceLoss:
             )
         if self.beta <= 0 or not 0 <= self.label_smoothing < 0.5 or not 0 <= self.tail_weight <= 1:
             raise ValueError(
-                f"PreferenceLoss.beta={self.beta} must be positive, label_smoothing={self.label_smoothing} in [0, 0.5), "
-                f"tail_weight={self.tail_weight} in [0, 1]"
+                f"PreferenceLoss.beta={self.beta} must be positive, label_smoothing={self.label_smoothing} in "
+                f"[0, 0.5), tail_weight={self.tail_weight} in [0, 1]"
             )
         self._refuse_unused()
 
@@ -112,8 +111,8 @@ class PreferenceLoss:
             raise ValueError(f"PreferenceLoss.temperature={self.temperature} has no effect without the kind discopop")
 
     @property
-    def needs_reference(self) -> bool:
-        return True
+    def needs(self) -> Needs:
+        return Needs(rows="pairs", reference=True)
 
     @property
     def needs_whole_batch(self) -> bool:
@@ -121,18 +120,20 @@ class PreferenceLoss:
         return bool(WHOLE_BATCH & set(self.kinds))
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
-        """Raises ValueError where `batch.signs` or `batch.ref_logps` are `None`."""
-        pairs = pairs_of(sequences_of(stats, batch, shared_length_weight(batch, self.tail_weight)))
+        """Raises ValueError where `batch.roles` or `batch.ref_logps` are `None`."""
+        pairs = pairs_of(sequences_of(stats, batch, self.tail_weight))
         ratios = [log_ratios(side, type(self).__name__) for side in (pairs.chosen, pairs.rejected)]
         scores = Scores(pairs=pairs, chosen=self._score(ratios[0]), rejected=self._score(ratios[1]))
         loss = Mean(total=jnp.zeros_like(pairs.count), weight=pairs.count)
         metrics = pair_metrics(pairs, self.beta * ratios[0], self.beta * ratios[1])
         for kind, weight in zip(self.kinds, self.weights or (1.0,) * len(self.kinds), strict=True):
             if kind == "sft":
-                metrics["nll"] = nll_of_chosen(stats, batch, on_prompt=False)
+                metrics["nll"] = nll_of_chosen(stats, batch)
                 loss = with_nll(loss, metrics["nll"], weight)
             else:
-                loss = Mean(total=loss.total + weight * pairs.total(KINDS[kind](scores, self)).total, weight=loss.weight)
+                loss = Mean(
+                    total=loss.total + weight * pairs.total(KINDS[kind](scores, self)).total, weight=loss.weight
+                )
         return output(loss, metrics, stats, batch)
 
     def _score(self, log_ratio: Values) -> Values:
@@ -149,7 +150,7 @@ class PreferenceLoss:
         return log_ratio if abs(power) < 1e-6 else jnp.expm1(power * bounded) / power
 
 
-def smoothed(logits: Values, label_smoothing: float) -> Values:
+def smoothed(logits: Float[Array, "*N"], label_smoothing: float) -> Float[Array, "*N"]:
     """-(1 - s) log sigmoid(x) - s log sigmoid(-x)."""
     loss = -jax.nn.log_sigmoid(logits)
     return (1 - label_smoothing) * loss - label_smoothing * jax.nn.log_sigmoid(-logits) if label_smoothing else loss
@@ -209,7 +210,8 @@ def _aot(s: Scores, c: PreferenceLoss) -> Values:
     chosen, rejected = s.pairs.chosen, s.pairs.rejected
     assert chosen.ref_logps is not None and rejected.ref_logps is not None
     policy = _sorted(chosen.logps - rejected.logps, s.pairs)
-    return _spread(smoothed(c.beta * (policy - _sorted(chosen.ref_logps - rejected.ref_logps, s.pairs)), c.label_smoothing), s)
+    reference = _sorted(chosen.ref_logps - rejected.ref_logps, s.pairs)
+    return _spread(smoothed(c.beta * (policy - reference), c.label_smoothing), s)
 
 
 def _aot_unpaired(s: Scores, c: PreferenceLoss) -> Values:

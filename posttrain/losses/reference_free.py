@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from posttrain.batch import Batch, LossOutput, TokenStats
 from posttrain.losses.kl import MAX_LOG_RATIO
-from posttrain.losses.pairs import nll_of_chosen, output, pair_metrics, pairs_of, sequences_of, with_nll
+from posttrain.losses.pairs import Needs, nll_of_chosen, output, pair_metrics, pairs_of, sequences_of, with_nll
 from posttrain.losses.preference import smoothed
 
 CPOKind = Literal["sigmoid", "hinge", "ipo"]
@@ -37,8 +37,8 @@ class CPOLoss:
         _check(self, self.beta, self.label_smoothing, self.nll_coef)
 
     @property
-    def needs_reference(self) -> bool:
-        return False
+    def needs(self) -> Needs:
+        return Needs(rows="pairs", reference=False)
 
     @property
     def needs_whole_batch(self) -> bool:
@@ -46,7 +46,7 @@ class CPOLoss:
         return self.nll_coef > 0
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
-        """Raises ValueError where `batch.signs` are `None`."""
+        """Raises ValueError where `batch.roles` are `None`."""
         pairs = pairs_of(sequences_of(stats, batch))
         if self.kind == "ipo":
             delta = pairs.chosen.mean_logps() - pairs.rejected.mean_logps()
@@ -57,7 +57,7 @@ class CPOLoss:
             losses = hinge if self.kind == "hinge" else smoothed(self.beta * delta, self.label_smoothing)
         sides = [side.mean_logps() if self.kind == "ipo" else side.logps for side in (pairs.chosen, pairs.rejected)]
         metrics = pair_metrics(pairs, self.beta * sides[0], self.beta * sides[1])
-        metrics["nll"] = nll_of_chosen(stats, batch, on_prompt=False)
+        metrics["nll"] = nll_of_chosen(stats, batch)
         loss = pairs.total(losses)
         return output(with_nll(loss, metrics["nll"], self.nll_coef) if self.nll_coef else loss, metrics, stats, batch)
 
@@ -80,20 +80,20 @@ class SimPOLoss:
         _check(self, self.beta, self.label_smoothing, self.nll_coef)
 
     @property
-    def needs_reference(self) -> bool:
-        return False
+    def needs(self) -> Needs:
+        return Needs(rows="pairs", reference=False)
 
     @property
     def needs_whole_batch(self) -> bool:
         return self.nll_coef > 0
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
-        """Raises ValueError where `batch.signs` are `None`."""
+        """Raises ValueError where `batch.roles` are `None`."""
         pairs = pairs_of(sequences_of(stats, batch))
         chosen, rejected = (self._reward(side.mean_logps()) for side in (pairs.chosen, pairs.rejected))
         losses = smoothed(self.beta * (chosen - rejected) - self.gamma, self.label_smoothing)
         metrics = pair_metrics(pairs, self.beta * chosen, self.beta * rejected)
-        metrics["nll"] = nll_of_chosen(stats, batch, on_prompt=False)
+        metrics["nll"] = nll_of_chosen(stats, batch)
         loss = pairs.total(losses)
         return output(with_nll(loss, metrics["nll"], self.nll_coef) if self.nll_coef else loss, metrics, stats, batch)
 
@@ -105,7 +105,10 @@ class SimPOLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class ORPOLoss:
-    """NLL of prompt and chosen answer - beta * log sigmoid(log odds(chosen) - log odds(rejected)). arXiv:2403.07691."""
+    """NLL - beta * log sigmoid(log odds(chosen) - log odds(rejected)), arXiv:2403.07691.
+
+    The NLL is that of all that has a weight in the chosen sequences: give their prompts one.
+    """
 
     beta: float = 0.1
 
@@ -113,22 +116,22 @@ class ORPOLoss:
         _check(self, self.beta, 0.0, 0.0)
 
     @property
-    def needs_reference(self) -> bool:
-        return False
+    def needs(self) -> Needs:
+        return Needs(rows="pairs", reference=False, prompts=True)
 
     @property
     def needs_whole_batch(self) -> bool:
         return True
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
-        """Raises ValueError where `batch.signs` are `None`."""
+        """Raises ValueError where `batch.roles` are `None`."""
         pairs = pairs_of(sequences_of(stats, batch))
         chosen, rejected = pairs.chosen.mean_logps(), pairs.rejected.mean_logps()
         log_odds = _log_odds(chosen) - _log_odds(rejected)
         ratio = jax.nn.log_sigmoid(log_odds)
         metrics = pair_metrics(pairs, self.beta * chosen, self.beta * rejected)
         metrics |= {
-            "nll": nll_of_chosen(stats, batch, on_prompt=True),
+            "nll": nll_of_chosen(stats, batch),
             "log_odds_ratio": pairs.total(ratio),
             "log_odds_chosen": pairs.total(log_odds),
         }

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from posttrain.batch import rows_per_pass
-from posttrain.config import RLSection, RunConfig, SFTSection
+from posttrain.config import ComparedSection, RLSection, RunConfig, SFTSection, TrainSection
+from posttrain.recipes.judged import JudgedInputs
 from posttrain.recipes.prepare import RLInputs, SFTInputs, prepare, row_notes, rows_per_step, stage_names
 
 
@@ -23,12 +24,15 @@ def check(config: RunConfig, base_dir: Path) -> list[str]:
     return lines + prepared.notes + row_notes(config, shards)
 
 
-def _describe(section: SFTSection | RLSection, inputs: SFTInputs | RLInputs | None, shards: int) -> str:
+def _describe(section: TrainSection, inputs: SFTInputs | RLInputs | JudgedInputs | None, shards: int) -> str:
     tokens = section.row_tokens
-    if isinstance(section, SFTSection):
+    if isinstance(section, SFTSection | ComparedSection):
         rows = "" if not isinstance(inputs, SFTInputs) else f"{len(inputs.rows):,} dataset rows, "
+        if isinstance(inputs, JudgedInputs):
+            rows = f"{len(inputs.units.rows):,} dataset rows, {type(inputs.loss).__name__}, "
         passes = -(-section.batch_rows // rows_per_pass(section.batch_rows, section.micro_batch_rows, shards))
         return f"{rows}{section.num_steps} steps of {section.batch_rows} x {tokens} tokens ({passes} micro-batches)"
+    assert isinstance(section, RLSection)
     prompts = "" if not isinstance(inputs, RLInputs) else f"{len(inputs.examples):,} prompts, "
     text = (
         f"{prompts}{section.num_steps} steps of {section.prompts_per_step} prompts x {section.group_size} samples "

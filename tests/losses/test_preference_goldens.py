@@ -23,7 +23,7 @@ def rows_of(sequences: list[dict[str, np.ndarray]], per_row: int) -> tuple[np.nd
     """Sequences laid one after another, `per_row` in a row; the log-probabilities and the batch."""
     count = -(-len(sequences) // per_row)
     width = max(sum(len(s["logps"]) for s in sequences[r * per_row :][:per_row]) for r in range(count))
-    names = ("logps", "ref_logps", "loss_weight", "signs", "segments", "positions")
+    names = ("logps", "ref_logps", "loss_weight", "roles", "segments", "positions")
     arrays = {name: np.zeros((count, width)) for name in names}
     for number, one in enumerate(sequences):
         row, start = number // per_row, 0
@@ -33,7 +33,7 @@ def rows_of(sequences: list[dict[str, np.ndarray]], per_row: int) -> tuple[np.nd
         values = one | {"segments": number % per_row + 1, "positions": np.arange(len(one["logps"]))}
         for name in names:
             arrays[name][row, place] = values[name]
-    integers = {name: arrays.pop(name).astype(np.int32) for name in ("signs", "segments", "positions")}
+    integers = {name: arrays.pop(name).astype(np.int32) for name in ("roles", "segments", "positions")}
     return arrays.pop("logps"), Batch(tokens=np.zeros((count, width), np.int32), **arrays, **integers)
 
 
@@ -42,14 +42,14 @@ def dpo_sequences(arrays: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
     mask = arrays["in/completion_mask"].astype(float)
     half = len(mask) // 2
 
-    def one(row: int, sign: int) -> dict[str, np.ndarray]:
+    def one(row: int, role: int) -> dict[str, np.ndarray]:
         padded = {
             name: np.pad(arrays[f"in/{key}_per_token_logps"][row], (1, 0))
             for name, key in (("logps", "policy"), ("ref_logps", "ref"))
         }
-        return {**padded, "loss_weight": mask[row], "signs": np.full(len(mask[row]), sign)}
+        return {**padded, "loss_weight": mask[row], "roles": np.full(len(mask[row]), role)}
 
-    return [one(row, sign) for pair in range(half) for row, sign in ((pair, 1), (pair + half, -1))]
+    return [one(row, role) for pair in range(half) for row, role in ((pair, 1), (pair + half, -1))]
 
 
 def dpo_loss(args: dict[str, Any]) -> PreferenceLoss:
@@ -103,7 +103,7 @@ def test_dpo(golden: Callable[..., Any]) -> None:
     data = golden("dpo")
     sequences = dpo_sequences(data.arrays)
     covered = [case for case in data.cases if case["name"] not in NOT_COVERED]
-    assert len(covered) == len(data.cases) - len(NOT_COVERED) == 45
+    assert len(covered) == len(data.cases) - len(NOT_COVERED) == 46
     assert {kind for case in covered for kind in case["args"]["loss_type"]} == set(KINDS)
     checked = [(case, 2) for case in covered] + [(case, 8) for case in covered if case["name"] in PACKED]
     found = outcomes([(dpo_loss(case["args"]), *rows_of(sequences, per_row)) for case, per_row in checked])
@@ -122,22 +122,22 @@ def test_dpo(golden: Callable[..., Any]) -> None:
 def kto_sequences(case: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
     """Each answer, and after it the prompt with another answer."""
 
-    def one(row: int, sign: int, mask: str, policy: str, ref: str) -> dict[str, np.ndarray]:
+    def one(row: int, role: int, mask: str, policy: str, ref: str) -> dict[str, np.ndarray]:
         weight = arrays[f"in/{mask}"][row].astype(float)
         logps, ref_logps = (np.pad(arrays[f"in/{name}"][row], (1, 0)) for name in (policy, ref))
         return {
             "logps": logps,
             "ref_logps": ref_logps,
             "loss_weight": weight,
-            "signs": np.full(len(weight), sign),
+            "roles": np.full(len(weight), role),
         }
 
     answer = ("completion_mask", "policy_per_token_logps", "ref_per_token_logps")
     other = ("KL_completion_mask", "KL_per_token_logps", case["args"]["KL_ref"])
     return [
-        one(row, sign, *names)
+        one(row, role, *names)
         for row, label in enumerate(case["args"]["label"])
-        for sign, names in ((1 if label else -1, answer), (0, other))
+        for role, names in ((1 if label else -1, answer), (2, other))
     ]
 
 
@@ -182,7 +182,7 @@ def test_reference_free(golden: Callable[..., Any]) -> None:
         data.arrays[f"in/{name}"][order] for name in ("input_ids", "attention_mask", "labels", "logits")
     )
     lengths = mask.sum(axis=1)
-    names = {"tokens": np.int32, "segments": np.int32, "positions": np.int32, "loss_weight": float, "signs": np.int32}
+    names = {"tokens": np.int32, "segments": np.int32, "positions": np.int32, "loss_weight": float, "roles": np.int32}
     width = int((lengths[::2] + lengths[1::2]).max())
     arrays = {name: np.zeros((rows // 2, width), dtype) for name, dtype in names.items()}
     packed = np.zeros((rows // 2, width, logits.shape[-1]))
@@ -192,24 +192,32 @@ def test_reference_free(golden: Callable[..., Any]) -> None:
         arrays["tokens"][place] = tokens[number, :length]
         arrays["segments"][place] = number % 2 + 1
         arrays["positions"][place] = np.arange(length)
-        arrays["loss_weight"][place] = labels[number, :length] != -100
-        arrays["signs"][place] = 1 - 2 * (number % 2)
+        answer = labels[number, :length] != -100
+        arrays["loss_weight"][place] = answer
+        arrays["roles"][place] = np.where(answer, 1 - 2 * (number % 2), 0)
         packed[place] = logits[number, :length]
-    batch = Batch(**arrays)
-    for case in data.cases:
-        loss = free_loss(case["name"], case["args"])
-        with jax.enable_x64(True):
+    # ORPO's likelihood is that of prompts as well.
+    prompts = (arrays["positions"] > 0) & (arrays["segments"] == 1)
+    batches = {
+        "": Batch(**arrays),
+        "orpo": Batch(**arrays | {"loss_weight": np.maximum(arrays["loss_weight"], prompts)}),
+    }
 
-            def value(logits: jax.Array, loss: Any = loss) -> Any:
-                stats = token_stats_reference(
-                    logits, jnp.asarray(batch.tokens), jnp.asarray(batch.segments), temperature=1.0
-                )
-                out = loss(TokenStats(logps=stats.logps), batch)
-                return out.loss.total / out.loss.weight, out
+    def value(logits: jax.Array, loss: Any) -> Any:
+        batch = batches["orpo" if isinstance(loss, ORPOLoss) else ""]
+        stats = token_stats_reference(logits, jnp.asarray(batch.tokens), jnp.asarray(batch.segments), temperature=1.0)
+        out = loss(TokenStats(logps=stats.logps), batch)
+        return out.loss.total / out.loss.weight, out.metrics
 
-            (found, out), grad = jax.value_and_grad(value, has_aux=True)(jnp.asarray(packed))
+    def every(logits: jax.Array) -> Any:
+        losses = [free_loss(case["name"], case["args"]) for case in data.cases]
+        return [jax.value_and_grad(value, has_aux=True)(logits, loss) for loss in losses]
+
+    with jax.enable_x64(True):
+        made = jax.device_get(jax.jit(every)(jnp.asarray(packed)))
+    for case, ((found, means), grad) in zip(data.cases, made, strict=True):
         np.testing.assert_allclose(found, case["loss"], rtol=1e-5, err_msg=case["name"])
-        metrics = {name: mean.value() for name, mean in out.metrics.items()}
+        metrics = {name: mean.value() for name, mean in means.items()}
         averaged = case["name"].startswith("orpo") or case["args"].get("loss_type") in ("ipo", "simpo")
         # TRL's logps are those that its loss takes: means over tokens in some; ours are sums in all.
         check_metrics(case, metrics, skip=("logps/chosen", "logps/rejected") if averaged else ())
