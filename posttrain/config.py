@@ -314,8 +314,8 @@ class ComparedSection(TrainSection):
 class PreferenceSection(ComparedSection):
     kind: Literal["preference"] = "preference"
     loss: str | dict[str, Any] = "sigmoid"
-    """A kind of DPO (`sigmoid`, `ipo`, ...), `kto`, `apo_zero_unpaired`, `orpo`, `cpo`, `cpo_hinge`, `cpo_ipo`, `simpo`,
-    or `module:Class`; with settings `{kind: sigmoid, beta: 0.1}`, of several kinds of DPO also
+    """A kind of DPO (`sigmoid`, `ipo`, ...), `kto`, `apo_zero_unpaired`, `orpo`, `cpo`, `cpo_hinge`, `cpo_ipo`,
+    `simpo`, or `module:Class`; with settings `{kind: sigmoid, beta: 0.1}`, of several kinds of DPO also
     `{kind: [sigmoid, sft], weights: [1, 0.1]}`."""
     reference: Literal["cached", "live"] = "cached"
     """The model at the start of the stage: scores every row once, kept on disk, or the rows of each step anew."""

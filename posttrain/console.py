@@ -104,7 +104,11 @@ def console() -> Console:
 
 
 def _evaluation(metrics: Mapping[str, float]) -> str:
-    """A held-out reward with its interval in words; other evaluations as they are named."""
+    """A held-out reward or accuracy with its interval in words; other evaluations as they are named."""
+    if "eval/rewards/accuracies" in metrics:
+        share, low, high = (metrics[f"eval/rewards/accuracies{end}"] for end in ("", "_low", "_high"))
+        margin = f", margin {metrics['eval/rewards/margins']:.4g}" if "eval/rewards/margins" in metrics else ""
+        return f"held-out accuracy {share:.3f} ({low:.3f} to {high:.3f}){margin}, loss {metrics['eval/loss']:.4f}"
     if "eval/reward" not in metrics:
         return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
     mean, low, high = (metrics[f"eval/reward{end}"] for end in ("", "_low", "_high"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +40,9 @@ from posttrain.weights.lora import has_lora
 from posttrain.weights.quantize import is_quantized
 from posttrain.weights.state import ModelWeights, Weights
 
+AnyLoss = Callable[[Any, Batch], LossOutput]
+"""On the statistics that the model gives: a `TokenLoss` or a `ScoreLoss`."""
+
 
 class HostStats(NamedTuple):
     """`TokenStats` of host rows as host arrays."""
@@ -71,7 +74,7 @@ class Trainer:
         dropout_seed: int | None = None,
     ):
         self.model = model
-        self.loss = loss
+        self.loss: AnyLoss = loss
         self.mesh = single_device_mesh() if mesh is None else mesh
         # The weights are put on this mesh below; kernels split their work by it.
         model.compute = dataclasses.replace(model.compute, mesh=self.mesh)
@@ -127,7 +130,7 @@ class Trainer:
         """
         micro, count = self._micro_batches(batch)
         if not self._loss_checked:
-            check_weight(self.loss, jax.tree.map(lambda x: x[0], micro))
+            check_weight(self.loss, jax.tree.map(lambda x: x[0], micro), scores=self.model.config.scalar_head)
             self._loss_checked = True
         params, self._opt_state, metrics = self._step(
             self.params, self._frozen, self._opt_state, micro, count, np.uint32(self.step_number)
@@ -231,7 +234,7 @@ class Trainer:
         return stats, None if routing is None else routing.stats
 
     def _loss_output(
-        self, weights: Weights, batch: Batch, dropout_key: Array | None = None, loss: TokenLoss | None = None
+        self, weights: Weights, batch: Batch, dropout_key: Array | None = None, loss: AnyLoss | None = None
     ) -> tuple[LossOutput, RouterStats | None]:
         stats, routers = self._forward(weights, batch, dropout_key)
         output = (loss or self.loss)(stats, batch)
@@ -266,14 +269,14 @@ class Trainer:
         frozen: Weights,
         router_weight: Array,
         inputs: tuple[Batch, Array | None],
-        loss: TokenLoss,
+        loss: AnyLoss,
     ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
         def total(params: Weights) -> tuple[Array, tuple[LossOutput, RouterStats | None]]:
             output, routers = self._loss_output({**frozen, **params}, *inputs, loss)
-            loss = jnp.asarray(output.loss.total)
+            value = jnp.asarray(output.loss.total)
             if self._router_loss is not None and routers is not None:
-                loss += router_weight * self._router_loss(routers)
-            return loss, (output, routers)
+                value += router_weight * self._router_loss(routers)
+            return value, (output, routers)
 
         # With respect to float32 copies, so that what is added up over chunks and tokens is added up in float32.
         return jax.grad(total, has_aux=True)(jax.tree.map(lambda p: p.astype(jnp.float32), params))
@@ -287,7 +290,9 @@ class Trainer:
             return jnp.zeros(())
 
         def weights(batch: Batch) -> tuple[Array, Array]:
-            return weight_of(self.loss, batch), _num_tokens(batch) * len(self.model.config.mixtures)
+            return weight_of(self.loss, batch, scores=self.model.config.scalar_head), _num_tokens(batch) * len(
+                self.model.config.mixtures
+            )
 
         of_loss, of_router = sum_over(weights, micro, count)
         return jnp.where(of_router > 0, of_loss / jnp.maximum(of_router, 1.0), 0.0)
@@ -316,7 +321,7 @@ class Trainer:
             for path, numbers in correction_paths(self.model.config).items():
                 changed = corrected(params[path], routers.load[jnp.asarray(numbers)], self._correction_rate)
                 new_params[path] = keep(changed, params[path])
-        metrics = {
+        metrics: Metrics = {
             "loss": output.loss,
             **output.metrics,
             **({} if routers is None else load_metrics(routers.load)),

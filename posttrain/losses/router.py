@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from posttrain.batch import Batch, RouterStats, TokenLoss, TokenStats
+from posttrain.batch import Batch, LossOutput, RouterStats, ScoreStats, TokenStats
 from posttrain.tree import Mean
 
 
@@ -73,13 +75,18 @@ def corrected(correction: Float[Array, "M E"], load: Float[Array, "M E"], rate: 
     return correction + rate * jnp.sign(mean - load)
 
 
-def weight_of(loss: TokenLoss, batch: Batch) -> Array:
-    """The weight that a loss will have on a batch: it must not depend on the model, so any statistics will do."""
-    zeros = jnp.zeros(batch.tokens.shape, jnp.float32)
-    return jnp.asarray(loss(TokenStats(logps=zeros, entropy=zeros, teacher_kl=zeros), batch).loss.weight)
+AnyLoss = Callable[[Any, Batch], LossOutput]
 
 
-def check_weight(loss: TokenLoss, batch: Batch) -> None:
+def weight_of(loss: AnyLoss, batch: Batch, *, scores: bool) -> Array:
+    """The weight that a loss will have on a batch: it must not depend on the model, so any statistics will do.
+
+    `scores`: the model has a scalar head.
+    """
+    return jnp.asarray(loss(_stats_of(jnp.zeros(batch.tokens.shape, jnp.float32), scores), batch).loss.weight)
+
+
+def check_weight(loss: AnyLoss, batch: Batch, *, scores: bool) -> None:
     """ValueError where the weight of a loss changes with the model's output.
 
     The share of the router's losses in the gradient of a micro-batch needs the whole batch's weight beforehand.
@@ -88,8 +95,8 @@ def check_weight(loss: TokenLoss, batch: Batch) -> None:
     @jax.jit
     def weights(batch: Batch) -> tuple[Array, Array]:
         draw = -jnp.abs(jax.random.normal(jax.random.key(0), batch.tokens.shape))
-        other = loss(TokenStats(logps=draw, entropy=-draw, teacher_kl=-draw), batch).loss.weight
-        return weight_of(loss, batch), jnp.asarray(other)
+        other = loss(_stats_of(draw, scores), batch).loss.weight
+        return weight_of(loss, batch, scores=scores), jnp.asarray(other)
 
     first, second = jax.device_get(weights(batch))
     if first != second:
@@ -98,3 +105,8 @@ def check_weight(loss: TokenLoss, batch: Batch) -> None:
             f"{type(loss).__name__} is {first} or {second} for different log-probabilities: count tokens or sequences "
             "of the batch, or set both coefficients to 0"
         )
+
+
+def _stats_of(values: Float[Array, "B T"], scores: bool) -> TokenStats | ScoreStats:
+    """Statistics that hold all that a loss may read."""
+    return ScoreStats(scores=values) if scores else TokenStats(logps=values, entropy=-values, teacher_kl=-values)

@@ -44,8 +44,8 @@ def with_scalar_head(model: Decoder, *, seed: int) -> None:
     config = reward_config(model.config)
     dtype = model.embed.embedding[...].dtype
     init = Init(model.config.initializer_range, dtype, nnx.Rngs(jax.random.key(seed)))
-    model.head = None
-    model.score = ScalarHead(config.embed_dim, init)
+    model.head = nnx.data(None)
+    model.score = nnx.data(ScalarHead(config.embed_dim, init))
     model.config = config
 
 

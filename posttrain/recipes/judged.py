@@ -54,22 +54,7 @@ def make_loss(
     """The loss that a configuration names; `find` gets the class of `module:Class`. ConfigError for what is wrong."""
     settings = {"kind": spec} if isinstance(spec, str) else dict(spec)
     kind = settings.pop("kind", None)
-    several = isinstance(kind, list | tuple)
-    if several and all(name in KINDS for name in kind) and kind[0] in known:
-        made, fixed = PreferenceLoss, {"kinds": tuple(kind)}
-    elif isinstance(kind, str) and kind in known:
-        made, fixed = known[kind][0], dict(known[kind][1])
-    elif isinstance(kind, str) and is_object_spec(kind):
-        made, fixed = find(kind), {}
-    else:
-        names = kind if several else [kind]
-        wrong = next((name for name in names if name not in known), names[0] if names else None)
-        hint = did_you_mean(str(wrong), known)
-        raise ConfigError(
-            f"loss: kind {wrong!r} is unknown{hint}; there are {', '.join(known)}, or name your own as module:Class"
-            if not several or wrong not in KINDS
-            else f"loss: kind {kind!r}: several are only possible of {', '.join(KINDS)}"
-        )
+    made, fixed = _named(kind, known, find)
     if dataclasses.is_dataclass(made):
         fields = [field.name for field in dataclasses.fields(made) if field.name not in fixed]
         for name in settings:
@@ -83,8 +68,29 @@ def make_loss(
     except (TypeError, ValueError) as error:
         raise ConfigError(f"loss: {error}") from error
     if not isinstance(loss, JudgedLoss):
-        raise ConfigError(f"loss: {kind} says nothing of its needs; give it a property needs -> posttrain.Needs")
+        raise ConfigError(f"loss: {kind} does not say what it needs; give it a property needs -> posttrain.Needs")
     return loss
+
+
+def _named(
+    kind: Any, known: Mapping[str, tuple[type, Mapping[str, Any]]], find: Callable[[str], Any]
+) -> tuple[Any, Mapping[str, Any]]:
+    """The class of a kind, or of several kinds of DPO, and the fields that the name stands for."""
+    if isinstance(kind, str) and kind in known:
+        return known[kind]
+    if isinstance(kind, str) and is_object_spec(kind):
+        return find(kind), {}
+    names = list(kind) if isinstance(kind, list | tuple) else [kind]
+    wrong = next((name for name in names if name not in known), None)
+    if wrong is not None or not names:
+        raise ConfigError(
+            f"loss: kind {wrong!r} is unknown{did_you_mean(str(wrong), known)}; "
+            f"there are {', '.join(known)}, or name your own as module:Class"
+        )
+    several = {name: known[name][0] for name in names}
+    if set(several.values()) != {PreferenceLoss}:
+        raise ConfigError(f"loss: kind {names}: several are only possible of {', '.join(KINDS)}")
+    return PreferenceLoss, {"kinds": tuple(names)}
 
 
 def units_of(section: ComparedSection, dataset: DatasetSection, rows: Any, renderer: Any, loss: JudgedLoss) -> Units:
@@ -111,6 +117,6 @@ def check_units(units: Units, left_out: Iterable[bool]) -> tuple[float, list[str
         )
     note = (
         f"{dropped:,} of {len(found):,} examples looked at of {units.rows.name} are left out: they do not fit "
-        f"row_tokens={units.section.row_tokens} (overlong: {units.section.overlong}), or chosen and rejected are the same"
+        f"row_tokens={units.section.row_tokens} (overlong: {units.section.overlong}), or both answers are the same"
     )
     return dropped / len(found), [note] if dropped else []

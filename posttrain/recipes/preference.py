@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from posttrain.batch import Batch
+from posttrain.config import PreferenceSection
 from posttrain.data.comparisons import ComparisonBatches, Units
 from posttrain.losses.router import RouterLoss
 from posttrain.models.decoder import Decoder
@@ -60,6 +61,7 @@ def make_trainer(stage: StageRun, inputs: JudgedInputs, model: Decoder) -> Train
 def _referenced(stage: StageRun, inputs: JudgedInputs, trainer: Trainer) -> tuple[Units, Units | None, AddReference]:
     """The units, and what adds the reference's log-probabilities to a batch if the units do not bring them."""
     section, units, eval_units = inputs.section, inputs.units, inputs.eval_units
+    assert isinstance(section, PreferenceSection)
     if not inputs.loss.needs.reference:
         return units, eval_units, lambda batch: batch
     if section.reference == "live":

@@ -290,7 +290,7 @@ def _prepare_judged(
             continue
         units = units_of(section, dataset, *_rows_and_renderer(dataset, tokenizer, base_dir), loss)
         chosen = range(0, len(units), -(-len(units) // CHECKED_ROWS))
-        ratio, lines = check_units(units, _each(units.rows, chosen, "rows", lambda index, u=units: u(index) is None))
+        ratio, lines = check_units(units, (unit is None for unit in _each(units.rows, chosen, "rows", units)))
         made.append(units)
         ratios.append(ratio)
         notes += lines

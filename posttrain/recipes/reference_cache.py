@@ -59,8 +59,9 @@ def _key(units: Units, model: Mapping[str, str]) -> str:
     digest = hashlib.sha256(json.dumps([VERSION, dict(model)], sort_keys=True).encode())
     for index in range(len(units)):
         unit = units(index)
-        for name in () if unit is None else ("tokens", "loss_weight", "part"):
-            digest.update(unit[name].tobytes())
+        if unit is not None:
+            for name in ("tokens", "loss_weight", "part"):
+                digest.update(unit[name].tobytes())
         digest.update(b"|")
     return digest.hexdigest()[:24]
 

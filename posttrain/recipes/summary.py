@@ -80,15 +80,17 @@ def _in_words(what: str, found: PairedDifference) -> str:
 def _print_preferred(name: str, result: Mapping[str, Any]) -> None:
     """Of how many held-out pairs the model prefers the chosen answer, before and after."""
     before, after = (result[key]["preferred"] for key in ("before", "after"))
-    shares = " -> ".join(_share(result[key]["metrics"]) for key in ("before", "after"))
+    shares = " -> ".join(_share(result[key]["metrics"], "eval/preferred_ratio") for key in ("before", "after"))
     out = console()
     out.print(f"{name}: chosen answer preferred, {len(after)} held-out pairs: {shares}", markup=False, soft_wrap=True)
     if len(after) > 1:
         out.print(_in_words("difference over the same pairs", paired_difference(before, after)), markup=False)
+    accuracy = _share(result["after"]["metrics"], "eval/rewards/accuracies")
+    out.print(f"{name}: chosen answer has the greater reward: {accuracy}", markup=False, soft_wrap=True)
 
 
-def _share(metrics: Mapping[str, float]) -> str:
-    mean, low, high = (metrics[f"eval/preferred_ratio{end}"] for end in ("", "_low", "_high"))
+def _share(metrics: Mapping[str, float], what: str) -> str:
+    mean, low, high = (metrics[f"{what}{end}"] for end in ("", "_low", "_high"))
     return f"{mean:.3f} ({low:.3f} to {high:.3f})"
 
 
