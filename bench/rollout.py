@@ -1,152 +1,178 @@
-"""Speed and memory of the native rollout engine, beside the machine's own limit.
+"""Speed and memory of the rollout engine beside other samplers and the machine's own limit.
 
-    python bench/rollout.py [--work small | tiny] [--repeats N]
+    python bench/rollout.py [--work NAME ...] [--rounds N] [--tunix PYTHON] [--transformers PYTHON] [--json FILE]
 
-`small`: 32 different prompts of 64 tokens, 128 new tokens each, hidden 256 x 4 layers, vocabulary 4,096, float32.
-`tiny`: 32 groups of 8 samples, prompts of 16 tokens, 24 new tokens, hidden 128 x 2 layers, vocabulary 262.
+A random decoder of hidden 256 x 4 layers, vocabulary 4,096, float32, temperature 1; prompts differ in every round:
 
-The limit is the time that the multiply-adds alone take at the rate of this machine's matrix product of the same
-shape. `cpu` columns are process time, which neighbours on the machine disturb less than wall time.
+`prompts`: 32 prompts of 64 tokens, 128 new ones each. `groups`: 4 prompts x 8 samples, 64 + 128. `skewed`: 32 prompts
+of 64, 16 to 48 new tokens, but 320 for three; no engine is told which. `system`: 32 prompts of 512 shared and 32 own
+tokens, 64 new.
+
+Each engine runs in a process of its own, a peer in the Python that is given (with what `peers/` imports), and they take
+turns, so that what else the machine does falls on all. `best` is the fastest round. The limit is the time that the
+multiply-adds of the work take at the rate of this machine's matrix product of the same rows, or that reading weights
+and cache takes at its rate of reading as many bytes again and again, whichever is longer.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from posttrain.models.decoder import Decoder
-from posttrain.rollout.native import NativeEngine
-from posttrain.rollout.types import SamplingParams, sample_key
-from posttrain.weights.load import init_model
+PEERS = Path(__file__).resolve().parent / "peers"
+sys.path.insert(0, str(PEERS))
 
+from work import VOCABULARY, WORKS, Work  # noqa: E402
 
-@dataclass(frozen=True)
-class Work:
-    embed_dim: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_dim: int
-    vocab_size: int
-    prompts: int
-    group: int
-    prompt_tokens: int
-    new_tokens: int
-
-    @property
-    def samples(self) -> int:
-        return self.prompts * self.group
-
-    @property
-    def model(self) -> Decoder:
-        fields = {
-            "model_type": "llama",
-            "hidden_size": self.embed_dim,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.mlp_dim,
-            "vocab_size": self.vocab_size,
-            "max_position_embeddings": 1024,
-            "tie_word_embeddings": True,
-        }
-        return init_model(fields, dtype=jnp.float32, seed=0)
-
-    @property
-    def flops(self) -> float:
-        """Multiply-adds x 2 of one batch: prompts once per group, causal attention, logits of new tokens only."""
-        body = (
-            self.num_layers
-            * self.embed_dim
-            * (2 * (self.num_heads + self.num_kv_heads) * self.head_dim + 3 * self.mlp_dim)
-        )
-        head = self.embed_dim * self.vocab_size
-        attention = 4 * self.num_layers * self.num_heads * self.head_dim
-        prompt = self.prompt_tokens * (2 * body + attention * self.prompt_tokens / 2)
-        new = self.new_tokens * (2 * (body + head) + attention * (self.prompt_tokens + self.new_tokens / 2))
-        return self.prompts * prompt + self.samples * new
+BODY = 4 * 256 * (2 * (8 + 4) * 32 + 3 * 768)
+HEAD = 256 * VOCABULARY
+ATTENTION = 4 * 4 * 8 * 32
+"""Multiply-adds x 2 of one new token per position of the context."""
+CACHE_BYTES = 4 * 2 * 4 * 32 * 4
+"""Of one position."""
 
 
-WORKS = {
-    "small": Work(256, 4, 8, 4, 32, 768, 4096, prompts=32, group=1, prompt_tokens=64, new_tokens=128),
-    "tiny": Work(128, 2, 4, 2, 32, 384, 262, prompts=32, group=8, prompt_tokens=16, new_tokens=24),
-}
+class Driver:
+    """A driver's process, which draws a batch when asked to."""
+
+    def __init__(self, python: str, file: str, work: Work):
+        environment = os.environ | {"PYTHONPATH": str(PEERS.parent.parent), "HF_HUB_OFFLINE": "1"}
+        command = [python, str(PEERS / file), work.dumps()]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        self.facts = self._answer()
+
+    def draw(self) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise RuntimeError(f"{self._process.args} ended with code {self._process.wait()}")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
 
-def timed(call: Callable[[], object]) -> tuple[float, float]:
-    wall, cpu = time.perf_counter(), time.process_time()
+def seconds(call: Callable[[], object], times: int = 7) -> float:
+    """Of the fastest call after the first."""
     call()
-    return time.perf_counter() - wall, time.process_time() - cpu
+    taken = []
+    for _ in range(times):
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
+    return min(taken)
 
 
-def matmul_rate(rows: int, work: Work) -> float:
-    """FLOP per second of process time of the product that decoding does most."""
-    a, b = jnp.ones((rows, work.embed_dim)), jnp.ones((work.embed_dim, work.mlp_dim))
-    times = 200
+def matmul_rate(rows: int) -> float:
+    """FLOP per second of the product that decoding does most."""
+    a, b, times = jnp.ones((rows, 256)), jnp.ones((256, 768)), 200
     product = jax.jit(lambda a, b: jax.lax.fori_loop(0, times, lambda _, x: x + 1e-9 * (x @ b)[:, :1], a))
-    product(a, b).block_until_ready()
-    cpu = min(timed(lambda: product(a, b).block_until_ready())[1] for _ in range(5))
-    return 2 * rows * work.embed_dim * work.mlp_dim * times / cpu
+    return 2 * rows * 256 * 768 * times / seconds(lambda: product(a, b).block_until_ready())
 
 
-def measure(name: str, work: Work, repeats: int) -> dict[str, float | str]:
-    engine = NativeEngine(
-        work.model,
-        slots=work.samples,
-        max_length=work.prompt_tokens + work.new_tokens,
-        decode_steps=32,
-        tokenizer_decode=None,
-        version=0,
+def read_rate(size: int) -> float:
+    """Bytes per second of products of one row with a matrix of as many bytes, which read it once each."""
+    matrix, times = jnp.ones((256, size // 1024)), 20
+    read = jax.jit(lambda x, m: jax.lax.fori_loop(0, times, lambda _, x: x + 1e-9 * (x @ m)[:, :1], x))
+    return size * times / seconds(lambda: read(jnp.ones((1, 256)), matrix).block_until_ready())
+
+
+def limits_s(work: Work) -> dict[str, float]:
+    """Least seconds of a batch: prompts once each, what they share once; the head for new tokens only."""
+    shared, own = work.shared_tokens, work.prompts * work.own_tokens
+    flops = 2 * BODY * (shared + own) + ATTENTION * (shared**2 / 2 + own * (shared + work.own_tokens / 2))
+    positions = sum(n * (work.prompt_tokens + n / 2) for n in work.lengths)
+    flops += 2 * (BODY + HEAD) * work.new_tokens + ATTENTION * positions
+    read = 4 * (BODY + HEAD) * work.longest + CACHE_BYTES * positions
+    rate = matmul_rate(max(1, round(work.new_tokens / work.longest)))
+    return {"matmul": flops / rate, "bandwidth": read / read_rate(4 * (BODY + HEAD))}
+
+
+def measure(name: str, drivers: dict[str, tuple[str, str]], rounds: int) -> dict[str, dict[str, Any]]:
+    """By engine, what its rounds took."""
+    work = WORKS[name]
+    running = {engine: Driver(python, file, work) for engine, (python, file) in drivers.items()}
+    first = {engine: driver.draw() for engine, driver in running.items()}
+    taken: dict[str, list[dict[str, Any]]] = {engine: [] for engine in running}
+    for _ in range(rounds):
+        for engine, driver in running.items():
+            taken[engine].append(driver.draw())
+    limits = limits_s(work)
+    bound = max(limits, key=lambda limit: limits[limit])
+    results = {}
+    for engine, driver in running.items():
+        driver.close()
+        best = min(taken[engine], key=lambda one: one["wall_s"])
+        total = [one["wall_s"] + one["prepare_s"] for one in (first[engine], *taken[engine])]
+        speeds = sorted(one["tokens"] / one["wall_s"] for one in taken[engine])
+        results[engine] = {
+            "tokens/s, best": best["tokens"] / best["wall_s"],
+            "tokens/s, median": speeds[len(speeds) // 2],
+            "tokens per CPU s": max(one["tokens"] / one["cpu_s"] for one in taken[engine]),
+            "batch s": best["wall_s"],
+            "first batch s": total[0],
+            "of it compiling": total[0] - min(total[1:]),
+            f"share of {bound} limit %": 100 * limits[bound] / best["wall_s"],
+            "peak MiB": taken[engine][-1]["peak_mib"],
+            "of it beyond imports": taken[engine][-1]["peak_mib"] - driver.facts["base_mib"],
+            "others' CPUs": sum(one["others_cpus"] for one in taken[engine]) / rounds,
+            "versions": driver.facts["versions"],
+        }
+    return results
+
+
+def show(name: str, results: dict[str, dict[str, Any]]) -> None:
+    print(f"\n{name:<24}" + "".join(f"{engine:>14}" for engine in results))
+    keys = [key for key in next(iter(results.values())) if key != "versions"]
+    for key in keys:
+        print(f"{key:<24}" + "".join(f"{result[key]:>14,.2f}" for result in results.values()))
+    own = results["posttrain"]["tokens/s, median"]
+    print(
+        f"{'posttrain is faster by':<24}" + "".join(f"{own / r['tokens/s, median']:>14,.2f}" for r in results.values())
     )
-
-    def batch(step: int) -> None:
-        rng = np.random.default_rng(step)
-        prompts = rng.integers(3, work.vocab_size, (work.prompts, work.prompt_tokens)).tolist()
-        params = [
-            SamplingParams(
-                max_tokens=work.new_tokens, temperature=1.0, stop_token_ids=(), key=sample_key(0, step, p, g)
-            )
-            for p in range(work.prompts)
-            for g in range(work.group)
-        ]
-        engine.generate_all([prompt for prompt in prompts for _ in range(work.group)], params)
-
-    first, _ = timed(lambda: batch(0))
-    times = np.asarray([timed(lambda step=step: batch(step)) for step in range(1, 1 + repeats)])
-    wall, cpu = times.min(axis=0)
-    tokens = work.samples * work.new_tokens
-    return {
-        "work": name,
-        "tokens/s": tokens / wall,
-        "tokens/s cpu": tokens / cpu,
-        "batch s": wall,
-        "batch cpu s": cpu,
-        "first batch s": first,
-        "compile s": engine.programs.compile_s,
-        "programs": len(engine.programs),
-        "share of limit %": 100 * work.flops / matmul_rate(work.samples, work) / cpu,
-        "peak MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", choices=list(WORKS), help="by default all")
-    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--work", choices=list(WORKS), nargs="+", default=list(WORKS))
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--tunix", metavar="PYTHON", help="of an environment with google-tunix")
+    parser.add_argument("--transformers", metavar="PYTHON", help="of an environment with transformers and torch")
+    parser.add_argument("--json", type=Path, help="also write all figures here")
     arguments = parser.parse_args()
-    for name in [arguments.work] if arguments.work else WORKS:
-        for key, value in measure(name, WORKS[name], arguments.repeats).items():
-            print(f"{key:>18} {value:>12}" if isinstance(value, str | int) else f"{key:>18} {value:12.2f}")
-        print()
+    drivers = {"posttrain": (sys.executable, "native.py")}
+    if arguments.tunix:
+        drivers["tunix"] = (arguments.tunix, "tunix_sampler.py")
+    if arguments.transformers:
+        drivers["transformers"] = (arguments.transformers, "transformers_generate.py")
+    found = {}
+    print(f"load average before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    for name in arguments.work:
+        found[name] = measure(name, drivers, arguments.rounds)
+        show(name, found[name])
+    for engine, result in next(iter(found.values())).items():
+        print(f"\n{engine}: " + ", ".join(f"{package} {version}" for package, version in result["versions"].items()))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

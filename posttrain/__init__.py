@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from posttrain.trainer import Trainer as Trainer
     from posttrain.tree import Mean as Mean
     from posttrain.weights.load import load_model as load_model
-    from posttrain.weights.peft import save_adapter as save_adapter
+    from posttrain.weights.peft_save import save_adapter as save_adapter
     from posttrain.weights.save import save_model as save_model
 
 __version__ = "0.1.0"
@@ -47,7 +47,7 @@ _MODULES = {
     "generate": "posttrain.recipes.generate",
     "load_model": "posttrain.weights.load",
     "load_tokenizer": "posttrain.data.tokenizer",
-    "save_adapter": "posttrain.weights.peft",
+    "save_adapter": "posttrain.weights.peft_save",
     "save_model": "posttrain.weights.save",
 }
 

@@ -31,11 +31,11 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
     from posttrain.config_file import load_config
 
     loaded = load_config(config, overrides or [])
-    from posttrain.console import show_log
+    from posttrain.console import shown_log
     from posttrain.recipes import run as recipe
 
-    show_log()
-    recipe.run(loaded.config, loaded.base_dir)
+    with shown_log():
+        recipe.run(loaded.config, loaded.base_dir)
 
 
 @app.command()
@@ -62,11 +62,16 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="0: off.")] = 0,
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
     min_p: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: what was said is less likely.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Taken off the logits of tokens in the text.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same, times how often they are in it.")] = 0.0,
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens.")] = False,
+    n: Annotated[int, typer.Option("-n", "--samples", min=1, help="Completions of each prompt.")] = 1,
     seed: Annotated[int | None, typer.Option(help="By default drawn from the system.")] = None,
     chat: Annotated[bool | None, typer.Option(help="Use the chat template; by default if there is one.")] = None,
 ) -> None:
-    """Print one completion of each prompt."""
+    """Print completions of each prompt, with `--no-chat` or without a template after the prompt itself."""
     if not Path(model).expanduser().exists() and model.startswith(("/", ".", "~")):
         raise ConfigError(f"model {model}: there is no such folder")
     from posttrain.data.tokenizer import load_tokenizer
@@ -84,11 +89,16 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
         stop=stop or [],
+        ignore_eos=ignore_eos,
+        n=n,
         seed=seed,
         chat=chat,
     )
-    for prompt, answer in zip(texts, answers, strict=True):
+    for prompt, answer in zip([text for text in texts for _ in range(n)], answers, strict=True):
         print(f"{prompt}{answer}" if chat is False or tokenizer.chat_template is None else answer)
 
 
@@ -128,10 +138,10 @@ class Reader(StrEnum):
 @app.command()
 def export(
     run: Annotated[str, typer.Argument(help="The output folder of a run, or the folder of one of its stages.")],
-    out: Annotated[str, typer.Argument(help="A new folder.")],
     to: Annotated[
         Target, typer.Option(help="hf: a model; merged: with the adapter added to its base; peft: the adapter alone.")
     ],
+    out: Annotated[str | None, typer.Argument(help="A new folder; by default one in the stage's folder.")] = None,
     step: Annotated[int | None, typer.Option(min=0, help="By default the newest checkpoint.")] = None,
     reader: Annotated[
         Reader | None, typer.Option(help="What reads it again; by default transformers where torch is installed.")
@@ -140,7 +150,14 @@ def export(
     """Write a run's model for other tools, read it again, and refuse it where it is not the same model."""
     from posttrain.recipes.export import export as recipe
 
-    print(recipe(Path(run), Path(out), to.value, step=step, reader=None if reader is None else reader.value))
+    folder, proof = recipe(
+        Path(run),
+        None if out is None else Path(out),
+        to.value,
+        step=step,
+        reader=None if reader is None else reader.value,
+    )
+    print(f"{folder}: {proof}")
 
 
 def main() -> None:

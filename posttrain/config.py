@@ -229,6 +229,8 @@ class SamplingSection(Section):
     """0: off."""
     top_p: Fraction = 1.0
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Above 1: tokens of prompt and sample are less likely, arXiv:1909.05858; the trainer scores without it."""
     stop: tuple[str, ...] = ()
     """Strings that end a sample; the text ends before them."""
 

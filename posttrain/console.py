@@ -334,9 +334,18 @@ class _LogHandler(logging.Handler):
         console().print(record.getMessage(), style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
-def show_log() -> None:
-    """Print what the package logs, such as the kernels that it chose; a second call changes nothing."""
-    logger = logging.getLogger("posttrain")
+@contextmanager
+def shown_log() -> Iterator[None]:
+    """Print what the package logs meanwhile, such as the kernels that it chose, and only here: a library that sets up
+    logging for all would print it once more."""
+    logger, handler = logging.getLogger("posttrain"), _LogHandler()
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    if not any(isinstance(handler, _LogHandler) for handler in logger.handlers):
-        logger.addHandler(_LogHandler())
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate

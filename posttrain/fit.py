@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
@@ -93,13 +94,14 @@ def restore_latest(trainer: Trainer, data: Resumable, checkpointer: Checkpointer
     if step is None:
         return False
     state, host = checkpointer.restore(step, trainer.state())
-    _check_origin(checkpointer, step, host["origin"], origin)
+    check_origin(checkpointer.directory / str(step), host["origin"], origin)
     trainer.restore(state, host["step"])
     data.restore(host["data"])
     return True
 
 
-def _check_origin(checkpointer: Checkpointer, step: int, saved: Mapping[str, str], origin: Origin) -> None:
+def check_origin(where: Path, saved: Mapping[str, str], origin: Origin) -> None:
+    """ConfigError where what lies in `where` began with a model of other parts: `saved` and not those of `origin`."""
     names = sorted({*saved, *origin.parts})
     changed = [
         f"{name} {'is gone' if name not in origin.parts else 'is new' if name not in saved else 'has changed'}"
@@ -108,8 +110,8 @@ def _check_origin(checkpointer: Checkpointer, step: int, saved: Mapping[str, str
     ]
     if changed:
         raise ConfigError(
-            f"{checkpointer.directory / str(step)}: the checkpoint continues another model: in {origin.name} "
-            f"{', '.join(changed)} since it was written; give another output, or bring the old model back"
+            f"{where}: continues another model: in {origin.name} {', '.join(changed)} since it was written; "
+            "give another output, or bring the old model back"
         )
 
 

@@ -220,6 +220,31 @@ def test_generate(finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -
     assert not chat.startswith("1+1=")
 
 
+def test_generate_hands_its_options_on(finished: tuple[Path, str]) -> None:
+    import posttrain as pt
+
+    model = model_of(finished)
+    options = (
+        "--max-tokens 9 --temperature 1 --seed 3 --repetition-penalty 1.5 --presence-penalty 0.5 -n 2 --ignore-eos"
+    )
+    printed = posttrain("generate", model, "1+1=", "--no-chat", *options.split(), "--frequency-penalty", "-1").out
+    texts = pt.generate(
+        pt.load_model(model),
+        pt.load_tokenizer(model),
+        ["1+1="],
+        max_new_tokens=9,
+        temperature=1.0,
+        repetition_penalty=1.5,
+        presence_penalty=0.5,
+        frequency_penalty=-1.0,
+        ignore_eos=True,
+        n=2,
+        seed=3,
+        chat=False,
+    )
+    assert printed == "".join(f"1+1={text}\n" for text in texts)
+
+
 def test_generate_seed_and_stop(finished: tuple[Path, str]) -> None:
     model = model_of(finished)
 
@@ -240,6 +265,7 @@ def test_generate_seed_and_stop(finished: tuple[Path, str]) -> None:
         (["--max-tokens", "4", "--top-p", "0"], "top_p=0.0: must be above 0"),
         (["--max-tokens", "4", "--min-p", "1"], "min_p=1.0: must be"),
         (["--max-tokens", "4", "--stop", ""], "stop="),
+        (["--max-tokens", "4", "--repetition-penalty", "0"], "repetition_penalty=0.0: must be"),
     ],
 )
 def test_generate_mistakes(finished: tuple[Path, str], arguments: list[str], words: str) -> None:

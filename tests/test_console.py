@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 import time
 
@@ -10,7 +11,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from posttrain.console import ConsoleSink, console, cut, printable, progress, progress_bar
+from posttrain.console import ConsoleSink, console, cut, printable, progress, progress_bar, shown_log
 from posttrain.metrics import Sample
 
 RL = {
@@ -208,3 +209,14 @@ def test_a_terminal_shows_a_bar_and_removes_it():
         time.sleep(0.3)
         advance(5)
     assert "5/10" in text_of(output)
+
+
+def test_the_log_is_shown_once_and_only_meanwhile(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture):
+    logger = logging.getLogger("posttrain.kernels")
+    with shown_log():
+        logger.info("kernel [a] for b")
+    assert capsys.readouterr().out == "kernel [a] for b\n"
+    assert caplog.records == []  # what stands for the handlers of others
+    with caplog.at_level(logging.INFO):
+        logger.info("kernel c")
+    assert capsys.readouterr().out == "" and caplog.messages == ["kernel c"]

@@ -73,10 +73,10 @@ class Renderer:
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
         """The tokens that a reply to these messages is sampled after."""
         if not self.chat:
-            return self._begin(self.tokenizer.encode(plain_text(messages)))
+            return self.tokenizer.known(self._begin(self.tokenizer.encode(plain_text(messages))))
         conversation = self._conversation(messages, tools)
         text, _ = self._render(conversation, len(messages), generation_prompt=True)
-        return self._tokenize(text, conversation.literals, ())[0]
+        return self.tokenizer.known(self._tokenize(text, conversation.literals, ())[0])
 
     def conversation(
         self, messages: Sequence[Message], *, first: int = 0, tools: Sequence[dict[str, Any]] | None = None
@@ -107,18 +107,18 @@ class Renderer:
                 f"chat template of {self.tokenizer.name}: {which} of the conversation would have loss (roles {roles}); "
                 "it needs at least one prompt message and one assistant message"
             )
-        return Masked(tokens, [False, *mask[1:]])
+        return Masked(self.tokenizer.known(tokens), [False, *mask[1:]])
 
     def completion(self, prompt: str, completion: str) -> Masked:
         """A plain prompt without loss, then its completion and the end token with loss."""
         before, after = self.tokenizer.encode_after(prompt, completion)
         before, after = self._begin(before), self._end(after)
         mask = [False] * len(before) + [True] * len(after)
-        return Masked(before + after, [False, *mask[1:]])
+        return Masked(self.tokenizer.known(before + after), [False, *mask[1:]])
 
     def text(self, text: str) -> Masked:
         """A plain text with loss on all but its first token; begin and end tokens are put where it has none."""
-        tokens = self._end(self._begin(self.tokenizer.encode(text)))
+        tokens = self.tokenizer.known(self._end(self._begin(self.tokenizer.encode(text))))
         return Masked(tokens, [False] + [True] * (len(tokens) - 1))
 
     def _begin(self, tokens: list[int]) -> list[int]:

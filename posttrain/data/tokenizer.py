@@ -29,6 +29,8 @@ class Tokenizer:
     name: str
     generation: Mapping[str, Any]
     """`generation_config.json`, empty where the source has none."""
+    num_rows: int | None = None
+    """Rows of the model's embedding; None: there is no model to hold the tokens against."""
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -58,6 +60,20 @@ class Tokenizer:
                 raise ConfigError(f"stop_tokens: {self.name} has no token {text!r}{did_you_mean(text, vocabulary)}")
         stops = dict.fromkeys((*self.stop_ids, *(vocabulary[text] for text in texts)))
         return replace(self, generation={**self.generation, "eos_token_id": list(stops)}) if texts else self
+
+    def for_model(self, num_rows: int) -> Tokenizer:
+        """The same tokenizer for a model whose embedding has so many rows: `known` refuses tokens beyond them."""
+        return replace(self, num_rows=num_rows)
+
+    def known(self, tokens: list[int]) -> list[int]:
+        """`tokens`. Raises `ConfigError` for one that has no row in the model's embedding."""
+        if self.num_rows is not None and tokens and max(tokens) >= self.num_rows:
+            token = max(tokens)
+            raise ConfigError(
+                f"token {self.hf.convert_ids_to_tokens(token)!r} has id {token}, but the model's embedding has only "
+                f"{self.num_rows} rows; leave the text out, or use a tokenizer and a model that belong together"
+            )
+        return tokens
 
     @cached_property
     def bos_id(self) -> int | None:

@@ -95,8 +95,13 @@ def default_rope(theta: float, head_dim: int) -> Rope:
 
 
 def max_positions(hf: Fields) -> int:
-    """Of LongRoPE's two sets of factors each is for so many positions; of the other kinds all are one."""
+    """`max_position_embeddings`, but for YaRN at least what it stretches to: who adds it leaves that field as it is.
+
+    Of LongRoPE's two sets of factors each is for so many positions.
+    """
     positions, fields = hf.get("max_position_embeddings", int), _section(hf)
+    if _kind(fields) == "yarn" and "factor" in fields:
+        return max(positions, round(_original(fields, hf) * fields.get("factor", float)))
     if _kind(fields) not in LONGROPE or hf.long_context:
         return positions
     return min(positions, _original(fields, hf))

@@ -21,24 +21,28 @@ from posttrain.recipes.run import CONFIG_NAME
 from posttrain.recipes.source import tokenizer_name
 from posttrain.recipes.stage import StageRun, read_source
 from posttrain.weights.lora import has_lora
-from posttrain.weights.peft import save_adapter
+from posttrain.weights.peft_save import save_adapter
 from posttrain.weights.save import save_model
 from posttrain.weights.state import ModelWeights
 
 Target = Literal["hf", "peft", "merged"]
 
 
-def export(run: Path, out: Path, to: Target, *, step: int | None = None, reader: Reader | None = None) -> Proof:
+def export(
+    run: Path, out: Path | None, to: Target, *, step: int | None = None, reader: Reader | None = None
+) -> tuple[Path, Proof]:
     """Write the model of a run's checkpoint and prove it: `hf` a model without adapter, `merged` one whose adapter is
-    added to its base, `peft` the adapter alone.
+    added to its base, `peft` the adapter alone. Where it lies, and the proof.
 
-    `run`: the output of a run, whose last begun stage is meant, or a stage's folder in it. `step`: by default the
-    newest. ConfigError for what cannot be exported; ProofError where what was written is not the model: it is then left
-    beside `out` under the ending `.unproved`.
+    `run`: the output of a run, whose last begun stage is meant, or a stage's folder in it. `out`: by default
+    `export-hf`, `export-merged` or `export-peft` in the stage's folder. `step`: by default the newest. ConfigError for
+    what cannot be exported; ProofError where what was written is not the model: it is then left beside `out` under the
+    ending `.unproved`.
     """
     output, name = _find_stage(run)
     config = load_config(output / CONFIG_NAME).config
     tokenizer = _tokenizer(output, name, config)
+    out = output / name / f"export-{to}" if out is None else out
     if out.exists():
         raise ConfigError(f"{out}: exists; give a new folder")
     stage = _stage(output, name, config, tokenizer)
@@ -58,7 +62,7 @@ def export(run: Path, out: Path, to: Target, *, step: int | None = None, reader:
         save_adapter(model, unproved, base=base)
     proof = prove(model, unproved, tokenizer, reader or default_reader(adapter=base is not None), base=base)
     unproved.rename(out)
-    return proof
+    return out, proof
 
 
 def _find_stage(run: Path) -> tuple[Path, str]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
 
 from posttrain.config import ConfigError
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.native import NativeEngine
-from posttrain.rollout.stopping import before_stop
-from posttrain.rollout.types import SamplingParams, sample_key
+from posttrain.rollout.stopping import text_of
+from posttrain.rollout.types import SamplingParams, samples_of
 
 MAX_SLOTS = 64
 DEFAULT_NEW_TOKENS = 128
@@ -28,16 +27,24 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
     stop: Sequence[str] = (),
+    ignore_eos: bool = False,
+    n: int = 1,
     seed: int | None = None,
     chat: bool | None = None,
 ) -> list[str]:
-    """One completion of each prompt, without stop token or stop string.
+    """`n` completions of each prompt, those of a prompt side by side, without stop token or stop string.
 
     `max_new_tokens`: None for 128, or for what the longest prompt leaves of the model's context. `chat`: wrap each
-    prompt as a user's turn in the tokenizer's template; by default if it has one. `seed`: by default drawn from the
-    system. ConfigError for settings out of range, and for prompts that are empty or too long.
+    prompt as a user's turn in the tokenizer's template; by default if it has one. `ignore_eos`: only stop strings and
+    `max_new_tokens` end a text. `seed`: by default drawn from the system. ConfigError for settings out of range, and
+    for prompts that are empty or too long.
     """
+    if n < 1:
+        raise ConfigError(f"generate: n={n}: must be at least 1")
     if not prompts:
         return []
     renderer = Renderer(tokenizer, tokenizer.chat_template is not None if chat is None else chat)
@@ -53,26 +60,30 @@ def generate(
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
             stop=tuple(stop),
             stop_token_ids=tokenizer.stop_ids,
+            ignore_eos=ignore_eos,
             key=(0, 0),
         )
     except ValueError as error:
         raise ConfigError(f"generate: {str(error).removeprefix('sampling.')}") from error
-    params = [replace(common, key=sample_key(seed, 0, index, 0)) for index in range(len(prompts))]
+    params = [p for index in range(len(prompts)) for p in samples_of(common, n=n, seed=seed, prompt=index)]
     engine = NativeEngine(
         model,
-        slots=min(len(prompts), MAX_SLOTS),
+        slots=min(len(params), MAX_SLOTS),
         max_length=max(map(len, rendered)) + max_new_tokens,
         decode_steps=32,
         tokenizer_decode=tokenizer.decode,
         version=0,
     )
     try:
-        completions = engine.generate_all(rendered, params)
+        completions = engine.generate_all([prompt for prompt in rendered for _ in range(n)], params)
     finally:
         engine.close()
-    return [before_stop(tokenizer.decode(c.tokens), stop) for c in completions]
+    return [text_of(tokenizer.decode, completion.tokens, common.ends, stop) for completion in completions]
 
 
 def _check_lengths(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:

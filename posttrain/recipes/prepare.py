@@ -146,6 +146,8 @@ def _read_model(prepared: Prepared) -> None:
         prepared.notes.append(f"not checked, no network: the model {config.model.path}, which run downloads")
         return
     prepared.model = model
+    if tokenizer is not None:
+        prepared.tokenizer = tokenizer.for_model(model.vocab_size)
     if config.model.lora is not None:
         check_lora(model, config.model.lora, config.model.quantize)
     if config.model.tokenizer is not None and vocab_size is not None and vocab_size > model.vocab_size:

@@ -17,7 +17,7 @@ from posttrain.checkpoint import Checkpointer
 from posttrain.config import ModelSection, TrainSection
 from posttrain.console import console
 from posttrain.data.tokenizer import Tokenizer
-from posttrain.fit import Every, Origin, Resumable, StopRequest, restore_latest, run_steps
+from posttrain.fit import Every, Origin, Resumable, StopRequest, check_origin, restore_latest, run_steps
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
 from posttrain.optim import make_schedule
@@ -93,7 +93,7 @@ class StageRun:
         ids = self.tokenizer.num_ids
         if ids == rows:
             return None
-        what = "the rest is never sampled" if ids < rows else "the tokens beyond cannot be used"
+        what = "the rest is never sampled" if ids < rows else "a text with one of the tokens beyond is refused"
         console().print(f"vocabulary: {ids:,} token ids, {rows:,} rows in the embedding; {what}", highlight=False)
         return ids if ids < rows else None
 
@@ -154,7 +154,9 @@ class StageRun:
     @contextmanager
     def opened(self, trainer: Trainer, data: Resumable, num_steps: int) -> Iterator[tuple[Sinks, Checkpointer]]:
         """Sinks and checkpoints, with trainer and data brought to the newest checkpoint."""
-        self.remember("source", lambda: self.origin.name)
+        # Also before the first checkpoint: the evaluation before training is of this model.
+        source = self.remember("source", lambda: {"name": self.origin.name, "parts": self.origin.parts})
+        check_origin(self.folder, source["parts"], self.origin)
         with Checkpointer(self.folder / "checkpoints") as checkpointer:
             if restore_latest(trainer, data, checkpointer, self.origin):
                 console().print(f"resuming after step {trainer.step_number} of {num_steps}")
@@ -192,7 +194,7 @@ class StageRun:
 def read_source(folder: Path) -> str | None:
     """Folder or hub id of the model that a stage began with; None: random weights, or the stage never began."""
     file = folder / "source.json"
-    name = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    name = json.loads(file.read_text(encoding="utf-8"))["name"] if file.exists() else None
     return None if name == RANDOM_WEIGHTS else name
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from posttrain.config import ConfigError, SamplingSection
 from posttrain.data.chat import Message, Renderer
 from posttrain.rl.types import Env, Example, Group, SingleTurn, Trajectory
-from posttrain.rollout.stopping import before_stop
+from posttrain.rollout.stopping import text_of
 from posttrain.rollout.types import RolloutEngine, SamplingParams, sample_key
 
 
@@ -32,6 +32,7 @@ class Sampler:
             top_k=s.top_k,
             top_p=s.top_p,
             min_p=s.min_p,
+            repetition_penalty=s.repetition_penalty,
             stop=s.stop,
             stop_token_ids=self.renderer.tokenizer.stop_ids,
             key=sample_key(self.seed, step, prompt, sample),
@@ -47,8 +48,9 @@ class Sampler:
                 f"row {example.index}: its prompt has {len(prompt)} tokens, more than max_prompt_tokens="
                 f"{self.max_prompt_tokens}; raise row_tokens or leave the row out"
             )
-        completion = await self.engine.generate(prompt, self.params(step, prompt_number, sample))
-        text = self._text(completion.tokens)
+        params = self.params(step, prompt_number, sample)
+        completion = await self.engine.generate(prompt, params)
+        text = text_of(self.renderer.tokenizer.decode, completion.tokens, params.ends, params.stop)
         turn: Message = {"role": "assistant", "content": text}
         reply = await env.reply(turn)
         if not reply.done:
@@ -69,9 +71,6 @@ class Sampler:
             versions=[-1] * before + list(completion.weights_versions),
             experts=completion.experts,
         )
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return before_stop(self.renderer.tokenizer.decode(tokens), self.sampling.stop)
 
 
 async def collect(

@@ -14,10 +14,11 @@ from posttrain.config import RolloutQuantize
 from posttrain.models.cache import KVCache
 from posttrain.models.decoder import Decoder
 from posttrain.models.moe import check_recording
-from posttrain.rollout.programs import Chunk, Loaded, Programs, Prompts, Rows, empty_slots
+from posttrain.rollout.programs import Chunk, Loaded, Prefilled, Programs, Prompts, Rows, Scored, empty_slots
+from posttrain.rollout.sampling import Sampling, TopLogps
 from posttrain.rollout.scheduler import Request, Scheduler, bucket, distinct_prefixes, row_sizes, rows_for, stop_at
 from posttrain.rollout.stopping import first_completed
-from posttrain.rollout.types import Completion, SamplingParams, StopReason
+from posttrain.rollout.types import Completion, SamplingParams, StopReason, TokenLogp
 from posttrain.weights.quantize import QuantizedCopies
 from posttrain.weights.state import ModelWeights
 
@@ -138,6 +139,10 @@ class NativeEngine:
         self._cache = None
 
     @property
+    def _vocab_size(self) -> int:
+        return self._loaded.source.model.config.vocab_size
+
+    @property
     def num_free(self) -> int:
         return len(self._scheduler.free)
 
@@ -146,7 +151,8 @@ class NativeEngine:
             raise RuntimeError("the engine is closed")
         if len(prompt) == 0:
             raise ValueError("generate: the prompt is empty; it needs at least one token, for instance BOS")
-        vocab_size = self._loaded.source.model.config.vocab_size
+        vocab_size = self._vocab_size
+        params.check_vocabulary(vocab_size)
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             raise ValueError(
                 f"generate: the prompt's token ids go from {min(prompt)} to {max(prompt)}; "
@@ -216,10 +222,14 @@ class NativeEngine:
         for width, entries in sorted(by_width.items()):
             rows = max(1, min(self.slots, PREFILL_TOKENS // width))
             for start in range(0, len(entries), rows):
-                yield self._prompt_call(entries[start : start + rows], rows, width)
+                yield self._prompt_call(entries[start : start + rows], rows, width, admitted)
 
     def _prompt_call(
-        self, entries: Sequence[tuple[tuple[int, ...], Sequence[int]]], rows: int, width: int
+        self,
+        entries: Sequence[tuple[tuple[int, ...], Sequence[int]]],
+        rows: int,
+        width: int,
+        admitted: dict[int, Request],
     ) -> tuple[Prompts, dict[int, int]]:
         tokens = np.zeros((rows, width), np.int32)
         lengths = np.zeros(rows, np.int32)
@@ -238,18 +248,19 @@ class NativeEngine:
                     "sources": pairs[:, 1],
                     "count": np.asarray(len(row_of), np.int32),
                 }
-            )
+            ),
+            scored=_scored(tokens, {row: admitted[slot] for slot, row in row_of.items()}),
         )
         return prompts, row_of
 
     def _rows(self, slots: Sequence[int], running: dict[int, Request]) -> Rows:
         requests = [running.get(slot, IDLE) for slot in slots]
         params = [request.params for request in requests]
-        while self._stop_ids_width < max(len(p.stop_token_ids) for p in params):
+        while self._stop_ids_width < max(len(p.ends) for p in params):
             self._stop_ids_width *= 2
         stop_ids = np.full((len(params), self._stop_ids_width), -1, np.int32)
         for row, p in enumerate(params):
-            stop_ids[row, : len(p.stop_token_ids)] = p.stop_token_ids
+            stop_ids[row, : len(p.ends)] = p.ends
         return Rows(
             **jax.device_put(
                 {
@@ -258,41 +269,46 @@ class NativeEngine:
                     "positions": np.asarray([r.position for r in requests], np.int32),
                     "ends": np.asarray([r.end for r in requests], np.int32),
                     "active": np.asarray([slot in running for slot in slots]),
-                    "temperature": np.asarray([p.temperature for p in params], np.float32),
-                    "top_k": np.asarray([p.top_k for p in params], np.int32),
-                    "top_p": np.asarray([p.top_p for p in params], np.float32),
-                    "min_p": np.asarray([p.min_p for p in params], np.float32),
-                    "keys": np.asarray([p.key for p in params], np.uint32),
                     "stop_ids": stop_ids,
                 }
-            )
+            ),
+            sampling=Sampling.of(
+                params,
+                [r.prompt for r in requests],
+                [r.tokens for r in requests],
+                vocab_size=self._vocab_size,
+                max_length=self.max_length,
+            ),
         )
 
-    def _run(self, dispatch: Dispatch) -> tuple[Chunk, list[np.ndarray | None]]:
-        """On the device; returns when the sampled tokens are on the host. Also the routing of each prefill call."""
+    def _run(self, dispatch: Dispatch) -> tuple[Chunk, list[Prefilled]]:
+        """On the device; returns when the sampled tokens are on the host."""
         with self._device:
             cache = self._cache
             self._cache = None  # gone if a program fails: it was donated
             if cache is None:
                 cache = empty_slots(dispatch.loaded, self.slots, self.max_length)
-            routings = []
+            prefilled = []
             for prompts, _ in dispatch.prompts:
-                cache, routing = self.programs.prefill(dispatch.loaded, cache, prompts)
-                routings.append(routing)
+                cache, beside = self.programs.prefill(dispatch.loaded, cache, prompts)
+                prefilled.append(beside)
             cache, chunk = self.programs.decode(
                 dispatch.loaded, cache, dispatch.rows, dispatch.stop_at, width=dispatch.width, steps=self.decode_steps
             )
             self._cache = None if self._closed else cache
-            return jax.device_get((chunk, routings))
+            return jax.device_get((chunk, prefilled))
 
-    def _collect(self, dispatch: Dispatch, found: tuple[Chunk, list[np.ndarray | None]]) -> None:
+    def _collect(self, dispatch: Dispatch, found: tuple[Chunk, list[Prefilled]]) -> None:
         """Hand the new tokens to their requests and free the slots of those that are done."""
-        chunk, routings = found
-        for (_, row_of), routing in zip(dispatch.prompts, routings, strict=True):
+        chunk, prefilled = found
+        for (_, row_of), beside in zip(dispatch.prompts, prefilled, strict=True):
             for slot, row in row_of.items():
-                if routing is not None:
-                    prompt = dispatch.running[slot].prompt
-                    dispatch.running[slot].experts.append(routing[row, : len(prompt) - 1])
+                admitted = dispatch.running[slot]
+                length = len(admitted.prompt) - 1
+                if beside.experts is not None:
+                    admitted.experts.append(np.asarray(beside.experts[row, :length]))
+                if beside.logps is not None:
+                    admitted.prompt_logps = (0.0, *np.asarray(beside.logps[row, :length]).tolist())
         for row, slot in enumerate(dispatch.slots):
             request = dispatch.running.get(slot)
             if request is None or self._scheduler.running.get(slot) is not request:
@@ -308,6 +324,8 @@ class NativeEngine:
             request.logps += chunk.logps[:count, row].tolist()
             request.kept_logps += chunk.kept_logps[:count, row].tolist()
             request.versions += [dispatch.loaded.version] * count
+            if chunk.top is not None:
+                request.top_logps += _top_logps(chunk.top, count, row, request.params.top_logps)
             if chunk.experts is not None:
                 request.experts.append(np.asarray(chunk.experts[:count, row]))
             reason = self._stop_reason(request, count)
@@ -323,6 +341,26 @@ class NativeEngine:
             if end is not None:
                 request.cut(end)
                 return "stop"
-        if request.tokens[-1] in params.stop_token_ids:
+        if request.tokens[-1] in params.ends:
             return "stop"
         return "length" if len(request.tokens) == params.max_tokens else None
+
+
+def _scored(prefixes: np.ndarray, requests: dict[int, Request]) -> Scored | None:
+    """What a prefill call needs to score prompts; by row of the call one of its requests."""
+    if not any(request.params.prompt_logps for request in requests.values()):
+        return None
+    targets, temperature = np.roll(prefixes, -1, axis=1), np.ones(len(prefixes), np.float32)
+    for row, request in requests.items():
+        targets[row, len(request.prompt) - 2] = request.prompt[-1]
+        temperature[row] = request.params.temperature
+    return Scored(**jax.device_put({"targets": targets, "temperature": temperature}))
+
+
+def _top_logps(top: TopLogps, count: int, row: int, number: int) -> list[tuple[TokenLogp, ...]]:
+    """The first `number` of each of a row's first `count` tokens."""
+    tokens, logps = np.asarray(top.tokens[:count, row]), np.asarray(top.logps[:count, row])
+    return [
+        tuple(map(TokenLogp, *pair))
+        for pair in zip(tokens[:, :number].tolist(), logps[:, :number].tolist(), strict=True)
+    ]

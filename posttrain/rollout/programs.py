@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
-from jaxtyping import Bool, Float, Int, UInt32
+from jaxtyping import Bool, Float, Int
 
 from posttrain.config import ROW_AXES
 from posttrain.mesh import row_shards
@@ -22,7 +22,7 @@ from posttrain.models.cache import KVCache, empty_cache
 from posttrain.models.config import ModelConfig
 from posttrain.models.context import Routing
 from posttrain.models.decoder import Decoder, decoding_config
-from posttrain.rollout.sampling import sample
+from posttrain.rollout.sampling import Sampling, TopLogps, sample, score, top_width
 from posttrain.tree import pytree
 from posttrain.weights.state import ModelWeights, Weights
 
@@ -59,6 +59,24 @@ class Prompts:
     sources: Int[Array, " S"]
     """`slots[i]` gets row `sources[i]`, for i < `count`."""
     count: Int[Array, ""]
+    scored: Scored | None
+    """None where no request wants log-probabilities of its prompt."""
+
+
+@pytree
+class Scored:
+    targets: Int[Array, "N T"]
+    """The token after each of the prompt's."""
+    temperature: Float[Array, " N"]
+
+
+@pytree
+class Prefilled:
+    """What a prefill call returns beside the cache."""
+
+    experts: Int[Array, "N T M k"] | None
+    logps: Float[Array, "N T"] | None
+    """Of `Scored.targets`."""
 
 
 @pytree
@@ -73,11 +91,7 @@ class Rows:
     ends: Int[Array, " R"]
     """First position that the sample may not take."""
     active: Bool[Array, " R"]
-    temperature: Float[Array, " R"]
-    top_k: Int[Array, " R"]
-    top_p: Float[Array, " R"]
-    min_p: Float[Array, " R"]
-    keys: UInt32[Array, "R 2"]
+    sampling: Sampling
     stop_ids: Int[Array, "R E"]
     """-1 where there are fewer than E."""
 
@@ -90,23 +104,33 @@ class Chunk:
     logps: Float[Array, "steps R"]
     kept_logps: Float[Array, "steps R"]
     counts: Int[Array, " R"]
+    top: TopLogps | None
+    """None where all rows are plain."""
     experts: Int[Array, "steps R M k"] | None
     """Of the token that each step read, which is the one before the token it sampled."""
 
 
-def prefill(
-    model: Decoder, cache: KVCache, prompts: Prompts, *, record: bool
-) -> tuple[KVCache, Int[Array, "N T M k"] | None]:
-    """Run prompts through the decoder and copy their keys and values to every slot that wants them. No logits."""
+def prefill(model: Decoder, cache: KVCache, prompts: Prompts, *, record: bool) -> tuple[KVCache, Prefilled]:
+    """Run prompts through the decoder and copy their keys and values to every slot that wants them."""
     rows, length = prompts.tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
     segments = (positions < prompts.lengths[:, None]).astype(jnp.int32)
     model = model.for_decoding()
     empty = empty_cache(model.config, rows, length, model.compute.dtype)
-    _, filled, routing = model.forward(prompts.tokens, positions, segments, empty)
+    hidden, filled, routing = model.forward(prompts.tokens, positions, segments, empty)
     assert filled is not None
-    experts = _recorded(routing) if record else None
-    return cache.insert(filled, prompts.slots, prompts.sources, prompts.count), experts
+    beside = Prefilled(
+        experts=_recorded(routing) if record else None,
+        logps=None if prompts.scored is None else _prompt_logps(model, hidden, prompts.scored),
+    )
+    return cache.insert(filled, prompts.slots, prompts.sources, prompts.count), beside
+
+
+def _prompt_logps(model: Decoder, hidden: Float[Array, "N T D"], scored: Scored) -> Float[Array, "N T"]:
+    rows, length = scored.targets.shape
+    temperature = jnp.repeat(scored.temperature, length)
+    flat = hidden.reshape(rows * length, -1), scored.targets.reshape(-1)
+    return score(model.logits, *flat, temperature, vocab_size=model.config.vocab_size).reshape(rows, length)
 
 
 def _recorded(routing: Routing | None) -> Int[Array, "B T M k"]:
@@ -134,38 +158,41 @@ def decode(
         return (step < steps) & (jnp.sum(active) > stop_at)
 
     def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        step, active, tokens, positions, near, chunk = carry
+        step, active, tokens, positions, near, tally, chunk = carry
         ones = jnp.ones((num_rows, 1), jnp.int32)
         hidden, near, routing = model.forward(tokens[:, None], positions[:, None], ones, near)
-        logits = model.logits(hidden)[:, 0]
-        new, logps, kept_logps = sample(
-            logits, rows.keys, positions + 1, rows.temperature, rows.top_k, rows.top_p, rows.min_p
-        )
+        drawn = sample(model.logits(hidden)[:, 0], positions + 1, rows.sampling, tally)
+        new = drawn.tokens
+        tally = None if tally is None else tally.count(new, active)
         chunk = Chunk(
             tokens=chunk.tokens.at[step].set(new),
-            logps=chunk.logps.at[step].set(logps),
-            kept_logps=chunk.kept_logps.at[step].set(kept_logps),
+            logps=chunk.logps.at[step].set(drawn.logps),
+            kept_logps=chunk.kept_logps.at[step].set(drawn.kept_logps),
             counts=chunk.counts + active,
+            top=jax.tree.map(lambda stored, x: stored.at[step].set(x), chunk.top, drawn.top),
             experts=None if chunk.experts is None else chunk.experts.at[step].set(_recorded(routing)[:, 0]),
         )
         tokens, positions = jnp.where(active, new, tokens), jnp.where(active, positions + 1, positions)
         stopped = jnp.any(new[:, None] == rows.stop_ids, axis=-1)
-        return step + 1, active & ~stopped & (positions + 1 < rows.ends), tokens, positions, near, chunk
+        return step + 1, active & ~stopped & (positions + 1 < rows.ends), tokens, positions, near, tally, chunk
 
-    chunk = Chunk(
-        tokens=jnp.zeros((steps, num_rows), jnp.int32),
-        logps=jnp.zeros((steps, num_rows), jnp.float32),
-        kept_logps=jnp.zeros((steps, num_rows), jnp.float32),
-        counts=jnp.zeros(num_rows, jnp.int32),
-        experts=_no_experts(model.config, (steps, num_rows)) if record else None,
-    )
-    carry = (jnp.int32(0), rows.active, rows.tokens, rows.positions, near, chunk)
-    *_, near, chunk = jax.lax.while_loop(active_left, body, carry)
+    tally = rows.sampling.tally(model.config.vocab_size)
+    chunk = _empty_chunk(model.config, (steps, num_rows), top=tally is not None, record=record)
+    carry = (jnp.int32(0), rows.active, rows.tokens, rows.positions, near, tally, chunk)
+    *_, near, _, chunk = jax.lax.while_loop(active_left, body, carry)
     return near if whole else cache.put(rows.slots, near), chunk
 
 
-def _no_experts(config: ModelConfig, lead: tuple[int, int]) -> Int[Array, "steps R M k"]:
-    return jnp.zeros((*lead, len(config.mixtures), config.mixtures[0].top_k), jnp.int16)
+def _empty_chunk(config: ModelConfig, lead: tuple[int, int], *, top: bool, record: bool) -> Chunk:
+    width = top_width(config.vocab_size)
+    return Chunk(
+        tokens=jnp.zeros(lead, jnp.int32),
+        logps=jnp.zeros(lead, jnp.float32),
+        kept_logps=jnp.zeros(lead, jnp.float32),
+        counts=jnp.zeros(lead[1], jnp.int32),
+        top=TopLogps(tokens=jnp.zeros((*lead, width), jnp.int32), logps=jnp.zeros((*lead, width))) if top else None,
+        experts=jnp.zeros((*lead, len(config.mixtures), config.mixtures[0].top_k), jnp.int16) if record else None,
+    )
 
 
 class Programs:
@@ -179,16 +206,21 @@ class Programs:
     def __len__(self) -> int:
         return len(self._compiled)
 
-    def prefill(self, loaded: Loaded, cache: KVCache, prompts: Prompts) -> tuple[KVCache, Int[Array, "N T M k"] | None]:
+    def prefill(self, loaded: Loaded, cache: KVCache, prompts: Prompts) -> tuple[KVCache, Prefilled]:
         function = partial(prefill, record=self._record)
-        return self._call(("prefill", prompts.tokens.shape), function, loaded, cache, prompts)
+        return self._call(("prefill", prompts.tokens.shape, prompts.scored is None), function, loaded, cache, prompts)
 
     def decode(
         self, loaded: Loaded, cache: KVCache, rows: Rows, stop_at: int, *, width: int, steps: int
     ) -> tuple[KVCache, Chunk]:
         function = partial(decode, width=width, steps=steps, record=self._record)
         return self._call(
-            ("decode", rows.stop_ids.shape, width, steps), function, loaded, cache, rows, np.int32(stop_at)
+            ("decode", rows.stop_ids.shape, rows.sampling.processors is None, width, steps),
+            function,
+            loaded,
+            cache,
+            rows,
+            np.int32(stop_at),
         )
 
     def _call(self, key: Hashable, function: Callable[..., Any], loaded: Loaded, cache: KVCache, *args: Any) -> Any:

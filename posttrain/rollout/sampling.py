@@ -2,47 +2,180 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, UInt32
 
+from posttrain.kernels.token_stats import chunk_length
+from posttrain.rollout.processors import Processors, Tally, process_reference
+from posttrain.rollout.types import MAX_TOP_LOGPS, SamplingParams
+from posttrain.tree import pytree
+
 ONE_BITS = 0x3F800000
 """float32 1.0 as an integer; among non-negative floats the order of the bits is the order of the values."""
 ROUNDS = ONE_BITS.bit_length()
 
 
-def sample(
-    logits: Float[Array, "S V"],
-    keys: UInt32[Array, "S 2"],
-    positions: Int[Array, " S"],
-    temperature: Float[Array, " S"],
-    top_k: Int[Array, " S"],
-    top_p: Float[Array, " S"],
-    min_p: Float[Array, " S"],
-) -> tuple[Int[Array, " S"], Float[Array, " S"], Float[Array, " S"]]:
-    """Tokens, their log-probabilities before truncation, and the log of the kept probability mass.
+@pytree
+class Sampling:
+    """The settings of R rows, one per running request."""
 
-    Each row is a function of its own arguments alone. Order as in Hugging Face: temperature, top-k, top-p, min-p, each
-    over what the one before it kept; tokens of equal probability are kept or dropped together. Temperature 0 is greedy.
+    keys: UInt32[Array, "R 2"]
+    temperature: Float[Array, " R"]
+    """0: greedy."""
+    top_k: Int[Array, " R"]
+    top_p: Float[Array, " R"]
+    min_p: Float[Array, " R"]
+    processors: Processors | None
+    """None where all rows are plain: another, faster program."""
+
+    @classmethod
+    def of(
+        cls,
+        params: Sequence[SamplingParams],
+        prompts: Sequence[Sequence[int]],
+        samples: Sequence[Sequence[int]],
+        *,
+        vocab_size: int,
+        max_length: int,
+    ) -> Sampling:
+        """Of each row its request, its prompt and what was sampled after it, together at most `max_length` tokens."""
+        is_plain = all(p.is_plain for p in params)
+        return cls(
+            **jax.device_put(
+                {
+                    "keys": np.asarray([p.key for p in params], np.uint32),
+                    "temperature": np.asarray([p.temperature for p in params], np.float32),
+                    "top_k": np.asarray([p.top_k for p in params], np.int32),
+                    "top_p": np.asarray([p.top_p for p in params], np.float32),
+                    "min_p": np.asarray([p.min_p for p in params], np.float32),
+                }
+            ),
+            processors=None
+            if is_plain
+            else Processors.of(params, prompts, samples, vocab_size=vocab_size, max_length=max_length),
+        )
+
+    def tally(self, vocab_size: int) -> Tally | None:
+        """What `sample` needs beside logits at the first token of a dispatch; then `Tally.count` each new token."""
+        return None if self.processors is None else Tally.start(self.processors, vocab_size)
+
+
+@pytree
+class Drawn:
+    """The next token of each row, see `Completion`."""
+
+    tokens: Int[Array, " R"]
+    logps: Float[Array, " R"]
+    kept_logps: Float[Array, " R"]
+    top: TopLogps | None
+    """None where all rows are plain."""
+
+
+@pytree
+class TopLogps:
+    """The most probable tokens, falling; 0 where no row asks for them."""
+
+    tokens: Int[Array, "... n"]
+    logps: Float[Array, "... n"]
+
+
+def sample(logits: Float[Array, "R V"], positions: Int[Array, " R"], sampling: Sampling, tally: Tally | None) -> Drawn:
+    """Draw the tokens at `positions`. Each row is a function of its own arguments alone.
+
+    Tokens of equal probability are kept or dropped together.
     """
-    scaled = logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    shifted = scaled - jnp.max(scaled, axis=-1, keepdims=True)
-    probs = jnp.exp(shifted)  # not normalised: the most probable token has 1
-    total = jnp.sum(probs, axis=-1)
+    logits = logits.astype(jnp.float32)
+    sampled = sampling.temperature > 0
+    scale = jnp.where(sampled, sampling.temperature, 1.0)[:, None]
+    model = _Distribution.of(logits / scale)
+    drawn_from = model if tally is None else _Distribution.of(tally.apply(logits) / scale)
 
-    sampled = temperature > 0
-    truncated = sampled & ((top_k > 0) | (top_p < 1) | (min_p > 0))
-    kept, kept_logps = jax.lax.cond(
+    kept, kept_logps = _kept(drawn_from, sampling)
+    drawn = _inverse_cdf(kept, uniforms(sampling.keys, positions))
+    tokens = jnp.where(sampled, drawn, jnp.argmax(drawn_from.shifted, axis=-1)).astype(jnp.int32)
+    logps = model.logps(tokens)
+    if tally is None:
+        return Drawn(tokens=tokens, logps=logps, kept_logps=kept_logps, top=None)
+    kept_logps = jnp.where(sampled, logps - drawn_from.logps(tokens) + kept_logps, 0.0)
+    return Drawn(tokens=tokens, logps=logps, kept_logps=kept_logps, top=_top(model, tally.processors.top_logps))
+
+
+@pytree
+class _Distribution:
+    """Not normalised: the most probable token has 1."""
+
+    shifted: Float[Array, "R V"]
+    probs: Float[Array, "R V"]
+    total: Float[Array, " R"]
+
+    @classmethod
+    def of(cls, scaled: Float[Array, "R V"]) -> _Distribution:
+        shifted = scaled - jnp.max(scaled, axis=-1, keepdims=True)
+        probs = jnp.exp(shifted)
+        return cls(shifted=shifted, probs=probs, total=jnp.sum(probs, axis=-1))
+
+    def logps(self, tokens: Int[Array, " R"]) -> Float[Array, " R"]:
+        return jnp.take_along_axis(self.shifted, tokens[:, None], axis=-1)[:, 0] - jnp.log(self.total)
+
+
+def _kept(of: _Distribution, s: Sampling) -> tuple[Float[Array, "R V"], Float[Array, " R"]]:
+    truncated = (s.temperature > 0) & ((s.top_k > 0) | (s.top_p < 1) | (s.min_p > 0))
+    return jax.lax.cond(
         jnp.any(truncated),
-        lambda: _truncate(probs, total, truncated, top_k, top_p, min_p),
-        lambda: (probs, jnp.zeros_like(total)),
+        lambda: _truncate(of.probs, of.total, truncated, s.top_k, s.top_p, s.min_p),
+        lambda: (of.probs, jnp.zeros_like(of.total)),
     )
-    drawn = _inverse_cdf(kept, uniforms(keys, positions))
-    tokens = jnp.where(sampled, drawn, jnp.argmax(scaled, axis=-1)).astype(jnp.int32)
-    logps = jnp.take_along_axis(shifted, tokens[:, None], axis=-1)[:, 0] - jnp.log(total)
-    return tokens, logps, kept_logps
+
+
+def score(
+    logits_of: Callable[[Float[Array, "1 C D"]], Float[Array, "1 C V"]],
+    hidden: Float[Array, "T D"],
+    targets: Int[Array, " T"],
+    temperature: Float[Array, " T"],
+    *,
+    vocab_size: int,
+) -> Float[Array, " T"]:
+    """Log-probability of `targets[t]` right after the token whose hidden state is `hidden[t]`, whatever row it is in.
+
+    In chunks, so that logits of a long prompt never exist all at once; at temperature 0 of the unscaled distribution.
+    """
+    length = targets.shape[0]
+    chunk = chunk_length(1, length, vocab_size)
+
+    def split(x: Array) -> Array:
+        return jnp.pad(x, ((0, -length % chunk), *[(0, 0)] * (x.ndim - 1))).reshape(-1, chunk, *x.shape[1:])
+
+    def body(_: None, inputs: tuple[Array, Array, Array]) -> tuple[None, Array]:
+        hidden, targets, temperature = inputs
+        scale = jnp.where(temperature > 0, temperature, 1.0)[:, None]
+        logits = logits_of(hidden[None])[0].astype(jnp.float32)
+        return None, _Distribution.of(logits / scale).logps(targets)
+
+    _, logps = jax.lax.scan(body, None, (split(hidden), split(targets), split(temperature)))
+    return logps.reshape(-1)[:length]
+
+
+def top_width(vocab_size: int) -> int:
+    return min(MAX_TOP_LOGPS, vocab_size)
+
+
+def _top(of: _Distribution, wanted: Int[Array, " R"]) -> TopLogps:
+    rows, vocab = of.shifted.shape
+    shape = (rows, top_width(vocab))
+
+    def found() -> tuple[Array, Array]:
+        shifted, tokens = jax.lax.top_k(of.shifted, shape[1])
+        return tokens, shifted - jnp.log(of.total)[:, None]
+
+    tokens, logps = jax.lax.cond(
+        jnp.any(wanted > 0), found, lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+    )
+    return TopLogps(tokens=tokens, logps=logps)
 
 
 def uniforms(keys: UInt32[Array, "S 2"], positions: Int[Array, " S"]) -> Float[Array, " S"]:
@@ -121,25 +254,32 @@ def _first_above(
 
 
 def sample_reference(
-    logits: np.ndarray, u: float, temperature: float, top_k: int, top_p: float, min_p: float
+    logits: np.ndarray, u: float, params: SamplingParams, prompt: Sequence[int] = (), sample: Sequence[int] = ()
 ) -> tuple[int, float, float]:
-    """The slow twin of `sample` for one row, with its uniform given: a full sort in float64."""
-    scaled = logits.astype(np.float64) / (temperature if temperature > 0 else 1.0)
-    probs = np.exp(scaled - scaled.max())
-    probs /= probs.sum()
-    if temperature == 0:
-        token = int(np.argmax(scaled))
-        return token, float(np.log(probs[token])), 0.0
+    """The slow twin of `sample` for one row, with its uniform given: token, logp and kept_logp by a sort in float64.
+
+    `prompt` and `sample`: what came before, which penalties look at.
+    """
+    scale = params.temperature if params.temperature > 0 else 1.0
+    model = _softmax(logits.astype(np.float64) / scale)
+    probs = _softmax(process_reference(logits, params, prompt, sample) / scale)
+    if params.temperature == 0:
+        token = int(np.argmax(probs))
+        return token, float(np.log(model[token])), 0.0
     order = np.argsort(-probs, kind="stable")
     kept = probs[order]
-    if top_k > 0:
-        kept[top_k:] = 0.0
-    if top_p < 1:
+    if params.top_k > 0:
+        kept[params.top_k :] = 0.0
+    if params.top_p < 1:
         above = np.cumsum(kept) - kept
-        kept[above >= top_p * kept.sum()] = 0.0
-    kept[kept < min_p * kept[0]] = 0.0
-    mass = kept.sum()
+        kept[above >= params.top_p * kept.sum()] = 0.0
+    kept[kept < params.min_p * kept[0]] = 0.0
     restored = np.zeros_like(probs)
-    restored[order] = kept
-    token = int(np.argmax(np.cumsum(restored) > u * mass))
-    return token, float(np.log(probs[token])), float(np.log(min(mass, 1.0)))
+    restored[order] = kept / kept.sum()
+    token = int(np.argmax(np.cumsum(restored) > u))
+    return token, float(np.log(model[token])), float(np.log(model[token]) - np.log(restored[token]))
+
+
+def _softmax(logits: np.ndarray) -> np.ndarray:
+    probs = np.exp(logits - logits.max())
+    return probs / probs.sum()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from posttrain.rollout.types import Completion, SamplingParams, StopReason
+from posttrain.rollout.types import Completion, SamplingParams, StopReason, TokenLogp
 
 ROWS_STEP = 4
 MIN_ROWS = 8
@@ -27,6 +27,8 @@ class Request:
     logps: list[float] = field(default_factory=list)
     kept_logps: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    top_logps: list[tuple[TokenLogp, ...]] = field(default_factory=list)
+    prompt_logps: tuple[float, ...] = (0.0,)
     experts: list[np.ndarray] = field(default_factory=list)
     """Of an engine that records them: [tokens, M, k] of each call that read tokens, in order."""
 
@@ -46,7 +48,8 @@ class Request:
 
     def cut(self, length: int) -> None:
         """Drop the tokens after the first `length`."""
-        del self.tokens[length:], self.logps[length:], self.kept_logps[length:], self.versions[length:]
+        for values in (self.tokens, self.logps, self.kept_logps, self.versions, self.top_logps):
+            del values[length:]
 
     def finish(self, stop: StopReason) -> None:
         """Hand the completion over, unless the caller has gone."""
@@ -59,6 +62,8 @@ class Request:
                     stop=stop,
                     weights_versions=tuple(self.versions),
                     experts=self._all_experts(),
+                    top_logps=tuple(self.top_logps) if self.params.top_logps else None,
+                    prompt_logps=self.prompt_logps if self.params.prompt_logps else None,
                 )
             )
 
@@ -159,8 +164,12 @@ def bucket(length: int, smallest: int, largest: int) -> int:
 
 
 def distinct_prefixes(admitted: dict[int, Request]) -> Iterator[tuple[tuple[int, ...], Sequence[int]]]:
-    """Prompts without their last token, each once, with the slots that need them; empty ones need no prefill."""
-    slots_of: dict[tuple[int, ...], list[int]] = {}
+    """Prompts without their last token, each once, with the slots that need them; empty ones need no prefill.
+
+    Those whose log-probabilities are wanted stand alone: they depend on the last token and the temperature.
+    """
+    slots_of: dict[tuple[tuple[int, ...], int | None], list[int]] = {}
     for slot, request in admitted.items():
-        slots_of.setdefault(request.prompt[:-1], []).append(slot)
-    return ((prefix, slots) for prefix, slots in slots_of.items() if prefix)
+        alone = slot if request.params.prompt_logps else None
+        slots_of.setdefault((request.prompt[:-1], alone), []).append(slot)
+    return ((prefix, slots) for (prefix, _), slots in slots_of.items() if prefix)

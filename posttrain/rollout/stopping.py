@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+NOT_A_CHARACTER = "\ufffd"
+"""What a decoder makes of the bytes of a character that its tokens hold in part."""
+
+
+def text_of(
+    decode: Callable[[Sequence[int]], str], tokens: Sequence[int], ends: Sequence[int], stops: Sequence[str]
+) -> str:
+    """The text of a sample, without the stop token at its end, and without the first stop string and what follows."""
+    return before_stop(decode(tokens[:-1] if tokens and tokens[-1] in ends else tokens), stops)
+
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
     """The text before the first stop string in it.
@@ -21,12 +31,12 @@ def first_completed(
     """The number of tokens after which one of `stops` first stands in the text; None if none does.
 
     The tokens before the `num_new` last ones hold no stop string, so only their tail is decoded again: as much as holds
-    the longest stop string's number of characters.
+    the longest stop string's number of characters, where pieces of characters do not count.
     """
     old = len(tokens) - num_new
     start, back = old, 1
     longest = max(map(len, stops))
-    while start > 0 and len(decode(tokens[start:old])) < longest:
+    while start > 0 and len(decode(tokens[start:old]).replace(NOT_A_CHARACTER, "")) < longest:
         start = max(0, old - back)
         back *= 2
 

@@ -5,19 +5,27 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
 
 StopReason = Literal["stop", "length", "abort"]
 
+MAX_LOGIT_BIAS = 300
+"""Tokens with a bias of their own, per request."""
+MAX_TOP_LOGPS = 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one completion is drawn. ValueError for a value outside its range."""
+    """How one completion is drawn. ValueError for a value outside its range.
+
+    Order, that of Hugging Face: allowed tokens, bias, penalties (repetition, frequency, presence), temperature, top-k,
+    top-p, min-p. Several samples of one prompt are several requests under keys of their own, see `samples_of`.
+    """
 
     max_tokens: int
     temperature: float
@@ -29,8 +37,25 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Strings that end the sample: its last token is the one that completes a string, and may hold text beyond it."""
     stop_token_ids: tuple[int, ...]
+    """Tokens that end the sample, and stand at its end."""
     key: tuple[int, int]
     """Two uint32 words, see `sample_key`. The token at position p is drawn with fold_in(key, p) and nothing else."""
+    repetition_penalty: float = 1.0
+    """Divides the positive and multiplies the negative logits of tokens in prompt and sample, arXiv:1909.05858."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens in the sample."""
+    frequency_penalty: float = 0.0
+    """Taken off the logits of tokens in the sample, as often as they are in it."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """Token id -> number added to its logit; -inf forbids the token."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only tokens that may be drawn; None: all."""
+    ignore_eos: bool = False
+    """Go on after `stop_token_ids`, which may be drawn like any other token."""
+    top_logps: int = 0
+    """Ask for this many of the most probable tokens beside each that was drawn."""
+    prompt_logps: bool = False
+    """Ask for the log-probabilities of the prompt."""
 
     def __post_init__(self) -> None:
         rules = {
@@ -42,27 +67,75 @@ class SamplingParams:
             "stop": (all(self.stop), "strings that are not empty"),
             "stop_token_ids": (all(token >= 0 for token in self.stop_token_ids), "token ids, not negative"),
             "key": (all(0 <= word < 2**32 for word in self.key), "two words of 32 bits"),
+            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "finite and positive; 1 is off"),
+            "presence_penalty": (math.isfinite(self.presence_penalty), "finite; 0 is off"),
+            "frequency_penalty": (math.isfinite(self.frequency_penalty), "finite; 0 is off"),
+            "logit_bias": (
+                len(self.logit_bias) <= MAX_LOGIT_BIAS
+                and all(token >= 0 and bias < math.inf for token, bias in self.logit_bias.items()),
+                f"at most {MAX_LOGIT_BIAS} token ids, each with a number or -inf",
+            ),
+            "allowed_token_ids": (
+                self.allowed_token_ids is None
+                or any(self.logit_bias.get(token, 0.0) > -math.inf for token in self.allowed_token_ids),
+                "None, or hold at least one token that logit_bias does not forbid",
+            ),
+            "top_logps": (0 <= self.top_logps <= MAX_TOP_LOGPS, f"from 0 (off) to {MAX_TOP_LOGPS}"),
         }
         for name, (holds, rule) in rules.items():
             if not holds:
                 raise ValueError(f"sampling.{name}={getattr(self, name)!r}: must be {rule}")
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens after which nothing is drawn: what an engine compares with."""
+        return () if self.ignore_eos else self.stop_token_ids
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its tokens are drawn from the model's own logits, with nothing else returned: the fast program."""
+        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
+        return not (any(penalties) or self.logit_bias or self.allowed_token_ids is not None or self.top_logps)
+
+    def check_vocabulary(self, size: int) -> None:
+        """ValueError for a token of `logit_bias` or `allowed_token_ids` that a model of `size` tokens does not have."""
+        for name, tokens in {"logit_bias": self.logit_bias, "allowed_token_ids": self.allowed_token_ids or ()}.items():
+            if tokens and not 0 <= min(tokens) <= max(tokens) < size:
+                raise ValueError(
+                    f"sampling.{name}: token ids from {min(tokens)} to {max(tokens)}; "
+                    f"the model's go from 0 to {size - 1}"
+                )
+
+
+class TokenLogp(NamedTuple):
+    token: int
+    logp: float
+
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What was sampled after a prompt: one entry per token in every field but `stop` and `experts`."""
+    """What was sampled after a prompt: one entry per sampled token where nothing else is said.
+
+    Log-probabilities are those of the model, whatever the request did to its logits: float32, of the temperature-scaled
+    distribution (at temperature 0 of the unscaled one) before penalties, bias, allowed tokens and truncation. That is
+    what a trainer scores. The token was drawn with probability exp(logp - kept_logp).
+    """
 
     tokens: tuple[int, ...]
     """The stop token included, where the sample ended by one."""
     logps: tuple[float, ...]
-    """float32: of the temperature-scaled distribution before truncation; at temperature 0 of the unscaled one."""
     kept_logps: tuple[float, ...]
-    """Log of the probability mass that top-k, top-p and min-p kept; 0 without truncation."""
+    """logp minus the log of the probability with which the token was drawn. With nothing but allowed tokens, top-k,
+    top-p and min-p it is the log of the mass that they kept; 0 where nothing is cut, and at temperature 0."""
     stop: StopReason
     weights_versions: tuple[int, ...]
     experts: Int[np.ndarray, "T M k"] | None = None
     """Of an engine that records them, the experts that each token of prompt and sample went to in each mixture; -1 for
     the last token, which the model has not read."""
+    top_logps: tuple[tuple[TokenLogp, ...], ...] | None = None
+    """The most probable tokens at each place, falling; None where the request asks for none."""
+    prompt_logps: tuple[float, ...] | None = None
+    """Of each token of the prompt after those before it, 0 for the first; None where the request does not ask."""
 
 
 @runtime_checkable
@@ -83,3 +156,13 @@ def sample_key(seed: int, step: int, prompt: int, sample: int) -> tuple[int, int
     digest = hashlib.blake2b(struct.pack("<4q", seed, step, prompt, sample), digest_size=8).digest()
     first, second = struct.unpack("<2I", digest)
     return first, second
+
+
+def samples_of(params: SamplingParams, *, n: int, seed: int, prompt: int = 0) -> list[SamplingParams]:
+    """`n` different samples of one prompt: the same request under `n` keys.
+
+    >>> params = SamplingParams(max_tokens=4, temperature=1.0, stop_token_ids=(), key=(0, 0))
+    >>> len({request.key for request in samples_of(params, n=3, seed=7)})
+    3
+    """
+    return [replace(params, key=sample_key(seed, 0, prompt, sample)) for sample in range(n)]

@@ -22,7 +22,7 @@ from posttrain.models.names import LAYER, Names, Tensor
 from posttrain.weights.mxfp4 import unpacked
 from posttrain.weights.tensor_file import CHUNK_BYTES, Readable, Region, Task, open_tensors
 
-LOGGER = logging.getLogger("posttrain.models")
+LOGGER = logging.getLogger("posttrain.weights")
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -203,6 +203,8 @@ def read_json(path: Path) -> dict[str, Any]:
         read = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file; give the folder of a checkpoint in Hugging Face layout") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise ConfigError(f"{path}: is no JSON ({error})") from error
     if not isinstance(read, dict):

@@ -27,7 +27,7 @@ from posttrain.models.names import Part, Tensor, tensors
 from posttrain.models.quant import Quantized
 from posttrain.weights.files import GENERATION, Checkpoint, find_folder, read_json
 from posttrain.weights.lora import attach_lora
-from posttrain.weights.peft import load_adapter
+from posttrain.weights.peft_load import load_adapter
 from posttrain.weights.pieces import Reader
 from posttrain.weights.quantize import (
     Errors,

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,21 @@ def test_qwen3_template_on_a_single_turn(shared: Path) -> None:
     tokens, mask = renderer.conversation(talk)
     assert with_loss(renderer, tokens, mask) == "<think>\n\n</think>\n\nno<|im_end|>"
     assert tokens.count(renderer.tokenizer.end_id) == 2
+
+
+def test_a_token_without_a_row_in_the_embedding_is_refused() -> None:
+    tokenizer = load_tokenizer("bytes")
+    rows = tokenizer.num_ids
+    tokenizer.hf.add_tokens(["<new>"])
+    chat, plain = (Renderer(tokenizer.for_model(rows), chat=chat) for chat in (True, False))
+    said = re.escape(f"has id {rows}, but the model's embedding has only {rows} rows")
+    assert plain.text("e").tokens
+    for made in (
+        lambda: plain.text("<new>"),
+        lambda: plain.completion("e", "<new>"),
+        lambda: plain.prompt([{"role": "user", "content": "<new>"}]),
+        lambda: chat.prompt([{"role": "user", "content": "<new>"}]),
+        lambda: chat.conversation([{"role": "user", "content": "<new>"}, {"role": "assistant", "content": "e"}]),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            made()

@@ -124,6 +124,15 @@ def test_smollm3_has_layers_without_positions() -> None:
     assert windows(smollm3, use_sliding_window=True, sliding_window=9) == [None, None, None, 9, None]
 
 
+def test_yarn_lengthens_the_positions() -> None:
+    """Model cards tell users to add it to `config.json` and leave `max_position_embeddings` as it is."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    for fields, positions in (({}, 64), (yarn, 128), (yarn | {"factor": 1.5}, 64), ({"rope_type": "yarn"}, 64)):
+        config = config_from_hf(LLAMA | {"max_position_embeddings": 64, "rope_scaling": fields or None})
+        assert config.max_positions == positions
+        assert config_to_hf(config)["max_position_embeddings"] == 64
+
+
 def test_the_run_chooses_the_set_of_longrope() -> None:
     """A set is for its own lengths: the short one is good for rows of the original length only."""
     short, long = (config_from_hf(PHI3, long_context=chosen) for chosen in (False, True))

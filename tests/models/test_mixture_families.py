@@ -254,7 +254,7 @@ def test_layers_for_further_tokens_are_left_out(tmp_path: Path, caplog: pytest.L
     with pytest.raises(ConfigError, match=r"model\.layers\.3\.enorm\.weight: unknown; model\.layers\.3\.shared_head"):
         load_model(folder)
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
-    with caplog.at_level(logging.WARNING, "posttrain.models"):
+    with caplog.at_level(logging.WARNING, "posttrain.weights"):
         model = load_model(folder)
     said = f"{folder}: 2 tensors of layers that predict further tokens are not loaded"
     assert [record.message for record in caplog.records] == [said]

@@ -144,9 +144,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("to", ["merged", "peft"])
 def test_a_run_is_exported(run: Path, tmp_path: Path, to: str) -> None:
-    done = posttrain("export", run, tmp_path / "exported", "--to", to)
+    out = tmp_path / "exported" if to == "merged" else run / "0-sft" / "export-peft"
+    done = posttrain("export", run, *([out] if to == "merged" else []), "--to", to)
     assert done.code == 0 and "log-probabilities differ by" in done.out, done
-    assert not (tmp_path / "exported.unproved").exists()
+    assert (out / ("config.json" if to == "merged" else "adapter_config.json")).is_file()
+    assert not out.with_name(f"{out.name}.unproved").exists()
     if to == "merged":
         ours, theirs = (load_model(folder) for folder in (tmp_path / "exported", run / "0-sft" / "model"))
         assert jax.tree.all(

@@ -74,7 +74,7 @@ def test_advantage_and_rewards(folder: Path) -> None:
 
 
 def test_sampling(folder: Path) -> None:
-    settings = {"max_tokens": 5, "temperature": 0.7, "top_k": 3, "top_p": 0.9, "min_p": 0.05}
+    settings = {"max_tokens": 5, "temperature": 0.7, "top_k": 3, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2}
     inputs = rl(folder, *(f"sampling.{key}={value}" for key, value in settings.items()), "sampling.stop=[x]")
 
     model = model_of(folder / "sampling")

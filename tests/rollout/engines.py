@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.native import NativeEngine
-from posttrain.rollout.types import Completion, SamplingParams, sample_key
+from posttrain.rollout.sampling import sample_reference, uniforms
+from posttrain.rollout.types import Completion, SamplingParams, StopReason, TokenLogp, sample_key
 
 LENGTH = 64
 VOCABULARY = 512
@@ -22,6 +26,85 @@ def make_engine(model: Decoder, **changes: Any) -> NativeEngine:
 
 def text_of(tokens: Sequence[int]) -> str:
     return "".join(f"<{token}>" for token in tokens)
+
+
+class NaiveEngine:
+    """The slow twin of every engine: one request at a time, a whole forward pass for each token, float64 sampling."""
+
+    def __init__(
+        self, model: Decoder, *, length: int = LENGTH, tokenizer_decode: Callable[[Sequence[int]], str] = text_of
+    ):
+        self.length = length
+        self._decode_text = tokenizer_decode
+        positions = jnp.arange(length, dtype=jnp.int32)
+
+        def forward(tokens: jax.Array) -> jax.Array:
+            hidden, _ = model(tokens[None], positions[None], jnp.ones_like(positions)[None])
+            return model.logits(hidden)[0]
+
+        self._forward = jax.jit(forward)
+        self._uniforms = jax.jit(lambda key: uniforms(jnp.tile(key, (length, 1)), positions))
+
+    def generate(self, prompt: Sequence[int], p: SamplingParams) -> Completion:
+        u = np.asarray(self._uniforms(jnp.asarray(p.key, jnp.uint32)), np.float64)
+        sample: list[int] = []
+        drawn: list[tuple[float, float, tuple[TokenLogp, ...]]] = []
+        stop: StopReason | None = None
+        while stop is None:
+            length = len(prompt) + len(sample)
+            logits = self._logits([*prompt, *sample])[length - 1]
+            token, logp, kept_logp = sample_reference(logits, u[length], p, prompt, sample)
+            logps = log_softmax(logits, p.temperature)
+            order = np.argsort(-logps, kind="stable")[: p.top_logps]
+            sample.append(token)
+            drawn.append((logp, kept_logp, tuple(TokenLogp(int(t), float(logps[t])) for t in order)))
+            stop = self._stop_reason(sample, p)
+        logps, kept_logps, top = zip(*drawn, strict=True)
+        return Completion(
+            tokens=tuple(sample),
+            logps=logps,
+            kept_logps=kept_logps,
+            stop=stop,
+            weights_versions=(0,) * len(sample),
+            top_logps=top if p.top_logps else None,
+            prompt_logps=self._prompt_logps(prompt, p.temperature) if p.prompt_logps else None,
+        )
+
+    def _logits(self, tokens: Sequence[int]) -> np.ndarray:
+        return np.asarray(self._forward(jnp.asarray([*tokens, *[0] * (self.length - len(tokens))], jnp.int32)))
+
+    def _stop_reason(self, sample: Sequence[int], p: SamplingParams) -> StopReason | None:
+        text = self._decode_text(sample)
+        if any(stop in text for stop in p.stop) or (sample[-1] in p.stop_token_ids and not p.ignore_eos):
+            return "stop"
+        return "length" if len(sample) == p.max_tokens else None
+
+    def _prompt_logps(self, prompt: Sequence[int], temperature: float) -> tuple[float, ...]:
+        logits = self._logits(prompt)
+        pairs = zip(logits, prompt[1:], strict=False)
+        return (0.0, *(float(log_softmax(row, temperature)[token]) for row, token in pairs))
+
+
+def log_softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
+    scaled = logits.astype(np.float64) / (temperature if temperature > 0 else 1.0)
+    return scaled - scaled.max() - np.log(np.exp(scaled - scaled.max()).sum())
+
+
+UNUSUAL: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.4},
+    {"presence_penalty": 1.5, "frequency_penalty": -0.4, "top_p": 0.9},
+    {"logit_bias": {7: 4.0, 11: -3.0, 13: float("-inf")}, "top_logps": 3},
+    {"allowed_token_ids": tuple(range(3, VOCABULARY, 7)), "repetition_penalty": 1.2, "min_p": 0.02},
+    {"top_logps": 20, "prompt_logps": True, "temperature": 0.7},
+    {"prompt_logps": True, "ignore_eos": True},
+    {},
+]
+"""Settings beyond the common ones, one of which is common after all: they run side by side."""
+
+
+def unusual(parameters: Sequence[SamplingParams]) -> list[SamplingParams]:
+    """The requests, each with the next of `UNUSUAL`."""
+    return [replace(p, **UNUSUAL[i % len(UNUSUAL)]) for i, p in enumerate(parameters)]
 
 
 def params(sample: int = 0, **changes: Any) -> SamplingParams:
@@ -43,3 +126,13 @@ def assert_same(got: Completion, expected: Completion) -> None:
     assert (got.stop, got.weights_versions) == (expected.stop, expected.weights_versions)
     np.testing.assert_allclose(got.logps, expected.logps, atol=1e-5)
     np.testing.assert_allclose(got.kept_logps, expected.kept_logps, atol=1e-5)
+    assert (got.prompt_logps is None) == (expected.prompt_logps is None)
+    if got.prompt_logps is not None:
+        np.testing.assert_allclose(got.prompt_logps, expected.prompt_logps, atol=1e-5)
+    assert (got.top_logps is None) == (expected.top_logps is None)
+    for top, expected_top in zip(got.top_logps or (), expected.top_logps or (), strict=True):
+        assert len(top) == len(expected_top)
+        for one, other in zip(top, expected_top, strict=True):
+            assert abs(one.logp - other.logp) < 1e-5
+            # Tokens of equal probability have no order.
+            assert one.token == other.token or any(abs(t.logp - one.logp) < 1e-5 for t in top if t is not one)

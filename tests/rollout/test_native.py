@@ -17,7 +17,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.rollout.native import NativeEngine
 from posttrain.weights.lora import attach_lora
 from posttrain.weights.state import ModelWeights
-from tests.rollout.engines import LENGTH, VOCABULARY, assert_same, make_engine, params, requests
+from tests.rollout.engines import LENGTH, VOCABULARY, assert_same, make_engine, params, requests, unusual
 from tests.tiny import tiny_model
 
 TRUNCATED: dict[str, Any] = {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.02}
@@ -134,6 +134,15 @@ def test_stop_tokens_and_strings_and_length(engine: NativeEngine) -> None:
     assert cut.tokens == free.tokens[:12]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_unusual_requests_equal_naive_sampling(engine: NativeEngine, naive: Any, temperature: float) -> None:
+    """Penalties, bias, allowed tokens, top and prompt log-probabilities, beside requests without any."""
+    prompts, parameters = requests(14, stop_token_ids=tuple(range(0, VOCABULARY, 40)), temperature=temperature)
+    parameters = unusual(parameters)
+    for prompt, p, completion in zip(prompts, parameters, engine.generate_all(prompts, parameters), strict=True):
+        assert_same(completion, naive(prompt, p))
+
+
 def test_many_stop_tokens(model: Decoder, naive: Any, engine: NativeEngine) -> None:
     p = params(max_tokens=20, stop_token_ids=tuple(range(200, 260)))
     assert_same(engine.generate_all([[9]], [p])[0], naive([9], p))
@@ -145,6 +154,8 @@ def test_many_stop_tokens(model: Decoder, naive: Any, engine: NativeEngine) -> N
         ([], {}, "prompt is empty"),
         ([1] * 60, {"max_tokens": 5}, "60 tokens and max_tokens=5 need 65 positions, more than .* max_length=64"),
         ([1, VOCABULARY], {}, "from 1 to 512"),
+        ([1], {"logit_bias": {3: 1.0, VOCABULARY: 1.0}}, r"sampling.logit_bias: token ids from 3 to 512; .* 0 to 511"),
+        ([1], {"allowed_token_ids": (-1, 3)}, r"sampling.allowed_token_ids: token ids from -1 to 3"),
     ],
 )
 def test_what_can_never_run_is_refused(

@@ -176,7 +176,7 @@ def piecewise(models: Sequence[Decoder], prompt: Sequence[int], p: SamplingParam
         hidden, cache = step(ModelWeights(writer).read(), one * tokens[position], one * position, one, cache)
         if position >= len(prompt) - 1:
             logits = np.asarray(writer.logits(hidden))[0, 0]
-            token, logp, _ = sample_reference(logits, u[position + 1], p.temperature, p.top_k, p.top_p, p.min_p)
+            token, logp, _ = sample_reference(logits, u[position + 1], p, prompt, tokens[len(prompt) :])
             tokens.append(token)
             logps.append(logp)
     return Completion(

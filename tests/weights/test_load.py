@@ -228,7 +228,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, caplog:
     (folder / "config.json").write_text(json.dumps(fields | {"num_nextn_predict_layers": 0}))
     assert fault(folder).endswith(f"model.layers.{after}.enorm.weight: unknown")
     (folder / "config.json").write_text(json.dumps(fields | {"num_nextn_predict_layers": 1}))
-    with caplog.at_level(logging.INFO, logger="posttrain.models"):
+    with caplog.at_level(logging.INFO, logger="posttrain.weights"):
         assert_same(load_model(folder), load_model(GOLDENS / "deepseek_v3"))
     assert "1 tensors of layers that predict further tokens are not loaded" in caplog.text
 

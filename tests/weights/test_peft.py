@@ -20,7 +20,7 @@ from posttrain.config import ConfigError, LoRA
 from posttrain.models.decoder import Decoder
 from posttrain.weights.load import load_model
 from posttrain.weights.lora import has_lora, merged
-from posttrain.weights.peft import save_adapter
+from posttrain.weights.peft_save import save_adapter
 from posttrain.weights.save import hf_tensors
 from posttrain.weights.state import ModelWeights, Weights
 from tests.models.goldens import COMPILER_OPTIONS

@@ -24,7 +24,7 @@ from posttrain.optim import make_optimizer
 from posttrain.trainer import Trainer
 from posttrain.weights.load import check_lora, init_model, load_model
 from posttrain.weights.lora import attach_lora, count_parameters, merge, merged
-from posttrain.weights.peft import save_adapter
+from posttrain.weights.peft_save import save_adapter
 from posttrain.weights.quantize import error_rows, quantizable, quantize_model
 from posttrain.weights.save import hf_tensors, save_model
 from posttrain.weights.state import ModelWeights

@@ -1,0 +1,140 @@
+"""What rare requests do to logits before a token is drawn: allowed tokens, bias, penalties for repetition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float, Int, UInt32
+
+from posttrain.rollout.types import MAX_LOGIT_BIAS, SamplingParams
+from posttrain.tree import pytree, replace
+
+WORD = 32
+
+
+@pytree
+class Processors:
+    """What R requests ask beyond the common settings, small enough to be sent with every dispatch.
+
+    Its shapes depend on rows, vocabulary and longest sequence alone, and a row that asks nothing gets its logits back
+    unchanged: one more program serves every mixture of requests.
+    """
+
+    repetition_penalty: Float[Array, " R"]
+    presence_penalty: Float[Array, " R"]
+    frequency_penalty: Float[Array, " R"]
+    bias_tokens: Int[Array, "R N"]
+    """V where there are fewer than N."""
+    bias: Float[Array, "R N"]
+    allowed: UInt32[Array, "R W"]
+    """Bit t % 32 of word t // 32 is token t."""
+    history: Int[Array, "R S"]
+    """Prompt and sample so far, the newest token included; V beyond."""
+    prompt_lengths: Int[Array, " R"]
+    top_logps: Int[Array, " R"]
+
+    @classmethod
+    def of(
+        cls,
+        params: Sequence[SamplingParams],
+        prompts: Sequence[Sequence[int]],
+        samples: Sequence[Sequence[int]],
+        *,
+        vocab_size: int,
+        max_length: int,
+    ) -> Processors:
+        """Of each row its request, its prompt and what was sampled after it, together at most `max_length` tokens."""
+        rows = len(params)
+        history = np.full((rows, max_length), vocab_size, np.int32)
+        bias_tokens = np.full((rows, MAX_LOGIT_BIAS), vocab_size, np.int32)
+        bias = np.zeros((rows, MAX_LOGIT_BIAS), np.float32)
+        allowed = np.ones((rows, -(-vocab_size // WORD) * WORD), bool)
+        for row, (request, prompt, sample) in enumerate(zip(params, prompts, samples, strict=True)):
+            tokens = [*prompt, *sample]
+            history[row, : len(tokens)] = tokens
+            bias_tokens[row, : len(request.logit_bias)] = list(request.logit_bias)
+            bias[row, : len(request.logit_bias)] = list(request.logit_bias.values())
+            if request.allowed_token_ids is not None:
+                allowed[row] = False
+                allowed[row, list(request.allowed_token_ids)] = True
+        return cls(
+            **jax.device_put(
+                {
+                    "repetition_penalty": np.asarray([p.repetition_penalty for p in params], np.float32),
+                    "presence_penalty": np.asarray([p.presence_penalty for p in params], np.float32),
+                    "frequency_penalty": np.asarray([p.frequency_penalty for p in params], np.float32),
+                    "bias_tokens": bias_tokens,
+                    "bias": bias,
+                    "allowed": np.packbits(allowed, axis=-1, bitorder="little").view("<u4"),
+                    "history": history,
+                    "prompt_lengths": np.asarray([len(prompt) for prompt in prompts], np.int32),
+                    "top_logps": np.asarray([p.top_logps for p in params], np.int32),
+                }
+            )
+        )
+
+
+@pytree
+class Tally:
+    """`Processors` over the whole vocabulary: made at the start of a dispatch, dropped at its end."""
+
+    processors: Processors
+    added: Float[Array, "R V"]
+    """Bias, and -inf where a token is not allowed."""
+    in_prompt: Bool[Array, "R V"]
+    counts: Int[Array, "R V"]
+    """How often the sample holds each token."""
+
+    @classmethod
+    def start(cls, processors: Processors, vocab_size: int) -> Tally:
+        p = processors
+        num_rows, length = p.history.shape
+        rows, shape = jnp.arange(num_rows)[:, None], (num_rows, vocab_size)
+        is_prompt = jnp.arange(length)[None] < p.prompt_lengths[:, None]
+
+        def scatter(base: Array, tokens: Array, values: Array | int) -> Array:
+            return base.at[rows, tokens].add(values, mode="drop")  # V stands for no token
+
+        bits = (p.allowed[:, :, None] >> jnp.arange(WORD, dtype=jnp.uint32)[None, None]) & 1
+        allowed = bits.reshape(num_rows, -1)[:, :vocab_size] == 1
+        return cls(
+            processors=p,
+            added=scatter(jnp.where(allowed, 0.0, -jnp.inf), p.bias_tokens, p.bias),
+            in_prompt=scatter(jnp.zeros(shape, jnp.int32), jnp.where(is_prompt, p.history, vocab_size), 1) > 0,
+            counts=scatter(jnp.zeros(shape, jnp.int32), jnp.where(is_prompt, vocab_size, p.history), 1),
+        )
+
+    def apply(self, logits: Float[Array, "R V"]) -> Float[Array, "R V"]:
+        p = self.processors
+        x = logits + self.added
+        penalty = p.repetition_penalty[:, None]
+        seen = self.in_prompt | (self.counts > 0)
+        x = jnp.where(seen, jnp.where(x > 0, x / penalty, x * penalty), x)
+        x = x - p.frequency_penalty[:, None] * self.counts
+        return x - jnp.where(self.counts > 0, p.presence_penalty[:, None], 0.0)
+
+    def count(self, tokens: Int[Array, " R"], active: Bool[Array, " R"]) -> Tally:
+        """With one more token in the samples of the active rows."""
+        rows = jnp.arange(tokens.shape[0])
+        return replace(self, counts=self.counts.at[rows, tokens].add(active.astype(jnp.int32)))
+
+
+def process_reference(
+    logits: np.ndarray, params: SamplingParams, prompt: Sequence[int], sample: Sequence[int]
+) -> np.ndarray:
+    """The slow twin of `Tally.apply` for one row, token by token."""
+    processed = logits.astype(np.float64)
+    for token in range(len(processed)):
+        x = processed[token]
+        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+            x = -np.inf
+        x += params.logit_bias.get(token, 0.0)
+        count = list(sample).count(token)
+        if count or token in prompt:
+            x = x / params.repetition_penalty if x > 0 else x * params.repetition_penalty
+        processed[token] = x - params.frequency_penalty * count - params.presence_penalty * (count > 0)
+    return processed
