@@ -189,7 +189,8 @@ def torch_run(case: dict[str, Any]) -> list[dict[str, float]]:
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
-        log.append({"loss": float(loss), "grad_norm": float(norm), "rewards/margins": float(sum(margins)) / 4})
+        margin = float(torch.stack(margins).mean().detach())
+        log.append({"loss": float(loss.detach()), "grad_norm": float(norm), "rewards/margins": margin})
     return log
 
 

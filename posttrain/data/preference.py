@@ -127,6 +127,9 @@ def _answer_start(masked: Masked) -> int:
 def _pair_parts(row: Row, section: DatasetSection, renderer: Renderer) -> Parts:
     """Prompt and answers; where there is no prompt, it is what chosen and rejected have in common."""
     values = [row[name] for name in ("chosen", "rejected")]
+    for name, value in zip(("chosen", "rejected"), values, strict=True):
+        if value is None:
+            raise ConfigError(f"column {name!r} is null; remove such rows")
     texts = [isinstance(value, str) for value in values]
     if any(texts) and not all(texts):
         raise ConfigError("one of chosen and rejected is a string and the other a list of messages; give the same")

@@ -62,7 +62,7 @@ def make_loss(
                 raise ConfigError(
                     f"loss: {name!r} is no setting of {kind}{did_you_mean(name, fields)}; known: {', '.join(fields)}"
                 )
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    values = {name: _plain(value) for name, value in settings.items()}
     try:
         loss = made(**fixed, **values)
     except (TypeError, ValueError) as error:
@@ -70,6 +70,13 @@ def make_loss(
     if not isinstance(loss, JudgedLoss):
         raise ConfigError(f"loss: {kind} does not say what it needs; give it a property needs -> posttrain.Needs")
     return loss
+
+
+def _plain(value: Any) -> Any:
+    """As losses hold it: YAML has lists, and writes 1 for 1.0."""
+    if isinstance(value, list):
+        return tuple(map(_plain, value))
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _named(
@@ -81,10 +88,10 @@ def _named(
     if isinstance(kind, str) and is_object_spec(kind):
         return find(kind), {}
     names = list(kind) if isinstance(kind, list | tuple) else [kind]
-    wrong = next((name for name in names if name not in known), None)
-    if wrong is not None or not names:
+    wrong = [name for name in names if name not in known]
+    if wrong or not names:
         raise ConfigError(
-            f"loss: kind {wrong!r} is unknown{did_you_mean(str(wrong), known)}; "
+            f"loss: kind {(wrong or [None])[0]!r} is unknown{did_you_mean(str((wrong or [None])[0]), known)}; "
             f"there are {', '.join(known)}, or name your own as module:Class"
         )
     several = {name: known[name][0] for name in names}
