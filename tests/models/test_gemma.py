@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +26,10 @@ from posttrain.weights.state import ModelWeights
 from tests.models.goldens import (
     GEMMA,
     GOLDENS,
+    ROUNDING,
     Golden,
     GoldenChecks,
     decode,
-    same_as_transformers,
     transformers_logits,
 )
 
@@ -112,15 +113,40 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(random_checkpoint(CASES[request.param], folder), folder, tokens)
 
 
-def test_other_sizes(case: Case, tmp_path: Path) -> None:
-    model = same_as_transformers(case.folder)
-    written = {name: tensor.shape for name, tensor in hf_tensors(model)}
-    theirs = {name: tuple(tensor.shape) for name, tensor in case.theirs.state_dict().items()}
-    assert written == {name: shape for name, shape in theirs.items() if name in written}
-    assert theirs.keys() - written.keys() <= {"lm_head.weight"}
+def test_other_sizes(case: Case, scanned: None, tmp_path: Path) -> None:
+    """Logits, gradients, and files that transformers reads."""
+    import torch
+
+    out = np.random.default_rng(2).normal(size=(*case.tokens.shape, 64)).astype(np.float32)
+    case.theirs.zero_grad()
+    theirs = case.logits(case.tokens)
+    (theirs * torch.from_numpy(out)).sum().backward()
+    expected = {name: parameter.grad.numpy() for name, parameter in case.theirs.named_parameters()}
+    model = load_model(case.folder)
+    weights, tokens = ModelWeights(model), jnp.asarray(case.tokens)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+    @jax.jit
+    @partial(jax.grad, has_aux=True)
+    def gradient(arrays: Any) -> Any:
+        bound = weights.bind(arrays)
+        logits = bound.logits(bound(tokens, positions, jnp.ones_like(tokens))[0])
+        return (logits * out).sum(), logits
+
+    arrays, logits = gradient(weights.read())
+    assert_allclose(logits, theirs.detach(), atol=ROUNDING, rtol=0)
+    got = dict(hf_tensors(weights.bind(arrays)))
+    assert {name for name in got if not name.endswith("layer_scalar")} == expected.keys()
+    for name, value in got.items():
+        # What transformers keeps as a buffer has no gradient.
+        of_theirs = expected.get(name, np.zeros_like(value))
+        # Between transformers in float32 and in float64 are up to 2e-4 of the largest.
+        assert_allclose(value, of_theirs, atol=1e-3 * np.abs(of_theirs).max(), rtol=0, err_msg=name)
+    shapes = {name: tuple(tensor.shape) for name, tensor in case.theirs.state_dict().items()}
+    assert shapes.keys() - got.keys() <= {"lm_head.weight"}
+    assert {name: value.shape for name, value in got.items()} == {name: shapes[name] for name in got}
     save_model(model, tmp_path / "out")
-    again = transformers_logits(tmp_path / "out", case.tokens)
-    assert_allclose(again, case.logits(case.tokens).detach(), atol=1e-5, rtol=0)
+    assert_allclose(transformers_logits(tmp_path / "out", case.tokens), theirs.detach(), atol=1e-5, rtol=0)
 
 
 def test_other_sizes_through_the_cache(case: Case, scanned: None) -> None:
@@ -129,32 +155,6 @@ def test_other_sizes_through_the_cache(case: Case, scanned: None) -> None:
     for prompt, tokens, got in zip(prompts, sampled, logits, strict=True):
         row = np.concatenate([prompt, tokens])[None]
         assert_allclose(got, case.logits(row).detach()[0, len(prompt) - 1 : -1], atol=2e-4, rtol=0)
-
-
-def test_gradients_of_other_sizes(case: Case, scanned: None) -> None:
-    import torch
-
-    out = np.random.default_rng(2).normal(size=(*case.tokens.shape, 64)).astype(np.float32)
-    case.theirs.zero_grad()
-    (case.logits(case.tokens) * torch.from_numpy(out)).sum().backward()
-    expected = {name: parameter.grad.numpy() for name, parameter in case.theirs.named_parameters()}
-    model = load_model(case.folder)
-    weights, tokens = ModelWeights(model), jnp.asarray(case.tokens)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-
-    @jax.jit
-    @jax.grad
-    def gradient(arrays: Any) -> Any:
-        bound = weights.bind(arrays)
-        return (bound.logits(bound(tokens, positions, jnp.ones_like(tokens))[0]) * out).sum()
-
-    got = dict(hf_tensors(weights.bind(gradient(weights.read()))))
-    assert {name for name in got if not name.endswith("layer_scalar")} == expected.keys()
-    for name, value in got.items():
-        # What transformers keeps as a buffer has no gradient.
-        theirs = expected.get(name, np.zeros_like(value))
-        # Between transformers in float32 and in float64 are up to 2e-4 of the largest.
-        assert_allclose(value, theirs, atol=1e-3 * np.abs(theirs).max(), rtol=0, err_msg=name)
 
 
 @pytest.fixture
