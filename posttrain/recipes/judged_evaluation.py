@@ -14,6 +14,7 @@ from posttrain.batch import Batch, LossOutput, ScoreStats, TokenStats
 from posttrain.console import progress_bar
 from posttrain.data.comparisons import Units, all_rows
 from posttrain.losses.pairs import Pairs, pairs_of, sequences_of
+from posttrain.losses.reward_model import reward_pairs
 from posttrain.metrics import merge, to_host
 from posttrain.reference import model_inputs
 from posttrain.rl.statistics import mean_interval
@@ -64,8 +65,7 @@ def metrics_of(record: Record) -> Mapping[str, float]:
 
 
 def _pairs(stats: TokenStats | ScoreStats, batch: Batch) -> Pairs:
-    values = stats.logps if isinstance(stats, TokenStats) else stats.scores
-    return pairs_of(sequences_of(TokenStats(logps=values), batch))
+    return pairs_of(sequences_of(stats, batch)) if isinstance(stats, TokenStats) else reward_pairs(stats, batch)
 
 
 def _metrics(totals: Mapping[str, Mean]) -> dict[str, float]:
