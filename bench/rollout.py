@@ -1,6 +1,7 @@
 """Speed and memory of the rollout engine beside other samplers and the machine's own limit.
 
-    python bench/rollout.py [--work NAME ...] [--rounds N] [--tunix PYTHON] [--transformers PYTHON] [--json FILE]
+    python bench/rollout.py [--work NAME ...] [--rounds N] [--cores N] [--tunix PYTHON] [--transformers PYTHON]
+                            [--json FILE]
 
 A random decoder of hidden 256 x 4 layers, vocabulary 4,096, float32, temperature 1; prompts differ in every round:
 
@@ -9,9 +10,12 @@ of 64, 16 to 48 new tokens, but 320 for three; no engine is told which. `system`
 tokens, 64 new.
 
 Each engine runs in a process of its own, a peer in the Python that is given (with what `peers/` imports), and they take
-turns, so that what else the machine does falls on all. `best` is the fastest round. The limit is the time that the
-multiply-adds of the work take at the rate of this machine's matrix product of the same rows, or that reading weights
-and cache takes at its rate of reading as many bytes again and again, whichever is longer.
+turns, so that what else the machine does falls on all. `best` is the fastest round. On a busy machine give `--cores 1`
+and compare tokens per CPU second: threads that wait for each other in vain count as work.
+
+The limit is the CPU time that the multiply-adds of the work take at the rate of this machine's matrix product of the
+same rows, or that reading weights and cache takes at its rate of reading as many bytes again and again, whichever is
+longer.
 """
 
 from __future__ import annotations
@@ -72,13 +76,13 @@ class Driver:
 
 
 def seconds(call: Callable[[], object], times: int = 7) -> float:
-    """Of the fastest call after the first."""
+    """Of the processor, for the cheapest call after the first."""
     call()
     taken = []
     for _ in range(times):
-        start = time.perf_counter()
+        start = time.process_time()
         call()
-        taken.append(time.perf_counter() - start)
+        taken.append(time.process_time() - start)
     return min(taken)
 
 
@@ -131,7 +135,7 @@ def measure(name: str, drivers: dict[str, tuple[str, str]], rounds: int) -> dict
             "batch s": best["wall_s"],
             "first batch s": total[0],
             "of it compiling": total[0] - min(total[1:]),
-            f"share of {bound} limit %": 100 * limits[bound] / best["wall_s"],
+            f"share of {bound} limit %": 100 * limits[bound] / min(one["cpu_s"] for one in taken[engine]),
             "peak MiB": taken[engine][-1]["peak_mib"],
             "of it beyond imports": taken[engine][-1]["peak_mib"] - driver.facts["base_mib"],
             "others' CPUs": sum(one["others_cpus"] for one in taken[engine]) / rounds,
@@ -141,20 +145,20 @@ def measure(name: str, drivers: dict[str, tuple[str, str]], rounds: int) -> dict
 
 
 def show(name: str, results: dict[str, dict[str, Any]]) -> None:
-    print(f"\n{name:<24}" + "".join(f"{engine:>14}" for engine in results))
+    print(f"{name:<24}" + "".join(f"{engine:>14}" for engine in results))
     keys = [key for key in next(iter(results.values())) if key != "versions"]
     for key in keys:
         print(f"{key:<24}" + "".join(f"{result[key]:>14,.2f}" for result in results.values()))
-    own = results["posttrain"]["tokens/s, median"]
-    print(
-        f"{'posttrain is faster by':<24}" + "".join(f"{own / r['tokens/s, median']:>14,.2f}" for r in results.values())
-    )
+    for key in ("tokens/s, median", "tokens per CPU s"):
+        own = results["posttrain"][key]
+        print(f"{'times: ' + key:<24}" + "".join(f"{own / result[key]:>14,.2f}" for result in results.values()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", choices=list(WORKS), nargs="+", default=list(WORKS))
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--cores", type=int, default=os.cpu_count(), help="that each engine may use, by default all")
     parser.add_argument("--tunix", metavar="PYTHON", help="of an environment with google-tunix")
     parser.add_argument("--transformers", metavar="PYTHON", help="of an environment with transformers and torch")
     parser.add_argument("--json", type=Path, help="also write all figures here")
@@ -165,8 +169,10 @@ def main() -> None:
     if arguments.transformers:
         drivers["transformers"] = (arguments.transformers, "transformers_generate.py")
     found = {}
-    print(f"load average before: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    cores = sorted(os.sched_getaffinity(0))[: arguments.cores]
+    os.sched_setaffinity(0, cores)  # of the drivers, too, which take it over
     for name in arguments.work:
+        print(f"\nload average {os.getloadavg()[0]:.1f}, {len(cores)} of {os.cpu_count()} cores")
         found[name] = measure(name, drivers, arguments.rounds)
         show(name, found[name])
     for engine, result in next(iter(found.values())).items():

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from posttrain.data.tokenizer import load_tokenizer as load_tokenizer
     from posttrain.losses.pairs import Needs as Needs
     from posttrain.models.decoder import Decoder as Decoder
+    from posttrain.recipes.distill import Distill as Distill
     from posttrain.recipes.generate import generate as generate
     from posttrain.recipes.preference import Preference as Preference
     from posttrain.recipes.reward_model import RewardModel as RewardModel
@@ -34,6 +35,7 @@ _MODULES = {
     "Batch": "posttrain.batch",
     "ConfigError": "posttrain.config",
     "Decoder": "posttrain.models.decoder",
+    "Distill": "posttrain.recipes.distill",
     "LoRA": "posttrain.config",
     "LossOutput": "posttrain.batch",
     "Mean": "posttrain.tree",

@@ -24,6 +24,22 @@ HostArray = np.ndarray
 
 
 @pytree
+class TopK:
+    """What a teacher said of each token: the K most probable ids of the distribution that it was drawn from."""
+
+    ids: Int[Array | HostArray, "*B K"]
+    """Of the student's vocabulary; one outside of it stands for none."""
+    logps: Float[Array | HostArray, "*B K"]
+    """At temperature 1."""
+    tail: Float[Array | HostArray, "*B"]
+    """Log of the probability of all other ids together."""
+    scaled_tail: Float[Array | HostArray, "*B"]
+    """Log of the sum of p^(1 / temperature) over all other ids, at the temperature of the divergence."""
+    token_logps: Float[Array | HostArray, "*B"]
+    """Of the token itself."""
+
+
+@pytree
 class Batch:
     """Rows ready for a training step (device or host arrays); optional arrays exist or are `None`, never zeros."""
 
@@ -47,6 +63,10 @@ class Batch:
     another prompt; else 0. A pair is a chosen sequence and the rejected one that follows it in its row."""
     margins: Float[Array | HostArray, "B T"] | None = None
     """By how much a pair's chosen answer is known to be better, on its tokens; 0 elsewhere."""
+    teachers: tuple[TopK, ...] | None = None
+    """What teachers outside of the step said of each token."""
+    teacher_weights: Float[Array | HostArray, "B T N"] | None = None
+    """How much each of N teachers counts for a token; 0: it says nothing of it. None: one teacher, of all tokens."""
     returns: Float[Array | HostArray, "B T"] | None = None
     old_values: Float[Array | HostArray, "B T"] | None = None
 
@@ -68,7 +88,14 @@ class TokenStats:
     logps: Float[Array, "B T"]
     entropy: Float[Array, "B T"] | None = None
     """Entropy in nats of the distribution that `tokens[b, t]` was drawn from."""
+    mean_logps: Float[Array, "B T"] | None = None
+    """Mean log-probability of all tokens of the vocabulary in its place."""
+    divergence: Float[Array, "B T"] | None = None
+    """From the teachers' distribution, as `posttrain.kernels.divergence.Divergence` says."""
     teacher_kl: Float[Array, "B T"] | None = None
+    """KL(teacher || student) at temperature 1; without a gradient."""
+    teacher_logps: Float[Array, "B T"] | None = None
+    """The teachers' log-probability of the token, at temperature 1."""
 
 
 @pytree

@@ -1,4 +1,4 @@
-"""The command line: `posttrain run | check | generate | export | upcycle`."""
+"""The command line: `posttrain run | check | distill | generate | export | upcycle`."""
 
 from __future__ import annotations
 
@@ -49,6 +49,27 @@ def check(config: ConfigPath, overrides: Overrides = None) -> None:
     for line in recipe.check(loaded.config, loaded.base_dir):
         print(line)
     print("ok")
+
+
+@app.command()
+def distill(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    cache: Annotated[
+        bool, typer.Option("--cache", help="Write what the teachers say; may be stopped and gone on.")
+    ] = False,
+) -> None:
+    """Write the caches that stages of kind distill name; posttrain run then trains without their teachers."""
+    from posttrain.config_file import load_config
+
+    loaded = load_config(config, overrides or [])
+    if not cache:
+        raise ConfigError("distill: give --cache to write what the teachers say; posttrain run trains the student")
+    from posttrain.console import shown_log
+    from posttrain.recipes.distill import write_caches
+
+    with shown_log():
+        write_caches(loaded.config, loaded.base_dir)
 
 
 @app.command()

@@ -146,6 +146,8 @@ class DatasetSection(Section):
     """Rows used after `skip`, before shuffling."""
     shuffle: bool = True
     """Draw training rows in a new random order each epoch; evaluation keeps the order."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the sequences that come from here, where a stage mixes several datasets (`mix`)."""
 
 
 class OptimizerSection(Section):
@@ -208,8 +210,11 @@ class TrainSection(Section):
         return self
 
 
-class SFTSection(TrainSection):
-    kind: Literal["sft"] = "sft"
+class SequenceSection(TrainSection):
+    """Fields of stages that train on given sequences."""
+
+    mix: tuple[DatasetSection, ...] = ()
+    """More datasets to train on beside `dataset`; how much of each is drawn, their `weight` says."""
     batch_rows: PositiveInt
     """Rows of `row_tokens` in one optimiser step."""
     packing: bool = True
@@ -217,8 +222,26 @@ class SFTSection(TrainSection):
     train_on_prompt: bool = False
     """Put loss on prompts as well; by default only on completions and assistant turns."""
     overlong: Literal["truncate", "drop", "error"] = "error"
+
+    @property
+    def datasets(self) -> tuple[DatasetSection, ...]:
+        return (self.dataset, *self.mix)
+
+
+class SFTSection(SequenceSection):
+    kind: Literal["sft"] = "sft"
     loss: str = "nll"
     """`nll`, `dft`, or `module:Class` of a token loss."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the target that is spread over the whole vocabulary; of the loss `nll`."""
+    noise_alpha: Annotated[float, Field(ge=0)] = 0.0
+    """NEFTune: noise on the embeddings in training, arXiv:2310.05914; 5 is usual."""
+
+    @model_validator(mode="after")
+    def _smoothed(self) -> SFTSection:
+        if self.label_smoothing and self.loss != "nll":
+            raise ValueError(f"label_smoothing={self.label_smoothing} is of the loss nll, not of {self.loss!r}")
+        return self
 
 
 class SamplingSection(Section):
@@ -255,6 +278,13 @@ class RolloutSection(Section):
     quantize: RolloutQuantize = "none"
     """Sample, in evaluations too, from a copy of the weights in 8 bits, adapters merged, made anew after every update.
     How far it is from the trainer: `sampling/logp_difference/mean`."""
+    merge_lora: bool = False
+    """Sample from a copy with the adapter merged, made anew after every update: faster tokens for more memory."""
+    cache_tokens: PositiveInt | None = None
+    """Keys and values that the sampler holds; by default those of `slots` sequences of `row_tokens`. With fewer it
+    interrupts the youngest samples and reads them again later; with more it keeps more shared prefixes."""
+    warm_up: bool = False
+    """Compile all programs of the sampler before the first step; by default each when it is first needed."""
 
 
 class RLSection(TrainSection):
@@ -294,6 +324,9 @@ class RLSection(TrainSection):
                 f"rollout.quantize={self.rollout.quantize} needs recompute_old_logps: true: the log-probabilities of "
                 "a quantized sampler are not the trainer's, and the first update's ratio would not be 1"
             )
+        cache_tokens = self.rollout.cache_tokens
+        if cache_tokens is not None and cache_tokens < self.row_tokens:
+            raise ValueError(f"rollout.cache_tokens={cache_tokens} must be at least row_tokens={self.row_tokens}")
         if self.sampling.max_tokens >= self.row_tokens:
             raise ValueError(
                 f"sampling.max_tokens={self.sampling.max_tokens} must be less than row_tokens={self.row_tokens}, "
@@ -330,7 +363,53 @@ class RewardModelSection(ComparedSection):
     `{kind: bradley_terry, center_coef: 0.01}`."""
 
 
-Stage = Annotated[SFTSection | RLSection | PreferenceSection | RewardModelSection, Field(discriminator="kind")]
+class TeacherSection(Section):
+    path: str
+    """A folder in Hugging Face layout or a hub id."""
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
+    """What `teacher_column` calls it; by default the last part of `path`."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Storage of its parameters; by default that of the student."""
+    quantize: Quantize = "none"
+    """Hold the matrices of its layers in 8 or 4 bits."""
+
+    @property
+    def title(self) -> str:
+        return self.name or self.path.rstrip("/").rpartition("/")[2]
+
+
+class DistillSection(SequenceSection):
+    """The student learns the distribution of its teachers, GKD (arXiv:2306.13649)."""
+
+    kind: Literal["distill"] = "distill"
+    teachers: Annotated[tuple[TeacherSection, ...], Field(min_length=1)]
+    """Models with the student's tokens; several need `teacher_column`."""
+    teacher_column: str | None = None
+    """Column that names a row's teacher, or maps names to weights."""
+    beta: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """0: forward KL, from teacher to student. 1: reverse KL. Between: generalised Jensen-Shannon divergence."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of both distributions in the divergence."""
+    cross_entropy: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the loss that is the log-likelihood of the text itself."""
+    cache: str | None = None
+    """Folder of what the teachers said, which `posttrain distill --cache` writes: training then needs no teacher."""
+    top_k: PositiveInt = 64
+    """Most probable tokens in the cache, of each token; the others are there by their sum."""
+
+    @model_validator(mode="after")
+    def _which_teacher(self) -> DistillSection:
+        if len(self.teachers) > 1 and self.teacher_column is None:
+            raise ValueError("several teachers need teacher_column, which says whose rows they are")
+        titles = [teacher.title for teacher in self.teachers]
+        if len({*titles}) < len(titles):
+            raise ValueError(f"teachers must have different names; got {', '.join(titles)}")
+        return self
+
+
+Stage = Annotated[
+    SFTSection | DistillSection | RLSection | PreferenceSection | RewardModelSection, Field(discriminator="kind")
+]
 
 
 class RunConfig(Section):

@@ -77,6 +77,17 @@ COLUMNS: dict[str, tuple[str, tuple[Column, ...]]] = {
             *_SPEED,
         ),
     ),
+    "distill": (
+        "distill/kl",
+        (
+            _column("kl", 8, "distill/kl", ".4f"),
+            _column("loss", 8, "loss", ".4f"),
+            _column("nll", 8, "nll", ".4f"),
+            _column("teacher", 8, "distill/teacher_nll", ".4f"),
+            _column("lr", 9, "learning_rate", ".2e"),
+            *_SPEED,
+        ),
+    ),
     "rl": (
         "reward",
         (

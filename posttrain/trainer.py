@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,9 +25,11 @@ from posttrain.batch import (
     ScoreStats,
     TokenLoss,
     TokenStats,
+    TopK,
     rows_per_pass,
 )
-from posttrain.kernels.token_stats import token_stats
+from posttrain.kernels.token_stats import PLAIN, Teacher, Terms, token_stats
+from posttrain.losses.reduce import sequence_sums, to_tokens
 from posttrain.losses.router import RouterLoss, check_weight, corrected, load_metrics, router_means, weight_of
 from posttrain.mesh import BATCH_SPEC, param_sharding, replicated, row_shards, single_device_mesh
 from posttrain.metrics import Metrics, merge
@@ -51,12 +53,22 @@ class HostStats(NamedTuple):
     entropy: Float[np.ndarray, "B T"]
 
 
+class _Keys(NamedTuple):
+    """Random keys of a micro-batch."""
+
+    dropout: Array | None
+    noise: Array | None
+    """One for each row."""
+
+
 class Trainer:
     """Trains the parameters of `model` (only the adapter's, if it has one) in place.
 
     The gradient is the gradient of sum(loss totals) / sum(loss weights) over the whole batch, plus that of the mean
     `router_loss`, whatever the split into micro-batches. `correction_rate` moves the bias in the choice of a router
-    after each update. Log-probabilities are those of softmax(logits / temperature).
+    after each update. Log-probabilities are those of softmax(logits / temperature). `teachers` see the same rows; they
+    are put on the mesh, read where they lie, and never written. `noise_alpha`: of NEFTune, arXiv:2310.05914, uniform
+    noise on the embeddings in training, of up to alpha / sqrt(length of the sequence * D).
     """
 
     def __init__(
@@ -71,6 +83,9 @@ class Trainer:
         mesh: Mesh | None = None,
         router_loss: RouterLoss | None = None,
         correction_rate: float = 0.0,
+        terms: Terms = PLAIN,
+        teachers: Sequence[Decoder] = (),
+        noise_alpha: float = 0.0,
         dropout_seed: int | None = None,
     ):
         self.model = model
@@ -92,15 +107,18 @@ class Trainer:
         self._trainable = self._weights.trainable()
         self._router_loss = router_loss if router_loss is not None and router_loss.on else None
         self._correction_rate = correction_rate
-        self._dropout_seed = dropout_seed if has_dropout(model) else None
-        if has_dropout(model) and dropout_seed is None:
-            raise ValueError(
-                "Trainer: the adapter of the model has dropout, which draws random numbers; give dropout_seed"
-            )
+        self._terms = terms
+        self._teachers = [ModelWeights(teacher) for teacher in teachers]
+        self._dropout, self._noise_alpha, self._dropout_seed = has_dropout(model), noise_alpha, dropout_seed
+        if (self._dropout or noise_alpha) and dropout_seed is None:
+            raise ValueError("Trainer: dropout of an adapter and noise_alpha draw random numbers; give dropout_seed")
         check_router(model.config, self._router_loss is not None, correction_rate, adapter=has_lora(model))
         self._loss_checked = self._router_loss is None
         self._whole = isinstance(loss, BatchLoss) and loss.needs_whole_batch
-        placed = self._place()
+        placed = _place(self._weights, self.mesh)
+        for weights in self._teachers:
+            weights.model.compute = dataclasses.replace(weights.model.compute, mesh=self.mesh)
+            _place(weights, self.mesh)
         state = self._opt_state_shardings(placed)
         self._opt_state = jax.jit(optimizer.init, out_shardings=state)(self.params)
         # Results must lie where the arguments lay: another placement would be another program.
@@ -123,6 +141,11 @@ class Trainer:
     def _frozen(self) -> Weights:
         return self._weights.read(lambda path: path not in self._trainable)
 
+    @property
+    def _taught(self) -> list[Weights]:
+        """The teachers' parameters. Programs get them as arguments, as they lie; none is donated."""
+        return [teacher.read() for teacher in self._teachers]
+
     def step(self, batch: Batch) -> Metrics:
         """One update from one batch of host rows. Metrics stay on the device.
 
@@ -130,10 +153,11 @@ class Trainer:
         """
         micro, count = self._micro_batches(batch)
         if not self._loss_checked:
-            check_weight(self.loss, jax.tree.map(lambda x: x[0], micro), scores=self.model.config.scalar_head)
+            first = jax.tree.map(lambda x: x[0], micro)
+            check_weight(self.loss, first, scores=self.model.config.scalar_head)
             self._loss_checked = True
         params, self._opt_state, metrics = self._step(
-            self.params, self._frozen, self._opt_state, micro, count, np.uint32(self.step_number)
+            self.params, self._frozen, self._opt_state, micro, count, np.uint32(self.step_number), self._taught
         )
         self._weights.write(params)
         self.step_number += 1
@@ -143,7 +167,7 @@ class Trainer:
         """The loss and its metrics over all batches, without an update."""
         totals: dict[str, Mean] = {}
         for batch in batches:
-            output = self._evaluate(self.weights, *self._micro_batches(batch))
+            output = self._evaluate(self.weights, *self._micro_batches(batch), self._taught)
             totals = merge(totals, {"loss": output.loss, **output.metrics})
         return dict(totals)
 
@@ -169,13 +193,6 @@ class Trainer:
         self._weights.write(state["params"])
         self._opt_state = state["opt_state"]
         self.step_number = step
-
-    def _place(self) -> dict[str, NamedSharding]:
-        """Put every parameter where the mesh wants it; nothing moves if it lies there already."""
-        dims, weights = self._weights.dims(), self._weights.read()
-        placed = {path: param_sharding(self.mesh, path, dims[path], w.shape) for path, w in weights.items()}
-        self._weights.write(jax.device_put(weights, placed))
-        return placed
 
     def _opt_state_shardings(self, placed: dict[str, NamedSharding]) -> Any:
         """What belongs to a parameter lies where the parameter lies; counters are everywhere."""
@@ -204,25 +221,33 @@ class Trainer:
             np.int32(count), replicated(self.mesh)
         )
 
-    def _dropout_keys(self, step: Array, num_micro: int) -> Array | None:
-        """One for each micro-batch of the step."""
+    def _keys(self, step: Array, micro: Batch) -> _Keys:
+        """Random keys of the step's micro-batches; those of the noise belong to rows, whatever the split."""
         if self._dropout_seed is None:
-            return None
-        key = jax.random.fold_in(jax.random.key(self._dropout_seed), step)
-        return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_micro))
+            return _Keys(None, None)
+        key, (num_micro, rows) = jax.random.fold_in(jax.random.key(self._dropout_seed), step), micro.tokens.shape[:2]
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_micro * rows)).reshape(num_micro, rows)
+        return _Keys(keys[:, 0] if self._dropout else None, keys if self._noise_alpha else None)
 
     def _forward(
-        self, weights: Weights, batch: Batch, dropout_key: Array | None = None
+        self, weights: Weights, batch: Batch, taught: list[Weights] | None = None, keys: _Keys | None = None
     ) -> tuple[TokenStats | ScoreStats, RouterStats | None]:
+        """Statistics of the tokens that have a weight; without `taught` those of the student alone."""
         model = self._weights.bind(weights)
-        if dropout_key is not None:
-            drop(model, dropout_key)
+        if keys is not None and keys.dropout is not None:
+            drop(model, keys.dropout)
         tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
         experts = None if batch.experts is None else jnp.moveaxis(jnp.asarray(batch.experts, jnp.int32), 2, 0)
-        hidden, _, routing = model.forward(tokens, positions, segments, experts=experts)
+        noise = None if keys is None or keys.noise is None else self._noise(keys.noise, segments)
+        hidden, _, routing = model.forward(tokens, positions, segments, experts=experts, noise=noise)
         if model.config.scalar_head:
             scores = jnp.where(segments > 0, model.scores(hidden), 0.0)
             return ScoreStats(scores=scores), None if routing is None else routing.stats
+        teachers: list[Teacher | TopK] = []
+        for structure, arrays in zip(self._teachers, taught or [], strict=taught is not None):
+            teacher = structure.bind(jax.lax.stop_gradient(arrays))
+            teachers.append(Teacher(teacher.logits, teacher(tokens, positions, segments)[0]))
+        teachers += (batch.teachers or ()) if taught is not None else ()
         stats = token_stats(
             model.logits,
             hidden,
@@ -230,27 +255,49 @@ class Trainer:
             segments,
             temperature=self._temperature,
             vocab_size=model.config.vocab_size,
+            only=jnp.asarray(batch.loss_weight) != 0,
+            terms=self._terms if taught is not None else PLAIN,
+            teachers=teachers,
+            teacher_weights=batch.teacher_weights if teachers else None,
         )
         return stats, None if routing is None else routing.stats
 
+    def _noise(self, keys: Array, segments: Array) -> Float[Array, "B T D"]:
+        """Of NEFTune: the shorter a sequence, the more of it."""
+        shape = (segments.shape[1], self.model.config.embed_dim)
+        lengths = to_tokens(sequence_sums(jnp.ones(segments.shape), segments), segments)
+        scale = self._noise_alpha / jnp.sqrt(jnp.maximum(lengths, 1.0) * shape[1])
+        return jax.vmap(lambda key: jax.random.uniform(key, shape, minval=-1.0, maxval=1.0))(keys) * scale[..., None]
+
     def _loss_output(
-        self, weights: Weights, batch: Batch, dropout_key: Array | None = None, loss: AnyLoss | None = None
+        self,
+        weights: Weights,
+        batch: Batch,
+        taught: list[Weights],
+        loss: AnyLoss,
+        keys: _Keys | None = None,
     ) -> tuple[LossOutput, RouterStats | None]:
-        stats, routers = self._forward(weights, batch, dropout_key)
-        output = (loss or self.loss)(stats, batch)
+        stats, routers = self._forward(weights, batch, taught, keys)
+        output = loss(stats, batch)
         if routers is None:
             return output, None
         metrics = {**output.metrics, **router_means(routers, _num_tokens(batch))}
         return LossOutput(loss=output.loss, metrics=metrics), routers
 
     def _gradients(
-        self, params: Weights, frozen: Weights, router_weight: Array, inputs: tuple[Batch, Array | None], count: Array
+        self,
+        params: Weights,
+        frozen: Weights,
+        taught: list[Weights],
+        router_weight: Array,
+        inputs: tuple[Batch, _Keys],
+        count: Array,
     ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
         """Of all micro-batches. A loss over the whole batch takes another forward pass where there are several."""
-        gradient_of = functools.partial(self._gradient, params, frozen, router_weight)
+        gradient_of = functools.partial(self._gradient, params, frozen, taught, router_weight)
         if not self._whole or num_micro(inputs) == 1:
             return sum_over(lambda one: gradient_of(one, self.loss), inputs, count)
-        stats = stack_over(lambda one: self._forward({**frozen, **params}, *one)[0], inputs, count)
+        stats = stack_over(lambda one: self._forward({**frozen, **params}, one[0], taught, one[1])[0], inputs, count)
 
         def whole(stats: Any) -> tuple[Array, LossOutput]:
             output = self.loss(as_one(stats), as_one(inputs[0]))
@@ -267,12 +314,14 @@ class Trainer:
         self,
         params: Weights,
         frozen: Weights,
+        taught: list[Weights],
         router_weight: Array,
-        inputs: tuple[Batch, Array | None],
+        inputs: tuple[Batch, _Keys],
         loss: AnyLoss,
     ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
         def total(params: Weights) -> tuple[Array, tuple[LossOutput, RouterStats | None]]:
-            output, routers = self._loss_output({**frozen, **params}, *inputs, loss)
+            batch, keys = inputs
+            output, routers = self._loss_output({**frozen, **params}, batch, taught, loss, keys)
             value = jnp.asarray(output.loss.total)
             if self._router_loss is not None and routers is not None:
                 value += router_weight * self._router_loss(routers)
@@ -290,20 +339,25 @@ class Trainer:
             return jnp.zeros(())
 
         def weights(batch: Batch) -> tuple[Array, Array]:
-            return weight_of(self.loss, batch, scores=self.model.config.scalar_head), _num_tokens(batch) * len(
-                self.model.config.mixtures
-            )
+            weight = weight_of(self.loss, batch, scores=self.model.config.scalar_head)
+            return weight, _num_tokens(batch) * len(self.model.config.mixtures)
 
         of_loss, of_router = sum_over(weights, micro, count)
         return jnp.where(of_router > 0, of_loss / jnp.maximum(of_router, 1.0), 0.0)
 
     def _step_program(
-        self, params: Weights, frozen: Weights, opt_state: Any, micro: Batch, count: Array, step: Array
+        self,
+        params: Weights,
+        frozen: Weights,
+        opt_state: Any,
+        micro: Batch,
+        count: Array,
+        step: Array,
+        taught: list[Weights],
     ) -> tuple[Weights, Any, Metrics]:
         self.num_programs += 1
-        inputs = (micro, self._dropout_keys(step, num_micro(micro)))
-        router_weight = self._router_weight(micro, count)
-        gradient, (output, routers) = self._gradients(params, frozen, router_weight, inputs, count)
+        inputs, router_weight = (micro, self._keys(step, micro)), self._router_weight(micro, count)
+        gradient, (output, routers) = self._gradients(params, frozen, taught, router_weight, inputs, count)
         weight = output.loss.weight
         gradient = jax.tree.map(lambda g: g / jnp.where(weight > 0, weight, 1.0), gradient)
         gradient, norm = clip_by_global_norm(gradient, self._max_grad_norm)
@@ -331,17 +385,25 @@ class Trainer:
         }
         return new_params, jax.tree.map(keep, new_state, opt_state), metrics
 
-    def _evaluate_program(self, weights: Weights, micro: Batch, count: Array) -> LossOutput:
+    def _evaluate_program(self, weights: Weights, micro: Batch, count: Array, taught: list[Weights]) -> LossOutput:
         self.num_programs += 1
         if self._whole:
-            stats = stack_over(lambda batch: self._forward(weights, batch)[0], micro, count)
+            stats = stack_over(lambda batch: self._forward(weights, batch, taught)[0], micro, count)
             return self.loss(as_one(stats), as_one(micro))
-        return sum_over(lambda batch: self._loss_output(weights, batch)[0], micro, count)
+        return sum_over(lambda batch: self._loss_output(weights, batch, taught, self.loss)[0], micro, count)
 
     def _stats_program(self, weights: Weights, micro: Batch, count: Array) -> TokenStats | ScoreStats:
         self.num_programs += 1
         stats: TokenStats | ScoreStats = stack_over(lambda batch: self._forward(weights, batch)[0], micro, count)
         return stats
+
+
+def _place(weights: ModelWeights, mesh: Mesh) -> dict[str, NamedSharding]:
+    """Put every parameter where the mesh wants it; nothing moves if it lies there already."""
+    dims, arrays = weights.dims(), weights.read()
+    placed = {path: param_sharding(mesh, path, dims[path], w.shape) for path, w in arrays.items()}
+    weights.write(jax.device_put(arrays, placed))
+    return placed
 
 
 def _num_tokens(batch: Batch) -> Float[Array, ""]:

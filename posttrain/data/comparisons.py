@@ -202,7 +202,7 @@ def _packed(units: Units, examples: Any) -> Any:
         row_tokens=section.row_tokens,
         window_rows=section.batch_rows,
         packing=section.packing,
-        names=units.names,
+        more=[name for name in units.names if name not in ("tokens", "loss_weight")],
     )
 
 

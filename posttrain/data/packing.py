@@ -32,10 +32,8 @@ def fit_to_row(example: Example, row_tokens: int, overlong: Overlong) -> Example
     return None
 
 
-def pack(
-    examples: Any, *, row_tokens: int, window_rows: int, packing: bool, names: Sequence[str] = ("tokens", "loss_weight")
-) -> Any:
-    """A grain `IterDataset` of rows from one of examples (dicts with arrays of these names).
+def pack(examples: Any, *, row_tokens: int, window_rows: int, packing: bool, more: Sequence[str] = ()) -> Any:
+    """A grain `IterDataset` of rows from one of examples (dicts with `tokens`, `loss_weight` and what `more` names).
 
     First-fit in windows of `window_rows` rows: a sequence goes to the first row that has room; when none has, the
     window is emitted and the next begins. The order of sequences decides everything, so a stream can be resumed.
@@ -44,7 +42,7 @@ def pack(
 
     return grain.experimental.FirstFitPackIterDataset(
         examples,
-        length_struct=dict.fromkeys(names, row_tokens),
+        length_struct=dict.fromkeys(("tokens", "loss_weight", *more), row_tokens),
         num_packing_bins=window_rows,
         shuffle_bins=False,
         max_sequences_per_bin=None if packing else 1,

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from posttrain.batch import Batch
-from posttrain.config import ConfigError, DatasetSection, SFTSection
+from posttrain.config import ConfigError, DatasetSection, SequenceSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import tokenize_example
 from posttrain.data.packing import fit_to_row, pack, pad_rows, sequence, to_batch
 from posttrain.data.sources import Rows
+from posttrain.data.taught import Taught
 
 FINGERPRINT_ROWS = 64
 READ_AHEAD = 64
@@ -48,17 +49,34 @@ class Stream:
 
 
 class SFTBatches(Stream):
-    """Endless host batches of `batch_rows` rows; every epoch holds each row of the dataset once, in a new order.
+    """Endless host batches of `batch_rows` rows; every epoch holds each row of a dataset once, in a new order.
 
-    Packing runs across epochs, so no row is lost at their ends.
+    Packing runs across epochs, so no row is lost at their ends. `mixed`: the rows of `section.mix`; as the weights of
+    the datasets say, sequences are drawn from them in turn. `taught`: what teachers say of the rows.
     """
 
-    def __init__(self, section: SFTSection, rows: Rows, renderer: Renderer, *, seed: int) -> None:
-        tokenize = row_tokenizer(section, section.dataset, rows, renderer)
-        require_one(rows, tokenize, section.row_tokens)
+    def __init__(
+        self,
+        section: SequenceSection,
+        rows: Rows,
+        renderer: Renderer,
+        *,
+        seed: int,
+        mixed: Sequence[tuple[Rows, Renderer]] = (),
+        taught: Taught | None = None,
+    ) -> None:
+        import grain
+
+        streams, prints, tokens = [], [], []
+        for number, (dataset, source) in enumerate(zip(section.datasets, [(rows, renderer), *mixed], strict=True)):
+            tokenize = row_tokenizer(section, dataset, *source, taught, number)
+            require_one(source[0], tokenize, section.row_tokens)
+            prints.append(fingerprint(dataset, source[0]))
+            tokens.append(token_fingerprint(source[0], tokenize))
+            streams.append(order(len(source[0]), shuffle=dataset.shuffle, seed=seed + number).map(tokenize))
         identity = {
-            "dataset": fingerprint(section.dataset, rows),
-            "tokens": token_fingerprint(rows, tokenize),
+            "dataset": ", ".join(prints),
+            "tokens": ", ".join(tokens),
             "seed": seed,
             "shuffle": section.dataset.shuffle,
             "batch_rows": section.batch_rows,
@@ -66,14 +84,16 @@ class SFTBatches(Stream):
             "packing": section.packing,
             "overlong": section.overlong,
         }
-        numbers = order(len(rows), shuffle=section.dataset.shuffle, seed=seed)
-        super().__init__(iter(_rows(section, numbers.map(tokenize)).batch(section.batch_rows)), identity)
+        weights = [dataset.weight for dataset in section.datasets]
+        stream = streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, weights)
+        self._taught = taught
+        super().__init__(iter(_rows(section, stream, taught).batch(section.batch_rows)), identity)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        return to_batch(next(self._iterator))
+        return _finished(next(self._iterator), self._taught)
 
 
 class PromptBatches(Stream):
@@ -100,34 +120,40 @@ class PromptBatches(Stream):
         return next(self._iterator)
 
 
-def eval_batches(section: SFTSection, dataset: DatasetSection, rows: Rows, renderer: Renderer) -> Iterator[Batch]:
+def eval_batches(
+    section: SequenceSection, dataset: DatasetSection, rows: Rows, renderer: Renderer, taught: Taught | None = None
+) -> Iterator[Batch]:
     """One pass over a dataset in its order; the last batch is filled with empty rows."""
     import grain
 
-    tokenize = row_tokenizer(section, dataset, rows, renderer)
+    tokenize = row_tokenizer(section, dataset, rows, renderer, taught, len(section.datasets))
     require_one(rows, tokenize, section.row_tokens)
     examples = grain.MapDataset.range(len(rows)).map(tokenize)
-    for batch in _rows(section, examples).batch(section.batch_rows, drop_remainder=False):
-        yield to_batch(pad_rows(batch, section.batch_rows))
+    for batch in _rows(section, examples, taught).batch(section.batch_rows, drop_remainder=False):
+        yield _finished(pad_rows(batch, section.batch_rows), taught)
+
+
+def _finished(rows: Mapping[str, np.ndarray], taught: Taught | None) -> Batch:
+    return to_batch(rows) if taught is None else taught.batch(to_batch(rows), rows)
 
 
 def fingerprint(section: DatasetSection, rows: Rows) -> str:
     """Hash of what a dataset is: the source's last name, the number of rows, and the content of up to 64 of them."""
     content = [Path(section.path).name, len(rows), *(rows[index] for index in _sampled(rows))]
-    return digest(json.dumps(content, sort_keys=True, default=str))
+    return _digest(json.dumps(content, sort_keys=True, default=str))
 
 
 def token_fingerprint(rows: Rows, tokenize: Callable[[int], dict[str, np.ndarray] | None]) -> str:
     """Hash of what tokenizer, template and columns make of up to 64 rows."""
     made = [tokenize(index) for index in _sampled(rows)]
-    return digest(json.dumps([None if m is None else [m["tokens"].tolist(), m["loss_weight"].tolist()] for m in made]))
+    return _digest(json.dumps([None if m is None else [m["tokens"].tolist(), m["loss_weight"].tolist()] for m in made]))
 
 
 def _sampled(rows: Rows) -> list[int]:
     return sorted({int(i) for i in np.linspace(0, len(rows) - 1, min(len(rows), FINGERPRINT_ROWS))})
 
 
-def digest(text: str) -> str:
+def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -141,23 +167,40 @@ def order(count: int, *, shuffle: bool, seed: int) -> Any:
     return (numbers.shuffle(seed=spread) if shuffle else numbers).repeat()
 
 
-def _rows(section: SFTSection, examples: Any) -> Any:
+def _rows(section: SequenceSection, examples: Any, taught: Taught | None) -> Any:
     import grain
 
     ahead = examples.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD))
-    return pack(ahead, row_tokens=section.row_tokens, window_rows=section.batch_rows, packing=section.packing)
+    return pack(
+        ahead,
+        row_tokens=section.row_tokens,
+        window_rows=section.batch_rows,
+        packing=section.packing,
+        more=() if taught is None else taught.names,
+    )
 
 
 def row_tokenizer(
-    section: SFTSection, dataset: DatasetSection, rows: Rows, renderer: Renderer
+    section: SequenceSection,
+    dataset: DatasetSection,
+    rows: Rows,
+    renderer: Renderer,
+    taught: Taught | None = None,
+    number: int = 0,
 ) -> Callable[[int], dict[str, np.ndarray] | None]:
-    """A function from a row's number to its sequence; None for one that is left out as too long."""
+    """A function from a row's number to its sequence; None for one that is left out as too long.
+
+    `number`: of the dataset, by which `taught` knows it.
+    """
 
     def tokenize(index: int) -> dict[str, np.ndarray] | None:
         with rows.named(index) as row:
             example = tokenize_example(row, dataset, renderer, section.train_on_prompt)
             kept = fit_to_row(example, section.row_tokens, section.overlong)
-        return None if kept is None else sequence(kept)
+            if kept is None:
+                return None
+            arrays = sequence(kept)
+            return arrays if taught is None else arrays | taught.arrays(number, index, row, arrays)
 
     return tokenize
 

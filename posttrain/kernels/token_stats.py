@@ -1,18 +1,23 @@
-"""Log-probabilities and entropies in chunks over T: no array of size B x T x V, forward or backward."""
+"""Log-probabilities, entropies and distances to teachers in chunks: no array of size B x T x V, forward or backward.
+
+Of each row the tokens that count are brought together first, so that of the others no logits are computed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Float, Int
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jaxtyping import Bool, Float, Int
 
-from posttrain.batch import HostArray, TokenStats
+from posttrain.batch import HostArray, TokenStats, TopK
+from posttrain.kernels.divergence import FORWARD_KL, Divergence, divergence, token_logps
 
 CHUNK_ELEMENTS = 1 << 20
 """Logits alive at once, in elements: 4 MiB in float32. Value and gradient hold about four such arrays."""
@@ -20,8 +25,27 @@ CHUNK_ELEMENTS = 1 << 20
 MIN_CHUNK_TOKENS = 128
 """Tokens of all rows in a chunk of a large vocabulary: with fewer, reading the head takes longer than using it."""
 
-RESIDUALS = "token_stats"
-"""Name of what the backward pass finds saved: two numbers per token."""
+Head = Callable[[Float[Array, "B C D"]], Float[Array, "B C V"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What is computed beside log-probabilities and entropies."""
+
+    mean_over: int | None = None
+    """`mean_logps` over the ids below this one: those that have a token."""
+    divergence: Divergence | None = None
+    """`divergence` from teachers, with `teacher_kl` and `teacher_logps`."""
+
+
+PLAIN = Terms()
+
+
+class Teacher(NamedTuple):
+    """A teacher inside of the step: its head, and its hidden states of the same rows."""
+
+    logits_of: Head
+    hidden: Float[Array, "B T D"]
 
 
 def chunk_length(rows: int, length: int, vocab: int) -> int:
@@ -34,45 +58,70 @@ def chunk_length(rows: int, length: int, vocab: int) -> int:
 
 
 def token_stats(
-    logits_of: Callable[[Float[Array, "B C D"]], Float[Array, "B C V"]],
+    logits_of: Head,
     hidden: Float[Array, "B T D"],
     tokens: Int[Array | HostArray, "B T"],
     segments: Int[Array | HostArray, "B T"],
     *,
     temperature: float,
     vocab_size: int,
+    only: Bool[Array, "B T"] | None = None,
+    terms: Terms = PLAIN,
+    teachers: Sequence[Teacher | TopK] = (),
+    teacher_weights: Float[Array | HostArray, "B T N"] | None = None,
 ) -> TokenStats:
     """Log-probability and entropy of every token under softmax(logits / temperature), in float32.
 
     The only place of the package that shifts: `hidden[:, t - 1]` predicts `tokens[:, t]`. Position 0, the first token
-    of each sequence and padding get 0. `logits_of` is the model's head; the backward pass makes its logits anew.
+    of each sequence, padding and what is not in `only` get 0; the head works on no more than a chunk of the latter.
+    `logits_of` is the model's head; the backward pass makes its logits anew. What teachers say has no gradient.
     """
     rows, length = tokens.shape
     chunk = chunk_length(rows, length, vocab_size)
-    pad = -(length - 1) % chunk
-    context = jnp.pad(hidden[:, :-1], ((0, 0), (0, pad), (0, 0)))
-    targets = jnp.pad(tokens[:, 1:], ((0, 0), (0, pad)))
+    pad = max(-(length - 1) % chunk, 2 - length)
+    counts = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+    counts = jnp.asarray(counts if only is None else counts & only[:, 1:])
+    padded = jnp.pad(counts, ((0, 0), (0, pad)))
+    order = jnp.argsort(~padded, axis=1, stable=True)
+    plan = _Plan(
+        order=order,
+        back=jnp.argsort(order, axis=1),
+        num_chunks=-(-jnp.max(jnp.sum(counts, axis=1), initial=0) // chunk),
+    )
+    weights = _weights(teachers, teacher_weights, terms)
 
-    def split(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(rows, -1, chunk, *x.shape[2:]), 1, 0)
+    def gathered(x: Any) -> Array:
+        """Of the tokens that the contexts predict, in order of the plan."""
+        x = jnp.pad(x[:, 1:], ((0, 0), (0, pad), *((0, 0) for _ in x.shape[2:])))
+        return _along(x, order)
 
-    @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(RESIDUALS))
-    def body(_: None, inputs: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
-        return None, _chunk_stats(logits_of(inputs[0]).astype(jnp.float32) / temperature, inputs[1])
+    given = _Given(
+        targets=gathered(tokens),
+        hidden=[_context(t.hidden, pad) if isinstance(t, Teacher) else None for t in teachers],
+        best=[None if isinstance(t, Teacher) else jax.tree.map(gathered, t) for t in teachers],
+        weights=None if weights is None else gathered(weights),
+    )
+    head, parameters = jax.closure_convert(
+        logits_of, jax.ShapeDtypeStruct((rows, chunk, hidden.shape[2]), hidden.dtype)
+    )
+    static = _Static(
+        chunk, head, tuple(t.logits_of if isinstance(t, Teacher) else None for t in teachers), temperature, terms
+    )
+    found = _compute(static, _context(hidden, pad), tuple(parameters), plan, given)
 
-    _, (logps, entropy) = jax.lax.scan(body, None, (split(context), split(targets)))
+    def joined(x: Array) -> Array:
+        x = jnp.take_along_axis(x, plan.back, axis=1)[:, : length - 1]
+        return jnp.pad(jnp.where(counts, x, 0.0), ((0, 0), (1, 0)))
 
-    same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
-
-    def join(x: Array) -> Array:
-        x = jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, : length - 1]
-        return jnp.pad(jnp.where(same, x, 0.0), ((0, 0), (1, 0)))
-
-    return TokenStats(logps=join(logps), entropy=join(entropy))
+    return TokenStats(**{name: joined(x) for name, x in found.items()})
 
 
 def token_stats_reference(
-    logits: Float[Array, "B T V"], tokens: Int[Array, "B T"], segments: Int[Array, "B T"], *, temperature: float
+    logits: Float[Array, "B T V"],
+    tokens: Int[Array, "B T"],
+    segments: Int[Array, "B T"],
+    *,
+    temperature: float,
 ) -> TokenStats:
     """The slow twin of `token_stats`: whole logits at once, textbook formulas, gradients by the library."""
     log_probs = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32) / temperature, axis=-1)
@@ -85,35 +134,220 @@ def token_stats_reference(
     )
 
 
-@jax.custom_vjp
-def _chunk_stats(
-    logits: Float[Array, "B C V"], targets: Int[Array, "B C"]
-) -> tuple[Float[Array, "B C"], Float[Array, "B C"]]:
-    return _chunk_forward(logits, targets)[0]
+class _Plan(NamedTuple):
+    """Contexts in the order in which they are computed: of each row first those that count."""
+
+    order: Int[Array, "B T"]
+    back: Int[Array, "B T"]
+    """Where each context stands in `order`."""
+    num_chunks: Int[Array, ""]
+    """How many chunks hold any that counts."""
 
 
-def _chunk_forward(logits: Float[Array, "B C V"], targets: Int[Array, "B C"]) -> tuple[Any, Any]:
+class _Given(NamedTuple):
+    """What has no gradient: teachers' hidden states by context, all else in the order of the plan."""
+
+    targets: Int[Array, "B T"]
+    hidden: list[Array | None]
+    best: list[TopK | None]
+    weights: Float[Array, "B T N"] | None
+
+
+Found = dict[str, Array]
+LOG_Z = "log_z"
+"""Beside the statistics: log of the sum of exp(logits / temperature), for the backward pass."""
+
+
+class _Static(NamedTuple):
+    chunk: int
+    head: Callable[..., Array]
+    """Of hidden states and the parameters that `jax.closure_convert` found."""
+    teachers: tuple[Head | None, ...]
+    temperature: float
+    terms: Terms
+
+
+class _Part(NamedTuple):
+    """One chunk of the plan."""
+
+    start: Array
+    order: Int[Array, "B C"]
+    targets: Int[Array, "B C"]
+    teachers: list[tuple[Array | TopK, Array | float]]
+    """Unscaled logits or best ids, and what each counts."""
+
+
+def _weights(
+    teachers: Sequence[Teacher | TopK], weights: Float[Array | HostArray, "B T N"] | None, terms: Terms
+) -> Float[Array, "B T N"] | None:
+    if (terms.divergence is None) != (not teachers):
+        raise ValueError(f"token_stats: terms.divergence={terms.divergence} with {len(teachers)} teachers; give both")
+    given = 1 if weights is None else weights.shape[2]
+    if teachers and len(teachers) != given:
+        raise ValueError(f"token_stats: {len(teachers)} teachers, but teacher_weights of {given}; give one for each")
+    return None if weights is None else jnp.asarray(weights)
+
+
+def _context(hidden: Float[Array, "B T D"], pad: int) -> Float[Array, "B Tp D"]:
+    return jnp.pad(hidden[:, :-1], ((0, 0), (0, pad), (0, 0)))
+
+
+def _along(x: Array, order: Int[Array, "B C"]) -> Array:
+    return jnp.take_along_axis(x, order.reshape(*order.shape, *(1 for _ in x.shape[2:])), axis=1)
+
+
+def _part(static: _Static, plan: _Plan, given: _Given, index: Array) -> _Part:
+    start = index * static.chunk
+
+    def cut(x: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(x, start, static.chunk, axis=1)
+
+    order = cut(plan.order)
+    weights = None if given.weights is None else cut(given.weights)
+    teachers: list[tuple[Array | TopK, Array | float]] = []
+    for n, (head, hidden, best) in enumerate(zip(static.teachers, given.hidden, given.best, strict=True)):
+        said: Any = jax.tree.map(cut, best)
+        if head is not None and hidden is not None:
+            said = head(_along(hidden, order)).astype(jnp.float32)
+        weight: Array | float = 1.0
+        if weights is not None:
+            weight = weights[..., n]
+            # One that has no say may say anything, and 0 * NaN would reach the gradient.
+            said = jax.tree.map(
+                lambda x, w=weight: jnp.where(w.reshape(*w.shape, *(1,) * (x.ndim - 2)) > 0, x, 0), said
+            )
+        teachers.append((jax.lax.stop_gradient(said), weight))
+    return _Part(start, order, cut(given.targets), teachers)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _compute(
+    static: _Static, hidden: Float[Array, "B Tp D"], parameters: tuple[Array, ...], plan: _Plan, given: _Given
+) -> Found:
+    found = _computed(static, hidden, parameters, plan, given)
+    del found[LOG_Z]
+    return found
+
+
+def _computed(
+    static: _Static, hidden: Float[Array, "B Tp D"], parameters: tuple[Array, ...], plan: _Plan, given: _Given
+) -> Found:
+    """All statistics in the order of the plan, and `LOG_Z`; 0 beyond the chunks that count."""
+
+    def of_chunk(index: Array) -> tuple[Array, Found]:
+        part = _part(static, plan, given, index)
+        logits = static.head(_along(hidden, part.order), *parameters).astype(jnp.float32)
+        return part.start, _of_chunk(static, logits, part)
+
+    def body(index: Array, found: Found) -> Found:
+        start, new = of_chunk(index)
+        return {n: jax.lax.dynamic_update_slice_in_dim(x, new[n], start, axis=1) for n, x in found.items()}
+
+    names = jax.eval_shape(of_chunk, jnp.int32(0))[1]
+    return jax.lax.fori_loop(0, plan.num_chunks, body, {n: jnp.zeros(plan.order.shape, jnp.float32) for n in names})
+
+
+def _of_chunk(static: _Static, logits: Float[Array, "B C V"], part: _Part) -> Found:
+    scaled = logits / static.temperature
     # Everything is relative to the largest logit: a nearly certain token then has an exact log-prob and entropy.
-    top = jnp.max(logits, axis=-1)
-    relative = logits - top[..., None]
+    top = jnp.max(scaled, axis=-1)
+    relative = scaled - top[..., None]
     exps = jnp.exp(relative)
     norm = jnp.sum(exps, axis=-1)
     log_norm = jnp.log(norm)
-    logps = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0] - top - log_norm
-    entropy = log_norm - jnp.sum(_times(exps, relative), axis=-1) / norm
-    saved = checkpoint_name((top + log_norm, entropy), RESIDUALS)
-    return (logps, entropy), (logits, targets, *saved)
+    found = {
+        "logps": jnp.take_along_axis(scaled, part.targets[..., None], axis=-1)[..., 0] - top - log_norm,
+        "entropy": log_norm - jnp.sum(_times(exps, relative), axis=-1) / norm,
+        LOG_Z: top + log_norm,
+    }
+    terms = static.terms
+    if terms.mean_over is not None:
+        known = _is_below(terms.mean_over, scaled)
+        found["mean_logps"] = jnp.sum(jnp.where(known, relative, 0.0), axis=-1) / terms.mean_over - log_norm
+    if terms.divergence is not None:
+        found["divergence"] = _divergence(logits, part, terms.divergence)
+        found["teacher_kl"] = _divergence(logits, part, FORWARD_KL)
+        found["teacher_logps"] = _sum_of(part, lambda said: token_logps(said, part.targets))
+    return found
 
 
-def _chunk_backward(residuals: Any, cotangents: Any) -> tuple[Float[Array, "B C V"], None]:
-    """d logp = onehot - p; d entropy = -p (log p + entropy)."""
-    logits, targets, log_z, entropy = residuals
-    d_logps, d_entropy = (x[..., None] for x in cotangents)
-    log_probs = logits - log_z[..., None]
+def _divergence(logits: Float[Array, "B C V"], part: _Part, kind: Divergence) -> Float[Array, "B C"]:
+    return _sum_of(part, lambda said: divergence(logits, said, kind))
+
+
+def _sum_of(part: _Part, function: Callable[[Any], Float[Array, "B C"]]) -> Float[Array, "B C"]:
+    """Over teachers, each as much as it counts."""
+    terms = [weight * function(said) for said, weight in part.teachers]
+    return sum(terms[1:], terms[0])
+
+
+def _compute_forward(static: _Static, *arguments: Any) -> tuple[Found, Any]:
+    values = jax.tree.map(lambda leaf: leaf.value, arguments, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
+    hidden, _, plan, given = values
+    found = _computed(static, *values)
+    log_z = found.pop(LOG_Z)
+    # Most of a frozen model's parameters get no gradient; to add one up would cost as much as to use it.
+    trained = [p.value if p.perturbed else None for p in arguments[1]]
+    frozen = [None if p.perturbed else p.value for p in arguments[1]]
+    return found, (hidden, trained, frozen, plan, given, log_z, found["entropy"])
+
+
+def _compute_backward(static: _Static, residuals: Any, cotangents: Mapping[str, Any]) -> tuple[Any, ...]:
+    hidden, trained, frozen, plan, given, log_z, entropy = residuals
+    known = {name: ct for name, ct in cotangents.items() if not isinstance(ct, SymbolicZero)}
+
+    def body(index: Array, sums: tuple[Array, list[Array | None]]) -> tuple[Array, list[Array | None]]:
+        part = _part(static, plan, given, index)
+
+        def cut(x: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(x, part.start, static.chunk, axis=1)
+
+        def head(x: Array, trained: list[Array | None]) -> Array:
+            parameters = [f if t is None else t for t, f in zip(trained, frozen, strict=True)]
+            return static.head(x, *parameters).astype(jnp.float32)
+
+        logits, pull = jax.vjp(head, _along(hidden, part.order), trained)
+        x, parameters = pull(_gradient(static, logits, part, jax.tree.map(cut, known), cut(log_z), cut(entropy)))
+        of_hidden = jax.lax.dynamic_update_slice_in_dim(sums[0], x, part.start, axis=1)
+        return of_hidden, jax.tree.map(jnp.add, sums[1], parameters)
+
+    zeros = (jnp.zeros_like(hidden), jax.tree.map(jnp.zeros_like, trained))
+    of_hidden, of_parameters = jax.lax.fori_loop(0, plan.num_chunks, body, zeros)
+    return _along(of_hidden, plan.back), tuple(of_parameters), None, None
+
+
+def _gradient(
+    static: _Static,
+    logits: Float[Array, "B C V"],
+    part: _Part,
+    cotangents: Mapping[str, Array],
+    log_z: Float[Array, "B C"],
+    entropy: Float[Array, "B C"],
+) -> Float[Array, "B C V"]:
+    """d logp = onehot - p; d mean = 1/n - p, over n ids; d entropy = -p (log p + entropy)."""
+    zero = jnp.zeros((1, 1, 1), jnp.float32)
+    d_logps, d_mean, d_entropy = (
+        cotangents[name][..., None] if name in cotangents else zero for name in ("logps", "mean_logps", "entropy")
+    )
+    log_probs = logits / static.temperature - log_z[..., None]
     probs = jnp.exp(log_probs)
-    onehot = targets[..., None] == jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2)
-    grad = d_logps * (onehot - probs) - d_entropy * (_times(probs, log_probs) + probs * entropy[..., None])
-    return grad, None
+    onehot = part.targets[..., None] == jax.lax.broadcasted_iota(part.targets.dtype, logits.shape, 2)
+    grad = d_logps * onehot - probs * (d_logps + d_mean)
+    if "mean_logps" in cotangents:
+        assert static.terms.mean_over is not None
+        grad += d_mean * _is_below(static.terms.mean_over, logits) / static.terms.mean_over
+    if "entropy" in cotangents:
+        grad -= d_entropy * (_times(probs, log_probs) + probs * entropy[..., None])
+    grad /= static.temperature
+    if "divergence" in cotangents:
+        assert static.terms.divergence is not None
+        kind = static.terms.divergence
+        grad += jax.vjp(lambda z: _divergence(z, part, kind), logits)[1](cotangents["divergence"])[0]
+    return grad
+
+
+def _is_below(count: int, logits: Float[Array, "B C V"]) -> Bool[Array, "1 1 V"]:
+    return jnp.arange(logits.shape[-1])[None, None] < count
 
 
 def _times(p: Float[Array, "B C V"], log_p: Float[Array, "B C V"]) -> Float[Array, "B C V"]:
@@ -122,4 +356,4 @@ def _times(p: Float[Array, "B C V"], log_p: Float[Array, "B C V"]) -> Float[Arra
     return jnp.where(p > 0, p * log_p, p)
 
 
-_chunk_stats.defvjp(_chunk_forward, _chunk_backward)
+_compute.defvjp(_compute_forward, _compute_backward, symbolic_zeros=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +87,14 @@ def weight_of(loss: AnyLoss, batch: Batch, *, scores: bool) -> Array:
     return jnp.asarray(loss(_stats_of(jnp.zeros(batch.tokens.shape, jnp.float32), scores), batch).loss.weight)
 
 
+def _stats_of(logps: Float[Array, "B T"], scores: bool) -> TokenStats | ScoreStats:
+    """Statistics that hold all that a loss may read."""
+    if scores:
+        return ScoreStats(scores=logps)
+    others = {field.name: -logps for field in dataclasses.fields(TokenStats) if field.name != "logps"}
+    return TokenStats(logps=logps, **others)
+
+
 def check_weight(loss: AnyLoss, batch: Batch, *, scores: bool) -> None:
     """ValueError where the weight of a loss changes with the model's output.
 
@@ -95,8 +104,7 @@ def check_weight(loss: AnyLoss, batch: Batch, *, scores: bool) -> None:
     @jax.jit
     def weights(batch: Batch) -> tuple[Array, Array]:
         draw = -jnp.abs(jax.random.normal(jax.random.key(0), batch.tokens.shape))
-        other = loss(_stats_of(draw, scores), batch).loss.weight
-        return weight_of(loss, batch, scores=scores), jnp.asarray(other)
+        return weight_of(loss, batch, scores=scores), jnp.asarray(loss(_stats_of(draw, scores), batch).loss.weight)
 
     first, second = jax.device_get(weights(batch))
     if first != second:
@@ -105,8 +113,3 @@ def check_weight(loss: AnyLoss, batch: Batch, *, scores: bool) -> None:
             f"{type(loss).__name__} is {first} or {second} for different log-probabilities: count tokens or sequences "
             "of the batch, or set both coefficients to 0"
         )
-
-
-def _stats_of(values: Float[Array, "B T"], scores: bool) -> TokenStats | ScoreStats:
-    """Statistics that hold all that a loss may read."""
-    return ScoreStats(scores=values) if scores else TokenStats(logps=values, entropy=-values, teacher_kl=-values)

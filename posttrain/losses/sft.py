@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float
 
 from posttrain.batch import Batch, LossOutput, TokenStats
 from posttrain.losses.reduce import token_mean
@@ -15,11 +16,31 @@ from posttrain.tree import Mean
 
 @dataclass(frozen=True)
 class SFTLoss:
-    """Negative log-likelihood: sum(-w log p) / sum(w)."""
+    """Negative log-likelihood: sum(-w log p) / sum(w).
+
+    With `label_smoothing` e the target is the token with 1 - e and any of the n tokens with e / n each,
+    arXiv:1512.00567 section 7; `stats.mean_logps` must be there.
+    """
+
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"SFTLoss.label_smoothing={self.label_smoothing} must be at least 0 and less than 1")
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
-        metrics = _metrics(stats, batch)
-        return LossOutput(loss=metrics["nll"], metrics=metrics)
+        """ValueError where smoothing lacks `stats.mean_logps`."""
+        metrics = likelihood_metrics(stats, batch)
+        if not self.label_smoothing:
+            return LossOutput(loss=metrics["nll"], metrics=metrics)
+        if stats.mean_logps is None:
+            raise ValueError(
+                f"SFTLoss: label_smoothing={self.label_smoothing} needs stats.mean_logps; give the trainer "
+                "terms=Terms(mean_over=...)"
+            )
+        e = self.label_smoothing
+        smoothed = -(1 - e) * masked(stats.logps, batch) - e * masked(stats.mean_logps, batch)
+        return LossOutput(loss=_mean(smoothed, batch), metrics=metrics)
 
 
 @dataclass(frozen=True)
@@ -27,23 +48,23 @@ class DFTLoss:
     """Dynamic fine-tuning: sum(-w sg(p) log p) / sum(w), a weaker pull of improbable tokens. arXiv:2508.05629."""
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
-        logps = _masked(stats.logps, batch)
-        loss = token_mean(-jax.lax.stop_gradient(jnp.exp(logps)) * logps, jnp.asarray(batch.loss_weight), _ids(batch))
-        return LossOutput(loss=loss, metrics=_metrics(stats, batch))
+        logps = masked(stats.logps, batch)
+        loss = _mean(-jax.lax.stop_gradient(jnp.exp(logps)) * logps, batch)
+        return LossOutput(loss=loss, metrics=likelihood_metrics(stats, batch))
 
 
-def _ids(batch: Batch) -> Array:
-    return jnp.asarray(batch.segments)
-
-
-def _masked(values: Array, batch: Batch) -> Array:
-    # Before `exp`: a masked token must not reach the gradient as 0 * inf.
+def masked(values: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
+    """0 at tokens without weight: what is there must not reach the gradient as 0 * inf."""
     return jnp.where(jnp.asarray(batch.loss_weight) > 0, values, 0.0)
 
 
-def _metrics(stats: TokenStats, batch: Batch) -> dict[str, Mean]:
-    weight = jnp.asarray(batch.loss_weight)
-    metrics = {"nll": token_mean(-_masked(stats.logps, batch), weight, _ids(batch))}
+def likelihood_metrics(stats: TokenStats, batch: Batch) -> dict[str, Mean]:
+    """`nll` and `entropy`, means over tokens."""
+    metrics = {"nll": _mean(-masked(stats.logps, batch), batch)}
     if stats.entropy is not None:
-        metrics["entropy"] = token_mean(_masked(stats.entropy, batch), weight, _ids(batch))
+        metrics["entropy"] = _mean(masked(stats.entropy, batch), batch)
     return metrics
+
+
+def _mean(values: Float[Array, "B T"], batch: Batch) -> Mean:
+    return token_mean(values, jnp.asarray(batch.loss_weight), jnp.asarray(batch.segments))

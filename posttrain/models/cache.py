@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -27,17 +26,9 @@ class KVCache:
     values: tuple[Float[Array, "_R B _K S _H"] | None, ...]
 
     @property
-    def _first(self) -> Array:
-        return next(keys for keys in self.keys if keys is not None)
-
-    @property
-    def rows(self) -> int:
-        return self._first.shape[1]
-
-    @property
     def width(self) -> int:
         """Positions of a row; attention reads all of them."""
-        return self._first.shape[3]
+        return next(keys for keys in self.keys if keys is not None).shape[3]
 
     def write(
         self,
@@ -65,33 +56,6 @@ class KVCache:
         keys, values = self.keys[slot], self.values[slot]
         assert keys is not None
         return keys[repeat], None if values is None else values[repeat]
-
-    def take(self, rows: Int[Array, " N"], width: int) -> KVCache:
-        """A copy of some rows, cut to `width` positions: decoding reads it whole, so short sequences cost little."""
-        return jax.tree.map(lambda stored: stored[:, rows, :, :width], self)
-
-    def put(self, rows: Int[Array, " N"], taken: KVCache) -> KVCache:
-        """`taken` back where `take` found it; `rows` must differ."""
-
-        def put(stored: Array, new: Array) -> Array:
-            return stored.at[:, rows, :, : taken.width].set(new, unique_indices=True)
-
-        return jax.tree.map(put, self, taken)
-
-    def insert(
-        self, other: KVCache, targets: Int[Array, " N"], sources: Int[Array, " N"], count: Int[Array, ""]
-    ) -> KVCache:
-        """Row `sources[i]` of `other` into the first positions of row `targets[i]`, for i < `count`."""
-
-        def body(i: Array, cache: KVCache) -> KVCache:
-            def put(stored: Array, new: Array) -> Array:
-                row = jax.lax.dynamic_slice_in_dim(new, sources[i], 1, axis=1)
-                return jax.lax.dynamic_update_slice_in_dim(stored, row, targets[i], axis=1)
-
-            # `other` is no longer than this cache, so an update that starts at position 0 fits.
-            return jax.tree.map(put, cache, other)
-
-        return jax.lax.fori_loop(0, count, body, self)
 
 
 def empty_cache(config: ModelConfig, rows: int, length: int, dtype: np.dtype) -> KVCache:

@@ -194,12 +194,16 @@ class Decoder(nnx.Module):
         cache: KVCache | None = None,
         *,
         experts: Int[Array, "M B T k"] | None = None,
+        noise: Float[Array, "B T D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache | None, Routing | None]:
         """As calling the model, and the routing of its mixtures of experts (None: it has none).
 
         `experts`: those to use, such as the ones that a sampler used; the router chooses where they are negative.
+        `noise` is added to the embedded tokens.
         """
         x = self.embed(tokens, self.compute.dtype)
+        if noise is not None:
+            x = x + noise.astype(x.dtype)
         context = Context(
             positions=positions,
             segments=segments,

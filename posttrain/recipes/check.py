@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from posttrain.batch import rows_per_pass
-from posttrain.config import ComparedSection, RLSection, RunConfig, SFTSection, TrainSection
+from posttrain.config import ComparedSection, DistillSection, RLSection, RunConfig, SequenceSection, TrainSection
 from posttrain.recipes.judged import JudgedInputs
 from posttrain.recipes.prepare import RLInputs, SFTInputs, prepare, row_notes, rows_per_step, stage_names
 
@@ -26,12 +26,15 @@ def check(config: RunConfig, base_dir: Path) -> list[str]:
 
 def _describe(section: TrainSection, inputs: SFTInputs | RLInputs | JudgedInputs | None, shards: int) -> str:
     tokens = section.row_tokens
-    if isinstance(section, SFTSection | ComparedSection):
-        rows = "" if not isinstance(inputs, SFTInputs) else f"{len(inputs.rows):,} dataset rows, "
+    if isinstance(section, SequenceSection | ComparedSection):
+        rows = ""
+        if isinstance(inputs, SFTInputs):
+            rows = f"{len(inputs.rows) + sum(len(more) for more, _ in inputs.mixed):,} dataset rows, "
         if isinstance(inputs, JudgedInputs):
             rows = f"{len(inputs.units.rows):,} dataset rows, {type(inputs.loss).__name__}, "
         passes = -(-section.batch_rows // rows_per_pass(section.batch_rows, section.micro_batch_rows, shards))
-        return f"{rows}{section.num_steps} steps of {section.batch_rows} x {tokens} tokens ({passes} micro-batches)"
+        text = f"{rows}{section.num_steps} steps of {section.batch_rows} x {tokens} tokens ({passes} micro-batches)"
+        return text + (_teachers(section) if isinstance(section, DistillSection) else "")
     assert isinstance(section, RLSection)
     prompts = "" if not isinstance(inputs, RLInputs) else f"{len(inputs.examples):,} prompts, "
     text = (
@@ -41,3 +44,9 @@ def _describe(section: TrainSection, inputs: SFTInputs | RLInputs | JudgedInputs
     if isinstance(inputs, RLInputs) and inputs.eval_examples:
         text += f"; {len(inputs.eval_examples)} held-out prompts"
     return text
+
+
+def _teachers(section: DistillSection) -> str:
+    names = ", ".join(teacher.path for teacher in section.teachers)
+    where = "in the step" if section.cache is None else f"from the cache {section.cache}"
+    return f"; taught by {names}, {where}"

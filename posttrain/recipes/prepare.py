@@ -14,10 +14,12 @@ from posttrain.config import (
     ComparedSection,
     ConfigError,
     DatasetSection,
+    DistillSection,
     PreferenceSection,
     RewardModelSection,
     RLSection,
     RunConfig,
+    SequenceSection,
     SFTSection,
     TrainSection,
 )
@@ -28,13 +30,16 @@ from posttrain.data.format import prompt_is_text, prompt_messages, use_chat
 from posttrain.data.hub import hub_is_reachable, is_hub_id
 from posttrain.data.pipeline import require_one, row_tokenizer
 from posttrain.data.sources import FILE_SUFFIXES, Rows, load_rows
+from posttrain.data.taught import Taught
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.imports import did_you_mean, import_object, is_object_spec
+from posttrain.losses.distill import DistillLoss
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.models.config import ModelConfig
 from posttrain.models.moe import check_recording, check_router
 from posttrain.recipes.judged import LOSSES, JudgedInputs, check_units, make_loss, units_of
 from posttrain.recipes.source import path_exists, read_model_config, tokenizer_name
+from posttrain.recipes.teachers import TeacherSource, find_teachers
 from posttrain.rl.algorithms import Algorithm, make_algorithm
 from posttrain.rl.rewards import Reward, Rubric, missing_arguments
 from posttrain.rl.types import Example
@@ -49,7 +54,9 @@ SFT_LOSSES: dict[str, Callable[[], TokenLoss]] = {"nll": SFTLoss, "dft": DFTLoss
 
 @dataclass(frozen=True, kw_only=True)
 class SFTInputs:
-    section: SFTSection
+    """Of a stage that trains on given sequences."""
+
+    section: SFTSection | DistillSection
     renderer: Renderer
     rows: Rows
     dropped_ratio: float
@@ -57,6 +64,9 @@ class SFTInputs:
     eval_renderer: Renderer | None
     eval_rows: Rows | None
     loss: TokenLoss
+    mixed: Sequence[tuple[Rows, Renderer]]
+    """Of the datasets in `section.mix`."""
+    teachers: Sequence[TeacherSource]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +115,12 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
     _read_model(prepared)
     for index, section in enumerate(config.stages):
         with _naming_stage(config, index):
-            remote = [d.path for d in (section.dataset, section.eval_dataset) if d is not None and _unreachable(d.path)]
+            remote = [dataset.path for dataset in _datasets(section) if _unreachable(dataset.path)]
             if offline_ok and remote:
                 names = ", ".join(remote)
                 prepared.notes.append(f"stages.{index}: not checked, no network: dataset {names} is on the hub")
                 _check_offline(section, base_dir)
-            elif isinstance(section, SFTSection):
+            elif not isinstance(section, RLSection):
                 inputs, notes = _prepare_sft(section, prepared.tokenizer, base_dir)
                 prepared.stages.append(inputs)
                 prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
@@ -200,8 +210,13 @@ def rows_per_step(section: TrainSection) -> int:
     """Rows of one optimiser step: of RL the worst case, one sample per row."""
     if isinstance(section, RLSection):
         return section.prompts_per_step * section.group_size
-    assert isinstance(section, SFTSection | ComparedSection)
+    assert isinstance(section, SequenceSection | ComparedSection)
     return section.batch_rows
+
+
+def _datasets(section: TrainSection) -> list[DatasetSection]:
+    given = section.datasets if isinstance(section, SequenceSection) else (section.dataset,)
+    return [dataset for dataset in (*given, section.eval_dataset) if dataset is not None]
 
 
 def _unreachable(name: str) -> bool:
@@ -216,10 +231,12 @@ def _check_offline(section: TrainSection, base_dir: Path) -> None:
         _refuse_completions(section)
         _rubric(section, base_dir)
         _algorithm(section, base_dir)
-    elif isinstance(section, SFTSection):
-        _sft_loss(section, base_dir)
+    elif isinstance(section, SFTSection | DistillSection):
+        _sequence_loss(section, base_dir)
     elif isinstance(section, PreferenceSection | RewardModelSection):
         _judged_loss(section, base_dir)
+    if isinstance(section, DistillSection):
+        find_teachers(section, None, base_dir)
 
 
 def rows_of(section: DatasetSection, base_dir: Path) -> Rows:
@@ -234,11 +251,22 @@ def rows_of(section: DatasetSection, base_dir: Path) -> Rows:
     return load_rows(section.model_copy(update={"path": spec}), base_dir=base_dir)
 
 
-def _prepare_sft(section: SFTSection, tokenizer: Tokenizer, base_dir: Path) -> tuple[SFTInputs, list[str]]:
-    """The inputs, and a line for each dataset of which rows are left out."""
-    loss = _sft_loss(section, base_dir)
-    rows, renderer = _rows_and_renderer(section.dataset, tokenizer, base_dir)
-    dropped_ratio, notes = _check_sequences(section, section.dataset, rows, renderer)
+def _prepare_sft(
+    section: SFTSection | DistillSection, tokenizer: Tokenizer, base_dir: Path
+) -> tuple[SFTInputs, list[str]]:
+    """The inputs, and a line for each dataset of which rows are left out, and what teachers need."""
+    loss = _sequence_loss(section, base_dir)
+    teachers: list[TeacherSource] = []
+    notes: list[str] = []
+    if isinstance(section, DistillSection):
+        teachers, notes = find_teachers(section, tokenizer, base_dir)
+    sources, dropped = [], []
+    for dataset in section.datasets:
+        sources.append(_rows_and_renderer(dataset, tokenizer, base_dir))
+        ratio, more = _check_sequences(section, dataset, *sources[-1])
+        dropped.append(ratio)
+        notes += more
+    (rows, renderer), *mixed = sources
     eval_rows, eval_renderer = None, None
     if section.eval_dataset is not None:
         eval_rows, eval_renderer = _rows_and_renderer(section.eval_dataset, tokenizer, base_dir)
@@ -247,22 +275,31 @@ def _prepare_sft(section: SFTSection, tokenizer: Tokenizer, base_dir: Path) -> t
         section=section,
         renderer=renderer,
         rows=rows,
-        dropped_ratio=dropped_ratio,
+        dropped_ratio=_mean(dropped, [dataset.weight for dataset in section.datasets]),
         eval_renderer=eval_renderer,
         eval_rows=eval_rows,
         loss=loss,
+        mixed=mixed,
+        teachers=teachers,
     )
     return inputs, notes
 
 
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
+
+
 def _check_sequences(
-    section: SFTSection, dataset: DatasetSection, rows: Rows, renderer: Renderer
+    section: SFTSection | DistillSection, dataset: DatasetSection, rows: Rows, renderer: Renderer
 ) -> tuple[float, list[str]]:
     """Tokenize rows as training will, so that mistakes show before it: all, or `CHECKED_ROWS` spread evenly.
 
     The share of those that are left out, and a line that says so.
     """
-    tokenize = row_tokenizer(section, dataset, rows, renderer)
+    taught = None
+    if isinstance(section, DistillSection):
+        taught = Taught([teacher.title for teacher in section.teachers], section.teacher_column, None)
+    tokenize = row_tokenizer(section, dataset, rows, renderer, taught)
     chosen = range(0, len(rows), -(-len(rows) // CHECKED_ROWS))
     dropped = [made is None for made in _each(rows, chosen, "rows", tokenize)].count(True)
     if dropped == len(chosen):
@@ -400,7 +437,11 @@ def _algorithm(section: RLSection, base_dir: Path) -> Algorithm:
     )
 
 
-def _sft_loss(section: SFTSection, base_dir: Path) -> TokenLoss:
+def _sequence_loss(section: SFTSection | DistillSection, base_dir: Path) -> TokenLoss:
+    if isinstance(section, DistillSection):
+        return DistillLoss(section.cross_entropy)
+    if section.label_smoothing:
+        return SFTLoss(section.label_smoothing)
     if section.loss in SFT_LOSSES:
         return SFT_LOSSES[section.loss]()
     if is_object_spec(section.loss):

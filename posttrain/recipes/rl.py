@@ -45,14 +45,14 @@ def run_rl(stage: StageRun, inputs: RLInputs) -> None:
                 sinks.samples(run.trainer.step_number, step_samples(outcome, section.group_size))
             metrics = to_host(outcome.metrics)
             check_agreement(metrics, run.trainer.step_number)
-            return metrics | timer.metrics()
+            return metrics | run.engine.metrics() | timer.metrics()
 
         try:
             result = stage.train(
                 run.trainer, step, run.prompts, sinks, checkpointer, section, held_out if inputs.eval_examples else None
             )
         finally:
-            run.cluster.engine.close()
+            run.engine.close()
     stage.finish(run.trainer.model, result)
 
 
@@ -75,7 +75,7 @@ class _RLRun:
             router_loss=RouterLoss(balance_coef=section.router.balance_coef, z_coef=section.router.z_coef),
             correction_rate=section.router.correction_rate,
         )
-        engine = NativeEngine(
+        self.engine = NativeEngine(
             self.trainer.model,
             slots=section.rollout.slots or samples,
             max_length=section.row_tokens,
@@ -84,18 +84,23 @@ class _RLRun:
             version=0,
             record_routing=section.rollout.record_routing,
             quantize=section.rollout.quantize,
+            merge_lora=section.rollout.merge_lora,
+            cache_tokens=section.rollout.cache_tokens,
         )
-        self.cluster = Cluster(self.trainer, engine, keep_reference=inputs.algorithm.loss.kl_coef > 0)
+        self.cluster = Cluster(self.trainer, self.engine, keep_reference=inputs.algorithm.loss.kl_coef > 0)
         self.prompts = PromptBatches(
             section.dataset, inputs.rows, prompts_per_step=section.prompts_per_step, seed=stage.seed
         )
         self.sampler = Sampler(
-            engine=engine,
+            engine=self.engine,
             renderer=inputs.renderer,
             sampling=section.sampling,
             max_prompt_tokens=inputs.max_prompt_tokens,
             seed=stage.seed,
         )
+        if section.rollout.warm_up:
+            samplers = [self.sampler, self._eval_sampler()] if inputs.eval_examples else [self.sampler]
+            self.engine.warm_up([sampler.params(0, 0, 0) for sampler in samplers])
         self.settings = StepSettings(
             group_size=section.group_size,
             row_tokens=section.row_tokens,
@@ -112,9 +117,11 @@ class _RLRun:
         )
 
     def evaluate(self) -> Evaluation:
+        return run_async(evaluate(self._eval_sampler(), self.inputs.rubric, self.inputs.eval_examples))
+
+    def _eval_sampler(self) -> Sampler:
         assert self.inputs.eval_renderer is not None
-        sampler = replace(self.sampler, renderer=self.inputs.eval_renderer, sampling=eval_sampling(self.inputs.section))
-        return run_async(evaluate(sampler, self.inputs.rubric, self.inputs.eval_examples))
+        return replace(self.sampler, renderer=self.inputs.eval_renderer, sampling=eval_sampling(self.inputs.section))
 
 
 def eval_sampling(section: RLSection) -> SamplingSection:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import ConfigError, RunConfig
+from posttrain.config import ConfigError, DistillSection, RunConfig
 from posttrain.config_file import diff_config, dump_config, load_config
 from posttrain.console import console
 from posttrain.fit import Interrupted, stop_on_signals
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.models.decoder import Decoder
+from posttrain.recipes.distill import run_distill
 from posttrain.recipes.judged import JudgedInputs
 from posttrain.recipes.preference import run_preference
 from posttrain.recipes.prepare import SFTInputs, prepare, row_notes, stage_names
@@ -86,12 +87,14 @@ def run(config: RunConfig, base_dir: Path) -> RunResult:
             if stop.requested:
                 raise Interrupted(f"stopped before {name}")
             console().rule(f"{name}: {inputs.section.num_steps} steps", align="left")
-            if isinstance(inputs, SFTInputs):
-                run_sft(stage, inputs)
-            elif isinstance(inputs, JudgedInputs):
+            if isinstance(inputs, JudgedInputs):
                 RUN_JUDGED[inputs.section.kind](stage, inputs)
-            else:
+            elif not isinstance(inputs, SFTInputs):
                 run_rl(stage, inputs)
+            elif isinstance(inputs.section, DistillSection):
+                run_distill(stage, inputs)
+            else:
+                run_sft(stage, inputs)
             gc.collect()  # a trainer and its programs form a cycle that holds the weights
     results = [json.loads((output / name / "result.json").read_text(encoding="utf-8")) for name in names]
     result = RunResult(output=output, stages=names, results=results)

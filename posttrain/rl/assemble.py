@@ -39,7 +39,7 @@ def assemble(
             segments[row] += 1
             _put(batch, row, row_tokens - int(free[row]), int(segments[row]), trajectory, float(advantage))
             free[row] -= length
-    return Batch(**batch)
+    return Batch(**batch)  # type: ignore[arg-type]
 
 
 def _empty(rows: int, length: int, recorded: Sequence[np.ndarray | None]) -> dict[str, np.ndarray]:

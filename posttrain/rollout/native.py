@@ -1,56 +1,36 @@
-"""The engine that decodes with the trainer's own model: continuous batching over the slots of one cache."""
+"""The engine that decodes with the trainer's own model: scheduler, runner, and the asynchronous front of both."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 
-import jax
-import numpy as np
-
-from posttrain.config import RolloutQuantize
-from posttrain.models.cache import KVCache
+from posttrain.config import ConfigError, RolloutQuantize
+from posttrain.console import progress_bar
 from posttrain.models.decoder import Decoder
 from posttrain.models.moe import check_recording
-from posttrain.rollout.programs import Chunk, Loaded, Prefilled, Programs, Prompts, Rows, Scored, empty_slots
-from posttrain.rollout.sampling import Sampling, TopLogps
-from posttrain.rollout.scheduler import Request, Scheduler, bucket, distinct_prefixes, row_sizes, rows_for, stop_at
-from posttrain.rollout.stopping import first_completed
-from posttrain.rollout.types import Completion, SamplingParams, StopReason, TokenLogp
-from posttrain.weights.quantize import QuantizedCopies
-from posttrain.weights.state import ModelWeights
-
-PREFILL_TOKENS = 512
-"""Prompt tokens of one prefill call, padding included; a longer prompt goes alone."""
-MIN_PROMPT_WIDTH = 16
-MIN_WIDTH = 128
-MIN_STOP_IDS = 4
-IDLE = Request(prompt=(0,), params=SamplingParams(max_tokens=1, temperature=0.0, stop_token_ids=(), key=(0, 0)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dispatch:
-    """One trip to the device: prefills for the newly admitted, then up to `decode_steps` tokens for everybody."""
-
-    loaded: Loaded
-    prompts: list[tuple[Prompts, dict[int, int]]]
-    """Prefill calls, and by slot the row of the call that holds its prompt."""
-    rows: Rows
-    slots: list[int]
-    """Of each row, rising; where all slots take part, row and slot are the same."""
-    running: dict[int, Request]
-    """By slot; the other rows are idle, and what is in their slots does not matter."""
-    stop_at: int
-    width: int
+from posttrain.rollout.blocks import BLOCK, blocks_for
+from posttrain.rollout.delivery import deliver
+from posttrain.rollout.paged import num_lanes
+from posttrain.rollout.programs import Loaded
+from posttrain.rollout.request import Request
+from posttrain.rollout.runner import Dispatch, Outcome, Runner
+from posttrain.rollout.scheduler import Plan, Scheduler
+from posttrain.rollout.shapes import Shapes
+from posttrain.rollout.types import Completion, SamplingParams
+from posttrain.weights.quantize import Copies
+from posttrain.weights.state import ADAPTER, ModelWeights
 
 
 class NativeEngine:
-    """Samples from a `Decoder` in this process, whose arrays it shares, or with `quantize` from a copy in 8 bits.
+    """Samples from a `Decoder` in this process, whose arrays it shares; with `quantize` from a copy in 8 bits, with
+    `merge_lora` from one with the adapter merged.
 
     A completion depends on its prompt, its parameters and the weights; batch, slot and schedule change its
-    log-probabilities by rounding only. Programs are compiled at the first request of each shape.
+    log-probabilities by rounding only. `slots` requests decode at once, at most `decode_steps` tokens per dispatch.
+    `cache_tokens`: positions of keys and values in all, by default enough for `slots` sequences of `max_length`; what
+    is not in use keeps prefixes for later requests. Programs are compiled at the first request of each shape, or by
+    `warm_up`.
 
     ValueError for a request that can never run; an error on the device fails every request then in the engine.
     """
@@ -66,6 +46,8 @@ class NativeEngine:
         version: int = 0,
         record_routing: bool = False,
         quantize: RolloutQuantize = "none",
+        merge_lora: bool = False,
+        cache_tokens: int | None = None,
     ):
         for name, value in {"slots": slots, "decode_steps": decode_steps}.items():
             if value < 1:
@@ -75,55 +57,160 @@ class NativeEngine:
                 f"rollout: max_length={max_length} must not exceed the model's "
                 f"max_positions={model.config.max_positions}"
             )
+        if record_routing:
+            check_recording(model.config)
         self.slots = slots
         self.max_length = max_length
         self.decode_steps = decode_steps
-        if record_routing:
-            check_recording(model.config)
-        self.programs = Programs(record=record_routing)
         self._decode_text = tokenizer_decode
-        self._scheduler = Scheduler(slots)
-        self._copies = None if quantize == "none" else QuantizedCopies(quantize)
+        if merge_lora and not any(ADAPTER in path for path in ModelWeights(model).dims()):
+            raise ConfigError("rollout.merge_lora: the model has no adapter to merge; remove the option")
+        self._copies = Copies(quantize) if quantize != "none" or merge_lora else None
         self._loaded = self._load(model, version)
-        self._cache: KVCache | None = None
-        self._stop_ids_width = MIN_STOP_IDS
-        # The thread of a cancelled driver may still be on the device when the next one starts.
-        self._device = threading.Lock()
+        lanes = num_lanes(next(iter(self._loaded.arrays.values())).sharding, slots)
+        blocks = slots * blocks_for(max_length) + lanes if cache_tokens is None else cache_tokens // BLOCK
+        self._scheduler = Scheduler(
+            slots=slots, lanes=lanes, blocks=blocks // lanes, max_length=max_length, steps=decode_steps
+        )
+        self._runner = Runner(
+            Shapes(slots // lanes, lanes, max_length, decode_steps),
+            blocks=blocks // lanes,
+            record=record_routing,
+            vocab_size=model.config.vocab_size,
+        )
+        self.programs = self._runner.programs
         self._driver: asyncio.Task[None] | None = None
+        self._paused = False
         self._closed = False
 
-    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
-        """One completion. Cancelling it frees its slot."""
+    def step(self) -> bool:
+        """One trip to the device; False when there was nothing to do."""
+        plan = self._scheduler.plan()
+        if plan is None:
+            return False
+        dispatch = self._runner.prepare(plan, self._loaded)
+        outcome = self._runner.run(dispatch)
+        self._finish(plan, dispatch, outcome)
+        return True
+
+    def _finish(self, plan: Plan, dispatch: Dispatch, outcome: Outcome) -> None:
+        """Hand the new tokens over, and free what those hold that are done."""
+        try:
+            done = deliver(dispatch, outcome, self._scheduler.holds, self._decode_text)
+        except FloatingPointError:
+            self._runner.reset()
+            raise
+        self._scheduler.settle(plan)
+        for row, reason in done:
+            self._scheduler.release(row)
+            row.request.finish(reason)
+
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams, *, begun: Completion | None = None
+    ) -> Completion:
+        """One completion. Cancelling it frees its slot.
+
+        `begun`: an aborted completion of the same request, which is gone on with: what comes back begins with it.
+        """
         self._check_loop()
-        request = self._submit(prompt, params)
-        if self._driver is None:
-            self._driver = asyncio.get_running_loop().create_task(self._drive())
+        request = self._submit(prompt, params, begun)
+        self._start_driver()
         return await asyncio.wrap_future(request.future)
 
     def generate_all(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]:
         """A completion of each prompt, without asyncio: also where an event loop already runs, as in a notebook.
 
-        RuntimeError while `generate` is at work.
+        RuntimeError while `generate` is at work, and while the engine is paused.
         """
         if self._scheduler.busy:
             raise RuntimeError("generate_all: the engine is generating already; wait for that, or await generate")
+        if self._paused:
+            raise RuntimeError("generate_all: the engine is paused; call resume() first")
         requests: list[Request] = []
         try:
-            requests.extend(self._submit(p, q) for p, q in zip(prompts, params, strict=True))
-            while dispatch := self._plan():
-                self._collect(dispatch, self._run(dispatch))
-        finally:
+            requests.extend(self._submit(p, q, None) for p, q in zip(prompts, params, strict=True))
+            while self.step():
+                pass
+        except BaseException:
             self._scheduler.drain()
+            raise
         return [request.future.result() for request in requests]
 
     def update_weights(self, model: Decoder, version: int) -> None:
         """Use the model's present arrays from the next dispatch on; samples under way go on with their cache.
 
-        ValueError for a model of another configuration.
+        Await `drain()` before the old arrays change for samples of one version each, `pause()` to change them at all
+        while samples are under way. ValueError for a model of another configuration.
         """
         if model.config != self._loaded.source.model.config:
             raise ValueError("update_weights: the model's configuration differs from the engine's; make a new engine")
         self._loaded = self._load(model, version)
+        self._scheduler.forget()
+
+    def abort(self, keys: Collection[tuple[int, int]] | None = None) -> int:
+        """End requests with what they have, all or those with these sampling keys; how many there were."""
+        gone = {r for r in self._scheduler.requests() if keys is None or r.params.key in keys}
+        self._scheduler.remove(gone)
+        for request in gone:
+            request.finish("abort")
+        return len(gone)
+
+    async def pause(self) -> None:
+        """Start no more dispatches. When it returns the device is idle and the weights may change."""
+        self._paused = True
+        if self._driver is not None:
+            await asyncio.wait({self._driver})
+
+    async def drain(self) -> None:
+        """Let those who have begun end, then pause: those who wait will begin under the weights of then."""
+        self._scheduler.admitting = False
+        self._start_driver()
+        while self._driver is not None and not self._scheduler.drained:
+            await asyncio.wait({self._driver})
+        await self.pause()
+
+    def resume(self) -> None:
+        """Go on after `pause` or `drain`."""
+        self._paused, self._scheduler.admitting = False, True
+        if self._scheduler.busy:
+            self._start_driver()
+
+    def warm_up(self, like: Sequence[SamplingParams]) -> None:
+        """Compile all programs that any schedule of such requests may need, with a progress bar.
+
+        RuntimeError while the engine is at work.
+        """
+        if self._scheduler.busy:
+            raise RuntimeError("warm_up: the engine is generating; warm it up before the first request")
+        examples = self._runner.examples(like)
+        with progress_bar("compiling the rollout engine's programs", len(examples)) as advance:
+            self._runner.warm_up(self._loaded, examples, advance)
+
+    def metrics(self) -> dict[str, float]:
+        """Since the last call; blocks as a share of all that there are."""
+        counts = self._scheduler.take_counts()
+        return {
+            "rollout/prefix_hit_rate": counts.shared_tokens / max(counts.prompt_tokens, 1),
+            "rollout/preemptions": float(counts.preemptions),
+            "rollout/cache_peak": counts.peak_blocks / self._scheduler.num_blocks,
+        }
+
+    def close(self) -> None:
+        """End every request with what it has, as `abort`; later ones raise RuntimeError."""
+        self._closed = True
+        for request in self._scheduler.drain():
+            request.finish("abort")
+        self._runner.close()
+
+    @property
+    def num_free(self) -> int:
+        """Slots without a request."""
+        return self._scheduler.num_free
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that running requests hold."""
+        return self._scheduler.num_used_blocks
 
     def _load(self, model: Decoder, version: int) -> Loaded:
         source = ModelWeights(model)
@@ -131,27 +218,12 @@ class NativeEngine:
             return Loaded.of(source, source.read(), version)
         return Loaded.of(*self._copies(model), version)
 
-    def close(self) -> None:
-        """End every request with what it has, as `abort`; later ones raise RuntimeError."""
-        self._closed = True
-        for request in self._scheduler.drain():
-            request.finish("abort")
-        self._cache = None
-
-    @property
-    def _vocab_size(self) -> int:
-        return self._loaded.source.model.config.vocab_size
-
-    @property
-    def num_free(self) -> int:
-        return len(self._scheduler.free)
-
-    def _submit(self, prompt: Sequence[int], params: SamplingParams) -> Request:
+    def _submit(self, prompt: Sequence[int], params: SamplingParams, begun: Completion | None) -> Request:
         if self._closed:
             raise RuntimeError("the engine is closed")
         if len(prompt) == 0:
             raise ValueError("generate: the prompt is empty; it needs at least one token, for instance BOS")
-        vocab_size = self._vocab_size
+        vocab_size = self._loaded.source.model.config.vocab_size
         params.check_vocabulary(vocab_size)
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             raise ValueError(
@@ -167,6 +239,8 @@ class NativeEngine:
         if params.stop and self._decode_text is None:
             raise ValueError(f"generate: stop={params.stop!r} needs an engine with tokenizer_decode")
         request = Request(prompt=tuple(prompt), params=params)
+        if begun is not None:
+            request.go_on(begun)
         self._scheduler.submit(request)
         return request
 
@@ -179,188 +253,22 @@ class NativeEngine:
         self._driver = None
         self._scheduler.drain()
 
+    def _start_driver(self) -> None:
+        if self._driver is None and not self._paused:
+            self._driver = asyncio.get_running_loop().create_task(self._drive())
+
     async def _drive(self) -> None:
-        """Run dispatches while there is work: bookkeeping on the event loop, waiting for the device in a thread."""
+        """`step` while there is work: bookkeeping on the event loop, waiting for the device in a thread."""
         try:
-            while dispatch := self._plan():
-                self._collect(dispatch, await asyncio.to_thread(self._run, dispatch))
+            while not self._paused and (plan := self._scheduler.plan()) is not None:
+                dispatch = self._runner.prepare(plan, self._loaded)
+                self._finish(plan, dispatch, await asyncio.to_thread(self._runner.run, dispatch))
         except Exception as error:
             for request in self._scheduler.drain():
                 request.fail(error)
-        finally:
+        except asyncio.CancelledError:
             for request in self._scheduler.drain():
                 request.future.cancel()
+            raise
+        finally:
             self._driver = None
-
-    def _plan(self) -> Dispatch | None:
-        """Admit what fits and describe the next trip to the device; None when there is nothing to do."""
-        admitted = self._scheduler.admit()
-        running = dict(self._scheduler.running)
-        if not running:
-            return None
-        # Where samples fit into one dispatch, a smaller batch would save little and is one more program to compile.
-        is_long = max(request.params.max_tokens for request in running.values()) > self.decode_steps
-        sizes = row_sizes(self.slots) if is_long else [self.slots]
-        num_rows = rows_for(sizes, len(running))
-        slots = sorted([*running, *self._scheduler.free[: num_rows - len(running)]])
-        reach = max(min(r.position + self.decode_steps, r.end) for r in running.values())
-        return Dispatch(
-            loaded=self._loaded,
-            prompts=list(self._prompts(admitted)),
-            rows=self._rows(slots, running),
-            slots=slots,
-            running=running,
-            stop_at=stop_at(sizes, num_rows, bool(self._scheduler.waiting)),
-            width=bucket(reach, MIN_WIDTH, self.max_length),
-        )
-
-    def _prompts(self, admitted: dict[int, Request]) -> Iterator[tuple[Prompts, dict[int, int]]]:
-        """Each distinct prompt once, by width, as many to a call as `PREFILL_TOKENS` hold."""
-        by_width: dict[int, list[tuple[tuple[int, ...], Sequence[int]]]] = {}
-        for prefix, slots in distinct_prefixes(admitted):
-            by_width.setdefault(bucket(len(prefix), MIN_PROMPT_WIDTH, self.max_length), []).append((prefix, slots))
-        for width, entries in sorted(by_width.items()):
-            rows = max(1, min(self.slots, PREFILL_TOKENS // width))
-            for start in range(0, len(entries), rows):
-                yield self._prompt_call(entries[start : start + rows], rows, width, admitted)
-
-    def _prompt_call(
-        self,
-        entries: Sequence[tuple[tuple[int, ...], Sequence[int]]],
-        rows: int,
-        width: int,
-        admitted: dict[int, Request],
-    ) -> tuple[Prompts, dict[int, int]]:
-        tokens = np.zeros((rows, width), np.int32)
-        lengths = np.zeros(rows, np.int32)
-        for row, (prefix, _) in enumerate(entries):
-            tokens[row, : len(prefix)] = prefix
-            lengths[row] = len(prefix)
-        row_of = {slot: row for row, (_, slots) in enumerate(entries) for slot in slots}
-        pairs = np.zeros((self.slots, 2), np.int32)
-        pairs[: len(row_of)] = list(row_of.items())
-        prompts = Prompts(
-            **jax.device_put(
-                {
-                    "tokens": tokens,
-                    "lengths": lengths,
-                    "slots": pairs[:, 0],
-                    "sources": pairs[:, 1],
-                    "count": np.asarray(len(row_of), np.int32),
-                }
-            ),
-            scored=_scored(tokens, {row: admitted[slot] for slot, row in row_of.items()}),
-        )
-        return prompts, row_of
-
-    def _rows(self, slots: Sequence[int], running: dict[int, Request]) -> Rows:
-        requests = [running.get(slot, IDLE) for slot in slots]
-        params = [request.params for request in requests]
-        while self._stop_ids_width < max(len(p.ends) for p in params):
-            self._stop_ids_width *= 2
-        stop_ids = np.full((len(params), self._stop_ids_width), -1, np.int32)
-        for row, p in enumerate(params):
-            stop_ids[row, : len(p.ends)] = p.ends
-        return Rows(
-            **jax.device_put(
-                {
-                    "slots": np.asarray(slots, np.int32),
-                    "tokens": np.asarray([r.newest for r in requests], np.int32),
-                    "positions": np.asarray([r.position for r in requests], np.int32),
-                    "ends": np.asarray([r.end for r in requests], np.int32),
-                    "active": np.asarray([slot in running for slot in slots]),
-                    "stop_ids": stop_ids,
-                }
-            ),
-            sampling=Sampling.of(
-                params,
-                [r.prompt for r in requests],
-                [r.tokens for r in requests],
-                vocab_size=self._vocab_size,
-                max_length=self.max_length,
-            ),
-        )
-
-    def _run(self, dispatch: Dispatch) -> tuple[Chunk, list[Prefilled]]:
-        """On the device; returns when the sampled tokens are on the host."""
-        with self._device:
-            cache = self._cache
-            self._cache = None  # gone if a program fails: it was donated
-            if cache is None:
-                cache = empty_slots(dispatch.loaded, self.slots, self.max_length)
-            prefilled = []
-            for prompts, _ in dispatch.prompts:
-                cache, beside = self.programs.prefill(dispatch.loaded, cache, prompts)
-                prefilled.append(beside)
-            cache, chunk = self.programs.decode(
-                dispatch.loaded, cache, dispatch.rows, dispatch.stop_at, width=dispatch.width, steps=self.decode_steps
-            )
-            self._cache = None if self._closed else cache
-            return jax.device_get((chunk, prefilled))
-
-    def _collect(self, dispatch: Dispatch, found: tuple[Chunk, list[Prefilled]]) -> None:
-        """Hand the new tokens to their requests and free the slots of those that are done."""
-        chunk, prefilled = found
-        for (_, row_of), beside in zip(dispatch.prompts, prefilled, strict=True):
-            for slot, row in row_of.items():
-                admitted = dispatch.running[slot]
-                length = len(admitted.prompt) - 1
-                if beside.experts is not None:
-                    admitted.experts.append(np.asarray(beside.experts[row, :length]))
-                if beside.logps is not None:
-                    admitted.prompt_logps = (0.0, *np.asarray(beside.logps[row, :length]).tolist())
-        for row, slot in enumerate(dispatch.slots):
-            request = dispatch.running.get(slot)
-            if request is None or self._scheduler.running.get(slot) is not request:
-                continue  # idle, or drained by `close` meanwhile
-            count = int(chunk.counts[row])
-            if not np.isfinite(chunk.logps[:count, row]).all():
-                self._cache = None  # even masked, a NaN in it would spoil what comes next
-                raise FloatingPointError(
-                    f"generate: the weights of version {dispatch.loaded.version} give log-probabilities "
-                    "that are not finite"
-                )
-            request.tokens += chunk.tokens[:count, row].tolist()
-            request.logps += chunk.logps[:count, row].tolist()
-            request.kept_logps += chunk.kept_logps[:count, row].tolist()
-            request.versions += [dispatch.loaded.version] * count
-            if chunk.top is not None:
-                request.top_logps += _top_logps(chunk.top, count, row, request.params.top_logps)
-            if chunk.experts is not None:
-                request.experts.append(np.asarray(chunk.experts[:count, row]))
-            reason = self._stop_reason(request, count)
-            if reason is not None:
-                self._scheduler.release(slot)
-                request.finish(reason)
-
-    def _stop_reason(self, request: Request, num_new: int) -> StopReason | None:
-        """Why the request is done, if it is; a stop string cuts what was sampled beyond it."""
-        params = request.params
-        if params.stop and self._decode_text is not None:
-            end = first_completed(self._decode_text, request.tokens, num_new, params.stop)
-            if end is not None:
-                request.cut(end)
-                return "stop"
-        if request.tokens[-1] in params.ends:
-            return "stop"
-        return "length" if len(request.tokens) == params.max_tokens else None
-
-
-def _scored(prefixes: np.ndarray, requests: dict[int, Request]) -> Scored | None:
-    """What a prefill call needs to score prompts; by row of the call one of its requests."""
-    if not any(request.params.prompt_logps for request in requests.values()):
-        return None
-    targets, temperature = np.roll(prefixes, -1, axis=1), np.ones(len(prefixes), np.float32)
-    for row, request in requests.items():
-        targets[row, len(request.prompt) - 2] = request.prompt[-1]
-        temperature[row] = request.params.temperature
-    return Scored(**jax.device_put({"targets": targets, "temperature": temperature}))
-
-
-def _top_logps(top: TopLogps, count: int, row: int, number: int) -> list[tuple[TokenLogp, ...]]:
-    """The first `number` of each of a row's first `count` tokens."""
-    tokens, logps = np.asarray(top.tokens[:count, row]), np.asarray(top.logps[:count, row])
-    return [
-        tuple(map(TokenLogp, *pair))
-        for pair in zip(tokens[:, :number].tolist(), logps[:, :number].tolist(), strict=True)
-    ]

@@ -1,9 +1,9 @@
-"""The two compiled programs of the native engine, prefill and decode; each shape is compiled once."""
+"""The two programs of the native engine, prefill and decode."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,15 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Bool, Float, Int
 
-from posttrain.config import ROW_AXES
-from posttrain.mesh import row_shards
-from posttrain.models.cache import KVCache, empty_cache
+from posttrain.models.cache import empty_cache
 from posttrain.models.config import ModelConfig
 from posttrain.models.context import Routing
-from posttrain.models.decoder import Decoder, decoding_config
+from posttrain.models.decoder import Decoder
+from posttrain.rollout.blocks import BLOCK
+from posttrain.rollout.paged import Pool
 from posttrain.rollout.sampling import Sampling, TopLogps, sample, score, top_width
 from posttrain.tree import pytree
 from posttrain.weights.state import ModelWeights, Weights
@@ -51,14 +50,16 @@ def _devices(array: Array) -> Hashable:
 
 @pytree
 class Prompts:
-    """The prompts of one prefill call, without their last tokens: N of up to T tokens, for up to S slots."""
+    """Pieces of prompts, up to T tokens in each of N = D n rows, those of lane 0 first."""
 
     tokens: Int[Array, "N T"]
+    starts: Int[Array, " N"]
+    """Positions of the first tokens, each at the start of a block."""
     lengths: Int[Array, " N"]
-    slots: Int[Array, " S"]
-    sources: Int[Array, " S"]
-    """`slots[i]` gets row `sources[i]`, for i < `count`."""
-    count: Int[Array, ""]
+    context: Int[Array, "D n W"] | None
+    """The blocks of each row before its start. None: all rows start at 0."""
+    targets: Int[Array, "D n M"]
+    """The blocks that get the keys and values; out of range where there is none to write."""
     scored: Scored | None
     """None where no request wants log-probabilities of its prompt."""
 
@@ -72,7 +73,7 @@ class Scored:
 
 @pytree
 class Prefilled:
-    """What a prefill call returns beside the cache."""
+    """What a prefill call returns beside the pool."""
 
     experts: Int[Array, "N T M k"] | None
     logps: Float[Array, "N T"] | None
@@ -81,16 +82,18 @@ class Prefilled:
 
 @pytree
 class Rows:
-    """The sequences of one decode call; R rows, which need not be all slots."""
+    """The sequences of one decode call: R = D n rows, those of lane 0 first."""
 
-    slots: Int[Array, " R"]
-    """Where in the cache each row lives: rising, so that with all slots row r is slot r."""
     tokens: Int[Array, " R"]
     """The newest token, whose keys and values are not in the cache yet."""
     positions: Int[Array, " R"]
     ends: Int[Array, " R"]
     """First position that the sample may not take."""
     active: Bool[Array, " R"]
+    context: Int[Array, "D n W"]
+    """The blocks of each row; all of its positions that are read or written are in them."""
+    targets: Int[Array, "D n M"]
+    """The blocks that its tokens are written to, from that of `positions` on; out of range beyond."""
     sampling: Sampling
     stop_ids: Int[Array, "R E"]
     """-1 where there are fewer than E."""
@@ -110,20 +113,25 @@ class Chunk:
     """Of the token that each step read, which is the one before the token it sampled."""
 
 
-def prefill(model: Decoder, cache: KVCache, prompts: Prompts, *, record: bool) -> tuple[KVCache, Prefilled]:
-    """Run prompts through the decoder and copy their keys and values to every slot that wants them."""
+def prefill(model: Decoder, pool: Pool, prompts: Prompts, *, record: bool) -> tuple[Pool, Prefilled]:
+    """Run pieces of prompts through the decoder, over what the pool holds of them, and put them into it."""
     rows, length = prompts.tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
-    segments = (positions < prompts.lengths[:, None]).astype(jnp.int32)
+    offsets = jnp.arange(length, dtype=jnp.int32)[None]
+    positions = prompts.starts[:, None] + offsets
+    segments = (offsets < prompts.lengths[:, None]).astype(jnp.int32)
     model = model.for_decoding()
-    empty = empty_cache(model.config, rows, length, model.compute.dtype)
-    hidden, filled, routing = model.forward(prompts.tokens, positions, segments, empty)
+    if prompts.context is None:
+        near = empty_cache(model.config, rows, length, model.compute.dtype)
+    else:
+        near = pool.gather(prompts.context)
+    hidden, filled, routing = model.forward(prompts.tokens, positions, segments, near)
     assert filled is not None
     beside = Prefilled(
         experts=_recorded(routing) if record else None,
         logps=None if prompts.scored is None else _prompt_logps(model, hidden, prompts.scored),
     )
-    return cache.insert(filled, prompts.slots, prompts.sources, prompts.count), beside
+    first = (prompts.starts // BLOCK).reshape(prompts.targets.shape[:2])
+    return pool.scatter(filled, first, prompts.targets), beside
 
 
 def _prompt_logps(model: Decoder, hidden: Float[Array, "N T D"], scored: Scored) -> Float[Array, "N T"]:
@@ -140,18 +148,14 @@ def _recorded(routing: Routing | None) -> Int[Array, "B T M k"]:
 
 
 def decode(
-    model: Decoder, cache: KVCache, rows: Rows, stop_at: Int[Array, ""], *, width: int, steps: int, record: bool
-) -> tuple[KVCache, Chunk]:
+    model: Decoder, pool: Pool, rows: Rows, stop_at: Int[Array, ""], *, steps: int, record: bool
+) -> tuple[Pool, Chunk]:
     """Sample up to `steps` tokens of every active row; pause when no more than `stop_at` rows are active.
 
-    Works on a small copy of the rows' caches, `width` positions of each: read whole at every token, that costs less
-    than reading slices of the large one. Every active row must have `steps` positions left below `width`, or reach
-    its end.
+    Works on a copy of the rows' blocks that is read whole at every token; what is new goes back at the end.
     """
     model = model.for_decoding()
     num_rows = rows.tokens.shape[0]
-    whole = num_rows == cache.rows and width == cache.width
-    near = cache if whole else cache.take(rows.slots, width)
 
     def active_left(carry: tuple[Any, ...]) -> Array:
         step, active = carry[0], carry[1]
@@ -178,9 +182,11 @@ def decode(
 
     tally = rows.sampling.tally(model.config.vocab_size)
     chunk = _empty_chunk(model.config, (steps, num_rows), top=tally is not None, record=record)
+    near = pool.gather(rows.context)
     carry = (jnp.int32(0), rows.active, rows.tokens, rows.positions, near, tally, chunk)
     *_, near, _, chunk = jax.lax.while_loop(active_left, body, carry)
-    return near if whole else cache.put(rows.slots, near), chunk
+    first = (rows.positions // BLOCK).reshape(rows.targets.shape[:2])
+    return pool.scatter(near, first, rows.targets), chunk
 
 
 def _empty_chunk(config: ModelConfig, lead: tuple[int, int], *, top: bool, record: bool) -> Chunk:
@@ -196,60 +202,40 @@ def _empty_chunk(config: ModelConfig, lead: tuple[int, int], *, top: bool, recor
 
 
 class Programs:
-    """Compiled programs by what they were compiled for. `record`: they also return the routing of what they read."""
+    """Compiled programs by what they were compiled for, each at its first use or by `compile`.
 
-    def __init__(self, *, record: bool) -> None:
-        self._record = record
+    `record`: they also return the routing of what they read.
+    """
+
+    def __init__(self, *, steps: int, record: bool) -> None:
+        self._prefill = partial(prefill, record=record)
+        self._decode = partial(decode, steps=steps, record=record)
         self._compiled: dict[Hashable, Any] = {}
         self.compile_s = 0.0
 
     def __len__(self) -> int:
         return len(self._compiled)
 
-    def prefill(self, loaded: Loaded, cache: KVCache, prompts: Prompts) -> tuple[KVCache, Prefilled]:
-        function = partial(prefill, record=self._record)
-        return self._call(("prefill", prompts.tokens.shape, prompts.scored is None), function, loaded, cache, prompts)
+    def prefill(self, loaded: Loaded, pool: Pool, prompts: Prompts) -> tuple[Pool, Prefilled]:
+        return self.compile(loaded, pool, prompts)(loaded.arrays, pool, prompts)
 
-    def decode(
-        self, loaded: Loaded, cache: KVCache, rows: Rows, stop_at: int, *, width: int, steps: int
-    ) -> tuple[KVCache, Chunk]:
-        function = partial(decode, width=width, steps=steps, record=self._record)
-        return self._call(
-            ("decode", rows.stop_ids.shape, rows.sampling.processors is None, width, steps),
-            function,
-            loaded,
-            cache,
-            rows,
-            np.int32(stop_at),
-        )
+    def decode(self, loaded: Loaded, pool: Pool, rows: Rows, stop_at: np.int32) -> tuple[Pool, Chunk]:
+        return self.compile(loaded, pool, rows, stop_at)(loaded.arrays, pool, rows, stop_at)
 
-    def _call(self, key: Hashable, function: Callable[..., Any], loaded: Loaded, cache: KVCache, *args: Any) -> Any:
-        key = (key, loaded.layout)
+    def compile(self, loaded: Loaded, pool: Pool, inputs: Prompts | Rows, *rest: np.int32) -> Any:
+        """The program for inputs of these shapes."""
+        leaves, tree = jax.tree.flatten(inputs)
+        key = (tree, tuple(leaf.shape for leaf in leaves), loaded.layout)
         if key not in self._compiled:
             start = time.perf_counter()
+            function: Callable[..., Any] = self._prefill if isinstance(inputs, Prompts) else self._decode
             source = loaded.source  # not `loaded`, whose arrays would live as long as the program
 
-            def bound(weights: Weights, cache: KVCache, *args: Any) -> Any:
-                return function(source.bind(weights), cache, *args)
+            def bound(weights: Weights, pool: Pool, *args: Any) -> Any:
+                return function(source.bind(weights), pool, *args)
 
-            placed = jax.tree.map(lambda x: x.sharding, cache)
+            placed = jax.tree.map(lambda x: x.sharding, pool)
             program = jax.jit(bound, donate_argnums=1, out_shardings=(placed, None))
-            self._compiled[key] = program.lower(loaded.arrays, cache, *args).compile()
+            self._compiled[key] = program.lower(loaded.arrays, pool, inputs, *rest).compile()
             self.compile_s += time.perf_counter() - start
-        return self._compiled[key](loaded.arrays, cache, *args)
-
-
-def empty_slots(loaded: Loaded, slots: int, length: int) -> KVCache:
-    """An empty cache where the weights are: slots over the data axes, heads over `tensor`, where they divide."""
-    model = loaded.source.model
-    cache = empty_cache(decoding_config(model.config), slots, length, model.compute.dtype)
-    placement = next(iter(loaded.arrays.values())).sharding
-    return jax.tree.map(lambda x: jax.device_put(x, _cache_sharding(placement, x.shape)), cache)
-
-
-def _cache_sharding(weights: Sharding, shape: Sequence[int]) -> Sharding:
-    if not isinstance(weights, NamedSharding):
-        return weights
-    slots = ROW_AXES if shape[1] % row_shards(weights.mesh) == 0 else None
-    heads = "tensor" if shape[2] % weights.mesh.shape["tensor"] == 0 else None
-    return NamedSharding(weights.mesh, PartitionSpec(None, slots, heads))
+        return self._compiled[key]

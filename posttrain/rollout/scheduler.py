@@ -1,175 +1,333 @@
-"""Which request decodes in which slot: first come, first served. Plain Python, no device."""
+"""Which requests run, in which blocks, and what the next trip to the device does. Plain Python, no device."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
 
-import numpy as np
+from posttrain.rollout.blocks import BLOCK, Blocks, Chain, Match, Node, blocks_for
+from posttrain.rollout.request import Request
 
-from posttrain.rollout.types import Completion, SamplingParams, StopReason, TokenLogp
+PROMPT_CHUNK = 512
+"""Prompt tokens that one sequence reads in one call at most."""
+PROMPT_TOKENS = 2048
+"""Prompt tokens of one plan; the last chunk may go beyond. What decodes meanwhile waits no longer than for these."""
+MIN_SHARED = 64
+"""Shared tokens below which a prompt that must be read further is read from its start: so few save less time than the
+program costs that reads the middle of a prompt."""
+SPREAD = 8
+"""Rows by which a lane may be ahead of another for the sake of a shared prefix."""
+NOTHING = Match([], None, 0)
 
-ROWS_STEP = 4
-MIN_ROWS = 8
-"""A tail of few samples is decoded in slots / 4, slots / 16, ... rows, not below 8: each size is one more program."""
 
+@dataclass(eq=False)
+class Row:
+    """A running request and the blocks that it holds."""
 
-@dataclass(eq=False, kw_only=True)
-class Request:
-    """A prompt, and what has been sampled after it so far."""
-
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    future: Future[Completion] = field(default_factory=Future)
-    tokens: list[int] = field(default_factory=list)
-    logps: list[float] = field(default_factory=list)
-    kept_logps: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    top_logps: list[tuple[TokenLogp, ...]] = field(default_factory=list)
-    prompt_logps: tuple[float, ...] = (0.0,)
-    experts: list[np.ndarray] = field(default_factory=list)
-    """Of an engine that records them: [tokens, M, k] of each call that read tokens, in order."""
-
-    @property
-    def end(self) -> int:
-        """Positions that the whole sample may take."""
-        return len(self.prompt) + self.params.max_tokens
+    request: Request
+    lane: int
+    chain: Chain
+    computed: int
+    """Positions from the first on that are in the blocks, or will be when the present plan is carried out."""
+    fresh: bool = True
+    """It begins with what others computed and has not told the request yet."""
 
     @property
-    def position(self) -> int:
-        """Position of the newest token, which is the next input of the model."""
-        return len(self.prompt) + len(self.tokens) - 1
+    def prefix(self) -> int:
+        """Positions to compute before the newest token, from which decoding goes on."""
+        return self.request.position
 
     @property
-    def newest(self) -> int:
-        return self.tokens[-1] if self.tokens else self.prompt[-1]
+    def ready(self) -> bool:
+        return self.computed == self.prefix
 
-    def cut(self, length: int) -> None:
-        """Drop the tokens after the first `length`."""
-        for values in (self.tokens, self.logps, self.kept_logps, self.versions, self.top_logps):
-            del values[length:]
+    def positions(self, steps: int) -> int:
+        return self.request.positions(steps)
 
-    def finish(self, stop: StopReason) -> None:
-        """Hand the completion over, unless the caller has gone."""
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_result(
-                Completion(
-                    tokens=tuple(self.tokens),
-                    logps=tuple(self.logps),
-                    kept_logps=tuple(self.kept_logps),
-                    stop=stop,
-                    weights_versions=tuple(self.versions),
-                    experts=self._all_experts(),
-                    top_logps=tuple(self.top_logps) if self.params.top_logps else None,
-                    prompt_logps=self.prompt_logps if self.params.prompt_logps else None,
-                )
-            )
 
-    def _all_experts(self) -> np.ndarray | None:
-        if not self.experts:
-            return None
-        read = np.concatenate(self.experts)[: self.position]
-        unread = len(self.prompt) + len(self.tokens) - len(read)
-        return np.pad(read, ((0, unread), (0, 0), (0, 0)), constant_values=-1)
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Prompt tokens of a row to compute, from the start of a block on."""
 
-    def fail(self, error: BaseException) -> None:
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_exception(error)
+    row: Row
+    start: int
+    end: int
+    level: int
+    """It reads what pieces of lower levels write, so calls go by level."""
+    reads: tuple[int, ...]
+    """The blocks before `start`."""
+    writes: tuple[int | None, ...]
+    """The blocks from `start` on; None where another chain's block has the same content."""
+    nodes: tuple[Node, ...]
+    """Of the blocks from `start` on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One trip to the device: pieces of prompts, then tokens for everybody whose prompt is read."""
+
+    pieces: Sequence[Piece]
+    decode: Sequence[Row]
+    """In order of arrival."""
+    waiting: bool
+    """Somebody wants a slot."""
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """Since they were last taken."""
+
+    prompt_tokens: int = 0
+    """That a request needed before it could decode, once more after a preemption."""
+    shared_tokens: int = 0
+    """Of these, found in blocks of others."""
+    preemptions: int = 0
+    peak_blocks: int = 0
+
+
+@dataclass
+class Lane:
+    """A shard of the slots, and the blocks that its rows use."""
+
+    blocks: Blocks
+    running: int = 0
 
 
 class Scheduler:
-    """A queue in order of arrival, and slots that hold one running request each."""
+    """A queue in order of arrival; slots and blocks in `lanes`, each for a share of the running requests.
 
-    def __init__(self, slots: int):
+    Nobody starts before an older request does. Where blocks run out the youngest gives its own up and queues again in
+    its old place; what it has sampled stays, and is read again like a prompt. The oldest always finds enough.
+
+    ValueError for a cache that cannot hold one sequence of `max_length`.
+    """
+
+    def __init__(self, *, slots: int, lanes: int, blocks: int, max_length: int, steps: int):
+        # One block more for the source of a copy, which its reader holds for one dispatch.
+        if blocks < (least := blocks_for(max_length) + 1):
+            raise ValueError(
+                f"rollout: a cache of {blocks * BLOCK} tokens holds no sequence of max_length={max_length}; "
+                f"it needs {least * BLOCK}" + (f" in each of {lanes} shards" if lanes > 1 else "")
+            )
+        assert slots % lanes == 0
         self.slots = slots
-        self.running: dict[int, Request] = {}
-        self.waiting: deque[Request] = deque()
+        self.steps = steps
+        self.lanes = [Lane(Blocks(blocks)) for _ in range(lanes)]
+        self.running: dict[int, Row] = {}
+        """By number, in order of arrival."""
+        self.waiting: list[Request] = []
+        """A heap: the oldest first."""
+        self.admitting = True
+        """False: only requests that have begun go on."""
+        self.counts = Counts()
+        self._numbers = itertools.count()
+        self._newest = -1
 
     @property
     def busy(self) -> bool:
         return bool(self.running or self.waiting)
 
     @property
-    def free(self) -> list[int]:
-        return [slot for slot in range(self.slots) if slot not in self.running]
+    def num_free(self) -> int:
+        return self.slots - len(self.running)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(lane.blocks.number for lane in self.lanes)
+
+    @property
+    def num_used_blocks(self) -> int:
+        return sum(lane.blocks.used for lane in self.lanes)
+
+    def take_counts(self) -> Counts:
+        """Counts since the last call."""
+        counts, self.counts = self.counts, Counts()
+        return counts
+
+    @property
+    def drained(self) -> bool:
+        """Nothing is under way."""
+        return not self.running and not any(request.tokens for request in self.waiting)
 
     def submit(self, request: Request) -> None:
-        self.waiting.append(request)
+        request.number = next(self._numbers)
+        heapq.heappush(self.waiting, request)
 
-    def admit(self) -> dict[int, Request]:
-        """Move waiting requests, oldest first, into free slots, lowest first. Cancelled ones drop out."""
-        self.running = {slot: request for slot, request in self.running.items() if not request.future.cancelled()}
-        admitted: dict[int, Request] = {}
-        for slot in self.free:
-            while self.waiting and self.waiting[0].future.cancelled():
-                self.waiting.popleft()
-            if not self.waiting:
-                break
-            admitted[slot] = self.waiting.popleft()
-        self.running |= admitted
-        return admitted
+    def plan(self) -> Plan | None:
+        """What to do next; None when there is nothing. Rows are then as they will be when it is done."""
+        self.remove({request for request in self.requests() if request.future.cancelled()})
+        for row in list(self.running.values()):
+            if self.holds(row):
+                self._restart_stale(row)
+                self._make_room(row)
+        budget = _Budget(PROMPT_TOKENS)
+        pieces = [piece for row in self.running.values() for piece in self._read_on(row, budget)]
+        pieces += self._admit(budget)
+        decode = [row for row in self.running.values() if row.ready]
+        if pieces and 2 * len(decode) < len(self.running):
+            decode = []  # few rows take nearly as long as many: first the prompts
+        self.counts.peak_blocks = max(self.counts.peak_blocks, self.num_used_blocks)
+        if not pieces and not decode:
+            return None
+        return Plan(pieces=pieces, decode=decode, waiting=bool(self.waiting) and self.admitting)
 
-    def release(self, slot: int) -> None:
-        del self.running[slot]
+    def settle(self, plan: Plan) -> None:
+        """The plan was carried out, and the requests have their new tokens."""
+        for lane in self.lanes:
+            lane.blocks.settle()
+        for row in filter(self.holds, plan.decode):
+            blocks, request = self.lanes[row.lane].blocks, row.request
+            blocks.drop_source(row.chain)
+            row.computed = request.position
+            if blocks.has_more(row.chain, row.computed):
+                blocks.record(row.chain, request.history, row.computed, partial=False, routing=request.routing)
+
+    def release(self, row: Row) -> None:
+        """Its request is done. Its full blocks can be used again."""
+        self._leave(row)
+
+    def holds(self, row: Row) -> bool:
+        """Whether the row still runs."""
+        return self.running.get(row.request.number) is row
+
+    def requests(self) -> Iterator[Request]:
+        yield from (row.request for row in self.running.values())
+        yield from self.waiting
+
+    def remove(self, gone: Set[Request]) -> None:
+        """Requests that will not go on, wherever they are."""
+        if not gone:
+            return
+        for row in list(self.running.values()):
+            if row.request in gone:
+                self._leave(row)
+        self.waiting = [request for request in self.waiting if request not in gone]
+        heapq.heapify(self.waiting)
 
     def drain(self) -> list[Request]:
-        """Forget everything; what was running and waiting, in that order."""
-        requests = [*self.running.values(), *self.waiting]
-        self.running.clear()
-        self.waiting.clear()
+        """Forget everything; what was running and waiting, in order of arrival."""
+        requests = sorted(self.requests())
+        self.remove(set(requests))
+        self.forget()
         return requests
 
+    def forget(self) -> None:
+        """New weights: nothing that is in the blocks is shared any more. Running rows go on with theirs."""
+        for lane in self.lanes:
+            lane.blocks.forget()
 
-def row_sizes(slots: int) -> list[int]:
-    """Batch sizes that decoding may use, falling: all slots, a quarter of them, ...
+    def _restart_stale(self, row: Row) -> None:
+        """A prompt that was read in part under old weights is read anew, so that others may share it."""
+        blocks = self.lanes[row.lane].blocks
+        if not row.ready and row.chain.generation != blocks.generation:
+            blocks.leave(row.chain)
+            row.chain, row.computed = blocks.start(NOTHING), 0
 
-    >>> row_sizes(256), row_sizes(6)
-    ([256, 64, 16], [6])
-    """
-    sizes = [slots]
-    while sizes[-1] // ROWS_STEP >= MIN_ROWS:
-        sizes.append(sizes[-1] // ROWS_STEP)
-    return sizes
+    def _make_room(self, row: Row) -> None:
+        """Blocks for the row's next tokens, taken from the youngest of its lane where there are too few."""
+        blocks = self.lanes[row.lane].blocks
+        while self.holds(row) and not blocks.extend(row.chain, row.positions(self.steps)):
+            self._preempt(next(r for r in reversed(self.running.values()) if r.lane == row.lane))
+
+    def _preempt(self, row: Row) -> None:
+        self.counts.preemptions += 1
+        self._leave(row)
+        heapq.heappush(self.waiting, row.request)
+
+    def _leave(self, row: Row) -> None:
+        self.lanes[row.lane].blocks.leave(row.chain)
+        self.lanes[row.lane].running -= 1
+        del self.running[row.request.number]
+
+    def _read_on(self, row: Row, budget: _Budget) -> Iterator[Piece]:
+        """The next pieces of a prompt, after what others have read of it meanwhile."""
+        if row.ready:
+            return
+        blocks = self.lanes[row.lane].blocks
+        match = _found(blocks, row.request)
+        if match.length > row.computed:
+            old = row.chain
+            row.chain = blocks.start(match)
+            blocks.leave(old)
+            self.counts.shared_tokens += match.length - row.computed
+            row.computed, row.fresh = match.length, True
+            enough = blocks.extend(row.chain, row.positions(self.steps))
+            assert enough, "sharing takes no more blocks than owning"
+        yield from self._pieces(row, budget)
+
+    def _admit(self, budget: _Budget) -> Iterator[Piece]:
+        """Start waiting requests, oldest first, while slots and blocks last."""
+        while self.waiting and (self.admitting or self.waiting[0].tokens):
+            place = self._place(self.waiting[0])
+            if place is None:
+                return
+            request, (lane, match) = heapq.heappop(self.waiting), place
+            blocks = self.lanes[lane].blocks
+            row = Row(request, lane, blocks.start(match), match.length)
+            enough = blocks.extend(row.chain, row.positions(self.steps))
+            assert enough, "counted by `cost`"
+            self.counts.prompt_tokens += row.prefix
+            self.counts.shared_tokens += match.length
+            self.lanes[lane].running += 1
+            self.running[request.number] = row
+            if request.number < self._newest:
+                self.running = dict(sorted(self.running.items()))
+            self._newest = max(self._newest, request.number)
+            yield from self._pieces(row, budget)
+
+    def _place(self, request: Request) -> tuple[int, Match] | None:
+        """A lane with a free slot and enough blocks, and what it already holds of the request; None: there is none.
+
+        The one that holds most, unless it has many more rows than another.
+        """
+        positions = request.positions(self.steps)
+        found: list[tuple[int, Match]] = []
+        for index, lane in enumerate(self.lanes):
+            if lane.running < self.slots // len(self.lanes):
+                match = _found(lane.blocks, request)
+                if lane.blocks.cost(match, positions) <= lane.blocks.available:
+                    found.append((index, match))
+        if len(found) < 2:
+            return found[0] if found else None
+        fewest = min(self.lanes[index].running for index, _ in found)
+        near = [place for place in found if self.lanes[place[0]].running <= fewest + SPREAD]
+        return max(near, key=lambda place: (place[1].length, -self.lanes[place[0]].running))
+
+    def _pieces(self, row: Row, budget: _Budget) -> Iterator[Piece]:
+        blocks, chain, level = self.lanes[row.lane].blocks, row.chain, 0
+        while not row.ready and budget.left > 0:
+            start, end = row.computed, min(row.computed + PROMPT_CHUNK, row.prefix)
+            first = start // BLOCK
+            level = 1 + max([level, *(node.level for node in chain.nodes[:first])])
+            own = chain.blocks[first : blocks_for(end)]
+            blocks.record(chain, row.request.history, end, partial=end == row.prefix, level=level)
+            now = chain.blocks[first : blocks_for(end)]
+            yield Piece(
+                row=row,
+                start=start,
+                end=end,
+                level=level,
+                reads=tuple(chain.blocks[:first]),
+                writes=tuple(a if a == b else None for a, b in zip(own, now, strict=True)),
+                nodes=tuple(chain.nodes[first:]),
+            )
+            row.computed = end
+            budget.left -= end - start
 
 
-def rows_for(sizes: Sequence[int], running: int) -> int:
-    """The smallest batch size that holds all running requests."""
-    return min(size for size in sizes if size >= running)
+@dataclass
+class _Budget:
+    left: int
 
 
-def stop_at(sizes: Sequence[int], rows: int, waiting: bool) -> int:
-    """Number of active rows at which decoding pauses before its steps are done.
-
-    With requests waiting as soon as a quarter of the slots (at least one) is free; else when the next smaller batch
-    would do.
-    """
-    if waiting:
-        return sizes[0] - max(1, sizes[0] // 4)
-    return max((size for size in sizes if size < rows), default=0)
-
-
-def bucket(length: int, smallest: int, largest: int) -> int:
-    """The smallest of smallest, 2 smallest, 4 smallest, ... that holds `length`, cut at `largest`.
-
-    >>> [bucket(n, 16, 100) for n in (1, 16, 17, 70)]
-    [16, 16, 32, 100]
-    """
-    assert length <= largest, (length, largest)
-    size = smallest
-    while size < length:
-        size *= 2
-    return min(size, largest)
-
-
-def distinct_prefixes(admitted: dict[int, Request]) -> Iterator[tuple[tuple[int, ...], Sequence[int]]]:
-    """Prompts without their last token, each once, with the slots that need them; empty ones need no prefill.
-
-    Those whose log-probabilities are wanted stand alone: they depend on the last token and the temperature.
-    """
-    slots_of: dict[tuple[tuple[int, ...], int | None], list[int]] = {}
-    for slot, request in admitted.items():
-        alone = slot if request.params.prompt_logps else None
-        slots_of.setdefault((request.prompt[:-1], alone), []).append(slot)
-    return ((prefix, slots) for (prefix, _), slots in slots_of.items() if prefix)
+def _found(blocks: Blocks, request: Request) -> Match:
+    """What a request can share: all that it must read, or whole blocks, and of those not too few (`MIN_SHARED`)."""
+    if request.unscored:
+        return NOTHING
+    match = blocks.match(request.history, request.position)
+    if match.length == request.position:
+        return match
+    length = BLOCK * len(match.full)
+    return Match(match.full, None, length) if length >= MIN_SHARED else NOTHING

@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jaxtyping import Float
 
-from posttrain.config import Quantize
+from posttrain.config import Quantize, RolloutQuantize
 from posttrain.console import console
 from posttrain.mesh import param_sharding
 from posttrain.models.decoder import Decoder
@@ -125,14 +125,14 @@ class _Made(NamedTuple):
     program: Callable[[Weights], Weights]
 
 
-class QuantizedCopies:
-    """Makes quantised copies of a model's present weights, adapters merged first, all by one program.
+class Copies:
+    """Makes copies of a model's present weights for a sampler, adapters merged and then quantised, by one program.
 
-    A copy is a structure without arrays, and its arrays. What is not quantised is shared with the model, unless an
-    adapter changes it.
+    A copy is a structure without arrays, and its arrays. What neither changes is shared with the model. ConfigError
+    for "none" where an adapter's matrix is quantised: merging would make a plain one of it.
     """
 
-    def __init__(self, kind: Quantize):
+    def __init__(self, kind: RolloutQuantize):
         self.kind = kind
         self._made: dict[Hashable, _Made] = {}
 
@@ -147,7 +147,8 @@ class QuantizedCopies:
     def _make(self, source: ModelWeights) -> _Made:
         def copied(arrays: Weights) -> Decoder:
             copy = source.bind(arrays)
-            quantize_model(copy, self.kind)
+            if self.kind != "none":
+                quantize_model(copy, self.kind)
             merge(copy)
             return copy
 

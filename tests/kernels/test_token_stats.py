@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from posttrain.kernels import token_stats as module
-from posttrain.kernels.token_stats import chunk_length, token_stats, token_stats_reference
+from posttrain.kernels.divergence import Divergence
+from posttrain.kernels.token_stats import Teacher, Terms, chunk_length, token_stats, token_stats_reference
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "losses" / "logprobs_entropy"
 DIM, VOCAB = 8, 19
@@ -183,3 +184,73 @@ def test_chunk_length() -> None:
     assert chunk_length(1024, 4096, 262144) == 1
     assert chunk_length(2, 9, 5) == 5
     assert chunk_length(1, 1, 10) == 1
+
+
+def test_only_some_tokens() -> None:
+    """The others get 0, and their logits, which would be NaN here, are not even computed."""
+    hidden, head, tokens, segments = problem(12)
+    only = jnp.asarray(np.random.default_rng(0).random(tokens.shape) < 0.4)
+    all_of_them = chunked(hidden, head, tokens, segments, 0.7)
+
+    def some(hidden: jax.Array, head: jax.Array) -> Any:
+        stats = token_stats(lambda x: x @ head, hidden, tokens, segments, temperature=0.7, vocab_size=VOCAB, only=only)
+        return jnp.sum(jnp.cos(stats.logps) + stats.entropy), stats
+
+    def masked(hidden: jax.Array, head: jax.Array) -> Any:
+        stats = whole(hidden, head, tokens, segments, 0.7)
+        return jnp.sum(jnp.where(only, jnp.cos(stats.logps) + stats.entropy, jnp.cos(0.0)))
+
+    (_, stats), grads = jax.jit(jax.value_and_grad(some, argnums=(0, 1), has_aux=True))(hidden, head)
+    np.testing.assert_allclose(stats.logps, np.where(only, all_of_them.logps, 0.0), rtol=1e-5, atol=1e-6)
+    for grad, expected in zip(grads, jax.jit(jax.grad(masked, argnums=(0, 1)))(hidden, head), strict=True):
+        np.testing.assert_allclose(grad, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_prompts_cost_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head is called once for each chunk of what counts: prompts of 9 tokens before answers of 3, in any place."""
+    monkeypatch.setattr(module, "MIN_CHUNK_TOKENS", 1)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 3 * VOCAB)
+    hidden, head, tokens, _ = problem(12)
+    only = jnp.asarray([[t >= start and t < start + 3 for t in range(12)] for start in (9, 4, 1)])
+    calls: list[int] = []
+
+    def logits_of(x: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda: calls.append(1))
+        return x @ head
+
+    def loss(hidden: jax.Array, only: Any) -> Any:
+        ones = jnp.ones_like(tokens)
+        return token_stats(logits_of, hidden, tokens, ones, temperature=1.0, vocab_size=VOCAB, only=only).logps.sum()
+
+    for wanted, chunks in ((only, 3), (jnp.ones_like(only), 11)):
+        calls.clear()
+        jax.block_until_ready(jax.jit(loss)(hidden, wanted))
+        jax.effects_barrier()
+        assert len(calls) == chunks
+
+
+@pytest.mark.optimized
+def test_no_array_of_a_teacher_either() -> None:
+    """As above, with a divergence from a live teacher of another width."""
+    rows, length, vocab, dim = 4, 512, 8192, 32
+    kind = Divergence(beta=0.5, temperature=2.0)
+
+    def loss(hidden: Any, head: Any, taught: Any, teacher_head: Any, tokens: Any, segments: Any) -> Any:
+        stats = token_stats(
+            lambda x: x @ head,
+            hidden,
+            tokens,
+            segments,
+            temperature=1.0,
+            vocab_size=vocab,
+            terms=Terms(divergence=kind),
+            teachers=[Teacher(lambda x: x @ teacher_head, taught)],
+        )
+        return jnp.sum(stats.divergence), (stats.teacher_kl, stats.logps)
+
+    floats = [(rows, length, dim), (dim, vocab), (rows, length, 2 * dim), (2 * dim, vocab)]
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in floats]
+    shapes += [jax.ShapeDtypeStruct((rows, length), jnp.int32)] * 2
+    program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)).lower(*shapes).compile()
+    assert program.memory_analysis().temp_size_in_bytes < rows * length * vocab * 4 // 2
+    assert largest_array(program.as_text()) < rows * (length - 1) * vocab // 2

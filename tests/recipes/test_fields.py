@@ -13,19 +13,25 @@ from posttrain.config import ConfigError
 from posttrain.config_file import load_config
 from posttrain.data.pipeline import PromptBatches, SFTBatches, eval_batches
 from posttrain.fit import StopRequest
+from posttrain.kernels.divergence import Divergence
+from posttrain.kernels.token_stats import Terms
+from posttrain.losses.distill import DistillLoss
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.mesh import single_device_mesh
 from posttrain.models.adapter import has_dropout
 from posttrain.optim import make_optimizer
+from posttrain.recipes.distill import cache_folders, terms_of
 from posttrain.recipes.prepare import Prepared, RLInputs, SFTInputs, prepare
 from posttrain.recipes.rl import eval_sampling
 from posttrain.recipes.sft import _counted
 from posttrain.recipes.stage import StageRun
+from posttrain.recipes.teachers import load_teacher
 from posttrain.rl.advantages import centered
 from posttrain.rl.collect import Sampler
 from posttrain.rollout.native import NativeEngine
 from posttrain.weights.load import init_model, load_model
 from posttrain.weights.lora import count_parameters
+from posttrain.weights.save import save_model
 from posttrain.weights.state import ModelWeights
 from tests.recipes.runs import INIT, lines, posttrain, rl_stage, sft_stage, write_run
 
@@ -102,7 +108,7 @@ def test_sampling(folder: Path) -> None:
 
 
 def batch(inputs: SFTInputs, seed: int = 0) -> dict[str, Any]:
-    made = next(SFTBatches(inputs.section, inputs.rows, inputs.renderer, seed=seed))
+    made = next(SFTBatches(inputs.section, inputs.rows, inputs.renderer, seed=seed, mixed=inputs.mixed))
     return {"tokens": made.tokens, "loss_weight": made.loss_weight, "segments": made.segments}
 
 
@@ -120,6 +126,7 @@ def batch(inputs: SFTInputs, seed: int = 0) -> dict[str, Any]:
         "train_on_prompt=true",
         "batch_rows=3",
         "row_tokens=12",
+        "mix=[{path: rows.jsonl, chat: false, skip: 20}]",
         "seed",
     ],
 )
@@ -152,6 +159,22 @@ def test_overlong(folder: Path) -> None:
 def test_loss_of_sft(folder: Path) -> None:
     assert isinstance(sft(folder).loss, SFTLoss) and isinstance(sft(folder, "loss=dft").loss, DFTLoss)
     assert isinstance(sft(folder, "loss=posttrain.losses.sft:DFTLoss").loss, DFTLoss)
+    assert sft(folder, "label_smoothing=0.1").loss == SFTLoss(0.1)
+    with pytest.raises(ConfigError, match="is of the loss nll"):
+        sft(folder, "label_smoothing=0.1", "loss=dft")
+
+
+def test_datasets_are_mixed_by_weight(folder: Path) -> None:
+    (folder / "letters.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 5)
+
+    def share(weight: float) -> float:
+        inputs = sft(folder, f"mix=[{{path: letters.jsonl, chat: false, weight: {weight}}}]", "dataset.weight=2")
+        stream = SFTBatches(inputs.section, inputs.rows, inputs.renderer, seed=0, mixed=inputs.mixed)
+        rows = np.concatenate([next(stream).tokens for _ in range(30)])
+        letters, sums = np.count_nonzero(rows == ord("a")), np.count_nonzero(rows == ord("+"))
+        return letters / (letters + sums)
+
+    assert share(2) == pytest.approx(0.5, abs=0.02) and share(6) == pytest.approx(0.75, abs=0.02)
 
 
 def test_prompts_of_rl(folder: Path) -> None:
@@ -278,6 +301,9 @@ def test_memory_savers_change_no_result(nll: Any) -> None:
     plain = nll(batch_rows=16)
     np.testing.assert_allclose(nll(batch_rows=16, model={"remat": "full"}), plain, rtol=1e-5)
     np.testing.assert_allclose(nll(batch_rows=16, micro_batch_rows=8), plain, rtol=1e-5)
+    noisy = nll(batch_rows=16, noise_alpha=5.0)
+    assert noisy[0] != plain[0]
+    np.testing.assert_allclose(nll(batch_rows=16, noise_alpha=5.0, micro_batch_rows=8), noisy, rtol=1e-5)
 
 
 def test_what_changes_a_run(nll: Any) -> None:
@@ -286,6 +312,8 @@ def test_what_changes_a_run(nll: Any) -> None:
     assert plain != nll(seed=4)
     clipped = nll(optimizer={"learning_rate": 1e-2, "max_grad_norm": 1e-9})
     assert clipped[0] == plain[0] and clipped[1:] != plain[1:]
+    smoothed = nll(label_smoothing=0.2)
+    assert smoothed[0] == plain[0] and smoothed[1:] != plain[1:]
 
 
 def test_quantized_base_and_sampler(tmp_path: Path) -> None:
@@ -301,6 +329,23 @@ def test_quantized_base_and_sampler(tmp_path: Path) -> None:
     assert dtypes == {jnp.dtype(jnp.float32)}
 
 
+def test_the_samplers_cache_and_programs(tmp_path: Path) -> None:
+    """`rollout.cache_tokens`, `warm_up` and `merge_lora`."""
+    first = []
+    for name, rollout in {"plain": {}, "small": {"cache_tokens": 48, "warm_up": True}}.items():
+        (tmp_path / name).mkdir()
+        assert posttrain("run", write_run(tmp_path / name, rl_stage(num_steps=1, rollout=rollout))).code == 0
+        first.append(lines(tmp_path / name / "out")[0])
+    plain, small = first
+    assert small["rollout/cache_peak"] == 1 != plain["rollout/cache_peak"]
+    assert small["perf/compilations"] < plain["perf/compilations"]
+    assert small["reward"] == plain["reward"]
+    failed = posttrain("run", write_run(tmp_path, rl_stage(rollout={"merge_lora": True})))
+    assert failed.error.startswith("rollout.merge_lora: the model has no adapter")
+    with pytest.raises(ConfigError, match="rollout.cache_tokens=15 must be at least row_tokens=16"):
+        load_config(write_run(tmp_path, rl_stage(rollout={"cache_tokens": 15})), [])
+
+
 def test_evaluation_and_checkpoints(tmp_path: Path) -> None:
     held_out = {"path": "rows.jsonl", "chat": False, "limit": 3}
     stage = sft_stage(num_steps=5, eval_dataset=held_out, eval_every=2, checkpoint_every=2, name="mine")
@@ -310,3 +355,34 @@ def test_evaluation_and_checkpoints(tmp_path: Path) -> None:
     kept = sorted(int(entry.name) for entry in (output / "0-mine" / "checkpoints").iterdir() if entry.name.isdigit())
     assert kept == [4, 5]
     assert list((output / "tensorboard").rglob("events*"))
+
+
+def test_distillation(folder: Path, tmp_path: Path) -> None:
+    """What the fields of `kind: distill` become; that they matter for a step, tests/losses/test_distill.py shows."""
+    save_model(init_model({**INIT, "vocab_size": 261}, dtype=jnp.float32, seed=0), tmp_path / "t")
+    teacher = {"path": str(tmp_path / "t")}
+    base = {"kind": "distill", "teachers": [teacher], "beta": 0.3, "temperature": 2.0, "cross_entropy": 0.25}
+    file = write_run(tmp_path, sft_stage(**base))
+
+    def inputs(*overrides: str) -> SFTInputs:
+        loaded = load_config(file, overrides)
+        found = prepare(loaded.config, loaded.base_dir, offline_ok=False).stages[0]
+        assert isinstance(found, SFTInputs)
+        return found
+
+    assert inputs().loss == DistillLoss(0.25)
+    assert terms_of(inputs().section) == Terms(divergence=Divergence(beta=0.3, temperature=2.0))
+    assert [source.title for source in inputs().teachers] == ["t"]
+    assert [source.title for source in inputs("stages.0.teachers.0.name=mine").teachers] == ["mine"]
+    loaded = load_config(file).config
+    tokenizer = inputs().renderer.tokenizer
+    for override, kinds in {
+        "dtype=bfloat16": {jnp.dtype(jnp.bfloat16)},
+        "quantize=int8": {jnp.dtype(jnp.int8), jnp.dtype(jnp.float32)},
+    }.items():
+        source = inputs(f"stages.0.teachers.0.{override}").teachers[0]
+        model = load_teacher(source, loaded.model, tokenizer, single_device_mesh())
+        assert {array.dtype for array in ModelWeights(model).read().values()} == kinds
+    cached = inputs("stages.0.cache=said", "stages.0.top_k=5")
+    ((_, cache),) = cache_folders(cached, cached.teachers[0], tokenizer, to_write=True)
+    assert cache.format.k == 5 and cache.folder.parts[:2] == ("said", "t")

@@ -19,7 +19,7 @@ from posttrain.rl.cluster import Role
 from posttrain.rl.loop import check_agreement
 from posttrain.rollout.native import NativeEngine
 from posttrain.weights.lora import attach_lora, merged
-from posttrain.weights.quantize import QuantizedCopies, quantize_model
+from posttrain.weights.quantize import Copies, quantize_model
 from posttrain.weights.state import ModelWeights
 from tests.rl.test_loop import ROW, World, sgd
 from tests.tiny import forward, shake, tiny_model
@@ -31,7 +31,7 @@ def test_a_copy_is_the_merged_model_quantised_and_costs_one_program() -> None:
     model = tiny_model(num_layers=2, windows=(None,), dtype=jnp.bfloat16, compute_dtype=jnp.float32)
     attach_lora(model, LoRA(rank=2, targets=("attention", "mlp", "embed")), seed=0)
     shake(model, seed=1)
-    copies = QuantizedCopies("int8")
+    copies = Copies("int8")
     outline, arrays = copies(model)
     alone = merged(model)
     quantize_model(alone, "int8")
@@ -57,11 +57,11 @@ def test_a_copy_of_a_split_model() -> None:
     model = tiny_model(num_layers=2, windows=(None,))
     attach_lora(model, LoRA(rank=2), seed=0)
     shake(model, seed=1)
-    _, expected = QuantizedCopies("int8")(model)
+    _, expected = Copies("int8")(model)
     weights = ModelWeights(model)
     weights.write(jax.device_put(weights.read(), {p: param_sharding(mesh, p, d, s) for p, d, s in weights.shapes()}))
     model.compute = replace(model.compute, mesh=mesh)
-    outline, got = QuantizedCopies("int8")(model)
+    outline, got = Copies("int8")(model)
     for path, dims, shape in outline.shapes():
         # Sums in another order may move a number over the edge between two codes.
         assert_allclose(got[path].astype(jnp.float32), expected[path].astype(jnp.float32), atol=1, rtol=1e-5)

@@ -213,7 +213,7 @@ def test_sharded_weights(model: Decoder, engine: NativeEngine) -> None:
 def test_every_program_is_compiled_once(model: Decoder) -> None:
     rng = np.random.default_rng(1)
     warm = make_engine(model, slots=4, decode_steps=5)
-    warm.generate_all([[1] * 60, [1] * 30, [1] * 10, [1]], [params(max_tokens=4)] * 4)
+    warm.generate_all([[1] * 60, [2] * 30, [3] * 10, [4]], [params(max_tokens=4)] * 4)
     compiled = len(warm.programs)
     for version, weights in enumerate((model, tiny_model(seed=1), model)):
         warm.update_weights(weights, version)

@@ -150,7 +150,7 @@ def test_new_weights_between_tokens(engine: NativeEngine, model: Decoder) -> Non
         task = asyncio.create_task(engine.generate(prompt, p))
         await asyncio.sleep(0)
         engine.update_weights(model, 3)
-        while not any(request.tokens for request in engine._scheduler.running.values()):
+        while not any(request.tokens for request in engine._scheduler.requests()):
             await asyncio.sleep(0)
         engine.update_weights(other_model, 4)
         return await task

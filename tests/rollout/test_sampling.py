@@ -27,6 +27,22 @@ def compiled(logits: jax.Array, positions: jax.Array, sampling: Sampling) -> Dra
     return sample(logits, positions, sampling, sampling.tally(logits.shape[1]))
 
 
+@jax.jit
+def applied(sampling: Sampling, logits: jax.Array) -> jax.Array:
+    return applied_to(sampling.tally(logits.shape[1]), logits)
+
+
+@jax.jit
+def applied_to(tally: Tally | None, logits: jax.Array) -> jax.Array:
+    assert tally is not None
+    return tally.apply(logits)
+
+
+@jax.jit
+def counted(tally: Tally, tokens: jax.Array, active: jax.Array) -> Tally:
+    return tally.count(tokens, active)
+
+
 def params(**settings: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 1, "temperature": 1.0, "stop_token_ids": (), "key": (7, 11)} | settings)
 
@@ -161,9 +177,7 @@ def test_processors_are_those_of_transformers() -> None:
     expected = processors(torch.tensor(prompts), torch.tensor(logits)).numpy()
     p = params(repetition_penalty=1.7, logit_bias=bias)
     before = [(row[:5].tolist(), row[5:].tolist()) for row in prompts]
-    tally = sampling_of([p] * 3, 40, before).tally(40)
-    assert tally is not None
-    np.testing.assert_allclose(np.asarray(tally.apply(jnp.asarray(logits))), expected, rtol=1e-6)
+    np.testing.assert_allclose(applied(sampling_of([p] * 3, 40, before), jnp.asarray(logits)), expected, rtol=1e-6)
     for row, (prompt, sampled) in enumerate(before):
         np.testing.assert_allclose(process_reference(logits[row], p, prompt, sampled), expected[row], rtol=1e-6)
 
@@ -211,7 +225,7 @@ def test_never_a_token_of_probability_zero() -> None:
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
-    logits = np.random.default_rng(2).normal(size=(6, 100)).astype(np.float32)
+    logits = np.random.default_rng(2).normal(size=(64, 40)).astype(np.float32)
     tokens = draw(logits, top_p=0.9).tokens
     for row in range(6):
         assert draw(logits[row : row + 1], first_position=row, top_p=0.9).tokens[0] == tokens[row]
@@ -219,7 +233,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 
 def test_plain_rows_beside_unusual_ones_are_unchanged() -> None:
     """The two programs give the same bits for a row that asks for nothing."""
-    logits = np.random.default_rng(3).normal(size=(6, 100)).astype(np.float32)
+    logits = np.random.default_rng(3).normal(size=(64, 40)).astype(np.float32)
     plain = draw(logits, top_p=0.9)
     beside = draw(logits, top_p=0.9, before=[BEFORE], **NEUTRAL)
     np.testing.assert_array_equal(plain.tokens, beside.tokens)
@@ -234,21 +248,22 @@ def test_a_tally_kept_up_to_date_is_one_made_anew() -> None:
     requests = [params(**settings) for settings in PROCESSED]
     prompts = [rng.integers(0, 40, 5).tolist() for _ in requests]
     samples: list[list[int]] = [[] for _ in requests]
-    tally = sampling_of(requests, 40, list(zip(prompts, samples, strict=True))).tally(40)
+    tally = jax.jit(Sampling.tally, static_argnums=1)(
+        sampling_of(requests, 40, list(zip(prompts, samples, strict=True))), 40
+    )
     logits = jnp.asarray(rng.normal(size=(len(requests), 40)), jnp.float32)
     for _ in range(4):
         assert tally is not None
         tokens, active = rng.integers(0, 40, len(requests)), rng.random(len(requests)) < 0.7
-        tally = tally.count(jnp.asarray(tokens, jnp.int32), jnp.asarray(active))
+        tally = counted(tally, jnp.asarray(tokens, jnp.int32), jnp.asarray(active))
         samples = [[*s, int(t)] if a else s for s, t, a in zip(samples, tokens, active, strict=True)]
-        anew = sampling_of(requests, 40, list(zip(prompts, samples, strict=True))).tally(40)
-        assert isinstance(anew, Tally)
-        np.testing.assert_array_equal(tally.apply(logits), anew.apply(logits))
+        anew = sampling_of(requests, 40, list(zip(prompts, samples, strict=True)))
+        np.testing.assert_array_equal(applied_to(tally, logits), applied(anew, logits))
 
 
 @pytest.mark.parametrize("vocab", [12, 40])
 def test_top_log_probabilities(vocab: int) -> None:
-    logits = np.random.default_rng(7).normal(size=(5, vocab)).astype(np.float32)
+    logits = np.random.default_rng(7).normal(size=(64, vocab)).astype(np.float32)
     top = draw(logits, temperature=0.7, top_logps=4, allowed_token_ids=(1, 2)).top
     assert top is not None
     expected = np.stack([log_softmax(row, 0.7) for row in logits])

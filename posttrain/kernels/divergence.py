@@ -1,0 +1,98 @@
+"""How far a student's distribution is from a teacher's, on a chunk of logits: whole, or from the teacher's best ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from posttrain.batch import TopK
+
+NO_LOGIT = -1e30
+"""In place of logits of -inf: their probability is 0, and no product with it is NaN."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """Of softmax(logits / temperature) of teacher T and student S, per token in nats, arXiv:2306.13649 eq. 1.
+
+    beta 0: KL(T || S), forward; beta 1: KL(S || T), reverse; between them, with M = beta T + (1 - beta) S,
+    beta KL(T || M) + (1 - beta) KL(S || M). There is no factor temperature^2.
+    """
+
+    beta: float
+    temperature: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta <= 1:
+            raise ValueError(f"Divergence.beta={self.beta} must be from 0 (forward KL) to 1 (reverse KL)")
+        if self.temperature <= 0:
+            raise ValueError(f"Divergence.temperature={self.temperature} must be positive")
+
+
+NOTHING_LEFT = -1e20
+"""A sum of exponentials below exp of this one is of impossible ids only."""
+
+FORWARD_KL = Divergence(beta=0.0, temperature=1.0)
+
+
+def divergence(
+    logits: Float[Array, "B C V"], teacher: Float[Array, "B C W"] | TopK, kind: Divergence
+) -> Float[Array, "B C"]:
+    """Between unscaled logits of the student and a teacher. A vocabulary with fewer rows is padded with impossible ids.
+
+    Of a `TopK` the ids beyond the best are one outcome: by the data-processing inequality the result is a lower bound,
+    and it is exact where the student divides that mass as the teacher does.
+    """
+    logits = jnp.maximum(logits, NO_LOGIT)
+    if isinstance(teacher, TopK):
+        return _generalized(*_outcomes(logits, teacher, kind.temperature), kind.beta)
+    log_s = jax.nn.log_softmax(logits / kind.temperature, axis=-1)
+    log_t = jax.nn.log_softmax(like_student(teacher, logits.shape[-1]) / kind.temperature, axis=-1)
+    return _generalized(log_s, log_t, kind.beta)
+
+
+def token_logps(teacher: Float[Array, "B C W"] | TopK, targets: Int[Array, "B C"]) -> Float[Array, "B C"]:
+    """The teacher's log-probability of the tokens themselves, at temperature 1."""
+    if isinstance(teacher, TopK):
+        return jnp.asarray(teacher.token_logps)
+    chosen = jnp.take_along_axis(teacher, targets[..., None], axis=-1)[..., 0]
+    return chosen - jax.nn.logsumexp(teacher, axis=-1)
+
+
+def like_student(logits: Float[Array, "B C W"], vocab_size: int) -> Float[Array, "B C V"]:
+    """A teacher's logits over the rows of the student's vocabulary; both families' surplus rows hold no tokens."""
+    cut = jnp.maximum(logits[..., :vocab_size], NO_LOGIT)
+    missing = vocab_size - cut.shape[-1]
+    return jnp.pad(cut, ((0, 0), (0, 0), (0, missing)), constant_values=NO_LOGIT) if missing else cut
+
+
+def _generalized(log_s: Float[Array, "B C V"], log_t: Float[Array, "B C V"], beta: float) -> Float[Array, "B C"]:
+    if beta == 0:
+        return jnp.sum(jnp.exp(log_t) * (log_t - log_s), axis=-1)
+    if beta == 1:
+        return jnp.sum(jnp.exp(log_s) * (log_s - log_t), axis=-1)
+    log_m = jnp.logaddexp(log_t + jnp.log(beta), log_s + jnp.log1p(-beta))
+    of_teacher = jnp.sum(jnp.exp(log_t) * (log_t - log_m), axis=-1)
+    of_student = jnp.sum(jnp.exp(log_s) * (log_s - log_m), axis=-1)
+    return beta * of_teacher + (1 - beta) * of_student
+
+
+def _outcomes(
+    logits: Float[Array, "B C V"], teacher: TopK, temperature: float
+) -> tuple[Float[Array, "B C K1"], Float[Array, "B C K1"]]:
+    """Log-probabilities of student and teacher: the teacher's best ids one by one, then all others together."""
+    scaled, ids = logits / temperature, jnp.asarray(teacher.ids)
+    best = jnp.take_along_axis(scaled, ids, axis=-1, mode="fill", fill_value=NO_LOGIT)
+    rows, places = (x[..., None] for x in jnp.indices(ids.shape[:2]))
+    # Summed without the best ids: a difference of sums would leave nothing of a small rest.
+    rest = jax.nn.logsumexp(scaled.at[rows, places, ids].set(NO_LOGIT, mode="drop"), axis=-1, keepdims=True)
+    log_s = jnp.concatenate([best, rest], axis=-1) - jax.nn.logsumexp(scaled, axis=-1, keepdims=True)
+    tail = jnp.asarray(teacher.tail if temperature == 1.0 else teacher.scaled_tail)[..., None]
+    # Where the best ids are all that the student has, what was written of others is rounding.
+    tail = jnp.where(rest < NOTHING_LEFT, NO_LOGIT, tail)
+    log_t = jnp.concatenate([teacher.logps / temperature, tail], axis=-1)
+    return log_s, jax.nn.log_softmax(log_t, axis=-1)

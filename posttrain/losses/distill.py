@@ -1,0 +1,63 @@
+"""Losses against a teacher's distribution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from posttrain.batch import Batch, LossOutput, TokenStats
+from posttrain.losses.reduce import token_mean
+from posttrain.losses.sft import likelihood_metrics, masked
+from posttrain.tree import Mean
+
+
+@dataclass(frozen=True)
+class DistillLoss:
+    """(1 - c) divergence + c nll per token, c = `cross_entropy`: sum(w x) / sum(w). GKD, arXiv:2306.13649.
+
+    Which divergence, and at which temperature, is the trainer's `terms.divergence`. A token that no teacher speaks of
+    has only the second part, and does not count in `distill/kl` and `distill/teacher_nll`.
+    """
+
+    cross_entropy: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.cross_entropy < 1:
+            raise ValueError(
+                f"DistillLoss.cross_entropy={self.cross_entropy} must be at least 0 and less than 1; with 1 nothing "
+                "would be left of the teacher: use SFTLoss"
+            )
+
+    def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
+        """ValueError where the trainer has no teacher."""
+        if stats.divergence is None or stats.teacher_kl is None or stats.teacher_logps is None:
+            raise ValueError("DistillLoss: there is no stats.divergence; give the trainer terms and a teacher")
+        weight, segments = jnp.asarray(batch.loss_weight), jnp.asarray(batch.segments)
+        c = self.cross_entropy
+        loss = (1 - c) * masked(stats.divergence, batch)
+        if c:
+            loss -= c * masked(stats.logps, batch)
+        taught = weight * _teaching(batch)
+        # Each is a sum over teachers already, so a token counts as much as its teachers do.
+        metrics = {
+            "distill/divergence": Mean(total=_total(stats.divergence, weight), weight=taught.sum()),
+            "distill/kl": Mean(total=_total(stats.teacher_kl, weight), weight=taught.sum()),
+            "distill/teacher_nll": Mean(total=_total(-stats.teacher_logps, weight), weight=taught.sum()),
+        }
+        return LossOutput(
+            loss=token_mean(loss, weight, segments), metrics={**likelihood_metrics(stats, batch), **metrics}
+        )
+
+
+def _teaching(batch: Batch) -> Float[Array, "B T"]:
+    """The weight of all teachers of a token together."""
+    if batch.teacher_weights is None:
+        return jnp.ones(batch.tokens.shape, jnp.float32)
+    return jnp.sum(jnp.asarray(batch.teacher_weights), axis=-1)
+
+
+def _total(values: Float[Array, "B T"], weight: Float[Array, "B T"]) -> Array:
+    return jnp.where(weight > 0, values * weight, 0.0).sum()

@@ -1,0 +1,172 @@
+"""Distillation: a student learns what its teachers say of the same tokens, in the step or from a cache on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from jax.sharding import Mesh
+
+from posttrain.config import ConfigError, DatasetSection, DistillSection, RunConfig
+from posttrain.console import console, progress_bar
+from posttrain.data.chat import Renderer
+from posttrain.data.pipeline import fingerprint, row_tokenizer, token_fingerprint
+from posttrain.data.sources import Rows
+from posttrain.data.taught import Taught, teacher_shares
+from posttrain.data.teacher_cache import CacheFolder, TeacherCache, fill
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.kernels.divergence import Divergence
+from posttrain.kernels.token_stats import Terms
+from posttrain.mesh import make_mesh
+from posttrain.models.decoder import Decoder
+from posttrain.recipes.prepare import SFTInputs, prepare
+from posttrain.recipes.python import PythonRun
+from posttrain.recipes.sft import make_trainer, train_sequences
+from posttrain.recipes.stage import StageRun
+from posttrain.recipes.teachers import Scorer, TeacherSource, load_teacher, teacher_digest
+
+
+def run_distill(stage: StageRun, inputs: SFTInputs) -> None:
+    """Train one stage of distillation to its end, from its newest checkpoint if there is one."""
+    section = inputs.section
+    assert isinstance(section, DistillSection)
+    caches, teachers = None, []
+    if section.cache is None:
+        teachers = [load_teacher(source, stage.model, stage.tokenizer, stage.mesh) for source in inputs.teachers]
+    else:
+        caches = [
+            TeacherCache([folder for _, folder in cache_folders(inputs, source, stage.tokenizer, to_write=False)])
+            for source in inputs.teachers
+        ]
+    taught = Taught([source.title for source in inputs.teachers], section.teacher_column, caches)
+    trainer = make_trainer(
+        stage,
+        inputs,
+        terms=terms_of(section),
+        teachers=teachers,
+    )
+    train_sequences(stage, inputs, trainer, taught)
+
+
+def terms_of(section: DistillSection) -> Terms:
+    return Terms(divergence=Divergence(beta=section.beta, temperature=section.temperature))
+
+
+Source = tuple[DatasetSection, Rows, Renderer]
+
+
+def sources(inputs: SFTInputs) -> list[Source]:
+    """All datasets of a stage by number, the one for evaluation last."""
+    section = inputs.section
+    found = list(
+        zip(
+            section.datasets,
+            [inputs.rows, *(rows for rows, _ in inputs.mixed)],
+            [inputs.renderer, *(renderer for _, renderer in inputs.mixed)],
+            strict=True,
+        )
+    )
+    if section.eval_dataset is not None:
+        assert inputs.eval_rows is not None and inputs.eval_renderer is not None
+        found.append((section.eval_dataset, inputs.eval_rows, inputs.eval_renderer))
+    return found
+
+
+def cache_folders(
+    inputs: SFTInputs, source: TeacherSource, tokenizer: Tokenizer, *, to_write: bool
+) -> list[tuple[Source, CacheFolder]]:
+    """Of each dataset the folder of what a teacher says of it, named after the data."""
+    section = inputs.section
+    assert isinstance(section, DistillSection) and section.cache is not None
+    folders = []
+    for dataset, rows, renderer in sources(inputs):
+        data = fingerprint(dataset, rows)
+        identity = {
+            "teacher": teacher_digest(source, needed=to_write),
+            "data": data,
+            "tokens": token_fingerprint(rows, row_tokenizer(section, dataset, rows, renderer)),
+            "vocab_size": tokenizer.num_ids,
+            "top_k": min(section.top_k, tokenizer.num_ids),
+            "temperature": section.temperature,
+            "teacher_column": section.teacher_column,
+        }
+        folder = Path(section.cache) / source.title / data
+        folders.append(((dataset, rows, renderer), CacheFolder(folder, identity, len(rows))))
+    return folders
+
+
+def write_caches(config: RunConfig, base_dir: Path) -> None:
+    """Write what is missing of the caches of all stages. ConfigError where no stage has one."""
+    prepared = prepare(config, base_dir, offline_ok=False)
+    assert prepared.tokenizer is not None
+    mesh = make_mesh(config.mesh)
+    cached = [section for section in config.stages if isinstance(section, DistillSection) and section.cache is not None]
+    if not cached:
+        raise ConfigError("distill --cache: no stage of kind distill has a cache; give a folder: cache: runs/cache")
+    for inputs in prepared.stages:
+        if inputs.section not in cached:
+            continue
+        assert isinstance(inputs, SFTInputs)
+        for source in inputs.teachers:
+            folders = cache_folders(inputs, source, prepared.tokenizer, to_write=True)
+            for _, folder in folders:
+                folder.claim()
+            left = [(data, folder) for data, folder in folders if folder.missing()]
+            if left:
+                teacher = load_teacher(source, config.model, prepared.tokenizer, mesh)
+                _write(inputs, source, teacher, left, mesh)
+            console().print(f"teacher {source.title}: its cache is whole", markup=False)
+
+
+def _write(
+    inputs: SFTInputs, source: TeacherSource, teacher: Decoder, left: Sequence[tuple[Source, CacheFolder]], mesh: Mesh
+) -> None:
+    section = inputs.section
+    assert isinstance(section, DistillSection)
+    scorer = Scorer(teacher, section, mesh, k=left[0][1].format.k)
+    for (dataset, rows, renderer), folder in left:
+        tokenize = row_tokenizer(section, dataset, rows, renderer)
+
+        def sequence(row: int, tokenize: Any = tokenize, rows: Rows = rows) -> Any:
+            return tokenize(row) if _has_share(section, source, rows, row) else None
+
+        with progress_bar(f"{source.title} on {rows.name}", len(rows)) as advance:
+            fill(folder, sequence, scorer, advance)
+        size = folder.format.num_bytes
+        console().print(f"{folder.folder}: {len(rows):,} rows, {size} bytes for each token", markup=False)
+
+
+def _has_share(section: DistillSection, source: TeacherSource, rows: Rows, row: int) -> bool:
+    if section.teacher_column is None:
+        return True
+    titles = [teacher.title for teacher in section.teachers]
+    return bool(teacher_shares(rows[row], section.teacher_column, titles)[titles.index(source.title)] > 0)
+
+
+class Distill(PythonRun):
+    """Distillation from Python: `pt.Distill(model="student", teacher="teacher", dataset="data.jsonl").fit()`.
+
+    Every field of `posttrain.config.DistillSection` is a keyword, as are `output`, `seed` and `mesh`. `teacher`: a path
+    or hub id, or a mapping of `TeacherSection`; for several give `teachers`.
+    """
+
+    kind = "distill"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "batch_rows": 8,
+        "overlong": "truncate",
+        "optimizer": {"learning_rate": 5e-5, "schedule": "cosine"},
+    }
+    lora_learning_rate = 2e-4
+
+    def __init__(self, model: Any, teacher: Any = None, dataset: Any = None, **fields: Any):
+        if teacher is not None:
+            if "teachers" in fields:
+                raise ConfigError("pt.Distill: give teacher, or several as teachers")
+            fields["teachers"] = [{"path": str(teacher)} if isinstance(teacher, str | Path) else teacher]
+        super().__init__(model, dataset, **fields)
+
+    @classmethod
+    def lengths(cls, given: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
+        """Rows of 1024 tokens, or of the student's context where that is less."""
+        return {"row_tokens": min(1024, max_positions or 1024)}

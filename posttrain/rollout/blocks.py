@@ -1,0 +1,273 @@
+"""Blocks of the paged cache: which are free, who uses them, and whose content can be used again. No device."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+BLOCK = 16
+"""Positions in a block."""
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Node:
+    """A block whose content is known: the keys and values of `tokens` after those of the nodes above it."""
+
+    block: int
+    tokens: Tokens
+    """As many as the block holds, or fewer: what follows them in the block is of no use to others."""
+    parent: Node | None
+    children: dict[int, list[Node]] = field(default_factory=dict)
+    """By their first token. Only a full block has any."""
+    routing: Int[np.ndarray, "T M k"] | None = None
+    """The experts of each token, where they are recorded."""
+    level: int = 0
+    """How many prefill calls of the present plan must run before the block can be read."""
+
+
+class Match(NamedTuple):
+    """The longest known beginning of some tokens: in `full` blocks, and in the first positions of `partial`."""
+
+    full: list[Node]
+    partial: Node | None
+    length: int
+
+
+@dataclass(eq=False)
+class Chain:
+    """The blocks that hold one sequence from its first position on.
+
+    A block that is not full belongs to one chain alone, which goes on writing to it; full ones are never written again
+    and may be shared. So a chain that goes on after a `partial` match copies it: it reads `source` once, in place of
+    its own block there, and writes the whole of it to its own.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    source: Node | None = None
+    nodes: list[Node] = field(default_factory=list)
+    """Of the first blocks, those that others can find."""
+    generation: int = 0
+    """Of the weights that computed it; only the present one is shared."""
+
+
+class Blocks:
+    """The blocks of one lane. Their content is the tokens from the first on: equal beginnings share blocks.
+
+    Used blocks count their users. When the last one leaves, a block that others can find stays cached, until the least
+    recently used are taken for something new.
+    """
+
+    def __init__(self, number: int):
+        self.number = number
+        self.generation = 0
+        self._free = list(range(number - 1, -1, -1))
+        self._users = [0] * number
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        """Without users, the least recently used first. A node stands before its parent: whoever uses it uses both."""
+        self._nodes: dict[int, Node] = {}
+        self._roots: dict[int, list[Node]] = {}
+        self._pending: list[Node] = []
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be taken now."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def used(self) -> int:
+        return self.number - self.available
+
+    def match(self, tokens: Sequence[int], limit: int) -> Match:
+        """The longest known beginning of the first `limit` tokens."""
+        full: list[Node] = []
+        children = self._roots
+        length = 0
+        while length < limit:
+            rest = tuple(tokens[length : min(length + BLOCK, limit)])
+            best, common = None, 0
+            for child in children.get(rest[0], ()):
+                here = common_length(child.tokens, rest)
+                if here > common:
+                    best, common = child, here
+            if best is None:
+                break
+            length += common
+            if common < BLOCK:
+                return Match(full, best, length)
+            full.append(best)
+            children = best.children
+        return Match(full, None, length)
+
+    def cost(self, match: Match, positions: int) -> int:
+        """Blocks out of those available that a chain of so many positions takes, with what it shares."""
+        unused = sum(self._users[node.block] == 0 for node in match.full) if match.full else 0
+        if match.partial is not None and self._users[match.partial.block] == 0:
+            unused += 1
+        return blocks_for(positions) - len(match.full) + unused
+
+    def start(self, match: Match) -> Chain:
+        """A chain that begins with what was found."""
+        for node in match.full:
+            self._use(node.block)
+        if match.partial is not None:
+            self._use(match.partial.block)
+        return Chain(
+            blocks=[node.block for node in match.full],
+            source=match.partial,
+            nodes=list(match.full),
+            generation=self.generation,
+        )
+
+    def extend(self, chain: Chain, positions: int) -> bool:
+        """Blocks for the first so many positions; False, and nothing, where there are not enough."""
+        wanted = blocks_for(positions) - len(chain.blocks)
+        if wanted > self.available:
+            return False
+        for _ in range(wanted):
+            if not self._free:
+                self._forget_oldest()
+            block = self._free.pop()
+            self._users[block] = 1
+            chain.blocks.append(block)
+        return True
+
+    def record(
+        self,
+        chain: Chain,
+        tokens: Sequence[int],
+        length: int,
+        *,
+        partial: bool,
+        routing: Int[np.ndarray, "T M k"] | None = None,
+        level: int = 0,
+    ) -> None:
+        """Let others find the first `length` positions of a chain, which hold `tokens`.
+
+        The last block is left out where it is not full, unless `partial`. A full block of which there is one already
+        gives way to that.
+        """
+        if chain.generation != self.generation:
+            return
+        nodes, growing = chain.nodes, None
+        if nodes and len(nodes[-1].tokens) < BLOCK:
+            # Its own block, in which there is more now.
+            level = max(level, nodes[-1].level)
+            self._unlink(nodes.pop())
+            growing = len(nodes)
+        while (start := len(nodes) * BLOCK) < length:
+            end = min(start + BLOCK, length)
+            if end - start < BLOCK and not partial and len(nodes) != growing:
+                return
+            if not self._add(chain, tuple(tokens[start:end]), None if routing is None else routing[start:end], level):
+                return
+
+    def has_more(self, chain: Chain, length: int) -> bool:
+        """Whether `record` of the full blocks of so many positions would tell anything new."""
+        nodes = chain.nodes
+        return length >= (len(nodes) + 1) * BLOCK or bool(nodes and len(nodes[-1].tokens) < BLOCK)
+
+    def leave(self, chain: Chain) -> None:
+        """Its user is gone."""
+        self.drop_source(chain)
+        # The last first: what comes later in a sequence is forgotten earlier.
+        for block in reversed(chain.blocks):
+            self._drop(block)
+        chain.blocks, chain.nodes = [], []
+
+    def drop_source(self, chain: Chain) -> None:
+        """It has been read."""
+        if chain.source is not None:
+            self._drop(chain.source.block)
+            chain.source = None
+
+    def forget(self) -> None:
+        """Nothing that is known can be used again, as after a change of weights; users keep their blocks."""
+        self.generation += 1
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._nodes.clear()
+        self._roots = {}
+
+    def settle(self) -> None:
+        """The plan was carried out: everything that was recorded can be read."""
+        for node in self._pending:
+            node.level = 0
+        self._pending.clear()
+
+    def _children(self, parent: Node | None) -> dict[int, list[Node]]:
+        return self._roots if parent is None else parent.children
+
+    def _add(self, chain: Chain, part: Tokens, routing: np.ndarray | None, level: int) -> bool:
+        """A node for the first block that has none; False after the last one. Where there is such a node, it serves."""
+        parent = chain.nodes[-1] if chain.nodes else None
+        siblings = self._children(parent).setdefault(part[0], [])
+        index = len(chain.nodes)
+        twin = next((node for node in siblings if node.tokens[: len(part)] == part), None)
+        if twin is not None:
+            if len(part) < BLOCK:
+                return False
+            self._use(twin.block)
+            self._drop(chain.blocks[index])
+            chain.blocks[index] = twin.block
+            chain.nodes.append(twin)
+            return True
+        kept = None if routing is None else routing.copy()
+        node = Node(chain.blocks[index], part, parent, routing=kept, level=level)
+        if level:
+            self._pending.append(node)
+        siblings.append(node)
+        self._nodes[node.block] = node
+        chain.nodes.append(node)
+        return len(part) == BLOCK
+
+    def _use(self, block: int) -> None:
+        self._cached.pop(block, None)
+        self._users[block] += 1
+
+    def _drop(self, block: int) -> None:
+        self._users[block] -= 1
+        assert self._users[block] >= 0, block
+        if self._users[block] == 0:
+            if block in self._nodes:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
+
+    def _forget_oldest(self) -> None:
+        block, _ = self._cached.popitem(last=False)
+        node = self._nodes[block]
+        assert not node.children, "a parent is forgotten before its child"
+        self._unlink(node)
+        self._free.append(block)
+
+    def _unlink(self, node: Node) -> None:
+        children = self._children(node.parent)
+        siblings = children[node.tokens[0]]
+        siblings.remove(node)
+        if not siblings:
+            del children[node.tokens[0]]
+        del self._nodes[node.block]
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """
+    >>> common_length((1, 2, 3), (1, 2, 4, 5))
+    2
+    """
+    length = min(len(a), len(b))
+    return next((i for i in range(length) if a[i] != b[i]), length)
+
+
+def blocks_for(positions: int) -> int:
+    """
+    >>> blocks_for(0), blocks_for(16), blocks_for(17)
+    (0, 1, 2)
+    """
+    return -(-positions // BLOCK)

@@ -1,0 +1,120 @@
+"""What a dispatch brought, handed to the requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from posttrain.rollout.blocks import BLOCK, Node
+from posttrain.rollout.programs import Chunk, Prefilled
+from posttrain.rollout.request import Request
+from posttrain.rollout.runner import Dispatch, Outcome, PromptCall
+from posttrain.rollout.sampling import TopLogps
+from posttrain.rollout.scheduler import Row
+from posttrain.rollout.stopping import first_completed
+from posttrain.rollout.types import StopReason, TokenLogp
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def deliver(
+    dispatch: Dispatch, outcome: Outcome, holds: Callable[[Row], bool], decode_text: Decode | None
+) -> list[tuple[Row, StopReason]]:
+    """Gives every request its new tokens and says which are done. Rows that nobody `holds` any more are left out.
+
+    FloatingPointError for log-probabilities that are not finite.
+    """
+    for call, found in zip(dispatch.prompts, outcome.prefilled, strict=True):
+        _deliver_prompts(call, found, holds)
+    done: list[tuple[Row, StopReason]] = []
+    if dispatch.decode is None or outcome.chunk is None:
+        return done
+    _check_finite(outcome.chunk, dispatch.loaded.version)
+    for index, row in dispatch.decode.places.items():
+        if holds(row):
+            _inherit_routing(row)
+            count = _deliver_tokens(outcome.chunk, index, row.request, dispatch.loaded.version)
+            reason = _stop_reason(row.request, count, decode_text)
+            if reason is not None:
+                done.append((row, reason))
+    return done
+
+
+def _check_finite(chunk: Chunk, version: int) -> None:
+    sampled = np.arange(len(chunk.logps))[:, None] < np.asarray(chunk.counts)
+    if not np.isfinite(np.asarray(chunk.logps)[sampled]).all():
+        raise FloatingPointError(
+            f"generate: the weights of version {version} give log-probabilities that are not finite"
+        )
+
+
+def _deliver_prompts(call: PromptCall, found: Prefilled, holds: Callable[[Row], bool]) -> None:
+    for index, piece in call.pieces.items():
+        row, length = piece.row, piece.end - piece.start
+        if found.experts is not None:
+            # Also of a row that is gone: others may have what it read.
+            _record_routing(piece.nodes, np.asarray(found.experts[index, :length]))
+        if not holds(row):
+            continue
+        if found.experts is not None:
+            row.request.record_routing(piece.start, np.asarray(found.experts[index, :length]))
+        if found.logps is not None and row.request.unscored:
+            row.request.record_prompt_logps(piece.start, np.asarray(found.logps[index, :length]).tolist())
+
+
+def _record_routing(nodes: Sequence[Node], experts: np.ndarray) -> None:
+    for index, node in enumerate(nodes):
+        if node.routing is None:
+            start = index * BLOCK
+            node.routing = experts[start : start + len(node.tokens)].copy()
+
+
+def _inherit_routing(row: Row) -> None:
+    """The experts of what others read for it, told once."""
+    if not row.fresh:
+        return
+    row.fresh = False
+    for index, node in enumerate(row.chain.nodes):
+        if node.routing is not None:
+            row.request.record_routing(index * BLOCK, node.routing)
+    source = row.chain.source
+    if source is not None and source.routing is not None:
+        start = len(row.chain.nodes) * BLOCK
+        row.request.record_routing(start, source.routing[: row.computed - start])
+
+
+def _deliver_tokens(chunk: Chunk, index: int, request: Request, version: int) -> int:
+    """How many there are."""
+    count = int(chunk.counts[index])
+    if chunk.experts is not None:
+        request.record_routing(request.position, np.asarray(chunk.experts[:count, index]))
+    request.tokens += np.asarray(chunk.tokens[:count, index]).tolist()
+    request.logps += np.asarray(chunk.logps[:count, index]).tolist()
+    request.kept_logps += np.asarray(chunk.kept_logps[:count, index]).tolist()
+    request.versions += [version] * count
+    if chunk.top is not None:
+        request.top_logps += _top_logps(chunk.top, count, index, request.params.top_logps)
+    return count
+
+
+def _top_logps(top: TopLogps, count: int, index: int, number: int) -> list[tuple[TokenLogp, ...]]:
+    """The first `number` of each of a row's first `count` tokens."""
+    tokens, logps = np.asarray(top.tokens[:count, index]), np.asarray(top.logps[:count, index])
+    return [
+        tuple(map(TokenLogp, *pair))
+        for pair in zip(tokens[:, :number].tolist(), logps[:, :number].tolist(), strict=True)
+    ]
+
+
+def _stop_reason(request: Request, num_new: int, decode_text: Decode | None) -> StopReason | None:
+    """Why the request is done, if it is; a stop string cuts what was sampled beyond it."""
+    params = request.params
+    if params.stop and decode_text is not None:
+        end = first_completed(decode_text, request.tokens, num_new, params.stop)
+        if end is not None:
+            request.cut(end)
+            return "stop"
+    if request.tokens[-1] in params.ends:
+        return "stop"
+    return "length" if len(request.tokens) == params.max_tokens else None

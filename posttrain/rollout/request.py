@@ -1,0 +1,124 @@
+"""A request: a prompt, and what has been sampled after it so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Int
+
+from posttrain.rollout.types import Completion, SamplingParams, StopReason, TokenLogp
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """What the caller asked for and has got so far; it outlives a preemption."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    number: int = 0
+    """In order of arrival."""
+    future: Future[Completion] = field(default_factory=Future)
+    tokens: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    kept_logps: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    top_logps: list[tuple[TokenLogp, ...]] = field(default_factory=list)
+    prompt_logps: list[float] = field(default_factory=lambda: [0.0])
+    """Of the first tokens of the prompt, where they are asked for."""
+    routing: Int[np.ndarray, "T M k"] | None = None
+    """Of an engine that records it, the experts of every position that was read; -1 elsewhere."""
+
+    def __lt__(self, other: Request) -> bool:
+        return self.number < other.number
+
+    @property
+    def end(self) -> int:
+        """Positions that the whole sample may take."""
+        return len(self.prompt) + self.params.max_tokens
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def position(self) -> int:
+        """Position of the newest token, which is the next input of the model."""
+        return self.length - 1
+
+    def positions(self, steps: int) -> int:
+        """Positions that the next so many tokens read and write; the very last token is never read."""
+        return min(self.position + steps, self.end - 1)
+
+    @property
+    def newest(self) -> int:
+        return self.tokens[-1] if self.tokens else self.prompt[-1]
+
+    @property
+    def history(self) -> Sequence[int]:
+        return (*self.prompt, *self.tokens)
+
+    def go_on(self, begun: Completion) -> None:
+        """Begin with an aborted completion of the same request. ValueError for one that has ended."""
+        if begun.stop != "abort" or len(begun.tokens) >= self.params.max_tokens:
+            raise ValueError(
+                f"generate: begun: a completion of {len(begun.tokens)} tokens that ended by {begun.stop!r} cannot go "
+                f"on to max_tokens={self.params.max_tokens}; it must be aborted, and shorter"
+            )
+        self.tokens, self.logps, self.kept_logps = list(begun.tokens), list(begun.logps), list(begun.kept_logps)
+        self.versions, self.top_logps = list(begun.weights_versions), list(begun.top_logps or ())
+        self.prompt_logps = list(begun.prompt_logps or (0.0,))
+        if begun.experts is not None:
+            self.record_routing(0, begun.experts)
+
+    @property
+    def unscored(self) -> bool:
+        """Its prompt must be read by itself from the start: log-probabilities of it are wanted and are not there."""
+        return self.params.prompt_logps and len(self.prompt_logps) < len(self.prompt)
+
+    def record_prompt_logps(self, start: int, logps: Sequence[float]) -> None:
+        """Of the tokens after the positions from `start` on; what was recorded stays."""
+        new = logps[len(self.prompt_logps) - 1 - start :]
+        self.prompt_logps += new[: len(self.prompt) - len(self.prompt_logps)]
+
+    def record_routing(self, start: int, routing: Int[np.ndarray, "T M k"]) -> None:
+        """Experts of the positions from `start` on; what was recorded stays, also when it is computed again."""
+        if self.routing is None:
+            self.routing = np.full((self.end, *routing.shape[1:]), -1, routing.dtype)
+        here = self.routing[start : start + len(routing)]
+        here[...] = np.where(here < 0, routing[: len(here)], here)
+
+    def cut(self, length: int) -> None:
+        """Drop the tokens after the first `length`."""
+        for values in (self.tokens, self.logps, self.kept_logps, self.versions, self.top_logps):
+            del values[length:]
+
+    def finish(self, stop: StopReason) -> None:
+        """Hand the completion over, unless the caller has gone."""
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_result(
+                Completion(
+                    tokens=tuple(self.tokens),
+                    logps=tuple(self.logps),
+                    kept_logps=tuple(self.kept_logps),
+                    stop=stop,
+                    weights_versions=tuple(self.versions),
+                    experts=self._experts(),
+                    top_logps=tuple(self.top_logps) if self.params.top_logps else None,
+                    prompt_logps=tuple(self.prompt_logps) if self.params.prompt_logps else None,
+                )
+            )
+
+    def fail(self, error: BaseException) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
+    def _experts(self) -> Int[np.ndarray, "T M k"] | None:
+        """By token of prompt and sample; the last one has not been read."""
+        if self.routing is None:
+            return None
+        experts = self.routing[: self.length].copy()
+        experts[-1] = -1
+        return experts

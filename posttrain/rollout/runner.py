@@ -1,0 +1,239 @@
+"""Carries plans out: arrays for the programs, the programs, and the pool that they work on."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from posttrain.models.decoder import decoding_config
+from posttrain.rollout.blocks import BLOCK, Chain
+from posttrain.rollout.paged import Pool, empty_pool
+from posttrain.rollout.programs import Chunk, Loaded, Prefilled, Programs, Prompts, Rows, Scored
+from posttrain.rollout.request import Request
+from posttrain.rollout.sampling import Sampling
+from posttrain.rollout.scheduler import Piece, Plan, Row
+from posttrain.rollout.shapes import DecodeShape, PromptShape, Shapes
+from posttrain.rollout.types import SamplingParams
+
+MIN_STOP_IDS = 4
+IDLE = Request(prompt=(0,), params=SamplingParams(max_tokens=1, temperature=0.0, stop_token_ids=(), key=(0, 0)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptCall:
+    prompts: Prompts
+    pieces: dict[int, Piece]
+    """By row of the call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeCall:
+    rows: Rows
+    stop_at: np.int32
+    places: dict[int, Row]
+    """By row of the call; the others are idle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatch:
+    """A plan as calls of programs."""
+
+    loaded: Loaded
+    prompts: list[PromptCall]
+    decode: DecodeCall | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What the calls of a dispatch returned, on the host."""
+
+    prefilled: list[Prefilled]
+    chunk: Chunk | None
+
+
+class Runner:
+    """Owns the pool and the compiled programs. `prepare` is for the thread of the scheduler, `run` for any other."""
+
+    def __init__(self, shapes: Shapes, *, blocks: int, record: bool, vocab_size: int):
+        self.shapes = shapes
+        self.blocks = blocks
+        self.programs = Programs(steps=shapes.steps, record=record)
+        self._vocab_size = vocab_size
+        self._pool: Pool | None = None
+        self._stop_ids = MIN_STOP_IDS
+        # The thread of a cancelled driver may still be on the device when the next one starts.
+        self._device = threading.Lock()
+        self._closed = False
+
+    def prepare(self, plan: Plan, loaded: Loaded) -> Dispatch:
+        """The arrays of a plan; later changes of its rows do not matter."""
+        return Dispatch(
+            loaded=loaded,
+            prompts=list(self._prompt_calls(plan.pieces)),
+            decode=self._decode_call(plan) if plan.decode else None,
+        )
+
+    def run(self, dispatch: Dispatch) -> Outcome:
+        """On the device; returns when everything is on the host."""
+        with self._device:
+            pool, self._pool = self._pool, None  # gone if a program fails: it was donated
+            if pool is None:
+                pool = self._empty_pool(dispatch.loaded)
+            prefilled, chunk = [], None
+            for call in dispatch.prompts:
+                pool, beside = self.programs.prefill(dispatch.loaded, pool, call.prompts)
+                prefilled.append(beside)
+            if (decode := dispatch.decode) is not None:
+                pool, chunk = self.programs.decode(dispatch.loaded, pool, decode.rows, decode.stop_at)
+            self._pool = None if self._closed else pool
+            return Outcome(**jax.device_get({"prefilled": prefilled, "chunk": chunk}))
+
+    def reset(self) -> None:
+        """Forget what is in the blocks: even masked, a NaN in it would spoil what comes next."""
+        self._pool = None
+
+    def close(self) -> None:
+        self._closed, self._pool = True, None
+
+    def warm_up(self, loaded: Loaded, inputs: Sequence[Prompts | Rows], advance: Callable[[int], None]) -> None:
+        """Compile the programs for inputs of these shapes. `advance(1)` after each."""
+        with self._device:
+            if self._pool is None:
+                self._pool = self._empty_pool(loaded)
+            for example in inputs:
+                rest = [np.int32(0)] if isinstance(example, Rows) else []
+                self.programs.compile(loaded, self._pool, example, *rest)
+                advance(1)
+
+    def examples(self, like: Sequence[SamplingParams]) -> list[Prompts | Rows]:
+        """Inputs of all shapes that any schedule of such requests may need."""
+        return [*self._example_prompts(like), *self._example_rows(like)]
+
+    def _example_prompts(self, like: Sequence[SamplingParams]) -> Iterator[Prompts]:
+        for shape in self.shapes.prompts():
+            for scored in sorted({False} | {params.prompt_logps for params in like}):
+                yield self._prompts(shape, {}, scored=scored)
+
+    def _example_rows(self, like: Sequence[SamplingParams]) -> Iterator[Rows]:
+        rows = [Row(Request(prompt=(0,), params=params), 0, Chain(), 0) for params in like]
+        self._fit_stop_ids(like)
+        for shape in self.shapes.decodes(tail=any(params.max_tokens > self.shapes.steps for params in like)):
+            for plain in sorted({params.is_plain for params in like}):
+                yield self._rows(shape, {0: next(row for row in rows if row.request.params.is_plain == plain)})
+
+    def _empty_pool(self, loaded: Loaded) -> Pool:
+        model = loaded.source.model
+        placement = next(iter(loaded.arrays.values())).sharding
+        config, dtype = decoding_config(model.config), model.compute.dtype
+        return empty_pool(config, dtype, placement, lanes=self.shapes.lanes, blocks=self.blocks)
+
+    def _prompt_calls(self, pieces: Sequence[Piece]) -> Iterator[PromptCall]:
+        """By level, and within it by shape, as many pieces to a call as it has rows."""
+        groups: dict[tuple[int, PromptShape], list[Piece]] = {}
+        for piece in pieces:
+            groups.setdefault((piece.level, self.shapes.prompt(piece.start, piece.end)), []).append(piece)
+        for (_, shape), group in sorted(groups.items(), key=lambda item: item[0]):
+            while group:
+                places, group = self._placed(group, shape.rows)
+                scored = any(piece.row.request.unscored for piece in places.values())
+                yield PromptCall(prompts=self._prompts(shape, places, scored=scored), pieces=places)
+
+    def _placed(self, pieces: Sequence[Piece], rows: int) -> tuple[dict[int, Piece], list[Piece]]:
+        """Rows of a call for as many pieces as fit into their lanes, and what is left."""
+        taken, left = [0] * self.shapes.lanes, []
+        places: dict[int, Piece] = {}
+        for piece in pieces:
+            lane = piece.row.lane
+            if taken[lane] < rows:
+                places[lane * rows + taken[lane]] = piece
+                taken[lane] += 1
+            else:
+                left.append(piece)
+        return places, left
+
+    def _prompts(self, shape: PromptShape, places: dict[int, Piece], *, scored: bool) -> Prompts:
+        lanes, rows = self.shapes.lanes, self.shapes.lanes * shape.rows
+        tokens, following = np.zeros((rows, shape.tokens), np.int32), np.zeros((rows, shape.tokens), np.int32)
+        starts, lengths, temperature = np.zeros(rows, np.int32), np.zeros(rows, np.int32), np.ones(rows, np.float32)
+        context = np.zeros((rows, shape.context // BLOCK), np.int32)
+        targets = np.full((rows, shape.tokens // BLOCK), self.blocks, np.int32)
+        for row, piece in places.items():
+            request, length = piece.row.request, piece.end - piece.start
+            history = request.history
+            tokens[row, :length] = history[piece.start : piece.end]
+            following[row, :length] = history[piece.start + 1 : piece.end + 1]
+            starts[row], lengths[row], temperature[row] = piece.start, length, request.params.temperature
+            context[row, : len(piece.reads)] = piece.reads
+            targets[row, : len(piece.writes)] = [self.blocks if block is None else block for block in piece.writes]
+        arrays = {"tokens": tokens, "starts": starts, "lengths": lengths}
+        wanted = {"targets": following, "temperature": temperature}
+        return Prompts(
+            **jax.device_put(arrays | {"targets": targets.reshape(lanes, shape.rows, -1)}),
+            context=jax.device_put(context.reshape(lanes, shape.rows, -1)) if shape.context else None,
+            scored=Scored(**jax.device_put(wanted)) if scored else None,
+        )
+
+    def _decode_call(self, plan: Plan) -> DecodeCall:
+        shapes, lanes = self.shapes, self.shapes.lanes
+        tail = any(row.request.params.max_tokens > shapes.steps for row in plan.decode)
+        count = len(plan.decode)
+        fullest = max(Counter(row.lane for row in plan.decode).values())
+        shape = shapes.decode(fullest, max(row.positions(shapes.steps) for row in plan.decode), tail=tail)
+        taken, places = [0] * lanes, {}
+        for row in plan.decode:
+            places[row.lane * shape.rows + taken[row.lane]] = row
+            taken[row.lane] += 1
+        # Pause for those who wait when a quarter has ended; else when the next smaller batch would do.
+        smaller = max((size for size in shapes.sizes(tail) if size < shape.rows), default=0)
+        stop_at = count - max(1, count // 4) if plan.waiting else smaller
+        self._fit_stop_ids([row.request.params for row in plan.decode])
+        return DecodeCall(rows=self._rows(shape, places), stop_at=np.int32(min(stop_at, count - 1)), places=places)
+
+    def _rows(self, shape: DecodeShape, places: dict[int, Row]) -> Rows:
+        lanes, rows = self.shapes.lanes, self.shapes.lanes * shape.rows
+        requests = [places[row].request if row in places else IDLE for row in range(rows)]
+        params = [request.params for request in requests]
+        stop_ids = np.full((rows, self._stop_ids), -1, np.int32)
+        context = np.zeros((rows, shape.width // BLOCK), np.int32)
+        # Tokens of a dispatch may start anywhere in a block.
+        touched = min((self.shapes.steps + BLOCK - 2) // BLOCK + 1, context.shape[1])
+        targets = np.full((rows, touched), self.blocks, np.int32)
+        for index, row in places.items():
+            blocks = list(row.chain.blocks)
+            first = row.request.position // BLOCK
+            new = blocks[first : first + touched]
+            targets[index, : len(new)] = new
+            if row.chain.source is not None:
+                blocks[first] = row.chain.source.block
+            context[index, : len(blocks)] = blocks
+            ends = row.request.params.ends
+            stop_ids[index, : len(ends)] = ends
+        return Rows(
+            **jax.device_put(
+                {
+                    "tokens": np.asarray([r.newest for r in requests], np.int32),
+                    "positions": np.asarray([r.position for r in requests], np.int32),
+                    "ends": np.asarray([r.end for r in requests], np.int32),
+                    "active": np.asarray([row in places for row in range(rows)]),
+                    "context": context.reshape(lanes, shape.rows, -1),
+                    "targets": targets.reshape(lanes, shape.rows, -1),
+                    "stop_ids": stop_ids,
+                }
+            ),
+            sampling=Sampling.of(
+                params,
+                [r.prompt for r in requests],
+                [r.tokens for r in requests],
+                vocab_size=self._vocab_size,
+                max_length=self.shapes.max_length,
+            ),
+        )
+
+    def _fit_stop_ids(self, params: Sequence[SamplingParams]) -> None:
+        while self._stop_ids < max(len(p.ends) for p in params):
+            self._stop_ids *= 2

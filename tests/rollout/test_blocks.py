@@ -1,0 +1,111 @@
+"""Blocks and chains: what is shared, copied, kept and forgotten, without a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from posttrain.rollout.blocks import BLOCK, Blocks, Chain
+
+WORDS = tuple(range(100, 100 + 4 * BLOCK))
+
+
+def written(blocks: Blocks, tokens: Sequence[int], *, partial: bool = True) -> Chain:
+    """A chain that holds these tokens, after what it could share."""
+    chain = blocks.start(blocks.match(tokens, len(tokens)))
+    assert blocks.extend(chain, len(tokens))
+    blocks.drop_source(chain)
+    blocks.record(chain, tokens, len(tokens), partial=partial)
+    return chain
+
+
+def test_equal_beginnings_share_full_blocks_and_copy_the_last() -> None:
+    blocks = Blocks(12)
+    first = written(blocks, WORDS[:40])
+    match = blocks.match(WORDS[:40], 40)
+    assert ([node.block for node in match.full], match.length) == (first.blocks[:2], 40)
+    assert match.partial is not None and match.partial.block == first.blocks[2]
+    second = blocks.start(match)
+    assert blocks.extend(second, 50)
+    assert second.blocks[:2] == first.blocks[:2]
+    assert not {*second.blocks[2:]} & {*first.blocks}
+    assert second.source is match.partial
+    assert blocks.used == 5
+    blocks.drop_source(second)
+    blocks.leave(first)
+    blocks.leave(second)
+    assert (blocks.used, blocks.available) == (0, 12)
+    assert blocks.match(WORDS, len(WORDS)).length == 40
+
+
+@pytest.mark.parametrize("length", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 40])
+def test_a_match_ends_where_tokens_differ(length: int) -> None:
+    blocks = Blocks(12)
+    written(blocks, WORDS[:40])
+    match = blocks.match([*WORDS[:length], 7, 7, 7], length + 3)
+    assert match.length == length
+    assert len(match.full) == length // BLOCK
+    assert blocks.match(WORDS, length).length == length
+
+
+def test_an_owner_goes_on_in_the_block_that_others_found() -> None:
+    """Its content grows; who copies it reads the beginning only."""
+    blocks = Blocks(12)
+    owner = written(blocks, WORDS[:20])
+    follower = blocks.start(blocks.match(WORDS[:20], 20))
+    blocks.record(owner, WORDS, 28, partial=False)
+    assert blocks.match(WORDS, 30).length == 28
+    assert blocks.extend(owner, 40)
+    blocks.record(owner, WORDS, 40, partial=False)
+    assert blocks.match(WORDS, 60).length == 32
+    assert follower.source is not None and follower.source.block == owner.blocks[1]
+
+
+def test_equal_blocks_become_one() -> None:
+    """Two that sampled the same tokens side by side."""
+    blocks = Blocks(12)
+    one, other = Chain(), Chain()
+    for chain in (one, other):
+        assert blocks.extend(chain, 40)
+    assert blocks.used == 6
+    for chain in (one, other):
+        blocks.record(chain, WORDS, 40, partial=False)
+    assert one.blocks[:2] == other.blocks[:2] and one.blocks[2] != other.blocks[2]
+    assert blocks.used == 4
+
+
+def test_the_least_recently_used_is_forgotten_first_and_ends_before_beginnings() -> None:
+    blocks = Blocks(6)
+    for start in (0, 1):
+        blocks.leave(written(blocks, WORDS[start : start + 40]))
+    assert blocks.available == 6
+    blocks.leave(written(blocks, WORDS[:40]))  # used again
+    new = Chain()
+    assert blocks.extend(new, BLOCK)
+    assert blocks.match(WORDS[:40], 40).length == 40
+    assert blocks.match(WORDS[1:41], 40).length == 32
+    assert blocks.extend(new, 4 * BLOCK)
+    assert blocks.match(WORDS[:40], 40).length == 32
+    assert blocks.match(WORDS[1:41], 40).length == 0
+    assert not blocks.extend(new, 7 * BLOCK)
+    assert len(new.blocks) == 4
+    blocks.leave(new)
+    assert blocks.available == 6
+
+
+def test_new_weights_make_everything_unknown_but_take_nothing_away() -> None:
+    blocks = Blocks(8)
+    gone, old = written(blocks, WORDS[:40]), written(blocks, WORDS[5:45])
+    blocks.leave(gone)
+    blocks.forget()
+    assert blocks.available == 5
+    assert blocks.match(WORDS[5:], 40).length == 0
+    blocks.record(old, WORDS[5:], 45, partial=True)
+    assert blocks.match(WORDS[5:], 40).length == 0
+    new = written(blocks, WORDS[5:45])
+    assert not {*new.blocks} & {*old.blocks}
+    blocks.leave(old)
+    blocks.leave(new)
+    assert blocks.available == 8
+    assert blocks.match(WORDS[5:], 40).length == 40
