@@ -28,8 +28,9 @@ FIELDS = {
 
 
 def build(work: Work) -> Callable[[int], Draw]:
+    model = init_model(FIELDS, dtype=jnp.float32, seed=0)
     engine = NativeEngine(
-        init_model(FIELDS, dtype=jnp.float32, seed=0),
+        model,
         slots=work.samples,
         max_length=work.prompt_tokens + work.longest,
         decode_steps=32,
@@ -47,6 +48,7 @@ def build(work: Work) -> Callable[[int], Draw]:
                 replace(p, stop_token_ids=(new_token(completion, length),))
                 for p, completion, length in zip(params, whole, work.lengths, strict=True)
             ]
+        engine.update_weights(model, step + 1)  # as in training: no prefix of an earlier batch is of use
 
         def draw() -> int:
             drawn = [len(completion.tokens) for completion in engine.generate_all(prompts, params)]

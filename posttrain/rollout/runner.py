@@ -21,7 +21,7 @@ from posttrain.rollout.shapes import DecodeShape, PromptShape, Shapes
 from posttrain.rollout.types import SamplingParams
 
 MIN_STOP_IDS = 4
-IDLE = Request(prompt=(0,), params=SamplingParams(max_tokens=1, temperature=0.0, stop_token_ids=(), key=(0, 0)))
+IDLE = Request(prompt=(0,), params=SamplingParams(max_tokens=1, temperature=1.0, stop_token_ids=(), key=(0, 0)))
 
 
 @dataclass(frozen=True, kw_only=True)
