@@ -210,13 +210,13 @@ def _to_batch(rows: dict[str, np.ndarray]) -> NumberedRows:
     """Each packed unit is one segment of the packer; here each of its sequences becomes one."""
     part = rows["part"]
     segments = np.where(part > 0, 2 * rows["tokens_segment_ids"] - (part == 1), 0).astype(np.int32)
-    optional = {name: rows[name] for name in ("margins", "ref_logps") if name in rows}
     batch = Batch(
         tokens=rows["tokens"],
         positions=rows["positions"],
         segments=segments,
         loss_weight=rows["loss_weight"],
         roles=rows["roles"],
-        **optional,
+        margins=rows.get("margins"),
+        ref_logps=rows.get("ref_logps"),
     )
     return NumberedRows(batch, rows["unit"])

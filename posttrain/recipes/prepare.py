@@ -120,16 +120,16 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
                 names = ", ".join(remote)
                 prepared.notes.append(f"stages.{index}: not checked, no network: dataset {names} is on the hub")
                 _check_offline(section, base_dir)
-            elif not isinstance(section, RLSection):
-                inputs, notes = _prepare_sft(section, prepared.tokenizer, base_dir)
-                prepared.stages.append(inputs)
-                prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
             elif isinstance(section, PreferenceSection | RewardModelSection):
                 judged, notes = _prepare_judged(section, prepared.tokenizer, base_dir)
                 prepared.stages.append(judged)
                 prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
-            else:
+            elif isinstance(section, RLSection):
                 prepared.stages.append(_prepare_rl(section, prepared.tokenizer, base_dir))
+            else:
+                inputs, notes = _prepare_sft(section, prepared.tokenizer, base_dir)
+                prepared.stages.append(inputs)
+                prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
     return prepared
 
 
