@@ -427,6 +427,12 @@ class RunConfig(Section):
     """Run in order; each starts from the weights of the one before."""
 
     @model_validator(mode="after")
+    def _reward_model_last(self) -> RunConfig:
+        if any(isinstance(stage, RewardModelSection) for stage in self.stages[:-1]):
+            raise ValueError("a reward_model stage must be the last: what it leaves scores answers and writes none")
+        return self
+
+    @model_validator(mode="after")
     def _dropout(self) -> RunConfig:
         lora = self.model.lora
         if lora is not None and lora.dropout and any(isinstance(stage, RLSection) for stage in self.stages):

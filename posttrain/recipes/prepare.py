@@ -156,6 +156,8 @@ def _read_model(prepared: Prepared) -> None:
         prepared.notes.append(f"not checked, no network: the model {config.model.path}, which run downloads")
         return
     prepared.model = model
+    if model.scalar_head and not all(isinstance(section, RewardModelSection) for section in config.stages):
+        raise ConfigError(f"model.path: {config.model.path} is a reward model, which scores answers and writes none")
     if tokenizer is not None:
         prepared.tokenizer = tokenizer.for_model(model.vocab_size)
     if config.model.lora is not None:

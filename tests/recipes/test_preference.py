@@ -149,3 +149,10 @@ def test_check_and_overrides(tmp_path: Path) -> None:
     assert dropped.code == 0 and "are left out" in dropped.out, dropped.err
     wrong = posttrain("check", file, "stages.preference.dataset.path=rows.jsonl").error
     assert "rows.jsonl row 0: the row has columns prompt, completion, answer" in wrong
+
+
+def test_a_reward_model_writes_nothing(tmp_path: Path) -> None:
+    reward = preference_stage(kind="reward_model")
+    write_pairs(tmp_path, reward)
+    file = write_run(tmp_path, reward, preference_stage())
+    assert "a reward_model stage must be the last" in posttrain("check", file).error
