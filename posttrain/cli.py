@@ -1,4 +1,4 @@
-"""The command line: `posttrain run | check | distill | generate | export | upcycle`."""
+"""The command line: `posttrain run | check | distill | generate | export | upcycle | prune`."""
 
 from __future__ import annotations
 
@@ -143,6 +143,23 @@ def upcycle(
     from posttrain.recipes.upcycle import upcycle as recipe
 
     print(recipe(source, out, plan, seed=seed))
+
+
+@app.command()
+def prune(
+    source: Annotated[str, typer.Argument(help="A model: a folder in Hugging Face layout or a hub id.")],
+    out: Annotated[Path, typer.Argument(help="A new folder for the smaller model.")],
+    layer: Annotated[list[int] | None, typer.Option(help="A layer to keep, from 0; repeated. By default all.")] = None,
+    mlp_dim: Annotated[int | None, typer.Option(help="Neurons to keep in each MLP.")] = None,
+    embed_dim: Annotated[int | None, typer.Option(help="Dimensions to keep of the residual stream.")] = None,
+) -> None:
+    """Cut a smaller model out of a large one, as the start of a student for distillation."""
+    from posttrain.weights.prune import Pruning
+
+    plan = Pruning(layers=tuple(layer) if layer else None, mlp_dim=mlp_dim, embed_dim=embed_dim)
+    from posttrain.recipes.prune import prune as recipe
+
+    print(recipe(source, out, plan))
 
 
 class Target(StrEnum):

@@ -49,7 +49,7 @@ class RewardModel(Preference):
     """A reward model from Python: `pt.RewardModel(model="path", dataset="pairs.jsonl").fit()`.
 
     Every field of `posttrain.config.RewardModelSection` is a keyword, as are `output`, `seed` and `mesh`. The result is
-    a sequence classifier, which transformers loads, and `pt.RL(..., rewards=[{"model": path}])`.
+    a sequence classifier, which transformers loads.
     """
 
     kind = "reward_model"

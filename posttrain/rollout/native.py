@@ -29,8 +29,8 @@ class NativeEngine:
     A completion depends on its prompt, its parameters and the weights; batch, slot and schedule change its
     log-probabilities by rounding only. `slots` requests decode at once, at most `decode_steps` tokens per dispatch.
     `cache_tokens`: positions of keys and values in all, by default enough for `slots` sequences of `max_length`; what
-    is not in use keeps prefixes for later requests. Programs are compiled at the first request of each shape, or by
-    `warm_up`.
+    is not in use keeps prefixes for later requests. While it decodes, a copy of what its rows hold comes on top.
+    Programs are compiled at the first request of each shape, or by `warm_up`.
 
     ValueError for a request that can never run; an error on the device fails every request then in the engine.
     """
