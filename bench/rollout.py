@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -127,10 +128,10 @@ def measure(name: str, drivers: dict[str, tuple[str, str]], rounds: int) -> dict
         driver.close()
         best = min(taken[engine], key=lambda one: one["wall_s"])
         total = [one["wall_s"] + one["prepare_s"] for one in (first[engine], *taken[engine])]
-        speeds = sorted(one["tokens"] / one["wall_s"] for one in taken[engine])
+        speeds = [one["tokens"] / one["wall_s"] for one in taken[engine]]
         results[engine] = {
             "tokens/s, best": best["tokens"] / best["wall_s"],
-            "tokens/s, median": speeds[len(speeds) // 2],
+            "tokens/s, median": statistics.median(speeds),
             "tokens per CPU s": max(one["tokens"] / one["cpu_s"] for one in taken[engine]),
             "batch s": best["wall_s"],
             "first batch s": total[0],

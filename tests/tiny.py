@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
@@ -80,26 +81,29 @@ def tiny_model(
     **changes: Any,
 ) -> Decoder:
     """A `Decoder` of `tiny_config(**changes)` with random weights."""
-    config = tiny_config(**changes)
     compute = Compute(dtype=jnp.dtype(compute_dtype or dtype), remat=remat)
+    return random_model(tiny_config(**changes), compute, dtype=dtype, seed=seed)
 
-    def build(seed: Any) -> Decoder:
-        return Decoder(config, compute, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(jax.random.key(seed)))
 
-    # One compiled program instead of one per shape.
-    arrays = jax.jit(lambda seed: ModelWeights(build(seed)).read())(jnp.uint32(seed))
-    return ModelWeights(nnx.eval_shape(build, jnp.uint32(seed))).bind(arrays)
+def random_model(config: ModelConfig, compute: Compute, *, dtype: DTypeLike, seed: int) -> Decoder:
+    """Norms are 1 and biases 0."""
+    weights = ModelWeights(nnx.eval_shape(lambda: Decoder(config, compute, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))))
+    # Not JAX's numbers, whose programs take longer to compile than many a test of the model.
+    draw = np.random.default_rng(seed)
+
+    def born(path: str, shape: tuple[int, ...]) -> np.ndarray:
+        if path.endswith(("scale", "bias")):
+            return np.full(shape, float(path.endswith("scale")))
+        return draw.normal(0, config.initializer_range, shape)
+
+    return weights.bind({path: jnp.asarray(born(path, shape), dtype) for path, _, shape in weights.shapes()})
 
 
 def shake(model: Decoder, seed: int, stddev: float = 0.1) -> None:
     """Add noise to every parameter, so that biases, norms and adapters count."""
-    weights = ModelWeights(model)
-    keys = jax.random.split(jax.random.key(seed), len(weights.read()))
-    noisy = {
-        path: (w + stddev * jax.random.normal(key, w.shape)).astype(w.dtype)
-        for key, (path, w) in zip(keys, sorted(weights.read().items()), strict=True)
-    }
-    weights.write(noisy)
+    weights, draw = ModelWeights(model), np.random.default_rng(seed)
+    every = sorted(weights.read().items())
+    weights.write({path: jnp.asarray(np.asarray(w) + draw.normal(0, stddev, w.shape), w.dtype) for path, w in every})
 
 
 def forward(model: Decoder, tokens: Any, positions: Any = None, segments: Any = None) -> Array:

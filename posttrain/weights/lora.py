@@ -221,7 +221,8 @@ def attach(
     def draw(seed: Array) -> dict[str, dict[str, Array]]:
         # Folded, because `init_model` draws the base from the same seed.
         keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), max(1, len(plans)))
-        born = {p: _born(key, every[p], plans[p], dtype) for key, p in zip(keys, sorted(plans), strict=False)}
+        drawn = _drawn({p: (key, every[p], plans[p]) for key, p in zip(keys, sorted(plans), strict=False)})
+        born = {p: _born(drawn[p], every[p], plans[p], dtype) for p in plans}
         return {path: {name: arrays[name] for name in dims[path]} for path, arrays in born.items()}
 
     shardings = None if mesh is None else _shardings(mesh, dims, jax.eval_shape(draw, jnp.uint32(0)))
@@ -246,17 +247,41 @@ def _shardings(mesh: Mesh, dims: Mapping[str, Any], shapes: Mapping[str, Any]) -
     }
 
 
-def _born(key: Array, site: Site, plan: Plan, dtype: np.dtype) -> dict[str, Array]:
-    """A is drawn and B is 0, of an embedding the other way round: as in PEFT. Columns beyond a layer's rank are 0."""
+def _drawn(sites: Mapping[str, tuple[Array, Site, Plan]]) -> dict[str, Array]:
+    """What the adapters begin with, each of its own key: A uniform, of an embedding B normal, as in PEFT. Those of one
+    shape are drawn together, since every draw takes a while to compile."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for path, (_, site, plan) in sites.items():
+        *lead, before, after = site.matrix.shape
+        normal, rank = site.name == "embedding", max(plan.ranks)
+        groups.setdefault((normal, *lead, *((rank, after) if normal else (before, rank))), []).append(path)
+    found = {}
+    for (normal, *shape), paths in groups.items():
+        draw = functools.partial(_normal if normal else _uniform, shape=tuple(shape))
+        values = jax.vmap(draw)(jnp.stack([sites[path][0] for path in paths]))
+        found |= {path: values[i] for i, path in enumerate(paths)}
+    return found
+
+
+def _normal(key: Array, shape: tuple[int, ...]) -> Array:
+    return jax.random.normal(key, shape)
+
+
+def _uniform(key: Array, shape: tuple[int, ...]) -> Array:
+    bound = shape[-2] ** -0.5
+    return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
+
+
+def _born(drawn: Array, site: Site, plan: Plan, dtype: np.dtype) -> dict[str, Array]:
+    """One of A and B is drawn, the other 0. Columns beyond a layer's rank are 0."""
     *lead, before, after = site.matrix.shape
     rank, stacked = max(plan.ranks), tuple(lead[:1])
     used = np.arange(rank) < np.reshape(plan.ranks, (*stacked, *(1 for _ in lead[1:]), 1, 1))
     a, b = jnp.zeros((*lead, before, rank), dtype), jnp.zeros((*lead, rank, after), dtype)
     if site.name == "embedding":
-        b = jnp.where(used.swapaxes(-1, -2), jax.random.normal(key, b.shape), 0.0).astype(dtype)
+        b = jnp.where(used.swapaxes(-1, -2), drawn, 0.0).astype(dtype)
     else:
-        bound = before**-0.5
-        a = jnp.where(used, jax.random.uniform(key, a.shape, minval=-bound, maxval=bound), 0.0).astype(dtype)
+        a = jnp.where(used, drawn, 0.0).astype(dtype)
     scales = jnp.asarray(plan.scales, jnp.float32).reshape(stacked)
     return {"lora_a": a, "lora_b": b, "lora_scale": scales, "lora_magnitude": jnp.zeros((*lead, after), dtype)}
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 from numpy.testing import assert_allclose, assert_array_equal
@@ -17,7 +18,9 @@ from posttrain.config import ConfigError, LoRA, MeshSection, OptimizerSection
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.models.adapter import drop
+from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
+from posttrain.models.hf import config_from_init
 from posttrain.optim import make_optimizer
 from posttrain.rl.cluster import Cluster, Role
 from posttrain.rollout.native import NativeEngine
@@ -36,7 +39,7 @@ from posttrain.weights.lora import (
 from posttrain.weights.save import save_model
 from posttrain.weights.state import ModelWeights, Weights, without_adapter
 from tests.models.goldens import COMPILER_OPTIONS
-from tests.tiny import forward, tiny_config, tiny_model
+from tests.tiny import forward, random_model, tiny_config, tiny_model
 
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 10))
 
@@ -75,7 +78,7 @@ KINDS: dict[str, LoRA] = {
 def model_of(kind: str, seed: int = 0) -> Decoder:
     """The tiny model with its layers in one stack and, unless tied, a head; of experts where the name says so."""
     if kind.startswith("experts"):
-        return init_model(MOE, dtype=jnp.float32, seed=seed)
+        return random_model(config_from_init(MOE), Compute.of(jnp.float32), dtype=jnp.float32, seed=seed)
     return tiny_model(seed, vocab_size=96, tie_embeddings=kind.startswith("tied"), windows=(None,))
 
 
@@ -89,13 +92,13 @@ KINDS |= {
 
 def disturb(model: Decoder) -> None:
     """Give the adapter values as training leaves them: what a layer does not have stays 0."""
-    weights = ModelWeights(model)
-    keys = iter(jax.random.split(jax.random.key(2), 200))
-    new = {}
-    for path, w in weights.read(weights.trainable().__contains__).items():
-        active = np.asarray(weights.read().get(path.rsplit(".", 1)[0] + ".lora_scale", 1.0)) != 0
-        noise = 0.3 * jax.random.normal(next(keys), w.shape)
-        new[path] = (w + noise * active.reshape(active.shape + (1,) * (w.ndim - active.ndim))).astype(w.dtype)
+    weights, draw = ModelWeights(model), np.random.default_rng(2)
+    new, every = {}, weights.read()
+    for path in sorted(weights.trainable()):
+        w = np.asarray(every[path], np.float32)
+        active = np.asarray(every.get(path.rsplit(".", 1)[0] + ".lora_scale", 1.0)) != 0
+        noise = draw.normal(0, 0.3, w.shape) * active.reshape(active.shape + (1,) * (w.ndim - active.ndim))
+        new[path] = jnp.asarray(w + noise, every[path].dtype)
     weights.write(new)
 
 
@@ -220,7 +223,13 @@ def test_saved_merged(tmp_path: Path) -> None:
 def targeted(*targets: str, moe: bool = False, **fields: Any) -> set[str]:
     """Sites that get an adapter, without their stage."""
     model = model_of("experts" if moe else "lora")
-    attach_lora(model, LoRA(rank=2, targets=targets, **fields), seed=0)
+    lora = LoRA(rank=2, targets=targets, **fields)
+
+    def attached(model: Decoder) -> Decoder:
+        attach_lora(model, lora, seed=0)
+        return model
+
+    model = nnx.eval_shape(attached, model)
     return {path.split("blocks.")[-1] for path, site in sites(model).items() if site.adapter is not None}
 
 
@@ -397,7 +406,7 @@ def test_dropout_is_for_training_only_and_depends_on_seed_and_step() -> None:
     at_one = losses(trainer, 1)
     trainer.restore(again, 2)
     assert losses(trainer, 1) != at_one
-    with pytest.raises(ValueError, match="the adapter of the model has dropout, which draws random numbers; give"):
+    with pytest.raises(ValueError, match="dropout of an adapter and noise_alpha draw random numbers; give dropout_seed"):
         trainer_of(with_dropout(), seed=None)
 
 
