@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from posttrain.config import ConfigError as ConfigError
     from posttrain.config import LoRA as LoRA
     from posttrain.data.tokenizer import load_tokenizer as load_tokenizer
+    from posttrain.losses.pairs import Needs as Needs
     from posttrain.models.decoder import Decoder as Decoder
     from posttrain.recipes.distill import Distill as Distill
     from posttrain.recipes.generate import generate as generate
+    from posttrain.recipes.preference import Preference as Preference
+    from posttrain.recipes.reward_model import RewardModel as RewardModel
     from posttrain.recipes.rl import RL as RL
     from posttrain.recipes.sft import SFT as SFT
     from posttrain.trainer import Trainer as Trainer
@@ -36,7 +39,10 @@ _MODULES = {
     "LoRA": "posttrain.config",
     "LossOutput": "posttrain.batch",
     "Mean": "posttrain.tree",
+    "Needs": "posttrain.losses.pairs",
+    "Preference": "posttrain.recipes.preference",
     "RL": "posttrain.recipes.rl",
+    "RewardModel": "posttrain.recipes.reward_model",
     "SFT": "posttrain.recipes.sft",
     "TokenStats": "posttrain.batch",
     "Trainer": "posttrain.trainer",

@@ -58,6 +58,11 @@ class Batch:
     advantages: Float[Array | HostArray, "B T"] | None = None
     experts: Int[Array | HostArray, "B T M k"] | None = None
     """The experts that the sampler used in each mixture of a model; negative where it recorded none."""
+    roles: Int[Array | HostArray, "B T"] | None = None
+    """On the tokens of answers that are compared: 1 chosen or desirable, -1 rejected or undesirable, 2 an answer to
+    another prompt; else 0. A pair is a chosen sequence and the rejected one that follows it in its row."""
+    margins: Float[Array | HostArray, "B T"] | None = None
+    """By how much a pair's chosen answer is known to be better, on its tokens; 0 elsewhere."""
     teachers: tuple[TopK, ...] | None = None
     """What teachers outside of the step said of each token."""
     teacher_weights: Float[Array | HostArray, "B T N"] | None = None
@@ -94,6 +99,13 @@ class TokenStats:
 
 
 @pytree
+class ScoreStats:
+    """What one forward pass of a model with a scalar head says of each token, float32."""
+
+    scores: Float[Array, "B T"]
+
+
+@pytree
 class RouterStats:
     """Of one mixture-of-experts layer, summed over real tokens; with a leading dimension M, of every such layer."""
 
@@ -122,3 +134,22 @@ class TokenLoss(Protocol):
     """Any callable of (stats, batch): sft, policy, preference, distillation, or a user's own."""
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput: ...
+
+
+@runtime_checkable
+class ScoreLoss(Protocol):
+    """A loss on the scores of a model with a scalar head: reward models."""
+
+    def __call__(self, stats: ScoreStats, batch: Batch) -> LossOutput: ...
+
+
+@runtime_checkable
+class BatchLoss(Protocol):
+    """A loss that may compare sequences across the whole batch, and not only within a row, such as a mean over it.
+
+    Where `needs_whole_batch` is true, the trainer calls it once on all rows of a step, however many micro-batches the
+    model takes them in.
+    """
+
+    @property
+    def needs_whole_batch(self) -> bool: ...

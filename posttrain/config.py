@@ -335,6 +335,34 @@ class RLSection(TrainSection):
         return self
 
 
+class ComparedSection(TrainSection):
+    """Fields of the stages that learn from judged answers."""
+
+    batch_rows: PositiveInt
+    """Rows of `row_tokens` in one optimiser step; a row holds both answers of a pair, each behind its prompt."""
+    packing: bool = True
+    """Several pairs per row."""
+    overlong: Literal["truncate", "drop", "error"] = "error"
+    """What becomes of a pair that no row holds."""
+
+
+class PreferenceSection(ComparedSection):
+    kind: Literal["preference"] = "preference"
+    loss: str | dict[str, Any] = "sigmoid"
+    """A kind of DPO (`sigmoid`, `ipo`, ...), `kto`, `apo_zero_unpaired`, `orpo`, `cpo`, `cpo_hinge`, `cpo_ipo`,
+    `simpo`, or `module:Class`; with settings `{kind: sigmoid, beta: 0.1}`, of several kinds of DPO also
+    `{kind: [sigmoid, sft], weights: [1, 0.1]}`."""
+    reference: Literal["cached", "live"] = "cached"
+    """The model at the start of the stage: scores every row once, kept on disk, or the rows of each step anew."""
+
+
+class RewardModelSection(ComparedSection):
+    kind: Literal["reward_model"] = "reward_model"
+    loss: str | dict[str, Any] = "bradley_terry"
+    """`bradley_terry` on pairs, `process` on the steps of completions, or `module:Class`; with settings
+    `{kind: bradley_terry, center_coef: 0.01}`."""
+
+
 class TeacherSection(Section):
     path: str
     """A folder in Hugging Face layout or a hub id."""
@@ -379,7 +407,9 @@ class DistillSection(SequenceSection):
         return self
 
 
-Stage = Annotated[SFTSection | DistillSection | RLSection, Field(discriminator="kind")]
+Stage = Annotated[
+    SFTSection | DistillSection | RLSection | PreferenceSection | RewardModelSection, Field(discriminator="kind")
+]
 
 
 class RunConfig(Section):
@@ -395,6 +425,12 @@ class RunConfig(Section):
     tensorboard: bool = True
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     """Run in order; each starts from the weights of the one before."""
+
+    @model_validator(mode="after")
+    def _reward_model_last(self) -> RunConfig:
+        if any(isinstance(stage, RewardModelSection) for stage in self.stages[:-1]):
+            raise ValueError("a reward_model stage must be the last: what it leaves scores answers and writes none")
+        return self
 
     @model_validator(mode="after")
     def _dropout(self) -> RunConfig:

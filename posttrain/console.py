@@ -66,6 +66,17 @@ COLUMNS: dict[str, tuple[str, tuple[Column, ...]]] = {
             *_SPEED,
         ),
     ),
+    "preference": (
+        "loss",
+        (
+            _column("loss", 8, "loss", ".4f"),
+            _column("accuracy", 8, "rewards/accuracies", ".3f"),
+            _column("margin", 8, "rewards/margins", ".4f"),
+            _column("lr", 9, "learning_rate", ".2e"),
+            _column("grad norm", 9, "grad_norm", ".3g"),
+            *_SPEED,
+        ),
+    ),
     "distill": (
         "distill/kl",
         (
@@ -88,6 +99,7 @@ COLUMNS: dict[str, tuple[str, tuple[Column, ...]]] = {
         ),
     ),
 }
+COLUMNS["reward_model"] = COLUMNS["preference"]
 """By kind of stage: the metric that makes a line, and the line's columns after the step."""
 
 
@@ -103,7 +115,11 @@ def console() -> Console:
 
 
 def _evaluation(metrics: Mapping[str, float]) -> str:
-    """A held-out reward with its interval in words; other evaluations as they are named."""
+    """A held-out reward or accuracy with its interval in words; other evaluations as they are named."""
+    if "eval/rewards/accuracies" in metrics:
+        share, low, high = (metrics[f"eval/rewards/accuracies{end}"] for end in ("", "_low", "_high"))
+        margin = f", margin {metrics['eval/rewards/margins']:.4g}" if "eval/rewards/margins" in metrics else ""
+        return f"held-out accuracy {share:.3f} ({low:.3f} to {high:.3f}){margin}, loss {metrics['eval/loss']:.4f}"
     if "eval/reward" not in metrics:
         return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
     mean, low, high = (metrics[f"eval/reward{end}"] for end in ("", "_low", "_high"))

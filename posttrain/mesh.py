@@ -23,6 +23,7 @@ RULES: Mapping[str, str | None] = {
     "router": None,
     "latent": None,
     "rank": None,
+    "score": None,
 }
 """Name of a parameter's dimension -> mesh axis."""
 

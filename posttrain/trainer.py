@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,19 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
-from posttrain.batch import Batch, LossOutput, RouterStats, TokenLoss, TokenStats, TopK, rows_per_pass
+from posttrain.accumulate import Pulled, as_one, num_micro, stack_over, sum_over
+from posttrain.batch import (
+    Batch,
+    BatchLoss,
+    LossOutput,
+    RouterStats,
+    ScoreLoss,
+    ScoreStats,
+    TokenLoss,
+    TokenStats,
+    TopK,
+    rows_per_pass,
+)
 from posttrain.kernels.token_stats import PLAIN, Teacher, Terms, token_stats
 from posttrain.losses.reduce import sequence_sums, to_tokens
 from posttrain.losses.router import RouterLoss, check_weight, corrected, load_metrics, router_means, weight_of
@@ -29,6 +41,9 @@ from posttrain.tree import Mean
 from posttrain.weights.lora import has_lora
 from posttrain.weights.quantize import is_quantized
 from posttrain.weights.state import ModelWeights, Weights
+
+AnyLoss = Callable[[Any, Batch], LossOutput]
+"""On the statistics that the model gives: a `TokenLoss` or a `ScoreLoss`."""
 
 
 class HostStats(NamedTuple):
@@ -59,7 +74,7 @@ class Trainer:
     def __init__(
         self,
         model: Decoder,
-        loss: TokenLoss,
+        loss: TokenLoss | ScoreLoss,
         optimizer: optax.GradientTransformation,
         *,
         temperature: float,
@@ -74,7 +89,7 @@ class Trainer:
         dropout_seed: int | None = None,
     ):
         self.model = model
-        self.loss = loss
+        self.loss: AnyLoss = loss
         self.mesh = single_device_mesh() if mesh is None else mesh
         # The weights are put on this mesh below; kernels split their work by it.
         model.compute = dataclasses.replace(model.compute, mesh=self.mesh)
@@ -99,6 +114,7 @@ class Trainer:
             raise ValueError("Trainer: dropout of an adapter and noise_alpha draw random numbers; give dropout_seed")
         check_router(model.config, self._router_loss is not None, correction_rate, adapter=has_lora(model))
         self._loss_checked = self._router_loss is None
+        self._whole = isinstance(loss, BatchLoss) and loss.needs_whole_batch
         placed = _place(self._weights, self.mesh)
         for weights in self._teachers:
             weights.model.compute = dataclasses.replace(weights.model.compute, mesh=self.mesh)
@@ -137,7 +153,8 @@ class Trainer:
         """
         micro, count = self._micro_batches(batch)
         if not self._loss_checked:
-            check_weight(self.loss, jax.tree.map(lambda x: x[0], micro))
+            first = jax.tree.map(lambda x: x[0], micro)
+            check_weight(self.loss, first, scores=self.model.config.scalar_head)
             self._loss_checked = True
         params, self._opt_state, metrics = self._step(
             self.params, self._frozen, self._opt_state, micro, count, np.uint32(self.step_number), self._taught
@@ -157,8 +174,16 @@ class Trainer:
     def stats(self, batch: Batch, weights: Weights | None = None) -> HostStats:
         """Token statistics of host rows as host arrays, under other weights of the same structure if given."""
         micro, count = self._micro_batches(batch)
-        arrays = jax.device_get(self._stats(self.weights if weights is None else weights, micro, count))
-        return HostStats(*(x.reshape(-1, x.shape[-1])[: batch.shape[0]] for x in arrays))
+        stats = self._stats(self.weights if weights is None else weights, micro, count)
+        assert isinstance(stats, TokenStats), "a reward model has scores, no log-probabilities"
+        arrays = jax.device_get((stats.logps, stats.entropy))
+        return HostStats(*(as_one(x)[: batch.shape[0]] for x in arrays))
+
+    def scores(self, batch: Batch) -> Float[np.ndarray, "B T"]:
+        """The scores of a reward model for host rows, as a host array."""
+        stats = self._stats(self.weights, *self._micro_batches(batch))
+        assert isinstance(stats, ScoreStats), "only a reward model has scores"
+        return np.asarray(as_one(jax.device_get(stats.scores)))[: batch.shape[0]]
 
     def state(self) -> dict[str, Any]:
         """The arrays that a checkpoint must hold."""
@@ -206,7 +231,7 @@ class Trainer:
 
     def _forward(
         self, weights: Weights, batch: Batch, taught: list[Weights] | None = None, keys: _Keys | None = None
-    ) -> tuple[TokenStats, RouterStats | None]:
+    ) -> tuple[TokenStats | ScoreStats, RouterStats | None]:
         """Statistics of the tokens that have a weight; without `taught` those of the student alone."""
         model = self._weights.bind(weights)
         if keys is not None and keys.dropout is not None:
@@ -215,6 +240,9 @@ class Trainer:
         experts = None if batch.experts is None else jnp.moveaxis(jnp.asarray(batch.experts, jnp.int32), 2, 0)
         noise = None if keys is None or keys.noise is None else self._noise(keys.noise, segments)
         hidden, _, routing = model.forward(tokens, positions, segments, experts=experts, noise=noise)
+        if model.config.scalar_head:
+            scores = jnp.where(segments > 0, model.scores(hidden), 0.0)
+            return ScoreStats(scores=scores), None if routing is None else routing.stats
         teachers: list[Teacher | TopK] = []
         for structure, arrays in zip(self._teachers, taught or [], strict=taught is not None):
             teacher = structure.bind(jax.lax.stop_gradient(arrays))
@@ -242,14 +270,45 @@ class Trainer:
         return jax.vmap(lambda key: jax.random.uniform(key, shape, minval=-1.0, maxval=1.0))(keys) * scale[..., None]
 
     def _loss_output(
-        self, weights: Weights, batch: Batch, taught: list[Weights], keys: _Keys | None = None
+        self,
+        weights: Weights,
+        batch: Batch,
+        taught: list[Weights],
+        loss: AnyLoss,
+        keys: _Keys | None = None,
     ) -> tuple[LossOutput, RouterStats | None]:
         stats, routers = self._forward(weights, batch, taught, keys)
-        output = self.loss(stats, batch)
+        output = loss(stats, batch)
         if routers is None:
             return output, None
         metrics = {**output.metrics, **router_means(routers, _num_tokens(batch))}
         return LossOutput(loss=output.loss, metrics=metrics), routers
+
+    def _gradients(
+        self,
+        params: Weights,
+        frozen: Weights,
+        taught: list[Weights],
+        router_weight: Array,
+        inputs: tuple[Batch, _Keys],
+        count: Array,
+    ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
+        """Of all micro-batches. A loss over the whole batch takes another forward pass where there are several."""
+        gradient_of = functools.partial(self._gradient, params, frozen, taught, router_weight)
+        if not self._whole or num_micro(inputs) == 1:
+            return sum_over(lambda one: gradient_of(one, self.loss), inputs, count)
+        stats = stack_over(lambda one: self._forward({**frozen, **params}, one[0], taught, one[1])[0], inputs, count)
+
+        def whole(stats: Any) -> tuple[Array, LossOutput]:
+            output = self.loss(as_one(stats), as_one(inputs[0]))
+            return jnp.asarray(output.loss.total), output
+
+        cotangents, output = jax.grad(whole, has_aux=True)(stats)
+        gradient, (of_routers, routers) = sum_over(
+            lambda one: gradient_of(one[0], Pulled(one[1])), (inputs, cotangents), count
+        )
+        metrics = {**output.metrics, **of_routers.metrics}
+        return gradient, (LossOutput(loss=output.loss, metrics=metrics), routers)
 
     def _gradient(
         self,
@@ -258,14 +317,15 @@ class Trainer:
         taught: list[Weights],
         router_weight: Array,
         inputs: tuple[Batch, _Keys],
+        loss: AnyLoss,
     ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
         def total(params: Weights) -> tuple[Array, tuple[LossOutput, RouterStats | None]]:
             batch, keys = inputs
-            output, routers = self._loss_output({**frozen, **params}, batch, taught, keys)
-            loss = jnp.asarray(output.loss.total)
+            output, routers = self._loss_output({**frozen, **params}, batch, taught, loss, keys)
+            value = jnp.asarray(output.loss.total)
             if self._router_loss is not None and routers is not None:
-                loss += router_weight * self._router_loss(routers)
-            return loss, (output, routers)
+                value += router_weight * self._router_loss(routers)
+            return value, (output, routers)
 
         # With respect to float32 copies, so that what is added up over chunks and tokens is added up in float32.
         return jax.grad(total, has_aux=True)(jax.tree.map(lambda p: p.astype(jnp.float32), params))
@@ -279,9 +339,10 @@ class Trainer:
             return jnp.zeros(())
 
         def weights(batch: Batch) -> tuple[Array, Array]:
-            return weight_of(self.loss, batch), _num_tokens(batch) * len(self.model.config.mixtures)
+            weight = weight_of(self.loss, batch, scores=self.model.config.scalar_head)
+            return weight, _num_tokens(batch) * len(self.model.config.mixtures)
 
-        of_loss, of_router = _sum_over(weights, micro, count)
+        of_loss, of_router = sum_over(weights, micro, count)
         return jnp.where(of_router > 0, of_loss / jnp.maximum(of_router, 1.0), 0.0)
 
     def _step_program(
@@ -295,8 +356,8 @@ class Trainer:
         taught: list[Weights],
     ) -> tuple[Weights, Any, Metrics]:
         self.num_programs += 1
-        gradient_of = functools.partial(self._gradient, params, frozen, taught, self._router_weight(micro, count))
-        gradient, (output, routers) = _sum_over(gradient_of, (micro, self._keys(step, micro)), count)
+        inputs, router_weight = (micro, self._keys(step, micro)), self._router_weight(micro, count)
+        gradient, (output, routers) = self._gradients(params, frozen, taught, router_weight, inputs, count)
         weight = output.loss.weight
         gradient = jax.tree.map(lambda g: g / jnp.where(weight > 0, weight, 1.0), gradient)
         gradient, norm = clip_by_global_norm(gradient, self._max_grad_norm)
@@ -314,7 +375,7 @@ class Trainer:
             for path, numbers in correction_paths(self.model.config).items():
                 changed = corrected(params[path], routers.load[jnp.asarray(numbers)], self._correction_rate)
                 new_params[path] = keep(changed, params[path])
-        metrics = {
+        metrics: Metrics = {
             "loss": output.loss,
             **output.metrics,
             **({} if routers is None else load_metrics(routers.load)),
@@ -326,17 +387,15 @@ class Trainer:
 
     def _evaluate_program(self, weights: Weights, micro: Batch, count: Array, taught: list[Weights]) -> LossOutput:
         self.num_programs += 1
-        return _sum_over(lambda batch: self._loss_output(weights, batch, taught)[0], micro, count)
+        if self._whole:
+            stats = stack_over(lambda batch: self._forward(weights, batch, taught)[0], micro, count)
+            return self.loss(as_one(stats), as_one(micro))
+        return sum_over(lambda batch: self._loss_output(weights, batch, taught, self.loss)[0], micro, count)
 
-    def _stats_program(self, weights: Weights, micro: Batch, count: Array) -> tuple[Array, Array]:
+    def _stats_program(self, weights: Weights, micro: Batch, count: Array) -> TokenStats | ScoreStats:
         self.num_programs += 1
-
-        def body(index: Array, out: tuple[Array, Array]) -> tuple[Array, Array]:
-            stats, _ = self._forward(weights, jax.tree.map(lambda x: x[index], micro))
-            return out[0].at[index].set(stats.logps), out[1].at[index].set(stats.entropy)
-
-        zeros = jnp.zeros(micro.tokens.shape, jnp.float32)
-        return jax.lax.fori_loop(0, count, body, (zeros, zeros))
+        stats: TokenStats | ScoreStats = stack_over(lambda batch: self._forward(weights, batch)[0], micro, count)
+        return stats
 
 
 def _place(weights: ModelWeights, mesh: Mesh) -> dict[str, NamedSharding]:
@@ -349,19 +408,6 @@ def _place(weights: ModelWeights, mesh: Mesh) -> dict[str, NamedSharding]:
 
 def _num_tokens(batch: Batch) -> Float[Array, ""]:
     return jnp.sum(jnp.asarray(batch.segments) > 0, dtype=jnp.float32)
-
-
-def _sum_over(function: Any, micro: Any, count: Array) -> Any:
-    """The sum of a pytree-valued function over the first `count` micro-batches."""
-    if jax.tree.leaves(micro)[0].shape[0] == 1:
-        return function(jax.tree.map(lambda x: x[0], micro))
-    shapes = jax.eval_shape(function, jax.tree.map(lambda x: x[0], micro))
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-    def body(index: Array, total: Any) -> Any:
-        return jax.tree.map(jnp.add, total, function(jax.tree.map(lambda x: x[index], micro)))
-
-    return jax.lax.fori_loop(0, count, body, zeros)
 
 
 def check_finite(metrics: dict[str, float], step: int) -> None:

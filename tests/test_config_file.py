@@ -12,6 +12,7 @@ from posttrain import config_file
 from posttrain.config import ConfigError, LoRA, RLSection, RunConfig, SFTSection
 from posttrain.config_file import build_config, diff_config, dump_config, find_path, load_config, resolve_path
 
+KINDS = "'sft' or 'distill' or 'rl' or 'preference' or 'reward_model'"
 LONG = """\
 output: runs/x
 seed: 0
@@ -248,12 +249,10 @@ def test_a_name_that_two_stages_have_is_refused(write: Write) -> None:
         ("tokenizer: bytes", "tokenizer: bytes\n  lora: 16",
          "run.yaml:6: model.lora: must be a section of fields (rank, alpha, targets, layers, rank_pattern, "
          "alpha_pattern, rslora, dora, dropout, modules_to_save); got 16"),
-        ("kind: sft", "kind: stf",
-         "run.yaml:7: stages.0.kind: must be 'sft' or 'distill' or 'rl'; got 'stf'; did you mean 'sft'?"),
-        ("- kind: rl\n    name", "- name",
-         "run.yaml:13: stages.1.kind: required, but missing: 'sft' or 'distill' or 'rl'"),
+        ("kind: sft", "kind: stf", f"run.yaml:7: stages.0.kind: must be {KINDS}; got 'stf'; did you mean 'sft'?"),
+        ("- kind: rl\n    name", "- name", f"run.yaml:13: stages.1.kind: required, but missing: {KINDS}"),
         ("stages:\n", "stages:\n  - none\n",
-         "run.yaml:7: stages.0: must be a section with kind: 'sft' or 'distill' or 'rl'; got 'none'"),
+         f"run.yaml:7: stages.0: must be a section with kind: {KINDS}; got 'none'"),
         ("{max_tokens: 32}", "{max_tokens: 64}",
          "run.yaml:13: stages.1: sampling.max_tokens=64 must be less than row_tokens=64, "
          "which holds prompt and completion"),
@@ -285,7 +284,7 @@ def test_an_empty_list_and_a_list_of_wrong_items(write: Write) -> None:
     head = LONG[: LONG.index("stages:")]
     assert mistakes(write(head + "stages: []\n")) == ["run.yaml:6: stages: must have at least 1 item; got []"]
     assert mistakes(write(head + "stages: [1]\n")) == [
-        "run.yaml:6: stages.0: must be a section with kind: 'sft' or 'distill' or 'rl'; got 1"
+        f"run.yaml:6: stages.0: must be a section with kind: {KINDS}; got 1"
     ]
     assert mistakes(write(head)) == [
         "run.yaml: stages: required, but missing: Run in order; each starts from the weights of the one before."
@@ -300,7 +299,7 @@ def test_mistakes_of_the_short_form_have_no_stage_number(write: Write) -> None:
         "run.yaml:6: num_step: unknown field; did you mean 'num_steps'?",
     ]
     assert mistakes(write(SHORT.replace("kind: sft", "kind: stf"))) == [
-        "run.yaml:1: kind: must be 'sft' or 'distill' or 'rl'; got 'stf'; did you mean 'sft'?"
+        f"run.yaml:1: kind: must be {KINDS}; got 'stf'; did you mean 'sft'?"
     ]
 
 

@@ -13,10 +13,10 @@ PACKAGE = ROOT / "posttrain"
 
 LAYERS = (
     {"tree", "config", "config_errors", "config_file", "imports"},
-    {"mesh", "batch", "metrics", "sinks", "console", "optim", "kernels"},
+    {"mesh", "batch", "accumulate", "metrics", "sinks", "console", "optim", "kernels"},
     {"models", "data", "losses", "checkpoint"},
     {"weights"},
-    {"trainer", "fit", "rollout", "plan"},
+    {"trainer", "reference", "fit", "rollout", "plan"},
     {"rl"},
     {"recipes", "view"},
     {"cli"},
@@ -29,10 +29,12 @@ SIDEWAYS = {
     ("config_errors", "imports"),
     ("imports", "config"),
     ("kernels", "batch"),
+    ("accumulate", "batch"),
     ("sinks", "metrics"),
     ("sinks", "console"),
     ("console", "metrics"),
     ("fit", "trainer"),
+    ("reference", "trainer"),
 }
 """Imports within a layer. There are none among models, data, losses and checkpoint, nor of trainer and rollout."""
 

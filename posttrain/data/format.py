@@ -127,11 +127,22 @@ def _kind(section: DatasetSection, columns: Sequence[str]) -> str:
 
 def _prompt_completion(row: Row, section: DatasetSection, renderer: Renderer, tools: Any) -> Masked:
     prompt = prompt_messages(row, section)
-    value = _value(row, section.completion, "completion")
-    completion = [_message("assistant", value)] if isinstance(value, str) else _messages(value, "completion")
+    return render_answer(prompt, answer_messages(row, section.completion, "completion"), renderer, tools)
+
+
+def answer_messages(row: Row, template: str | None, column: str) -> list[Message]:
+    """The messages of an answer: a plain string is one assistant message."""
+    value = _value(row, template, column)
+    return [_message("assistant", value)] if isinstance(value, str) else _messages(value, column)
+
+
+def render_answer(
+    prompt: Sequence[Message], answer: Sequence[Message], renderer: Renderer, tools: Any = None
+) -> Masked:
+    """Prompt and answer with loss on the answer."""
     if not renderer.chat:
-        return renderer.completion(plain_text(prompt), plain_text(completion))
-    return renderer.conversation([*prompt, *completion], first=len(prompt), tools=tools)
+        return renderer.completion(plain_text(prompt), plain_text(answer))
+    return renderer.conversation([*prompt, *answer], first=len(prompt), tools=tools)
 
 
 def _value(row: Row, template: str | None, column: str) -> str | list[Any]:

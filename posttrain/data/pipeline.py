@@ -73,7 +73,7 @@ class SFTBatches(Stream):
             require_one(source[0], tokenize, section.row_tokens)
             prints.append(fingerprint(dataset, source[0]))
             tokens.append(token_fingerprint(source[0], tokenize))
-            streams.append(_order(source[0], shuffle=dataset.shuffle, seed=seed + number).map(tokenize))
+            streams.append(order(len(source[0]), shuffle=dataset.shuffle, seed=seed + number).map(tokenize))
         identity = {
             "dataset": ", ".join(prints),
             "tokens": ", ".join(tokens),
@@ -108,9 +108,9 @@ class PromptBatches(Stream):
             "shuffle": section.shuffle,
             "prompts_per_step": prompts_per_step,
         }
-        order = _order(rows, shuffle=section.shuffle, seed=seed)
+        numbers = order(len(rows), shuffle=section.shuffle, seed=seed)
         # A number costs less than handing it over from a thread.
-        prompts = order.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+        prompts = numbers.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         super().__init__(iter(prompts.batch(prompts_per_step, batch_fn=list)), identity)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -157,11 +157,11 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _order(rows: Rows, *, shuffle: bool, seed: int) -> Any:
-    """Row numbers without end: epoch after epoch, each a new permutation where `shuffle` is set."""
+def order(count: int, *, shuffle: bool, seed: int) -> Any:
+    """Numbers below `count` without end: epoch after epoch, each a new permutation where `shuffle` is set."""
     import grain
 
-    numbers = grain.MapDataset.range(len(rows))
+    numbers = grain.MapDataset.range(count)
     # Grain seeds epoch e with seed + e: neighbouring seeds would share epochs if they were not spread first.
     spread = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "big")
     return (numbers.shuffle(seed=spread) if shuffle else numbers).repeat()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from posttrain.batch import Batch, RouterStats, TokenLoss, TokenStats
+from posttrain.batch import Batch, LossOutput, RouterStats, ScoreStats, TokenStats
 from posttrain.tree import Mean
 
 
@@ -74,18 +76,26 @@ def corrected(correction: Float[Array, "M E"], load: Float[Array, "M E"], rate: 
     return correction + rate * jnp.sign(mean - load)
 
 
-def weight_of(loss: TokenLoss, batch: Batch) -> Array:
-    """The weight that a loss will have on a batch: it must not depend on the model, so any statistics will do."""
-    return jnp.asarray(loss(_stats_of(jnp.zeros(batch.tokens.shape, jnp.float32)), batch).loss.weight)
+AnyLoss = Callable[[Any, Batch], LossOutput]
 
 
-def _stats_of(logps: Float[Array, "B T"]) -> TokenStats:
+def weight_of(loss: AnyLoss, batch: Batch, *, scores: bool) -> Array:
+    """The weight that a loss will have on a batch: it must not depend on the model, so any statistics will do.
+
+    `scores`: the model has a scalar head.
+    """
+    return jnp.asarray(loss(_stats_of(jnp.zeros(batch.tokens.shape, jnp.float32), scores), batch).loss.weight)
+
+
+def _stats_of(logps: Float[Array, "B T"], scores: bool) -> TokenStats | ScoreStats:
     """Statistics that hold all that a loss may read."""
+    if scores:
+        return ScoreStats(scores=logps)
     others = {field.name: -logps for field in dataclasses.fields(TokenStats) if field.name != "logps"}
     return TokenStats(logps=logps, **others)
 
 
-def check_weight(loss: TokenLoss, batch: Batch) -> None:
+def check_weight(loss: AnyLoss, batch: Batch, *, scores: bool) -> None:
     """ValueError where the weight of a loss changes with the model's output.
 
     The share of the router's losses in the gradient of a micro-batch needs the whole batch's weight beforehand.
@@ -94,7 +104,7 @@ def check_weight(loss: TokenLoss, batch: Batch) -> None:
     @jax.jit
     def weights(batch: Batch) -> tuple[Array, Array]:
         draw = -jnp.abs(jax.random.normal(jax.random.key(0), batch.tokens.shape))
-        return weight_of(loss, batch), jnp.asarray(loss(_stats_of(draw), batch).loss.weight)
+        return weight_of(loss, batch, scores=scores), jnp.asarray(loss(_stats_of(draw, scores), batch).loss.weight)
 
     first, second = jax.device_get(weights(batch))
     if first != second:

@@ -192,6 +192,8 @@ class ModelConfig:
     """Ids from here on are padding of the embedding: they have no token, and their probability is 0 for trainer and
     sampler alike. None: every row has a token."""
     layer_inputs: LayerInputsConfig | None = None
+    scalar_head: bool = False
+    """One number per token in place of logits: a reward model."""
     further_layers: int = 0
     """Layers that a checkpoint has after the last, for predicting more than the next token: they are not loaded."""
     hf_json: str = "{}"

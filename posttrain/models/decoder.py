@@ -20,6 +20,7 @@ from posttrain.models.cache import KVCache
 from posttrain.models.config import BlockConfig, Compute, LatentAttentionConfig, ModelConfig, MoEConfig
 from posttrain.models.config import Stage as StageConfig
 from posttrain.models.context import Context, Place, Routing, Stored, Tape
+from posttrain.models.heads import ScalarHead
 from posttrain.models.latent import LatentAttention
 from posttrain.models.layers import MLP, Adaptable, Embedding, Init, LayerInputs, Linear, RMSNorm
 from posttrain.models.moe import MoE
@@ -170,7 +171,9 @@ class Decoder(nnx.Module):
             (), "embed", config.embed_dim, eps=config.norm_eps, dtype=dtype, offset=config.norm_offset
         )
         shape = (config.embed_dim, config.vocab_size)
-        self.head = None if config.tie_embeddings else Linear(1, ("embed", "vocab"), shape, init, bias=False)
+        plain = config.tie_embeddings or config.scalar_head
+        self.head = None if plain else Linear(1, ("embed", "vocab"), shape, init, bias=False)
+        self.score = ScalarHead(config.embed_dim, init) if config.scalar_head else None
 
     def __call__(
         self,
@@ -248,6 +251,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """float32 logits; for log-probabilities of long rows use `token_stats`, which never holds all of them."""
         c = self.config
+        assert self.score is None, "a reward model has scores, no logits"
         logits = self.embed.logits(hidden) if self.head is None else self.head.logits(hidden)
         if c.logits_scale != 1.0:
             logits = logits * c.logits_scale
@@ -256,6 +260,11 @@ class Decoder(nnx.Module):
         if c.num_tokens is not None:
             logits = jnp.where(jnp.arange(c.vocab_size)[None, None] < c.num_tokens, logits, NO_TOKEN)
         return logits
+
+    def scores(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+        """The scalar head's float32 number of every token, which tells of all up to it."""
+        assert self.score is not None, "only a reward model has scores"
+        return self.score(hidden)
 
 
 def first_places(config: ModelConfig) -> list[Place]:

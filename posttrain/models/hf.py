@@ -25,6 +25,7 @@ from posttrain.models.config import (
     stages_of,
 )
 from posttrain.models.fields import Fields
+from posttrain.models.heads import is_classifier
 from posttrain.models.names import Names
 from posttrain.models.rope import max_positions
 
@@ -133,7 +134,7 @@ def config_from_hf(hf: Mapping[str, Any], *, long_context: bool = False) -> Mode
     written = {key: text[key] for key in text if key != "quantization_config"}
     if config.further_layers:
         written["num_nextn_predict_layers"] = 0
-    return replace(config, hf_json=json.dumps(written))
+    return replace(config, scalar_head=is_classifier(written), hf_json=json.dumps(written))
 
 
 DEQUANTIZED = ("mxfp4",)

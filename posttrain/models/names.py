@@ -56,6 +56,7 @@ DECODER_NAMES: Names = {
     **linear("mlp.down", f"{LAYER}.mlp.down_proj"),
     "final_norm.scale": Name("model.norm.weight"),
     "head.kernel": Name("lm_head.weight", transpose=True),
+    "score.kernel": Name("score.weight", transpose=True),
 }
 """Names of a Llama-like decoder."""
 

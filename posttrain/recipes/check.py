@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from posttrain.batch import rows_per_pass
-from posttrain.config import DistillSection, RLSection, RunConfig, SFTSection
+from posttrain.config import ComparedSection, DistillSection, RLSection, RunConfig, SequenceSection, TrainSection
+from posttrain.recipes.judged import JudgedInputs
 from posttrain.recipes.prepare import RLInputs, SFTInputs, prepare, row_notes, rows_per_step, stage_names
 
 
@@ -23,17 +24,18 @@ def check(config: RunConfig, base_dir: Path) -> list[str]:
     return lines + prepared.notes + row_notes(config, shards)
 
 
-def _describe(
-    section: SFTSection | DistillSection | RLSection, inputs: SFTInputs | RLInputs | None, shards: int
-) -> str:
+def _describe(section: TrainSection, inputs: SFTInputs | RLInputs | JudgedInputs | None, shards: int) -> str:
     tokens = section.row_tokens
-    if not isinstance(section, RLSection):
+    if isinstance(section, SequenceSection | ComparedSection):
         rows = ""
         if isinstance(inputs, SFTInputs):
             rows = f"{len(inputs.rows) + sum(len(more) for more, _ in inputs.mixed):,} dataset rows, "
+        if isinstance(inputs, JudgedInputs):
+            rows = f"{len(inputs.units.rows):,} dataset rows, {type(inputs.loss).__name__}, "
         passes = -(-section.batch_rows // rows_per_pass(section.batch_rows, section.micro_batch_rows, shards))
         text = f"{rows}{section.num_steps} steps of {section.batch_rows} x {tokens} tokens ({passes} micro-batches)"
         return text + (_teachers(section) if isinstance(section, DistillSection) else "")
+    assert isinstance(section, RLSection)
     prompts = "" if not isinstance(inputs, RLInputs) else f"{len(inputs.examples):,} prompts, "
     text = (
         f"{prompts}{section.num_steps} steps of {section.prompts_per_step} prompts x {section.group_size} samples "

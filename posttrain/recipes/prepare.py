@@ -11,9 +11,12 @@ from typing import Any, TypeVar
 from posttrain.batch import TokenLoss, rows_per_pass
 from posttrain.config import (
     ROW_AXES,
+    ComparedSection,
     ConfigError,
     DatasetSection,
     DistillSection,
+    PreferenceSection,
+    RewardModelSection,
     RLSection,
     RunConfig,
     SequenceSection,
@@ -34,6 +37,7 @@ from posttrain.losses.distill import DistillLoss
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.models.config import ModelConfig
 from posttrain.models.moe import check_recording, check_router
+from posttrain.recipes.judged import LOSSES, JudgedInputs, check_units, make_loss, units_of
 from posttrain.recipes.source import path_exists, read_model_config, tokenizer_name
 from posttrain.recipes.teachers import TeacherSource, find_teachers
 from posttrain.rl.algorithms import Algorithm, make_algorithm
@@ -86,7 +90,7 @@ class Prepared:
     """None only where `notes` say that the hub could not be asked."""
     model: ModelConfig | None = None
     """None where only the hub has it and cannot be asked."""
-    stages: list[SFTInputs | RLInputs] = field(default_factory=list)
+    stages: list[SFTInputs | RLInputs | JudgedInputs] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What could not be checked, and why; and what is done otherwise than the configuration says."""
 
@@ -116,12 +120,16 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
                 names = ", ".join(remote)
                 prepared.notes.append(f"stages.{index}: not checked, no network: dataset {names} is on the hub")
                 _check_offline(section, base_dir)
-            elif not isinstance(section, RLSection):
+            elif isinstance(section, PreferenceSection | RewardModelSection):
+                judged, notes = _prepare_judged(section, prepared.tokenizer, base_dir)
+                prepared.stages.append(judged)
+                prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
+            elif isinstance(section, RLSection):
+                prepared.stages.append(_prepare_rl(section, prepared.tokenizer, base_dir))
+            else:
                 inputs, notes = _prepare_sft(section, prepared.tokenizer, base_dir)
                 prepared.stages.append(inputs)
                 prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
-            else:
-                prepared.stages.append(_prepare_rl(section, prepared.tokenizer, base_dir))
     return prepared
 
 
@@ -148,6 +156,8 @@ def _read_model(prepared: Prepared) -> None:
         prepared.notes.append(f"not checked, no network: the model {config.model.path}, which run downloads")
         return
     prepared.model = model
+    if model.scalar_head and not all(isinstance(section, RewardModelSection) for section in config.stages):
+        raise ConfigError(f"model.path: {config.model.path} is a reward model, which scores answers and writes none")
     if tokenizer is not None:
         prepared.tokenizer = tokenizer.for_model(model.vocab_size)
     if config.model.lora is not None:
@@ -202,7 +212,7 @@ def rows_per_step(section: TrainSection) -> int:
     """Rows of one optimiser step: of RL the worst case, one sample per row."""
     if isinstance(section, RLSection):
         return section.prompts_per_step * section.group_size
-    assert isinstance(section, SequenceSection)
+    assert isinstance(section, SequenceSection | ComparedSection)
     return section.batch_rows
 
 
@@ -225,6 +235,8 @@ def _check_offline(section: TrainSection, base_dir: Path) -> None:
         _algorithm(section, base_dir)
     elif isinstance(section, SFTSection | DistillSection):
         _sequence_loss(section, base_dir)
+    elif isinstance(section, PreferenceSection | RewardModelSection):
+        _judged_loss(section, base_dir)
     if isinstance(section, DistillSection):
         find_teachers(section, None, base_dir)
 
@@ -306,6 +318,35 @@ def _each(rows: Rows, chosen: Sequence[int], what: str, read: Callable[[int], T]
     """What `read` makes of each chosen row, with a bar where that takes long."""
     for index in progress(chosen, f"checking {what} of {rows.name}", len(chosen)):
         yield read(index)
+
+
+def _prepare_judged(
+    section: PreferenceSection | RewardModelSection, tokenizer: Tokenizer, base_dir: Path
+) -> tuple[JudgedInputs, list[str]]:
+    """The inputs, and a line for each dataset of which units are left out."""
+    loss = _judged_loss(section, base_dir)
+    made, ratios, notes = [], [], []
+    for dataset in (section.dataset, section.eval_dataset):
+        if dataset is None:
+            continue
+        units = units_of(section, dataset, *_rows_and_renderer(dataset, tokenizer, base_dir), loss)
+        chosen = range(0, len(units), -(-len(units) // CHECKED_ROWS))
+        ratio, lines = check_units(units, (unit is None for unit in _each(units.rows, chosen, "rows", units)))
+        made.append(units)
+        ratios.append(ratio)
+        notes += lines
+    inputs = JudgedInputs(
+        section=section,
+        loss=loss,
+        units=made[0],
+        eval_units=made[1] if len(made) > 1 else None,
+        dropped_ratio=ratios[0],
+    )
+    return inputs, notes
+
+
+def _judged_loss(section: PreferenceSection | RewardModelSection, base_dir: Path) -> Any:
+    return make_loss(section.loss, LOSSES[section.kind], lambda spec: _callable(spec, "loss", base_dir))
 
 
 def _prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> RLInputs:

@@ -17,7 +17,10 @@ from posttrain.fit import Interrupted, stop_on_signals
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.models.decoder import Decoder
 from posttrain.recipes.distill import run_distill
+from posttrain.recipes.judged import JudgedInputs
+from posttrain.recipes.preference import run_preference
 from posttrain.recipes.prepare import SFTInputs, prepare, row_notes, stage_names
+from posttrain.recipes.reward_model import run_reward_model
 from posttrain.recipes.rl import run_rl
 from posttrain.recipes.sft import run_sft
 from posttrain.recipes.source import local_or_hub
@@ -26,6 +29,7 @@ from posttrain.recipes.summary import print_summary
 from posttrain.weights.load import load_model
 
 CONFIG_NAME = "config.yaml"
+RUN_JUDGED = {"preference": run_preference, "reward_model": run_reward_model}
 NO_EFFECT = ("output", "tensorboard")
 """Keys that may differ between the calls that make one run."""
 
@@ -83,7 +87,9 @@ def run(config: RunConfig, base_dir: Path) -> RunResult:
             if stop.requested:
                 raise Interrupted(f"stopped before {name}")
             console().rule(f"{name}: {inputs.section.num_steps} steps", align="left")
-            if not isinstance(inputs, SFTInputs):
+            if isinstance(inputs, JudgedInputs):
+                RUN_JUDGED[inputs.section.kind](stage, inputs)
+            elif not isinstance(inputs, SFTInputs):
                 run_rl(stage, inputs)
             elif isinstance(inputs.section, DistillSection):
                 run_distill(stage, inputs)

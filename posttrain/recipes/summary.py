@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain.config import RunConfig
 from posttrain.console import console, cut, printable
-from posttrain.rl.statistics import paired_difference
+from posttrain.rl.statistics import PairedDifference, paired_difference
 
 NUM_ANSWERS = 6
 ANSWER_CELLS = 240
@@ -21,6 +21,8 @@ def print_summary(output: Path, names: Sequence[str], results: Sequence[Mapping[
     for name, result in zip(names, results, strict=True):
         if "samples" in result.get("after", {}):
             _print_answers(name, result)
+        elif "preferred" in result.get("after", {}):
+            _print_preferred(name, result)
         elif "eval/perplexity" in result.get("after", {}):
             before, after = (result[key]["eval/perplexity"] for key in ("before", "after"))
             out.print(f"{name}: held-out perplexity {before:.3f} -> {after:.3f}")
@@ -65,10 +67,31 @@ def _difference(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) ->
     if len(valid) < 2:
         return "difference: fewer than two prompts have a reward before and after"
     found = paired_difference([old for old, _ in valid], [new for _, new in valid])
+    return _in_words("difference over the same prompts", found)
+
+
+def _in_words(what: str, found: PairedDifference) -> str:
     chance = "p < 0.001" if found.p_value < 0.001 else f"p = {found.p_value:.3f}"
     words = "significant" if found.significant else "not significant"
     interval = f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
-    return f"difference over the same prompts: {interval}, {chance}, {words}"
+    return f"{what}: {interval}, {chance}, {words}"
+
+
+def _print_preferred(name: str, result: Mapping[str, Any]) -> None:
+    """Of how many held-out pairs the model prefers the chosen answer, before and after."""
+    before, after = (result[key]["preferred"] for key in ("before", "after"))
+    shares = " -> ".join(_share(result[key]["metrics"], "eval/preferred_ratio") for key in ("before", "after"))
+    out = console()
+    out.print(f"{name}: chosen answer preferred, {len(after)} held-out pairs: {shares}", markup=False, soft_wrap=True)
+    if len(after) > 1:
+        out.print(_in_words("difference over the same pairs", paired_difference(before, after)), markup=False)
+    accuracy = _share(result["after"]["metrics"], "eval/rewards/accuracies")
+    out.print(f"{name}: chosen answer has the greater reward: {accuracy}", markup=False, soft_wrap=True)
+
+
+def _share(metrics: Mapping[str, float], what: str) -> str:
+    mean, low, high = (metrics[f"{what}{end}"] for end in ("", "_low", "_high"))
+    return f"{mean:.3f} ({low:.3f} to {high:.3f})"
 
 
 def _interval(evaluation: Mapping[str, Any]) -> str:

@@ -25,14 +25,15 @@ class Golden:
     arrays: dict[str, np.ndarray]
 
 
+def read_golden(name: str) -> Golden:
+    cases = json.loads((FOLDER / f"{name}.json").read_text())["cases"]
+    with np.load(FOLDER / f"{name}.npz") as arrays:
+        return Golden(cases, dict(arrays))
+
+
 @pytest.fixture(scope="session")
 def golden() -> Callable[[str], Golden]:
-    def read(name: str) -> Golden:
-        cases = json.loads((FOLDER / f"{name}.json").read_text())["cases"]
-        with np.load(FOLDER / f"{name}.npz") as arrays:
-            return Golden(cases, dict(arrays))
-
-    return read
+    return read_golden
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,222 @@
+"""Judged rows as packed rows of a batch: all answers that belong together in one row, so that no split parts them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from posttrain.batch import Batch
+from posttrain.config import ComparedSection, ConfigError, DatasetSection
+from posttrain.data.chat import Masked, Renderer
+from posttrain.data.packing import pack, pad_rows
+from posttrain.data.pipeline import READ_AHEAD, Stream, fingerprint, order, token_fingerprint
+from posttrain.data.preference import CHOSEN, Answer, is_paired, judged, margin, mismatched, pair, steps
+from posttrain.data.sources import Rows
+
+Unit = dict[str, np.ndarray]
+"""Arrays over the tokens of one or two sequences that belong together."""
+
+
+@runtime_checkable
+class KnownLogps(Protocol):
+    """The reference's log-probabilities of a unit's weighted tokens, in order."""
+
+    def __call__(self, index: int) -> Float[np.ndarray, " N"]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Units:
+    """The units of a dataset by number: pairs, single answers, single answers each with another's answer, or steps."""
+
+    section: ComparedSection
+    dataset: DatasetSection
+    rows: Rows
+    renderer: Renderer
+    kind: Literal["pairs", "answers", "answers_and_others", "steps"]
+    weigh_prompts: bool = False
+    """Chosen prompts, too."""
+    margins: bool = False
+    ref_logps: KnownLogps | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows) * self._per_row
+
+    @property
+    def _per_row(self) -> int:
+        """Pairs serve as two single answers."""
+        return 2 if self.kind.startswith("answers") and is_paired(self.rows.columns) else 1
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the arrays of a unit."""
+        names = ("tokens", "positions", "part", "roles", "loss_weight", "unit")
+        return names + ("margins",) * self.margins + ("ref_logps",) * (self.ref_logps is not None)
+
+    def __call__(self, index: int) -> Unit | None:
+        """The arrays of a unit; None where it is left out: too long, or answers that are the same."""
+        row = index // self._per_row
+        with self.rows.named(row) as values:
+            sequences = self._sequences(index)
+            fitted = self._fit(sequences) if sequences else None
+            if fitted is None:
+                return None
+            unit = _arrays(index, fitted)
+            better = margin(values) if self.margins else 0.0
+        if self.margins:
+            unit["margins"] = np.where(unit["roles"] == CHOSEN, better, 0.0).astype(np.float32)
+        if self.ref_logps is not None:
+            unit["ref_logps"] = np.zeros(len(unit["tokens"]), np.float32)
+            unit["ref_logps"][unit["loss_weight"] > 0] = self.ref_logps(index)
+        return unit
+
+    def _sequences(self, index: int) -> list[Judged]:
+        row, side = divmod(index, self._per_row)
+        if self.kind == "steps":
+            masked, roles = steps(self.rows[row], self.dataset, self.renderer)
+            return [Judged.of(masked, np.asarray(roles), False)]
+        if self.kind == "pairs":
+            answers = pair(self.rows[row], self.dataset, self.renderer) or []
+        else:
+            answers = self._single(row, side)
+        return [Judged.of(a.masked, a.role, self.weigh_prompts and a.role == CHOSEN) for a in answers]
+
+    def _single(self, row: int, side: int) -> list[Answer]:
+        answer = self._judged(row, side)
+        if answer is None or self.kind == "answers":
+            return [] if answer is None else [answer]
+        # The next row that has an answer of its own: the same one at every use.
+        others = (self._judged((row + step) % len(self.rows), side) for step in range(1, len(self.rows)))
+        other = next((found for found in others if found is not None), None)
+        if other is None:
+            raise ConfigError("the KL of KTO needs answers to other prompts; give at least two rows with answers")
+        return [answer, mismatched(answer, other)]
+
+    def _judged(self, row: int, side: int) -> Answer | None:
+        with self.rows.named(row) as values:
+            found = judged(values, self.dataset, self.renderer)
+        return found[side] if found else None
+
+    def _fit(self, sequences: Sequence[Judged]) -> list[Judged] | None:
+        """What of the sequences a row holds; None: the unit is left out."""
+        lengths, limit = [len(one.tokens) for one in sequences], self.section.row_tokens
+        if sum(lengths) <= limit:
+            return list(sequences)
+        if self.section.overlong == "error":
+            raise ConfigError(
+                f"it has {' + '.join(map(str, lengths))} tokens, which must share row_tokens={limit}; "
+                "raise row_tokens, or set overlong to truncate or drop"
+            )
+        if self.section.overlong == "drop":
+            return None
+        half = limit // len(sequences)
+        longest = max(half, limit - min(lengths)) if len(sequences) == 2 and min(lengths) < half else half
+        cut = [one.cut(longest) for one in sequences]
+        return cut if all(one.weight.any() for one in cut) else None
+
+
+class Judged(NamedTuple):
+    """A sequence with the weight and the role of each token."""
+
+    tokens: Int[np.ndarray, " T"]
+    weight: Float[np.ndarray, " T"]
+    roles: Int[np.ndarray, " T"]
+
+    @classmethod
+    def of(cls, masked: Masked, role: int | np.ndarray, whole: bool) -> Judged:
+        """`whole`: a weight on the prompt as well."""
+        mask = np.asarray(masked.mask, bool)
+        weight = np.arange(len(mask)) > 0 if whole else mask
+        roles = np.where(mask, role, 0).astype(np.int32)
+        return cls(np.asarray(masked.tokens, np.int32), weight.astype(np.float32), roles)
+
+    def cut(self, length: int) -> Judged:
+        return Judged(self.tokens[:length], self.weight[:length], self.roles[:length])
+
+
+def _arrays(index: int, sequences: Sequence[Judged]) -> Unit:
+    parts = range(1, len(sequences) + 1)
+    lengths = [len(one.tokens) for one in sequences]
+    return {
+        "tokens": np.concatenate([one.tokens for one in sequences]),
+        "loss_weight": np.concatenate([one.weight for one in sequences]),
+        "roles": np.concatenate([one.roles for one in sequences]),
+        "positions": np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        "part": np.repeat(np.asarray(parts, np.int32), lengths),
+        "unit": np.full(sum(lengths), index, np.int32),
+    }
+
+
+class NumberedRows(NamedTuple):
+    """A batch, and the number of the unit that each token is of."""
+
+    batch: Batch
+    units: Int[np.ndarray, "B T"]
+
+
+class ComparisonBatches(Stream):
+    """Endless host batches of `batch_rows` rows; every epoch holds each unit once, in a new order."""
+
+    def __init__(self, units: Units, *, seed: int) -> None:
+        section, dataset = units.section, units.dataset
+        identity = {
+            "dataset": fingerprint(dataset, units.rows),
+            "tokens": token_fingerprint(units.rows, units),
+            "seed": seed,
+            "shuffle": dataset.shuffle,
+            "batch_rows": section.batch_rows,
+            "row_tokens": section.row_tokens,
+            "packing": section.packing,
+            "overlong": section.overlong,
+            "units": units.kind,
+        }
+        numbers = order(len(units), shuffle=dataset.shuffle, seed=seed)
+        super().__init__(iter(_packed(units, numbers.map(units)).batch(section.batch_rows)), identity)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        return _to_batch(next(self._iterator)).batch
+
+
+def all_rows(units: Units) -> Iterator[NumberedRows]:
+    """One pass over the units in their order; the last batch is filled with empty rows."""
+    import grain
+
+    rows = units.section.batch_rows
+    for made in _packed(units, grain.MapDataset.range(len(units)).map(units)).batch(rows, drop_remainder=False):
+        yield _to_batch(pad_rows(made, rows))
+
+
+def _packed(units: Units, examples: Any) -> Any:
+    import grain
+
+    ahead = examples.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD))
+    section = units.section
+    return pack(
+        ahead,
+        row_tokens=section.row_tokens,
+        window_rows=section.batch_rows,
+        packing=section.packing,
+        more=[name for name in units.names if name not in ("tokens", "loss_weight")],
+    )
+
+
+def _to_batch(rows: dict[str, np.ndarray]) -> NumberedRows:
+    """Each packed unit is one segment of the packer; here each of its sequences becomes one."""
+    part = rows["part"]
+    segments = np.where(part > 0, 2 * rows["tokens_segment_ids"] - (part == 1), 0).astype(np.int32)
+    batch = Batch(
+        tokens=rows["tokens"],
+        positions=rows["positions"],
+        segments=segments,
+        loss_weight=rows["loss_weight"],
+        roles=rows["roles"],
+        margins=rows.get("margins"),
+        ref_logps=rows.get("ref_logps"),
+    )
+    return NumberedRows(batch, rows["unit"])

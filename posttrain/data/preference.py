@@ -1,0 +1,189 @@
+"""Judged answers: rows with `chosen` and `rejected`, with `completion` and `label`, or with steps and their labels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from posttrain.config import ConfigError, DatasetSection
+from posttrain.data.chat import Masked, Message, Renderer
+from posttrain.data.format import Row, answer_messages, prompt_messages, render_answer
+from posttrain.imports import did_you_mean
+
+CHOSEN, REJECTED, MISMATCHED = 1, -1, 2
+"""Roles of an answer's tokens, as `Batch.roles` has them."""
+
+
+class Answer(NamedTuple):
+    """A tokenized prompt with an answer that somebody judged."""
+
+    masked: Masked
+    role: int
+
+
+class Parts(NamedTuple):
+    """A row's prompt and its judged answers."""
+
+    prompt: list[Message]
+    answers: list[tuple[list[Message], int]]
+
+
+def is_paired(columns: Sequence[str]) -> bool:
+    """Whether rows hold pairs. ConfigError where they hold neither pairs nor judged completions."""
+    if "chosen" in columns and "rejected" in columns:
+        return True
+    if "completion" in columns and "label" in columns:
+        return False
+    wanted = ("prompt", "chosen", "rejected", "completion", "label")
+    near = [f"{name!r}{did_you_mean(name, columns)}" for name in wanted if name not in columns]
+    raise ConfigError(
+        f"the row has columns {', '.join(columns)}; it needs chosen and rejected, or completion and label, "
+        f"beside the prompt; missing: {', '.join(near)}"
+    )
+
+
+def pair(row: Row, section: DatasetSection, renderer: Renderer) -> list[Answer] | None:
+    """The chosen and the rejected sequence of a row; None where they are the same."""
+    if not is_paired(list(row)):
+        raise ConfigError("the row holds one completion with a label; this loss needs pairs: chosen and rejected")
+    parts = _pair_parts(row, section, renderer)
+    made = [Answer(_render(parts.prompt, answer, renderer, row), role) for answer, role in parts.answers]
+    return None if made[0].masked.tokens == made[1].masked.tokens else made
+
+
+def judged(row: Row, section: DatasetSection, renderer: Renderer) -> list[Answer]:
+    """The desirable or undesirable answer of a row; of a pair both."""
+    if is_paired(list(row)):
+        return pair(row, section, renderer) or []
+    label = row["label"]
+    if not isinstance(label, bool | np.bool_) and label not in (0, 1):
+        raise ConfigError(f"column 'label' must be true or false, got {label!r}")
+    answer = answer_messages(row, section.completion, "completion")
+    masked = _render(prompt_messages(row, section), answer, renderer, row)
+    return [Answer(masked, CHOSEN if label else REJECTED)]
+
+
+def mismatched(answer: Answer, other: Answer) -> Answer:
+    """The prompt of one sequence with the answer of another."""
+    prompt, rest = (_answer_start(one.masked) for one in (answer, other))
+    tokens = answer.masked.tokens[:prompt] + other.masked.tokens[rest:]
+    mask = [False] * prompt + other.masked.mask[rest:]
+    return Answer(Masked(tokens, [False, *mask[1:]]), MISMATCHED)
+
+
+def margin(row: Row) -> float:
+    """By how much the chosen answer is better: the column `margin`, 0 where there is none."""
+    value = row.get("margin", 0.0)
+    if isinstance(value, bool) or not isinstance(value, Real) or not np.isfinite(float(value)):
+        raise ConfigError(f"column 'margin' must be a finite number, got {value!r}")
+    return float(value)
+
+
+def steps(row: Row, section: DatasetSection, renderer: Renderer) -> tuple[Masked, list[int]]:
+    """A prompt with its steps, loss on the last token of each, and the role of every token.
+
+    Columns: `prompt`, `completions` (texts of the steps), `labels` (true: a right step). A step ends with a newline.
+    """
+    texts, labels = (_list(row, name) for name in ("completions", "labels"))
+    if len(texts) != len(labels) or not texts:
+        raise ConfigError(f"there are {len(texts)} completions and {len(labels)} labels; each step needs one label")
+    tokens = renderer.prompt(prompt_messages(row, section))
+    mask, roles = [False] * len(tokens), [0] * len(tokens)
+    for text, label in zip(texts, labels, strict=True):
+        if not isinstance(text, str) or not text.strip():
+            raise ConfigError(f"column 'completions' must hold the texts of steps, got {text!r}")
+        if not isinstance(label, bool | np.bool_) and label not in (0, 1):
+            raise ConfigError(f"column 'labels' must hold true or false, got {label!r}")
+        ids = renderer.tokenizer.encode_spans(f"{text.rstrip()}\n", continues=True)[0]
+        tokens = [*tokens, *ids]
+        mask += [False] * (len(ids) - 1) + [True]
+        roles += [0] * (len(ids) - 1) + [CHOSEN if label else REJECTED]
+    return Masked(tokens, mask), roles
+
+
+def _list(row: Row, column: str) -> list[Any]:
+    if column not in row:
+        raise ConfigError(f"no column {column!r} among {', '.join(row)}{did_you_mean(column, row)}")
+    if not isinstance(row[column], list | tuple | np.ndarray):
+        raise ConfigError(f"column {column!r} holds a {type(row[column]).__name__}; it must be a list")
+    return list(row[column])
+
+
+def _render(prompt: list[Message], answer: list[Message], renderer: Renderer, row: Row) -> Masked:
+    masked = render_answer(prompt, answer, renderer, row.get("tools"))
+    if not any(masked.mask):
+        raise ConfigError("an answer has no token with loss; it must not be empty")
+    return masked
+
+
+def _answer_start(masked: Masked) -> int:
+    return masked.mask.index(True)
+
+
+def _pair_parts(row: Row, section: DatasetSection, renderer: Renderer) -> Parts:
+    """Prompt and answers; where there is no prompt, it is what chosen and rejected have in common."""
+    values = [row[name] for name in ("chosen", "rejected")]
+    for name, value in zip(("chosen", "rejected"), values, strict=True):
+        if value is None:
+            raise ConfigError(f"column {name!r} is null; remove such rows")
+    texts = [isinstance(value, str) for value in values]
+    if any(texts) and not all(texts):
+        raise ConfigError("one of chosen and rejected is a string and the other a list of messages; give the same")
+    if section.prompt is None and "prompt" not in row:
+        return _implicit_text(values, section, renderer) if all(texts) else _implicit_messages(row, section)
+    prompt = prompt_messages(row, section)
+    answers = [answer_messages(row, None, name) for name in ("chosen", "rejected")]
+    own = prompt[1:] if section.system is not None else prompt
+    # Some datasets repeat the prompt in front of each answer.
+    answers = [a[len(own) :] if not any(texts) and _begins(a, own) else a for a in answers]
+    _check_answers(answers)
+    return Parts(prompt, list(zip(answers, (CHOSEN, REJECTED), strict=True)))
+
+
+def _implicit_messages(row: Row, section: DatasetSection) -> Parts:
+    chosen, rejected = (answer_messages(row, None, name) for name in ("chosen", "rejected"))
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) - 1 and _same(chosen[shared], rejected[shared]):
+        shared += 1
+    while shared and chosen[shared - 1]["role"] == "assistant":
+        shared -= 1
+    if shared == 0:
+        raise ConfigError("chosen and rejected share no message, and there is no prompt; give the column prompt")
+    answers = [messages[shared:] for messages in (chosen, rejected)]
+    _check_answers(answers)
+    prompt = prompt_messages({"prompt": chosen[:shared]}, section)
+    return Parts(prompt, list(zip(answers, (CHOSEN, REJECTED), strict=True)))
+
+
+def _implicit_text(values: Sequence[str], section: DatasetSection, renderer: Renderer) -> Parts:
+    if renderer.chat or section.system is not None:
+        raise ConfigError(
+            "chosen and rejected are whole texts without a prompt, which no chat template fits; "
+            "set dataset.chat to false, or give the column prompt"
+        )
+    chosen, rejected = values
+    length = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(map(len, values)))
+    # A word that both begin alike belongs to the answers, and so does the space before it.
+    shared = re.sub(r" ?[^\s]*$", "", chosen[:length])
+    prompt: list[Message] = [{"role": "user", "content": shared}]
+    answers: list[list[Message]] = [[{"role": "assistant", "content": value[len(shared) :]}] for value in values]
+    return Parts(prompt, list(zip(answers, (CHOSEN, REJECTED), strict=True)))
+
+
+def _check_answers(answers: Sequence[Sequence[Message]]) -> None:
+    for name, messages in zip(("chosen", "rejected"), answers, strict=True):
+        if not messages or messages[-1]["role"] != "assistant":
+            raise ConfigError(f"{name} must end with an assistant message after the prompt")
+
+
+def _begins(messages: Sequence[Message], prompt: Sequence[Message]) -> bool:
+    return len(messages) > len(prompt) and all(map(_same, messages, prompt))
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Columns of a table hold every key for every message."""
+    return {k: v for k, v in one.items() if v is not None} == {k: v for k, v in other.items() if v is not None}

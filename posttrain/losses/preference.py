@@ -1,0 +1,278 @@
+"""Direct preference optimisation: losses over pairs of a chosen and a rejected answer, against a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from posttrain.batch import Batch, LossOutput, TokenStats
+from posttrain.imports import did_you_mean
+from posttrain.losses.kl import MAX_LOG_RATIO
+from posttrain.losses.pairs import (
+    Needs,
+    Pairs,
+    log_ratios,
+    nll_of_chosen,
+    output,
+    pair_metrics,
+    pairs_of,
+    sequences_of,
+    with_nll,
+)
+from posttrain.tree import Mean
+
+Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+Values = Float[Array, "B S"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What the losses of pairs read; 0 where there is no pair."""
+
+    pairs: Pairs
+    chosen: Values
+    """Log-ratio of policy and reference, through the divergence."""
+    rejected: Values
+
+    @property
+    def delta(self) -> Values:
+        return self.chosen - self.rejected
+
+    def mean_delta(self) -> Values:
+        """With each side divided by its length."""
+        lengths = [jnp.maximum(side.lengths, 1.0) for side in (self.pairs.chosen, self.pairs.rejected)]
+        return self.chosen / lengths[0] - self.rejected / lengths[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceLoss:
+    """The DPO family, arXiv:2305.18290: a function of the log-ratios of policy and reference of both answers.
+
+    `kinds`: one or several names of `KINDS`, whose losses are added with `weights`. The reward of an answer is
+    beta * log-ratio.
+    """
+
+    kinds: tuple[str, ...] = ("sigmoid",)
+    weights: tuple[float, ...] = ()
+    """One for each kind; by default 1."""
+    beta: float = 0.1
+    """How strongly the policy is held to the reference."""
+    label_smoothing: float = 0.0
+    """Probability that a pair's labels are swapped; `sigmoid` is then cDPO. For `exo_pair` it must be positive."""
+    divergence: Divergence = "reverse_kl"
+    """The f-divergence to the reference, arXiv:2309.16240."""
+    alpha: float | None = None
+    """Of `alpha_divergence`."""
+    tail_weight: float = 1.0
+    """Weight of tokens beyond the length of a pair's shorter answer, arXiv:2409.06411."""
+    temperature: float | None = None
+    """Of the switch in `discopop`; by default 0.05."""
+
+    def __post_init__(self) -> None:
+        for kind in self.kinds:
+            if kind not in KINDS:
+                known = f"{did_you_mean(kind, KINDS)}; there are {', '.join(KINDS)}"
+                raise ValueError(f"PreferenceLoss.kinds: {kind!r} is unknown{known}")
+        if not self.kinds or (self.weights and len(self.weights) != len(self.kinds)):
+            raise ValueError(
+                f"PreferenceLoss.weights={self.weights} must be one number for each of kinds={self.kinds}, at least one"
+            )
+        if self.divergence not in get_args(Divergence):
+            raise ValueError(
+                f"PreferenceLoss.divergence={self.divergence!r} must be one of {', '.join(get_args(Divergence))}"
+            )
+        if self.beta <= 0 or not 0 <= self.label_smoothing < 0.5 or not 0 <= self.tail_weight <= 1:
+            raise ValueError(
+                f"PreferenceLoss.beta={self.beta} must be positive, label_smoothing={self.label_smoothing} in "
+                f"[0, 0.5), tail_weight={self.tail_weight} in [0, 1]"
+            )
+        self._refuse_unused()
+
+    def _refuse_unused(self) -> None:
+        """A setting that would change nothing is a mistake."""
+        if self.label_smoothing and not SMOOTHED & set(self.kinds):
+            raise ValueError(
+                f"PreferenceLoss.label_smoothing={self.label_smoothing} has no effect on {', '.join(self.kinds)}; "
+                f"only on {', '.join(sorted(SMOOTHED))}"
+            )
+        if "exo_pair" in self.kinds and not self.label_smoothing:
+            raise ValueError("PreferenceLoss: exo_pair needs label_smoothing > 0, such as 0.001")
+        if (self.alpha is None) == (self.divergence == "alpha_divergence"):
+            raise ValueError(
+                f"PreferenceLoss.alpha={self.alpha} belongs to divergence=alpha_divergence, got {self.divergence}"
+            )
+        if self.temperature is not None and "discopop" not in self.kinds:
+            raise ValueError(f"PreferenceLoss.temperature={self.temperature} has no effect without the kind discopop")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(rows="pairs", reference=True)
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        """Whether a pair's loss depends on the others of its batch, or on how many tokens these have."""
+        return bool(WHOLE_BATCH & set(self.kinds))
+
+    def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
+        """Raises ValueError where `batch.roles` or `batch.ref_logps` are `None`."""
+        pairs = pairs_of(sequences_of(stats, batch, self.tail_weight))
+        ratios = [log_ratios(side, type(self).__name__) for side in (pairs.chosen, pairs.rejected)]
+        scores = Scores(pairs=pairs, chosen=self._score(ratios[0]), rejected=self._score(ratios[1]))
+        loss = Mean(total=jnp.zeros_like(pairs.count), weight=pairs.count)
+        metrics = pair_metrics(pairs, self.beta * ratios[0], self.beta * ratios[1])
+        for kind, weight in zip(self.kinds, self.weights or (1.0,) * len(self.kinds), strict=True):
+            if kind == "sft":
+                metrics["nll"] = nll_of_chosen(stats, batch)
+                loss = with_nll(loss, metrics["nll"], weight)
+            else:
+                loss = Mean(
+                    total=loss.total + weight * pairs.total(KINDS[kind](scores, self)).total, weight=loss.weight
+                )
+        return output(loss, metrics, stats, batch)
+
+    def _score(self, log_ratio: Values) -> Values:
+        """f'(ratio), 0 where policy and reference agree."""
+        if self.divergence == "reverse_kl":
+            return log_ratio
+        bounded = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        if self.divergence == "forward_kl":
+            return -jnp.expm1(-bounded)
+        if self.divergence == "js_divergence":
+            return jnp.log(2.0) + jax.nn.log_sigmoid(log_ratio)
+        assert self.alpha is not None
+        power = self.alpha - 1.0
+        return log_ratio if abs(power) < 1e-6 else jnp.expm1(power * bounded) / power
+
+
+def smoothed(logits: Float[Array, "*N"], label_smoothing: float) -> Float[Array, "*N"]:
+    """-(1 - s) log sigmoid(x) - s log sigmoid(-x)."""
+    loss = -jax.nn.log_sigmoid(logits)
+    return (1 - label_smoothing) * loss - label_smoothing * jax.nn.log_sigmoid(-logits) if label_smoothing else loss
+
+
+def _sigmoid(s: Scores, c: PreferenceLoss) -> Values:
+    """arXiv:2305.18290 eq. 7; with label smoothing https://ericmitchell.ai/cdpo.pdf."""
+    return smoothed(c.beta * s.delta, c.label_smoothing)
+
+
+def _sigmoid_norm(s: Scores, c: PreferenceLoss) -> Values:
+    """With log-ratios per token, arXiv:2411.15124."""
+    return smoothed(c.beta * s.mean_delta(), c.label_smoothing)
+
+
+def _hinge(s: Scores, c: PreferenceLoss) -> Values:
+    """arXiv:2305.10425."""
+    return jax.nn.relu(1 - c.beta * s.delta)
+
+
+def _ipo(s: Scores, c: PreferenceLoss) -> Values:
+    """arXiv:2310.12036, with log-ratios per token: a squared loss of sums would grow with the length."""
+    return jnp.square(s.mean_delta() - 1 / (2 * c.beta))
+
+
+def _exo_pair(s: Scores, c: PreferenceLoss) -> Values:
+    """arXiv:2402.00856 eq. 16."""
+    x, e = c.beta * s.delta, c.label_smoothing
+    won = jax.nn.sigmoid(x) * (jax.nn.log_sigmoid(x) - jnp.log1p(-e))
+    return won + jax.nn.sigmoid(-x) * (jax.nn.log_sigmoid(-x) - jnp.log(e))
+
+
+def _nca_pair(s: Scores, c: PreferenceLoss) -> Values:
+    """arXiv:2402.05369."""
+    chosen, rejected = c.beta * s.chosen, c.beta * s.rejected
+    return -jax.nn.log_sigmoid(chosen) - 0.5 * jax.nn.log_sigmoid(-chosen) - 0.5 * jax.nn.log_sigmoid(-rejected)
+
+
+def _robust(s: Scores, c: PreferenceLoss) -> Values:
+    """Unbiased under swapped labels, arXiv:2403.00409."""
+    x, e = c.beta * s.delta, c.label_smoothing
+    return (-(1 - e) * jax.nn.log_sigmoid(x) + e * jax.nn.log_sigmoid(-x)) / (1 - 2 * e)
+
+
+def _bco_pair(s: Scores, c: PreferenceLoss) -> Values:
+    """arXiv:2404.04656 without its shift of rewards: is an answer a chosen one, by its reward alone."""
+    return -jax.nn.log_sigmoid(c.beta * s.chosen) - jax.nn.log_sigmoid(-c.beta * s.rejected)
+
+
+def _sppo_hard(s: Scores, c: PreferenceLoss) -> Values:
+    """arXiv:2405.00675 with the chosen answer's probability of winning taken as 1."""
+    return jnp.square(s.chosen - 0.5 / c.beta) + jnp.square(s.rejected + 0.5 / c.beta)
+
+
+def _aot(s: Scores, c: PreferenceLoss) -> Values:
+    """Alignment by optimal transport, arXiv:2406.05882: sorted margins of the policy against those of the reference."""
+    chosen, rejected = s.pairs.chosen, s.pairs.rejected
+    assert chosen.ref_logps is not None and rejected.ref_logps is not None
+    policy = _sorted(chosen.logps - rejected.logps, s.pairs)
+    reference = _sorted(chosen.ref_logps - rejected.ref_logps, s.pairs)
+    return _spread(smoothed(c.beta * (policy - reference), c.label_smoothing), s)
+
+
+def _aot_unpaired(s: Scores, c: PreferenceLoss) -> Values:
+    """The same with sorted log-ratios of chosen and of rejected answers."""
+    delta = _sorted(s.chosen, s.pairs) - _sorted(s.rejected, s.pairs)
+    return _spread(smoothed(c.beta * delta, c.label_smoothing), s)
+
+
+def _apo_zero(s: Scores, c: PreferenceLoss) -> Values:
+    """Raises chosen answers, lowers rejected ones, arXiv:2408.06266."""
+    return 1 - jax.nn.sigmoid(c.beta * s.chosen) + jax.nn.sigmoid(c.beta * s.rejected)
+
+
+def _apo_down(s: Scores, c: PreferenceLoss) -> Values:
+    """Lowers both, rejected answers more, arXiv:2408.06266."""
+    return jax.nn.sigmoid(c.beta * s.chosen) + 1 - jax.nn.sigmoid(c.beta * s.delta)
+
+
+def _discopop(s: Scores, c: PreferenceLoss) -> Values:
+    """Log-ratio modulated loss, arXiv:2406.08414 eq. 5."""
+    x = c.beta * s.delta
+    share = jax.nn.sigmoid(x / (0.05 if c.temperature is None else c.temperature))
+    return -jax.nn.log_sigmoid(x) * (1 - share) + jnp.exp(-jnp.clip(x, -MAX_LOG_RATIO)) * share
+
+
+def _sft(s: Scores, c: PreferenceLoss) -> Values:
+    raise AssertionError("a mean over tokens, which PreferenceLoss adds itself")
+
+
+def _sorted(values: Values, pairs: Pairs) -> Float[Array, " N"]:
+    """All pairs of the batch in rising order; what is no pair comes last."""
+    valid, flat = pairs.valid.reshape(-1), values.reshape(-1)
+    return flat[jnp.argsort(jnp.where(valid, jax.lax.stop_gradient(flat), jnp.inf))]
+
+
+def _spread(values: Float[Array, " N"], s: Scores) -> Values:
+    """Sorted values at the places of pairs: which one stands where does not matter to their sum."""
+    valid = s.pairs.valid.reshape(-1)
+    return values[jnp.where(valid, jnp.cumsum(valid) - 1, 0)].reshape(s.pairs.valid.shape)
+
+
+KINDS: Mapping[str, Callable[[Scores, PreferenceLoss], Values]] = {
+    "sigmoid": _sigmoid,
+    "sigmoid_norm": _sigmoid_norm,
+    "hinge": _hinge,
+    "ipo": _ipo,
+    "exo_pair": _exo_pair,
+    "nca_pair": _nca_pair,
+    "robust": _robust,
+    "bco_pair": _bco_pair,
+    "sppo_hard": _sppo_hard,
+    "aot": _aot,
+    "aot_unpaired": _aot_unpaired,
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
+    "discopop": _discopop,
+    "sft": _sft,
+}
+"""Each the loss of every pair; `sft` is the mean of -log p over the tokens of chosen answers."""
+
+SMOOTHED = {"sigmoid", "sigmoid_norm", "exo_pair", "robust", "aot", "aot_unpaired"}
+"""Kinds that know label smoothing."""
+
+WHOLE_BATCH = {"aot", "aot_unpaired", "sft"}

@@ -1,0 +1,88 @@
+"""A scalar head in place of the logits: one number for every token, for rewards and values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Float
+
+from posttrain.config import ConfigError
+from posttrain.models.config import ModelConfig
+from posttrain.models.layers import Init, normal, param
+
+if TYPE_CHECKING:
+    from posttrain.models.decoder import Decoder
+
+CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+WITHOUT_CLASSIFIER = ("gemma4_text", "granite", "glm4_moe")
+"""Families of which transformers has no sequence classifier, and so no form on disk."""
+
+
+class ScalarHead(nnx.Module):
+    """x w: no bias, as sequence classifiers of one label in transformers."""
+
+    def __init__(self, embed_dim: int, init: Init):
+        self.kernel = param(normal(init, (embed_dim, 1)), ("embed", "score"))
+
+    def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+        kernel = self.kernel[...].astype(hidden.dtype)[:, 0]
+        return jnp.einsum("btd,d->bt", hidden, kernel, preferred_element_type=jnp.float32)
+
+
+def with_scalar_head(model: Decoder, *, seed: int) -> None:
+    """Replace the model's head by a new scalar one, drawn as its other matrices are; its tokens have scores then.
+
+    ConfigError for a family without a form on disk.
+    """
+    config = reward_config(model.config)
+    dtype = model.embed.embedding[...].dtype
+    init = Init(model.config.initializer_range, dtype, nnx.Rngs(jax.random.key(seed)))
+    model.head = nnx.data(None)
+    model.score = nnx.data(ScalarHead(config.embed_dim, init))
+    model.config = config
+
+
+def reward_config(config: ModelConfig) -> ModelConfig:
+    """The description of the same decoder as a sequence classifier of one label."""
+    if config.scalar_head:
+        return config
+    if config.model_type in WITHOUT_CLASSIFIER:
+        raise ConfigError(f"model: transformers has no sequence classifier of {config.model_type}; use another family")
+    fields = json.loads(config.hf_json)
+    names = fields.get("architectures") or []
+    if len(names) != 1 or not names[0].endswith(CAUSAL):
+        raise ConfigError(f"model: architectures={names} of config.json is no model {CAUSAL}; give a text model")
+    fields |= {"architectures": [names[0].removesuffix(CAUSAL) + CLASSIFIER], **_labels()}
+    return replace(config, scalar_head=True, hf_json=json.dumps(fields))
+
+
+def with_padding(config: ModelConfig, pad_id: int | None, stop_ids: Sequence[int]) -> ModelConfig:
+    """Name the token that transformers takes for padding: it reads the score at the last other token.
+
+    So none that ends a sequence; without one transformers takes a single sequence at a time, and says so.
+    """
+    fields = json.loads(config.hf_json)
+    fields["pad_token_id"] = None if pad_id in stop_ids else pad_id
+    return replace(config, hf_json=json.dumps(fields))
+
+
+def is_classifier(fields: dict[str, object]) -> bool:
+    """Whether a `config.json` is of a sequence classifier. ConfigError for one of several labels."""
+    names = fields.get("architectures")
+    if not isinstance(names, list) or not names or not str(names[0]).endswith(CLASSIFIER):
+        return False
+    labels = fields.get("id2label", {0: "", 1: ""})
+    if not isinstance(labels, dict) or len(labels) != 1:
+        raise ConfigError(f"id2label: a reward model has one label, got {labels!r}")
+    return True
+
+
+def _labels() -> dict[str, dict[str, object]]:
+    return {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

@@ -1,0 +1,129 @@
+"""What stages on judged answers share before their weights: the loss, the units of the data, and their checks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.config import ComparedSection, ConfigError, DatasetSection, PreferenceSection, RewardModelSection
+from posttrain.data.comparisons import Units
+from posttrain.imports import did_you_mean, is_object_spec
+from posttrain.losses.kto import KTOLoss
+from posttrain.losses.pairs import JudgedLoss
+from posttrain.losses.preference import KINDS, PreferenceLoss
+from posttrain.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
+from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss
+
+PREFERENCE_LOSSES: Mapping[str, tuple[type, Mapping[str, Any]]] = {
+    **{kind: (PreferenceLoss, {"kinds": (kind,)}) for kind in KINDS},
+    "kto": (KTOLoss, {"kind": "kto"}),
+    "apo_zero_unpaired": (KTOLoss, {"kind": "apo_zero_unpaired"}),
+    "orpo": (ORPOLoss, {}),
+    "cpo": (CPOLoss, {"kind": "sigmoid"}),
+    "cpo_hinge": (CPOLoss, {"kind": "hinge"}),
+    "cpo_ipo": (CPOLoss, {"kind": "ipo"}),
+    "simpo": (SimPOLoss, {}),
+}
+"""Class, and the fields of it that the name stands for."""
+
+REWARD_LOSSES: Mapping[str, tuple[type, Mapping[str, Any]]] = {
+    "bradley_terry": (BradleyTerryLoss, {}),
+    "process": (ProcessLoss, {}),
+}
+
+LOSSES = {"preference": PREFERENCE_LOSSES, "reward_model": REWARD_LOSSES}
+"""By kind of stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgedInputs:
+    section: PreferenceSection | RewardModelSection
+    loss: Any
+    """A `JudgedLoss`."""
+    units: Units
+    eval_units: Units | None
+    dropped_ratio: float
+    """Share of the units that are left out."""
+
+
+def make_loss(
+    spec: str | Mapping[str, Any], known: Mapping[str, tuple[type, Mapping[str, Any]]], find: Callable[[str], Any]
+) -> Any:
+    """The loss that a configuration names; `find` gets the class of `module:Class`. ConfigError for what is wrong."""
+    settings = {"kind": spec} if isinstance(spec, str) else dict(spec)
+    kind = settings.pop("kind", None)
+    made, fixed = _named(kind, known, find)
+    if dataclasses.is_dataclass(made):
+        fields = [field.name for field in dataclasses.fields(made) if field.name not in fixed]
+        for name in settings:
+            if name not in fields:
+                raise ConfigError(
+                    f"loss: {name!r} is no setting of {kind}{did_you_mean(name, fields)}; known: {', '.join(fields)}"
+                )
+    values = {name: _plain(value) for name, value in settings.items()}
+    try:
+        loss = made(**fixed, **values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"loss: {error}") from error
+    if not isinstance(loss, JudgedLoss):
+        raise ConfigError(f"loss: {kind} does not say what it needs; give it a property needs -> posttrain.Needs")
+    return loss
+
+
+def _plain(value: Any) -> Any:
+    """As losses hold it: YAML has lists, and writes 1 for 1.0."""
+    if isinstance(value, list):
+        return tuple(map(_plain, value))
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _named(
+    kind: Any, known: Mapping[str, tuple[type, Mapping[str, Any]]], find: Callable[[str], Any]
+) -> tuple[Any, Mapping[str, Any]]:
+    """The class of a kind, or of several kinds of DPO, and the fields that the name stands for."""
+    if isinstance(kind, str) and kind in known:
+        return known[kind]
+    if isinstance(kind, str) and is_object_spec(kind):
+        return find(kind), {}
+    names = list(kind) if isinstance(kind, list | tuple) else [kind]
+    wrong = [name for name in names if name not in known]
+    if wrong or not names:
+        raise ConfigError(
+            f"loss: kind {(wrong or [None])[0]!r} is unknown{did_you_mean(str((wrong or [None])[0]), known)}; "
+            f"there are {', '.join(known)}, or name your own as module:Class"
+        )
+    several = {name: known[name][0] for name in names}
+    if set(several.values()) != {PreferenceLoss}:
+        raise ConfigError(f"loss: kind {names}: several are only possible of {', '.join(KINDS)}")
+    return PreferenceLoss, {"kinds": tuple(names)}
+
+
+def units_of(section: ComparedSection, dataset: DatasetSection, rows: Any, renderer: Any, loss: JudgedLoss) -> Units:
+    needs = loss.needs
+    return Units(
+        section=section,
+        dataset=dataset,
+        rows=rows,
+        renderer=renderer,
+        kind=needs.rows,
+        weigh_prompts=needs.prompts,
+        margins=needs.margins,
+    )
+
+
+def check_units(units: Units, left_out: Iterable[bool]) -> tuple[float, list[str]]:
+    """The share of units that are left out, and a line that says so. ConfigError where all are."""
+    found = list(left_out)
+    dropped = sum(found)
+    if dropped == len(found):
+        raise ConfigError(
+            f"every row of {units.rows.name} is left out: longer than row_tokens={units.section.row_tokens}, or with "
+            "answers that are the same; raise row_tokens"
+        )
+    note = (
+        f"{dropped:,} of {len(found):,} examples looked at of {units.rows.name} are left out: they do not fit "
+        f"row_tokens={units.section.row_tokens} (overlong: {units.section.overlong}), or both answers are the same"
+    )
+    return dropped / len(found), [note] if dropped else []

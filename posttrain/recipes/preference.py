@@ -1,0 +1,92 @@
+"""Preference optimisation: rows of judged answers, one loss on them, and a reference where the loss wants one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from posttrain.batch import Batch
+from posttrain.config import PreferenceSection
+from posttrain.data.comparisons import ComparisonBatches, Units
+from posttrain.losses.router import RouterLoss
+from posttrain.models.decoder import Decoder
+from posttrain.optim import make_optimizer
+from posttrain.recipes.judged import JudgedInputs
+from posttrain.recipes.judged_evaluation import evaluate, metrics_of
+from posttrain.recipes.python import PythonRun
+from posttrain.recipes.reference_cache import model_key, with_reference
+from posttrain.recipes.stage import HeldOut, StageRun
+from posttrain.reference import Reference
+from posttrain.trainer import Trainer
+from posttrain.tree import replace
+
+AddReference = Callable[[Batch], Batch]
+
+
+def run_preference(stage: StageRun, inputs: JudgedInputs) -> None:
+    """Train one preference stage to its end, from its newest checkpoint if there is one."""
+    section = inputs.section
+    trainer = make_trainer(stage, inputs, stage.load_model())
+    units, eval_units, complete = _referenced(stage, inputs, trainer)
+    batches = ComparisonBatches(units, seed=stage.seed)
+    dropped = {"data/dropped_ratio": inputs.dropped_ratio} if inputs.dropped_ratio else {}
+
+    def step() -> Mapping[str, Any]:
+        return {**trainer.step(complete(next(batches))), **dropped}
+
+    held_out = None
+    if eval_units is not None:
+        held_out = HeldOut(evaluate=lambda: evaluate(trainer, inputs.loss, eval_units, complete), metrics=metrics_of)
+    with stage.opened(trainer, batches, section.num_steps) as (sinks, checkpointer):
+        result = stage.train(trainer, step, batches, sinks, checkpointer, section, held_out)
+    stage.finish(trainer.model, result)
+
+
+def make_trainer(stage: StageRun, inputs: JudgedInputs, model: Decoder) -> Trainer:
+    section = inputs.section
+    return Trainer(
+        model,
+        inputs.loss,
+        make_optimizer(section.optimizer, section.num_steps),
+        temperature=1.0,
+        max_grad_norm=section.optimizer.max_grad_norm,
+        micro_batch_rows=section.micro_batch_rows,
+        mesh=stage.mesh,
+        router_loss=RouterLoss(balance_coef=section.router.balance_coef, z_coef=section.router.z_coef),
+        correction_rate=section.router.correction_rate,
+        dropout_seed=stage.seed,
+    )
+
+
+def _referenced(stage: StageRun, inputs: JudgedInputs, trainer: Trainer) -> tuple[Units, Units | None, AddReference]:
+    """The units, and what adds the reference's log-probabilities to a batch if the units do not bring them."""
+    section, units, eval_units = inputs.section, inputs.units, inputs.eval_units
+    assert isinstance(section, PreferenceSection)
+    if not inputs.loss.needs.reference:
+        return units, eval_units, lambda batch: batch
+    if section.reference == "live":
+        reference = Reference(trainer)
+        return units, eval_units, lambda batch: replace(batch, ref_logps=reference.logps(batch))
+    key = model_key(trainer, stage.origin.parts, quantize=stage.model.quantize, dtype=stage.model.dtype)
+    known = with_reference(units, trainer, key)
+    return known, None if eval_units is None else with_reference(eval_units, trainer, key), lambda batch: batch
+
+
+class Preference(PythonRun):
+    """Preference optimisation from Python: `pt.Preference(model="path", dataset="pairs.jsonl").fit()`.
+
+    Every field of `posttrain.config.PreferenceSection` is a keyword, as are `output`, `seed` and `mesh`.
+    """
+
+    kind = "preference"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "batch_rows": 8,
+        "overlong": "truncate",
+        "optimizer": {"learning_rate": 1e-6, "schedule": "linear"},
+    }
+    lora_learning_rate = 1e-5
+
+    @classmethod
+    def lengths(cls, given: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
+        """Rows of 2048 tokens for both answers, or of the model's context where that is less."""
+        return {"row_tokens": min(2048, max_positions or 2048)}

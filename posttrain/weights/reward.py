@@ -1,0 +1,27 @@
+"""A decoder's scalar head: put on, trained in full beside an adapter, laid on a mesh."""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import Mesh
+
+from posttrain.mesh import param_sharding
+from posttrain.models.decoder import Decoder
+from posttrain.models.heads import with_scalar_head
+from posttrain.weights.lora import has_lora
+from posttrain.weights.state import ModelWeights
+
+SCORE = "score.kernel"
+
+
+def add_scalar_head(model: Decoder, *, seed: int, mesh: Mesh | None = None) -> None:
+    """Give the model a scalar head, if it has none yet; beside an adapter the head is trained in full."""
+    if not model.config.scalar_head:
+        with_scalar_head(model, seed=seed)
+    weights = ModelWeights(model)
+    if has_lora(model):
+        weights.save_whole(weights.saved() | {SCORE})
+    if mesh is not None:
+        kernel = weights.read()[SCORE]
+        sharding = param_sharding(mesh, SCORE, weights.dims()[SCORE], kernel.shape)
+        weights.write({SCORE: jax.device_put(kernel, sharding)})

@@ -1,0 +1,204 @@
+"""Rows of judged answers: formats, implicit prompts, what is wrong with them, and how they lie in rows of a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from posttrain.config import ConfigError, DatasetSection, OptimizerSection, PreferenceSection
+from posttrain.data.chat import Renderer
+from posttrain.data.comparisons import ComparisonBatches, Units, all_rows
+from posttrain.data.preference import judged, pair, steps
+from posttrain.data.sources import Rows
+from posttrain.data.tokenizer import load_tokenizer
+
+BYTES = load_tokenizer("bytes")
+PLAIN, CHAT = Renderer(BYTES, chat=False), Renderer(BYTES, chat=True)
+DATASET = DatasetSection(path="x.jsonl")
+USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "Hi?"), ("assistant", "Yes."), ("assistant", "No.")))
+
+
+def answers(row: dict[str, Any], renderer: Renderer = PLAIN, **dataset: Any) -> list[tuple[str, str, int]]:
+    """Prompt, answer and role of each sequence, as text."""
+    found = pair(row, DATASET.model_copy(update=dataset), renderer)
+    assert found is not None
+    texts = []
+    for masked, role in found:
+        first = masked.mask.index(True)
+        answer = [token for token, kept in zip(masked.tokens, masked.mask, strict=True) if kept]
+        parts = (masked.tokens[:first], answer)
+        texts.append((*(BYTES.decode(part, skip_special_tokens=True) for part in parts), role))
+    return texts
+
+
+def test_text() -> None:
+    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    assert answers(row) == [("1+1=", "2", 1), ("1+1=", "3", -1)]
+    assert answers({"q": "7", "chosen": "2", "rejected": "3"}, prompt="{q}?") == [("7?", "2", 1), ("7?", "3", -1)]
+
+
+def test_implicit_prompt_of_texts() -> None:
+    row = {"chosen": "Human: Hi\n\nAssistant: I am well", "rejected": "Human: Hi\n\nAssistant: I ask you"}
+    start = "Human: Hi\n\nAssistant: I"
+    assert answers(row) == [(start, " am well", 1), (start, " ask you", -1)]
+    one_longer = {"chosen": "a b c", "rejected": "a b"}
+    assert answers(one_longer) == [("a", " b c", 1), ("a", " b", -1)]
+    with pytest.raises(ConfigError, match="whole texts without a prompt"):
+        pair(row, DATASET, CHAT)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."},
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": "Hi?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"chosen": [{**USER, "name": None}, GOOD], "rejected": [USER, BAD]},
+    ],
+)
+def test_messages(row: dict[str, Any]) -> None:
+    """The same in every form that datasets have."""
+    prompt = "user\nHi?\nassistant\n"
+    assert answers(row, CHAT) == [(prompt, "Yes.", 1), (prompt, "No.", -1)]
+    (start, _, _), _ = answers(row, CHAT, system="S")
+    assert start == f"system\nS\n{prompt}"
+
+
+def test_same_answers_are_left_out() -> None:
+    assert pair({"prompt": "a", "chosen": "b", "rejected": "b"}, DATASET, PLAIN) is None
+
+
+def test_single_answers() -> None:
+    row = {"prompt": "1+1=", "completion": "2", "label": True}
+    assert [a.role for a in judged(row, DATASET, PLAIN)] == [1]
+    assert [a.role for a in judged({**row, "label": 0}, DATASET, PLAIN)] == [-1]
+    both = judged({"prompt": "1+1=", "chosen": "2", "rejected": "3"}, DATASET, PLAIN)
+    assert [a.role for a in both] == [1, -1]
+
+
+def test_steps() -> None:
+    row = {"prompt": "Q", "completions": ["1+1=2", "2+2=5"], "labels": [True, False]}
+    masked, roles = steps(row, DATASET, PLAIN)
+    ends = [i for i, kept in enumerate(masked.mask) if kept]
+    assert [BYTES.decode([masked.tokens[i]]) for i in ends] == ["\n", "\n"]
+    assert [roles[i] for i in ends] == [1, -1] and sum(map(abs, roles)) == 2
+    assert BYTES.decode(masked.tokens) == "Q1+1=2\n2+2=5\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejcted": "c"}, "missing: 'rejected'; did you mean 'rejcted'?"),
+        ({"prompt": "a", "completion": "b", "label": True}, "this loss needs pairs"),
+        ({"prompt": "a", "chosen": "b", "rejected": [BAD]}, "one of chosen and rejected is a string"),
+        ({"prompt": "a", "chosen": [USER], "rejected": [BAD]}, "chosen must end with an assistant message"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, "share no message"),
+        ({"prompt": "a", "chosen": None, "rejected": "c"}, "column 'chosen' is null"),
+    ],
+)
+def test_what_is_wrong_with_a_pair(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        pair(row, DATASET, CHAT)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "completion": "b", "label": "good"}, "column 'label' must be true or false, got 'good'"),
+        ({"prompt": "a", "completion": "b"}, "missing: 'chosen'"),
+    ],
+)
+def test_what_is_wrong_with_an_answer(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        judged(row, DATASET, PLAIN)
+
+
+def units(table: list[dict[str, Any]], kind: str = "pairs", row_tokens: int = 40, **fields: Any) -> Units:
+    section = PreferenceSection(
+        dataset=DATASET,
+        num_steps=1,
+        batch_rows=2,
+        row_tokens=row_tokens,
+        optimizer=OptimizerSection(learning_rate=1.0),
+        **{name: fields.pop(name) for name in ("overlong", "packing") if name in fields},
+    )
+    rows = Rows("x.jsonl", table, 0, len(table))
+    return Units(section=section, dataset=DATASET, rows=rows, renderer=PLAIN, kind=kind, **fields)
+
+
+TABLE = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "no" * (i % 3 + 1), "margin": i} for i in range(7)]
+
+
+def sequences(batch: Any) -> list[tuple[int, int, str, set[int]]]:
+    """Row, segment, text and roles of every sequence; its positions count from 0."""
+    found = []
+    for row in range(batch.shape[0]):
+        for segment in range(1, int(batch.segments[row].max()) + 1):
+            here = batch.segments[row] == segment
+            assert np.array_equal(batch.positions[row][here], np.arange(here.sum()))
+            text = BYTES.decode(batch.tokens[row][here].tolist())
+            found.append((row, segment, text, set(batch.roles[row][here].tolist())))
+    return found
+
+
+def test_pairs_share_a_row() -> None:
+    made = [item for batch, _ in all_rows(units(TABLE, margins=True)) for item in sequences(batch)]
+    assert len(made) == 14
+    for (row, first, chosen, one), (other, second, rejected, two) in zip(made[::2], made[1::2], strict=True):
+        assert row == other and second == first + 1 and first % 2 == 1
+        assert (one, two) == ({0, 1}, {0, -1})
+        assert chosen.split("=")[0] == rejected.split("=")[0] and rejected.split("=")[1].startswith("no")
+    for batch, unit in all_rows(units(TABLE, margins=True)):
+        assert np.array_equal(batch.margins, np.where(batch.roles == 1, unit % 7, 0))
+        assert np.array_equal(batch.loss_weight > 0, batch.roles != 0)
+        assert np.array_equal(batch.segments == 0, batch.tokens == 0)
+
+
+def test_kto_gets_answers_to_other_prompts() -> None:
+    table = [{"prompt": f"{i}+1=", "completion": str(i + 1), "label": i != 1} for i in range(3)]
+    made = [item for batch, _ in all_rows(units(table, "answers_and_others")) for item in sequences(batch)]
+    assert [(text, roles - {0}) for _, _, text, roles in made] == [
+        ("0+1=1", {1}),
+        ("0+1=2", {2}),
+        ("1+1=2", {-1}),
+        ("1+1=3", {2}),
+        ("2+1=3", {1}),
+        ("2+1=1", {2}),
+    ]
+    from_pairs = units(TABLE, "answers_and_others")
+    assert len(from_pairs) == 14
+    first = from_pairs(1)
+    assert first is not None and set(first["roles"].tolist()) == {0, -1, 2}
+    with pytest.raises(ConfigError, match="at least two rows"):
+        units(table[:1], "answers_and_others")(0)
+
+
+def test_weight_on_prompts_of_chosen_answers() -> None:
+    unit = units(TABLE, weigh_prompts=True)(0)
+    assert unit is not None
+    first = unit["part"] == 1
+    assert unit["loss_weight"][first].tolist() == [0.0] + [1.0] * (int(first.sum()) - 1)
+    assert np.array_equal(unit["loss_weight"][~first] > 0, unit["roles"][~first] != 0)
+
+
+def test_overlong_pairs() -> None:
+    with pytest.raises(ConfigError, match="x.jsonl row 2: it has 7 \\+ 12 tokens, which must share row_tokens=16"):
+        units(TABLE, row_tokens=16)(2)
+    assert units(TABLE, row_tokens=16, overlong="drop")(2) is None
+    cut = units(TABLE, row_tokens=16, overlong="truncate")(2)
+    assert cut is not None and np.bincount(cut["part"]).tolist() == [0, 7, 9]
+    assert units(TABLE, row_tokens=8, overlong="truncate")(2) is None
+
+
+def test_the_stream_goes_on_where_it_stood() -> None:
+    stream = ComparisonBatches(units(TABLE), seed=1)
+    next(stream)
+    state, expected = stream.state(), [next(stream).tokens for _ in range(3)]
+    other = ComparisonBatches(units(TABLE), seed=1)
+    other.restore(state)
+    assert all(np.array_equal(next(other).tokens, tokens) for tokens in expected)
+    with pytest.raises(ConfigError, match="cannot resume: seed"):
+        ComparisonBatches(units(TABLE), seed=2).restore(state)

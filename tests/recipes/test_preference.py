@@ -1,0 +1,158 @@
+"""Preference stages as whole runs: references, kinds of losses and data, resuming, evaluation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from posttrain.config import ConfigError
+from posttrain.config_file import load_config
+from posttrain.losses.preference import PreferenceLoss
+from posttrain.losses.reference_free import CPOLoss
+from posttrain.recipes.judged import JudgedInputs
+from posttrain.recipes.prepare import prepare
+from tests.recipes.runs import INIT, lines, posttrain, steps, weights, write_run
+from tests.recipes.test_resume import finish, kill_at
+
+PAIRS = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": f"{i}no", "margin": i % 3} for i in range(12)]
+JUDGED = [{"prompt": f"{i}+1=", "completion": str(i + 1 + i % 2), "label": i % 2 == 0} for i in range(12)]
+
+
+def preference_stage(**changes: Any) -> dict[str, Any]:
+    stage = {
+        "kind": "preference",
+        "dataset": {"path": "pairs.jsonl", "chat": False},
+        "num_steps": 3,
+        "batch_rows": 4,
+        "row_tokens": 48,
+        "optimizer": {"learning_rate": 1e-2},
+    }
+    return {**stage, **changes}
+
+
+def write_pairs(folder: Path, stage: dict[str, Any], **changes: Any) -> Path:
+    file = write_run(folder, stage, **changes)
+    for name, rows in (("pairs", PAIRS), ("judged", JUDGED)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for what is kept between runs, the same for all tests of this file."""
+    folder = tmp_path_factory.getbasetemp() / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder / "posttrain" / "reference"
+
+
+def losses(folder: Path, **changes: Any) -> list[float]:
+    changes = {**changes}
+    model = {"init": INIT, "tokenizer": "bytes", **changes.pop("model", {})}
+    done = posttrain("run", write_pairs(folder, preference_stage(**changes), model=model))
+    assert done.code == 0, done.err
+    return [line["loss"] for line in lines(folder / "out") if "grad_norm" in line]
+
+
+def test_cached_and_live_reference_are_the_same(tmp_path: Path, own_cache: Path) -> None:
+    held_out = {"path": "pairs.jsonl", "chat": False, "limit": 5}
+    cached = losses(tmp_path / "a", eval_dataset=held_out)
+    assert abs(cached[0] - np.log(2)) < 1e-5 and cached[-1] < cached[0] - 1e-3
+    assert len(list(own_cache.iterdir())) == 2
+    np.testing.assert_allclose(losses(tmp_path / "b", reference="live"), cached, rtol=1e-5)
+    assert len(list(own_cache.iterdir())) == 2
+    told = lines(tmp_path / "a" / "out")
+    result = json.loads((tmp_path / "a" / "out" / "0-preference" / "result.json").read_text())
+    assert len(result["after"]["preferred"]) == 5
+    for name in ("eval/rewards/accuracies", "eval/preferred_ratio"):
+        assert 0 <= told[-1][f"{name}_low"] <= told[-1][name] <= told[-1][f"{name}_high"] <= 1
+    assert {"eval/rewards/margins", "eval/logps/chosen", "eval/loss"} < set(told[-1])
+    assert told[0]["eval/rewards/margins"] == 0
+
+
+def test_an_adapter_is_switched_off_for_the_reference(tmp_path: Path) -> None:
+    found = losses(tmp_path, reference="live", model={"lora": {"rank": 2}}, num_steps=2)
+    assert abs(found[0] - np.log(2)) < 1e-5 and found[1] < found[0] - 1e-4
+
+
+@pytest.mark.parametrize(("loss", "data"), [("kto", "judged"), ("orpo", "pairs")])
+def test_other_losses(tmp_path: Path, loss: Any, data: str) -> None:
+    """Single answers, and a loss without a reference; both over two micro-batches."""
+    path = {"path": f"{data}.jsonl", "chat": False}
+    found = losses(tmp_path, loss=loss, dataset=path, batch_rows=16, micro_batch_rows=8, eval_dataset=path)
+    assert found[-1] < found[0]
+    record = json.loads((tmp_path / "out" / "0-preference" / "after.json").read_text())
+    assert ("preferred" in record) == (loss == "orpo")
+    names = set(lines(tmp_path / "out")[1])
+    assert {"rewards/chosen", "rewards/rejected", "logps/chosen"} < names and ("kl" in names) == (loss == "kto")
+
+
+def test_killed_ends_as_never_stopped(tmp_path: Path) -> None:
+    """The second run reads the reference of the first."""
+    stage = preference_stage(num_steps=24, checkpoint_every=1)
+    whole, halves = (write_pairs(tmp_path / name, stage) for name in ("whole", "halves"))
+    finish(whole)
+    output = tmp_path / "halves" / "out"
+    kill_at(halves, output, "0-preference", 8)
+    out = finish(halves)
+    assert "resuming after step" in out and "log-probabilities: read from" in out, out
+    assert steps(output, "0-preference") == list(range(1, 25))
+    assert weights(output, "0-preference") == weights(tmp_path / "whole" / "out", "0-preference")
+
+
+def inputs_of(folder: Path, **changes: Any) -> JudgedInputs:
+    loaded = load_config(write_pairs(folder, preference_stage(**changes)))
+    made = prepare(loaded.config, loaded.base_dir, offline_ok=False).stages[0]
+    assert isinstance(made, JudgedInputs)
+    return made
+
+
+def test_settings_of_losses(tmp_path: Path) -> None:
+    assert inputs_of(tmp_path).loss == PreferenceLoss()
+    several = {"kind": ["sigmoid", "sft"], "weights": [1.0, 0.1], "beta": 0.2}
+    assert inputs_of(tmp_path, loss=several).loss == PreferenceLoss(
+        kinds=("sigmoid", "sft"), weights=(1.0, 0.1), beta=0.2
+    )
+    assert inputs_of(tmp_path, loss={"kind": "cpo_hinge", "nll_coef": 0.5}).loss == CPOLoss(kind="hinge", nll_coef=0.5)
+    own = inputs_of(tmp_path, loss={"kind": "posttrain.losses.preference:PreferenceLoss", "beta": 0.3}).loss
+    assert own == PreferenceLoss(beta=0.3)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ("sigmiod", "kind 'sigmiod' is unknown; did you mean 'sigmoid'?"),
+        ({"kind": "ipo", "betta": 1}, "'betta' is no setting of ipo; did you mean 'beta'?"),
+        ({"kind": ["sigmoid", "kto"]}, "several are only possible of sigmoid"),
+        ({"kind": "hinge", "label_smoothing": 0.1}, "has no effect on hinge"),
+        ({"kind": "exo_pair"}, "exo_pair needs label_smoothing > 0"),
+        ({"beta": 0.1}, "kind None is unknown"),
+        ({"kind": "ipo", "beta": -1}, "beta=-1.0 must be positive"),
+        ("posttrain.losses.sft:SFTLoss", "does not say what it needs"),
+    ],
+)
+def test_what_is_wrong_with_a_loss(tmp_path: Path, loss: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        inputs_of(tmp_path, loss=loss)
+    assert message in str(caught.value)
+
+
+def test_check_and_overrides(tmp_path: Path) -> None:
+    file = write_pairs(tmp_path, preference_stage())
+    assert "12 dataset rows, PreferenceLoss, 3 steps of 4 x 48 tokens" in posttrain("check", file).out
+    assert "is unknown; did you mean 'hinge'" in posttrain("check", file, "stages.preference.loss=hing").error
+    assert "must share row_tokens=12" in posttrain("check", file, "stages.preference.row_tokens=12").error
+    dropped = posttrain("check", file, "stages.preference.row_tokens=16", "stages.preference.overlong=drop")
+    assert dropped.code == 0 and "are left out" in dropped.out, dropped.err
+    wrong = posttrain("check", file, "stages.preference.dataset.path=rows.jsonl").error
+    assert "rows.jsonl row 0: the row has columns prompt, completion, answer" in wrong
+
+
+def test_a_reward_model_writes_nothing(tmp_path: Path) -> None:
+    reward = preference_stage(kind="reward_model")
+    write_pairs(tmp_path, reward)
+    file = write_run(tmp_path, reward, preference_stage())
+    assert "a reward_model stage must be the last" in posttrain("check", file).error
