@@ -79,7 +79,7 @@ def module_of(tensor: Tensor) -> str:
 def sites(model: Decoder) -> dict[str, Site]:
     """By path, such as `stages.0.blocks.0.attention.q`, `stages.0.blocks.0.mlp.experts.up`, `embed`, `head`."""
     modules = _modules(model)
-    found = {}
+    found: dict[str, Array] = {}
     for where, node in nnx.iter_graph(model):
         if not isinstance(node, Adaptable):
             continue
@@ -255,7 +255,7 @@ def _drawn(sites: Mapping[str, tuple[Array, Site, Plan]]) -> dict[str, Array]:
         *lead, before, after = site.matrix.shape
         normal, rank = site.name == "embedding", max(plan.ranks)
         groups.setdefault((normal, *lead, *((rank, after) if normal else (before, rank))), []).append(path)
-    found = {}
+    found: dict[str, Array] = {}
     for (normal, *shape), paths in groups.items():
         draw = functools.partial(_normal if normal else _uniform, shape=tuple(shape))
         values = jax.vmap(draw)(jnp.stack([sites[path][0] for path in paths]))
