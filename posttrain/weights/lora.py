@@ -79,7 +79,7 @@ def module_of(tensor: Tensor) -> str:
 def sites(model: Decoder) -> dict[str, Site]:
     """By path, such as `stages.0.blocks.0.attention.q`, `stages.0.blocks.0.mlp.experts.up`, `embed`, `head`."""
     modules = _modules(model)
-    found: dict[str, Array] = {}
+    found = {}
     for where, node in nnx.iter_graph(model):
         if not isinstance(node, Adaptable):
             continue
