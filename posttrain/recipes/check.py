@@ -7,7 +7,8 @@ from pathlib import Path
 from posttrain.batch import rows_per_pass
 from posttrain.config import ComparedSection, DistillSection, RLSection, RunConfig, SequenceSection, TrainSection
 from posttrain.recipes.judged import JudgedInputs
-from posttrain.recipes.prepare import RLInputs, SFTInputs, prepare, row_notes, rows_per_step, stage_names
+from posttrain.recipes.prepare import SFTInputs, prepare, row_notes, rows_per_step, stage_names
+from posttrain.recipes.prepare_rl import RLInputs
 
 
 def check(config: RunConfig, base_dir: Path) -> list[str]:

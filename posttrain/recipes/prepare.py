@@ -23,26 +23,22 @@ from posttrain.config import (
     SFTSection,
     TrainSection,
 )
-from posttrain.config_file import resolve_path
-from posttrain.console import progress
 from posttrain.data.chat import Renderer
-from posttrain.data.format import prompt_is_text, prompt_messages, use_chat
 from posttrain.data.hub import hub_is_reachable, is_hub_id
 from posttrain.data.pipeline import require_one, row_tokenizer
-from posttrain.data.sources import FILE_SUFFIXES, Rows, load_rows
+from posttrain.data.sources import FILE_SUFFIXES, Rows
 from posttrain.data.taught import Taught
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
-from posttrain.imports import did_you_mean, import_object, is_object_spec
+from posttrain.imports import did_you_mean, is_object_spec
 from posttrain.losses.distill import DistillLoss
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.models.config import ModelConfig
 from posttrain.models.moe import check_recording, check_router
+from posttrain.recipes.inputs import callable_of, each_row, rows_and_renderer
 from posttrain.recipes.judged import LOSSES, JudgedInputs, check_units, make_loss, units_of
-from posttrain.recipes.source import path_exists, read_model_config, tokenizer_name
+from posttrain.recipes.prepare_rl import RLInputs, algorithm_of, prepare_rl, refuse_completions, rubric_of
+from posttrain.recipes.source import read_model_config, tokenizer_name
 from posttrain.recipes.teachers import TeacherSource, find_teachers
-from posttrain.rl.algorithms import Algorithm, make_algorithm
-from posttrain.rl.rewards import Reward, Rubric, missing_arguments
-from posttrain.rl.types import Example
 from posttrain.weights.load import check_lora
 
 T = TypeVar("T")
@@ -67,19 +63,6 @@ class SFTInputs:
     mixed: Sequence[tuple[Rows, Renderer]]
     """Of the datasets in `section.mix`."""
     teachers: Sequence[TeacherSource]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RLInputs:
-    section: RLSection
-    renderer: Renderer
-    rows: Rows
-    examples: Sequence[Example]
-    eval_renderer: Renderer | None
-    eval_examples: Sequence[Example]
-    rubric: Rubric
-    algorithm: Algorithm
-    max_prompt_tokens: int
 
 
 @dataclass
@@ -125,7 +108,7 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
                 prepared.stages.append(judged)
                 prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
             elif isinstance(section, RLSection):
-                prepared.stages.append(_prepare_rl(section, prepared.tokenizer, base_dir))
+                prepared.stages.append(prepare_rl(section, prepared.tokenizer, base_dir))
             else:
                 inputs, notes = _prepare_sft(section, prepared.tokenizer, base_dir)
                 prepared.stages.append(inputs)
@@ -230,27 +213,15 @@ def _unreachable(name: str) -> bool:
 def _check_offline(section: TrainSection, base_dir: Path) -> None:
     """What can be said of a stage without its rows."""
     if isinstance(section, RLSection):
-        _refuse_completions(section)
-        _rubric(section, base_dir)
-        _algorithm(section, base_dir)
+        refuse_completions(section)
+        rubric_of(section, base_dir)
+        algorithm_of(section, base_dir)
     elif isinstance(section, SFTSection | DistillSection):
         _sequence_loss(section, base_dir)
     elif isinstance(section, PreferenceSection | RewardModelSection):
         _judged_loss(section, base_dir)
     if isinstance(section, DistillSection):
         find_teachers(section, None, base_dir)
-
-
-def rows_of(section: DatasetSection, base_dir: Path) -> Rows:
-    """The rows of a dataset section, its path resolved like every path of a configuration."""
-    spec = section.path
-    if is_object_spec(spec):
-        file, _, name = spec.rpartition(":")
-        if file.endswith(".py") and path_exists(file, base_dir):
-            spec = f"{resolve_path(file, base_dir).resolve()}:{name}"
-    elif path_exists(spec, base_dir):
-        spec = str(resolve_path(spec, base_dir).resolve())
-    return load_rows(section.model_copy(update={"path": spec}), base_dir=base_dir)
 
 
 def _prepare_sft(
@@ -264,14 +235,14 @@ def _prepare_sft(
         teachers, notes = find_teachers(section, tokenizer, base_dir)
     sources, dropped = [], []
     for dataset in section.datasets:
-        sources.append(_rows_and_renderer(dataset, tokenizer, base_dir))
+        sources.append(rows_and_renderer(dataset, tokenizer, base_dir))
         ratio, more = _check_sequences(section, dataset, *sources[-1])
         dropped.append(ratio)
         notes += more
     (rows, renderer), *mixed = sources
     eval_rows, eval_renderer = None, None
     if section.eval_dataset is not None:
-        eval_rows, eval_renderer = _rows_and_renderer(section.eval_dataset, tokenizer, base_dir)
+        eval_rows, eval_renderer = rows_and_renderer(section.eval_dataset, tokenizer, base_dir)
         notes += _check_sequences(section, section.eval_dataset, eval_rows, eval_renderer)[1]
     inputs = SFTInputs(
         section=section,
@@ -303,7 +274,7 @@ def _check_sequences(
         taught = Taught([teacher.title for teacher in section.teachers], section.teacher_column, None)
     tokenize = row_tokenizer(section, dataset, rows, renderer, taught)
     chosen = range(0, len(rows), -(-len(rows) // CHECKED_ROWS))
-    dropped = [made is None for made in _each(rows, chosen, "rows", tokenize)].count(True)
+    dropped = [made is None for made in each_row(rows, chosen, "rows", tokenize)].count(True)
     if dropped == len(chosen):
         require_one(rows, tokenize, section.row_tokens)
     looked_at = "" if len(chosen) == len(rows) else " looked at"
@@ -312,12 +283,6 @@ def _check_sequences(
         f"row_tokens={section.row_tokens} (overlong: {section.overlong})"
     )
     return dropped / len(chosen), [note] if dropped else []
-
-
-def _each(rows: Rows, chosen: Sequence[int], what: str, read: Callable[[int], T]) -> Iterator[T]:
-    """What `read` makes of each chosen row, with a bar where that takes long."""
-    for index in progress(chosen, f"checking {what} of {rows.name}", len(chosen)):
-        yield read(index)
 
 
 def _prepare_judged(
@@ -329,9 +294,9 @@ def _prepare_judged(
     for dataset in (section.dataset, section.eval_dataset):
         if dataset is None:
             continue
-        units = units_of(section, dataset, *_rows_and_renderer(dataset, tokenizer, base_dir), loss)
+        units = units_of(section, dataset, *rows_and_renderer(dataset, tokenizer, base_dir), loss)
         chosen = range(0, len(units), -(-len(units) // CHECKED_ROWS))
-        ratio, lines = check_units(units, (unit is None for unit in _each(units.rows, chosen, "rows", units)))
+        ratio, lines = check_units(units, (unit is None for unit in each_row(units.rows, chosen, "rows", units)))
         made.append(units)
         ratios.append(ratio)
         notes += lines
@@ -346,97 +311,7 @@ def _prepare_judged(
 
 
 def _judged_loss(section: PreferenceSection | RewardModelSection, base_dir: Path) -> Any:
-    return make_loss(section.loss, LOSSES[section.kind], lambda spec: _callable(spec, "loss", base_dir))
-
-
-def _prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> RLInputs:
-    _refuse_completions(section)
-    limit = section.max_prompt_tokens or section.row_tokens - section.sampling.max_tokens
-    if limit + section.sampling.max_tokens > section.row_tokens:
-        raise ConfigError(
-            f"max_prompt_tokens={limit} + sampling.max_tokens={section.sampling.max_tokens} must fit "
-            f"row_tokens={section.row_tokens}"
-        )
-    rubric = _rubric(section, base_dir)
-    rows, renderer = _rows_and_renderer(section.dataset, tokenizer, base_dir)
-    examples = _examples(rows, section.dataset, renderer, limit)
-    _check_columns(rubric, rows)
-    eval_examples: list[Example] = []
-    eval_renderer = None
-    if section.eval_dataset is not None:
-        eval_rows, eval_renderer = _rows_and_renderer(section.eval_dataset, tokenizer, base_dir)
-        eval_examples = _examples(eval_rows, section.eval_dataset, eval_renderer, limit)
-        _check_columns(rubric, eval_rows)
-    return RLInputs(
-        section=section,
-        renderer=renderer,
-        rows=rows,
-        examples=examples,
-        eval_renderer=eval_renderer,
-        eval_examples=eval_examples,
-        rubric=rubric,
-        algorithm=_algorithm(section, base_dir),
-        max_prompt_tokens=limit,
-    )
-
-
-def _rows_and_renderer(section: DatasetSection, tokenizer: Tokenizer, base_dir: Path) -> tuple[Rows, Renderer]:
-    rows = rows_of(section, base_dir)
-    return rows, Renderer(tokenizer, use_chat(section, tokenizer, rows.columns))
-
-
-def _examples(rows: Rows, section: DatasetSection, renderer: Renderer, max_prompt_tokens: int) -> list[Example]:
-    """All prompts, each checked: what is wrong with row 5,000 is said before the first step."""
-
-    def example(index: int) -> Example:
-        with rows.named(index) as row:
-            messages = prompt_messages(row, section)
-            length = len(renderer.prompt(messages))
-            if length > max_prompt_tokens:
-                raise ConfigError(
-                    f"its prompt has {length} tokens, max_prompt_tokens={max_prompt_tokens}; "
-                    "raise row_tokens and max_prompt_tokens, or leave the row out"
-                )
-            return Example(index=index, row=row, messages=messages, plain=prompt_is_text(row, section))
-
-    return list(_each(rows, range(len(rows)), "prompts", example))
-
-
-def _refuse_completions(section: RLSection) -> None:
-    for name, dataset in (("dataset", section.dataset), ("eval_dataset", section.eval_dataset)):
-        if dataset is not None and dataset.completion is not None:
-            raise ConfigError(
-                f"{name}.completion={dataset.completion!r}: RL samples its completions; remove it "
-                "(reward functions get every column of the dataset by its name)"
-            )
-
-
-def _check_columns(rubric: Rubric, rows: Rows) -> None:
-    lines = [line for reward in rubric.rewards for line in missing_arguments(reward, rows.columns)]
-    if lines:
-        raise ConfigError("\n".join(lines))
-
-
-def _rubric(section: RLSection, base_dir: Path) -> Rubric:
-    rewards = []
-    for item in section.rewards:
-        function = _callable(item.fn, "rewards.fn", base_dir) if isinstance(item.fn, str) else item.fn
-        if not callable(function):
-            raise ConfigError(f"rewards.fn={item.fn!r} is not a function; name one as file.py:function")
-        rewards.append(Reward(function=function, weight=item.weight, args=item.args, timeout_s=item.timeout_s))
-    return Rubric(rewards)
-
-
-def _algorithm(section: RLSection, base_dir: Path) -> Algorithm:
-    advantage = None if section.advantage is None else _callable(section.advantage, "advantage", base_dir)
-    return make_algorithm(
-        section.algorithm,
-        max_tokens=section.sampling.max_tokens,
-        kl_coef=section.kl_coef,
-        clip_low=section.clip_low,
-        clip_high=section.clip_high,
-        advantage=advantage,
-    )
+    return make_loss(section.loss, LOSSES[section.kind], lambda spec: callable_of(spec, "loss", base_dir))
 
 
 def _sequence_loss(section: SFTSection | DistillSection, base_dir: Path) -> TokenLoss:
@@ -447,23 +322,8 @@ def _sequence_loss(section: SFTSection | DistillSection, base_dir: Path) -> Toke
     if section.loss in SFT_LOSSES:
         return SFT_LOSSES[section.loss]()
     if is_object_spec(section.loss):
-        return _callable(section.loss, "loss", base_dir)()
+        return callable_of(section.loss, "loss", base_dir)()
     raise ConfigError(
         f"loss: {section.loss!r} is unknown{did_you_mean(section.loss, SFT_LOSSES)}; "
         f"there are {', '.join(SFT_LOSSES)}, or name your own as module:Class"
     )
-
-
-def _callable(spec: str, field: str, base_dir: Path) -> Any:
-    found = object_of(spec, base_dir)
-    if not callable(found):
-        raise ConfigError(f"{field}: {spec} is a {type(found).__name__}, not a function or class")
-    return found
-
-
-def object_of(spec: str, base_dir: Path) -> object:
-    """`file.py:name` or `module:name`, the file looked for like every path of a configuration."""
-    file, _, name = spec.rpartition(":")
-    if file.endswith(".py") and path_exists(file, base_dir):
-        spec = f"{resolve_path(file, base_dir).resolve()}:{name}"
-    return import_object(spec, base_dir=base_dir)

@@ -15,7 +15,8 @@ from posttrain.data.pipeline import PromptBatches
 from posttrain.losses.router import RouterLoss
 from posttrain.metrics import Sample, Timer, to_host
 from posttrain.optim import make_optimizer
-from posttrain.recipes.prepare import RLInputs, rows_per_step
+from posttrain.recipes.prepare import rows_per_step
+from posttrain.recipes.prepare_rl import RLInputs
 from posttrain.recipes.python import PythonRun
 from posttrain.recipes.stage import HeldOut, StageRun
 from posttrain.rl.aio import run_async

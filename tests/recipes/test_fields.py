@@ -21,7 +21,8 @@ from posttrain.mesh import single_device_mesh
 from posttrain.models.adapter import has_dropout
 from posttrain.optim import make_optimizer
 from posttrain.recipes.distill import cache_folders, terms_of
-from posttrain.recipes.prepare import Prepared, RLInputs, SFTInputs, prepare
+from posttrain.recipes.prepare import Prepared, SFTInputs, prepare
+from posttrain.recipes.prepare_rl import RLInputs
 from posttrain.recipes.rl import eval_sampling
 from posttrain.recipes.sft import _counted
 from posttrain.recipes.stage import StageRun

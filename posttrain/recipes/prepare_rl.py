@@ -1,0 +1,115 @@
+"""What an RL stage needs besides weights: prompts, rewards, an algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.config import ConfigError, DatasetSection, RLSection
+from posttrain.data.chat import Renderer
+from posttrain.data.format import prompt_is_text, prompt_messages
+from posttrain.data.sources import Rows
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.recipes.inputs import callable_of, each_row, rows_and_renderer
+from posttrain.rl.algorithms import Algorithm, make_algorithm
+from posttrain.rl.rewards import Reward, Rubric, missing_arguments
+from posttrain.rl.types import Example
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLInputs:
+    section: RLSection
+    renderer: Renderer
+    rows: Rows
+    examples: Sequence[Example]
+    eval_renderer: Renderer | None
+    eval_examples: Sequence[Example]
+    rubric: Rubric
+    algorithm: Algorithm
+    max_prompt_tokens: int
+
+
+def prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> RLInputs:
+    refuse_completions(section)
+    limit = section.max_prompt_tokens or section.row_tokens - section.sampling.max_tokens
+    if limit + section.sampling.max_tokens > section.row_tokens:
+        raise ConfigError(
+            f"max_prompt_tokens={limit} + sampling.max_tokens={section.sampling.max_tokens} must fit "
+            f"row_tokens={section.row_tokens}"
+        )
+    rubric = rubric_of(section, base_dir)
+    rows, renderer = rows_and_renderer(section.dataset, tokenizer, base_dir)
+    examples = _examples(rows, section.dataset, renderer, limit)
+    _check_columns(rubric, rows)
+    eval_examples: list[Example] = []
+    eval_renderer = None
+    if section.eval_dataset is not None:
+        eval_rows, eval_renderer = rows_and_renderer(section.eval_dataset, tokenizer, base_dir)
+        eval_examples = _examples(eval_rows, section.eval_dataset, eval_renderer, limit)
+        _check_columns(rubric, eval_rows)
+    return RLInputs(
+        section=section,
+        renderer=renderer,
+        rows=rows,
+        examples=examples,
+        eval_renderer=eval_renderer,
+        eval_examples=eval_examples,
+        rubric=rubric,
+        algorithm=algorithm_of(section, base_dir),
+        max_prompt_tokens=limit,
+    )
+
+
+def _examples(rows: Rows, section: DatasetSection, renderer: Renderer, max_prompt_tokens: int) -> list[Example]:
+    """All prompts, each checked: what is wrong with row 5,000 is said before the first step."""
+
+    def example(index: int) -> Example:
+        with rows.named(index) as row:
+            messages = prompt_messages(row, section)
+            length = len(renderer.prompt(messages))
+            if length > max_prompt_tokens:
+                raise ConfigError(
+                    f"its prompt has {length} tokens, max_prompt_tokens={max_prompt_tokens}; "
+                    "raise row_tokens and max_prompt_tokens, or leave the row out"
+                )
+            return Example(index=index, row=row, messages=messages, plain=prompt_is_text(row, section))
+
+    return list(each_row(rows, range(len(rows)), "prompts", example))
+
+
+def refuse_completions(section: RLSection) -> None:
+    for name, dataset in (("dataset", section.dataset), ("eval_dataset", section.eval_dataset)):
+        if dataset is not None and dataset.completion is not None:
+            raise ConfigError(
+                f"{name}.completion={dataset.completion!r}: RL samples its completions; remove it "
+                "(reward functions get every column of the dataset by its name)"
+            )
+
+
+def _check_columns(rubric: Rubric, rows: Rows) -> None:
+    lines = [line for reward in rubric.rewards for line in missing_arguments(reward, rows.columns)]
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def rubric_of(section: RLSection, base_dir: Path) -> Rubric:
+    rewards = []
+    for item in section.rewards:
+        function = callable_of(item.fn, "rewards.fn", base_dir) if isinstance(item.fn, str) else item.fn
+        if not callable(function):
+            raise ConfigError(f"rewards.fn={item.fn!r} is not a function; name one as file.py:function")
+        rewards.append(Reward(function=function, weight=item.weight, args=item.args, timeout_s=item.timeout_s))
+    return Rubric(rewards)
+
+
+def algorithm_of(section: RLSection, base_dir: Path) -> Algorithm:
+    advantage = None if section.advantage is None else callable_of(section.advantage, "advantage", base_dir)
+    return make_algorithm(
+        section.algorithm,
+        max_tokens=section.sampling.max_tokens,
+        kl_coef=section.kl_coef,
+        clip_low=section.clip_low,
+        clip_high=section.clip_high,
+        advantage=advantage,
+    )
