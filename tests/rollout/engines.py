@@ -128,7 +128,7 @@ def assert_same(got: Completion, expected: Completion) -> None:
     np.testing.assert_allclose(got.kept_logps, expected.kept_logps, atol=1e-5)
     assert (got.prompt_logps is None) == (expected.prompt_logps is None)
     if got.prompt_logps is not None:
-        np.testing.assert_allclose(got.prompt_logps, expected.prompt_logps, atol=1e-5)
+        np.testing.assert_allclose(got.prompt_logps, expected.prompt_logps, atol=1e-5, rtol=3e-6)
     assert (got.top_logps is None) == (expected.top_logps is None)
     for top, expected_top in zip(got.top_logps or (), expected.top_logps or (), strict=True):
         assert len(top) == len(expected_top)

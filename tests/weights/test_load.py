@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from posttrain.config import ConfigError, LoRA, MeshSection
 from posttrain.kernels.token_stats import token_stats
 from posttrain.mesh import make_mesh
-from posttrain.rollout.sampling import sample
+from posttrain.rollout.sampling import Sampling, sample
 from posttrain.weights import pieces
 from posttrain.weights.files import HUB_FILES, HUB_OTHERS, find_folder
 from posttrain.weights.load import init_model, load_model
@@ -357,19 +357,21 @@ def test_ids_without_a_token_have_no_probability() -> None:
         gradient = jax.grad(lambda hidden: stats(hidden).logps.sum())(hidden)
         logits = padded.logits(hidden)
         # Hot: every token has about the same probability.
-        options = [jnp.full(4096, value) for value in (1e4, 0, 1.0, 0.0)]
-        drawn = sample(jnp.broadcast_to(logits[0, :1], (4096, rows)), keys, jnp.arange(4096), *options)
+        names = {"temperature": 1e4, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        options = {name: jnp.full(4096, value) for name, value in names.items()}
+        sampling = Sampling(keys=keys, processors=None, **options)
+        drawn = sample(jnp.broadcast_to(logits[0, :1], (4096, rows)), jnp.arange(4096), sampling, None)
         return plain.logits(hidden), logits, stats(hidden), gradient, drawn
 
-    expected, got, stats, gradient, (drawn, logps, _) = run(jax.random.normal(jax.random.key(0), (2, 12, 32)))
+    expected, got, stats, gradient, drawn = run(jax.random.normal(jax.random.key(0), (2, 12, 32)))
     assert_array_equal(got[..., :90], expected[..., :90])
     over_tokens = np.asarray(jax.nn.log_softmax(expected[..., :90] / 0.5, axis=-1))
     chosen = np.take_along_axis(over_tokens[:, :-1], np.asarray(tokens)[:, 1:, None], axis=-1)[..., 0]
     assert_allclose(stats.logps[:, 1:], chosen, atol=1e-5)
     assert_allclose(stats.entropy[:, 1:], -(np.exp(over_tokens) * over_tokens).sum(-1)[:, :-1], atol=1e-5)
     assert np.isfinite(gradient).all()
-    assert set(np.asarray(drawn).tolist()) == set(range(90))
-    assert_allclose(logps, -np.log(90), atol=1e-2)
+    assert set(np.asarray(drawn.tokens).tolist()) == set(range(90))
+    assert_allclose(drawn.logps, -np.log(90), atol=1e-2)
 
 
 def test_more_tokens_than_rows() -> None:
