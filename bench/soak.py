@@ -28,6 +28,7 @@ from posttrain.rollout.types import Completion, SamplingParams, sample_key
 from posttrain.weights.load import init_model
 
 VOCABULARY, CONCURRENT = 256, 200
+STOPS = (5, 69, 133, 197)
 FIELDS = {
     "model_type": "qwen3",
     "hidden_size": 32,
@@ -68,7 +69,7 @@ def make_params(rng: np.random.Generator, number: int, longest: int) -> Sampling
         settings |= RARE[rng.integers(len(RARE))]
     return SamplingParams(
         max_tokens=int(rng.integers(1, longest + 1)),
-        stop_token_ids=(5,) if rng.random() < 0.5 else (),
+        stop_token_ids=STOPS if rng.random() < 0.5 else (),
         key=sample_key(0, 0, number, 0),
         **settings,
     )
@@ -187,13 +188,13 @@ def check(completion: Completion, prompt: list[int], params: SamplingParams) -> 
 
 
 def soak(requests: int, *, seed: int, longest: int) -> Report:
-    """Sequences of up to `longest` tokens, in blocks for six of them.
+    """Sequences of up to `longest` tokens, in blocks for three of them.
 
     AssertionError where something is lost, wrong, or growing in number.
     """
     models = [init_model(FIELDS, dtype=jnp.float32, seed=seed) for seed in range(2)]
     engine = NativeEngine(
-        models[0], slots=16, max_length=longest, decode_steps=8, tokenizer_decode=None, cache_tokens=6 * longest
+        models[0], slots=16, max_length=longest, decode_steps=8, tokenizer_decode=None, cache_tokens=3 * longest
     )
     rng = np.random.default_rng(seed)
     like = [make_params(rng, number, 60) for number in range(100)]
