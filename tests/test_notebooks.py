@@ -63,6 +63,7 @@ def text_of(cell: NotebookNode) -> str:
     return "".join(output.get("text", "") for output in cell.outputs if output.output_type == "stream")
 
 
+@pytest.mark.thorough
 @pytest.mark.optimized
 def test_quickstart_runs_and_improves(tmp_path: Path) -> None:
     notebook = read(FOLDER / "quickstart.ipynb")

@@ -15,6 +15,8 @@ from posttrain.models.decoder import Decoder
 from posttrain.weights.state import ModelWeights
 from tests.tiny import WINDOW, tiny_model
 
+pytestmark = pytest.mark.thorough
+
 PATTERNS: dict[str, tuple[tuple[int | None, ...], int]] = {
     "equal": ((None,), 4),
     "five_local_one_global": ((WINDOW,) * 5 + (None,), 12),

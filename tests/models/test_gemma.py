@@ -34,7 +34,12 @@ from tests.models.goldens import (
 )
 
 
-@pytest.fixture(scope="module", params=GEMMA)
+def _param(name: str) -> Any:
+    """With images: the same text model under other names."""
+    return pytest.param(name, marks=pytest.mark.thorough) if name.endswith("_mm") else name
+
+
+@pytest.fixture(scope="module", params=map(_param, GEMMA))
 def golden(request: pytest.FixtureRequest) -> Golden:
     return Golden(request.param)
 
@@ -113,6 +118,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(random_checkpoint(CASES[request.param], folder), folder, tokens)
 
 
+@pytest.mark.thorough
 def test_other_sizes(case: Case, scanned: None, tmp_path: Path) -> None:
     """Logits, gradients, and files that transformers reads."""
     import torch
@@ -149,6 +155,7 @@ def test_other_sizes(case: Case, scanned: None, tmp_path: Path) -> None:
     assert_allclose(transformers_logits(tmp_path / "out", case.tokens), theirs.detach(), atol=1e-5, rtol=0)
 
 
+@pytest.mark.thorough
 def test_other_sizes_through_the_cache(case: Case, scanned: None) -> None:
     prompts = [case.tokens[0, :5], case.tokens[1, :8]]
     sampled, logits = decode(load_model(case.folder), prompts, 8, chunk=8)

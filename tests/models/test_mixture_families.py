@@ -154,6 +154,7 @@ def random_checkpoint(fields: dict[str, Any], folder: Path) -> None:
     model.save_pretrained(folder)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_other_sizes(name: str, tmp_path: Path) -> None:
     """Logits as in transformers, and what we save is what it had saved, bit by bit."""

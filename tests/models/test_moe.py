@@ -108,6 +108,7 @@ def single() -> Result:
     return Result(None)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "section",
     [

@@ -9,6 +9,8 @@ import pytest
 
 from tests.models.goldens import random_checkpoint, same_as_transformers
 
+pytestmark = pytest.mark.thorough
+
 BASE: dict[str, Any] = {
     "vocab_size": 67,
     "hidden_size": 24,

@@ -90,6 +90,7 @@ def test_other_losses(tmp_path: Path, loss: Any, data: str) -> None:
     assert {"rewards/chosen", "rewards/rejected", "logps/chosen"} < names and ("kl" in names) == (loss == "kto")
 
 
+@pytest.mark.thorough
 def test_killed_ends_as_never_stopped(tmp_path: Path) -> None:
     """The second run reads the reference of the first."""
     stage = preference_stage(num_steps=24, checkpoint_every=1)

@@ -28,6 +28,7 @@ SMALL = (
 )
 
 
+@pytest.mark.thorough
 def test_the_saved_model_says_the_same_in_transformers(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,8 @@ from posttrain.weights.state import ModelWeights
 from tests.rl.test_loop import ROW, World, sgd
 from tests.tiny import forward, shake, tiny_model
 
+pytestmark = pytest.mark.thorough
+
 TOKENS = np.random.default_rng(0).integers(0, 512, (2, 10))
 
 

@@ -96,6 +96,7 @@ def test_the_first_update_has_ratio_1_in_float32(tokenizer: Tokenizer) -> None:
     assert metrics["moe/replaced_ratio"] == 0
 
 
+@pytest.mark.thorough
 def test_replay_keeps_the_ratio_near_1_where_rounding_changes_the_routing(tokenizer: Tokenizer) -> None:
     """The sampler in bfloat16: the trainer's own routers would choose other experts for some tokens."""
     world = World(tokenizer, jnp.bfloat16)

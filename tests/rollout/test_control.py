@@ -127,6 +127,7 @@ def test_hundreds_of_tasks(engine: NativeEngine) -> None:
             assert index % 5 == 0
 
 
+@pytest.mark.thorough
 def test_a_short_soak() -> None:
     """The benchmark of wear, which also says that nothing is compiled after the warm-up."""
     report = soak(150, seed=1, longest=96)

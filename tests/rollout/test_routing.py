@@ -74,6 +74,7 @@ def test_a_stop_string_cuts_the_routing_as_well(engine: NativeEngine, routing_of
     assert_array_equal(cut.experts[:-1], routing_of([*prompt, *cut.tokens])[:-1])
 
 
+@pytest.mark.thorough
 def test_recording_changes_no_sample_nor_does_a_mesh(model: Decoder, engine: NativeEngine) -> None:
     prompts, parameters = requests(5)
     recorded = engine.generate_all(prompts, parameters)

@@ -444,6 +444,7 @@ SPLIT = {"q": "tensor", "o": "fsdp", "gate": "tensor", "down": "fsdp", "embed": 
 """Mesh axis of the outputs of what an adapter stands beside."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["everything with dora", "experts with dora"])
 def test_adapters_on_sharded_models(kind: str) -> None:
     mesh = make_mesh(MeshSection(data=1, fsdp=2, tensor=2, expert=2))

@@ -143,6 +143,7 @@ MIXED = LoRA(
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "lora"),
     [

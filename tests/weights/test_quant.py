@@ -170,6 +170,7 @@ def with_adapter(model: Decoder, lora: LoRA) -> Decoder:
 ADAPTERS = [LoRA(rank=3, targets=("attention", "mlp.up", "head")), LoRA(rank=2, dora=True)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lora", ADAPTERS, ids=["lora", "dora"])
 def test_saved_is_what_the_model_computes_and_so_is_its_adapter(lora: LoRA, llama: Decoder, tmp_path: Path) -> None:
     model = with_adapter(load_model(GOLDENS / "llama", dtype=jnp.float32, quantize="nf4"), lora)
@@ -212,6 +213,7 @@ def on_mesh(model: Decoder, section: MeshSection) -> Decoder:
     return split.model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_split_over_devices(kind: Quantize) -> None:
     model = mixture()

@@ -154,6 +154,7 @@ def test_the_command_line_writes_what_transformers_reads(tmp_path: Path) -> None
     assert "experts=4 must be a multiple of top_k=3" in wrong.error
 
 
+@pytest.mark.thorough
 def test_the_first_loss_on_real_text_is_the_dense_one(shared: Path, tmp_path: Path) -> None:
     """1.2945 nats per token on the first 40 stories, before and after."""
     from posttrain.data.tokenizer import load_tokenizer
