@@ -1,0 +1,49 @@
+"""A whole run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from posttrain.config.base import Section
+from posttrain.config.distill import DistillSection
+from posttrain.config.judged import PreferenceSection, RewardModelSection
+from posttrain.config.model import MeshSection, ModelSection
+from posttrain.config.rl import RLSection
+from posttrain.config.train import SFTSection
+
+Stage = Annotated[
+    SFTSection | DistillSection | RLSection | PreferenceSection | RewardModelSection, Field(discriminator="kind")
+]
+
+
+class RunConfig(Section):
+    """A whole run: one model through one or more stages."""
+
+    output: str
+    """Folder of the run: resolved config, metrics, samples, checkpoints, final model."""
+    seed: int
+    """Start of every random key: data order, sampling, initial weights."""
+    model: ModelSection
+    """What is trained: `path` or `init`, tokenizer, dtype, adapter."""
+    mesh: MeshSection = MeshSection()
+    tensorboard: bool = True
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    """Run in order; each starts from the weights of the one before."""
+
+    @model_validator(mode="after")
+    def _reward_model_last(self) -> RunConfig:
+        if any(isinstance(stage, RewardModelSection) for stage in self.stages[:-1]):
+            raise ValueError("a reward_model stage must be the last: what it leaves scores answers and writes none")
+        return self
+
+    @model_validator(mode="after")
+    def _dropout(self) -> RunConfig:
+        lora = self.model.lora
+        if lora is not None and lora.dropout and any(isinstance(stage, RLSection) for stage in self.stages):
+            raise ValueError(
+                f"model.lora.dropout={lora.dropout}: RL has none, the trainer would be another model than the sampler "
+                "and the first update's ratio not 1; set it to 0"
+            )
+        return self
