@@ -200,8 +200,7 @@ def rows_per_step(section: TrainSection) -> int:
 
 
 def _datasets(section: TrainSection) -> list[DatasetSection]:
-    given = section.datasets if isinstance(section, SequenceSection) else (section.dataset,)
-    return [dataset for dataset in (*given, section.eval_dataset) if dataset is not None]
+    return [dataset for dataset in (*section.datasets, section.eval_dataset) if dataset is not None]
 
 
 def _unreachable(name: str) -> bool:
@@ -291,9 +290,7 @@ def _prepare_judged(
     """The inputs, and a line for each dataset of which units are left out."""
     loss = _judged_loss(section, base_dir)
     made, ratios, notes = [], [], []
-    for dataset in (section.dataset, section.eval_dataset):
-        if dataset is None:
-            continue
+    for dataset in _datasets(section):
         units = units_of(section, dataset, *rows_and_renderer(dataset, tokenizer, base_dir), loss)
         chosen = range(0, len(units), -(-len(units) // CHECKED_ROWS))
         ratio, lines = check_units(units, (unit is None for unit in each_row(units.rows, chosen, "rows", units)))
@@ -311,7 +308,12 @@ def _prepare_judged(
 
 
 def _judged_loss(section: PreferenceSection | RewardModelSection, base_dir: Path) -> Any:
-    return make_loss(section.loss, LOSSES[section.kind], lambda spec: callable_of(spec, "loss", base_dir))
+    loss = make_loss(section.loss, LOSSES[section.kind], lambda spec: callable_of(spec, "loss", base_dir))
+    if isinstance(section, PreferenceSection) and section.reference is not None and not loss.needs.reference:
+        raise ConfigError(
+            f"reference: {section.reference} has no effect: {type(loss).__name__} needs no reference; remove it"
+        )
+    return loss
 
 
 def _sequence_loss(section: SFTSection | DistillSection, base_dir: Path) -> TokenLoss:

@@ -32,7 +32,7 @@ class Cluster:
     def logps(self, role: Role, batch: Batch) -> Float[np.ndarray, "B T"]:
         """Log-probabilities of the batch's tokens under a role's weights, at the actor's temperature."""
         if role is Role.ACTOR:
-            return self.actor.stats(model_inputs(batch)).logps
+            return np.asarray(self.actor.stats(model_inputs(batch)).logps)
         if self._reference is None:
             raise ValueError("this cluster keeps no reference; make it with keep_reference=True")
         return self._reference.logps(batch)
