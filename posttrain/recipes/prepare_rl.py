@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.config import ConfigError, DatasetSection, RLSection
+from posttrain.config import ConfigError, DatasetSection, ModelSection, RLSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import prompt_is_text, prompt_messages
 from posttrain.data.sources import Rows
 from posttrain.data.tokenizer import Tokenizer
+from posttrain.models.heads import CLASSIFIER
 from posttrain.recipes.inputs import callable_of, each_row, rows_and_renderer
+from posttrain.recipes.source import local_or_hub, read_model_config
 from posttrain.rl.algorithms import Algorithm, make_algorithm
+from posttrain.rl.model_reward import ModelReward
 from posttrain.rl.rewards import Reward, Rubric, missing_arguments
 from posttrain.rl.types import Example
 
@@ -61,6 +64,10 @@ def prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> RLIn
     )
 
 
+MODEL_REWARD = "reward_model"
+"""Name in metrics; of the second one with its number."""
+
+
 def _examples(rows: Rows, section: DatasetSection, renderer: Renderer, max_prompt_tokens: int) -> list[Example]:
     """All prompts, each checked: what is wrong with row 5,000 is said before the first step."""
 
@@ -94,13 +101,30 @@ def _check_columns(rubric: Rubric, rows: Rows) -> None:
 
 
 def rubric_of(section: RLSection, base_dir: Path) -> Rubric:
-    rewards = []
+    rewards: list[Reward] = []
     for item in section.rewards:
+        if item.model is not None:
+            number = sum(reward.name.startswith(MODEL_REWARD) for reward in rewards)
+            name = f"{MODEL_REWARD}_{number + 1}" if number else MODEL_REWARD
+            scorer = ModelReward(_classifier(item.model, base_dir), item.reduce, name)
+            rewards.append(Reward(function=scorer, weight=item.weight, timeout_s=item.timeout_s))
+            continue
         function = callable_of(item.fn, "rewards.fn", base_dir) if isinstance(item.fn, str) else item.fn
         if not callable(function):
             raise ConfigError(f"rewards.fn={item.fn!r} is not a function; name one as file.py:function")
         rewards.append(Reward(function=function, weight=item.weight, args=item.args, timeout_s=item.timeout_s))
     return Rubric(rewards)
+
+
+def _classifier(path: str, base_dir: Path) -> str:
+    """The folder or hub id of a reward model. ConfigError for another model."""
+    model = read_model_config(ModelSection(path=path), base_dir, vocab_size=None)
+    if model is not None and not model.scalar_head:
+        raise ConfigError(
+            f"rewards.model: {path} is no reward model; give a {CLASSIFIER} of one label, such as the model that a "
+            "stage of kind reward_model leaves"
+        )
+    return local_or_hub(path, base_dir)
 
 
 def algorithm_of(section: RLSection, base_dir: Path) -> Algorithm:

@@ -24,6 +24,7 @@ from posttrain.rl.cluster import Cluster
 from posttrain.rl.collect import Sampler
 from posttrain.rl.evaluate import Evaluation, evaluate
 from posttrain.rl.loop import StepResult, StepSettings, check_agreement, rl_step
+from posttrain.rl.model_reward import ModelReward
 from posttrain.rollout.native import NativeEngine
 from posttrain.trainer import Trainer
 
@@ -89,6 +90,9 @@ class _RLRun:
             cache_tokens=section.rollout.cache_tokens,
         )
         self.cluster = Cluster(self.trainer, self.engine, keep_reference=inputs.algorithm.loss.kl_coef > 0)
+        for reward in inputs.rubric.rewards:
+            if isinstance(reward.function, ModelReward):
+                reward.function.load(stage.mesh, inputs.renderer, samples)
         self.prompts = PromptBatches(
             section.dataset, inputs.rows, prompts_per_step=section.prompts_per_step, seed=stage.seed
         )
