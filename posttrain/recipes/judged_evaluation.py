@@ -72,7 +72,7 @@ class Evaluation:
         return record
 
     def _totals(self, stats: Stats, batch: Batch) -> dict[str, Mean]:
-        output = jax.device_get(self._loss(stats, batch))
+        output = self._loss(stats, batch)
         return {"loss": output.loss, **output.metrics}
 
     def _stats(self, batch: Batch) -> Stats:

@@ -68,9 +68,9 @@ class CachedLogps:
     def __contains__(self, number: int) -> bool:
         return number in self._places
 
-    def __call__(self, number: int, unit: Unit) -> Float[np.ndarray, " N"]:
+    def __call__(self, index: int, unit: Unit) -> Float[np.ndarray, " N"]:
         """NaN for a unit that was not scored. ConfigError where the unit was another text."""
-        place = self._places.get(number)
+        place = self._places.get(index)
         if place is None:
             return np.full(int((unit["loss_weight"] > 0).sum()), np.nan, np.float32)
         if place.text != _text(unit["tokens"], unit["loss_weight"]):
@@ -173,7 +173,7 @@ def _scored(rows: NumberedRows, logps: Float[np.ndarray, "B T"]) -> Iterator[_Sc
 def _text(tokens: np.ndarray, weight: np.ndarray) -> np.uint64:
     digest = hashlib.blake2b(tokens.astype(np.int32).tobytes(), digest_size=8)
     digest.update(weight.astype(np.float32).tobytes())
-    return np.frombuffer(digest.digest(), np.uint64)[0]  # type: ignore[no-any-return]
+    return np.frombuffer(digest.digest(), np.uint64)[0]
 
 
 def _digest(value: Any) -> str:
@@ -183,15 +183,15 @@ def _digest(value: Any) -> str:
 def _write(folder: Path, scored: list[_Scored]) -> Path:
     """The shard appears whole or not at all; another process may write the same one."""
     values = np.concatenate([one.logps for one in scored])
-    name = hashlib.sha256(values.tobytes()).hexdigest()[:16]
+    index = {
+        "numbers": np.asarray([one.number for one in scored]),
+        "texts": np.asarray([one.text for one in scored], np.uint64),
+        "ends": np.cumsum([len(one.logps) for one in scored]),
+    }
+    name = hashlib.sha256(b"".join(x.tobytes() for x in (values, *index.values()))).hexdigest()[:16]
     partial, shard = Path(tempfile.mkdtemp(dir=folder, prefix=".shard-")), folder / f"shard-{name}"
     np.save(partial / "values.npy", values)
-    np.savez(
-        partial / "index.npz",
-        numbers=np.asarray([one.number for one in scored]),
-        texts=np.asarray([one.text for one in scored], np.uint64),
-        ends=np.cumsum([len(one.logps) for one in scored]),
-    )
+    np.savez(partial / "index.npz", **index)
     try:
         partial.rename(shard)
     except OSError:

@@ -198,7 +198,7 @@ def test_only_what_a_run_sees_is_scored_and_in_shards(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(reference_cache, "SHARD_BATCHES", 1)
     made = inputs_of(tmp_path, batch_rows=2, packing=False)
-    model = init_model({**INIT, "vocab_size": 258}, dtype=jnp.float32, seed=0)
+    model = init_model({**INIT, "vocab_size": 261}, dtype=jnp.float32, seed=0)
     trainer = Trainer(model, made.loss, optax.sgd(0.0), temperature=1.0, max_grad_norm=1.0)
     cache = tmp_path / "cache" / "posttrain" / "reference"
 
@@ -254,7 +254,7 @@ def test_another_text_is_not_taken_for_the_known_one(tmp_path: Path) -> None:
 
 def test_held_out_losses_do_not_depend_on_batch_rows(tmp_path: Path) -> None:
     """Of a loss over the whole batch; what evaluation compiles is compiled once."""
-    model = init_model({**INIT, "vocab_size": 258}, dtype=jnp.float32, seed=0)
+    model = init_model({**INIT, "vocab_size": 261}, dtype=jnp.float32, seed=0)
     found = []
     for rows in (2, 8):
         made = inputs_of(tmp_path, loss="orpo", batch_rows=rows, packing=False)
