@@ -94,7 +94,9 @@ def generate(
 ) -> None:
     """Print completions of each prompt, with `--no-chat` or without a template after the prompt itself."""
     if not Path(model).expanduser().exists() and model.startswith(("/", ".", "~")):
-        raise ConfigError(f"model {model}: there is no such folder")
+        from posttrain.config_file import did_you_mean_path
+
+        raise ConfigError(f"model {model}: there is no such folder{did_you_mean_path(model)}")
     from posttrain.data.tokenizer import load_tokenizer
     from posttrain.recipes.generate import generate as recipe
     from posttrain.weights.load import load_model

@@ -24,7 +24,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(GOLDEN, folder / "damaged")
     fields = json.loads((GOLDEN / "config.json").read_text())
     (folder / "damaged" / "config.json").write_text(json.dumps({**fields, "vocab_size": 261}))
+    shutil.copytree(folder / "damaged", folder / "other_sizes")
     (folder / "damaged" / "model.safetensors").write_bytes((GOLDEN / "model.safetensors").read_bytes()[:1000])
+    for name, file, size in (("empty", "model.safetensors", 0), ("pickled", "pytorch_model.bin", 8), ("bare", "x", 0)):
+        shutil.copytree(folder / "damaged", folder / name)
+        (folder / name / "model.safetensors").unlink()
+        (folder / name / file).write_bytes(bytes(size))
     return folder
 
 
@@ -96,6 +101,15 @@ def test_check_says_what_is_not_as_written(folder: Path) -> None:
         ("stages.sft.loss=nl", ["loss: 'nl' is unknown; did you mean 'nll'?"]),
         ("model={path: no_config, tokenizer: bytes}", ["no_config/config.json: no such file"]),
         ("model={path: ./no_confi}", ["no_confi: no such file or folder; did you mean", "no_config"]),
+        ("model={path: damaged, tokenizer: bytes}", ["model.path: ", "model.safetensors: is damaged or incomplete"]),
+        ("model={path: empty, tokenizer: bytes}", ["model.path: ", "model.safetensors: is damaged or incomplete"]),
+        ("model={path: pickled, tokenizer: bytes}", ["has neither", "pytorch_model.bin is not read, convert it"]),
+        ("model={path: bare, tokenizer: bytes}", ["model.path: ", "has neither model.safetensors nor"]),
+        ("model={path: other_sizes, tokenizer: bytes}", ["do not fit config.json", "config.json says (261, "]),
+        ("model={path: damged, tokenizer: bytes}", ["model.path: damged is no file or folder here", "mean 'damaged'?"]),
+        ("model={path: damged}", ["model.path: damged is no file or folder here", "did you mean 'damaged'?"]),
+        ("model={path: damaged/mine, tokenizer: bytes}", ["model.path: damaged/mine is no file or folder here"]),
+        ("stages.rl.dataset.path=rows", ["dataset.path: rows is no file or folder here", "did you mean 'rows.jsonl'?"]),
         ("model.init.vocab_size=100", ["bytes has 261 tokens, the model only 100", "raise model.init.vocab_size"]),
         ("model.stop_tokens=['<none>']", ["<none>"]),
         ("stages.dpo.num_steps=1", ["override stages.dpo.num_steps=1", "no item is called 'dpo'"]),
@@ -129,7 +143,6 @@ def test_yaml_mistakes_name_the_line(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("model={path: damaged, tokenizer: bytes}", ["model.safetensors: is damaged or incomplete"]),
         ("mesh={data: 1, fsdp: 3}", ["fsdp=3", "must multiply to the number of devices, 8"]),
         ("mesh={data: 1, fsdp: 1, tensor: 8}", ["mesh.tensor=8 must divide"]),
         ("output=rows.jsonl/out", ["output: rows.jsonl/out: cannot be written: Not a directory"]),
@@ -146,7 +159,7 @@ def test_mistakes_that_only_a_run_can_see(folder: Path, override: str, words: li
 
 def test_mistake_while_loading_does_not_occupy_the_output(folder: Path) -> None:
     with inside(folder):
-        posttrain("run", "run.yaml", "model={path: damaged, tokenizer: bytes}", "output=again").error  # noqa: B018
+        posttrain("run", "run.yaml", "mesh={data: 1, fsdp: 3}", "output=again").error  # noqa: B018
         assert "other settings" not in posttrain("run", "run.yaml", "mesh={fsdp: 1, tensor: 8}", "output=again").error
 
 
@@ -160,7 +173,7 @@ def test_check_without_network_says_what_it_left_out(folder: Path, monkeypatch: 
     assert any("someone/some-model" in note for note in notes) and hub_model.out.endswith("ok\n")
     hub_data = posttrain("check", folder / "run.yaml", "stages.rl.dataset.path=someone/some-data")
     assert hub_data.code == 0
-    assert "stages.1: not checked, no network: dataset someone/some-data is on the hub" in hub_data.out
+    assert "stages.1: not checked, no network: dataset someone/some-data, if it is on the hub" in hub_data.out
     wrong = posttrain("check", folder / "run.yaml", "stages.rl.dataset.path=someone/some-data", "stages.rl.algorithm=x")
     assert "algorithm: 'x' is unknown" in wrong.error
 
@@ -274,6 +287,7 @@ def test_generate_mistakes(finished: tuple[Path, str], arguments: list[str], wor
 
 def test_generate_wants_a_model(folder: Path) -> None:
     assert "no such folder" in posttrain("generate", folder / "nothing", "a").error
+    assert posttrain("generate", folder / "damagd", "a").error.endswith("damaged'?")
     assert "tokenizer" in posttrain("generate", folder / "no_config", "a").error
 
 

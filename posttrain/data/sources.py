@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from posttrain.config import ConfigError, DatasetSection
+from posttrain.config_file import did_you_mean_path
 from posttrain.data.hub import hub_is_reachable, is_hub_id
 from posttrain.imports import describe_error, did_you_mean, import_object, is_object_spec, missing_path
 
@@ -249,7 +250,10 @@ def _from_hub(section: DatasetSection) -> Table:
     except (OSError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())[:300]
         hub = "on the hub" if reachable else "the hub cannot be reached"
-        raise ConfigError(f"dataset.path={section.path}: no such file or folder here; {hub}: {reason}") from error
+        raise ConfigError(
+            f"dataset.path={section.path}: no such file or folder here; {hub}: {reason}"
+            f"{did_you_mean_path(section.path)}"
+        ) from error
     finally:
         datasets.config.HF_HUB_OFFLINE = before
 

@@ -15,6 +15,7 @@ from posttrain.config import (
     ConfigError,
     DatasetSection,
     DistillSection,
+    ModelSection,
     PreferenceSection,
     RewardModelSection,
     RLSection,
@@ -23,6 +24,7 @@ from posttrain.config import (
     SFTSection,
     TrainSection,
 )
+from posttrain.config_file import find_path
 from posttrain.data.chat import Renderer
 from posttrain.data.hub import hub_is_reachable, is_hub_id
 from posttrain.data.pipeline import require_one, row_tokenizer
@@ -37,9 +39,9 @@ from posttrain.models.moe import check_recording, check_router
 from posttrain.recipes.inputs import callable_of, each_row, rows_and_renderer
 from posttrain.recipes.judged import LOSSES, JudgedInputs, check_units, make_loss, units_of
 from posttrain.recipes.prepare_rl import RLInputs, algorithm_of, prepare_rl, refuse_completions, rubric_of
-from posttrain.recipes.source import read_model_config, tokenizer_name
+from posttrain.recipes.source import local_or_hub, read_model_config, refuse_misspelt, tokenizer_name
 from posttrain.recipes.teachers import TeacherSource, find_teachers
-from posttrain.weights.load import check_lora
+from posttrain.weights.load import check_lora, check_weights
 
 T = TypeVar("T")
 
@@ -85,10 +87,13 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
     """
     prepared = Prepared(config=config, base_dir=base_dir)
     name = tokenizer_name(config.model, base_dir)
-    if offline_ok and _unreachable(name):
+    offline = _unreachable(name)
+    if offline:
+        refuse_misspelt("model.path" if config.model.tokenizer is None else "model.tokenizer", name, base_dir)
+    if offline_ok and offline:
         _read_model(prepared)
         prepared.notes.append(
-            f"not checked, no network: tokenizer and rows of every stage (tokenizer {name} is on the hub)"
+            f"not checked, no network: tokenizer and rows of every stage (of the tokenizer {name}, if it is on the hub)"
         )
         for index, section in enumerate(config.stages):
             with _naming_stage(config, index):
@@ -98,10 +103,12 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
     _read_model(prepared)
     for index, section in enumerate(config.stages):
         with _naming_stage(config, index):
-            remote = [dataset.path for dataset in _datasets(section) if _unreachable(dataset.path)]
+            remote = [path for path in _dataset_paths(section, base_dir) if _unreachable(path)]
+            for path in remote:
+                refuse_misspelt("dataset.path", path, base_dir)
             if offline_ok and remote:
                 names = ", ".join(remote)
-                prepared.notes.append(f"stages.{index}: not checked, no network: dataset {names} is on the hub")
+                prepared.notes.append(f"stages.{index}: not checked, no network: dataset {names}, if it is on the hub")
                 _check_offline(section, base_dir)
             elif isinstance(section, PreferenceSection | RewardModelSection):
                 judged, notes = _prepare_judged(section, prepared.tokenizer, base_dir)
@@ -136,9 +143,12 @@ def _read_model(prepared: Prepared) -> None:
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
     model = read_model_config(config.model, prepared.base_dir, vocab_size=vocab_size)
     if model is None:
-        prepared.notes.append(f"not checked, no network: the model {config.model.path}, which run downloads")
+        assert config.model.path is not None
+        refuse_misspelt("model.path", config.model.path, prepared.base_dir)
+        prepared.notes.append(f"not checked, no network: the model {config.model.path}, if it is on the hub")
         return
     prepared.model = model
+    _check_weights(config.model, prepared.base_dir)
     if model.scalar_head and not all(isinstance(section, RewardModelSection) for section in config.stages):
         raise ConfigError(f"model.path: {config.model.path} is a reward model, which scores answers and writes none")
     if tokenizer is not None:
@@ -158,6 +168,16 @@ def _read_model(prepared: Prepared) -> None:
             )
         with _naming_stage(config, index):
             _check_mixture(section, model, adapter=config.model.lora is not None)
+
+
+def _check_weights(section: ModelSection, base_dir: Path) -> None:
+    """ConfigError where the model is a folder here whose weights are not those of its `config.json`."""
+    folder = None if section.path is None else Path(local_or_hub(section.path, base_dir))
+    if folder is not None and folder.is_dir():
+        try:
+            check_weights(folder)
+        except ConfigError as error:
+            raise ConfigError(f"model.path: {error}") from error
 
 
 def _check_mixture(section: TrainSection, model: ModelConfig, *, adapter: bool) -> None:
@@ -199,9 +219,11 @@ def rows_per_step(section: TrainSection) -> int:
     return section.batch_rows
 
 
-def _datasets(section: TrainSection) -> list[DatasetSection]:
+def _dataset_paths(section: TrainSection, base_dir: Path) -> list[str]:
+    """Of those that are not found from here or from the configuration's folder."""
     given = section.datasets if isinstance(section, SequenceSection) else (section.dataset,)
-    return [dataset for dataset in (*given, section.eval_dataset) if dataset is not None]
+    paths = [dataset.path for dataset in (*given, section.eval_dataset) if dataset is not None]
+    return [path for path in paths if find_path(path, base_dir) is None]
 
 
 def _unreachable(name: str) -> bool:
