@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from posttrain.config import ConfigError
+from posttrain.config import ConfigError, RunError
 
 app = typer.Typer(
     help="Post-training of language models in JAX: fine-tune, then reinforce, from one YAML file.",
@@ -211,7 +211,7 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    except FloatingPointError as error:
+    except (FloatingPointError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except Exception as error:

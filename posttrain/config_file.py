@@ -68,11 +68,11 @@ def _places(text: str, base_dir: Path | None) -> list[Path]:
 def did_you_mean_path(text: str, base_dir: Path | None = None) -> str:
     """`; did you mean ...?` with what has the most similar name in one of the places of a path that is not there; or
     nothing."""
-    for path in _places(text, base_dir):
-        near = path.exists() or _similar(path)
-        if isinstance(near, Path):
-            return f"; did you mean {_shown(near)!r}?"
-    return ""
+    places = _places(text, base_dir)
+    if any(path.exists() for path in places):
+        return ""
+    near = next((near for path in places if (near := _similar(path)) is not None), None)
+    return "" if near is None else f"; did you mean {_shown(near)!r}?"
 
 
 def _similar(path: Path) -> Path | None:
@@ -90,8 +90,7 @@ def resolve_path(text: str, base_dir: Path | None = None) -> Path:
     """As `find_path`; raises ConfigError that names the nearest file where there is none."""
     found = find_path(text, base_dir)
     if found is None:
-        folder = find_path(str(Path(text).parent), base_dir)
-        raise ConfigError(f"{text}: no such file or folder{_nearest(text, [folder] if folder else [], '*')}")
+        raise ConfigError(f"{text}: no such file or folder{did_you_mean_path(text, base_dir)}")
     return found
 
 

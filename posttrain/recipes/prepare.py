@@ -31,13 +31,14 @@ from posttrain.data.pipeline import require_one, row_tokenizer
 from posttrain.data.sources import FILE_SUFFIXES, Rows
 from posttrain.data.taught import Taught
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
-from posttrain.imports import did_you_mean, is_object_spec
+from posttrain.imports import describe_error, did_you_mean, is_object_spec
 from posttrain.losses.distill import DistillLoss
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.models.config import ModelConfig
 from posttrain.models.moe import check_recording, check_router
 from posttrain.recipes.inputs import callable_of, each_row, rows_and_renderer
 from posttrain.recipes.judged import LOSSES, JudgedInputs, check_units, make_loss, units_of
+from posttrain.recipes.kernels import check_kernels
 from posttrain.recipes.prepare_rl import RLInputs, algorithm_of, prepare_rl, refuse_completions, rubric_of
 from posttrain.recipes.source import local_or_hub, read_model_config, refuse_misspelt, tokenizer_name
 from posttrain.recipes.teachers import TeacherSource, find_teachers
@@ -91,7 +92,7 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
     if offline:
         refuse_misspelt("model.path" if config.model.tokenizer is None else "model.tokenizer", name, base_dir)
     if offline_ok and offline:
-        _read_model(prepared)
+        _read_model(prepared, offline_ok=offline_ok)
         prepared.notes.append(
             f"not checked, no network: tokenizer and rows of every stage (of the tokenizer {name}, if it is on the hub)"
         )
@@ -100,7 +101,7 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
                 _check_offline(section, base_dir)
         return prepared
     prepared.tokenizer = load_tokenizer(name).with_stop_tokens(config.model.stop_tokens)
-    _read_model(prepared)
+    _read_model(prepared, offline_ok=offline_ok)
     for index, section in enumerate(config.stages):
         with _naming_stage(config, index):
             remote = [path for path in _dataset_paths(section, base_dir) if _unreachable(path)]
@@ -134,7 +135,7 @@ def _naming_stage(config: RunConfig, index: int) -> Iterator[None]:
         raise ConfigError("\n".join(f"stages.{index}: {line}" for line in str(error).splitlines())) from error
 
 
-def _read_model(prepared: Prepared) -> None:
+def _read_model(prepared: Prepared, *, offline_ok: bool) -> None:
     """Fill in `model`, and hold the configuration against it."""
     config, tokenizer = prepared.config, prepared.tokenizer
     if tokenizer is None and config.model.init is not None and "vocab_size" not in config.model.init:
@@ -160,6 +161,7 @@ def _read_model(prepared: Prepared) -> None:
             f"model.tokenizer: {config.model.tokenizer} has {vocab_size} tokens, the model only {model.vocab_size}; "
             + ("raise model.init.vocab_size" if config.model.init is not None else "give the model's own tokenizer")
         )
+    prepared.notes += check_kernels(config, model, here=not offline_ok)
     for index, section in enumerate(config.stages):
         if section.row_tokens > model.max_positions:
             raise ConfigError(
@@ -336,6 +338,19 @@ def _judged_loss(section: PreferenceSection | RewardModelSection, base_dir: Path
     return make_loss(section.loss, LOSSES[section.kind], lambda spec: callable_of(spec, "loss", base_dir))
 
 
+def _own_loss(spec: str, base_dir: Path) -> TokenLoss:
+    made = callable_of(spec, "loss", base_dir)
+    if not isinstance(made, type):
+        raise ConfigError(f"loss: {spec} is a {type(made).__name__}; name a class whose objects take (stats, batch)")
+    try:
+        loss = made()
+    except Exception as error:
+        raise ConfigError(f"loss: {spec}() raised {describe_error(error)}; it is made without arguments") from error
+    if not callable(loss):
+        raise ConfigError(f"loss: {spec} has no __call__(stats, batch)")
+    return loss
+
+
 def _sequence_loss(section: SFTSection | DistillSection, base_dir: Path) -> TokenLoss:
     if isinstance(section, DistillSection):
         return DistillLoss(section.cross_entropy)
@@ -344,7 +359,7 @@ def _sequence_loss(section: SFTSection | DistillSection, base_dir: Path) -> Toke
     if section.loss in SFT_LOSSES:
         return SFT_LOSSES[section.loss]()
     if is_object_spec(section.loss):
-        return callable_of(section.loss, "loss", base_dir)()
+        return _own_loss(section.loss, base_dir)
     raise ConfigError(
         f"loss: {section.loss!r} is unknown{did_you_mean(section.loss, SFT_LOSSES)}; "
         f"there are {', '.join(SFT_LOSSES)}, or name your own as module:Class"
