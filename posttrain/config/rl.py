@@ -27,7 +27,7 @@ class SamplingSection(Section):
 class RewardSection(Section):
     fn: Any = None
     """`rewards/gsm8k.py:correct`, `package.module:function`, or in Python the function itself."""
-    model: str | None = None
+    model: Text | None = None
     """In place of `fn`: folder or hub id of a sequence classifier of one label, as `reward_model` stages leave."""
     reduce: Literal["last", "min", "mean"] = "last"
     """Of `model`: the score of the last token; of a process reward model the least or mean one of its steps (lines)."""

@@ -191,7 +191,7 @@ def _write(folder: Path, scored: list[_Scored]) -> Path:
     name = hashlib.sha256(b"".join(x.tobytes() for x in (values, *index.values()))).hexdigest()[:16]
     partial, shard = Path(tempfile.mkdtemp(dir=folder, prefix=".shard-")), folder / f"shard-{name}"
     np.save(partial / "values.npy", values)
-    np.savez(partial / "index.npz", **index)
+    np.savez(partial / "index.npz", numbers=index["numbers"], texts=index["texts"], ends=index["ends"])
     try:
         partial.rename(shard)
     except OSError:

@@ -101,6 +101,18 @@ def test_other_losses(tmp_path: Path, loss: Any, data: str) -> None:
     assert {"rewards/chosen", "rewards/rejected", "logps/chosen"} < names and ("kl" in names) == (loss == "kto")
 
 
+def test_pairs_weigh_as_much_as_the_policy_would_write_them(tmp_path: Path) -> None:
+    """In training and in evaluation: a loss of log 2 at first, times a weight."""
+    found = losses(
+        tmp_path,
+        loss={"kind": "sigmoid", "use_weighting": True},
+        num_steps=1,
+        eval_dataset={"path": "pairs.jsonl", "chat": False, "limit": 5},
+    )
+    told = lines(tmp_path / "out")[0]
+    assert 0 < found[0] < 0.99 * np.log(2) and 0 < told["eval/loss"] < 0.99 * np.log(2)
+
+
 @pytest.mark.thorough
 def test_killed_ends_as_never_stopped(tmp_path: Path) -> None:
     """The second run reads the reference of the first."""
