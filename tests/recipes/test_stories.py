@@ -10,7 +10,6 @@ import pytest
 
 from posttrain.config_file import load_config
 from posttrain.recipes.run import run
-from posttrain.rl.statistics import paired_difference
 from tests.recipes.greedy import assert_same_greedy_text
 from tests.recipes.runs import ROOT, inside, posttrain
 
@@ -52,20 +51,11 @@ SHORTER = ("num_steps=12", "dataset.limit=120", "eval_dataset.limit=80", "eval_d
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["dpo_stories", "rm_stories"])
-def test_judged_answers_teach_which_are_preferred(
-    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Half of the steps on fewer pairs: of 80 held-out pairs the chosen answer is preferred more often than before, and
-    more often than by chance, by no accident."""
-    monkeypatch.chdir(Path(__file__).resolve().parents[2])
-    loaded = load_config(f"configs/{name}.yaml", [*SHORTER, f"output={tmp_path / 'run'}"])
-    before, after = (run(loaded.config, loaded.base_dir).results[0][when] for when in ("before", "after"))
-    moved = paired_difference(before["preferred"], after["preferred"])
-    assert moved.p_value < 0.05 and moved.low > 0, (moved, after["metrics"])
-    metrics = after["metrics"]
-    accuracy = "eval/rewards/accuracies"
-    assert metrics[f"{accuracy}_low"] > 0.5, metrics
-    if name == "dpo_stories":
-        assert before["metrics"][f"{accuracy}_high"] < metrics[f"{accuracy}_low"]
-        assert metrics["eval/rewards/margins"] > 0
+def test_pairs_teach_which_answer_is_preferred(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the steps on fewer pairs: of 80 held-out pairs the reward of the chosen answer is the greater one more
+    often than by chance, by no accident."""
+    monkeypatch.chdir(ROOT)
+    loaded = load_config("configs/dpo_stories.yaml", [*SHORTER, f"output={tmp_path / 'run'}"])
+    before, after = (run(loaded.config, loaded.base_dir).results[0][when]["metrics"] for when in ("before", "after"))
+    assert before["eval/rewards/margins"] == 0 < after["eval/rewards/margins"]
+    assert after["eval/rewards/accuracies_low"] > 0.5, after
