@@ -34,6 +34,8 @@ def type_text(annotation: Any) -> str:
         return type_text(args[0]) + (f" ({', '.join(bounds)})" if bounds else "")
     if origin in (Union, UnionType):
         return " | ".join(type_text(arg) for arg in args)
+    if origin is dict:
+        return f"dict[{', '.join(map(type_text, args))}]"
     if origin is tuple:
         return f"tuple[{type_text(args[0])}, ...]"
     return annotation.__name__ if isinstance(annotation, type) and not args else str(annotation).replace("typing.", "")
@@ -64,9 +66,7 @@ def test_the_list_of_fields_is_frozen() -> None:
     frozen = FROZEN.read_text().splitlines()
     change = [f"- {line}" for line in frozen if line not in field_lines()]
     change += [f"+ {line}" for line in field_lines() if line not in frozen]
-    assert change == [], (
-        "the fields of posttrain/config/ changed; if that is meant, python tests/test_config_fields.py"
-    )
+    assert change == [], "the fields of posttrain/config/ changed; if that is meant, python tests/test_config_fields.py"
     assert frozen == field_lines()
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import Fraction, NonNegativeInt, PositiveInt, RolloutQuantize, Section
+from posttrain.config.base import Flag, Fraction, ListOf, NonNegativeInt, PositiveInt, RolloutQuantize, Section, Text
 from posttrain.config.train import TrainSection
 
 
@@ -18,21 +18,21 @@ class SamplingSection(Section):
     """0: off."""
     top_p: Fraction = 1.0
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
     """Above 1: tokens of prompt and sample are less likely, arXiv:1909.05858; the trainer scores without it."""
-    presence_penalty: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    presence_penalty: float = 0.0
     """Taken off the logits of tokens in the sample."""
-    frequency_penalty: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    frequency_penalty: float = 0.0
     """Taken off the logits of tokens in the sample, as often as they are in it."""
-    logit_bias: dict[int, float] = {}
+    logit_bias: dict[int, Annotated[float, Field(allow_inf_nan=True)]] = {}
     """Token id -> number added to its logit; `-.inf` forbids the token."""
-    allowed_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: ListOf[int] | None = None
     """The only tokens that may be drawn."""
-    stop: tuple[str, ...] = ()
+    stop: ListOf[Text] = ()
     """Strings that end a sample; the text ends before them."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: ListOf[int] = ()
     """Tokens that end a sample, beside the tokenizer's."""
-    ignore_eos: bool = False
+    ignore_eos: Flag = False
     """Go on after the tokenizer's end-of-sequence tokens."""
 
 
@@ -51,17 +51,17 @@ class RolloutSection(Section):
     """Sequences decoded at once; by default all samples of a step."""
     decode_steps: PositiveInt = 32
     """Tokens decoded per dispatch at most."""
-    record_routing: bool = False
+    record_routing: Flag = False
     """Keep which experts of a mixture the sampler used, and use the same ones in training, arXiv:2510.11370."""
     quantize: RolloutQuantize = "none"
     """Sample, in evaluations too, from a copy of the weights in 8 bits, adapters merged, made anew after every update.
     How far it is from the trainer: `sampling/logp_difference/mean`."""
-    merge_lora: bool = False
+    merge_lora: Flag = False
     """Sample from a copy with the adapter merged, made anew after every update: faster tokens for more memory."""
     cache_tokens: PositiveInt | None = None
     """Keys and values that the sampler holds; by default those of `slots` sequences of `row_tokens`. With fewer it
     interrupts the youngest samples and reads them again later; with more it keeps more shared prefixes."""
-    warm_up: bool = True
+    warm_up: Flag = True
     """Compile all programs of the sampler before the first step; without, each when it is first needed."""
 
 
@@ -71,7 +71,7 @@ class RLSection(TrainSection):
     """`grpo`, `dr_grpo`, `dapo`, `gspo`, `rloo`."""
     advantage: str | None = None
     """`module:function` of rewards_PG in place of the algorithm's own."""
-    rewards: Annotated[tuple[RewardSection, ...], Field(min_length=1)]
+    rewards: Annotated[ListOf[RewardSection], Field(min_length=1)]
     """Functions that score a completion; their weighted sum is the reward."""
     prompts_per_step: PositiveInt
     """Different prompts in one optimiser step."""
@@ -88,7 +88,7 @@ class RLSection(TrainSection):
     clip_low: Annotated[float, Field(gt=0)] | None = None
     clip_high: Annotated[float, Field(gt=0)] | None = None
     """Each overrides the algorithm's own value."""
-    recompute_old_logps: bool = False
+    recompute_old_logps: Flag = False
     """Score the samples with the trainer before the update instead of trusting the sampler's log-probabilities."""
     samples_every: PositiveInt = 10
     """Steps between tables of sample completions."""
@@ -102,6 +102,8 @@ class RLSection(TrainSection):
                 f"rollout.quantize={self.rollout.quantize} needs recompute_old_logps: true: the log-probabilities of "
                 "a quantized sampler are not the trainer's, and the first update's ratio would not be 1"
             )
+        if not any(reward.weight for reward in self.rewards):
+            raise ValueError("rewards: every weight is 0, so that there is nothing to learn; give one of them another")
         if self.sampling.max_tokens >= self.row_tokens:
             raise ValueError(
                 f"sampling.max_tokens={self.sampling.max_tokens} must be less than row_tokens={self.row_tokens}, "
