@@ -1,6 +1,6 @@
 """The host's part of a decode dispatch, during which the device idles: plan, arrays of the programs, delivery.
 
-    python bench/host.py [--rows 256] [--tokens 7000] [--vocabulary 152000]
+    PYTHONPATH=. python bench/host.py [--rows 256] [--tokens 7000] [--vocabulary 152000]
 
 CPU milliseconds, the best of five. No model and no program: made-up tokens stand for what the device would return. All
 rows are plain, or the first asks for a repetition penalty, or for allowed tokens (a tenth of the vocabulary), or all
