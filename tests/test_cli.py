@@ -108,7 +108,6 @@ def test_check_says_what_is_not_as_written(folder: Path) -> None:
         ("seed=4294967296", ["seed: must be less than 4294967296; got 4294967296"]),
         ("seed=true", ["seed: must be a whole number; got true"]),
         ("tensorboard=1", ["tensorboard: must be true or false; got 1"]),
-        ("output=''", ["output: must not be empty; got ''"]),
         ("mesh.fsdp=0", ["mesh: data=1, fsdp=0, expert=1, tensor=1: sizes are positive, and at most one is -1"]),
         ("stages.rl.dataset.path=''", ["stages.1.dataset.path: must not be empty"]),
         ("stages.rl.sampling.stop=['']", ["stages.1.sampling.stop.0: must not be empty"]),
@@ -174,6 +173,7 @@ def test_every_mistake_of_a_file_has_its_line(folder: Path) -> None:
     outcome = posttrain("check", folder / "run.yaml", "sead=1", "stages.sft.num_steps=0", "stages.rl.group_size=1")
     lines = outcome.err.splitlines()
     assert outcome.code == 2 and len(lines) == 3 and all(line.startswith("error: ") for line in lines), outcome.err
+    assert "output: must not be empty; got ''" in posttrain("run", folder / "run.yaml", "output=''").error
 
 
 def test_yaml_mistakes_name_the_line(folder: Path) -> None:
