@@ -281,11 +281,11 @@ def never(completions):
 def test_lost_rewards_are_seen(tmp_path: Path) -> None:
     file = write_run(tmp_path, rl_stage(num_steps=2))
     (tmp_path / "losing.py").write_text(LOSING)
-    some = posttrain("run", file, "rewards.0.fn=losing.py:fragile", f"output={tmp_path / 'some'}", "num_steps=1")
+    some = posttrain("run", file, "stages.rl.rewards.0.fn=losing.py:fragile", f"output={tmp_path / 'some'}")
     assert some.code == 0, some.err
     assert "step 1: reward fragile: no value for " in some.out and "losing.py:3); sample" in some.out
     assert "  rewards failed " in some.out and "  no reward " in some.out
-    none = posttrain("run", file, "rewards.0.fn=losing.py:never", f"output={tmp_path / 'none'}")
+    none = posttrain("run", file, "stages.rl.rewards.0.fn=losing.py:never", f"output={tmp_path / 'none'}")
     assert none.code == 1 and "Traceback" not in none.err
     assert none.err.splitlines()[-1].startswith("error: step 2: no sample has a reward, in 2 steps in a row")
     assert "no reward 100.00%  update skipped" in none.out
