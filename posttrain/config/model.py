@@ -96,6 +96,11 @@ class MeshSection(Section):
     """Parts of every matrix product; no rows are split."""
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of `MESH_AXES`."""
+        return (self.data, self.fsdp, self.expert, self.tensor)
+
+    @property
     def row_shards(self) -> int | None:
         """Devices that share the rows of a batch; None where the configuration leaves that to the machine."""
         sizes = (self.data, self.fsdp, self.expert)

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.config import ConfigError, DatasetSection, RLSection
+from posttrain.config import ConfigError, DatasetSection, DistillSection, RLSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import prompt_is_text, prompt_messages
 from posttrain.data.sources import Rows
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.recipes.inputs import callable_of, each_row, rows_and_renderer
+from posttrain.recipes.rollouts import EngineFactory, engine_of
+from posttrain.recipes.teachers import TeacherSource, find_teachers, shares_of
 from posttrain.rl.algorithms import Algorithm, make_algorithm
+from posttrain.rl.assemble import Shares
 from posttrain.rl.rewards import Reward, Rubric, missing_arguments
 from posttrain.rl.types import Example
 
@@ -28,9 +31,13 @@ class RLInputs:
     rubric: Rubric
     algorithm: Algorithm
     max_prompt_tokens: int
+    teachers: Sequence[TeacherSource]
+    make_engine: EngineFactory | None
+    """None: the built-in one."""
 
 
-def prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> RLInputs:
+def prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> tuple[RLInputs, list[str]]:
+    """The inputs, and notes of what teachers need."""
     refuse_completions(section)
     limit = section.max_prompt_tokens or section.row_tokens - section.sampling.max_tokens
     if limit + section.sampling.max_tokens > section.row_tokens:
@@ -39,16 +46,17 @@ def prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> RLIn
             f"row_tokens={section.row_tokens}"
         )
     rubric = rubric_of(section, base_dir)
+    teachers, notes = find_teachers(section, tokenizer, base_dir)
     rows, renderer = rows_and_renderer(section.dataset, tokenizer, base_dir)
-    examples = _examples(rows, section.dataset, renderer, limit)
+    examples = examples_of(rows, section.dataset, renderer, limit, shares_of(section))
     _check_columns(rubric, rows)
     eval_examples: list[Example] = []
     eval_renderer = None
     if section.eval_dataset is not None:
         eval_rows, eval_renderer = rows_and_renderer(section.eval_dataset, tokenizer, base_dir)
-        eval_examples = _examples(eval_rows, section.eval_dataset, eval_renderer, limit)
+        eval_examples = examples_of(eval_rows, section.eval_dataset, eval_renderer, limit, shares_of(section))
         _check_columns(rubric, eval_rows)
-    return RLInputs(
+    inputs = RLInputs(
         section=section,
         renderer=renderer,
         rows=rows,
@@ -58,10 +66,44 @@ def prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> RLIn
         rubric=rubric,
         algorithm=algorithm_of(section, base_dir),
         max_prompt_tokens=limit,
+        teachers=teachers,
+        make_engine=engine_of(section.rollout, base_dir),
+    )
+    return inputs, notes
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptInputs:
+    """Of a stage of distillation whose student samples."""
+
+    examples: Sequence[Example]
+    eval_examples: Sequence[Example]
+    max_tokens: int
+    """Of a prompt."""
+    make_engine: EngineFactory | None
+    """None: the built-in one."""
+
+
+def prepare_prompts(
+    section: DistillSection,
+    source: tuple[Rows, Renderer],
+    held_out: tuple[Rows, Renderer] | None,
+    base_dir: Path,
+) -> PromptInputs:
+    assert section.sampling is not None
+    limit, shares = section.row_tokens - section.sampling.max_tokens, shares_of(section)
+    found: list[list[Example]] = [
+        [] if data is None or one is None else examples_of(one[0], data, one[1], limit, shares)
+        for data, one in ((section.dataset, source), (section.eval_dataset, held_out))
+    ]
+    return PromptInputs(
+        examples=found[0], eval_examples=found[1], max_tokens=limit, make_engine=engine_of(section.rollout, base_dir)
     )
 
 
-def _examples(rows: Rows, section: DatasetSection, renderer: Renderer, max_prompt_tokens: int) -> list[Example]:
+def examples_of(
+    rows: Rows, section: DatasetSection, renderer: Renderer, max_prompt_tokens: int, shares: Shares | None
+) -> list[Example]:
     """All prompts, each checked: what is wrong with row 5,000 is said before the first step."""
 
     def example(index: int) -> Example:
@@ -73,7 +115,10 @@ def _examples(rows: Rows, section: DatasetSection, renderer: Renderer, max_promp
                     f"its prompt has {length} tokens, max_prompt_tokens={max_prompt_tokens}; "
                     "raise row_tokens and max_prompt_tokens, or leave the row out"
                 )
-            return Example(index=index, row=row, messages=messages, plain=prompt_is_text(row, section))
+            made = Example(index=index, row=row, messages=messages, plain=prompt_is_text(row, section))
+            if shares is not None:
+                shares(made)
+            return made
 
     return list(each_row(rows, range(len(rows)), "prompts", example))
 
