@@ -121,7 +121,8 @@ class ServedTeacher:
                     return json.load(response)
             except urllib.error.HTTPError as error:
                 with error:
-                    last = f"HTTP {error.code}: {error.read(500).decode(errors='replace')}"
+                    said = " ".join(error.read(500).decode(errors="replace").split())
+                    last = f"HTTP {error.code}: {said}"
                 if error.code not in AGAIN:
                     raise ConfigError(
                         f"teachers: {url} refused the request ({last}); see its name of the model, its key and its "

@@ -117,8 +117,8 @@ def server(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     made.server_close()
 
 
-def section(server: Server, **changes: Any) -> TeacherSection:
-    fields = {"path": "big", "url": f"{server.url}/v1", "api_key_env": "KEY_OF_TEST", "concurrency": 3}
+def section(at: Server, **changes: Any) -> TeacherSection:
+    fields = {"path": "big", "url": f"{at.url}/v1", "api_key_env": "KEY_OF_TEST", "concurrency": 3}
     return TeacherSection(**{**fields, **changes})
 
 
