@@ -113,7 +113,7 @@ def test_mistakes(folder: Path, override: str, words: list[str], monkeypatch: py
 
 
 def test_every_mistake_of_a_file_has_its_line(folder: Path) -> None:
-    outcome = posttrain("check", folder / "run.yaml", "sead=1", "stages.sft.num_steps=0", "stages.rl.group_size=1")
+    outcome = posttrain("check", folder / "run.yaml", "sead=1", "stages.sft.num_steps=0", "stages.rl.group_size=0")
     lines = outcome.err.splitlines()
     assert outcome.code == 2 and len(lines) == 3 and all(line.startswith("error: ") for line in lines), outcome.err
 
