@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import PositiveInt
+from posttrain.config.base import ListOf, PositiveInt, Text
 from posttrain.config.rl import RolloutSection, SamplingSection, check_sampling
 from posttrain.config.teacher import TeacherSection, check_teachers
 from posttrain.config.train import SequenceSection
@@ -16,7 +16,7 @@ class DistillSection(SequenceSection):
     """The student learns the distribution of its teachers, GKD (arXiv:2306.13649)."""
 
     kind: Literal["distill"] = "distill"
-    teachers: Annotated[tuple[TeacherSection, ...], Field(min_length=1)]
+    teachers: Annotated[ListOf[TeacherSection], Field(min_length=1)]
     """Models with the student's tokens; several need `teacher_column`."""
     teacher_column: str | None = None
     """Column that names a row's teacher, or maps names to weights."""
@@ -26,7 +26,7 @@ class DistillSection(SequenceSection):
     """Of both distributions in the divergence."""
     cross_entropy: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the loss that is the log-likelihood of the text itself."""
-    cache: str | None = None
+    cache: Text | None = None
     """Folder of what the teachers said, which `posttrain distill --cache` writes: training then needs no teacher."""
     top_k: PositiveInt = 64
     """Most probable tokens in the cache, or of a teacher outside of the step (`url`); the others are there by their

@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import PositiveInt, Quantize, Section
+from posttrain.config.base import PositiveInt, Quantize, Section, Text
 from posttrain.config.model import MeshSection
 
 
 class TeacherSection(Section):
-    path: str
+    path: Text
     """A folder in Hugging Face layout or a hub id; of a teacher with `url` that of its tokenizer."""
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
     """What `teacher_column` calls it; by default the last part of `path`."""
@@ -22,13 +22,13 @@ class TeacherSection(Section):
     """Hold the matrices of its layers in 8 or 4 bits."""
     mesh: MeshSection | None = None
     """Devices of its own, the last ones of this machine, and not the run's `mesh`: it hands over its `top_k`."""
-    url: str | None = None
+    url: Text | None = None
     """Address of a server that holds it, such as http://host:8000/v1: none of it is on the devices here."""
     server: Literal["vllm", "sglang"] = "vllm"
     """Which API: vLLM's completions with `prompt_logprobs`, or SGLang's own (http://host:30000, without /v1)."""
-    model: str | None = None
+    model: Text | None = None
     """Its name at the server; by default `path`."""
-    api_key_env: str | None = None
+    api_key_env: Text | None = None
     """Environment variable that holds the server's key."""
     concurrency: PositiveInt = 16
     """Requests at a time."""

@@ -69,8 +69,9 @@ async def evaluate(
     """
     with progress_bar(f"evaluating {len(examples)} held-out prompts", len(examples) * group_size) as advance:
         groups_P = await collect(sampler, examples, group_size, EVAL_STEP, advance)
-        rewards = await rubric.score(groups_P)
         found = None if distances is None else distances(groups_P)
+    with progress_bar("scoring the held-out samples", len(rubric.rewards)) as advance:
+        rewards = await rubric.score(groups_P, advance)
     if not rubric.rewards:
         return Evaluation(groups_P=groups_P, rewards=rewards, interval=None, distances_PG=found)
     valid = ~np.isnan(rewards.total_PG)
