@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float
 
 from posttrain.batch import Batch, TopK
-from posttrain.config import ConfigError, TeacherSection
+from posttrain.config import ConfigError, RunError, TeacherSection
 from posttrain.kernels.divergence import NO_LOGIT
 
 ATTEMPTS = 5
@@ -33,7 +33,7 @@ Said = tuple[Mapping[int, float], float]
 """Of one place: log-probabilities of the most probable ids, and of the token itself."""
 
 
-class ServedTeacherError(RuntimeError):
+class ServedTeacherError(RunError):
     """The server did not answer, or answered something else: nothing is known of these tokens, and no loss is made."""
 
 
