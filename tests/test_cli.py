@@ -171,7 +171,7 @@ def test_a_kernel_of_another_machine(folder: Path) -> None:
 
 
 def test_every_mistake_of_a_file_has_its_line(folder: Path) -> None:
-    outcome = posttrain("check", folder / "run.yaml", "sead=1", "stages.sft.num_steps=0", "stages.rl.group_size=1")
+    outcome = posttrain("check", folder / "run.yaml", "sead=1", "stages.sft.num_steps=0", "stages.rl.group_size=0")
     lines = outcome.err.splitlines()
     assert outcome.code == 2 and len(lines) == 3 and all(line.startswith("error: ") for line in lines), outcome.err
 
