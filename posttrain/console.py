@@ -88,6 +88,16 @@ COLUMNS: dict[str, tuple[str, tuple[Column, ...]]] = {
             *_SPEED,
         ),
     ),
+    "rl_distill": (
+        "distill/kl",
+        (
+            _column("kl", 8, "distill/kl", ".4f"),
+            _column("teacher", 8, "distill/teacher_nll", ".4f"),
+            _column("length", 7, "completions/mean_length", ".1f"),
+            _column("clipped", 7, "completions/clipped_ratio", ".0%"),
+            *_SPEED,
+        ),
+    ),
     "rl": (
         "reward",
         (

@@ -1,15 +1,24 @@
-"""The model that a run started from, as one that only scores."""
+"""Models that only score: the one that a run started from, and teachers."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Float
 
-from posttrain.batch import Batch
+from posttrain.batch import Batch, TopK, rows_per_pass
+from posttrain.kernels.token_stats import token_stats
+from posttrain.kernels.top_k import top_k
+from posttrain.mesh import BATCH_SPEC, row_shards
+from posttrain.models.decoder import Decoder
 from posttrain.trainer import Trainer
-from posttrain.weights.state import ADAPTER, Weights, without_adapter
+from posttrain.weights.state import ADAPTER, ModelWeights, Weights, without_adapter
 
 
 class Reference:
@@ -40,3 +49,60 @@ def model_inputs(batch: Batch) -> Batch:
         loss_weight=batch.loss_weight,
         experts=batch.experts,
     )
+
+
+class FrozenModel:
+    """A model on `mesh`, where it was loaded, that says what it thinks of host rows; `rows` of them in one pass.
+
+    `temperature`: of `logps`, and of the divergence that `top_k` is for. `k`: how many ids `top_k` gives.
+    """
+
+    def __init__(self, model: Decoder, mesh: Mesh, *, temperature: float, rows: int | None = None, k: int = 1):
+        self._weights, self._mesh, self._rows = ModelWeights(model), mesh, rows
+        vocab_size = model.config.vocab_size
+
+        def logps(weights: Weights, tokens: Array, positions: Array, segments: Array) -> Array:
+            bound = self._weights.bind(weights)
+            hidden, _ = bound(tokens, positions, segments)
+            stats = token_stats(bound.logits, hidden, tokens, segments, temperature=temperature, vocab_size=vocab_size)
+            return stats.logps
+
+        def best(weights: Weights, tokens: Array, positions: Array, segments: Array) -> TopK:
+            bound = self._weights.bind(weights)
+            hidden, _ = bound(tokens, positions, segments)
+            return top_k(bound.logits, hidden, tokens, k=k, temperature=temperature, vocab_size=vocab_size)
+
+        self._logps, self._top_k = jax.jit(logps), jax.jit(best)
+
+    @property
+    def weights(self) -> Weights:
+        return self._weights.read()
+
+    def at(self, temperature: float) -> FrozenModel:
+        """The same model at another temperature."""
+        return FrozenModel(self._weights.model, self._mesh, temperature=temperature, rows=self._rows)
+
+    def logps(self, batch: Batch) -> Float[np.ndarray, "B T"]:
+        """Log-probabilities of the batch's tokens."""
+        return self._in_passes(self._logps, batch)
+
+    def top_k(self, batch: Batch) -> TopK:
+        """The most probable ids in the place of each token."""
+        return self._in_passes(self._top_k, batch)
+
+    def _in_passes(self, function: Callable[..., Any], batch: Batch) -> Any:
+        """The host arrays that `function` gives of all rows; zeros of empty ones at the end."""
+        total, used = batch.shape[0], np.flatnonzero(np.asarray(batch.segments).any(axis=1))
+        rows = rows_per_pass(total, self._rows, row_shards(self._mesh))
+        weights, parts = self._weights.read(), []
+        for start in range(0, int(used[-1]) + 1 if used.size else 1, rows):
+            arrays = [np.asarray(x)[start : start + rows] for x in (batch.tokens, batch.positions, batch.segments)]
+            padded = [np.pad(x, ((0, rows - len(x)), (0, 0))) for x in arrays]
+            placed = jax.device_put(padded, NamedSharding(self._mesh, BATCH_SPEC))
+            parts.append(jax.device_get(function(weights, *placed)))
+
+        def whole(*x: np.ndarray) -> np.ndarray:
+            found = np.concatenate(x)[:total]
+            return np.pad(found, ((0, total - len(found)), *((0, 0) for _ in found.shape[1:])))
+
+        return jax.tree.map(whole, *parts)

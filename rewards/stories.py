@@ -14,14 +14,14 @@ SPEECH = re.compile(r"[\"“]([^\"“”]{2,}?)[\"”]")
 
 
 def openings(*, path: Path, skip: int, limit: int) -> list[dict[str, str]]:
-    """The first sentence of each story, as `prompt`."""
+    """The first sentence of each story as `prompt`, the rest as `completion`."""
     rows = []
     with path.open(encoding="utf-8") as file:
         for line in file:
             text = json.loads(line)["text"].strip()
             sentence = re.match(r".{20,160}?[.!?](?=\s)", text, re.DOTALL)
             if sentence is not None:
-                rows.append({"prompt": sentence.group(0)})
+                rows.append({"prompt": sentence.group(0), "completion": text[sentence.end() :]})
     return rows[skip : skip + limit]
 
 

@@ -273,9 +273,9 @@ def test_one_line_for_a_mistake(write: Write, old: str, new: str, message: str) 
 
 def test_every_mistake_has_its_line_and_a_misspelling_is_one(write: Write) -> None:
     text = LONG.replace("row_tokens: 64\n    batch_rows", "row_token: 64\n    batch_rows").replace("seed: 0", "sed: 0")
-    assert mistakes(write(text), "stages.rl.group_size=1") == [
+    assert mistakes(write(text), "stages.rl.group_size=0") == [
         "run.yaml:10: stages.0.row_token: unknown field; did you mean 'row_tokens'?",
-        "override stages.rl.group_size=1: stages.1.group_size: must be at least 2; got 1",
+        "override stages.rl.group_size=0: stages.1.group_size: must be at least 1; got 0",
         "run.yaml:2: sed: unknown field; did you mean 'seed'?",
     ]
 

@@ -15,11 +15,12 @@ from posttrain.config.base import (
     Section,
     Text,
 )
-from posttrain.config.distill import DistillSection, TeacherSection
+from posttrain.config.distill import DistillSection
 from posttrain.config.judged import ComparedSection, PreferenceSection, RewardModelSection
 from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, ModelSection
 from posttrain.config.rl import RewardSection, RLSection, RolloutSection, SamplingSection
 from posttrain.config.run import RunConfig, Stage
+from posttrain.config.teacher import TeacherSection
 from posttrain.config.train import (
     DatasetSection,
     OptimizerSection,

@@ -6,23 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import ListOf, PositiveInt, Quantize, Section, Text
+from posttrain.config.base import ListOf, PositiveInt, Text
+from posttrain.config.rl import RolloutSection, SamplingSection, check_sampling
+from posttrain.config.teacher import TeacherSection, check_teachers
 from posttrain.config.train import SequenceSection
-
-
-class TeacherSection(Section):
-    path: Text
-    """A folder in Hugging Face layout or a hub id."""
-    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
-    """What `teacher_column` calls it; by default the last part of `path`."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Storage of its parameters; by default that of the student."""
-    quantize: Quantize = "none"
-    """Hold the matrices of its layers in 8 or 4 bits."""
-
-    @property
-    def title(self) -> str:
-        return self.name or self.path.rstrip("/").rpartition("/")[2]
 
 
 class DistillSection(SequenceSection):
@@ -42,13 +29,36 @@ class DistillSection(SequenceSection):
     cache: Text | None = None
     """Folder of what the teachers said, which `posttrain distill --cache` writes: training then needs no teacher."""
     top_k: PositiveInt = 64
-    """Most probable tokens in the cache, of each token; the others are there by their sum."""
+    """Most probable tokens in the cache, or of a teacher outside of the step (`url`); the others are there by their
+    sum."""
+
+    on_policy: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the steps whose completions the student samples itself, one for each of `batch_rows` prompts; with 1
+    the dataset needs no completions, and evaluation too is on samples."""
+    sampling: SamplingSection | None = None
+    """How the student's completions are drawn; `max_tokens` at least."""
+    rollout: RolloutSection = RolloutSection()
+
+    @model_validator(mode="after")
+    def _samples(self) -> DistillSection:
+        if not self.on_policy:
+            if self.sampling is not None or self.rollout != RolloutSection():
+                raise ValueError("sampling and rollout need on_policy, the share of steps on the student's own samples")
+            return self
+        if self.sampling is None:
+            raise ValueError(f"on_policy={self.on_policy} needs sampling: {{max_tokens: ...}}")
+        check_sampling(self.sampling, self.row_tokens)
+        if self.cache is not None:
+            raise ValueError(
+                "cache: it holds what teachers said of the dataset, not of samples; remove it or on_policy"
+            )
+        if self.mix:
+            raise ValueError("mix: prompts are drawn from one dataset; remove mix or on_policy")
+        return self
 
     @model_validator(mode="after")
     def _which_teacher(self) -> DistillSection:
-        if len(self.teachers) > 1 and self.teacher_column is None:
-            raise ValueError("several teachers need teacher_column, which says whose rows they are")
-        titles = [teacher.title for teacher in self.teachers]
-        if len({*titles}) < len(titles):
-            raise ValueError(f"teachers must have different names; got {', '.join(titles)}")
+        check_teachers(self.teachers, self.teacher_column, self.temperature)
+        if self.sampling is not None:
+            check_teachers(self.teachers, self.teacher_column, self.sampling.temperature)
         return self

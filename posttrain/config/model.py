@@ -115,6 +115,11 @@ class MeshSection(Section):
         return self
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of `MESH_AXES`."""
+        return (self.data, self.fsdp, self.expert, self.tensor)
+
+    @property
     def row_shards(self) -> int | None:
         """Devices that share the rows of a batch; None where the configuration leaves that to the machine."""
         sizes = (self.data, self.fsdp, self.expert)

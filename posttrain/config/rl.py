@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from posttrain.config.base import Flag, Fraction, ListOf, NonNegativeInt, PositiveInt, RolloutQuantize, Section, Text
+from posttrain.config.teacher import TeacherSection, check_teachers
 from posttrain.config.train import TrainSection
 
 
@@ -77,26 +78,55 @@ class RolloutSection(Section):
     interrupts the youngest samples and reads them again later; with more it keeps more shared prefixes."""
     warm_up: Flag = True
     """Compile all programs of the sampler before the first step; without, each when it is first needed."""
+    engine: Text | None = None
+    """`module:Engine` or `file.py:Engine` of another engine, made with (model, tokenizer, this section); it has the
+    methods of `posttrain.rollout.types.RolloutEngine`. The fields above are the built-in engine's."""
+
+    @model_validator(mode="after")
+    def _of_the_engine(self) -> RolloutSection:
+        plain = RolloutSection.model_construct()
+        others = [name for name in RolloutSection.model_fields if getattr(self, name) != getattr(plain, name)]
+        if self.engine is not None and (others := [name for name in others if name != "engine"]):
+            raise ValueError(f"{', '.join(others)}: of the built-in engine, not of {self.engine}; remove it")
+        return self
+
+
+def check_sampling(sampling: SamplingSection, row_tokens: int) -> None:
+    """ValueError where samples to train on would be equal, or too long for a row."""
+    if sampling.temperature == 0:
+        raise ValueError("sampling.temperature=0 gives equal samples, from which nothing can be learned; use 1.0")
+    if sampling.max_tokens >= row_tokens:
+        raise ValueError(
+            f"sampling.max_tokens={sampling.max_tokens} must be less than row_tokens={row_tokens}, "
+            "which holds prompt and completion"
+        )
 
 
 class RLSection(TrainSection):
     kind: Literal["rl"] = "rl"
     algorithm: str = "grpo"
-    """`grpo`, `dr_grpo`, `dapo`, `gspo`, `rloo`."""
+    """`grpo`, `dr_grpo`, `dapo`, `gspo`, `rloo`, or `distill`, which needs no rewards where there are teachers."""
     advantage: str | None = None
     """`module:function` of rewards_PG in place of the algorithm's own."""
-    rewards: Annotated[ListOf[RewardSection], Field(min_length=1)]
+    rewards: ListOf[RewardSection] = ()
     """Functions that score a completion; their weighted sum is the reward."""
+    teachers: ListOf[TeacherSection] = ()
+    """On-policy distillation: models with the student's tokens that score each sampled token; several need
+    `teacher_column`."""
+    teacher_column: Text | None = None
+    """Column that names a row's teacher, or maps names to weights."""
+    teacher_coef: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of log(teacher / student) of each sampled token, which is added to the advantage of the rewards."""
     prompts_per_step: PositiveInt
     """Different prompts in one optimiser step."""
-    group_size: Annotated[int, Field(ge=2)]
-    """Samples of one prompt, which the advantage compares."""
+    group_size: PositiveInt
+    """Samples of one prompt, which the advantage compares; without rewards one is enough."""
     max_prompt_tokens: PositiveInt | None = None
     """Longer prompts are an error that names the row; by default `row_tokens - sampling.max_tokens`."""
     sampling: SamplingSection
     """How completions are drawn; `max_tokens` at least."""
     eval_sampling: SamplingSection | None = None
-    """By default greedy, with the other settings of `sampling`."""
+    """By default greedy, with the other settings of `sampling`; with teachers by default `sampling` itself."""
     rollout: RolloutSection = RolloutSection()
     kl_coef: Annotated[float, Field(ge=0)] | None = None
     clip_low: Annotated[float, Field(gt=0)] | None = None
@@ -108,19 +138,34 @@ class RLSection(TrainSection):
     """Steps between tables of sample completions."""
 
     @model_validator(mode="after")
+    def _learns_from(self) -> RLSection:
+        check_teachers(self.teachers, self.teacher_column, self.sampling.temperature)
+        if not self.rewards and not self.teachers:
+            raise ValueError("give rewards, or teachers for on-policy distillation")
+        if not self.rewards and self.algorithm != "distill":
+            raise ValueError(f"algorithm={self.algorithm} needs rewards; without them use algorithm: distill")
+        if self.algorithm == "distill" and not self.teachers:
+            raise ValueError("algorithm=distill needs teachers")
+        if self.rewards and self.group_size < 2:
+            raise ValueError(f"group_size={self.group_size}: rewards are compared within a group; use 2 or more")
+        if not self.teachers and (self.teacher_column is not None or self.teacher_coef != 1.0):
+            raise ValueError("teacher_column and teacher_coef need teachers")
+        other = self.eval_sampling
+        if self.teachers and other is not None and other.temperature != self.sampling.temperature:
+            raise ValueError(
+                f"eval_sampling.temperature={other.temperature} must be that of sampling, {self.sampling.temperature}: "
+                "how far the student is from its teachers is measured on what it samples in training"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _fits(self) -> RLSection:
-        if self.sampling.temperature == 0:
-            raise ValueError("sampling.temperature=0 gives equal samples, from which nothing can be learned; use 1.0")
+        check_sampling(self.sampling, self.row_tokens)
         if self.rollout.quantize != "none" and not self.recompute_old_logps:
             raise ValueError(
                 f"rollout.quantize={self.rollout.quantize} needs recompute_old_logps: true: the log-probabilities of "
                 "a quantized sampler are not the trainer's, and the first update's ratio would not be 1"
             )
-        if not any(reward.weight for reward in self.rewards):
+        if self.rewards and not any(reward.weight for reward in self.rewards):
             raise ValueError("rewards: every weight is 0, so that there is nothing to learn; give one of them another")
-        if self.sampling.max_tokens >= self.row_tokens:
-            raise ValueError(
-                f"sampling.max_tokens={self.sampling.max_tokens} must be less than row_tokens={self.row_tokens}, "
-                "which holds prompt and completion"
-            )
         return self

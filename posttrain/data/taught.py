@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
-from posttrain.batch import Batch
+from posttrain.batch import Batch, TopK
 from posttrain.config import ConfigError
 from posttrain.data.teacher_cache import TeacherCache
 from posttrain.imports import did_you_mean
@@ -19,9 +19,17 @@ class Taught:
     """Fills `teachers` and `teacher_weights` of batches.
 
     `column`: of the dataset, says whose a row is. `caches`: one for each teacher, where none is in the training step.
+    `outside`: what the last of the teachers say of host rows, where they are neither in the step nor cached.
     """
 
-    def __init__(self, titles: Sequence[str], column: str | None, caches: Sequence[TeacherCache] | None):
+    def __init__(
+        self,
+        titles: Sequence[str],
+        column: str | None,
+        caches: Sequence[TeacherCache] | None,
+        outside: Sequence[Callable[[Batch], TopK]] = (),
+    ):
+        self._outside = tuple(outside)
         self._titles, self._column, self._caches = titles, column, caches
         self._weights = [f"teacher_weight_{n}" for n in range(len(titles))] if column is not None else []
         self._places = [f"teacher_place_{n}" for n in range(len(titles))] if caches is not None else []
@@ -54,7 +62,23 @@ class Taught:
         if self._caches is not None:
             said = [cache.read(rows[name]) for cache, name in zip(self._caches, self._places, strict=True)]
             batch = replace(batch, teachers=tuple(said))
+        return self.ask(batch)
+
+    def ask(self, batch: Batch) -> Batch:
+        """The batch with what teachers outside of the step say of the tokens that are theirs."""
+        if not self._outside:
+            return batch
+        first = len(self._titles) - len(self._outside)
+        said = [teacher(of_teacher(batch, first + n)) for n, teacher in enumerate(self._outside)]
+        return replace(batch, teachers=tuple(said))
+
+
+def of_teacher(batch: Batch, number: int) -> Batch:
+    """The batch with loss only where this teacher counts."""
+    if batch.teacher_weights is None:
         return batch
+    counts = np.asarray(batch.teacher_weights)[..., number] > 0
+    return replace(batch, loss_weight=np.where(counts, batch.loss_weight, 0.0))
 
 
 def teacher_shares(row: Mapping[str, Any], column: str, titles: Sequence[str]) -> Float[np.ndarray, " N"]:

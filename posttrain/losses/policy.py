@@ -128,6 +128,10 @@ GSPO = replace(GRPO, ratio="sequence_mean", clip_low=3e-4, clip_high=4e-4, kl_co
 RLOO = replace(GRPO, ratio="sequence_sum", kl_coef=0.0)
 """arXiv:2402.14740: a whole answer is one action. The ratio and its clip matter only off-policy."""
 
+DISTILL = replace(GRPO, reduce=token_mean, kl_coef=0.0)
+"""On-policy distillation: the advantage of a token is log(teacher / student), so that the expected gradient is that of
+the reverse KL after each prefix. arXiv:2306.13649 with beta 1; thinkingmachines.ai/blog/on-policy-distillation."""
+
 
 def dr_grpo(max_tokens: int) -> PolicyLoss:
     """arXiv:2503.20783: no division by each answer's length but by the constant `max_tokens`, no KL."""

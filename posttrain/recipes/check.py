@@ -49,5 +49,8 @@ def _describe(section: TrainSection, inputs: SFTInputs | RLInputs | JudgedInputs
 
 def _teachers(section: DistillSection) -> str:
     names = ", ".join(teacher.path for teacher in section.teachers)
-    where = "in the step" if section.cache is None else f"from the cache {section.cache}"
-    return f"; taught by {names}, {where}"
+    outside = [teacher.title for teacher in section.teachers if teacher.outside]
+    live = f"in the step{', but for ' + ', '.join(outside) if outside else ''}"
+    where = live if section.cache is None else f"from the cache {section.cache}"
+    own = f"; {section.on_policy:.0%} of the steps on the student's own samples" if section.on_policy else ""
+    return f"; taught by {names}, {where}{own}"

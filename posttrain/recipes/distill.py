@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jax.sharding import Mesh
-
+from posttrain.batch import rows_per_pass
 from posttrain.config import ConfigError, DatasetSection, DistillSection, RunConfig
 from posttrain.console import console, progress_bar
+from posttrain.data.ahead import Ahead, BatchStream
 from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import fingerprint, row_tokenizer, token_fingerprint
 from posttrain.data.sources import Rows
@@ -18,35 +19,74 @@ from posttrain.data.teacher_cache import CacheFolder, TeacherCache, fill
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.kernels.divergence import Divergence
 from posttrain.kernels.token_stats import Terms
-from posttrain.mesh import make_mesh
+from posttrain.mesh import make_mesh, row_shards
 from posttrain.models.decoder import Decoder
+from posttrain.recipes.on_policy import MixedBatches, Samples
 from posttrain.recipes.prepare import SFTInputs, prepare
 from posttrain.recipes.python import PythonRun
-from posttrain.recipes.sft import make_trainer, train_sequences
+from posttrain.recipes.sft import evaluate_sequences, make_trainer, sequences_of, train_batches
 from posttrain.recipes.stage import StageRun
-from posttrain.recipes.teachers import Scorer, TeacherSource, load_teacher, teacher_digest
+from posttrain.recipes.teachers import (
+    OutsideTeacher,
+    Scorer,
+    TeacherSource,
+    load_teacher,
+    outside_teacher,
+    teacher_digest,
+    training_devices,
+)
+from posttrain.reference import FrozenModel
+from posttrain.rl.teaching import Scorer as LogpsOf
 
 
 def run_distill(stage: StageRun, inputs: SFTInputs) -> None:
     """Train one stage of distillation to its end, from its newest checkpoint if there is one."""
     section = inputs.section
     assert isinstance(section, DistillSection)
-    caches, teachers = None, []
+    caches, teachers, outside = None, [], []
     if section.cache is None:
-        teachers = [load_teacher(source, stage.model, stage.tokenizer, stage.mesh) for source in inputs.teachers]
+        inside = [source for source in inputs.teachers if not source.section.outside]
+        teachers = [load_teacher(source, stage.model, stage.tokenizer, stage.mesh) for source in inside]
+        outside = [
+            outside_teacher(source, stage.model, stage.tokenizer, section, section.temperature, section.top_k)
+            for source in inputs.teachers[len(inside) :]
+        ]
     else:
         caches = [
             TeacherCache([folder for _, folder in cache_folders(inputs, source, stage.tokenizer, to_write=False)])
             for source in inputs.teachers
         ]
-    taught = Taught([source.title for source in inputs.teachers], section.teacher_column, caches)
-    trainer = make_trainer(
-        stage,
-        inputs,
-        terms=terms_of(section),
-        teachers=teachers,
-    )
-    train_sequences(stage, inputs, trainer, taught)
+    titles = [source.title for source in inputs.teachers]
+    taught = Taught(titles, section.teacher_column, caches, [teacher.top_k for teacher in outside])
+    trainer = make_trainer(stage, inputs, terms=terms_of(section), teachers=teachers)
+    sequences = None if section.on_policy == 1 else sequences_of(stage, inputs, taught)
+    with ExitStack() as closing:
+        batches: BatchStream | None = sequences
+        if sequences is not None and outside:
+            batches = Ahead(sequences)
+            closing.callback(batches.close)
+        samples = None
+        if section.on_policy:
+            samples = Samples(stage, inputs, trainer, taught, _scorers(stage, section, teachers, outside))
+            closing.callback(samples.close)
+            batches = MixedBatches(batches, samples, section.on_policy, stage.seed, lambda: trainer.step_number)
+        assert batches is not None
+
+        def evaluate() -> dict[str, float]:
+            of_rows = {} if sequences is None else evaluate_sequences(trainer, inputs, taught)
+            return of_rows if samples is None else of_rows | samples.evaluate()
+
+        train_batches(stage, inputs, trainer, batches, evaluate)
+
+
+def _scorers(
+    stage: StageRun, section: DistillSection, teachers: Sequence[Decoder], outside: Sequence[OutsideTeacher]
+) -> list[LogpsOf]:
+    """All teachers, at the temperature that the student samples at."""
+    assert section.sampling is not None
+    rows = rows_per_pass(section.batch_rows, section.micro_batch_rows, row_shards(stage.mesh))
+    inside = [FrozenModel(t, stage.mesh, temperature=section.sampling.temperature, rows=rows) for t in teachers]
+    return [*inside, *(teacher.at(section.sampling.temperature) for teacher in outside)]
 
 
 def terms_of(section: DistillSection) -> Terms:
@@ -100,7 +140,7 @@ def write_caches(config: RunConfig, base_dir: Path) -> None:
     """Write what is missing of the caches of all stages. ConfigError where no stage has one."""
     prepared = prepare(config, base_dir, offline_ok=False)
     assert prepared.tokenizer is not None
-    mesh = make_mesh(config.mesh)
+    mesh = make_mesh(config.mesh, training_devices(config))
     cached = [section for section in config.stages if isinstance(section, DistillSection) and section.cache is not None]
     if not cached:
         raise ConfigError("distill --cache: no stage of kind distill has a cache; give a folder: cache: runs/cache")
@@ -114,17 +154,25 @@ def write_caches(config: RunConfig, base_dir: Path) -> None:
                 folder.claim()
             left = [(data, folder) for data, folder in folders if folder.missing()]
             if left:
-                teacher = load_teacher(source, config.model, prepared.tokenizer, mesh)
-                _write(inputs, source, teacher, left, mesh)
+                section = inputs.section
+                assert isinstance(section, DistillSection)
+                if source.section.outside:
+                    teacher = outside_teacher(
+                        source, config.model, prepared.tokenizer, section, section.temperature, section.top_k
+                    )
+                else:
+                    model = load_teacher(source, config.model, prepared.tokenizer, mesh)
+                    k = left[0][1].format.k
+                    teacher = FrozenModel(model, mesh, temperature=section.temperature, k=k)
+                _write(inputs, source, Scorer(teacher, section, row_shards(mesh)), left)
             console().print(f"teacher {source.title}: its cache is whole", markup=False)
 
 
 def _write(
-    inputs: SFTInputs, source: TeacherSource, teacher: Decoder, left: Sequence[tuple[Source, CacheFolder]], mesh: Mesh
+    inputs: SFTInputs, source: TeacherSource, scorer: Scorer, left: Sequence[tuple[Source, CacheFolder]]
 ) -> None:
     section = inputs.section
     assert isinstance(section, DistillSection)
-    scorer = Scorer(teacher, section, mesh, k=left[0][1].format.k)
     for (dataset, rows, renderer), folder in left:
         tokenize = row_tokenizer(section, dataset, rows, renderer)
 

@@ -39,7 +39,16 @@ from posttrain.models.moe import check_recording, check_router
 from posttrain.recipes.inputs import callable_of, each_row, rows_and_renderer
 from posttrain.recipes.judged import LOSSES, JudgedInputs, check_units, make_loss, units_of
 from posttrain.recipes.kernels import check_kernels
-from posttrain.recipes.prepare_rl import RLInputs, algorithm_of, check_cache, prepare_rl, refuse_completions, rubric_of
+from posttrain.recipes.prepare_rl import (
+    PromptInputs,
+    RLInputs,
+    algorithm_of,
+    check_cache,
+    prepare_prompts,
+    prepare_rl,
+    refuse_completions,
+    rubric_of,
+)
 from posttrain.recipes.source import local_or_hub, read_model_config, refuse_misspelt, tokenizer_name
 from posttrain.recipes.teachers import TeacherSource, find_teachers
 from posttrain.weights.load import check_lora, check_weights
@@ -66,6 +75,8 @@ class SFTInputs:
     mixed: Sequence[tuple[Rows, Renderer]]
     """Of the datasets in `section.mix`."""
     teachers: Sequence[TeacherSource]
+    prompts: PromptInputs | None = None
+    """Of a stage whose student samples."""
 
 
 @dataclass
@@ -116,9 +127,13 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
                 prepared.stages.append(judged)
                 prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
             elif isinstance(section, RLSection):
-                check_cache(section, config.mesh.row_shards or 1)
-                prepared.stages.append(prepare_rl(section, prepared.tokenizer, base_dir))
+                check_cache(section, rows_per_step(section), config.mesh.row_shards or 1)
+                prompted, notes = prepare_rl(section, prepared.tokenizer, base_dir)
+                prepared.stages.append(prompted)
+                prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
             else:
+                if isinstance(section, DistillSection) and section.on_policy:
+                    check_cache(section, rows_per_step(section), config.mesh.row_shards or 1)
                 inputs, notes = _prepare_sft(section, prepared.tokenizer, base_dir)
                 prepared.stages.append(inputs)
                 prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
@@ -187,7 +202,7 @@ def _check_mixture(section: TrainSection, model: ModelConfig, *, adapter: bool) 
     """ConfigError where the stage asks for what only a mixture of experts has."""
     router = section.router
     check_router(model, router.balance_coef > 0 or router.z_coef > 0, router.correction_rate, adapter=adapter)
-    if isinstance(section, RLSection) and section.rollout.record_routing:
+    if isinstance(section, RLSection | DistillSection) and section.rollout.record_routing:
         check_recording(model)
 
 
@@ -247,7 +262,7 @@ def _check_offline(section: TrainSection, base_dir: Path) -> None:
         _sequence_loss(section, base_dir)
     elif isinstance(section, PreferenceSection | RewardModelSection):
         _judged_loss(section, base_dir)
-    if isinstance(section, DistillSection):
+    if isinstance(section, DistillSection | RLSection):
         find_teachers(section, None, base_dir)
 
 
@@ -261,8 +276,12 @@ def _prepare_sft(
     if isinstance(section, DistillSection):
         teachers, notes = find_teachers(section, tokenizer, base_dir)
     sources, dropped = [], []
+    given = not (isinstance(section, DistillSection) and section.on_policy == 1)
     for dataset in section.datasets:
         sources.append(rows_and_renderer(dataset, tokenizer, base_dir))
+        if not given:
+            dropped.append(0.0)
+            continue
         ratio, more = _check_sequences(section, dataset, *sources[-1])
         dropped.append(ratio)
         notes += more
@@ -270,7 +289,11 @@ def _prepare_sft(
     eval_rows, eval_renderer = None, None
     if section.eval_dataset is not None:
         eval_rows, eval_renderer = rows_and_renderer(section.eval_dataset, tokenizer, base_dir)
-        notes += _check_sequences(section, section.eval_dataset, eval_rows, eval_renderer)[1]
+        notes += _check_sequences(section, section.eval_dataset, eval_rows, eval_renderer)[1] if given else []
+    prompts = None
+    if isinstance(section, DistillSection) and section.on_policy:
+        held_out = None if eval_rows is None or eval_renderer is None else (eval_rows, eval_renderer)
+        prompts = prepare_prompts(section, (rows, renderer), held_out, tokenizer, base_dir)
     inputs = SFTInputs(
         section=section,
         renderer=renderer,
@@ -281,6 +304,7 @@ def _prepare_sft(
         loss=loss,
         mixed=mixed,
         teachers=teachers,
+        prompts=prompts,
     )
     return inputs, notes
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from posttrain.config import ConfigError, DatasetSection, ModelSection, RLSection
+from posttrain.config import ConfigError, DatasetSection, DistillSection, ModelSection, RLSection, SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import prompt_is_text, prompt_messages
 from posttrain.data.sources import Rows
@@ -17,8 +17,11 @@ from posttrain.data.tokenizer import Tokenizer
 from posttrain.imports import describe_error
 from posttrain.models.heads import CLASSIFIER
 from posttrain.recipes.inputs import callable_of, each_row, rows_and_renderer
+from posttrain.recipes.rollouts import EngineFactory, engine_of
 from posttrain.recipes.source import local_or_hub, read_model_config
+from posttrain.recipes.teachers import TeacherSource, find_teachers, shares_of
 from posttrain.rl.algorithms import Algorithm, make_algorithm
+from posttrain.rl.assemble import Shares
 from posttrain.rl.collect import sampling_params
 from posttrain.rl.model_reward import ModelReward
 from posttrain.rl.rewards import Reward, Rubric, missing_arguments
@@ -37,11 +40,15 @@ class RLInputs:
     rubric: Rubric
     algorithm: Algorithm
     max_prompt_tokens: int
+    teachers: Sequence[TeacherSource]
+    make_engine: EngineFactory | None
+    """None: the built-in one."""
 
 
-def prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> RLInputs:
+def prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> tuple[RLInputs, list[str]]:
+    """The inputs, and notes of what teachers need."""
     refuse_completions(section)
-    check_sampling(section, tokenizer)
+    check_token_ids({"sampling": section.sampling, "eval_sampling": section.eval_sampling}, tokenizer)
     limit = section.max_prompt_tokens or section.row_tokens - section.sampling.max_tokens
     if limit + section.sampling.max_tokens > section.row_tokens:
         raise ConfigError(
@@ -49,16 +56,17 @@ def prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> RLIn
             f"row_tokens={section.row_tokens}"
         )
     rubric = rubric_of(section, base_dir)
+    teachers, notes = find_teachers(section, tokenizer, base_dir)
     rows, renderer = rows_and_renderer(section.dataset, tokenizer, base_dir)
     _check_columns(rubric, rows.columns)
-    examples = _examples(rows, section.dataset, renderer, limit, rubric)
+    examples = examples_of(rows, section.dataset, renderer, limit, rubric, shares_of(section))
     eval_examples: list[Example] = []
     eval_renderer = None
     if section.eval_dataset is not None:
         eval_rows, eval_renderer = rows_and_renderer(section.eval_dataset, tokenizer, base_dir)
         _check_columns(rubric, eval_rows.columns)
-        eval_examples = _examples(eval_rows, section.eval_dataset, eval_renderer, limit, rubric)
-    return RLInputs(
+        eval_examples = examples_of(eval_rows, section.eval_dataset, eval_renderer, limit, rubric, shares_of(section))
+    inputs = RLInputs(
         section=section,
         renderer=renderer,
         rows=rows,
@@ -68,6 +76,40 @@ def prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> RLIn
         rubric=rubric,
         algorithm=algorithm_of(section, base_dir),
         max_prompt_tokens=limit,
+        teachers=teachers,
+        make_engine=engine_of(section.rollout, base_dir),
+    )
+    return inputs, notes
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptInputs:
+    """Of a stage of distillation whose student samples."""
+
+    examples: Sequence[Example]
+    eval_examples: Sequence[Example]
+    max_tokens: int
+    """Of a prompt."""
+    make_engine: EngineFactory | None
+    """None: the built-in one."""
+
+
+def prepare_prompts(
+    section: DistillSection,
+    source: tuple[Rows, Renderer],
+    held_out: tuple[Rows, Renderer] | None,
+    tokenizer: Tokenizer,
+    base_dir: Path,
+) -> PromptInputs:
+    assert section.sampling is not None
+    check_token_ids({"sampling": section.sampling}, tokenizer)
+    limit, shares = section.row_tokens - section.sampling.max_tokens, shares_of(section)
+    found: list[list[Example]] = [
+        [] if data is None or one is None else examples_of(one[0], data, one[1], limit, Rubric([]), shares)
+        for data, one in ((section.dataset, source), (section.eval_dataset, held_out))
+    ]
+    return PromptInputs(
+        examples=found[0], eval_examples=found[1], max_tokens=limit, make_engine=engine_of(section.rollout, base_dir)
     )
 
 
@@ -75,8 +117,13 @@ MODEL_REWARD = "reward_model"
 """Name in metrics; of the second one with its number."""
 
 
-def _examples(
-    rows: Rows, section: DatasetSection, renderer: Renderer, max_prompt_tokens: int, rubric: Rubric
+def examples_of(
+    rows: Rows,
+    section: DatasetSection,
+    renderer: Renderer,
+    max_prompt_tokens: int,
+    rubric: Rubric,
+    shares: Shares | None,
 ) -> list[Example]:
     """All prompts, each checked: what is wrong with row 5,000 is said before the first step."""
     complete = {rows.columns}
@@ -93,13 +140,17 @@ def _examples(
                     f"its prompt has {length} tokens, max_prompt_tokens={max_prompt_tokens}; "
                     "raise row_tokens and max_prompt_tokens, or leave the row out"
                 )
-            return Example(index=index, row=row, messages=messages, plain=prompt_is_text(row, section))
+            made = Example(index=index, row=row, messages=messages, plain=prompt_is_text(row, section))
+            if shares is not None:
+                shares(made)
+            return made
 
     return list(each_row(rows, range(len(rows)), "prompts", example))
 
 
-def check_sampling(section: RLSection, tokenizer: Tokenizer) -> None:
-    for name, sampling in (("sampling", section.sampling), ("eval_sampling", section.eval_sampling)):
+def check_token_ids(samplings: Mapping[str, SamplingSection | None], tokenizer: Tokenizer) -> None:
+    """ConfigError for settings of sampling that no request may have, such as a token that there is not."""
+    for name, sampling in samplings.items():
         if sampling is None:
             continue
         try:
@@ -109,10 +160,9 @@ def check_sampling(section: RLSection, tokenizer: Tokenizer) -> None:
             raise ConfigError(f"{name}.{str(error).removeprefix('sampling.')}") from error
 
 
-def check_cache(section: RLSection, row_shards: int) -> None:
+def check_cache(section: RLSection | DistillSection, slots: int, row_shards: int) -> None:
     """ConfigError for `cache_tokens` that hold no sequence in one of the parts that `row_shards` devices make of it."""
-    slots = section.rollout.slots or section.prompts_per_step * section.group_size
-    lanes, given = lanes_of(slots, row_shards), section.rollout.cache_tokens
+    lanes, given = lanes_of(section.rollout.slots or slots, row_shards), section.rollout.cache_tokens
     if given is not None and given < (least := lanes * least_cache(section.row_tokens)):
         parts = f", in each of {lanes} parts of the mesh" if lanes > 1 else ""
         raise ConfigError(

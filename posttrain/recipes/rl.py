@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from typing import Any, ClassVar
 
@@ -20,7 +21,10 @@ from posttrain.optim import make_optimizer
 from posttrain.recipes.prepare import rows_per_step
 from posttrain.recipes.prepare_rl import RLInputs, check_cache
 from posttrain.recipes.python import PythonRun
+from posttrain.recipes.rollouts import engine_metrics, make_engine, warm_up
 from posttrain.recipes.stage import HeldOut, StageRun
+from posttrain.recipes.teachers import OutsideTeacher, TeacherSource, load_teacher, outside_teacher, shares_of
+from posttrain.reference import FrozenModel
 from posttrain.rl.aio import run_async
 from posttrain.rl.cluster import Cluster
 from posttrain.rl.collect import Sampler
@@ -28,8 +32,8 @@ from posttrain.rl.evaluate import Evaluation, evaluate
 from posttrain.rl.loop import RewardWatch, StepResult, StepSettings, check_agreement, rl_step
 from posttrain.rl.model_reward import ModelReward
 from posttrain.rl.rewards import error_lines
+from posttrain.rl.teaching import Teaching, distances
 from posttrain.rl.types import Group, Rewards
-from posttrain.rollout.native import NativeEngine
 from posttrain.trainer import Trainer
 
 NUM_SHOWN = 6
@@ -40,8 +44,10 @@ STEPS_WITHOUT_REWARD = 3
 
 def run_rl(stage: StageRun, inputs: RLInputs) -> None:
     """Train one RL stage to its end, from its newest checkpoint if there is one."""
-    run = _RLRun(stage, inputs)
     section = inputs.section
+    if not section.rewards:
+        stage = replace(stage, kind="rl_distill")
+    run = _RLRun(stage, inputs)
     held_out = HeldOut(evaluate=lambda: _record(run.evaluate()), metrics=itemgetter("metrics"))
     with stage.opened(run.trainer, run.prompts, section.num_steps) as (sinks, checkpointer):
         run.cluster.sync_weights()
@@ -55,7 +61,7 @@ def run_rl(stage: StageRun, inputs: RLInputs) -> None:
                 sinks.samples(run.trainer.step_number, step_samples(outcome, section.group_size))
             metrics = to_host(outcome.metrics)
             check_agreement(metrics, run.trainer.step_number)
-            return metrics | run.engine.metrics() | timer.metrics()
+            return metrics | engine_metrics(run.engine) | timer.metrics()
 
         try:
             result = stage.train(
@@ -72,7 +78,7 @@ class _RLRun:
     def __init__(self, stage: StageRun, inputs: RLInputs):
         section = inputs.section
         samples = rows_per_step(section)
-        check_cache(section, row_shards(stage.mesh))
+        check_cache(section, samples, row_shards(stage.mesh))
         self.inputs = inputs
         self.trainer = Trainer(
             stage.load_model(),
@@ -85,19 +91,21 @@ class _RLRun:
             router_loss=RouterLoss(balance_coef=section.router.balance_coef, z_coef=section.router.z_coef),
             correction_rate=section.router.correction_rate,
         )
-        self.engine = NativeEngine(
+        self.engine = make_engine(
             self.trainer.model,
-            slots=section.rollout.slots or samples,
+            stage.tokenizer,
+            section.rollout,
+            inputs.make_engine,
+            slots=samples,
             max_length=section.row_tokens,
-            decode_steps=section.rollout.decode_steps,
-            tokenizer_decode=stage.tokenizer.decode,
-            version=0,
-            record_routing=section.rollout.record_routing,
-            quantize=section.rollout.quantize,
-            merge_lora=section.rollout.merge_lora,
-            cache_tokens=section.rollout.cache_tokens,
         )
-        self.cluster = Cluster(self.trainer, self.engine, keep_reference=inputs.algorithm.loss.kl_coef > 0)
+        self.teachers = self._load_teachers(stage)
+        self.cluster = Cluster(
+            self.trainer,
+            self.engine,
+            keep_reference=inputs.algorithm.loss.kl_coef > 0,
+            teachers=self.teachers,
+        )
         for reward in inputs.rubric.rewards:
             if isinstance(reward.function, ModelReward):
                 reward.function.load(stage.mesh, inputs.renderer, samples)
@@ -111,15 +119,28 @@ class _RLRun:
             max_prompt_tokens=inputs.max_prompt_tokens,
             seed=stage.seed,
         )
-        if section.rollout.warm_up:
-            samplers = [self.sampler, self._eval_sampler()] if inputs.eval_examples else [self.sampler]
-            self.engine.warm_up([sampler.params(0, 0, 0) for sampler in samplers])
+        samplers = [self.sampler, self._eval_sampler()] if inputs.eval_examples else [self.sampler]
+        warm_up(self.engine, section.rollout, samplers)
         self.settings = StepSettings(
             group_size=section.group_size,
             row_tokens=section.row_tokens,
             num_rows=samples,
             recompute_old_logps=section.recompute_old_logps,
+            teaching=Teaching(coef=section.teacher_coef, shares=shares_of(section)) if section.teachers else None,
         )
+
+    def _load_teachers(self, stage: StageRun) -> list[OutsideTeacher]:
+        """On the student's mesh, on their own or at their servers: they score what was sampled, before the step."""
+        section, temperature = self.inputs.section, self.inputs.section.sampling.temperature
+        rows = section.micro_batch_rows or -(-rows_per_step(section) // 8)
+
+        def load(source: TeacherSource) -> OutsideTeacher:
+            if source.section.outside:
+                return outside_teacher(source, stage.model, stage.tokenizer, section, temperature)
+            model = load_teacher(source, stage.model, stage.tokenizer, stage.mesh)
+            return FrozenModel(model, stage.mesh, temperature=temperature, rows=rows)
+
+        return [load(source) for source in self.inputs.teachers]
 
     def step(self, timer: Timer) -> StepResult:
         examples = [self.inputs.examples[index] for index in next(self.prompts)]
@@ -131,7 +152,12 @@ class _RLRun:
         return outcome
 
     def evaluate(self) -> Evaluation:
-        found = run_async(evaluate(self._eval_sampler(), self.inputs.rubric, self.inputs.eval_examples))
+        teaching = self.settings.teaching
+        measure = None
+        if teaching is not None:
+            measure = partial(distances, self.teachers, shares=teaching.shares, row_tokens=self.settings.row_tokens)
+        inputs = self.inputs
+        found = run_async(evaluate(self._eval_sampler(), inputs.rubric, inputs.eval_examples, distances=measure))
         _print_errors("evaluation", found.rewards, found.groups_P)
         return found
 
@@ -148,6 +174,8 @@ def _print_errors(when: str, rewards: Rewards, groups_P: Sequence[Group]) -> Non
 def eval_sampling(section: RLSection) -> SamplingSection:
     if section.eval_sampling is not None:
         return section.eval_sampling
+    if section.teachers:
+        return section.sampling
     return section.sampling.model_copy(update={"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0})
 
 
@@ -175,17 +203,22 @@ def _number(value: float | np.floating[Any]) -> float | None:
 
 
 def _record(evaluation: Evaluation) -> dict[str, Any]:
-    """An evaluation as JSON: interval, metrics, and every sample."""
-    interval = evaluation.interval
+    """An evaluation as JSON: metrics, and of the reward, or without one of the KL, its interval and every sample."""
+    if evaluation.interval is not None:
+        measure, interval, values_PG = "reward", evaluation.interval, evaluation.rewards.total_PG
+    else:
+        assert evaluation.distance is not None and evaluation.distances_PG is not None
+        measure, interval, values_PG = "reverse KL", evaluation.distance, evaluation.distances_PG
     samples = [
         {
             "prompt": "".join(str(m["content"]) for m in group[0].example.messages),
             "completion": group[0].text,
-            "reward": _number(evaluation.rewards.total_PG[p, 0]),
+            measure: _number(values_PG[p, 0]),
         }
         for p, group in enumerate(evaluation.groups_P)
     ]
     return {
+        "measure": measure,
         "mean": interval.mean,
         "low": interval.low,
         "high": interval.high,

@@ -27,6 +27,7 @@ from posttrain.recipes.sft import run_sft
 from posttrain.recipes.source import local_or_hub
 from posttrain.recipes.stage import StageRun
 from posttrain.recipes.summary import print_summary
+from posttrain.recipes.teachers import training_devices
 from posttrain.weights.load import load_model
 
 CONFIG_NAME = "config.yaml"
@@ -56,7 +57,7 @@ class RunResult:
 def run(config: RunConfig, base_dir: Path) -> RunResult:
     """Do what is left of a run. Raises ConfigError for what is wrong, before any work, and Interrupted."""
     prepared = prepare(config, base_dir, offline_ok=False)
-    mesh = make_mesh(config.mesh)
+    mesh = make_mesh(config.mesh, training_devices(config))
     assert prepared.tokenizer is not None
     output = Path(config.output)
     names = stage_names(config)

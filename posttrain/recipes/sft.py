@@ -12,6 +12,7 @@ import numpy as np
 from posttrain.batch import Batch
 from posttrain.config import SFTSection
 from posttrain.console import progress_bar
+from posttrain.data.ahead import BatchStream
 from posttrain.data.pipeline import SFTBatches, eval_batches
 from posttrain.data.taught import Taught
 from posttrain.kernels.token_stats import Terms
@@ -64,8 +65,24 @@ def make_trainer(
 
 def train_sequences(stage: StageRun, inputs: SFTInputs, trainer: Trainer, taught: Taught | None) -> None:
     """All steps and evaluations of a stage, and its model. `taught`: what teachers say of the rows."""
+    batches = sequences_of(stage, inputs, taught)
+    train_batches(stage, inputs, trainer, batches, lambda: evaluate_sequences(trainer, inputs, taught))
+
+
+def sequences_of(stage: StageRun, inputs: SFTInputs, taught: Taught | None) -> SFTBatches:
     section = inputs.section
-    batches = SFTBatches(section, inputs.rows, inputs.renderer, seed=stage.seed, mixed=inputs.mixed, taught=taught)
+    return SFTBatches(section, inputs.rows, inputs.renderer, seed=stage.seed, mixed=inputs.mixed, taught=taught)
+
+
+def train_batches(
+    stage: StageRun,
+    inputs: SFTInputs,
+    trainer: Trainer,
+    batches: BatchStream,
+    evaluate: Callable[[], dict[str, float]],
+) -> None:
+    """All steps and evaluations of a stage, and its model."""
+    section = inputs.section
 
     # A row that does not fit is an error before the first step, where none may be left out.
     dropped = {} if section.overlong == "error" else {"data/dropped_ratio": inputs.dropped_ratio}
@@ -73,7 +90,7 @@ def train_sequences(stage: StageRun, inputs: SFTInputs, trainer: Trainer, taught
     def step() -> Mapping[str, Any]:
         return {**_with_perplexities(trainer.step(next(batches))), **dropped}
 
-    held_out = HeldOut(evaluate=lambda: _evaluate(trainer, inputs, taught), metrics=lambda record: record)
+    held_out = HeldOut(evaluate=evaluate, metrics=lambda record: record)
     with stage.opened(trainer, batches, section.num_steps) as (sinks, checkpointer):
         evaluation = held_out if section.eval_dataset is not None else None
         result = stage.train(trainer, step, batches, sinks, checkpointer, section, evaluation)
@@ -90,7 +107,7 @@ def _with_perplexities(metrics: Metrics) -> Metrics:
     return {**metrics, **found}
 
 
-def _evaluate(trainer: Trainer, inputs: SFTInputs, taught: Taught | None) -> dict[str, float]:
+def evaluate_sequences(trainer: Trainer, inputs: SFTInputs, taught: Taught | None) -> dict[str, float]:
     section, rows, renderer = inputs.section, inputs.eval_rows, inputs.eval_renderer
     assert section.eval_dataset is not None and rows is not None and renderer is not None
     with progress_bar(f"evaluating {len(rows):,} held-out rows", len(rows)) as advance:

@@ -45,27 +45,28 @@ def _print_answers(name: str, result: Mapping[str, Any]) -> None:
 
     out = console()
     before, after = result["before"], result["after"]
-    table = Table(title=f"{name}: held-out reward, {after['n']} prompts", title_justify="left")
-    for column in ("prompt", "before", "reward", "after", "reward"):
+    measure = after["measure"]
+    table = Table(title=f"{name}: held-out {measure}, {after['n']} prompts", title_justify="left")
+    for column in ("prompt", "before", measure, "after", measure):
         table.add_column(column, overflow="fold")
     pairs = list(zip(before["samples"], after["samples"], strict=True))
     # Answers that changed say the most; a stable sort keeps the dataset's order among them.
-    pairs.sort(key=lambda pair: pair[0]["reward"] == pair[1]["reward"])
+    pairs.sort(key=lambda pair: pair[0][measure] == pair[1][measure])
     for old, new in pairs[:NUM_ANSWERS]:
-        texts = (old["prompt"], old["completion"], old["reward"], new["completion"], new["reward"])
+        texts = (old["prompt"], old["completion"], old[measure], new["completion"], new[measure])
         table.add_row(*(Text(cut(printable(str(text), out.encoding), ANSWER_CELLS, out.encoding)) for text in texts))
     table.add_section()
-    table.add_row("mean reward, 95 % interval", _interval(before), "", _interval(after), "")
+    table.add_row(f"mean {measure}, 95 % interval", _interval(before), "", _interval(after), "")
     out.print(table)
-    out.print(_difference(pairs), markup=False)
+    out.print(_difference(pairs, measure), markup=False)
 
 
-def _difference(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
+def _difference(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], measure: str) -> str:
     """What changed on the same prompts; their own difficulty, which widens the intervals of the table, is not in it."""
-    rewards = [(old["reward"], new["reward"]) for old, new in pairs]
-    valid = [pair for pair in rewards if None not in pair]
+    values = [(old[measure], new[measure]) for old, new in pairs]
+    valid = [pair for pair in values if None not in pair]
     if len(valid) < 2:
-        return "difference: fewer than two prompts have a reward before and after"
+        return f"difference: fewer than two prompts have a {measure} before and after"
     found = paired_difference([old for old, _ in valid], [new for _, new in valid])
     return _in_words("difference over the same prompts", found)
 

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from posttrain.batch import TopK, rows_per_pass
-from posttrain.config import ConfigError, DistillSection, ModelSection, TeacherSection
+from posttrain.batch import Batch, TopK, rows_per_pass
+from posttrain.config import ConfigError, DistillSection, ModelSection, RLSection, RunConfig, TeacherSection
 from posttrain.console import console
 from posttrain.data.hub import hub_is_reachable
+from posttrain.data.taught import teacher_shares
 from posttrain.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
-from posttrain.kernels.top_k import top_k
-from posttrain.mesh import BATCH_SPEC, row_shards
+from posttrain.mesh import make_mesh
 from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
+from posttrain.recipes.served import ServedTeacher
 from posttrain.recipes.source import local_or_hub, origin_of_folder, read_model_config, refuse_misspelt
+from posttrain.reference import FrozenModel
+from posttrain.rl.assemble import Shares
 from posttrain.weights.files import find_folder
 from posttrain.weights.load import check_weights, load_model
 from posttrain.weights.lora import count_parameters
-from posttrain.weights.state import ModelWeights, Weights
 
 SAME_TOKENS = 0.99
 """Share of the student's tokens that a teacher must know by the same ids."""
@@ -44,37 +46,41 @@ class TeacherSource:
 
 
 def find_teachers(
-    section: DistillSection, tokenizer: Tokenizer | None, base_dir: Path
+    section: DistillSection | RLSection, tokenizer: Tokenizer | None, base_dir: Path
 ) -> tuple[list[TeacherSource], list[str]]:
     """The teachers, and notes of what is reconciled or cannot be checked. ConfigError for those that do not fit.
 
     With a cache they need not be there any more.
     """
     found, notes = [], []
-    for teacher in section.teachers:
+    cached = isinstance(section, DistillSection) and section.cache is not None
+    for teacher in in_order(section):
         try:
             path = local_or_hub(teacher.path, base_dir)
             if not Path(path).exists() and not hub_is_reachable():
                 refuse_misspelt("teachers", path, base_dir)
             config = read_model_config(ModelSection(path=path), base_dir, vocab_size=None)
         except ConfigError as error:
-            if section.cache is None:
+            if not cached and teacher.url is None:
                 raise ConfigError(f"teachers: {str(error).removeprefix('model.path: ')}") from error
             found.append(TeacherSource(section=teacher, path=teacher.path))
-            notes.append(f"teacher {teacher.title} is not there: its cache alone is used")
+            what = "its cache alone is used" if cached else "not checked: whether its tokens are the student's"
+            notes.append(f"teacher {teacher.title} is not there: {what}")
             continue
         found.append(TeacherSource(section=teacher, path=path))
         if config is None or tokenizer is None:
             notes.append(f"not checked, no network: the teacher {teacher.path}")
             continue
-        if section.cache is None and Path(path).is_dir():
+        if not cached and teacher.url is None and Path(path).is_dir():
             check_weights(Path(path))
         _check_model(section, teacher, config, tokenizer)
         notes += _check_tokens(teacher, path, config, tokenizer)
     return found, notes
 
 
-def _check_model(section: DistillSection, teacher: TeacherSection, config: ModelConfig, tokenizer: Tokenizer) -> None:
+def _check_model(
+    section: DistillSection | RLSection, teacher: TeacherSection, config: ModelConfig, tokenizer: Tokenizer
+) -> None:
     if section.row_tokens > config.max_positions:
         raise ConfigError(
             f"teachers: row_tokens={section.row_tokens} must be at most max_position_embeddings={config.max_positions} "
@@ -146,34 +152,80 @@ def load_teacher(source: TeacherSource, model: ModelSection, tokenizer: Tokenize
 
 def teacher_digest(source: TeacherSource, *, needed: bool) -> str | None:
     """Of a teacher's weights; None where they are not on this machine, and are not `needed`."""
+    if source.section.url is not None:
+        return f"{source.section.model or source.section.path} at a server"
     if not needed and not Path(source.path).is_dir():
         return None
     origin = origin_of_folder(source.path, find_folder(source.path))
     return " ".join(f"{name}:{part}" for name, part in sorted(origin.parts.items()))
 
 
+def in_order(section: DistillSection | RLSection) -> list[TeacherSection]:
+    """Those in the training step first, as the step takes them."""
+    return sorted(section.teachers, key=lambda teacher: teacher.outside)
+
+
+def shares_of(section: DistillSection | RLSection) -> Shares | None:
+    """How much each teacher counts for an example; None where there is only one."""
+    if section.teacher_column is None:
+        return None
+    column, titles = section.teacher_column, [teacher.title for teacher in in_order(section)]
+    return lambda example: teacher_shares(example.row, column, titles)
+
+
+OutsideTeacher = FrozenModel | ServedTeacher
+
+
+def outside_teacher(
+    source: TeacherSource,
+    model: ModelSection,
+    tokenizer: Tokenizer,
+    section: DistillSection | RLSection,
+    temperature: float,
+    k: int = 1,
+) -> OutsideTeacher:
+    """A teacher at its server, or on its own devices."""
+    k = min(k, tokenizer.num_ids)
+    if source.section.url is not None:
+        return ServedTeacher(source.section, num_ids=tokenizer.num_ids, k=k)
+    mesh = mesh_of(source.section, section.teachers)
+    teacher = load_teacher(source, model, tokenizer, mesh)
+    return FrozenModel(teacher, mesh, temperature=temperature, rows=section.micro_batch_rows, k=k)
+
+
+def mesh_of(teacher: TeacherSection, teachers: Sequence[TeacherSection]) -> Mesh:
+    """Of a teacher that has one: the last devices belong to the first such teacher."""
+    assert teacher.mesh is not None
+    devices = jax.devices()
+    for one in teachers:
+        count = _num_devices(one)
+        if one is teacher:
+            return make_mesh(teacher.mesh, devices[len(devices) - count :])
+        devices = devices[: len(devices) - count]
+    raise AssertionError("the teacher is one of the teachers")
+
+
+def training_devices(config: RunConfig) -> list[jax.Device]:
+    """Those that no teacher of any stage has for itself. ConfigError where none is left."""
+    devices = jax.devices()
+    stages = [stage for stage in config.stages if isinstance(stage, DistillSection | RLSection)]
+    taken = max((sum(map(_num_devices, stage.teachers)) for stage in stages), default=0)
+    if taken >= len(devices):
+        raise ConfigError(f"teachers: their meshes take {taken} devices, and there are {len(devices)}; leave some")
+    return devices[: len(devices) - taken]
+
+
+def _num_devices(teacher: TeacherSection) -> int:
+    return 0 if teacher.mesh is None else math.prod(teacher.mesh.sizes)
+
+
 class Scorer:
-    """What a model says of sequences: several are packed into a row, and all rows of a pass have one shape."""
+    """What a teacher says of sequences: several are packed into a row, and all rows of a pass have one shape."""
 
-    def __init__(self, model: Decoder, section: DistillSection, mesh: Mesh, *, k: int):
-        self._weights = ModelWeights(model)
-        self._mesh = mesh
-        self._rows = rows_per_pass(section.batch_rows, section.micro_batch_rows, row_shards(mesh))
+    def __init__(self, teacher: OutsideTeacher, section: DistillSection, shards: int):
+        self._teacher = teacher
+        self._rows = rows_per_pass(section.batch_rows, section.micro_batch_rows, shards)
         self._row_tokens = section.row_tokens
-
-        def said(weights: Weights, tokens: jax.Array, positions: jax.Array, segments: jax.Array) -> TopK:
-            bound = self._weights.bind(weights)
-            hidden, _ = bound(tokens, positions, segments)
-            return top_k(
-                bound.logits,
-                hidden,
-                tokens,
-                k=k,
-                temperature=section.temperature,
-                vocab_size=bound.config.vocab_size,
-            )
-
-        self._said = jax.jit(said)
 
     def __call__(self, sequences: Sequence[Mapping[str, np.ndarray]]) -> Iterator[TopK]:
         """Of each sequence in turn what is said of its tokens with loss, arrays [N, k] and [N]."""
@@ -197,8 +249,10 @@ class Scorer:
             tokens[row, span] = sequence["tokens"]
             positions[row, span] = np.arange(len(sequence["tokens"]))
             segments[row, span] = number
-        placed = jax.device_put((tokens, positions, segments), NamedSharding(self._mesh, BATCH_SPEC))
-        found = jax.device_get(self._said(self._weights.read(), *map(jnp.asarray, placed)))
+        rows = Batch(
+            tokens=tokens, positions=positions, segments=segments, loss_weight=np.sign(segments, dtype=np.float32)
+        )
+        found = self._teacher.top_k(rows)
         for sequence, row, start in window:
             at = start + np.flatnonzero(sequence["loss_weight"])
             yield jax.tree.map(lambda x, row=row, at=at: x[row, at], found)

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 
 from posttrain.config import ConfigError
 from posttrain.imports import did_you_mean
-from posttrain.losses.policy import DAPO, GRPO, GSPO, RLOO, PolicyLoss, dr_grpo
+from posttrain.losses.policy import DAPO, DISTILL, GRPO, GSPO, RLOO, PolicyLoss, dr_grpo
 from posttrain.rl.advantages import Advantage, Rewards, centered, is_mixed, leave_one_out, standardized
 
 GroupT = TypeVar("GroupT")
@@ -52,6 +52,7 @@ ALGORITHMS: dict[str, Callable[[int], Algorithm]] = {
     "dapo": lambda _: Algorithm("dapo", DAPO, standardized, filter=is_mixed),
     "gspo": lambda _: Algorithm("gspo", GSPO, standardized),
     "rloo": lambda _: Algorithm("rloo", RLOO, leave_one_out),
+    "distill": lambda _: Algorithm("distill", DISTILL, centered),
 }
 """By name, as a function of the largest number of sampled tokens."""
 

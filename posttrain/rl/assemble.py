@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from posttrain.batch import Batch
-from posttrain.rl.types import Group, Trajectory
+from posttrain.rl.types import Example, Group, Trajectory
+
+Shares = Callable[[Example], Float[np.ndarray, " N"]]
+"""How much each teacher counts for the samples of an example."""
 
 
 def assemble(
@@ -18,14 +21,17 @@ def assemble(
     *,
     row_tokens: int,
     num_rows: int,
+    shares: Shares | None = None,
 ) -> Batch:
-    """Host rows [num_rows, row_tokens]. Samples without a valid reward are left out.
+    """Host rows [num_rows, row_tokens]. Samples without a valid reward are left out. `shares` become `teacher_weights`.
 
     `num_rows` is fixed for a run, so that the step compiles once; rows that packing does not need stay empty, and
     empty micro-batches are not computed.
     """
     recorded = [trajectory.experts for group in groups_P for trajectory in group]
     batch = _empty(num_rows, row_tokens, recorded)
+    if shares is not None:
+        batch["teacher_weights"] = np.zeros((num_rows, row_tokens, len(shares(groups_P[0][0].example))), np.float32)
     free = np.full(num_rows, row_tokens)
     segments = np.zeros(num_rows, np.int32)
     for group, advantages, valids in zip(groups_P, advantages_PG, valid_PG, strict=True):
@@ -37,7 +43,10 @@ def assemble(
             row = int(np.argmax(free >= length))
             assert free[row] >= length, "num_rows must hold one trajectory per row"
             segments[row] += 1
-            _put(batch, row, row_tokens - int(free[row]), int(segments[row]), trajectory, float(advantage))
+            start = row_tokens - int(free[row])
+            _put(batch, row, start, int(segments[row]), trajectory, float(advantage))
+            if shares is not None:
+                batch["teacher_weights"][row, start : start + length] = shares(trajectory.example)
             free[row] -= length
     return Batch(**batch)  # type: ignore[arg-type]
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float
 
 from posttrain.batch import Batch
 from posttrain.reference import Reference, model_inputs
+from posttrain.rl.teaching import Scorer, teacher_logps
 from posttrain.rollout.types import RolloutEngine
 from posttrain.trainer import Trainer
 
@@ -16,23 +18,28 @@ from posttrain.trainer import Trainer
 class Role(enum.Enum):
     ACTOR = "actor"
     REFERENCE = "reference"
+    TEACHER = "teacher"
 
 
 class Cluster:
-    """Actor, reference and rollout engine of one run.
+    """Actor, reference, teachers and rollout engine of one run.
 
-    The reference is the actor as it is when the cluster is made, if `keep_reference` says so.
+    The reference is the actor as it is when the cluster is made, if `keep_reference` says so. `teachers` score at the
+    actor's temperature.
     """
 
-    def __init__(self, actor: Trainer, engine: RolloutEngine, *, keep_reference: bool):
+    def __init__(self, actor: Trainer, engine: RolloutEngine, *, keep_reference: bool, teachers: Sequence[Scorer] = ()):
         self.actor = actor
         self.engine = engine
         self._reference = Reference(actor) if keep_reference else None
+        self._teachers = tuple(teachers)
 
     def logps(self, role: Role, batch: Batch) -> Float[np.ndarray, "B T"]:
         """Log-probabilities of the batch's tokens under a role's weights, at the actor's temperature."""
         if role is Role.ACTOR:
             return np.asarray(self.actor.stats(model_inputs(batch)).logps)
+        if role is Role.TEACHER:
+            return teacher_logps(self._teachers, batch)
         if self._reference is None:
             raise ValueError("this cluster keeps no reference; make it with keep_reference=True")
         return self._reference.logps(batch)

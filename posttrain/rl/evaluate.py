@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float
 
 from posttrain.config import ConfigError
 from posttrain.console import progress_bar
 from posttrain.rl.collect import Sampler, collect
 from posttrain.rl.rewards import Rubric
 from posttrain.rl.statistics import Interval, mean_interval
+from posttrain.rl.teaching import interval_of
 from posttrain.rl.types import Example, Group, Rewards
 
 EVAL_STEP = 2**32 - 1
@@ -22,8 +24,10 @@ EVAL_STEP = 2**32 - 1
 class Evaluation:
     groups_P: Sequence[Group]
     rewards: Rewards
-    interval: Interval
-    """Of the total reward."""
+    interval: Interval | None
+    """Of the total reward; None where there are no rewards."""
+    distances_PG: Float[np.ndarray, "P G"] | None = None
+    """Where there are teachers: of each sample the mean of log(student / teacher) over its tokens."""
 
     def metrics(self) -> dict[str, float]:
         samples = [s for group in self.groups_P for s in group]
@@ -32,25 +36,47 @@ class Evaluation:
             for name, part in self.rewards.parts_PG.items()
             if not np.isnan(part).all()
         }
+        named = {"eval/reward": self.interval, "eval/distill/kl": self.distance}
+        intervals = {
+            f"{name}{end}": value
+            for name, found in named.items()
+            if found is not None
+            for end, value in (("", found.mean), ("_low", found.low), ("_high", found.high))
+        }
         return {
-            "eval/reward": self.interval.mean,
-            "eval/reward_low": self.interval.low,
-            "eval/reward_high": self.interval.high,
+            **intervals,
             "eval/completions/mean_length": float(np.mean([s.num_sampled for s in samples])),
             "eval/completions/clipped_ratio": float(np.mean([s.stop == "length" for s in samples])),
             **parts,
         }
 
+    @property
+    def distance(self) -> Interval | None:
+        """The reverse KL from the teachers per token, on the student's own samples."""
+        return None if self.distances_PG is None else interval_of(self.distances_PG)
 
-async def evaluate(sampler: Sampler, rubric: Rubric, examples: Sequence[Example], group_size: int = 1) -> Evaluation:
-    """`group_size` samples of every example, scored. Samples without a valid reward are left out of the mean."""
+
+async def evaluate(
+    sampler: Sampler,
+    rubric: Rubric,
+    examples: Sequence[Example],
+    group_size: int = 1,
+    distances: Callable[[Sequence[Group]], Float[np.ndarray, "P G"]] | None = None,
+) -> Evaluation:
+    """`group_size` samples of every example, scored. Samples without a valid reward are left out of the mean.
+
+    `distances`: of the samples from the teachers.
+    """
     with progress_bar(f"evaluating {len(examples)} held-out prompts", len(examples) * group_size) as advance:
         groups_P = await collect(sampler, examples, group_size, EVAL_STEP, advance)
+        found = None if distances is None else distances(groups_P)
     with progress_bar("scoring the held-out samples", len(rubric.rewards)) as advance:
         rewards = await rubric.score(groups_P, advance)
+    if not rubric.rewards:
+        return Evaluation(groups_P=groups_P, rewards=rewards, interval=None, distances_PG=found)
     valid = ~np.isnan(rewards.total_PG)
     if not valid.any():
         raise ConfigError("evaluation: no sample has a valid reward; see that the rewards apply to eval_dataset")
     prompts = np.repeat(np.arange(len(groups_P))[:, None], group_size, axis=1)
     interval = mean_interval(rewards.total_PG[valid], prompts[valid])
-    return Evaluation(groups_P=groups_P, rewards=rewards, interval=interval)
+    return Evaluation(groups_P=groups_P, rewards=rewards, interval=interval, distances_PG=found)

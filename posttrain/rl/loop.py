@@ -19,6 +19,7 @@ from posttrain.rl.cluster import Cluster, Role
 from posttrain.rl.collect import Sampler, collect
 from posttrain.rl.rewards import Rubric
 from posttrain.rl.statistics import standard_error
+from posttrain.rl.teaching import Teaching, add_teachers
 from posttrain.rl.types import Example, Group, Rewards, Trajectory
 from posttrain.tree import replace
 
@@ -35,6 +36,7 @@ class StepSettings:
     row_tokens: int
     num_rows: int
     recompute_old_logps: bool
+    teaching: Teaching | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +73,20 @@ async def rl_step(
         ~np.isnan(rewards_PG),
         row_tokens=settings.row_tokens,
         num_rows=settings.num_rows,
+        shares=None if settings.teaching is None else settings.teaching.shares,
     )
+    taught: Metrics = {}
     with timer("logps"), progress_bar(f"{title}: log-probabilities", closing=False):
         if algorithm.loss.kl_coef:
             batch = replace(batch, ref_logps=cluster.logps(Role.REFERENCE, batch))
         if settings.recompute_old_logps:
             batch = replace(batch, old_logps=cluster.logps(Role.ACTOR, batch))
+        if settings.teaching is not None:
+            batch, taught = add_teachers(batch, cluster.logps(Role.TEACHER, batch), settings.teaching.coef)
     with timer("update"), progress_bar(f"{title}: update", closing=False):
         metrics = jax.block_until_ready(cluster.actor.step(batch))
         cluster.sync_weights()
-    metrics |= rollout_metrics(groups_P, rewards)
+    metrics |= taught | rollout_metrics(groups_P, rewards)
     return StepResult(
         metrics=metrics,
         groups_P=groups_P,
@@ -130,11 +136,24 @@ class RewardWatch:
 
 def rollout_metrics(groups_P: Sequence[Group], rewards: Rewards) -> dict[str, float]:
     """What the samples of a step say, under the names that practitioners search for."""
-    total_PG = rewards.total_PG
     samples = [trajectory for group in groups_P for trajectory in group]
     lengths = np.asarray([sample.num_sampled for sample in samples])
     clipped = np.asarray([sample.stop == "length" for sample in samples])
     ended = lengths[~clipped]
+    metrics = {
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(clipped.mean()),
+        "completions/mean_terminated_length": float(ended.mean()) if ended.size else float("nan"),
+        "completions/num_tokens": float(lengths.sum()),
+        "sampling/kept_mass/mean": _kept_mass(samples),
+    }
+    return metrics | (_reward_metrics(rewards) if rewards.parts_PG else {})
+
+
+def _reward_metrics(rewards: Rewards) -> dict[str, float]:
+    total_PG = rewards.total_PG
     std_P = _std_of_groups(total_PG)
     failed = {kind: sum(e.kind == kind for e in rewards.errors) for kind in ("error", "timeout")}
     metrics = {
@@ -143,15 +162,8 @@ def rollout_metrics(groups_P: Sequence[Group], rewards: Rewards) -> dict[str, fl
         "reward_std": _nanmean(std_P),
         "frac_reward_zero_std": _nanmean(np.where(np.isnan(std_P), np.nan, std_P == 0.0)),
         "rewards/invalid": float(np.isnan(total_PG).mean()),
-        "rewards/errors": failed["error"] / len(samples),
-        "rewards/timeouts": failed["timeout"] / len(samples),
-        "completions/mean_length": float(lengths.mean()),
-        "completions/min_length": float(lengths.min()),
-        "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float(clipped.mean()),
-        "completions/mean_terminated_length": float(ended.mean()) if ended.size else float("nan"),
-        "completions/num_tokens": float(lengths.sum()),
-        "sampling/kept_mass/mean": _kept_mass(samples),
+        "rewards/errors": failed["error"] / total_PG.size,
+        "rewards/timeouts": failed["timeout"] / total_PG.size,
     }
     for name, part in rewards.parts_PG.items():
         metrics[f"rewards/{name}/mean"] = _nanmean(part)

@@ -62,7 +62,10 @@ def missing_arguments(reward: Reward, columns: Sequence[str]) -> list[str]:
 
 
 class Rubric:
-    """Scores groups with all functions. Raises when a function breaks its contract or fails on every sample."""
+    """Scores groups with all functions: with none of them, as where only a teacher speaks, every total is 0.
+
+    Raises when a function breaks its contract or fails on every sample.
+    """
 
     def __init__(self, rewards: Sequence[Reward]):
         names = [reward.name for reward in rewards]
@@ -80,7 +83,7 @@ class Rubric:
         shape = (len(groups_P), group_size)
         parts = {call.reward.name: np.asarray(call.values, np.float32).reshape(shape) for call in calls}
         errors = [error for call in calls for error in call.errors]
-        total = _weighted_sum(self.rewards, parts)
+        total = _weighted_sum(self.rewards, parts, shape)
         for error in errors:
             total[error.prompt, error.sample] = np.nan
         metrics = {
@@ -92,8 +95,10 @@ class Rubric:
         return Rewards(total_PG=total, parts_PG=parts, errors=errors, metrics=metrics, extras=extras)
 
 
-def _weighted_sum(rewards: Sequence[Reward], parts: Mapping[str, np.ndarray]) -> np.ndarray:
+def _weighted_sum(rewards: Sequence[Reward], parts: Mapping[str, np.ndarray], shape: tuple[int, int]) -> np.ndarray:
     """Sum over the functions that apply; NaN where none does."""
+    if not rewards:
+        return np.zeros(shape, np.float32)
     stacked = np.stack([parts[r.name] * np.float32(r.weight) for r in rewards])
     return np.where(np.isnan(stacked).all(axis=0), np.nan, np.nansum(stacked, axis=0)).astype(np.float32)
 

@@ -22,13 +22,15 @@ def test_difference_is_paired() -> None:
     """Prompts differ much and each gains a little: the pairs show it. Prompts without a reward are left out."""
     before = [0.1 * i for i in range(10)]
     gain = [0.04, 0.05, 0.06, 0.05, 0.04, 0.06, 0.05, 0.05, 0.04, 0.06]
-    said = _difference(pairs([*before, None, 0.5], [*(b + g for b, g in zip(before, gain, strict=True)), 1.0, None]))
+    said = _difference(
+        pairs([*before, None, 0.5], [*(b + g for b, g in zip(before, gain, strict=True)), 1.0, None]), "reward"
+    )
     assert said.startswith("difference over the same prompts: +0.050 (+0.044 to +0.056), p < 0.001, significant")
-    noise = _difference(pairs([0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0]))
+    noise = _difference(pairs([0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0]), "reward")
     assert noise.startswith("difference over the same prompts: +0.000 (") and noise.endswith(
         "p = 1.000, not significant"
     )
-    assert "fewer than two prompts" in _difference(pairs([0.0, None], [1.0, 1.0]))
+    assert "fewer than two prompts" in _difference(pairs([0.0, None], [1.0, 1.0]), "reward")
 
 
 @pytest.mark.parametrize(
