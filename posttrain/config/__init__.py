@@ -3,6 +3,7 @@
 from posttrain.config.base import (
     AttentionKernel,
     ConfigError,
+    DecodeAttention,
     Fraction,
     GroupedKernel,
     NonNegativeInt,
@@ -33,6 +34,7 @@ __all__ = [
     "ComparedSection",
     "ConfigError",
     "DatasetSection",
+    "DecodeAttention",
     "DistillSection",
     "Fraction",
     "GroupedKernel",

@@ -11,6 +11,7 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 
 AttentionKernel = Literal["auto", "reference", "blockwise", "splash", "tokamax", "cudnn"]
+DecodeAttention = Literal["auto", "rows", "gather", "ragged"]
 GroupedKernel = Literal["auto", "reference", "ragged_dot", "buckets", "megablox", "tokamax"]
 Remat = Literal["none", "full", "dots", "offload"]
 Quantize = Literal["none", "int8", "fp8", "int4", "nf4"]

@@ -7,7 +7,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import AttentionKernel, GroupedKernel, NonNegativeInt, PositiveInt, Quantize, Remat, Section
+from posttrain.config.base import (
+    AttentionKernel,
+    DecodeAttention,
+    GroupedKernel,
+    NonNegativeInt,
+    PositiveInt,
+    Quantize,
+    Remat,
+    Section,
+)
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor")
 """Of devices, the closest last."""
@@ -67,6 +76,10 @@ class ModelSection(Section):
     its matrix products, `offload` each block from inputs kept in the host's memory."""
     attention: AttentionKernel = "auto"
     """Implementation of attention; by default the fastest for platform and shape."""
+    decode_attention: DecodeAttention = "auto"
+    """How sampling reads its cache: `ragged` in place, by TPU's kernel for pages; `gather` by copying the pages of each
+    layer at every token; `rows` from one copy per dispatch, as wide as its longest sequence. By default `rows` on CPU,
+    `ragged` on TPU for models without sinks, latents and shared keys, else `gather`."""
     grouped_matmul: GroupedKernel = "auto"
     """Implementation of the experts' matrix products; by default the fastest for platform and shape."""
     long_context: bool = False
