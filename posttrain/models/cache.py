@@ -26,7 +26,8 @@ class KVCache:
     keys: tuple[Float[Array, "_R B _K S _H"] | None, ...]
     values: tuple[Float[Array, "_R B _K S _H"] | None, ...]
     fresh: bool = static(default=False)
-    """All rows begin with the tokens that come: attention need not look into the cache for them."""
+    """All rows begin with the tokens that come, one after the other: attention need not look into the cache for them,
+    and padding may be written, since a position is written again before it is read."""
 
     @property
     def width(self) -> int:
@@ -44,6 +45,9 @@ class KVCache:
         def put(stored: tuple[Array | None, ...], new: Array) -> tuple[Array | None, ...]:
             array = stored[slot]
             assert array is not None
+            if self.fresh:  # all places of the layer
+                padded = jnp.pad(new, [(0, 0)] * 2 + [(0, array.shape[3] - new.shape[2]), (0, 0)])
+                return (*stored[:slot], array.at[repeat].set(padded.astype(array.dtype)), *stored[slot + 1 :])
             # Row by row: with row numbers among the indices, XLA would bring all rows to every device.
             changed = jax.vmap(row, in_axes=(1, 0, 0), out_axes=1)(array, new.swapaxes(1, 2), positions)
             return (*stored[:slot], changed, *stored[slot + 1 :])

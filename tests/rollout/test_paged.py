@@ -41,6 +41,7 @@ def test_samples_do_not_depend_on_the_layout(layout: DecodeAttention, engine: Na
     assert pool is not None and pool.layout == layout
 
 
+@pytest.mark.thorough
 def test_pages_on_a_mesh(engine: NativeEngine) -> None:
     mesh = make_mesh(MeshSection(data=2, fsdp=2, tensor=2))
     model = paged_model("ragged")

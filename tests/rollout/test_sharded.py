@@ -68,15 +68,18 @@ def collectives_of_loops(program: str) -> Iterator[tuple[str, str]]:
             yield from ((kind, shape) for shape, kind in COLLECTIVE.findall(line))
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name", ["data", "data and tensor", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("fsdp", "all"))]
+)
 def test_the_samples_of_one_device_and_no_keys_that_travel(name: str, expected: list[Completion]) -> None:
     engine = make_engine(sharded_model(MESHES[name]), slots=6)
     shards = 8 // MESHES[name].tensor
     assert engine.slots == 8  # no fewer than asked for, as many in every shard
     for completion, other in zip(drawn(engine), expected, strict=True):
         assert_same(completion, other)
-    decode = next(p for p in engine.programs._compiled.values() if "Scored" not in str(p) and has_loop(p.as_text()))
-    found = list(collectives_of_loops(decode.as_text()))
+    texts = [program.as_text() for program in engine.programs._compiled.values()]
+    (decode,) = [text for text in texts if "body=" in text]
+    found = list(collectives_of_loops(decode))
     config = tiny_config()
     head = config.blocks[0].attention.head_dim
     # Keys and values are [rows, 1, heads, head_dim].
@@ -90,7 +93,3 @@ def test_the_samples_of_one_device_and_no_keys_that_travel(name: str, expected: 
             f"f32[{8 // shards},1,{config.embed_dim}]",
             f"f32[{8 // shards},1,{config.vocab_size}]",
         }
-
-
-def has_loop(program: str) -> bool:
-    return "body=" in program
