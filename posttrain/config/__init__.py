@@ -6,12 +6,15 @@ from posttrain.config.base import (
     DecodeAttention,
     Fraction,
     GroupedKernel,
+    ListOf,
     NonNegativeInt,
     PositiveInt,
     Quantize,
     Remat,
     RolloutQuantize,
+    RunError,
     Section,
+    Text,
 )
 from posttrain.config.distill import DistillSection, TeacherSection
 from posttrain.config.judged import ComparedSection, PreferenceSection, RewardModelSection
@@ -38,6 +41,7 @@ __all__ = [
     "DistillSection",
     "Fraction",
     "GroupedKernel",
+    "ListOf",
     "LoRA",
     "MeshSection",
     "ModelSection",
@@ -54,11 +58,13 @@ __all__ = [
     "RolloutSection",
     "RouterSection",
     "RunConfig",
+    "RunError",
     "SFTSection",
     "SamplingSection",
     "Section",
     "SequenceSection",
     "Stage",
     "TeacherSection",
+    "Text",
     "TrainSection",
 ]
