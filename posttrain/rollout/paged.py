@@ -7,13 +7,14 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Float, Int
 
 from posttrain.config import ROW_AXES, ConfigError, DecodeAttention
 from posttrain.kernels.attention import padded_head, ragged_refusal
-from posttrain.kernels.platform import platform_of
+from posttrain.kernels.platform import head_shards, platform_of
 from posttrain.mesh import row_shards
 from posttrain.models.cache import KVCache, empty_cache
 from posttrain.models.config import AttentionConfig, Compute, ModelConfig
@@ -146,7 +147,7 @@ def _together(keys: Array | None, values: Array | None) -> Float[Array, "R B K2 
 
 def choose_layout(wanted: DecodeAttention, config: ModelConfig, compute: Compute, mesh: Mesh | None) -> Layout:
     """The fastest that serves the model on the platform, or the one that was asked for: ConfigError if it cannot."""
-    refusal = _ragged_refusal(config, compute, mesh)
+    refusal = refusal_of_ragged(config, compute.dtype, head_shards(mesh))
     if wanted == "ragged" and refusal is not None:
         raise ConfigError(f"model.decode_attention: 'ragged' {refusal}; use auto, rows or gather")
     if wanted != "auto":
@@ -157,14 +158,15 @@ def choose_layout(wanted: DecodeAttention, config: ModelConfig, compute: Compute
     return "ragged" if platform == "tpu" and refusal is None else "gather"
 
 
-def _ragged_refusal(config: ModelConfig, compute: Compute, mesh: Mesh | None) -> str | None:
+def refusal_of_ragged(config: ModelConfig, dtype: np.dtype, head_shards: int) -> str | None:
+    """Why ragged paged attention does not serve the model; None where it does."""
     for block in config.blocks:
         c = block.attention
         if not isinstance(c, AttentionConfig):
             return f"does not know the latent attention of {config.model_type}"
         if c.sinks or c.keeps is not None or c.reuses is not None:
             return f"knows neither the sinks nor the shared keys of {config.model_type}"
-        if (refusal := ragged_refusal(c.num_kv_heads, compute.dtype.itemsize, mesh)) is not None:
+        if (refusal := ragged_refusal(c.num_kv_heads, dtype.itemsize, head_shards)) is not None:
             return refusal
     return None
 

@@ -50,9 +50,9 @@ def test_the_twin_against_the_librarys_reference(variant: Variant) -> None:
 
 
 def test_pages_that_the_kernel_does_not_take() -> None:
-    assert ragged_refusal(8, 2, None) is None
-    assert ragged_refusal(1, 2, None) is None
-    refusal = ragged_refusal(3, 2, None)
+    assert ragged_refusal(8, 2, 8) is None
+    assert ragged_refusal(1, 2, 1) is None
+    refusal = ragged_refusal(3, 2, 2)
     assert refusal is not None and "got 6 heads" in refusal
     pages, q = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((PAGES, PAGE, 6, 128), (ROWS, 6, 128)))
     with pytest.raises(ValueError, match="XLA fully tiled"):  # what the library says of them

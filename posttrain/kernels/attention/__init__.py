@@ -2,7 +2,7 @@
 
 from posttrain.config import AttentionKernel
 from posttrain.kernels.attention.dispatch import attention
-from posttrain.kernels.attention.paged import padded_head, ragged_paged_attention, ragged_refusal, splits_heads
+from posttrain.kernels.attention.paged import padded_head, ragged_paged_attention, ragged_refusal
 from posttrain.kernels.attention.request import Variant
 
 __all__ = [
@@ -12,5 +12,4 @@ __all__ = [
     "padded_head",
     "ragged_paged_attention",
     "ragged_refusal",
-    "splits_heads",
 ]

@@ -27,19 +27,14 @@ BLOCK_ROWS = 32
 WORD_BYTES = 4
 
 
-def ragged_refusal(num_kv_heads: int, itemsize: int, mesh: Mesh | None) -> str | None:
-    """Why the kernel does not take pages of so many heads; None where it does."""
-    heads = 2 * num_kv_heads // (head_shards(mesh) if splits_heads(num_kv_heads, mesh) else 1)
+def ragged_refusal(num_kv_heads: int, itemsize: int, shards: int) -> str | None:
+    """Why the kernel does not take pages of so many heads, which `shards` devices share; None where it does."""
+    heads = 2 * num_kv_heads // (shards if num_kv_heads % shards == 0 else 1)
     packing = WORD_BYTES // itemsize
     tiles = heads // packing
     if heads % packing or not (tiles in (1, 2, 4, 8) or tiles % 8 == 0):
         return f"takes 1, 2, 4 or a multiple of 8 tiles of key and value heads on a device, got {heads} heads"
     return None
-
-
-def splits_heads(num_kv_heads: int, mesh: Mesh | None) -> bool:
-    """Whether each device of the axis `tensor` holds its own heads of the pages, else all."""
-    return num_kv_heads % head_shards(mesh) == 0
 
 
 def padded_head(head_dim: int) -> int:
@@ -66,7 +61,8 @@ def ragged_paged_attention(
     if mesh is None or mesh.size == 1:
         return lane(q, pages, repeat, table, lengths)
     rows = row_axes(mesh)
-    heads = HEAD_AXIS if HEAD_AXIS in mesh.axis_names and splits_heads(pages.shape[4] // 2, mesh) else None
+    divides = pages.shape[4] // 2 % head_shards(mesh) == 0
+    heads = HEAD_AXIS if HEAD_AXIS in mesh.axis_names and divides else None
     queries, by_lane = PartitionSpec(rows, None, heads), PartitionSpec(rows)
     split = jax.shard_map(
         lane,
