@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from posttrain.batch import Batch, LossOutput
@@ -47,6 +48,11 @@ def num_micro(micro: Micro) -> int:
 def as_one(micro: Micro) -> Any:
     """[M, rows, ...] as one batch [M * rows, ...]."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), micro)
+
+
+def concatenated(parts: Sequence[Any]) -> Any:
+    """Pytrees of host rows as one, the rows of the first first."""
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,8 @@ class TokenStats:
     """Entropy in nats of the distribution that `tokens[b, t]` was drawn from."""
     mean_logps: Float[Array, "B T"] | None = None
     """Mean log-probability of all tokens of the vocabulary in its place."""
+    log_squares: Float[Array, "B T"] | None = None
+    """Log of the sum of squared probabilities in its place; without a gradient."""
     divergence: Float[Array, "B T"] | None = None
     """From the teachers' distribution, as `posttrain.kernels.divergence.Divergence` says."""
     teacher_kl: Float[Array, "B T"] | None = None

@@ -37,7 +37,7 @@ class Reference:
     def logps(self, batch: Batch) -> Float[np.ndarray, "B T"]:
         """Log-probabilities of the batch's tokens, at the actor's temperature."""
         base = without_adapter(self._actor.weights) if self._has_adapter else {}
-        return self._actor.stats(model_inputs(batch), {**base, **self._weights}).logps
+        return np.asarray(self._actor.stats(model_inputs(batch), {**base, **self._weights}).logps)
 
 
 def model_inputs(batch: Batch) -> Batch:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
-from posttrain.accumulate import Pulled, as_one, num_micro, stack_over, sum_over
+from posttrain.accumulate import Pulled, as_one, concatenated, num_micro, stack_over, sum_over
 from posttrain.batch import (
     Batch,
     BatchLoss,
@@ -39,20 +39,14 @@ from posttrain.models.adapter import drop, has_dropout
 from posttrain.models.decoder import Decoder
 from posttrain.models.moe import check_router, correction_paths
 from posttrain.optim import clip_by_global_norm
-from posttrain.tree import Mean
+from posttrain.tree import Mean, replace
 from posttrain.weights.lora import has_lora
 from posttrain.weights.quantize import is_quantized
 from posttrain.weights.state import ModelWeights, Weights
 
+StatsT = TypeVar("StatsT", TokenStats, ScoreStats)
 AnyLoss = Callable[[Any, Batch], LossOutput]
 """On the statistics that the model gives: a `TokenLoss` or a `ScoreLoss`."""
-
-
-class HostStats(NamedTuple):
-    """`TokenStats` of host rows as host arrays."""
-
-    logps: Float[np.ndarray, "B T"]
-    entropy: Float[np.ndarray, "B T"]
 
 
 class _Keys(NamedTuple):
@@ -129,6 +123,7 @@ class Trainer:
         self._step = jax.jit(self._step_program, donate_argnums=(0, 2), out_shardings=(trained, state, None))
         self._evaluate = jax.jit(self._evaluate_program)
         self._stats = jax.jit(self._stats_program)
+        self._loss_of_all = jax.jit(self.loss)
 
     @property
     def params(self) -> Weights:
@@ -168,26 +163,35 @@ class Trainer:
         return metrics
 
     def evaluate(self, batches: Iterable[Batch]) -> Metrics:
-        """The loss and its metrics over all batches, without an update."""
+        """The loss and its metrics over all batches, without an update. Of a loss over the whole batch that is all of
+        them together, so that the size of a batch does not matter; the model still takes them one by one."""
+        if self._whole:
+            return self._evaluate_at_once(batches)
         totals: dict[str, Mean] = {}
         for batch in batches:
             output = self._evaluate(self.weights, *self._micro_batches(batch), self._taught)
             totals = merge(totals, {"loss": output.loss, **output.metrics})
         return dict(totals)
 
-    def stats(self, batch: Batch, weights: Weights | None = None) -> HostStats:
+    def _evaluate_at_once(self, batches: Iterable[Batch]) -> Metrics:
+        parts = []
+        for batch in batches:
+            stats = self._stats(self.weights, *self._micro_batches(batch), self._taught)
+            parts.append((_rows_on_host(stats, batch), replace(batch, teachers=None, experts=None)))
+        output = self._loss_of_all(*concatenated(parts))
+        return {"loss": output.loss, **output.metrics}
+
+    def stats(self, batch: Batch, weights: Weights | None = None) -> TokenStats:
         """Token statistics of host rows as host arrays, under other weights of the same structure if given."""
-        micro, count = self._micro_batches(batch)
-        stats = self._stats(self.weights if weights is None else weights, micro, count)
+        stats = self._stats(self.weights if weights is None else weights, *self._micro_batches(batch))
         assert isinstance(stats, TokenStats), "a reward model has scores, no log-probabilities"
-        arrays = jax.device_get((stats.logps, stats.entropy))
-        return HostStats(*(as_one(x)[: batch.shape[0]] for x in arrays))
+        return _rows_on_host(stats, batch)
 
     def scores(self, batch: Batch) -> Float[np.ndarray, "B T"]:
         """The scores of a reward model for host rows, as a host array."""
         stats = self._stats(self.weights, *self._micro_batches(batch))
         assert isinstance(stats, ScoreStats), "only a reward model has scores"
-        return np.asarray(as_one(jax.device_get(stats.scores)))[: batch.shape[0]]
+        return np.asarray(_rows_on_host(stats, batch).scores)
 
     def state(self) -> dict[str, Any]:
         """The arrays that a checkpoint must hold."""
@@ -260,7 +264,7 @@ class Trainer:
             temperature=self._temperature,
             vocab_size=model.config.vocab_size,
             only=jnp.asarray(batch.loss_weight) != 0,
-            terms=self._terms if taught is not None else PLAIN,
+            terms=self._terms if taught is not None else dataclasses.replace(self._terms, divergence=None),
             teachers=teachers,
             teacher_weights=batch.teacher_weights if teachers else None,
         )
@@ -391,15 +395,22 @@ class Trainer:
 
     def _evaluate_program(self, weights: Weights, micro: Batch, count: Array, taught: list[Weights]) -> LossOutput:
         self.num_programs += 1
-        if self._whole:
-            stats = stack_over(lambda batch: self._forward(weights, batch, taught)[0], micro, count)
-            return self.loss(as_one(stats), as_one(micro))
         return sum_over(lambda batch: self._loss_output(weights, batch, taught, self.loss)[0], micro, count)
 
-    def _stats_program(self, weights: Weights, micro: Batch, count: Array) -> TokenStats | ScoreStats:
+    def _stats_program(
+        self, weights: Weights, micro: Batch, count: Array, taught: list[Weights] | None = None
+    ) -> TokenStats | ScoreStats:
         self.num_programs += 1
-        stats: TokenStats | ScoreStats = stack_over(lambda batch: self._forward(weights, batch)[0], micro, count)
+        stats: TokenStats | ScoreStats = stack_over(
+            lambda batch: self._forward(weights, batch, taught)[0], micro, count
+        )
         return stats
+
+
+def _rows_on_host(stats: StatsT, batch: Batch) -> StatsT:
+    """Statistics [M, rows, T] as host arrays of the rows of the batch, without those that filled the last pass."""
+    arrays: StatsT = jax.tree.map(lambda x: as_one(np.asarray(x))[: batch.shape[0]], jax.device_get(stats))
+    return arrays
 
 
 def _place(weights: ModelWeights, mesh: Mesh) -> dict[str, NamedSharding]:

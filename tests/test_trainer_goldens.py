@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -48,7 +49,7 @@ def batch(ids: np.ndarray, mask: np.ndarray, weight: np.ndarray) -> Batch:
     )
 
 
-@pytest.mark.parametrize("name", ["run_sft_linear", "run_sft_cosine_dft"])
+@pytest.mark.parametrize("name", ["run_sft_linear", "run_sft_cosine_dft", "run_sft_const_noclip"])
 def test_trajectory_of_sft(arrays: dict[str, np.ndarray], name: str) -> None:
     """Six steps of TRL's SFTTrainer with accumulation over two micro-batches, AdamW and its schedules."""
     golden = case(name)
@@ -82,6 +83,43 @@ def test_trajectory_of_sft(arrays: dict[str, np.ndarray], name: str) -> None:
     probe = forward(model, arrays["in/run_probe_ids"])
     expected = arrays[f"out/{name.replace('run_sft', 'run')}/final_probe_logits"]
     np.testing.assert_allclose(probe, expected, atol=2e-2)
+
+
+@pytest.mark.parametrize(("name", "loss"), [("sft_nll", SFTLoss()), ("sft_dft", DFTLoss())])
+def test_sft_from_token_ids(arrays: dict[str, np.ndarray], name: str, loss: Any) -> None:
+    golden = case(name)
+    ids, mask, completion = (arrays[f"in/dpo_{n}"] for n in ("input_ids", "attention_mask", "completion_mask"))
+    model = load_model(GOLDENS / "models" / "llama", dtype=jnp.float32)
+    trainer = Trainer(model, loss, optax.sgd(0.0), temperature=1.0, max_grad_norm=1e9)
+    metrics = to_host(trainer.step(batch(ids, mask > 0, completion)))
+    np.testing.assert_allclose(metrics["loss"], golden["loss"], rtol=1e-4)
+    np.testing.assert_allclose(metrics["grad_norm"], golden["grad_norm_total"], rtol=1e-3)
+    np.testing.assert_allclose(metrics["entropy"], golden["metrics"]["entropy"], rtol=1e-4)
+
+
+def test_sft_of_a_mixture(arrays: dict[str, np.ndarray]) -> None:
+    """The likelihood alone: transformers balances experts over all layers and rows of a batch at once, we for each
+    layer and sequence, so that splits do not matter. tests/losses/test_router.py has that one."""
+    golden = case("sft_moe_aux0.01")
+    ids, mask, completion = (arrays[f"in/dpo_{n}"] for n in ("input_ids", "attention_mask", "completion_mask"))
+    model = load_model(GOLDENS / "models" / "qwen3_moe", dtype=jnp.float32)
+    trainer = Trainer(model, SFTLoss(), optax.sgd(0.0), temperature=1.0, max_grad_norm=1e9)
+    nll = golden["loss"] - golden["args"]["router_aux_loss_coef"] * golden["metrics"]["aux_loss"]
+    found = to_host(trainer.evaluate([batch(ids, mask > 0, completion)]))
+    np.testing.assert_allclose(found["loss"], nll, rtol=1e-4)
+    np.testing.assert_allclose(found["entropy"], golden["metrics"]["entropy"], rtol=1e-4)
+
+
+def test_packed_documents_do_not_see_each_other(arrays: dict[str, np.ndarray]) -> None:
+    """Logits of TRL's packing without padding. Its strategies (`pack_bfd`, `pack_bfd_split`, `pack_wrapped`) are others
+    than our first fit, which keeps the order of the data: tests/data/test_packing.py."""
+    ids, positions = arrays["in/pack_input_ids"], arrays["in/pack_position_ids"]
+    model = load_model(GOLDENS / "models" / "llama", dtype=jnp.float32)
+    logits = np.asarray(forward(model, ids, positions, np.cumsum(positions == 0, axis=1)))
+    np.testing.assert_allclose(logits, arrays["out/pack_logits"], atol=5e-4)
+    log_probs = np.asarray(jax.nn.log_softmax(logits[0, :-1]))
+    nll = -log_probs[np.arange(ids.shape[1] - 1), ids[0, 1:]][positions[0, 1:] > 0]
+    np.testing.assert_allclose(nll.mean(), case("pack_equivalence")["packed_mean_nll"], rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["gkd_beta0.5", "gkd_beta1.0"])

@@ -25,8 +25,9 @@ class PreferenceSection(ComparedSection):
     """A kind of DPO (`sigmoid`, `ipo`, ...), `kto`, `apo_zero_unpaired`, `orpo`, `cpo`, `cpo_hinge`, `cpo_ipo`,
     `simpo`, or `module:Class`; with settings `{kind: sigmoid, beta: 0.1}`, of several kinds of DPO also
     `{kind: [sigmoid, sft], weights: [1, 0.1]}`."""
-    reference: Literal["cached", "live"] = "cached"
-    """The model at the start of the stage: scores every row once, kept on disk, or the rows of each step anew."""
+    reference: Literal["cached", "live"] | None = None
+    """The model at the start of the stage: scores what the run will see once, kept on disk (`cached`, the default of
+    losses that need one), or the rows of each step anew."""
 
 
 class RewardModelSection(ComparedSection):

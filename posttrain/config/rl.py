@@ -38,13 +38,27 @@ class SamplingSection(Section):
 
 
 class RewardSection(Section):
-    fn: Any
+    fn: Any = None
     """`rewards/gsm8k.py:correct`, `package.module:function`, or in Python the function itself."""
+    model: Text | None = None
+    """In place of `fn`: folder or hub id of a sequence classifier of one label, as `reward_model` stages leave."""
+    reduce: Literal["last", "min", "mean"] = "last"
+    """Of `model`: the score of the last token; of a process reward model the least or mean one of its steps (lines)."""
     weight: float = 1.0
     args: dict[str, Any] = {}
     """More keyword arguments for the function."""
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Seconds for one call; after that samples are scored one by one, and who takes as long again has no reward."""
+
+    @model_validator(mode="after")
+    def _one(self) -> RewardSection:
+        if (self.fn is None) == (self.model is None):
+            raise ValueError("a reward is a function (fn) or a reward model (model); give one of them")
+        if self.model is None and self.reduce != "last":
+            raise ValueError(f"reduce={self.reduce} has no effect on a function; it is of a reward model (model)")
+        if self.model is not None and self.args:
+            raise ValueError("args are of a function; a reward model (model) takes none")
+        return self
 
 
 class RolloutSection(Section):

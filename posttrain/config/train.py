@@ -82,10 +82,21 @@ class TrainSection(Section):
     checkpoint_every: PositiveInt = 25
     """Steps between checkpoints; the end is always saved."""
 
+    @property
+    def datasets(self) -> tuple[DatasetSection, ...]:
+        """Those that are trained on."""
+        return (self.dataset,)
+
     @model_validator(mode="after")
     def _evaluation(self) -> TrainSection:
         if self.eval_every is not None and self.eval_dataset is None:
             raise ValueError("eval_every needs eval_dataset")
+        alone = {"eval_dataset": self.eval_dataset} | ({"dataset": self.dataset} if len(self.datasets) == 1 else {})
+        for name, dataset in alone.items():
+            if dataset is not None and dataset.weight != 1.0:
+                raise ValueError(
+                    f"{name}.weight={dataset.weight} has no effect: it is of datasets that are mixed (mix)"
+                )
         if self.optimizer.warmup_steps >= self.num_steps:
             raise ValueError(
                 f"optimizer.warmup_steps={self.optimizer.warmup_steps} must be less than num_steps={self.num_steps}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -14,7 +14,7 @@ from posttrain.config import ComparedSection, ConfigError, DatasetSection
 from posttrain.data.chat import Masked, Renderer
 from posttrain.data.packing import pack, pad_rows
 from posttrain.data.pipeline import READ_AHEAD, Stream, fingerprint, order, token_fingerprint
-from posttrain.data.preference import CHOSEN, Answer, is_paired, judged, margin, mismatched, pair, steps
+from posttrain.data.preference import CHOSEN, Answer, is_paired, judged, margin, mismatched, pair, prompt_of, steps
 from posttrain.data.sources import Rows
 
 Unit = dict[str, np.ndarray]
@@ -25,7 +25,7 @@ Unit = dict[str, np.ndarray]
 class KnownLogps(Protocol):
     """The reference's log-probabilities of a unit's weighted tokens, in order."""
 
-    def __call__(self, index: int) -> Float[np.ndarray, " N"]: ...
+    def __call__(self, index: int, unit: Unit) -> Float[np.ndarray, " N"]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Units:
             unit["margins"] = np.where(unit["roles"] == CHOSEN, better, 0.0).astype(np.float32)
         if self.ref_logps is not None:
             unit["ref_logps"] = np.zeros(len(unit["tokens"]), np.float32)
-            unit["ref_logps"][unit["loss_weight"] > 0] = self.ref_logps(index)
+            unit["ref_logps"][unit["loss_weight"] > 0] = self.ref_logps(index, unit)
         return unit
 
     def _sequences(self, index: int) -> list[Judged]:
@@ -88,11 +88,11 @@ class Units:
         answer = self._judged(row, side)
         if answer is None or self.kind == "answers":
             return [] if answer is None else [answer]
-        # The next row that has an answer of its own: the same one at every use.
+        # The next row that has an answer to another prompt: the same one at every use.
         others = (self._judged((row + step) % len(self.rows), side) for step in range(1, len(self.rows)))
-        other = next((found for found in others if found is not None), None)
+        other = next((found for found in others if found is not None and prompt_of(found) != prompt_of(answer)), None)
         if other is None:
-            raise ConfigError("the KL of KTO needs answers to other prompts; give at least two rows with answers")
+            raise ConfigError("the KL of KTO needs answers to other prompts; give at least two rows with other prompts")
         return [answer, mismatched(answer, other)]
 
     def _judged(self, row: int, side: int) -> Answer | None:
@@ -164,7 +164,7 @@ class ComparisonBatches(Stream):
         section, dataset = units.section, units.dataset
         identity = {
             "dataset": fingerprint(dataset, units.rows),
-            "tokens": token_fingerprint(units.rows, units),
+            "tokens": token_fingerprint(units.rows, replace(units, ref_logps=None)),
             "seed": seed,
             "shuffle": dataset.shuffle,
             "batch_rows": section.batch_rows,
@@ -180,7 +180,11 @@ class ComparisonBatches(Stream):
         return self
 
     def __next__(self) -> Batch:
-        return _to_batch(next(self._iterator)).batch
+        return self.numbered().batch
+
+    def numbered(self) -> NumberedRows:
+        """The next batch, with the units that its tokens are of."""
+        return _to_batch(next(self._iterator))
 
 
 def all_rows(units: Units) -> Iterator[NumberedRows]:

@@ -69,9 +69,9 @@ def judged(row: Row, section: DatasetSection, renderer: Renderer) -> list[Answer
 
 def mismatched(answer: Answer, other: Answer) -> Answer:
     """The prompt of one sequence with the answer of another."""
-    prompt, rest = (_answer_start(one.masked) for one in (answer, other))
-    tokens = answer.masked.tokens[:prompt] + other.masked.tokens[rest:]
-    mask = [False] * prompt + other.masked.mask[rest:]
+    prompt, rest = prompt_of(answer), len(prompt_of(other))
+    tokens = prompt + other.masked.tokens[rest:]
+    mask = [False] * len(prompt) + other.masked.mask[rest:]
     return Answer(Masked(tokens, [False, *mask[1:]]), MISMATCHED)
 
 
@@ -120,8 +120,9 @@ def _render(prompt: list[Message], answer: list[Message], renderer: Renderer, ro
     return masked
 
 
-def _answer_start(masked: Masked) -> int:
-    return masked.mask.index(True)
+def prompt_of(answer: Answer) -> list[int]:
+    """The tokens before the answer."""
+    return answer.masked.tokens[: answer.masked.mask.index(True)]
 
 
 def _pair_parts(row: Row, section: DatasetSection, renderer: Renderer) -> Parts:

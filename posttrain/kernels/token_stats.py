@@ -34,6 +34,8 @@ class Terms:
 
     mean_over: int | None = None
     """`mean_logps` over the ids below this one: those that have a token."""
+    squares: bool = False
+    """`log_squares`."""
     divergence: Divergence | None = None
     """`divergence` from teachers, with `teacher_kl` and `teacher_logps`."""
 
@@ -113,6 +115,8 @@ def token_stats(
         x = jnp.take_along_axis(x, plan.back, axis=1)[:, : length - 1]
         return jnp.pad(jnp.where(counts, x, 0.0), ((0, 0), (1, 0)))
 
+    if terms.squares:
+        found["log_squares"] = jax.lax.stop_gradient(found["log_squares"])
     return TokenStats(**{name: joined(x) for name, x in found.items()})
 
 
@@ -264,6 +268,8 @@ def _of_chunk(static: _Static, logits: Float[Array, "B C V"], part: _Part) -> Fo
     if terms.mean_over is not None:
         known = _is_below(terms.mean_over, scaled)
         found["mean_logps"] = jnp.sum(jnp.where(known, relative, 0.0), axis=-1) / terms.mean_over - log_norm
+    if terms.squares:
+        found["log_squares"] = jnp.log(jnp.sum(jnp.square(exps), axis=-1)) - 2 * log_norm
     if terms.divergence is not None:
         found["divergence"] = _divergence(logits, part, terms.divergence)
         found["teacher_kl"] = _divergence(logits, part, FORWARD_KL)

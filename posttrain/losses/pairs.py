@@ -33,6 +33,8 @@ class Needs:
     """A weight on the prompts of chosen answers as well."""
     margins: bool = False
     """`Batch.margins`."""
+    squares: bool = False
+    """`TokenStats.log_squares`."""
 
 
 @runtime_checkable

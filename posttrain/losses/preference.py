@@ -25,7 +25,7 @@ from posttrain.losses.pairs import (
     sequences_of,
     with_nll,
 )
-from posttrain.tree import Mean
+from posttrain.tree import Mean, replace
 
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 Values = Float[Array, "B S"]
@@ -36,18 +36,27 @@ class Scores:
     """What the losses of pairs read; 0 where there is no pair."""
 
     pairs: Pairs
-    chosen: Values
-    """Log-ratio of policy and reference, through the divergence."""
-    rejected: Values
+    ratios: tuple[Values, Values]
+    """Log-ratios of policy and reference, of chosen and of rejected answers."""
+    divergence: Callable[[Values], Values]
+
+    @property
+    def chosen(self) -> Values:
+        return self.ratios[0]
+
+    @property
+    def rejected(self) -> Values:
+        return self.ratios[1]
 
     @property
     def delta(self) -> Values:
-        return self.chosen - self.rejected
+        """Of the log-ratios through the divergence."""
+        return self.divergence(self.chosen) - self.divergence(self.rejected)
 
     def mean_delta(self) -> Values:
         """With each side divided by its length."""
         lengths = [jnp.maximum(side.lengths, 1.0) for side in (self.pairs.chosen, self.pairs.rejected)]
-        return self.chosen / lengths[0] - self.rejected / lengths[1]
+        return self.divergence(self.chosen) / lengths[0] - self.divergence(self.rejected) / lengths[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +75,17 @@ class PreferenceLoss:
     label_smoothing: float = 0.0
     """Probability that a pair's labels are swapped; `sigmoid` is then cDPO. For `exo_pair` it must be positive."""
     divergence: Divergence = "reverse_kl"
-    """The f-divergence to the reference, arXiv:2309.16240."""
+    """The f-divergence to the reference, arXiv:2309.16240: of the kinds that compare both answers (`DIVERGED`); in the
+    others its constant would not cancel."""
     alpha: float | None = None
     """Of `alpha_divergence`."""
     tail_weight: float = 1.0
     """Weight of tokens beyond the length of a pair's shorter answer, arXiv:2409.06411."""
     temperature: float | None = None
     """Of the switch in `discopop`; by default 0.05."""
+    use_weighting: bool = False
+    """WPO, arXiv:2406.11827 eq. 2: pairs weigh as much as the policy itself would write them; `stats.log_squares` must
+    be there. Log-ratios count in full: the weights have no gradient."""
 
     def __post_init__(self) -> None:
         for kind in self.kinds:
@@ -107,12 +120,21 @@ class PreferenceLoss:
             raise ValueError(
                 f"PreferenceLoss.alpha={self.alpha} belongs to divergence=alpha_divergence, got {self.divergence}"
             )
+        if self.divergence != "reverse_kl" and not DIVERGED & set(self.kinds):
+            raise ValueError(
+                f"PreferenceLoss.divergence={self.divergence} has no effect on {', '.join(self.kinds)}; "
+                f"only on {', '.join(sorted(DIVERGED))}"
+            )
+        if self.use_weighting and self.kinds == ("sft",):
+            raise ValueError("PreferenceLoss.use_weighting weighs pairs; it has no effect on sft, a mean over tokens")
+        if self.tail_weight != 1.0 and self.kinds == ("sft",):
+            raise ValueError(f"PreferenceLoss.tail_weight={self.tail_weight} has no effect on sft, a mean over tokens")
         if self.temperature is not None and "discopop" not in self.kinds:
             raise ValueError(f"PreferenceLoss.temperature={self.temperature} has no effect without the kind discopop")
 
     @property
     def needs(self) -> Needs:
-        return Needs(rows="pairs", reference=True)
+        return Needs(rows="pairs", reference=True, squares=self.use_weighting)
 
     @property
     def needs_whole_batch(self) -> bool:
@@ -120,10 +142,11 @@ class PreferenceLoss:
         return bool(WHOLE_BATCH & set(self.kinds))
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
-        """Raises ValueError where `batch.roles` or `batch.ref_logps` are `None`."""
+        """Raises ValueError where `batch.roles`, `batch.ref_logps` or `stats.log_squares`, if needed, are `None`."""
         pairs = pairs_of(sequences_of(stats, batch, self.tail_weight))
         ratios = [log_ratios(side, type(self).__name__) for side in (pairs.chosen, pairs.rejected)]
-        scores = Scores(pairs=pairs, chosen=self._score(ratios[0]), rejected=self._score(ratios[1]))
+        scores = Scores(pairs=pairs, ratios=(ratios[0], ratios[1]), divergence=self._score)
+        share = self._share(stats, batch) if self.use_weighting else 1.0
         loss = Mean(total=jnp.zeros_like(pairs.count), weight=pairs.count)
         metrics = pair_metrics(pairs, self.beta * ratios[0], self.beta * ratios[1])
         for kind, weight in zip(self.kinds, self.weights or (1.0,) * len(self.kinds), strict=True):
@@ -132,9 +155,18 @@ class PreferenceLoss:
                 loss = with_nll(loss, metrics["nll"], weight)
             else:
                 loss = Mean(
-                    total=loss.total + weight * pairs.total(KINDS[kind](scores, self)).total, weight=loss.weight
+                    total=loss.total + weight * pairs.total(share * KINDS[kind](scores, self)).total, weight=loss.weight
                 )
         return output(loss, metrics, stats, batch)
+
+    def _share(self, stats: TokenStats, batch: Batch) -> Values:
+        """Of each pair: p / sum of p^2, geometric means over the tokens of each answer, multiplied."""
+        if stats.log_squares is None:
+            raise ValueError(
+                "PreferenceLoss: use_weighting needs stats.log_squares; give the trainer terms=Terms(squares=True)"
+            )
+        aligned = pairs_of(sequences_of(replace(stats, logps=stats.logps - stats.log_squares), batch))
+        return jax.lax.stop_gradient(jnp.exp(aligned.chosen.mean_logps() + aligned.rejected.mean_logps()))
 
     def _score(self, log_ratio: Values) -> Values:
         """f'(ratio), 0 where policy and reference agree."""
@@ -227,7 +259,7 @@ def _apo_zero(s: Scores, c: PreferenceLoss) -> Values:
 
 def _apo_down(s: Scores, c: PreferenceLoss) -> Values:
     """Lowers both, rejected answers more, arXiv:2408.06266."""
-    return jax.nn.sigmoid(c.beta * s.chosen) + 1 - jax.nn.sigmoid(c.beta * s.delta)
+    return jax.nn.sigmoid(c.beta * s.chosen) + 1 - jax.nn.sigmoid(c.beta * (s.chosen - s.rejected))
 
 
 def _discopop(s: Scores, c: PreferenceLoss) -> Values:
@@ -274,5 +306,8 @@ KINDS: Mapping[str, Callable[[Scores, PreferenceLoss], Values]] = {
 
 SMOOTHED = {"sigmoid", "sigmoid_norm", "exo_pair", "robust", "aot", "aot_unpaired"}
 """Kinds that know label smoothing."""
+
+DIVERGED = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop"}
+"""Kinds of which the log-ratios go through the divergence."""
 
 WHOLE_BATCH = {"aot", "aot_unpaired", "sft"}

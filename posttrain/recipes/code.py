@@ -13,6 +13,7 @@ from typing import Any
 from posttrain.config import ConfigError, PreferenceSection, RewardModelSection, RLSection, RunConfig, SFTSection
 from posttrain.imports import is_object_spec
 from posttrain.recipes.inputs import object_of
+from posttrain.recipes.source import local_or_hub, origin_of_folder
 
 CODE_NAME = "code.json"
 
@@ -53,12 +54,25 @@ def _digests(config: RunConfig, base_dir: Path) -> dict[str, str]:
         for index, section in enumerate(config.stages)
         for field, named in _functions(section)
     }
+    texts |= _reward_models(config, base_dir)
     return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
+
+
+def _reward_models(config: RunConfig, base_dir: Path) -> dict[str, str]:
+    """Of each one in a local folder, what its files hold."""
+    found = {}
+    for index, section in enumerate(config.stages):
+        for number, reward in enumerate(section.rewards if isinstance(section, RLSection) else ()):
+            if reward.model is not None and (folder := Path(local_or_hub(reward.model, base_dir))).is_dir():
+                parts = origin_of_folder(reward.model, folder).parts
+                found[f"stages.{index}.rewards.{number}.model={reward.model}"] = json.dumps(parts, sort_keys=True)
+    return found
 
 
 def _functions(section: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(section, RLSection):
-        yield from ((f"rewards.{index}.fn", reward.fn) for index, reward in enumerate(section.rewards))
+        rewards = enumerate(section.rewards)
+        yield from ((f"rewards.{index}.fn", reward.fn) for index, reward in rewards if reward.fn is not None)
         if section.advantage is not None:
             yield "advantage", section.advantage
     elif isinstance(section, SFTSection | PreferenceSection | RewardModelSection):

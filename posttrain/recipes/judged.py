@@ -9,6 +9,7 @@ from typing import Any
 
 from posttrain.config import ComparedSection, ConfigError, DatasetSection, PreferenceSection, RewardModelSection
 from posttrain.data.comparisons import Units
+from posttrain.data.preference import is_paired
 from posttrain.imports import did_you_mean, is_object_spec
 from posttrain.losses.kto import KTOLoss
 from posttrain.losses.pairs import JudgedLoss
@@ -102,6 +103,12 @@ def _named(
 
 def units_of(section: ComparedSection, dataset: DatasetSection, rows: Any, renderer: Any, loss: JudgedLoss) -> Units:
     needs = loss.needs
+    if dataset.completion is not None and (needs.rows in ("pairs", "steps") or is_paired(rows.columns)):
+        raise ConfigError(
+            f"dataset.completion={dataset.completion!r} has no effect on {rows.name}: the answers are the columns "
+            + ("completions and labels" if needs.rows == "steps" else "chosen and rejected")
+            + "; remove it"
+        )
     return Units(
         section=section,
         dataset=dataset,

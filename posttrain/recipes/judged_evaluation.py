@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
-from posttrain.batch import Batch, LossOutput, ScoreStats, TokenStats
+from posttrain.accumulate import concatenated
+from posttrain.batch import Batch, BatchLoss, ScoreStats, TokenStats
 from posttrain.console import progress_bar
 from posttrain.data.comparisons import Units, all_rows
 from posttrain.losses.pairs import Pairs, pairs_of, sequences_of
@@ -22,41 +23,64 @@ from posttrain.trainer import Trainer
 from posttrain.tree import Mean
 
 Record = dict[str, Any]
+Stats = TokenStats | ScoreStats
+CALIBRATION_BINS = 10
 
 
-def evaluate(trainer: Trainer, loss: Any, units: Units, complete: Callable[[Batch], Batch]) -> Record:
-    """One pass: metrics, and `preferred`, for every pair in the order of the data whether the model prefers the chosen
-    answer: gives it the greater log-probability, or the greater score."""
+class Evaluation:
+    """Of a stage: what it compiles is made once, and serves every pass over the held-out units."""
 
-    @jax.jit
-    def judge(stats: TokenStats | ScoreStats, batch: Batch) -> tuple[LossOutput, Bool[Any, "B S"], Float[Any, "B S"]]:
-        pairs = _pairs(stats, batch)
-        return loss(stats, batch), pairs.valid, pairs.chosen.logps - pairs.rejected.logps
+    def __init__(self, trainer: Trainer, loss: Any, units: Units, complete: Callable[[Batch], Batch]):
+        self._trainer, self._units, self._complete = trainer, units, complete
+        self._whole = isinstance(loss, BatchLoss) and loss.needs_whole_batch
+        self._loss, self._compared = jax.jit(loss), jax.jit(_compared)
 
-    totals: dict[str, Mean] = {}
-    margins: dict[int, float] = {}
-    with progress_bar(f"evaluating {len(units):,} held-out units of {units.rows.name}", len(units)) as advance:
-        for batch, unit in all_rows(units):
-            batch = complete(batch)
-            output, valid, differences = jax.device_get(judge(stats_of(trainer, batch), batch))
-            totals = merge(totals, {"loss": output.loss, **output.metrics})
-            found = _by_unit(batch, unit, valid, differences)
-            margins |= found
-            advance(len(np.unique(unit[np.asarray(batch.segments) > 0])))
-    record: Record = {"metrics": _metrics(totals)}
-    if margins:
-        record["preferred"] = [float(margins[index] > 0) for index in sorted(margins)]
-        record["metrics"] |= _interval("eval/preferred_ratio", record["preferred"])
-    return record
+    def __call__(self) -> Record:
+        """One pass: metrics, and `preferred`, for every pair in the order of the data whether the model prefers the
+        chosen answer: gives it the greater log-probability, or the greater score."""
+        units = self._units
+        totals: dict[str, Mean] = {}
+        parts: list[tuple[Stats, Batch]] = []
+        margins: dict[int, float] = {}
+        steps: list[tuple[np.ndarray, np.ndarray]] = []
+        with progress_bar(f"evaluating {len(units):,} held-out units of {units.rows.name}", len(units)) as advance:
+            for rows, unit in all_rows(units):
+                batch = self._complete(rows)
+                stats = self._stats(batch)
+                if self._whole:
+                    parts.append((stats, batch))
+                else:
+                    totals = merge(totals, self._totals(stats, batch))
+                if units.kind == "steps":
+                    steps.append(_steps(stats, batch, unit))
+                else:
+                    margins |= _by_unit(batch, unit, *jax.device_get(self._compared(stats, batch)))
+                advance(len(np.unique(unit[np.asarray(batch.segments) > 0])))
+        if self._whole:
+            totals = self._totals(*concatenated(parts))
+        record: Record = {"metrics": _metrics(totals)}
+        if margins:
+            ordered = np.asarray([margins[index] for index in sorted(margins)])
+            record["preferred"] = [float(margin > 0) for margin in ordered]
+            record["metrics"] |= _interval("eval/preferred_ratio", record["preferred"])
+            if units.margins:
+                record["metrics"]["eval/calibration/ece"] = calibration_error(ordered)
+        if steps:
+            signed, examples = (np.concatenate(column) for column in zip(*steps, strict=True))
+            record["metrics"] |= _interval("eval/rewards/accuracies", (signed > 0).astype(float), examples)
+            record["metrics"]["eval/calibration/ece"] = calibration_error(signed)
+        return record
 
+    def _totals(self, stats: Stats, batch: Batch) -> dict[str, Mean]:
+        output = self._loss(stats, batch)
+        return {"loss": output.loss, **output.metrics}
 
-def stats_of(trainer: Trainer, batch: Batch) -> TokenStats | ScoreStats:
-    """What a loss reads, of host rows."""
-    inputs = model_inputs(batch)
-    if trainer.model.config.scalar_head:
-        return ScoreStats(scores=jnp.asarray(trainer.scores(inputs)))
-    stats = trainer.stats(inputs)
-    return TokenStats(logps=jnp.asarray(stats.logps), entropy=jnp.asarray(stats.entropy))
+    def _stats(self, batch: Batch) -> Stats:
+        """What a loss reads, as host arrays."""
+        inputs = model_inputs(batch)
+        if self._trainer.model.config.scalar_head:
+            return ScoreStats(scores=jnp.asarray(self._trainer.scores(inputs)))
+        return self._trainer.stats(inputs)
 
 
 def metrics_of(record: Record) -> Mapping[str, float]:
@@ -64,22 +88,53 @@ def metrics_of(record: Record) -> Mapping[str, float]:
     return metrics
 
 
-def _pairs(stats: TokenStats | ScoreStats, batch: Batch) -> Pairs:
-    return pairs_of(sequences_of(stats, batch)) if isinstance(stats, TokenStats) else reward_pairs(stats, batch)
+def with_margins(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a loss knows no pairs, `rewards/margins` is the difference of both means."""
+    if "rewards/margins" in metrics or not {"rewards/chosen", "rewards/rejected"} <= metrics.keys():
+        return dict(metrics)
+    chosen, rejected = (metrics[f"rewards/{side}"] for side in ("chosen", "rejected"))
+    # A side that is missing leaves no margin: NaN.
+    return {**metrics, "rewards/margins": chosen.total / chosen.weight - rejected.total / rejected.weight}
+
+
+def calibration_error(margins: Float[np.ndarray, " N"]) -> float:
+    """Expected calibration error of sigmoid(|margin|) as the probability that the margin's sign is right.
+
+    Ten bins between 1/2 and 1. arXiv:1706.04599 eq. 3.
+    """
+    confidence, right = 1 / (1 + np.exp(-np.abs(margins.astype(np.float64)))), margins > 0
+    bins = np.minimum((2 * confidence - 1) * CALIBRATION_BINS, CALIBRATION_BINS - 1).astype(int)
+    gaps = np.bincount(bins, weights=confidence - right, minlength=CALIBRATION_BINS)
+    return float(np.abs(gaps).sum() / len(margins))
+
+
+def _compared(stats: Stats, batch: Batch) -> tuple[Bool[Any, "B S"], Float[Any, "B S"]]:
+    """Where there are pairs, and by how much the chosen answer leads."""
+    pairs: Pairs = pairs_of(sequences_of(stats, batch)) if isinstance(stats, TokenStats) else reward_pairs(stats, batch)
+    return pairs.valid, pairs.chosen.logps - pairs.rejected.logps
+
+
+def _steps(stats: Stats, batch: Batch, unit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of every judged step: its score, negative where the label says wrong, and the number of its example."""
+    assert isinstance(stats, ScoreStats)
+    judged = np.asarray(batch.loss_weight) > 0
+    return (np.asarray(stats.scores) * np.sign(np.asarray(batch.roles)))[judged], unit[judged]
 
 
 def _metrics(totals: Mapping[str, Mean]) -> dict[str, float]:
     metrics = {f"eval/{name}": value for name, value in to_host(totals).items()}
+    if "rewards/margins" not in totals and "rewards/chosen" in totals:
+        metrics["eval/rewards/margins"] = metrics["eval/rewards/chosen"] - metrics["eval/rewards/rejected"]
     accuracy = totals.get("rewards/accuracies")
     if accuracy is not None:
         right, count = round(float(accuracy.total)), round(float(accuracy.weight))
-        metrics |= _interval("eval/rewards/accuracies", [1.0] * right + [0.0] * (count - right))
+        metrics |= _interval("eval/rewards/accuracies", np.repeat([1.0, 0.0], [right, count - right]))
     return metrics
 
 
-def _interval(name: str, outcomes: list[float]) -> dict[str, float]:
-    """A share with its 95 % interval."""
-    found = mean_interval(outcomes)
+def _interval(name: str, outcomes: Any, clusters: np.ndarray | None = None) -> dict[str, float]:
+    """A share with its 95 % interval; outcomes of one cluster are not independent."""
+    found = mean_interval(outcomes, clusters)
     return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
 
 

@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 from posttrain.batch import Batch
 from posttrain.config import PreferenceSection
 from posttrain.data.comparisons import ComparisonBatches, Units
+from posttrain.kernels.token_stats import Terms
 from posttrain.losses.router import RouterLoss
 from posttrain.models.decoder import Decoder
 from posttrain.optim import make_optimizer
 from posttrain.recipes.judged import JudgedInputs
-from posttrain.recipes.judged_evaluation import evaluate, metrics_of
+from posttrain.recipes.judged_evaluation import Evaluation, metrics_of, with_margins
 from posttrain.recipes.python import PythonRun
-from posttrain.recipes.reference_cache import model_key, with_reference
+from posttrain.recipes.reference_cache import check_scored, model_key, with_reference, with_reference_of_all
 from posttrain.recipes.stage import HeldOut, StageRun
 from posttrain.reference import Reference
 from posttrain.trainer import Trainer
@@ -32,11 +33,11 @@ def run_preference(stage: StageRun, inputs: JudgedInputs) -> None:
     dropped = {"data/dropped_ratio": inputs.dropped_ratio} if inputs.dropped_ratio else {}
 
     def step() -> Mapping[str, Any]:
-        return {**trainer.step(complete(next(batches))), **dropped}
+        return {**with_margins(trainer.step(complete(next(batches)))), **dropped}
 
     held_out = None
     if eval_units is not None:
-        held_out = HeldOut(evaluate=lambda: evaluate(trainer, inputs.loss, eval_units, complete), metrics=metrics_of)
+        held_out = HeldOut(evaluate=Evaluation(trainer, inputs.loss, eval_units, complete), metrics=metrics_of)
     with stage.opened(trainer, batches, section.num_steps) as (sinks, checkpointer):
         result = stage.train(trainer, step, batches, sinks, checkpointer, section, held_out)
     stage.finish(trainer.model, result)
@@ -55,6 +56,7 @@ def make_trainer(stage: StageRun, inputs: JudgedInputs, model: Decoder) -> Train
         router_loss=RouterLoss(balance_coef=section.router.balance_coef, z_coef=section.router.z_coef),
         correction_rate=section.router.correction_rate,
         dropout_seed=stage.seed,
+        terms=Terms(squares=inputs.loss.needs.squares),
     )
 
 
@@ -67,9 +69,17 @@ def _referenced(stage: StageRun, inputs: JudgedInputs, trainer: Trainer) -> tupl
     if section.reference == "live":
         reference = Reference(trainer)
         return units, eval_units, lambda batch: replace(batch, ref_logps=reference.logps(batch))
-    key = model_key(trainer, stage.origin.parts, quantize=stage.model.quantize, dtype=stage.model.dtype)
-    known = with_reference(units, trainer, key)
-    return known, None if eval_units is None else with_reference(eval_units, trainer, key), lambda batch: batch
+    key = model_key(
+        trainer,
+        stage.origin.parts,
+        quantize=stage.model.quantize,
+        dtype=stage.model.dtype,
+        long_context=stage.model.long_context,
+        num_tokens=stage.tokenizer.num_ids,
+    )
+    known = with_reference(units, trainer, key, seed=stage.seed, num_steps=section.num_steps)
+    held_out = None if eval_units is None else with_reference_of_all(eval_units, trainer, key)
+    return known, held_out, check_scored
 
 
 class Preference(PythonRun):

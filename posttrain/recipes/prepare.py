@@ -239,9 +239,11 @@ def rows_per_step(section: TrainSection) -> int:
 
 def _dataset_paths(section: TrainSection, base_dir: Path) -> list[str]:
     """Of those that are not found from here or from the configuration's folder."""
-    given = section.datasets if isinstance(section, SequenceSection) else (section.dataset,)
-    paths = [dataset.path for dataset in (*given, section.eval_dataset) if dataset is not None]
-    return [path for path in paths if find_path(path, base_dir) is None]
+    return [dataset.path for dataset in _datasets(section) if find_path(dataset.path, base_dir) is None]
+
+
+def _datasets(section: TrainSection) -> list[DatasetSection]:
+    return [dataset for dataset in (*section.datasets, section.eval_dataset) if dataset is not None]
 
 
 def _unreachable(name: str) -> bool:
@@ -340,9 +342,7 @@ def _prepare_judged(
     """The inputs, and a line for each dataset of which units are left out."""
     loss = _judged_loss(section, base_dir)
     made, ratios, notes = [], [], []
-    for dataset in (section.dataset, section.eval_dataset):
-        if dataset is None:
-            continue
+    for dataset in _datasets(section):
         units = units_of(section, dataset, *rows_and_renderer(dataset, tokenizer, base_dir), loss)
         chosen = range(0, len(units), -(-len(units) // CHECKED_ROWS))
         ratio, lines = check_units(units, (unit is None for unit in each_row(units.rows, chosen, "rows", units)))
@@ -360,7 +360,12 @@ def _prepare_judged(
 
 
 def _judged_loss(section: PreferenceSection | RewardModelSection, base_dir: Path) -> Any:
-    return make_loss(section.loss, LOSSES[section.kind], lambda spec: callable_of(spec, "loss", base_dir))
+    loss = make_loss(section.loss, LOSSES[section.kind], lambda spec: callable_of(spec, "loss", base_dir))
+    if isinstance(section, PreferenceSection) and section.reference is not None and not loss.needs.reference:
+        raise ConfigError(
+            f"reference: {section.reference} has no effect: {type(loss).__name__} needs no reference; remove it"
+        )
+    return loss
 
 
 def _own_loss(spec: str, base_dir: Path) -> TokenLoss:

@@ -9,18 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.config import ConfigError, DatasetSection, DistillSection, RLSection, SamplingSection
+from posttrain.config import ConfigError, DatasetSection, DistillSection, ModelSection, RLSection, SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import prompt_is_text, prompt_messages
 from posttrain.data.sources import Rows
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.imports import describe_error
+from posttrain.models.heads import CLASSIFIER
 from posttrain.recipes.inputs import callable_of, each_row, rows_and_renderer
 from posttrain.recipes.rollouts import EngineFactory, engine_of
+from posttrain.recipes.source import local_or_hub, read_model_config
 from posttrain.recipes.teachers import TeacherSource, find_teachers, shares_of
 from posttrain.rl.algorithms import Algorithm, make_algorithm
 from posttrain.rl.assemble import Shares
 from posttrain.rl.collect import sampling_params
+from posttrain.rl.model_reward import ModelReward
 from posttrain.rl.rewards import Reward, Rubric, missing_arguments
 from posttrain.rl.types import Example
 from posttrain.rollout.blocks import BLOCK, least_cache
@@ -110,6 +113,10 @@ def prepare_prompts(
     )
 
 
+MODEL_REWARD = "reward_model"
+"""Name in metrics; of the second one with its number."""
+
+
 def examples_of(
     rows: Rows,
     section: DatasetSection,
@@ -180,13 +187,30 @@ def _check_columns(rubric: Rubric, columns: Sequence[str]) -> None:
 
 
 def rubric_of(section: RLSection, base_dir: Path) -> Rubric:
-    rewards = []
+    rewards: list[Reward] = []
     for item in section.rewards:
+        if item.model is not None:
+            number = sum(reward.name.startswith(MODEL_REWARD) for reward in rewards)
+            name = f"{MODEL_REWARD}_{number + 1}" if number else MODEL_REWARD
+            scorer = ModelReward(_classifier(item.model, base_dir), item.reduce, name)
+            rewards.append(Reward(function=scorer, weight=item.weight, timeout_s=item.timeout_s))
+            continue
         function = callable_of(item.fn, "rewards.fn", base_dir) if isinstance(item.fn, str) else item.fn
         if not callable(function):
             raise ConfigError(f"rewards.fn={item.fn!r} is not a function; name one as file.py:function")
         rewards.append(Reward(function=function, weight=item.weight, args=item.args, timeout_s=item.timeout_s))
     return Rubric(rewards)
+
+
+def _classifier(path: str, base_dir: Path) -> str:
+    """The folder or hub id of a reward model. ConfigError for another model."""
+    model = read_model_config(ModelSection(path=path), base_dir, vocab_size=None)
+    if model is not None and not model.scalar_head:
+        raise ConfigError(
+            f"rewards.model: {path} is no reward model; give a {CLASSIFIER} of one label, such as the model that a "
+            "stage of kind reward_model leaves"
+        )
+    return local_or_hub(path, base_dir)
 
 
 def _probe(advantage: Callable[..., Any], name: str, group_size: int) -> None:

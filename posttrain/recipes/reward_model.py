@@ -10,7 +10,7 @@ from posttrain.data.comparisons import ComparisonBatches
 from posttrain.models.decoder import Decoder
 from posttrain.models.heads import with_padding
 from posttrain.recipes.judged import JudgedInputs
-from posttrain.recipes.judged_evaluation import evaluate, metrics_of
+from posttrain.recipes.judged_evaluation import Evaluation, metrics_of
 from posttrain.recipes.preference import Preference, make_trainer
 from posttrain.recipes.stage import HeldOut, StageRun
 from posttrain.weights.reward import add_scalar_head
@@ -31,7 +31,7 @@ def run_reward_model(stage: StageRun, inputs: JudgedInputs) -> None:
 
     held_out = None
     if (units := inputs.eval_units) is not None:
-        held_out = HeldOut(evaluate=lambda: evaluate(trainer, inputs.loss, units, as_it_is), metrics=metrics_of)
+        held_out = HeldOut(evaluate=Evaluation(trainer, inputs.loss, units, as_it_is), metrics=metrics_of)
     with stage.opened(trainer, batches, section.num_steps) as (sinks, checkpointer):
         result = stage.train(trainer, step, batches, sinks, checkpointer, section, held_out)
     stage.finish(trainer.model, result)

@@ -30,6 +30,7 @@ from posttrain.rl.cluster import Cluster
 from posttrain.rl.collect import Sampler
 from posttrain.rl.evaluate import Evaluation, evaluate
 from posttrain.rl.loop import RewardWatch, StepResult, StepSettings, check_agreement, rl_step
+from posttrain.rl.model_reward import ModelReward
 from posttrain.rl.rewards import error_lines
 from posttrain.rl.teaching import Teaching, distances
 from posttrain.rl.types import Group, Rewards
@@ -105,6 +106,9 @@ class _RLRun:
             keep_reference=inputs.algorithm.loss.kl_coef > 0,
             teachers=self.teachers,
         )
+        for reward in inputs.rubric.rewards:
+            if isinstance(reward.function, ModelReward):
+                reward.function.load(stage.mesh, inputs.renderer, samples)
         self.prompts = PromptBatches(
             section.dataset, inputs.rows, prompts_per_step=section.prompts_per_step, seed=stage.seed
         )

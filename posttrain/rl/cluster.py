@@ -37,7 +37,7 @@ class Cluster:
     def logps(self, role: Role, batch: Batch) -> Float[np.ndarray, "B T"]:
         """Log-probabilities of the batch's tokens under a role's weights, at the actor's temperature."""
         if role is Role.ACTOR:
-            return self.actor.stats(model_inputs(batch)).logps
+            return np.asarray(self.actor.stats(model_inputs(batch)).logps)
         if role is Role.TEACHER:
             return teacher_logps(self._teachers, batch)
         if self._reference is None:

@@ -174,6 +174,12 @@ def test_kto_gets_answers_to_other_prompts() -> None:
     assert first is not None and set(first["roles"].tolist()) == {0, -1, 2}
     with pytest.raises(ConfigError, match="at least two rows"):
         units(table[:1], "answers_and_others")(0)
+    # Several answers to one prompt: the next row with another prompt.
+    repeated = [{**table[0], "completion": "x"}, *table[:2]]
+    made = [item for batch, _ in all_rows(units(repeated, "answers_and_others")) for item in sequences(batch)]
+    assert [text for _, _, text, roles in made if 2 in roles] == ["0+1=2", "0+1=2", "1+1=x"]
+    with pytest.raises(ConfigError, match="with other prompts"):
+        units(repeated[:2], "answers_and_others")(0)
 
 
 def test_weight_on_prompts_of_chosen_answers() -> None:

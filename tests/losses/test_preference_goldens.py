@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from posttrain.batch import Batch, TokenStats
 from posttrain.kernels.token_stats import token_stats_reference
@@ -15,8 +16,8 @@ from posttrain.losses.kto import KTOLoss
 from posttrain.losses.preference import KINDS, PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
 
-NOT_COVERED = {"sigmoid_wpo": "weights by the sum of squared probabilities, which TokenStats does not have"}
-"""Cases of TRL's `use_weighting`."""
+WEIGHTED = "sigmoid_wpo"
+"""The case of TRL's `use_weighting`, which `test_wpo` has."""
 
 
 def rows_of(sequences: list[dict[str, np.ndarray]], per_row: int) -> tuple[np.ndarray, Batch]:
@@ -102,8 +103,8 @@ PACKED = ("ipo_beta0.5", "aot_ls0.15", "sigmoid_ld0.4", "ipo_ld0.4", "mpo_sigmoi
 def test_dpo(golden: Callable[..., Any]) -> None:
     data = golden("dpo")
     sequences = dpo_sequences(data.arrays)
-    covered = [case for case in data.cases if case["name"] not in NOT_COVERED]
-    assert len(covered) == len(data.cases) - len(NOT_COVERED) == 46
+    covered = [case for case in data.cases if case["name"] != WEIGHTED]
+    assert len(covered) == len(data.cases) - 1 == 46
     assert {kind for case in covered for kind in case["args"]["loss_type"]} == set(KINDS)
     checked = [(case, 2) for case in covered] + [(case, 8) for case in covered if case["name"] in PACKED]
     found = outcomes([(dpo_loss(case["args"]), *rows_of(sequences, per_row)) for case, per_row in checked])
@@ -117,6 +118,81 @@ def test_dpo(golden: Callable[..., Any]) -> None:
         np.testing.assert_allclose(
             grad.reshape(expected.shape), expected, rtol=tolerance * 10, atol=1e-9, err_msg=case["name"]
         )
+
+
+def test_wpo(golden: Callable[..., Any]) -> None:
+    """Pairs weighted by how probable the policy itself finds them; the weights have no gradient."""
+    data = golden("dpo")
+    case = next(case for case in data.cases if case["name"] == WEIGHTED)
+    loss = PreferenceLoss(beta=case["args"]["beta"], use_weighting=True)
+    logps, batch = rows_of(dpo_sequences(data.arrays), 2)
+    of_squares = {**data.arrays, "in/policy_per_token_logps": data.arrays["in/log_sum_sq_probs"]}
+    squares, _ = rows_of(dpo_sequences(of_squares), 2)
+
+    def value(logps: jax.Array) -> jax.Array:
+        out = loss(TokenStats(logps=logps, log_squares=jnp.asarray(squares)), batch).loss
+        return out.total / out.weight
+
+    with jax.enable_x64(True):
+        found, grad = jax.device_get(jax.value_and_grad(value)(jnp.asarray(logps)))
+    np.testing.assert_allclose(found, case["loss"], rtol=1e-6)
+    reference = data.arrays[f"out/{WEIGHTED}/dlogps"]
+    order = [row for pair in range(len(reference) // 2) for row in (pair, pair + len(reference) // 2)]
+    expected = np.pad(reference[order], ((0, 0), (1, 0)))
+    np.testing.assert_allclose(grad.reshape(expected.shape), expected, rtol=1e-5, atol=1e-9)
+
+
+def trl_score(ratio: np.ndarray, divergence: str, alpha: float | None) -> np.ndarray:
+    """`chosen_scores` and `rejected_scores` of TRL 1.16, `DPOTrainer._compute_loss`."""
+    if divergence == "forward_kl":
+        return 1 - np.exp(-ratio)
+    if divergence == "js_divergence":
+        return np.log(2) - np.logaddexp(0, -ratio)
+    if alpha is not None:
+        return (np.exp((alpha - 1) * ratio) - 1) / (alpha - 1)
+    return ratio
+
+
+@pytest.mark.parametrize(
+    ("divergence", "alpha"), [("forward_kl", None), ("js_divergence", None), ("alpha_divergence", 0.5)]
+)
+def test_divergences_with_several_kinds(golden: Callable[..., Any], divergence: Any, alpha: float | None) -> None:
+    """As in TRL: kinds that compare both answers see the divergence, those that judge each answer the log-ratio."""
+    data = golden("dpo")
+    logps, batch = rows_of(dpo_sequences(data.arrays), 2)
+    weight = np.asarray(batch.loss_weight)
+    ratios = np.where(weight > 0, logps - np.asarray(batch.ref_logps), 0) * np.sign(np.asarray(batch.roles))
+    segments = np.asarray(batch.segments)
+    chosen, rejected = ((ratios * (segments == s)).sum(axis=1) * sign for s, sign in ((1, 1), (2, -1)))
+    lengths = [((weight > 0) & (segments == s)).sum(axis=1) for s in (1, 2)]
+    scored = [trl_score(x, divergence, alpha) for x in (chosen, rejected)]
+    b = 0.2
+    delta = scored[0] - scored[1]
+
+    def log_sigmoid(x: np.ndarray) -> np.ndarray:
+        return -np.logaddexp(0, -x)
+
+    def sigmoid(x: np.ndarray) -> np.ndarray:
+        return np.exp(log_sigmoid(x))
+
+    expected = {
+        "sigmoid": -log_sigmoid(b * delta),
+        "sigmoid_norm": -log_sigmoid(b * (scored[0] / lengths[0] - scored[1] / lengths[1])),
+        "nca_pair": -log_sigmoid(b * chosen) - 0.5 * log_sigmoid(-b * chosen) - 0.5 * log_sigmoid(-b * rejected),
+        "bco_pair": -log_sigmoid(b * chosen) - log_sigmoid(-b * rejected),
+        "sppo_hard": (chosen - 0.5 / b) ** 2 + (rejected + 0.5 / b) ** 2,
+        "apo_zero": 1 - sigmoid(b * chosen) + sigmoid(b * rejected),
+        "apo_down": sigmoid(b * chosen) + 1 - sigmoid(b * (chosen - rejected)),
+    }
+    with jax.enable_x64(True):
+        for kind, values in expected.items():
+            kinds = ("sigmoid",) if kind == "sigmoid" else ("sigmoid", kind)
+            weights = (1.0,) if kind == "sigmoid" else (0.5, 1.0)
+            loss = PreferenceLoss(kinds=kinds, weights=weights, beta=b, divergence=divergence, alpha=alpha)
+            out = loss(TokenStats(logps=jnp.asarray(logps)), batch).loss
+            other = 0.0 if kind == "sigmoid" else 0.5 * expected["sigmoid"].mean()
+            found = float(out.total / out.weight)
+            np.testing.assert_allclose(found, other + values.mean(), rtol=1e-6, err_msg=kind)
 
 
 def kto_sequences(case: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:

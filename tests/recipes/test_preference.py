@@ -6,15 +6,26 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from posttrain.batch import Batch, TokenStats
 from posttrain.config import ConfigError
 from posttrain.config_file import load_config
+from posttrain.data.comparisons import ComparisonBatches, Units
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss
+from posttrain.metrics import CompileCounter
+from posttrain.recipes import reference_cache
 from posttrain.recipes.judged import JudgedInputs
+from posttrain.recipes.judged_evaluation import Evaluation, calibration_error
 from posttrain.recipes.prepare import prepare
+from posttrain.recipes.reference_cache import check_scored, with_reference
+from posttrain.reference import Reference
+from posttrain.trainer import Trainer
+from posttrain.weights.load import init_model
 from tests.recipes.runs import INIT, lines, posttrain, steps, weights, write_run
 from tests.recipes.test_resume import finish, kill_at
 
@@ -90,6 +101,19 @@ def test_other_losses(tmp_path: Path, loss: Any, data: str) -> None:
     assert {"rewards/chosen", "rewards/rejected", "logps/chosen"} < names and ("kl" in names) == (loss == "kto")
 
 
+def test_pairs_weigh_as_much_as_the_policy_would_write_them(tmp_path: Path) -> None:
+    """In training and in evaluation: at first a loss of log 2 times the weights, which are near 1 where all tokens are
+    nearly equally probable."""
+    found = losses(
+        tmp_path,
+        loss={"kind": "sigmoid", "use_weighting": True},
+        num_steps=1,
+        eval_dataset={"path": "pairs.jsonl", "chat": False, "limit": 5},
+    )
+    for loss in (found[0], lines(tmp_path / "out")[0]["eval/loss"]):
+        assert 1e-5 < abs(loss / np.log(2) - 1) < 0.3
+
+
 @pytest.mark.thorough
 def test_killed_ends_as_never_stopped(tmp_path: Path) -> None:
     """The second run reads the reference of the first."""
@@ -132,12 +156,28 @@ def test_settings_of_losses(tmp_path: Path) -> None:
         ({"kind": "exo_pair"}, "exo_pair needs label_smoothing > 0"),
         ({"beta": 0.1}, "kind None is unknown"),
         ({"kind": "ipo", "beta": -1}, "beta=-1.0 must be positive"),
+        ({"kind": "aot", "divergence": "js_divergence"}, "divergence=js_divergence has no effect on aot"),
+        ({"kind": "sft", "use_weighting": True}, "it has no effect on sft"),
         ("posttrain.losses.sft:SFTLoss", "does not say what it needs"),
     ],
 )
 def test_what_is_wrong_with_a_loss(tmp_path: Path, loss: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         inputs_of(tmp_path, loss=loss)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": "orpo", "reference": "cached"}, "reference: cached has no effect: ORPOLoss needs no reference"),
+        ({"dataset": {"path": "pairs.jsonl", "completion": "{chosen}"}}, "the answers are the columns chosen and"),
+        ({"dataset": {"path": "pairs.jsonl", "weight": 2.0}}, "dataset.weight=2.0 has no effect"),
+    ],
+)
+def test_what_has_no_effect_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        inputs_of(tmp_path, **changes)
     assert message in str(caught.value)
 
 
@@ -157,3 +197,97 @@ def test_a_reward_model_writes_nothing(tmp_path: Path) -> None:
     write_pairs(tmp_path, reward)
     file = write_run(tmp_path, reward, preference_stage())
     assert "a reward_model stage must be the last" in posttrain("check", file).error
+
+
+def scored_units(folder: Path) -> list[int]:
+    """Numbers of the units in the shards of a cache, as often as they stand there."""
+    return sorted(int(n) for file in folder.glob("*/shard-*/index.npz") for n in np.load(file)["numbers"])
+
+
+def test_only_what_a_run_sees_is_scored_and_in_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a killed run has scored stays; the rest is scored by the next one, and nothing twice."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(reference_cache, "SHARD_BATCHES", 1)
+    made = inputs_of(tmp_path, batch_rows=2, packing=False)
+    model = init_model({**INIT, "vocab_size": 261}, dtype=jnp.float32, seed=0)
+    trainer = Trainer(model, made.loss, optax.sgd(0.0), temperature=1.0, max_grad_norm=1.0)
+    cache = tmp_path / "cache" / "posttrain" / "reference"
+
+    def referenced(num_steps: int) -> Units:
+        return with_reference(made.units, trainer, {"model": "a"}, seed=3, num_steps=num_steps)
+
+    calls: list[int] = []
+    scored = trainer.stats
+
+    def killed(batch: Batch) -> TokenStats:
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        calls.append(1)
+        return scored(batch)
+
+    monkeypatch.setattr(trainer, "stats", killed)
+    with pytest.raises(KeyboardInterrupt):
+        referenced(3)
+    assert len(scored_units(cache)) == 4
+    monkeypatch.setattr(trainer, "stats", scored)
+    units = referenced(3)
+    assert len(scored_units(cache)) == 6 == len(set(scored_units(cache)))
+    stream = ComparisonBatches(units, seed=3)
+    reference = Reference(trainer)
+    for _ in range(3):
+        batch = check_scored(next(stream))
+        expected = reference.logps(batch) * batch.loss_weight
+        np.testing.assert_allclose(batch.ref_logps, expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(RuntimeError, match="did not score all"):
+        check_scored(next(stream))
+    assert "read from" not in capsys.readouterr().out
+    monkeypatch.setattr(trainer, "stats", None)
+    referenced(3)
+    assert "log-probabilities: read from" in capsys.readouterr().out
+    monkeypatch.setattr(trainer, "stats", scored)
+    referenced(99)
+    assert scored_units(cache) == list(range(12))
+    model_key_of = [with_reference(made.units, trainer, {"model": m}, seed=3, num_steps=1) for m in ("a", "b")]
+    assert len(model_key_of) == len(list(cache.iterdir())) == 2
+
+
+def test_another_text_is_not_taken_for_the_known_one(tmp_path: Path) -> None:
+    made = inputs_of(tmp_path)
+    unit = made.units(0)
+    assert unit is not None
+    (tmp_path / "cache").mkdir()
+    scored = reference_cache._Scored(0, np.uint64(1), np.zeros(3, np.float32))
+    known = reference_cache.CachedLogps(reference_cache._write(tmp_path / "cache", [scored]).parent)
+    with pytest.raises(ConfigError, match="are of another text: the dataset has changed"):
+        known(0, unit)
+    assert np.isnan(known(1, unit)).all()
+
+
+def test_held_out_losses_do_not_depend_on_batch_rows(tmp_path: Path) -> None:
+    """Of a loss over the whole batch; what evaluation compiles is compiled once."""
+    model = init_model({**INIT, "vocab_size": 261}, dtype=jnp.float32, seed=0)
+    found = []
+    for rows in (2, 8):
+        made = inputs_of(tmp_path, loss="orpo", batch_rows=rows, packing=False)
+        trainer = Trainer(model, made.loss, optax.sgd(0.0), temperature=1.0, max_grad_norm=1.0)
+        evaluate = Evaluation(trainer, made.loss, made.units, lambda batch: batch)
+        found.append(evaluate()["metrics"])
+        counter = CompileCounter()
+        assert evaluate()["metrics"] == found[-1]
+        assert counter.metrics()["perf/compilations"] == 0
+        counter.close()
+    assert found[0].keys() == found[1].keys() and found[0]["eval/loss"] > 0
+    for name, value in found[0].items():
+        np.testing.assert_allclose(found[1][name], value, rtol=1e-5, err_msg=name)
+
+
+def test_calibration_error() -> None:
+    """Of ten margins of one confidence, eight right: |0.8 - confidence|; a margin of 0 is wrong with 1/2."""
+    margins = np.asarray([2.0] * 8 + [-2.0] * 2)
+    assert calibration_error(margins) == pytest.approx(abs(1 / (1 + np.exp(-2.0)) - 0.8))
+    assert calibration_error(np.zeros(3)) == pytest.approx(0.5)
+    assert calibration_error(np.asarray([2.0, -0.1])) == pytest.approx(
+        (1 - 1 / (1 + np.exp(-2.0)) + 1 / (1 + np.exp(-0.1))) / 2
+    )

@@ -1,0 +1,103 @@
+"""A trained classifier as a reward: it scores whole trajectories, in one program on the mesh of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Float
+
+from posttrain.data.chat import Renderer
+from posttrain.data.format import render_answer
+from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.mesh import BATCH_SPEC, row_shards
+from posttrain.rl.types import Trajectory
+from posttrain.weights.load import load_model
+from posttrain.weights.state import ModelWeights, Weights
+
+Reduce = Literal["last", "min", "mean"]
+MIN_WIDTH = 64
+
+
+class ModelReward:
+    """The score of a sequence's last token, as transformers' sequence classifiers read it; of a process reward model
+    the least or the mean score of its steps, each ending with a newline (`reduce`).
+
+    A model with the tokenizer of the policy sees the tokens as sampled; another one sees the messages rendered anew.
+    `load` must be called before the first score; `name` stands in metrics.
+    """
+
+    def __init__(self, path: str, reduce: Reduce, name: str):
+        self.path, self.reduce = path, reduce
+        self.__name__ = name
+
+    def load(self, mesh: Mesh, policy: Renderer, rows: int) -> None:
+        """`rows`: sequences of one forward pass."""
+        tokenizer = load_tokenizer(self.path)
+        model = load_model(self.path, mesh=mesh)
+        self._renderer = policy if _same(tokenizer, policy.tokenizer) else _renderer(tokenizer, policy)
+        self._as_sampled = self._renderer is policy
+        self._longest = model.config.max_positions
+        self._rows = -(-rows // row_shards(mesh)) * row_shards(mesh)
+        self._sharding = NamedSharding(mesh, BATCH_SPEC)
+        weights = ModelWeights(model)
+        self._weights = weights.read()
+
+        def scores(arrays: Weights, tokens: Array, positions: Array, segments: Array) -> Float[Array, "B T"]:
+            bound = weights.bind(arrays)
+            return bound.scores(bound(tokens, positions, segments)[0])
+
+        self._scores = jax.jit(scores)
+
+    def __call__(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        """One reward for each. ValueError for a sequence that is longer than the model's context."""
+        sequences = [self._sequence(one) for one in trajectories]
+        found: list[float] = []
+        for first in range(0, len(sequences), self._rows):
+            found += self._of_rows(sequences[first : first + self._rows])
+        return found
+
+    def _sequence(self, trajectory: Trajectory) -> tuple[list[int], int]:
+        """Tokens, and where the answer starts."""
+        if self._as_sampled:
+            return list(trajectory.tokens), list(trajectory.sampled).index(True)
+        prompt, answer = trajectory.messages[:-1], trajectory.messages[-1:]
+        masked = render_answer(prompt, answer, self._renderer)
+        return masked.tokens, masked.mask.index(True)
+
+    def _of_rows(self, sequences: Sequence[tuple[list[int], int]]) -> list[float]:
+        lengths = [len(tokens) for tokens, _ in sequences]
+        if max(lengths) > self._longest:
+            raise ValueError(f"{self.path}: {max(lengths)} tokens, more than its {self._longest} positions")
+        # Powers of two: few programs, however long the longest sequence of a step is.
+        width = min(max(MIN_WIDTH, 1 << (max(lengths) - 1).bit_length()), self._longest)
+        tokens = np.zeros((self._rows, width), np.int32)
+        for row, (ids, _) in enumerate(sequences):
+            tokens[row, : len(ids)] = ids
+        places = np.arange(width, dtype=np.int32)[None]
+        inside = places < np.asarray([*lengths, *[0] * (self._rows - len(lengths))])[:, None]
+        arrays = tokens, np.where(inside, places, 0), inside.astype(np.int32)
+        scores = np.asarray(self._scores(self._weights, *jax.device_put(arrays, self._sharding)))
+        return [float(self._reduced(scores[row], *one)) for row, one in enumerate(sequences)]
+
+    def _reduced(self, scores: Float[np.ndarray, " T"], tokens: Sequence[int], start: int) -> np.floating:
+        last = len(tokens) - 1
+        if self.reduce == "last":
+            return scores[last]
+        decode = self._renderer.tokenizer.decode
+        ends = [at for at in range(start, last + 1) if "\n" in decode([tokens[at]])]
+        steps = scores[ends or [last]]
+        return steps.min() if self.reduce == "min" else steps.mean()
+
+
+def _same(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether both make the same tokens of the same messages."""
+    return one.chat_template == other.chat_template and one.hf.get_vocab() == other.hf.get_vocab()
+
+
+def _renderer(tokenizer: Tokenizer, policy: Renderer) -> Renderer:
+    return Renderer(tokenizer, policy.chat and tokenizer.chat_template is not None)

@@ -1,0 +1,120 @@
+"""A reward model as a reward: the scores of transformers, however many at once; what raises it is learned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from posttrain import save_model
+from posttrain.data.chat import Renderer
+from posttrain.data.tokenizer import load_tokenizer
+from posttrain.mesh import single_device_mesh
+from posttrain.models.heads import with_padding
+from posttrain.rl.model_reward import ModelReward
+from posttrain.rl.types import Trajectory
+from posttrain.weights.load import init_model
+from posttrain.weights.reward import add_scalar_head
+from tests.recipes.runs import INIT, lines, posttrain, rl_stage, write_run
+from tests.rl.helpers import trajectory
+
+BYTES = load_tokenizer("bytes")
+PLAIN = Renderer(BYTES, chat=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model with random weights that are large enough to tell texts apart."""
+    path = tmp_path_factory.mktemp("rewards") / "rm"
+    fields = {**INIT, "vocab_size": BYTES.vocab_size, "initializer_range": 0.3}
+    model = init_model(fields, dtype=jnp.float32, seed=5)
+    add_scalar_head(model, seed=6)
+    model.config = with_padding(model.config, BYTES.hf.pad_token_id, BYTES.stop_ids)
+    save_model(model, path, tokenizer=BYTES)
+    return path
+
+
+def sampled(prompt: str, text: str) -> Trajectory:
+    """Its last token is one that no tokenizer would write: what was sampled counts."""
+    before = PLAIN.prompt([{"role": "user", "content": prompt}])
+    tokens = [*before, *BYTES.encode(text), 7]
+    return trajectory(text, prompt=prompt, tokens=tokens, num_prompt=len(before))
+
+
+SAMPLES = [sampled("1+1=", "2"), sampled("what?", "a long\nanswer\nin lines"), sampled("x", "yz")]
+
+
+def loaded(folder: Path, reduce: Any = "last", rows: int = 2) -> ModelReward:
+    reward = ModelReward(str(folder), reduce, "reward_model")
+    reward.load(single_device_mesh(), PLAIN, rows)
+    return reward
+
+
+def theirs(folder: Path, rows: list[list[int]]) -> list[np.ndarray]:
+    """Of transformers, the score after every prefix."""
+    torch = pytest.importorskip("torch", reason="needs torch, which the extra [test] installs on Python 3.11")
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    with torch.no_grad():
+        return [
+            np.asarray([float(model(torch.tensor([row[: end + 1]])).logits[0, 0]) for end in range(len(row))])
+            for row in rows
+        ]
+
+
+def test_scores_are_those_of_transformers(folder: Path) -> None:
+    expected = theirs(folder, [list(sample.tokens) for sample in SAMPLES])
+    last = [scores[-1] for scores in expected]
+    assert np.ptp(last) > 1e-2
+    np.testing.assert_allclose(loaded(folder)(SAMPLES), last, rtol=1e-4, atol=1e-5)
+    ends = [at for at, token in enumerate(SAMPLES[1].tokens) if token == ord("\n")]
+    assert len(ends) == 2
+    for reduce, value in (("min", expected[1][ends].min()), ("mean", expected[1][ends].mean())):
+        found = loaded(folder, reduce)(SAMPLES)
+        np.testing.assert_allclose(found, [last[0], value, last[2]], rtol=1e-4, atol=1e-5)
+
+
+def test_another_tokenizer_sees_the_messages(folder: Path, tmp_path: Path) -> None:
+    """The text rendered anew, and so without the odd last token."""
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in folder.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    hf = load_tokenizer(str(folder)).hf
+    hf.chat_template = "{{ messages[0].content }}"
+    hf.save_pretrained(other)
+    written = [PLAIN.completion(s.messages[0]["content"], s.text).tokens for s in SAMPLES]
+    assert all(tokens != list(s.tokens) for tokens, s in zip(written, SAMPLES, strict=True))
+    expected = [scores[-1] for scores in theirs(folder, written)]
+    np.testing.assert_allclose(loaded(other)(SAMPLES), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_reinforcement_learning_raises_the_score(folder: Path, tmp_path: Path) -> None:
+    stage = rl_stage(rewards=[{"model": str(folder)}], num_steps=25, group_size=8, optimizer={"learning_rate": 5e-2})
+    done = posttrain("run", write_run(tmp_path, stage))
+    assert done.code == 0, done.err
+    told = [line for line in lines(tmp_path / "out") if "grad_norm" in line]
+    rewards = [line["reward"] for line in told]
+    # A mean of four steps, 64 samples with a deviation of 1, has one of 0.13.
+    assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.5
+    assert told[0]["rewards/reward_model/mean"] == pytest.approx(told[0]["reward"])
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ({"model": "plain"}, "plain is no reward model; give a ForSequenceClassification of one label"),
+        ({"model": "nowhere/at/all"}, "nowhere/at/all"),
+        ({}, "is a function (fn) or a reward model (model)"),
+        ({"fn": "rewards_of_test.py:low", "reduce": "min"}, "reduce=min has no effect on a function"),
+        ({"model": "plain", "args": {"a": 1}}, "a reward model (model) takes none"),
+    ],
+)
+def test_what_is_wrong_with_a_reward_model(tmp_path: Path, reward: dict[str, Any], message: str) -> None:
+    save_model(init_model({**INIT, "vocab_size": BYTES.vocab_size}, dtype=jnp.float32, seed=0), tmp_path / "plain")
+    done = posttrain("check", write_run(tmp_path, rl_stage(rewards=[reward])))
+    assert done.code != 0 and message in done.error, done.error
