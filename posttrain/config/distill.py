@@ -47,7 +47,7 @@ class DistillSection(SequenceSection):
             return self
         if self.sampling is None:
             raise ValueError(f"on_policy={self.on_policy} needs sampling: {{max_tokens: ...}}")
-        check_sampling(self.sampling, self.rollout, self.row_tokens)
+        check_sampling(self.sampling, self.row_tokens)
         if self.cache is not None:
             raise ValueError(
                 "cache: it holds what teachers said of the dataset, not of samples; remove it or on_policy"

@@ -21,8 +21,20 @@ class SamplingSection(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
     """Above 1: tokens of prompt and sample are less likely, arXiv:1909.05858; the trainer scores without it."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens in the sample."""
+    frequency_penalty: float = 0.0
+    """Taken off the logits of tokens in the sample, as often as they are in it."""
+    logit_bias: dict[int, Annotated[float, Field(allow_inf_nan=True)]] = {}
+    """Token id -> number added to its logit; `-.inf` forbids the token."""
+    allowed_token_ids: ListOf[int] | None = None
+    """The only tokens that may be drawn."""
     stop: ListOf[Text] = ()
     """Strings that end a sample; the text ends before them."""
+    stop_token_ids: ListOf[int] = ()
+    """Tokens that end a sample, beside the tokenizer's."""
+    ignore_eos: Flag = False
+    """Go on after the tokenizer's end-of-sequence tokens."""
 
 
 class RewardSection(Section):
@@ -50,8 +62,8 @@ class RolloutSection(Section):
     cache_tokens: PositiveInt | None = None
     """Keys and values that the sampler holds; by default those of `slots` sequences of `row_tokens`. With fewer it
     interrupts the youngest samples and reads them again later; with more it keeps more shared prefixes."""
-    warm_up: Flag = False
-    """Compile all programs of the sampler before the first step; by default each when it is first needed."""
+    warm_up: Flag = True
+    """Compile all programs of the sampler before the first step; without, each when it is first needed."""
     engine: Text | None = None
     """`module:Engine` or `file.py:Engine` of another engine, made with (model, tokenizer, this section); it has the
     methods of `posttrain.rollout.types.RolloutEngine`. The fields above are the built-in engine's."""
@@ -65,12 +77,10 @@ class RolloutSection(Section):
         return self
 
 
-def check_sampling(sampling: SamplingSection, rollout: RolloutSection, row_tokens: int) -> None:
+def check_sampling(sampling: SamplingSection, row_tokens: int) -> None:
     """ValueError where samples to train on would be equal, or too long for a row."""
     if sampling.temperature == 0:
         raise ValueError("sampling.temperature=0 gives equal samples, from which nothing can be learned; use 1.0")
-    if rollout.cache_tokens is not None and rollout.cache_tokens < row_tokens:
-        raise ValueError(f"rollout.cache_tokens={rollout.cache_tokens} must be at least row_tokens={row_tokens}")
     if sampling.max_tokens >= row_tokens:
         raise ValueError(
             f"sampling.max_tokens={sampling.max_tokens} must be less than row_tokens={row_tokens}, "
@@ -136,7 +146,7 @@ class RLSection(TrainSection):
 
     @model_validator(mode="after")
     def _fits(self) -> RLSection:
-        check_sampling(self.sampling, self.rollout, self.row_tokens)
+        check_sampling(self.sampling, self.row_tokens)
         if self.rollout.quantize != "none" and not self.recompute_old_logps:
             raise ValueError(
                 f"rollout.quantize={self.rollout.quantize} needs recompute_old_logps: true: the log-probabilities of "

@@ -43,6 +43,7 @@ from posttrain.recipes.prepare_rl import (
     PromptInputs,
     RLInputs,
     algorithm_of,
+    check_cache,
     prepare_prompts,
     prepare_rl,
     refuse_completions,
@@ -126,6 +127,7 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
                 prepared.stages.append(judged)
                 prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
             elif isinstance(section, RLSection):
+                check_cache(section, config.mesh.row_shards or 1)
                 prompted, notes = prepare_rl(section, prepared.tokenizer, base_dir)
                 prepared.stages.append(prompted)
                 prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]

@@ -20,8 +20,10 @@ from posttrain.recipes.rollouts import EngineFactory, engine_of
 from posttrain.recipes.teachers import TeacherSource, find_teachers, shares_of
 from posttrain.rl.algorithms import Algorithm, make_algorithm
 from posttrain.rl.assemble import Shares
+from posttrain.rl.collect import sampling_params
 from posttrain.rl.rewards import Reward, Rubric, missing_arguments
 from posttrain.rl.types import Example
+from posttrain.rollout.blocks import BLOCK, lanes_of, least_cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,7 @@ class RLInputs:
 def prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> tuple[RLInputs, list[str]]:
     """The inputs, and notes of what teachers need."""
     refuse_completions(section)
+    check_sampling(section, tokenizer)
     limit = section.max_prompt_tokens or section.row_tokens - section.sampling.max_tokens
     if limit + section.sampling.max_tokens > section.row_tokens:
         raise ConfigError(
@@ -134,6 +137,29 @@ def examples_of(
             return made
 
     return list(each_row(rows, range(len(rows)), "prompts", example))
+
+
+def check_sampling(section: RLSection, tokenizer: Tokenizer) -> None:
+    for name, sampling in (("sampling", section.sampling), ("eval_sampling", section.eval_sampling)):
+        if sampling is None:
+            continue
+        try:
+            params = sampling_params(sampling, tokenizer, key=(0, 0))
+            params.check_vocabulary(tokenizer.vocab_size)
+        except ValueError as error:
+            raise ConfigError(f"{name}.{str(error).removeprefix('sampling.')}") from error
+
+
+def check_cache(section: RLSection, row_shards: int) -> None:
+    """ConfigError for `cache_tokens` that hold no sequence in one of the parts that `row_shards` devices make of it."""
+    slots = section.rollout.slots or section.prompts_per_step * section.group_size
+    lanes, given = lanes_of(slots, row_shards), section.rollout.cache_tokens
+    if given is not None and given < (least := lanes * least_cache(section.row_tokens)):
+        parts = f", in each of {lanes} parts of the mesh" if lanes > 1 else ""
+        raise ConfigError(
+            f"rollout.cache_tokens={given} must be at least {least}: row_tokens={section.row_tokens} in whole blocks "
+            f"of {BLOCK} and one block more{parts}"
+        )
 
 
 def refuse_completions(section: RLSection) -> None:
