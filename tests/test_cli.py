@@ -108,7 +108,6 @@ def test_check_says_what_is_not_as_written(folder: Path) -> None:
         ("seed=4294967296", ["seed: must be less than 4294967296; got 4294967296"]),
         ("seed=true", ["seed: must be a whole number; got true"]),
         ("tensorboard=1", ["tensorboard: must be true or false; got 1"]),
-        ("output=''", ["output: must not be empty; got ''"]),
         ("mesh.fsdp=0", ["mesh: data=1, fsdp=0, expert=1, tensor=1: sizes are positive, and at most one is -1"]),
         ("stages.rl.dataset.path=''", ["stages.1.dataset.path: must not be empty"]),
         ("stages.rl.sampling.stop=['']", ["stages.1.sampling.stop.0: must not be empty"]),
@@ -127,6 +126,12 @@ def test_check_says_what_is_not_as_written(folder: Path) -> None:
         ("model.init.hidden_size=-8", ["model.init: hidden_size: must be above 0 and finite, got -8"]),
         ("model.init.rope_theta=0", ["model.init: rope_theta: must be above 0 and finite, got 0"]),
         ("model.attention=splash", ["model.attention=splash: ", "takes rows of a multiple of 128 tokens, got 16"]),
+        (
+            "model={tokenizer: bytes, decode_attention: ragged, init: {model_type: qwen3, vocab_size: 261, "
+            "head_dim: 8, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 3, "
+            "num_key_value_heads: 3, max_position_embeddings: 64}}",
+            ["model.decode_attention: 'ragged' takes 1, 2, 4 or a multiple of 8 tiles", "got 6 heads"],
+        ),
         ("stages.sft.loss=nl", ["loss: 'nl' is unknown; did you mean 'nll'?"]),
         ("model={path: no_config, tokenizer: bytes}", ["no_config/config.json: no such file"]),
         ("model={path: ./no_confi}", ["no_confi: no such file or folder; did you mean", "no_config"]),
@@ -174,6 +179,7 @@ def test_every_mistake_of_a_file_has_its_line(folder: Path) -> None:
     outcome = posttrain("check", folder / "run.yaml", "sead=1", "stages.sft.num_steps=0", "stages.rl.group_size=0")
     lines = outcome.err.splitlines()
     assert outcome.code == 2 and len(lines) == 3 and all(line.startswith("error: ") for line in lines), outcome.err
+    assert "output: must not be empty; got ''" in posttrain("run", folder / "run.yaml", "output=''").error
 
 
 def test_yaml_mistakes_name_the_line(folder: Path) -> None:
@@ -281,11 +287,11 @@ def never(completions):
 def test_lost_rewards_are_seen(tmp_path: Path) -> None:
     file = write_run(tmp_path, rl_stage(num_steps=2))
     (tmp_path / "losing.py").write_text(LOSING)
-    some = posttrain("run", file, "rewards.0.fn=losing.py:fragile", f"output={tmp_path / 'some'}", "num_steps=1")
+    some = posttrain("run", file, "stages.rl.rewards.0.fn=losing.py:fragile", f"output={tmp_path / 'some'}")
     assert some.code == 0, some.err
     assert "step 1: reward fragile: no value for " in some.out and "losing.py:3); sample" in some.out
     assert "  rewards failed " in some.out and "  no reward " in some.out
-    none = posttrain("run", file, "rewards.0.fn=losing.py:never", f"output={tmp_path / 'none'}")
+    none = posttrain("run", file, "stages.rl.rewards.0.fn=losing.py:never", f"output={tmp_path / 'none'}")
     assert none.code == 1 and "Traceback" not in none.err
     assert none.err.splitlines()[-1].startswith("error: step 2: no sample has a reward, in 2 steps in a row")
     assert "no reward 100.00%  update skipped" in none.out

@@ -13,7 +13,9 @@ from posttrain.config import DistillSection
 from posttrain.data.ahead import BatchStream
 from posttrain.data.pipeline import PromptBatches
 from posttrain.data.taught import Taught
+from posttrain.mesh import row_shards
 from posttrain.recipes.prepare import SFTInputs
+from posttrain.recipes.prepare_rl import check_cache
 from posttrain.recipes.rollouts import make_engine, warm_up
 from posttrain.recipes.stage import StageRun
 from posttrain.recipes.teachers import shares_of
@@ -36,6 +38,7 @@ class Samples:
     ):
         section = inputs.section
         assert isinstance(section, DistillSection) and section.sampling is not None and inputs.prompts is not None
+        check_cache(section, row_shards(stage.mesh))
         self._section, self._inputs, self._examples = section, inputs.prompts, inputs.prompts.examples
         self._shares = shares_of(section)
         engine = make_engine(

