@@ -37,7 +37,7 @@ BATCH_SPEC = PartitionSpec(ROW_AXES)
 def make_mesh(section: MeshSection, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh that a configuration asks for. ConfigError where the sizes do not multiply to the number of devices."""
     devices = jax.devices() if devices is None else devices
-    sizes = list(section.sizes)
+    sizes = [section.data, section.fsdp, section.expert, section.tensor]
     free = [i for i, size in enumerate(sizes) if size == -1]
     fixed = math.prod(size for size in sizes if size != -1)
     named = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, sizes, strict=True))

@@ -126,6 +126,12 @@ def test_check_says_what_is_not_as_written(folder: Path) -> None:
         ("model.init.hidden_size=-8", ["model.init: hidden_size: must be above 0 and finite, got -8"]),
         ("model.init.rope_theta=0", ["model.init: rope_theta: must be above 0 and finite, got 0"]),
         ("model.attention=splash", ["model.attention=splash: ", "takes rows of a multiple of 128 tokens, got 16"]),
+        (
+            "model={tokenizer: bytes, decode_attention: ragged, init: {model_type: qwen3, vocab_size: 261, "
+            "head_dim: 8, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 3, "
+            "num_key_value_heads: 3, max_position_embeddings: 64}}",
+            ["model.decode_attention: 'ragged' takes 1, 2, 4 or a multiple of 8 tiles", "got 6 heads"],
+        ),
         ("stages.sft.loss=nl", ["loss: 'nl' is unknown; did you mean 'nll'?"]),
         ("model={path: no_config, tokenizer: bytes}", ["no_config/config.json: no such file"]),
         ("model={path: ./no_confi}", ["no_confi: no such file or folder; did you mean", "no_config"]),

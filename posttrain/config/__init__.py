@@ -3,6 +3,7 @@
 from posttrain.config.base import (
     AttentionKernel,
     ConfigError,
+    DecodeAttention,
     Fraction,
     GroupedKernel,
     ListOf,
@@ -37,6 +38,7 @@ __all__ = [
     "ComparedSection",
     "ConfigError",
     "DatasetSection",
+    "DecodeAttention",
     "DistillSection",
     "Fraction",
     "GroupedKernel",

@@ -25,6 +25,7 @@ ListOf: TypeAlias = Annotated[tuple[T, ...], Field(strict=False)]
 """What YAML writes as a list. The items are as strict as everything else."""
 
 AttentionKernel = Literal["auto", "reference", "blockwise", "splash", "tokamax", "cudnn"]
+DecodeAttention = Literal["auto", "rows", "gather", "ragged"]
 GroupedKernel = Literal["auto", "reference", "ragged_dot", "buckets", "megablox", "tokamax"]
 Remat = Literal["none", "full", "dots", "offload"]
 Quantize = Literal["none", "int8", "fp8", "int4", "nf4"]

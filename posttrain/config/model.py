@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from posttrain.config.base import (
     AttentionKernel,
+    DecodeAttention,
     Flag,
     GroupedKernel,
     ListOf,
@@ -78,6 +79,10 @@ class ModelSection(Section):
     its matrix products, `offload` each block from inputs kept in the host's memory."""
     attention: AttentionKernel = "auto"
     """Implementation of attention; by default the fastest for platform and shape."""
+    decode_attention: DecodeAttention = "auto"
+    """How sampling reads its cache: `ragged` in place, by TPU's kernel for pages; `gather` by copying the pages of each
+    layer at every token; `rows` from one copy per dispatch, as wide as its longest sequence. By default `rows` on CPU,
+    `ragged` on TPU for models without sinks, latents and shared keys, else `gather`."""
     grouped_matmul: GroupedKernel = "auto"
     """Implementation of the experts' matrix products; by default the fastest for platform and shape."""
     long_context: Flag = False

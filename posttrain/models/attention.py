@@ -7,9 +7,8 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from posttrain.kernels.attention import attention
 from posttrain.models.config import AttentionConfig, ModelConfig
-from posttrain.models.context import Context, Place, Stored, Tape, attention_kernel, store
+from posttrain.models.context import Context, Place, Stored, StoredPages, Tape, attend, store
 from posttrain.models.layers import Init, Linear, RMSNorm, normal, param, rms_normed
 from posttrain.models.rope import apply_rope
 
@@ -40,25 +39,15 @@ class Attention(nnx.Module):
             q = apply_rope(q, context.rope[c.rope], interleaved=c.rope.interleaved)
         stored = self._keys_and_values(x, context, tape, place) if c.reuses is None else tape.kept[c.reuses]
         if c.keeps is not None:
+            assert isinstance(stored, Stored), "ragged paged attention keeps nothing for later layers"
             tape.kept[c.keeps] = stored
-        out = attention(
-            q,
-            stored.keys,
-            stored.values,
-            q_positions=context.positions,
-            k_positions=stored.positions,
-            q_segments=stored.q_segments,
-            k_segments=stored.segments,
-            window=c.window,
-            scale=c.scale,
-            soft_cap=c.soft_cap,
-            sinks=None if self.sinks is None else self.sinks[...].astype(jnp.float32),
-            kernel=attention_kernel(context, tape),
-            mesh=context.compute.mesh,
-        )
+        sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
+        out = attend(q, stored, context, tape, window=c.window, scale=c.scale, soft_cap=c.soft_cap, sinks=sinks)
         return self.o(out.reshape(*x.shape[:2], -1))
 
-    def _keys_and_values(self, x: Float[Array, "B T D"], context: Context, tape: Tape, place: Place) -> Stored:
+    def _keys_and_values(
+        self, x: Float[Array, "B T D"], context: Context, tape: Tape, place: Place
+    ) -> Stored | StoredPages:
         c = self.config
         assert self.k is not None
         projected = self.k(x)

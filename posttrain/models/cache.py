@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
 from posttrain.models.config import BlockConfig, LatentAttentionConfig, ModelConfig
-from posttrain.tree import pytree, replace
+from posttrain.tree import pytree, replace, static
 
 
 @pytree
@@ -24,6 +25,9 @@ class KVCache:
 
     keys: tuple[Float[Array, "_R B _K S _H"] | None, ...]
     values: tuple[Float[Array, "_R B _K S _H"] | None, ...]
+    fresh: bool = static(default=False)
+    """All rows begin with the tokens that come, one after the other: attention need not look into the cache for them,
+    and padding may be written, since a position is written again before it is read."""
 
     @property
     def width(self) -> int:
@@ -38,13 +42,18 @@ class KVCache:
         values: Float[Array, "B K T Hv"] | None,
         positions: Int[Array, "B T"],
     ) -> KVCache:
-        rows = jnp.arange(positions.shape[0])[:, None]
-
         def put(stored: tuple[Array | None, ...], new: Array) -> tuple[Array | None, ...]:
             array = stored[slot]
             assert array is not None
-            changed = array.at[repeat, rows, :, positions].set(new.swapaxes(1, 2).astype(array.dtype), mode="drop")
+            if self.fresh:  # all places of the layer
+                padded = jnp.pad(new, [(0, 0)] * 2 + [(0, array.shape[3] - new.shape[2]), (0, 0)])
+                return (*stored[:slot], array.at[repeat].set(padded.astype(array.dtype)), *stored[slot + 1 :])
+            # Row by row: with row numbers among the indices, XLA would bring all rows to every device.
+            changed = jax.vmap(row, in_axes=(1, 0, 0), out_axes=1)(array, new.swapaxes(1, 2), positions)
             return (*stored[:slot], changed, *stored[slot + 1 :])
+
+        def row(array: Array, new: Array, positions: Array) -> Array:
+            return array.at[repeat, :, positions].set(new.astype(array.dtype), mode="drop")
 
         return replace(
             self, keys=put(self.keys, keys), values=self.values if values is None else put(self.values, values)
@@ -58,7 +67,7 @@ class KVCache:
         return keys[repeat], None if values is None else values[repeat]
 
 
-def empty_cache(config: ModelConfig, rows: int, length: int, dtype: np.dtype) -> KVCache:
+def empty_cache(config: ModelConfig, rows: int, length: int, dtype: np.dtype, *, fresh: bool = False) -> KVCache:
     """Zeros for `rows` sequences of up to `length` tokens."""
 
     def zeros(size: Callable[[BlockConfig], int | None]) -> tuple[Any, ...]:
@@ -70,7 +79,7 @@ def empty_cache(config: ModelConfig, rows: int, length: int, dtype: np.dtype) ->
             for block in stage.blocks
         )
 
-    return KVCache(keys=zeros(_key_size), values=zeros(_value_size))
+    return KVCache(keys=zeros(_key_size), values=zeros(_value_size), fresh=fresh)
 
 
 def _key_size(block: BlockConfig) -> int | None:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from posttrain.config import AttentionKernel, ConfigError, GroupedKernel, Remat
+from posttrain.config import AttentionKernel, ConfigError, DecodeAttention, GroupedKernel, Remat
 
 if TYPE_CHECKING:
     from posttrain.models.decoder import Block
@@ -226,6 +226,7 @@ class Compute:
     """Of activations and matrix products."""
     remat: Remat = "none"
     attention: AttentionKernel = "auto"
+    decode_attention: DecodeAttention = "auto"
     grouped_matmul: GroupedKernel = "auto"
     mesh: Mesh | None = None
     """Where the weights lie, for kernels that GSPMD cannot split; None: one device."""

@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from posttrain.batch import RouterStats
-from posttrain.config import AttentionKernel
+from posttrain.kernels.attention import Variant, attention, ragged_paged_attention
 from posttrain.models.cache import KVCache
 from posttrain.models.config import Compute, Rope
+from posttrain.models.pages import PagedCache
 from posttrain.models.rope import Tables
 from posttrain.tree import pytree
 
@@ -61,36 +63,84 @@ class Stored(NamedTuple):
     q_segments: Int[Array, "B T"]
 
 
+class StoredPages(NamedTuple):
+    """Where ragged paged attention finds keys and values: its arguments."""
+
+    pages: Float[Array, "R D P S K2 H"]
+    repeat: Int[Array, ""]
+    table: Int[Array, "D n W"]
+    lengths: Int[Array, "D n"]
+    mesh: Mesh | None
+
+
 @dataclass
 class Tape:
     """What changes while the layers of one pass are traced: the cache, and what layers leave for later."""
 
-    cache: KVCache | None
+    cache: KVCache | PagedCache | None
     kept: dict[str, Stored] = field(default_factory=dict)
     """Keys and values that later layers reuse, by name."""
     routing: list[tuple[RouterStats, Int[Array, "B T k"]]] = field(default_factory=list)
     """Of each mixture-of-experts layer."""
 
+    @property
+    def fresh(self) -> bool:
+        """Whether the cache is for rows that begin here: attention sees but the tokens of this pass."""
+        return isinstance(self.cache, KVCache) and self.cache.fresh
 
-def attention_kernel(context: Context, tape: Tape) -> AttentionKernel:
-    """The one that the run chose, for whole rows; with a cache the fastest, since few can read one."""
-    return context.compute.attention if tape.cache is None else "auto"
+
+def attend(
+    q: Float[Array, "B T N H"],
+    stored: Stored | StoredPages,
+    context: Context,
+    tape: Tape,
+    *,
+    window: int | None,
+    scale: float,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+) -> Float[Array, "B T N Hv"]:
+    """Attention to what a layer has stored, in rows or in pages."""
+    variant = Variant(window=window, scale=scale, soft_cap=soft_cap)
+    if isinstance(stored, StoredPages):
+        assert sinks is None, "ragged paged attention knows no sinks"
+        return ragged_paged_attention(q, *stored, variant)
+    # With a cache the fastest: few can read one.
+    whole = tape.cache is None or tape.fresh
+    return attention(
+        q,
+        stored.keys,
+        stored.values,
+        q_positions=context.positions,
+        k_positions=stored.positions,
+        q_segments=stored.q_segments,
+        k_segments=stored.segments,
+        window=window,
+        scale=scale,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        kernel=context.compute.attention if whole else "auto",
+        mesh=context.compute.mesh,
+    )
 
 
 def store(
     keys: Float[Array, "B K T H"], values: Float[Array, "B K T Hv"] | None, context: Context, tape: Tape, place: Place
-) -> Stored:
+) -> Stored | StoredPages:
     """New keys and values put into the cache, if there is one, and all that attention may now see.
 
     Without `values` the cache holds keys only.
     """
-    if tape.cache is None:
+    cache = tape.cache
+    if cache is not None:
+        # Padding goes out of range, where it is dropped.
+        places = jnp.where(context.segments > 0, context.positions, cache.width)
+        tape.cache = cache = cache.write(place.slot, place.repeat, keys, values, places)
+    if cache is None or tape.fresh:
         segments = context.segments
         return Stored(keys, keys if values is None else values, context.positions, segments, segments)
-    cache = tape.cache
-    # Padding goes out of range, where it is dropped.
-    places = jnp.where(context.segments > 0, context.positions, cache.width)
-    tape.cache = cache = cache.write(place.slot, place.repeat, keys, values, places)
+    if isinstance(cache, PagedCache) and cache.together:
+        return _pages(cache, context, place)
     stored_keys, stored_values = cache.read(place.slot, place.repeat)
     # A cache row holds one sequence, so position alone decides what a query sees.
     rows = context.positions.shape[0]
@@ -102,3 +152,10 @@ def store(
         jnp.ones_like(positions),
         jnp.ones_like(context.segments),
     )
+
+
+def _pages(cache: PagedCache, context: Context, place: Place) -> StoredPages:
+    pages = cache.keys[place.slot]
+    assert pages is not None and context.positions.shape[1] == 1, "one token at a time"
+    lengths = context.positions.reshape(cache.first.shape) + 1
+    return StoredPages(pages, jnp.asarray(place.repeat, jnp.int32), cache.table, lengths, cache.mesh)

@@ -24,6 +24,7 @@ from posttrain.models.heads import ScalarHead
 from posttrain.models.latent import LatentAttention
 from posttrain.models.layers import MLP, Adaptable, Embedding, Init, LayerInputs, Linear, RMSNorm
 from posttrain.models.moe import MoE
+from posttrain.models.pages import PagedCache
 from posttrain.models.remat import BLOCK_INPUT, rematerialized
 from posttrain.models.rope import rope_tables
 
@@ -77,7 +78,7 @@ class Passed(NamedTuple):
     """What goes from layer to layer."""
 
     x: Float[Array, "B T D"]
-    cache: KVCache | None
+    cache: KVCache | PagedCache | None
     kept: dict[str, Stored]
 
 
@@ -180,8 +181,8 @@ class Decoder(nnx.Module):
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         segments: Int[Array, "B T"],
-        cache: KVCache | None = None,
-    ) -> tuple[Float[Array, "B T D"], KVCache | None]:
+        cache: KVCache | PagedCache | None = None,
+    ) -> tuple[Float[Array, "B T D"], KVCache | PagedCache | None]:
         """Hidden states after the final norm, ready for `logits`, and the cache with these tokens written into it."""
         hidden, cache, _ = self.forward(tokens, positions, segments, cache)
         return hidden, cache
@@ -191,11 +192,11 @@ class Decoder(nnx.Module):
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         segments: Int[Array, "B T"],
-        cache: KVCache | None = None,
+        cache: KVCache | PagedCache | None = None,
         *,
         experts: Int[Array, "M B T k"] | None = None,
         noise: Float[Array, "B T D"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], KVCache | None, Routing | None]:
+    ) -> tuple[Float[Array, "B T D"], KVCache | PagedCache | None, Routing | None]:
         """As calling the model, and the routing of its mixtures of experts (None: it has none).
 
         `experts`: those to use, such as the ones that a sampler used; the router chooses where they are negative.

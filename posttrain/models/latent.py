@@ -7,9 +7,8 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from posttrain.kernels.attention import attention
 from posttrain.models.config import LatentAttentionConfig, ModelConfig
-from posttrain.models.context import Context, Place, Stored, Tape, attention_kernel, store
+from posttrain.models.context import Context, Place, Stored, Tape, attend, store
 from posttrain.models.layers import Init, Linear, RMSNorm
 from posttrain.models.rope import apply_rope
 
@@ -17,8 +16,8 @@ from posttrain.models.rope import apply_rope
 class LatentAttention(nnx.Module):
     """DeepSeek-V2's, arXiv:2405.04434, section 2.1.
 
-    Without a cache the latents are expanded to keys and values of every head. With one, the cache holds only the
-    latents and the shared rotated key, and the expansion moves into queries and outputs: the same sums, reordered.
+    The cache holds only the latents and the shared rotated key. Where rows begin, latents are expanded to keys and
+    values of every head; for what a cache holds the expansion moves into queries and outputs: the same sums, reordered.
     """
 
     def __init__(self, config: LatentAttentionConfig, model: ModelConfig, repeats: int, init: Init):
@@ -50,7 +49,7 @@ class LatentAttention(nnx.Module):
         down = self.kv_down(x)
         latent = self.kv_norm(down[..., : c.kv_rank])
         k_rope = apply_rope(down[..., None, c.kv_rank :], tables, interleaved=interleaved)[:, :, 0]
-        if tape.cache is None:
+        if tape.cache is None or tape.fresh:
             out = self._expanded(q_nope, q_rope, latent, k_rope, context, tape, place)
         else:
             out = self._absorbed(q_nope, q_rope, latent, k_rope, context, tape, place)
@@ -77,7 +76,10 @@ class LatentAttention(nnx.Module):
         shared = jnp.broadcast_to(k_rope[:, :, None], (*kv.shape[:3], c.rope_dim))
         keys = jnp.concatenate([kv[..., : c.nope_dim], shared], axis=-1)
         values = kv[..., c.nope_dim :]
-        stored = store(keys.swapaxes(1, 2), values.swapaxes(1, 2), context, tape, place)
+        if tape.cache is not None:
+            store(self._cached(latent, k_rope), None, context, tape, place)
+        segments = context.segments
+        stored = Stored(keys.swapaxes(1, 2), values.swapaxes(1, 2), context.positions, segments, segments)
         return self._attend(jnp.concatenate([q_nope, q_rope], axis=-1), stored, context, tape)
 
     def _absorbed(
@@ -92,27 +94,17 @@ class LatentAttention(nnx.Module):
     ) -> Float[Array, "B T N Hv"]:
         c = self.config
         up = self.kv.weight(q_nope.dtype).reshape(c.kv_rank, c.num_heads, c.nope_dim + c.value_dim)
-        stored = store(jnp.concatenate([latent, k_rope], axis=-1)[:, None], None, context, tape, place)
+        stored = store(self._cached(latent, k_rope), None, context, tape, place)
+        assert isinstance(stored, Stored), "ragged paged attention knows no latents"
         stored = stored._replace(values=stored.keys[..., : c.kv_rank])
         q_latent = jnp.einsum("btnh,rnh->btnr", q_nope, up[..., : c.nope_dim])
         out = self._attend(jnp.concatenate([q_latent, q_rope], axis=-1), stored, context, tape)
         return jnp.einsum("btnr,rnh->btnh", out, up[..., c.nope_dim :])
 
+    def _cached(self, latent: Float[Array, "B T R"], k_rope: Float[Array, "B T Hr"]) -> Float[Array, "B 1 T H"]:
+        return jnp.concatenate([latent, k_rope], axis=-1)[:, None]
+
     def _attend(
         self, q: Float[Array, "B T N H"], stored: Stored, context: Context, tape: Tape
     ) -> Float[Array, "B T N Hv"]:
-        return attention(
-            q,
-            stored.keys,
-            stored.values,
-            q_positions=context.positions,
-            k_positions=stored.positions,
-            q_segments=stored.q_segments,
-            k_segments=stored.segments,
-            window=self.config.window,
-            scale=self.config.scale,
-            soft_cap=None,
-            sinks=None,
-            kernel=attention_kernel(context, tape),
-            mesh=context.compute.mesh,
-        )
+        return attend(q, stored, context, tape, window=self.config.window, scale=self.config.scale)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from posttrain.config import ConfigError, RunConfig
 from posttrain.kernels import grouped_matmul
@@ -14,6 +15,7 @@ from posttrain.kernels.attention import dispatch
 from posttrain.kernels.attention.request import Request
 from posttrain.kernels.platform import installed
 from posttrain.models.config import AttentionConfig, LatentAttentionConfig, ModelConfig
+from posttrain.rollout.paged import refusal_of_ragged
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 
@@ -30,6 +32,10 @@ def check_kernels(config: RunConfig, model: ModelConfig, *, here: bool) -> list[
     if config.model.grouped_matmul != "auto" and model.mixtures:
         request = grouped_matmul.Request(platform="", dtype=_dtype(config), tokamax=True)
         notes += _check("grouped_matmul", config.model.grouped_matmul, grouped_matmul.select, [request], here=here)
+    if config.model.decode_attention == "ragged":
+        refusal = refusal_of_ragged(model, jnp.dtype(_dtype(config)), max(1, config.mesh.tensor))
+        if refusal is not None:
+            raise ConfigError(f"model.decode_attention: 'ragged' {refusal}; use auto, rows or gather")
     return notes
 
 

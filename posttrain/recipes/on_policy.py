@@ -38,7 +38,7 @@ class Samples:
     ):
         section = inputs.section
         assert isinstance(section, DistillSection) and section.sampling is not None and inputs.prompts is not None
-        check_cache(section, section.batch_rows, row_shards(stage.mesh))
+        check_cache(section, row_shards(stage.mesh))
         self._section, self._inputs, self._examples = section, inputs.prompts, inputs.prompts.examples
         self._shares = shares_of(section)
         engine = make_engine(

@@ -127,13 +127,13 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
                 prepared.stages.append(judged)
                 prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
             elif isinstance(section, RLSection):
-                check_cache(section, rows_per_step(section), config.mesh.row_shards or 1)
+                check_cache(section, config.mesh.row_shards or 1)
                 prompted, notes = prepare_rl(section, prepared.tokenizer, base_dir)
                 prepared.stages.append(prompted)
                 prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
             else:
                 if isinstance(section, DistillSection) and section.on_policy:
-                    check_cache(section, rows_per_step(section), config.mesh.row_shards or 1)
+                    check_cache(section, config.mesh.row_shards or 1)
                 inputs, notes = _prepare_sft(section, prepared.tokenizer, base_dir)
                 prepared.stages.append(inputs)
                 prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]

@@ -26,7 +26,7 @@ from posttrain.rl.collect import sampling_params
 from posttrain.rl.model_reward import ModelReward
 from posttrain.rl.rewards import Reward, Rubric, missing_arguments
 from posttrain.rl.types import Example
-from posttrain.rollout.blocks import BLOCK, lanes_of, least_cache
+from posttrain.rollout.blocks import BLOCK, least_cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,11 +160,11 @@ def check_token_ids(samplings: Mapping[str, SamplingSection | None], tokenizer: 
             raise ConfigError(f"{name}.{str(error).removeprefix('sampling.')}") from error
 
 
-def check_cache(section: RLSection | DistillSection, slots: int, row_shards: int) -> None:
+def check_cache(section: RLSection | DistillSection, row_shards: int) -> None:
     """ConfigError for `cache_tokens` that hold no sequence in one of the parts that `row_shards` devices make of it."""
-    lanes, given = lanes_of(section.rollout.slots or slots, row_shards), section.rollout.cache_tokens
-    if given is not None and given < (least := lanes * least_cache(section.row_tokens)):
-        parts = f", in each of {lanes} parts of the mesh" if lanes > 1 else ""
+    given = section.rollout.cache_tokens
+    if given is not None and given < (least := row_shards * least_cache(section.row_tokens)):
+        parts = f", in each of {row_shards} parts of the mesh" if row_shards > 1 else ""
         raise ConfigError(
             f"rollout.cache_tokens={given} must be at least {least}: row_tokens={section.row_tokens} in whole blocks "
             f"of {BLOCK} and one block more{parts}"

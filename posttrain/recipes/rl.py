@@ -78,7 +78,7 @@ class _RLRun:
     def __init__(self, stage: StageRun, inputs: RLInputs):
         section = inputs.section
         samples = rows_per_step(section)
-        check_cache(section, samples, row_shards(stage.mesh))
+        check_cache(section, row_shards(stage.mesh))
         self.inputs = inputs
         self.trainer = Trainer(
             stage.load_model(),

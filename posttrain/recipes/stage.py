@@ -76,6 +76,7 @@ class StageRun:
             "mesh": self.mesh,
             "remat": m.remat,
             "attention": m.attention,
+            "decode_attention": m.decode_attention,
             "grouped_matmul": m.grouped_matmul,
             "seed": self.seed,
         }

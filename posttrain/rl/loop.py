@@ -117,7 +117,8 @@ def check_agreement(metrics: Mapping[str, float], step: int) -> None:
 class RewardWatch:
     """Ends a run whose rewards say nothing: RunError after `limit` steps in a row of which no sample has a reward.
 
-    A single such step may be chance, where functions apply to some rows only; it changes no weights.
+    A single such step may be chance, where functions apply to some rows only. A run without functions has no rewards to
+    miss: it learns from teachers.
     """
 
     def __init__(self, limit: int):
@@ -125,7 +126,8 @@ class RewardWatch:
         self._steps = 0
 
     def see(self, step: int, rewards: Rewards) -> None:
-        self._steps = self._steps + 1 if np.isnan(rewards.total_PG).all() else 0
+        nothing = bool(rewards.parts_PG) and np.isnan(rewards.total_PG).all()
+        self._steps = self._steps + 1 if nothing else 0
         if self._steps >= self._limit:
             why = rewards.errors[0].error if rewards.errors else "the functions return None: they do not apply"
             raise RunError(

@@ -283,8 +283,3 @@ def least_cache(max_length: int) -> int:
     (80, 96)
     """
     return BLOCK * (blocks_for(max_length) + 1)
-
-
-def lanes_of(slots: int, row_shards: int) -> int:
-    """One for each shard of the data axes where they divide the slots, else one for all devices."""
-    return row_shards if slots % row_shards == 0 else 1

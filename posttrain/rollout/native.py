@@ -28,9 +28,11 @@ class NativeEngine:
     `merge_lora` from one with the adapter merged.
 
     A completion depends on its prompt, its parameters and the weights; batch, slot and schedule change its
-    log-probabilities by rounding only. `slots` requests decode at once, at most `decode_steps` tokens per dispatch.
+    log-probabilities by rounding only. `slots` requests decode at once, at most `decode_steps` tokens per dispatch; on
+    a mesh their number is rounded up, so that every shard of the rows has as many.
     `cache_tokens`: positions of keys and values in all, by default enough for `slots` sequences of `max_length`; what
-    is not in use keeps prefixes for later requests. While it decodes, a copy of what its rows hold comes on top.
+    is not in use keeps prefixes for later requests. Where decoding works on rows, as on CPU, a copy of what they hold
+    comes on top.
     Programs are compiled at the first request of each shape, or by `warm_up`.
 
     ValueError for a request that can never run. Log-probabilities that are not finite, and a tokenizer that raises at
@@ -61,7 +63,6 @@ class NativeEngine:
             )
         if record_routing:
             check_recording(model.config)
-        self.slots = slots
         self.max_length = max_length
         self.decode_steps = decode_steps
         self._decode_text = tokenizer_decode
@@ -69,7 +70,8 @@ class NativeEngine:
             raise ConfigError("rollout.merge_lora: the model has no adapter to merge; remove the option")
         self._copies = Copies(quantize) if quantize != "none" or merge_lora else None
         self._loaded = self._load(model, version)
-        lanes = num_lanes(next(iter(self._loaded.arrays.values())).sharding, slots)
+        lanes = num_lanes(next(iter(self._loaded.arrays.values())).sharding)
+        self.slots = slots = lanes * -(-slots // lanes)
         blocks = slots * blocks_for(max_length) + lanes if cache_tokens is None else cache_tokens // BLOCK
         self._scheduler = Scheduler(
             slots=slots, lanes=lanes, blocks=blocks // lanes, max_length=max_length, steps=decode_steps

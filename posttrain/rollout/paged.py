@@ -1,48 +1,70 @@
-"""The paged cache on the device: blocks, copied into rows for a dispatch and back after it."""
+"""The paged cache on the device: blocks that decoding reads in place, or copies into rows for a dispatch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Float, Int
 
-from posttrain.config import ROW_AXES
+from posttrain.config import ROW_AXES, ConfigError, DecodeAttention
+from posttrain.kernels.attention import padded_head, ragged_refusal
+from posttrain.kernels.platform import head_shards, platform_of
 from posttrain.mesh import row_shards
 from posttrain.models.cache import KVCache, empty_cache
-from posttrain.models.config import ModelConfig
-from posttrain.rollout.blocks import BLOCK, lanes_of
-from posttrain.tree import pytree
+from posttrain.models.config import AttentionConfig, Compute, ModelConfig
+from posttrain.models.pages import PagedCache, interleaved
+from posttrain.rollout.blocks import BLOCK
+from posttrain.tree import pytree, replace, static
+
+Layout = Literal["rows", "gather", "ragged"]
+"""How decoding reads blocks. `rows`: from a copy of its rows that is made once per dispatch. `gather`: each layer
+copies its own at every token. `ragged`: in place, by TPU's kernel."""
 
 
 @pytree
 class Pool:
-    """P blocks of keys and values in each of D lanes, [R, D, P, K, BLOCK, H]. A lane is a shard of the data axes: its
-    rows use its blocks only, so that decoding needs no communication between lanes.
+    """P blocks of keys and values in each of D lanes: [R, D, P, *block], where a block is [K, BLOCK, H] for `rows`,
+    [BLOCK, K, H] for `gather`; for `ragged` `keys` holds both, [BLOCK, 2 K, H] with heads padded. A lane is a shard of
+    the data axes: its rows use its blocks only, so that decoding needs no communication between lanes.
 
-    Fields as in `KVCache`.
+    Other fields as in `KVCache`.
     """
 
-    keys: tuple[Float[Array, "_R D P _K 16 _H"] | None, ...]
-    values: tuple[Float[Array, "_R D P _K 16 _H"] | None, ...]
+    keys: tuple[Float[Array, "_R D P _1 _2 _H"] | None, ...]
+    values: tuple[Float[Array, "_R D P _1 _2 _H"] | None, ...]
+    layout: Layout = static()
+    head_dims: tuple[int | None, ...] = static()
+    """Of the keys, without padding."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Of a lane."""
+        return next(keys for keys in self.keys if keys is not None).shape[2]
 
     def gather(self, table: Int[Array, "D n W"]) -> KVCache:
         """Rows of W blocks each. Attention reads every row whole at every token: blocks next to each other cost a
         copy now and nothing then."""
 
         def lane(blocks: Array, table: Array) -> Array:
-            repeats, _, heads, _, size = blocks.shape
-            rows = blocks[:, table].swapaxes(2, 3)
-            return rows.reshape(repeats, table.shape[0], heads, -1, size)
+            return self._rows(blocks[:, table])
 
         def gathered(stored: Array) -> Array:
             rows = jax.vmap(lane, in_axes=(1, 0), out_axes=1)(stored, table)
             return rows.reshape(stored.shape[0], -1, *rows.shape[3:])
 
-        return KVCache(keys=jax.tree.map(gathered, self.keys), values=jax.tree.map(gathered, self.values))
+        keys, values = jax.tree.map(gathered, self.keys), jax.tree.map(gathered, self.values)
+        if self.layout != "ragged":
+            return KVCache(keys=keys, values=values)
+        pairs = [
+            (k[:, :, 0::2, :, :size], k[:, :, 1::2, :, :size]) for k, size in zip(keys, self.head_dims, strict=True)
+        ]
+        return KVCache(keys=tuple(k for k, _ in pairs), values=tuple(v for _, v in pairs))
 
     def scatter(self, rows: KVCache, first: Int[Array, "D n"], targets: Int[Array, "D n M"]) -> Pool:
         """Blocks `first`, `first` + 1, ... of each row into the blocks `targets`, which differ within a lane; what is
@@ -51,41 +73,139 @@ class Pool:
         indices = first[:, :, None] + jnp.arange(count)[None, None]
 
         def lane(blocks: Array, rows: Array, indices: Array, targets: Array) -> Array:
-            repeats, _, heads, size, head_dim = blocks.shape
-            split = rows.reshape(repeats, per_lane, heads, -1, size, head_dim)
+            repeats, _, heads, _, head_dim = rows.shape
+            split = rows.reshape(repeats, per_lane, heads, -1, BLOCK, head_dim)
             places = jnp.minimum(indices, split.shape[3] - 1)
             new = jax.vmap(lambda row, places: row[:, :, places], in_axes=(1, 0), out_axes=1)(split, places)
-            return blocks.at[:, targets].set(new.swapaxes(2, 3), mode="drop")
+            return blocks.at[:, targets].set(self._blocks(new), mode="drop")
 
         def scattered(stored: Array, new: Array) -> Array:
             new = new.reshape(new.shape[0], lanes, per_lane, *new.shape[2:])
             return jax.vmap(lane, in_axes=(1, 1, 0, 0), out_axes=1)(stored, new, indices, targets)
 
-        return Pool(
-            keys=jax.tree.map(scattered, self.keys, rows.keys), values=jax.tree.map(scattered, self.values, rows.values)
+        new_keys, new_values = rows.keys, rows.values
+        if self.layout == "ragged":
+            new_keys = tuple(_together(*pair) for pair in zip(rows.keys, rows.values, strict=True))
+            new_values = self.values
+        return replace(
+            self,
+            keys=jax.tree.map(scattered, self.keys, new_keys),
+            values=jax.tree.map(scattered, self.values, new_values),
         )
 
+    def opened(
+        self, context: Int[Array, "D n W"], first: Int[Array, "D n"], targets: Int[Array, "D n M"], mesh: Mesh | None
+    ) -> KVCache | PagedCache:
+        """What decoding works on: rows of the blocks `context`, of which it writes block `first` and later ones; these
+        belong in the blocks `targets`."""
+        if self.layout == "rows":
+            return self.gather(context)
+        places = first[:, :, None] + jnp.arange(targets.shape[2])[None, None]
+        places = jnp.where(targets < self.num_blocks, places, context.shape[2])
+        table = jax.vmap(jax.vmap(lambda row, places, new: row.at[places].set(new, mode="drop")))(
+            context, places, targets
+        )
+        shared = jnp.take_along_axis(context, first[:, :, None], axis=2)[:, :, 0]
 
-def empty_pool(config: ModelConfig, dtype: jnp.dtype, placement: Sharding, *, lanes: int, blocks: int) -> Pool:
+        def copied(stored: Array) -> Array:
+            """A row writes on in a block of its own, whose beginning others may share."""
+            return jax.vmap(lambda blocks, old, new: blocks.at[:, new].set(blocks[:, old], mode="drop"), (1, 0, 0), 1)(
+                stored, shared, targets[:, :, 0]
+            )
+
+        return PagedCache(
+            keys=jax.tree.map(copied, self.keys),
+            values=jax.tree.map(copied, self.values),
+            table=table,
+            first=first,
+            targets=targets,
+            together=self.layout == "ragged",
+            mesh=mesh,
+        )
+
+    def closed(self, cache: KVCache | PagedCache, first: Int[Array, "D n"], targets: Int[Array, "D n M"]) -> Pool:
+        """After decoding on what `opened` returned."""
+        if isinstance(cache, KVCache):
+            return self.scatter(cache, first, targets)
+        return replace(self, keys=cache.keys, values=cache.values)
+
+    def _rows(self, blocks: Float[Array, "R n W _1 _2 H"]) -> Float[Array, "R n K S H"]:
+        repeats, rows, _, *block = blocks.shape
+        if self.layout == "rows":
+            return blocks.swapaxes(2, 3).reshape(repeats, rows, block[0], -1, block[2])
+        return blocks.reshape(repeats, rows, -1, *block[1:]).swapaxes(2, 3)
+
+    def _blocks(self, split: Float[Array, "R n K M S H"]) -> Float[Array, "R n M _1 _2 H"]:
+        return jnp.moveaxis(split, 2, 3 if self.layout == "rows" else 4)
+
+
+def _together(keys: Array | None, values: Array | None) -> Float[Array, "R B K2 S Hp"]:
+    assert keys is not None and values is not None
+    both = jax.vmap(interleaved)(keys, values)
+    return jnp.pad(both, [(0, 0)] * 4 + [(0, padded_head(keys.shape[4]) - keys.shape[4])])
+
+
+def choose_layout(wanted: DecodeAttention, config: ModelConfig, compute: Compute, mesh: Mesh | None) -> Layout:
+    """The fastest that serves the model on the platform, or the one that was asked for: ConfigError if it cannot."""
+    refusal = refusal_of_ragged(config, compute.dtype, head_shards(mesh))
+    if wanted == "ragged" and refusal is not None:
+        raise ConfigError(f"model.decode_attention: 'ragged' {refusal}; use auto, rows or gather")
+    if wanted != "auto":
+        return wanted
+    platform = platform_of(mesh)
+    if platform == "cpu":
+        return "rows"
+    return "ragged" if platform == "tpu" and refusal is None else "gather"
+
+
+def refusal_of_ragged(config: ModelConfig, dtype: np.dtype, head_shards: int) -> str | None:
+    """Why ragged paged attention does not serve the model; None where it does."""
+    for block in config.blocks:
+        c = block.attention
+        if not isinstance(c, AttentionConfig):
+            return f"does not know the latent attention of {config.model_type}"
+        if c.sinks or c.keeps is not None or c.reuses is not None:
+            return f"knows neither the sinks nor the shared keys of {config.model_type}"
+        if (refusal := ragged_refusal(c.num_kv_heads, dtype.itemsize, head_shards)) is not None:
+            return refusal
+    return None
+
+
+def empty_pool(
+    config: ModelConfig, dtype: jnp.dtype, placement: Sharding, *, layout: Layout, lanes: int, blocks: int
+) -> Pool:
     """Zeros where the weights are: lanes over the data axes, heads over `tensor` where they divide."""
     like = jax.eval_shape(lambda: empty_cache(config, lanes * blocks, BLOCK, dtype))
 
     def zeros(rows: jax.ShapeDtypeStruct) -> Array:
         repeats, _, heads, size, head_dim = rows.shape
-        shape = (repeats, lanes, blocks, heads, size, head_dim)
-        return jnp.zeros(shape, rows.dtype, device=_pool_sharding(placement, shape))
+        block = {
+            "rows": (heads, size, head_dim),
+            "gather": (size, heads, head_dim),
+            "ragged": (size, 2 * heads, padded_head(head_dim)),
+        }[layout]
+        place = _pool_sharding(placement, heads, dim=3 if layout == "rows" else 4)
+        return jnp.zeros((repeats, lanes, blocks, *block), rows.dtype, device=place)
 
-    return Pool(keys=jax.tree.map(zeros, like.keys), values=jax.tree.map(zeros, like.values))
+    none = (None,) * len(like.keys)
+    return Pool(
+        keys=jax.tree.map(zeros, like.keys),
+        values=none if layout == "ragged" else jax.tree.map(zeros, like.values),
+        layout=layout,
+        head_dims=tuple(None if keys is None else keys.shape[4] for keys in like.keys),
+    )
 
 
-def num_lanes(placement: Sharding, slots: int) -> int:
-    """See `lanes_of`."""
-    return lanes_of(slots, row_shards(placement.mesh) if isinstance(placement, NamedSharding) else 1)
+def num_lanes(placement: Sharding) -> int:
+    """One for each shard of the data axes."""
+    return row_shards(placement.mesh) if isinstance(placement, NamedSharding) else 1
 
 
-def _pool_sharding(weights: Sharding, shape: Sequence[int]) -> Sharding:
+def _pool_sharding(weights: Sharding, heads: int, *, dim: int) -> Sharding:
+    """`dim`: the one of the heads."""
     if not isinstance(weights, NamedSharding):
         return weights
-    lanes = ROW_AXES if shape[1] == row_shards(weights.mesh) else None
-    heads = "tensor" if shape[3] % weights.mesh.shape["tensor"] == 0 else None
-    return NamedSharding(weights.mesh, PartitionSpec(None, lanes, None, heads))
+    spec: list[str | Sequence[str] | None] = [None, ROW_AXES, *[None] * (dim - 1)]
+    if heads % weights.mesh.shape["tensor"] == 0:
+        spec[dim] = "tensor"
+    return NamedSharding(weights.mesh, PartitionSpec(*spec))

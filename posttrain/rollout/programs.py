@@ -15,13 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
-from posttrain.models.cache import empty_cache
+from posttrain.models.cache import KVCache, empty_cache
 from posttrain.models.config import ModelConfig
 from posttrain.models.context import Routing
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.blocks import BLOCK
+from posttrain.rollout.lanes import by_rows, mesh_of, on_each_shard
 from posttrain.rollout.paged import Pool
 from posttrain.rollout.sampling import Sampling, TopLogps, sample, score, top_width
 from posttrain.tree import pytree
@@ -118,19 +120,20 @@ class Chunk:
     """Of the token that each step read, which is the one before the token it sampled."""
 
 
-def prefill(model: Decoder, pool: Pool, prompts: Prompts, *, record: bool) -> tuple[Pool, Prefilled]:
+def prefill(model: Decoder, pool: Pool, prompts: Prompts, *, record: bool, mesh: Mesh | None) -> tuple[Pool, Prefilled]:
     """Run pieces of prompts through the decoder, over what the pool holds of them, and put them into it."""
     rows, length = prompts.tokens.shape
+    prompts = by_rows(prompts, mesh)
     offsets = jnp.arange(length, dtype=jnp.int32)[None]
     positions = prompts.starts[:, None] + offsets
     segments = (offsets < prompts.lengths[:, None]).astype(jnp.int32)
     model = model.for_decoding()
     if prompts.context is None:
-        near = empty_cache(model.config, rows, length, model.compute.dtype)
+        near = by_rows(empty_cache(model.config, rows, length, model.compute.dtype, fresh=True), mesh, dim=1)
     else:
         near = pool.gather(prompts.context)
     hidden, filled, routing = model.forward(prompts.tokens, positions, segments, near)
-    assert filled is not None
+    assert isinstance(filled, KVCache)
     beside = Prefilled(
         experts=_recorded(routing) if record else None,
         logps=None if prompts.scored is None else _prompt_logps(model, hidden, prompts.scored),
@@ -153,14 +156,15 @@ def _recorded(routing: Routing | None) -> Int[Array, "B T M k"]:
 
 
 def decode(
-    model: Decoder, pool: Pool, rows: Rows, stop_at: Int[Array, ""], *, steps: int, record: bool
+    model: Decoder, pool: Pool, rows: Rows, stop_at: Int[Array, ""], *, steps: int, record: bool, mesh: Mesh | None
 ) -> tuple[Pool, Chunk]:
     """Sample up to `steps` tokens of every active row; pause when no more than `stop_at` rows are active.
 
-    Works on a copy of the rows' blocks that is read whole at every token; what is new goes back at the end.
+    Works on the rows' blocks, or on a copy of them that is read whole at every token: as the pool's layout has it.
     """
-    model = model.for_decoding()
+    model, rows = model.for_decoding(), by_rows(rows, mesh)
     num_rows = rows.tokens.shape[0]
+    draw = on_each_shard(sample, mesh)
 
     def active_left(carry: tuple[Any, ...]) -> Array:
         step, active = carry[0], carry[1]
@@ -170,7 +174,7 @@ def decode(
         step, active, tokens, positions, near, tally, chunk = carry
         ones = jnp.ones((num_rows, 1), jnp.int32)
         hidden, near, routing = model.forward(tokens[:, None], positions[:, None], ones, near)
-        drawn = sample(model.logits(hidden)[:, 0], positions + 1, rows.sampling, tally)
+        drawn = draw(model.logits(hidden)[:, 0], positions + 1, rows.sampling, tally)
         new = drawn.tokens
         tally = None if tally is None else tally.count(new, active)
         chunk = Chunk(
@@ -187,11 +191,11 @@ def decode(
 
     tally = rows.sampling.tally(model.config.vocab_size)
     chunk = _empty_chunk(model.config, (steps, num_rows), top=tally is not None, record=record)
-    near = pool.gather(rows.context)
+    first = (rows.positions // BLOCK).reshape(rows.targets.shape[:2])
+    near = pool.opened(rows.context, first, rows.targets, mesh)
     carry = (jnp.int32(0), rows.active, rows.tokens, rows.positions, near, tally, chunk)
     *_, near, _, chunk = jax.lax.while_loop(active_left, body, carry)
-    first = (rows.positions // BLOCK).reshape(rows.targets.shape[:2])
-    return pool.scatter(near, first, rows.targets), chunk
+    return pool.closed(near, first, rows.targets), chunk
 
 
 def _empty_chunk(config: ModelConfig, lead: tuple[int, int], *, top: bool, record: bool) -> Chunk:
@@ -260,11 +264,12 @@ class Programs:
     def _lower(self, loaded: Loaded, pool: Pool, inputs: Prompts | Rows, *rest: np.int32) -> jax.stages.Lowered:
         function: Callable[..., Any] = self._prefill if isinstance(inputs, Prompts) else self._decode
         source = loaded.source  # not `loaded`, whose arrays would live as long as the program
+        placed = jax.tree.map(lambda x: x.sharding, pool)
+        mesh = mesh_of(jax.tree.leaves(placed)[0])
 
         def bound(weights: Weights, pool: Pool, *args: Any) -> Any:
-            return function(source.bind(weights), pool, *args)
+            return function(source.bind(weights), pool, *args, mesh=mesh)
 
-        placed = jax.tree.map(lambda x: x.sharding, pool)
         program = jax.jit(bound, donate_argnums=1, out_shardings=(placed, None))
         return program.lower(loaded.arrays, pool, inputs, *rest)
 

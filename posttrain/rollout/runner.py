@@ -12,7 +12,8 @@ import numpy as np
 
 from posttrain.models.decoder import decoding_config
 from posttrain.rollout.blocks import BLOCK, Chain
-from posttrain.rollout.paged import Pool, empty_pool
+from posttrain.rollout.lanes import mesh_of
+from posttrain.rollout.paged import Pool, choose_layout, empty_pool
 from posttrain.rollout.processors import Tables
 from posttrain.rollout.programs import Chunk, Loaded, Prefilled, Programs, Prompts, Rows, Scored
 from posttrain.rollout.request import Request
@@ -127,8 +128,9 @@ class Runner:
     def _empty_pool(self, loaded: Loaded) -> Pool:
         model = loaded.source.model
         placement = next(iter(loaded.arrays.values())).sharding
-        config, dtype = decoding_config(model.config), model.compute.dtype
-        return empty_pool(config, dtype, placement, lanes=self.shapes.lanes, blocks=self.blocks)
+        config, compute, lanes = decoding_config(model.config), model.compute, self.shapes.lanes
+        layout = choose_layout(compute.decode_attention, config, compute, mesh_of(placement))
+        return empty_pool(config, compute.dtype, placement, layout=layout, lanes=lanes, blocks=self.blocks)
 
     def _prompt_calls(self, pieces: Sequence[Piece]) -> Iterator[PromptCall]:
         """By level, and within it by shape, as many pieces to a call as it has rows."""

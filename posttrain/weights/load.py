@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from posttrain.config import AttentionKernel, ConfigError, GroupedKernel, LoRA, Quantize, Remat
+from posttrain.config import AttentionKernel, ConfigError, DecodeAttention, GroupedKernel, LoRA, Quantize, Remat
 from posttrain.console import progress_bar
 from posttrain.mesh import param_sharding
 from posttrain.models import hf
@@ -50,6 +50,7 @@ def load_model(
     mesh: Mesh | None = None,
     remat: Remat = "none",
     attention: AttentionKernel = "auto",
+    decode_attention: DecodeAttention = "auto",
     grouped_matmul: GroupedKernel = "auto",
     long_context: bool = False,
     num_tokens: int | None = None,
@@ -79,6 +80,7 @@ def load_model(
             dtype=jnp.dtype(dtype if compute_dtype is None else compute_dtype),
             remat=remat,
             attention=attention,
+            decode_attention=decode_attention,
             grouped_matmul=grouped_matmul,
             mesh=mesh,
         )
@@ -155,6 +157,7 @@ def init_model(
     mesh: Mesh | None = None,
     remat: Remat = "none",
     attention: AttentionKernel = "auto",
+    decode_attention: DecodeAttention = "auto",
     grouped_matmul: GroupedKernel = "auto",
     num_tokens: int | None = None,
     quantize: Quantize = "none",
@@ -165,6 +168,7 @@ def init_model(
         dtype=jnp.dtype(dtype if compute_dtype is None else compute_dtype),
         remat=remat,
         attention=attention,
+        decode_attention=decode_attention,
         grouped_matmul=grouped_matmul,
         mesh=mesh,
     )

@@ -154,6 +154,8 @@ def test_steps_without_any_reward_end_the_run_unless_one_comes_between() -> None
 
     nothing, something = score(never), score(length)
     watch = RewardWatch(2)
+    for step in range(3):
+        watch.see(step, score())  # of a run that has no functions
     for step, rewards in enumerate((nothing, something, nothing, something), start=1):
         watch.see(step, rewards)
     watch.see(5, nothing)

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posttrain.config import LoRA, MeshSection
+from posttrain.config import LoRA
 from posttrain.kernels.token_stats import token_stats
-from posttrain.mesh import make_mesh, param_sharding
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.native import NativeEngine
 from posttrain.weights.lora import attach_lora
@@ -194,20 +193,6 @@ def test_the_engine_shares_the_models_arrays(model: Decoder) -> None:
     engine = make_engine(model)
     arrays = ModelWeights(model).read()
     assert all(engine._loaded.arrays[path] is array for path, array in arrays.items())
-
-
-def test_sharded_weights(model: Decoder, engine: NativeEngine) -> None:
-    mesh = make_mesh(MeshSection(data=2, fsdp=2, tensor=2))
-    sharded = tiny_model()
-    weights = ModelWeights(sharded)
-    dims = weights.dims()
-    weights.write({p: jax.device_put(w, param_sharding(mesh, p, dims[p], w.shape)) for p, w in weights.read().items()})
-    prompts, parameters = requests(5)
-    several = make_engine(sharded)
-    for completion, e in zip(
-        several.generate_all(prompts, parameters), engine.generate_all(prompts, parameters), strict=True
-    ):
-        assert_same(completion, e)
 
 
 def test_every_program_is_compiled_once(model: Decoder) -> None:

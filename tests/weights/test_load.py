@@ -382,9 +382,10 @@ def test_more_tokens_than_rows() -> None:
     assert load_model(GOLDEN, num_tokens=96).config == load_model(GOLDEN).config
 
 
-def test_compute_dtype_and_remat_are_passed_on() -> None:
-    model = load_model(GOLDEN, compute_dtype=jnp.bfloat16, remat="full")
-    assert (model.compute.dtype, model.compute.remat) == (jnp.bfloat16, "full")
+def test_how_to_compute_is_passed_on() -> None:
+    model = load_model(GOLDEN, compute_dtype=jnp.bfloat16, remat="full", decode_attention="gather")
+    compute = model.compute
+    assert (compute.dtype, compute.remat, compute.decode_attention) == (jnp.bfloat16, "full", "gather")
 
 
 def test_unused_keys_and_values_of_layers_that_share_are_left_out(tmp_path: Path) -> None:

@@ -1,6 +1,15 @@
-"""Attention behind one function; each implementation in a file of its own."""
+"""Attention behind one function for rows and one for pages; each implementation in a file of its own."""
 
 from posttrain.config import AttentionKernel
 from posttrain.kernels.attention.dispatch import attention
+from posttrain.kernels.attention.paged import padded_head, ragged_paged_attention, ragged_refusal
+from posttrain.kernels.attention.request import Variant
 
-__all__ = ["AttentionKernel", "attention"]
+__all__ = [
+    "AttentionKernel",
+    "Variant",
+    "attention",
+    "padded_head",
+    "ragged_paged_attention",
+    "ragged_refusal",
+]

@@ -26,6 +26,8 @@ def refusal(request: Request) -> str | None:
         return f"computes in bfloat16 and float16, got {request.dtype}"
     if width > MAX_HEAD_DIM or width % 8:
         return f"takes heads of a multiple of 8 and at most {MAX_HEAD_DIM} numbers, got {width}"
+    if request.kind == "decode":
+        return request.refusal_of_split()
     refusal = request.refusal_of_rows()
     if refusal is None and request.num_queries % 2:
         refusal = f"takes rows of an even number of tokens, got {request.num_queries}"
@@ -45,7 +47,17 @@ def arguments(operands: Operands, variant: Variant) -> dict[str, Any]:
     """
     q, k, v, places, _ = operands
     width = max(q.shape[3], v.shape[3])
-    mask = visible(*places, variant.window)[:, None]
+    mask: Array | None = visible(*places, variant.window)[:, None]
+    if q.shape[1] == 1:
+        # Of a cache, where the keys that one query sees are the first ones, unless there is a window.
+        beside: dict[str, Any] = {} if variant.window else {"key_value_seq_lengths": places.q_positions[:, 0] + 1}
+        mask = mask if variant.window else None
+    else:
+        # The mask says it all; these let a kernel skip what they exclude by place in the row.
+        beside = {
+            "is_causal": True,
+            "local_window_size": None if variant.window is None else (variant.window - 1, 0),
+        }
     q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[3]))) for x in (q, k, v))
     return {
         "query": q,
@@ -53,7 +65,5 @@ def arguments(operands: Operands, variant: Variant) -> dict[str, Any]:
         "value": v.swapaxes(1, 2),
         "mask": mask,
         "scale": variant.scale,
-        # The mask says it all; these let a kernel skip what they exclude by place in the row.
-        "is_causal": True,
-        "local_window_size": None if variant.window is None else (variant.window - 1, 0),
+        **beside,
     }

@@ -96,7 +96,7 @@ def choose(request: Request) -> str:
     """The kernel of "auto"."""
     small = request.num_logits <= WHOLE_LOGITS
     if request.kind == "decode":
-        return "reference"
+        return "cudnn" if cudnn.refusal(request) is None else "reference"
     if request.kind == "rows":
         for name in PREFERRED.get(request.platform, ()):
             if REFUSALS[name](request) is None:

@@ -79,6 +79,10 @@ class Request:
         """Why a kernel does not serve that knows no cache and that we split over devices ourselves."""
         if self.kind != "rows":
             return f"takes whole rows without a cache, got {self.num_queries} queries on {self.num_keys} cached keys"
+        return self.refusal_of_split()
+
+    def refusal_of_split(self) -> str | None:
+        """Why the call cannot be split over devices by us."""
         if self.rows % self.row_shards:
             return f"gives each device its rows: the mesh's {self.row_shards} parts do not divide {self.rows} rows"
         if self.num_heads % self.split_kv_heads:

@@ -1,0 +1,105 @@
+"""Keys and values in pages that a table names: what decoding reads and writes without a copy of its rows."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh
+from jaxtyping import Float, Int
+
+from posttrain.tree import pytree, replace, static
+
+
+@pytree
+class PagedCache:
+    """As `KVCache`, but rows share a pool: R repeats x D lanes x P pages, of which row n of a lane uses its own.
+
+    Apart: keys and values [R, D, P, page, K, H]. Together (`together`): [R, D, P, page, 2 K, H] in `keys`, the key
+    and the value of a head side by side, as ragged paged attention reads them.
+    """
+
+    keys: tuple[Float[Array, "_R D P S _K _H"] | None, ...]
+    values: tuple[Float[Array, "_R D P S _K _H"] | None, ...]
+    table: Int[Array, "D n W"]
+    """Pages of each row from its start on."""
+    first: Int[Array, "D n"]
+    """Place in the table of the first page that may be written."""
+    targets: Int[Array, "D n M"]
+    """Pages that may be written, `first` and later ones; P where there is none."""
+    together: bool = static()
+    mesh: Mesh | None = static()
+    """That the pool is spread over."""
+
+    @property
+    def page(self) -> int:
+        return next(keys for keys in self.keys if keys is not None).shape[3]
+
+    @property
+    def width(self) -> int:
+        """Positions that a row's pages can hold."""
+        return self.table.shape[2] * self.page
+
+    def write(
+        self,
+        slot: int,
+        repeat: int | Int[Array, ""],
+        keys: Float[Array, "B K T H"],
+        values: Float[Array, "B K T Hv"] | None,
+        positions: Int[Array, "B T"],
+    ) -> PagedCache:
+        if self.together:
+            assert values is not None
+            keys, values = interleaved(keys, values), None
+        keys_now = self._put(self.keys, slot, repeat, keys, positions)
+        if values is None:
+            return replace(self, keys=keys_now)
+        return replace(self, keys=keys_now, values=self._put(self.values, slot, repeat, values, positions))
+
+    def _put(
+        self,
+        stored: tuple[Array | None, ...],
+        slot: int,
+        repeat: int | Int[Array, ""],
+        new: Float[Array, "B K T H"],
+        positions: Int[Array, "B T"],
+    ) -> tuple[Array | None, ...]:
+        array = stored[slot]
+        assert array is not None
+        lanes, rows, _ = self.targets.shape
+        pages, size, head_dim = array.shape[2], self.page, array.shape[5]
+        places = positions.reshape(lanes, rows, -1)
+        index = places // size - self.first[:, :, None]
+        targets = jnp.take_along_axis(self.targets, index, axis=2, mode="fill", fill_value=pages)
+        targets = jnp.where(index >= 0, targets, pages)
+        padded = jnp.pad(new.swapaxes(1, 2), [(0, 0)] * 3 + [(0, head_dim - new.shape[3])])
+
+        def lane(array: Array, new: Array, targets: Array, offsets: Array) -> Array:
+            return array.at[repeat, targets, offsets].set(new.astype(array.dtype), mode="drop")
+
+        # Lane by lane: with lane numbers among the indices, XLA would bring all lanes to every device.
+        new = padded.reshape(lanes, rows, *padded.shape[1:])
+        changed = jax.vmap(lane, in_axes=(1, 0, 0, 0), out_axes=1)(array, new, targets, places % size)
+        return (*stored[:slot], changed, *stored[slot + 1 :])
+
+    def read(
+        self, slot: int, repeat: int | Int[Array, ""]
+    ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"] | None]:
+        """All pages of every row, one after the other: a copy."""
+        assert not self.together, "ragged paged attention reads pages in place"
+        keys, values = self.keys[slot], self.values[slot]
+        assert keys is not None
+        return self._rows(keys, repeat), None if values is None else self._rows(values, repeat)
+
+    def _rows(self, array: Array, repeat: int | Int[Array, ""]) -> Float[Array, "B K S H"]:
+        def lane(array: Array, table: Array) -> Array:
+            return array[repeat, table]
+
+        pages = jax.vmap(lane, in_axes=(1, 0))(array, self.table)
+        return pages.reshape(-1, self.width, *array.shape[4:]).swapaxes(1, 2)
+
+
+def interleaved(keys: Float[Array, "B K T H"], values: Float[Array, "B K T H"]) -> Float[Array, "B K2 T H"]:
+    """Key and value of each head side by side."""
+    both = jnp.stack([keys, values], axis=2)
+    return both.reshape(both.shape[0], -1, *both.shape[3:])

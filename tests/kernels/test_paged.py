@@ -1,0 +1,80 @@
+"""Attention to pages: the twin against JAX's own reference, and TPU's kernel lowered on a machine without one."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
+
+from posttrain.kernels.attention import cudnn, ragged_refusal
+from posttrain.kernels.attention.paged import _on_tpu, ragged_paged_attention
+from posttrain.kernels.attention.reference import single_query, visible
+from posttrain.kernels.attention.request import Operands, Places, Variant
+
+ROWS, HEADS, KV_HEADS, HEAD, PAGE, PAGES, WIDTH, REPEATS = 3, 4, 2, 8, 16, 7, 3, 2
+
+
+def drawn(*shape: int) -> Array:
+    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Variant(window=None, scale=0.3, soft_cap=None),
+        Variant(window=5, scale=1.0, soft_cap=None),
+        Variant(window=20, scale=0.5, soft_cap=2.0),
+    ],
+)
+def test_the_twin_against_the_librarys_reference(variant: Variant) -> None:
+    q, pages = drawn(ROWS, 1, HEADS, HEAD), drawn(REPEATS, 1, PAGES, PAGE, 2 * KV_HEADS, HEAD)
+    table = jnp.asarray([[4, 2, 0], [1, 0, 0], [6, 5, 3]], jnp.int32)
+    lengths = jnp.asarray([17, 1, 48], jnp.int32)
+    for repeat in range(REPEATS):
+        got = ragged_paged_attention(q, pages, jnp.int32(repeat), table[None], lengths[None], None, variant)
+        expected = ref_ragged_paged_attention(
+            q[:, 0],
+            pages[repeat, 0],
+            lengths,
+            table,
+            jnp.arange(ROWS + 1, dtype=jnp.int32),
+            jnp.asarray([ROWS], jnp.int32),
+            sm_scale=variant.scale,
+            sliding_window=variant.window,
+            soft_cap=variant.soft_cap,
+        )
+        np.testing.assert_allclose(got[:, 0], expected, atol=2e-6)
+
+
+def test_pages_that_the_kernel_does_not_take() -> None:
+    assert ragged_refusal(8, 2, 8) is None
+    assert ragged_refusal(1, 2, 1) is None
+    refusal = ragged_refusal(3, 2, 2)
+    assert refusal is not None and "got 6 heads" in refusal
+    pages, q = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((PAGES, PAGE, 6, 128), (ROWS, 6, 128)))
+    with pytest.raises(ValueError, match="XLA fully tiled"):  # what the library says of them
+        jax.eval_shape(_on_six_heads, q, pages)
+
+
+def _on_six_heads(q: Array, pages: Array) -> Array:
+    variant = Variant(window=None, scale=1.0, soft_cap=None)
+    lengths, table = jnp.ones(ROWS, jnp.int32), jnp.zeros((ROWS, WIDTH), jnp.int32)
+    return _on_tpu(q, pages, lengths, table, variant, pages_per_block=WIDTH)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_cudnns_call_for_one_query(window: int | None) -> None:
+    """The same arguments, served by XLA, against the reference."""
+    length = 12
+    k, v = drawn(ROWS, KV_HEADS, length, HEAD), drawn(ROWS, KV_HEADS, length, HEAD)
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (ROWS, length))
+    ones = jnp.ones_like(positions)
+    places = Places(jnp.asarray([[3], [0], [11]], jnp.int32), positions, ones[:, :1], ones)
+    operands = Operands(drawn(ROWS, 1, HEADS, HEAD), k, v, places, None)
+    variant = Variant(window=window, scale=0.3, soft_cap=None)
+    expected = single_query(*operands[:3], visible(*places, window)[:, 0], scale=0.3, soft_cap=None, sinks=None)
+    got = jax.nn.dot_product_attention(**cudnn.arguments(operands, variant), implementation="xla")
+    np.testing.assert_allclose(got, expected, atol=2e-6)

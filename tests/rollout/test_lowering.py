@@ -1,0 +1,61 @@
+"""The engine's programs, lowered for TPU on a machine without one."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax._src.mesh import AbstractDevice
+from jax.sharding import AbstractMesh, AxisType
+
+from posttrain.rollout.programs import Loaded, Prompts, Rows, decode, prefill
+from posttrain.rollout.runner import Runner
+from posttrain.rollout.shapes import Shapes
+from posttrain.weights.state import ModelWeights
+from tests.rollout.engines import params
+from tests.tiny import tiny_model
+
+TPU = AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
+ALLOWED = [export.DisabledSafetyCheck.custom_call("tpu_custom_call")]
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    return Runner(Shapes(4, 1, 256, 8), blocks=32, record=False, vocab_size=512)
+
+
+def lowered(runner: Runner, example: Prompts | Rows) -> str:
+    model = tiny_model(num_layers=4, windows=(None, 5), head_dim=128, dtype=jnp.bfloat16)
+    source = ModelWeights(model)
+    loaded = Loaded.of(source, source.read(), 0)
+    pool = runner._empty_pool(loaded)
+    assert pool.layout == "ragged"
+
+    def program(weights: object, pool: object, inputs: object) -> object:
+        bound = source.bind(weights)  # type: ignore[arg-type]
+        if isinstance(inputs, Prompts):
+            return prefill(bound, pool, inputs, record=False, mesh=None)  # type: ignore[arg-type]
+        return decode(bound, pool, inputs, np.int32(0), steps=8, record=False, mesh=None)  # type: ignore[arg-type]
+
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=TPU)):
+        exported = export.export(jax.jit(program), platforms=["tpu"], disabled_checks=ALLOWED)
+        return exported(loaded.arrays, pool, example).mlir_module()
+
+
+def test_decoding_reads_pages_in_place(runner: Runner) -> None:
+    text = lowered(runner, next(runner._example_rows([params()])))
+    # One for each layer of the pattern, which is scanned.
+    assert text.count("stablehlo.custom_call @tpu_custom_call") == 2
+    # No page is gathered within the loop, nor a layer sliced out of the pool: [R, D, P, page, 2 K, H].
+    loop = text[text.index("stablehlo.while") :]
+    assert "tensor<1x1x32x16x4x128xbf16>" not in loop
+    assert "tensor<4x16x16x4x128xbf16>" not in loop
+
+
+def test_prompts_use_the_kernel_of_training(runner: Runner) -> None:
+    examples = list(runner._example_prompts([params()]))
+    long = next(example for example in examples if example.context is None and example.tokens.shape[1] >= 128)
+    assert lowered(runner, long).count("stablehlo.custom_call @tpu_custom_call") == 2

@@ -1,0 +1,77 @@
+"""Decoding in pages: every layout of the pool draws the samples of rows, and no row writes where it may not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from posttrain.config import ConfigError, DecodeAttention, MeshSection
+from posttrain.mesh import make_mesh, param_sharding
+from posttrain.models.config import Compute
+from posttrain.models.decoder import Decoder
+from posttrain.rollout.native import NativeEngine
+from posttrain.rollout.paged import choose_layout
+from posttrain.weights.state import ModelWeights
+from tests.rollout.engines import assert_same, make_engine, params, requests
+from tests.tiny import tiny_config, tiny_model
+
+
+def paged_model(layout: DecodeAttention) -> Decoder:
+    model = tiny_model()
+    model.compute = replace(model.compute, decode_attention=layout)
+    return model
+
+
+@pytest.mark.parametrize("layout", ["gather", "ragged"])
+def test_samples_do_not_depend_on_the_layout(layout: DecodeAttention, engine: NativeEngine) -> None:
+    """More requests than slots and blocks; groups that share a prompt write on in its last block, each in its own."""
+    paged = make_engine(paged_model(layout), cache_tokens=112)
+    prompts, parameters = requests(7)
+    prompts += [prompts[3]] * 4
+    parameters += [params(90 + i, max_tokens=12, temperature=float(i > 0)) for i in range(4)]
+    for _ in range(2):  # the second time prompts are in the blocks already
+        got = paged.generate_all(prompts, parameters)
+        for completion, other in zip(got, engine.generate_all(prompts, parameters), strict=True):
+            assert_same(completion, other)
+    assert paged.num_used_blocks == 0
+    pool = paged._runner._pool
+    assert pool is not None and pool.layout == layout
+
+
+@pytest.mark.thorough
+def test_pages_on_a_mesh(engine: NativeEngine) -> None:
+    mesh = make_mesh(MeshSection(data=2, fsdp=2, tensor=2))
+    model = paged_model("ragged")
+    weights = ModelWeights(model)
+    dims = weights.dims()
+    weights.write({p: jax.device_put(w, param_sharding(mesh, p, dims[p], w.shape)) for p, w in weights.read().items()})
+    prompts, parameters = requests(6)
+    sharded = make_engine(model)
+    for completion, other in zip(
+        sharded.generate_all(prompts, parameters), engine.generate_all(prompts, parameters), strict=True
+    ):
+        assert_same(completion, other)
+    pool = sharded._runner._pool
+    assert pool is not None
+    keys = pool.keys[0]
+    assert keys is not None
+    lanes, heads = 4, 2
+    assert keys.sharding.shard_shape(keys.shape)[1] == keys.shape[1] // lanes
+    assert keys.sharding.shard_shape(keys.shape)[4] == keys.shape[4] // heads
+
+
+def test_the_layout_that_a_platform_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, compute = tiny_config(), Compute.of(np.float32)
+    attention = config.blocks[0].attention
+    sinks = replace(config.stages[0].blocks[0], attention=replace(attention, sinks=True))
+    with_sinks = replace(config, stages=(replace(config.stages[0], blocks=(sinks,)),))
+    for platform, plain, other in (("cpu", "rows", "rows"), ("gpu", "gather", "gather"), ("tpu", "ragged", "gather")):
+        monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
+        assert choose_layout("auto", config, compute, None) == plain
+        assert choose_layout("auto", with_sinks, compute, None) == other
+        assert choose_layout("gather", config, compute, None) == "gather"
+    with pytest.raises(ConfigError, match="model.decode_attention: 'ragged' knows neither the sinks"):
+        choose_layout("ragged", with_sinks, compute, None)
