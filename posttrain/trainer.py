@@ -163,12 +163,18 @@ class Trainer:
         self.step_number += 1
         return metrics
 
-    def evaluate(self, batches: Iterable[Batch]) -> Metrics:
-        """The loss and its metrics over all batches, without an update."""
+    def evaluate(self, batches: Iterable[Batch], each: Callable[[Batch, Any], None] | None = None) -> Metrics:
+        """The loss and its metrics over all batches, without an update.
+
+        `each` gets every batch and what the loss read of it, as host arrays.
+        """
         totals: dict[str, Mean] = {}
         for batch in batches:
-            output = self._evaluate(self.weights, *self._micro_batches(batch), self._taught)
+            output, stats = self._evaluate(self.weights, *self._micro_batches(batch), self._taught)
             totals = merge(totals, {"loss": output.loss, **output.metrics})
+            if each is not None:
+                rows = batch.shape[0]
+                each(batch, jax.tree.map(lambda x, rows=rows: as_one(x)[:rows], jax.device_get(stats)))
         return dict(totals)
 
     def stats(self, batch: Batch, weights: Weights | None = None) -> HostStats:
@@ -276,13 +282,13 @@ class Trainer:
         taught: list[Weights],
         loss: AnyLoss,
         keys: _Keys | None = None,
-    ) -> tuple[LossOutput, RouterStats | None]:
+    ) -> tuple[LossOutput, RouterStats | None, TokenStats | ScoreStats]:
         stats, routers = self._forward(weights, batch, taught, keys)
         output = loss(stats, batch)
         if routers is None:
-            return output, None
+            return output, None, stats
         metrics = {**output.metrics, **router_means(routers, _num_tokens(batch))}
-        return LossOutput(loss=output.loss, metrics=metrics), routers
+        return LossOutput(loss=output.loss, metrics=metrics), routers, stats
 
     def _gradients(
         self,
@@ -321,7 +327,7 @@ class Trainer:
     ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
         def total(params: Weights) -> tuple[Array, tuple[LossOutput, RouterStats | None]]:
             batch, keys = inputs
-            output, routers = self._loss_output({**frozen, **params}, batch, taught, loss, keys)
+            output, routers, _ = self._loss_output({**frozen, **params}, batch, taught, loss, keys)
             value = jnp.asarray(output.loss.total)
             if self._router_loss is not None and routers is not None:
                 value += router_weight * self._router_loss(routers)
@@ -385,12 +391,20 @@ class Trainer:
         }
         return new_params, jax.tree.map(keep, new_state, opt_state), metrics
 
-    def _evaluate_program(self, weights: Weights, micro: Batch, count: Array, taught: list[Weights]) -> LossOutput:
+    def _evaluate_program(
+        self, weights: Weights, micro: Batch, count: Array, taught: list[Weights]
+    ) -> tuple[LossOutput, TokenStats | ScoreStats]:
         self.num_programs += 1
         if self._whole:
             stats = stack_over(lambda batch: self._forward(weights, batch, taught)[0], micro, count)
-            return self.loss(as_one(stats), as_one(micro))
-        return sum_over(lambda batch: self._loss_output(weights, batch, taught, self.loss)[0], micro, count)
+            return self.loss(as_one(stats), as_one(micro)), stats
+
+        def one(batch: Batch) -> tuple[LossOutput, TokenStats | ScoreStats]:
+            output, _, stats = self._loss_output(weights, batch, taught, self.loss)
+            return output, stats
+
+        outputs, stats = stack_over(one, micro, count)
+        return jax.tree.map(lambda x: jnp.sum(x, axis=0), outputs), stats
 
     def _stats_program(self, weights: Weights, micro: Batch, count: Array) -> TokenStats | ScoreStats:
         self.num_programs += 1

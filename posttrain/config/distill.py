@@ -41,13 +41,17 @@ class DistillSection(SequenceSection):
     """Share of the loss that is the log-likelihood of the text itself."""
     cache: str | None = None
     """Folder of what the teachers said, which `posttrain distill --cache` writes: training then needs no teacher."""
-    top_k: PositiveInt = 64
-    """Most probable tokens in the cache, of each token; the others are there by their sum."""
+    top_k: PositiveInt | None = None
+    """Most probable tokens in the cache, of each token, by default 64; the others are there by their sum."""
 
     @model_validator(mode="after")
     def _which_teacher(self) -> DistillSection:
         if len(self.teachers) > 1 and self.teacher_column is None:
             raise ValueError("several teachers need teacher_column, which says whose rows they are")
+        if len(self.teachers) == 1 and self.teacher_column is not None:
+            raise ValueError(f"teacher_column={self.teacher_column!r} has no effect with one teacher; leave it out")
+        if self.top_k is not None and self.cache is None:
+            raise ValueError(f"top_k={self.top_k} is of a cache, and there is none; give cache, or leave it out")
         titles = [teacher.title for teacher in self.teachers]
         if len({*titles}) < len(titles):
             raise ValueError(f"teachers must have different names; got {', '.join(titles)}")

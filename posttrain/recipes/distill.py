@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from jax.sharding import Mesh
 
-from posttrain.config import ConfigError, DatasetSection, DistillSection, RunConfig
+from posttrain.config import ConfigError, DatasetSection, DistillSection, ModelSection, RunConfig
 from posttrain.console import console, progress_bar
 from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import fingerprint, row_tokenizer, token_fingerprint
@@ -24,7 +24,9 @@ from posttrain.recipes.prepare import SFTInputs, prepare
 from posttrain.recipes.python import PythonRun
 from posttrain.recipes.sft import make_trainer, train_sequences
 from posttrain.recipes.stage import StageRun
-from posttrain.recipes.teachers import Scorer, TeacherSource, load_teacher, teacher_digest
+from posttrain.recipes.teachers import Scorer, TeacherSource, computed_in, load_teacher, teacher_digest
+
+DEFAULT_TOP_K = 64
 
 
 def run_distill(stage: StageRun, inputs: SFTInputs) -> None:
@@ -36,7 +38,9 @@ def run_distill(stage: StageRun, inputs: SFTInputs) -> None:
         teachers = [load_teacher(source, stage.model, stage.tokenizer, stage.mesh) for source in inputs.teachers]
     else:
         caches = [
-            TeacherCache([folder for _, folder in cache_folders(inputs, source, stage.tokenizer, to_write=False)])
+            TeacherCache(
+                [folder for _, folder in cache_folders(inputs, source, stage.model, stage.tokenizer, to_write=False)]
+            )
             for source in inputs.teachers
         ]
     taught = Taught([source.title for source in inputs.teachers], section.teacher_column, caches)
@@ -74,9 +78,9 @@ def sources(inputs: SFTInputs) -> list[Source]:
 
 
 def cache_folders(
-    inputs: SFTInputs, source: TeacherSource, tokenizer: Tokenizer, *, to_write: bool
+    inputs: SFTInputs, source: TeacherSource, model: ModelSection, tokenizer: Tokenizer, *, to_write: bool
 ) -> list[tuple[Source, CacheFolder]]:
-    """Of each dataset the folder of what a teacher says of it, named after the data."""
+    """Of each dataset the folder of what a teacher says of it, named after the data. `model`: the student's."""
     section = inputs.section
     assert isinstance(section, DistillSection) and section.cache is not None
     folders = []
@@ -87,9 +91,10 @@ def cache_folders(
             "data": data,
             "tokens": token_fingerprint(rows, row_tokenizer(section, dataset, rows, renderer)),
             "vocab_size": tokenizer.num_ids,
-            "top_k": min(section.top_k, tokenizer.num_ids),
+            "top_k": min(section.top_k or DEFAULT_TOP_K, tokenizer.num_ids),
             "temperature": section.temperature,
             "teacher_column": section.teacher_column,
+            **computed_in(source.section, model),
         }
         folder = Path(section.cache) / source.title / data
         folders.append(((dataset, rows, renderer), CacheFolder(folder, identity, len(rows))))
@@ -109,7 +114,7 @@ def write_caches(config: RunConfig, base_dir: Path) -> None:
             continue
         assert isinstance(inputs, SFTInputs)
         for source in inputs.teachers:
-            folders = cache_folders(inputs, source, prepared.tokenizer, to_write=True)
+            folders = cache_folders(inputs, source, config.model, prepared.tokenizer, to_write=True)
             for _, folder in folders:
                 folder.claim()
             left = [(data, folder) for data, folder in folders if folder.missing()]

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
-import numpy as np
-
-from posttrain.batch import Batch
 from posttrain.config import SFTSection
-from posttrain.console import progress_bar
-from posttrain.data.pipeline import SFTBatches, eval_batches
+from posttrain.data.pipeline import SFTBatches
 from posttrain.data.taught import Taught
 from posttrain.kernels.token_stats import Terms
 from posttrain.losses.router import RouterLoss
-from posttrain.metrics import Metrics, to_host
 from posttrain.models.decoder import Decoder
 from posttrain.optim import make_optimizer
 from posttrain.recipes.prepare import SFTInputs
 from posttrain.recipes.python import PythonRun
+from posttrain.recipes.sequence_evaluation import difference, evaluate, metrics_of, with_perplexities
 from posttrain.recipes.stage import HeldOut, StageRun
 from posttrain.trainer import Trainer
-from posttrain.tree import Mean
 
 
 def run_sft(stage: StageRun, inputs: SFTInputs) -> None:
@@ -71,39 +64,15 @@ def train_sequences(stage: StageRun, inputs: SFTInputs, trainer: Trainer, taught
     dropped = {} if section.overlong == "error" else {"data/dropped_ratio": inputs.dropped_ratio}
 
     def step() -> Mapping[str, Any]:
-        return {**_with_perplexities(trainer.step(next(batches))), **dropped}
+        return {**with_perplexities(trainer.step(next(batches))), **dropped}
 
-    held_out = HeldOut(evaluate=lambda: _evaluate(trainer, inputs, taught), metrics=lambda record: record)
+    held_out = HeldOut(evaluate=lambda: evaluate(trainer, inputs, taught), metrics=metrics_of)
     with stage.opened(trainer, batches, section.num_steps) as (sinks, checkpointer):
         evaluation = held_out if section.eval_dataset is not None else None
         result = stage.train(trainer, step, batches, sinks, checkpointer, section, evaluation)
+    if result:
+        result["difference"] = difference(result["before"], result["after"])
     stage.finish(trainer.model, result)
-
-
-def _with_perplexities(metrics: Metrics) -> Metrics:
-    """Those of student and teachers at temperature 1, of a step that has teachers."""
-    if "distill/teacher_nll" not in metrics:
-        return metrics
-    names = {"nll": "distill/student_perplexity", "distill/teacher_nll": "distill/teacher_perplexity"}
-    means = {name: metrics[source] for source, name in names.items()}
-    found = {name: jnp.exp(jnp.asarray(m.total) / m.weight) for name, m in means.items() if isinstance(m, Mean)}
-    return {**metrics, **found}
-
-
-def _evaluate(trainer: Trainer, inputs: SFTInputs, taught: Taught | None) -> dict[str, float]:
-    section, rows, renderer = inputs.section, inputs.eval_rows, inputs.eval_renderer
-    assert section.eval_dataset is not None and rows is not None and renderer is not None
-    with progress_bar(f"evaluating {len(rows):,} held-out rows", len(rows)) as advance:
-        held_out = _counted(eval_batches(section, section.eval_dataset, rows, renderer, taught), advance)
-        found = to_host(_with_perplexities(trainer.evaluate(held_out)))
-    metrics = {f"eval/{name}": value for name, value in found.items()}
-    return metrics | {"eval/perplexity": math.exp(metrics["eval/nll"])} if "eval/nll" in metrics else metrics
-
-
-def _counted(batches: Iterator[Batch], advance: Callable[[int], None]) -> Iterator[Batch]:
-    for batch in batches:
-        yield batch
-        advance(int(np.max(batch.segments, axis=1).sum()))
 
 
 class SFT(PythonRun):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,11 @@ def find_teachers(
     With a cache they need not be there any more.
     """
     found, notes = [], []
+    if section.cache is not None and section.beta > 0:
+        notes.append(
+            f"beta={section.beta:g} from a cache is a lower bound: the mass beyond top_k counts as one outcome, so a "
+            "student that divides it otherwise than its teacher is not held to that; exact with the teacher in the step"
+        )
     for teacher in section.teachers:
         try:
             path = local_or_hub(teacher.path, base_dir)
@@ -127,17 +133,21 @@ def load_teacher(source: TeacherSource, model: ModelSection, tokenizer: Tokenize
     assert rows is not None
     teacher = load_model(
         source.path,
-        dtype=source.section.dtype or model.dtype,
-        compute_dtype=model.compute_dtype,
+        **computed_in(source.section, model),
         mesh=mesh,
         attention=model.attention,
         grouped_matmul=model.grouped_matmul,
         num_tokens=tokenizer.num_ids if tokenizer.num_ids < rows.vocab_size else None,
-        quantize=source.section.quantize,
     )
     size = count_parameters(teacher).total
     console().print(f"teacher {source.title}: {teacher.config.model_type}, {size:,} parameters", highlight=False)
     return teacher
+
+
+def computed_in(teacher: TeacherSection, model: ModelSection) -> dict[str, Any]:
+    """What of a teacher's computation changes what it says; by default that of the student."""
+    dtype = teacher.dtype or model.dtype
+    return {"quantize": teacher.quantize, "dtype": dtype, "compute_dtype": model.compute_dtype or dtype}
 
 
 def teacher_digest(source: TeacherSource, *, needed: bool) -> str | None:
@@ -157,7 +167,9 @@ class Scorer:
         self._rows = rows_per_pass(section.batch_rows, section.micro_batch_rows, row_shards(mesh))
         self._row_tokens = section.row_tokens
 
-        def said(weights: Weights, tokens: jax.Array, positions: jax.Array, segments: jax.Array) -> TopK:
+        def said(
+            weights: Weights, tokens: jax.Array, positions: jax.Array, segments: jax.Array, wanted: jax.Array
+        ) -> TopK:
             bound = self._weights.bind(weights)
             hidden, _ = bound(tokens, positions, segments)
             return top_k(
@@ -167,6 +179,7 @@ class Scorer:
                 k=k,
                 temperature=section.temperature,
                 vocab_size=bound.config.vocab_size,
+                only=wanted > 0,
             )
 
         self._said = jax.jit(said)
@@ -187,13 +200,14 @@ class Scorer:
             yield from self._pass(window)
 
     def _pass(self, window: Sequence[tuple[Mapping[str, np.ndarray], int, int]]) -> Iterator[TopK]:
-        tokens, positions, segments = np.zeros((3, self._rows, self._row_tokens), np.int32)
+        tokens, positions, segments, wanted = np.zeros((4, self._rows, self._row_tokens), np.int32)
         for number, (sequence, row, start) in enumerate(window, start=1):
             span = slice(start, start + len(sequence["tokens"]))
             tokens[row, span] = sequence["tokens"]
             positions[row, span] = np.arange(len(sequence["tokens"]))
             segments[row, span] = number
-        placed = jax.device_put((tokens, positions, segments), NamedSharding(self._mesh, BATCH_SPEC))
+            wanted[row, span] = sequence["loss_weight"] > 0
+        placed = jax.device_put((tokens, positions, segments, wanted), NamedSharding(self._mesh, BATCH_SPEC))
         found = jax.device_get(self._said(self._weights.read(), *map(jnp.asarray, placed)))
         for sequence, row, start in window:
             at = start + np.flatnonzero(sequence["loss_weight"])
