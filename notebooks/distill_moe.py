@@ -134,4 +134,4 @@ print(config["architectures"], config["num_hidden_layers"], "layers, MLP of", co
 model, tokenizer = small.load_model(), pt.load_tokenizer(small.model_path)
 prompts = ["Once upon a time, there was a little"]
 for text in pt.generate(model, tokenizer, prompts, max_new_tokens=48, temperature=0.0, chat=False):
-    print(prompts[0] + text)
+    print(prompts[0], "|", text)
