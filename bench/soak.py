@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ RARE: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.3, "top_logps": 2},
     {"prompt_logps": True},
     {"temperature": 0.0},
+    {"stop": ("<7>", "5><1", "99")},
+    {"logit_bias": {7: 3.0}, "allowed_token_ids": tuple(range(0, VOCABULARY, 3))},
 )
 
 
@@ -55,12 +58,24 @@ class Report:
     tokens: int = 0
     updates: int = 0
     seconds: float = 0.0
+    cpu_s: float = 0.0
+    warm_up_s: float = 0.0
     compiled_later: int = 0
     memory_mib: list[float] = field(default_factory=list)
     """Resident, each time another tenth of the requests is done."""
     arrays: list[int] = field(default_factory=list)
     """On the device, at the same times."""
     metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def growth(self) -> float:
+        """Of the resident memory, after the first third."""
+        later = self.memory_mib[len(self.memory_mib) // 3 :]
+        return max(later) / later[0] - 1
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return "".join(f"<{token}>" for token in tokens)
 
 
 def make_params(rng: np.random.Generator, number: int, longest: int) -> SamplingParams:
@@ -179,7 +194,7 @@ def check(completion: Completion, prompt: list[int], params: SamplingParams) -> 
     assert np.isfinite(completion.logps).all()
     assert {
         "length": count == params.max_tokens,
-        "stop": count > 0 and completion.tokens[-1] in params.stop_token_ids,
+        "stop": count > 0 and (completion.tokens[-1] in params.stop_token_ids or ends_by_text(completion, params)),
         "abort": count < params.max_tokens,
     }[completion.stop]
     assert (completion.prompt_logps is not None) == params.prompt_logps
@@ -187,29 +202,43 @@ def check(completion: Completion, prompt: list[int], params: SamplingParams) -> 
         assert len(completion.prompt_logps) == len(prompt)
 
 
+def ends_by_text(completion: Completion, params: SamplingParams) -> bool:
+    """Its last token is the first that completes a stop string."""
+    texts = text_of(completion.tokens), text_of(completion.tokens[:-1])
+    whole, before = (any(stop in text for stop in params.stop) for text in texts)
+    return whole and not before
+
+
 def soak(requests: int, *, seed: int, longest: int) -> Report:
     """Sequences of up to `longest` tokens, in blocks for three of them.
 
-    AssertionError where something is lost, wrong, or growing in number.
+    AssertionError where something is lost, wrong, or growing.
     """
     models = [init_model(FIELDS, dtype=jnp.float32, seed=seed) for seed in range(2)]
     engine = NativeEngine(
-        models[0], slots=16, max_length=longest, decode_steps=8, tokenizer_decode=None, cache_tokens=3 * longest
+        models[0], slots=16, max_length=longest, decode_steps=8, tokenizer_decode=text_of, cache_tokens=3 * longest
     )
     rng = np.random.default_rng(seed)
     like = [make_params(rng, number, 60) for number in range(100)]
+    begin = time.perf_counter()
     engine.warm_up(like)
-    counter, start = CompileCounter(), time.perf_counter()
+    counter, start, cpu = CompileCounter(), time.perf_counter(), time.process_time()
     report = asyncio.run(Soak(engine, models, requests, seed).run())
-    report.seconds = time.perf_counter() - start
+    report.seconds, report.cpu_s = time.perf_counter() - start, time.process_time() - cpu
+    report.warm_up_s = start - begin
     report.compiled_later = int(counter.metrics()["perf/compilations"])
     counter.close()
     report.metrics = engine.metrics()
     ended = sum(report.ends.values()) - report.ends["continued"]
     assert ended == requests, f"{requests - ended} requests are lost"
     assert report.compiled_later == 0, f"{report.compiled_later} programs were compiled after the warm-up"
+    assert report.metrics["rollout/late_compilations"] == 0
     assert engine.num_free == engine.slots and engine.num_used_blocks == 0, "slots or blocks did not come back"
     assert report.metrics["rollout/preemptions"] > 0 < report.metrics["rollout/prefix_hit_rate"]
+    assert report.growth < 0.05, f"memory grew by {report.growth:.0%}: {report.memory_mib}"
+    third = len(report.arrays) // 3
+    # What runs at the time has some arrays of its own.
+    assert max(report.arrays[third:]) < report.arrays[third] + 60, f"arrays stay: {report.arrays}"
     engine.close()
     return report
 
@@ -221,14 +250,12 @@ def main() -> None:
     arguments = parser.parse_args()
     report = soak(arguments.requests, seed=arguments.seed, longest=192)
     print(f"ends         {dict(report.ends)}")
-    print(f"tokens       {report.tokens:,} in {report.seconds:.1f} s, {report.updates} weight updates")
+    print(f"tokens       {report.tokens:,}, {report.updates} weight updates")
+    print(f"seconds      {report.seconds:.1f}, of the CPU {report.cpu_s:.1f}, warm-up {report.warm_up_s:.1f}")
     print(f"metrics      {report.metrics}")
     print(f"memory MiB   {[round(x) for x in report.memory_mib]}")
     print(f"arrays       {report.arrays}")
-    later = report.memory_mib[len(report.memory_mib) // 3 :]
-    growth = max(later) / later[0] - 1
-    assert growth < 0.05, f"memory grew by {growth:.0%}"
-    print(f"growth       {growth:.1%} after the first third")
+    print(f"growth       {report.growth:.1%} after the first third")
 
 
 if __name__ == "__main__":

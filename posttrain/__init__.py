@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from posttrain.losses.pairs import Needs as Needs
     from posttrain.models.decoder import Decoder as Decoder
     from posttrain.recipes.distill import Distill as Distill
+    from posttrain.recipes.generate import complete as complete
     from posttrain.recipes.generate import generate as generate
     from posttrain.recipes.preference import Preference as Preference
     from posttrain.recipes.reward_model import RewardModel as RewardModel
     from posttrain.recipes.rl import RL as RL
     from posttrain.recipes.sft import SFT as SFT
+    from posttrain.rollout.native import NativeEngine as NativeEngine
+    from posttrain.rollout.types import SamplingParams as SamplingParams
     from posttrain.trainer import Trainer as Trainer
     from posttrain.tree import Mean as Mean
     from posttrain.weights.load import load_model as load_model
@@ -39,13 +42,16 @@ _MODULES = {
     "LoRA": "posttrain.config",
     "LossOutput": "posttrain.batch",
     "Mean": "posttrain.tree",
+    "NativeEngine": "posttrain.rollout.native",
     "Needs": "posttrain.losses.pairs",
     "Preference": "posttrain.recipes.preference",
     "RL": "posttrain.recipes.rl",
     "RewardModel": "posttrain.recipes.reward_model",
     "SFT": "posttrain.recipes.sft",
+    "SamplingParams": "posttrain.rollout.types",
     "TokenStats": "posttrain.batch",
     "Trainer": "posttrain.trainer",
+    "complete": "posttrain.recipes.generate",
     "generate": "posttrain.recipes.generate",
     "load_model": "posttrain.weights.load",
     "load_tokenizer": "posttrain.data.tokenizer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -87,10 +88,15 @@ def generate(
     presence_penalty: Annotated[float, typer.Option(help="Taken off the logits of tokens in the text.")] = 0.0,
     frequency_penalty: Annotated[float, typer.Option(help="The same, times how often they are in it.")] = 0.0,
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
+    stop_token: Annotated[list[int] | None, typer.Option(help="A token id that ends the text; repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens.")] = False,
+    logit_bias: Annotated[list[str] | None, typer.Option(help="TOKEN=NUMBER, such as 13=-inf; repeated.")] = None,
+    allowed_token: Annotated[list[int] | None, typer.Option(help="A token id that may be drawn; repeated.")] = None,
     n: Annotated[int, typer.Option("-n", "--samples", min=1, help="Completions of each prompt.")] = 1,
     seed: Annotated[int | None, typer.Option(help="By default drawn from the system.")] = None,
     chat: Annotated[bool | None, typer.Option(help="Use the chat template; by default if there is one.")] = None,
+    logprobs: Annotated[int | None, typer.Option(min=0, help="Print JSON, with so many likely tokens.")] = None,
+    prompt_logprobs: Annotated[bool, typer.Option("--prompt-logprobs", help="The same of the prompt.")] = False,
 ) -> None:
     """Print completions of each prompt, with `--no-chat` or without a template after the prompt itself."""
     if not Path(model).expanduser().exists() and model.startswith(("/", ".", "~")):
@@ -98,12 +104,12 @@ def generate(
 
         raise ConfigError(f"model {model}: there is no such folder{did_you_mean_path(model)}")
     from posttrain.data.tokenizer import load_tokenizer
-    from posttrain.recipes.generate import generate as recipe
+    from posttrain.recipes.generate import complete
     from posttrain.weights.load import load_model
 
     texts = prompts or [line.rstrip("\n") for line in sys.stdin]
     tokenizer = load_tokenizer(model)
-    answers = recipe(
+    answers = complete(
         load_model(model),
         tokenizer,
         texts,
@@ -115,14 +121,30 @@ def generate(
         repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
+        logit_bias=_biases(logit_bias or []),
+        allowed_token_ids=allowed_token or None,
         stop=stop or [],
+        stop_token_ids=stop_token or [],
         ignore_eos=ignore_eos,
         n=n,
         seed=seed,
         chat=chat,
+        top_logps=logprobs or 0,
+        prompt_logps=prompt_logprobs,
     )
     for prompt, answer in zip([text for text in texts for _ in range(n)], answers, strict=True):
-        print(f"{prompt}{answer}" if chat is False or tokenizer.chat_template is None else answer)
+        if logprobs is not None or prompt_logprobs:
+            print(json.dumps(answer.record(tokenizer.decode)))
+        else:
+            print(f"{prompt}{answer.text}" if chat is False or tokenizer.chat_template is None else answer.text)
+
+
+def _biases(texts: list[str]) -> dict[int, float]:
+    """ConfigError for what is not TOKEN=NUMBER."""
+    try:
+        return {int(token): float(bias) for token, bias in (text.split("=") for text in texts)}
+    except ValueError as error:
+        raise ConfigError(f"generate: --logit-bias: {error}; write it as TOKEN=NUMBER, such as 13=-5") from error
 
 
 @app.command()

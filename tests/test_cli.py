@@ -335,6 +335,19 @@ def test_generate_hands_its_options_on(finished: tuple[Path, str]) -> None:
     assert printed == "".join(f"1+1={text}\n" for text in texts)
 
 
+def test_generate_says_how_likely_and_draws_from_what_may_come(finished: tuple[Path, str]) -> None:
+    options = (
+        "--max-tokens 5 --no-chat --ignore-eos --logprobs 2 --prompt-logprobs --allowed-token 49 --allowed-token 50"
+    )
+    more = ("--allowed-token", "51", "--logit-bias", "51=-inf", "--stop-token", "49")
+    line = json.loads(posttrain("generate", model_of(finished), "1+1=", *options.split(), *more).out)
+    assert {token["text"] for token in line["tokens"]} <= {"1", "2"} and len(line["tokens"][0]["top"]) == 2
+    assert line["stop"] == ("stop" if line["tokens"][-1]["id"] == 49 else "length")
+    assert "".join(token["text"] for token in line["prompt_tokens"]) == "1+1="
+    mistake = posttrain("generate", model_of(finished), "1+1=", "--logit-bias", "13")
+    assert "--logit-bias" in mistake.error and "write it as TOKEN=NUMBER" in mistake.error
+
+
 def test_generate_seed_and_stop(finished: tuple[Path, str]) -> None:
     model = model_of(finished)
 

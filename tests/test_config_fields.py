@@ -34,6 +34,8 @@ def type_text(annotation: Any) -> str:
         return type_text(args[0]) + (f" ({', '.join(bounds)})" if bounds else "")
     if origin in (Union, UnionType):
         return " | ".join(type_text(arg) for arg in args)
+    if origin is dict:
+        return f"dict[{', '.join(map(type_text, args))}]"
     if origin is tuple:
         return f"tuple[{type_text(args[0])}, ...]"
     return annotation.__name__ if isinstance(annotation, type) and not args else str(annotation).replace("typing.", "")

@@ -20,8 +20,20 @@ class SamplingSection(Section):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
     """Above 1: tokens of prompt and sample are less likely, arXiv:1909.05858; the trainer scores without it."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens in the sample."""
+    frequency_penalty: float = 0.0
+    """Taken off the logits of tokens in the sample, as often as they are in it."""
+    logit_bias: dict[int, Annotated[float, Field(allow_inf_nan=True)]] = {}
+    """Token id -> number added to its logit; `-.inf` forbids the token."""
+    allowed_token_ids: ListOf[int] | None = None
+    """The only tokens that may be drawn."""
     stop: ListOf[Text] = ()
     """Strings that end a sample; the text ends before them."""
+    stop_token_ids: ListOf[int] = ()
+    """Tokens that end a sample, beside the tokenizer's."""
+    ignore_eos: Flag = False
+    """Go on after the tokenizer's end-of-sequence tokens."""
 
 
 class RewardSection(Section):
@@ -49,8 +61,8 @@ class RolloutSection(Section):
     cache_tokens: PositiveInt | None = None
     """Keys and values that the sampler holds; by default those of `slots` sequences of `row_tokens`. With fewer it
     interrupts the youngest samples and reads them again later; with more it keeps more shared prefixes."""
-    warm_up: Flag = False
-    """Compile all programs of the sampler before the first step; by default each when it is first needed."""
+    warm_up: Flag = True
+    """Compile all programs of the sampler before the first step; without, each when it is first needed."""
 
 
 class RLSection(TrainSection):
@@ -92,9 +104,6 @@ class RLSection(TrainSection):
             )
         if not any(reward.weight for reward in self.rewards):
             raise ValueError("rewards: every weight is 0, so that there is nothing to learn; give one of them another")
-        cache_tokens = self.rollout.cache_tokens
-        if cache_tokens is not None and cache_tokens < self.row_tokens:
-            raise ValueError(f"rollout.cache_tokens={cache_tokens} must be at least row_tokens={self.row_tokens}")
         if self.sampling.max_tokens >= self.row_tokens:
             raise ValueError(
                 f"sampling.max_tokens={self.sampling.max_tokens} must be less than row_tokens={self.row_tokens}, "

@@ -39,7 +39,7 @@ from posttrain.models.moe import check_recording, check_router
 from posttrain.recipes.inputs import callable_of, each_row, rows_and_renderer
 from posttrain.recipes.judged import LOSSES, JudgedInputs, check_units, make_loss, units_of
 from posttrain.recipes.kernels import check_kernels
-from posttrain.recipes.prepare_rl import RLInputs, algorithm_of, prepare_rl, refuse_completions, rubric_of
+from posttrain.recipes.prepare_rl import RLInputs, algorithm_of, check_cache, prepare_rl, refuse_completions, rubric_of
 from posttrain.recipes.source import local_or_hub, read_model_config, refuse_misspelt, tokenizer_name
 from posttrain.recipes.teachers import TeacherSource, find_teachers
 from posttrain.weights.load import check_lora, check_weights
@@ -116,6 +116,7 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
                 prepared.stages.append(judged)
                 prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
             elif isinstance(section, RLSection):
+                check_cache(section, config.mesh.row_shards or 1)
                 prepared.stages.append(prepare_rl(section, prepared.tokenizer, base_dir))
             else:
                 inputs, notes = _prepare_sft(section, prepared.tokenizer, base_dir)

@@ -17,8 +17,10 @@ from posttrain.data.tokenizer import Tokenizer
 from posttrain.imports import describe_error
 from posttrain.recipes.inputs import callable_of, each_row, rows_and_renderer
 from posttrain.rl.algorithms import Algorithm, make_algorithm
+from posttrain.rl.collect import sampling_params
 from posttrain.rl.rewards import Reward, Rubric, missing_arguments
 from posttrain.rl.types import Example
+from posttrain.rollout.blocks import BLOCK, lanes_of, least_cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,7 @@ class RLInputs:
 
 def prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> RLInputs:
     refuse_completions(section)
+    check_sampling(section, tokenizer)
     limit = section.max_prompt_tokens or section.row_tokens - section.sampling.max_tokens
     if limit + section.sampling.max_tokens > section.row_tokens:
         raise ConfigError(
@@ -86,6 +89,29 @@ def _examples(
             return Example(index=index, row=row, messages=messages, plain=prompt_is_text(row, section))
 
     return list(each_row(rows, range(len(rows)), "prompts", example))
+
+
+def check_sampling(section: RLSection, tokenizer: Tokenizer) -> None:
+    for name, sampling in (("sampling", section.sampling), ("eval_sampling", section.eval_sampling)):
+        if sampling is None:
+            continue
+        try:
+            params = sampling_params(sampling, tokenizer, key=(0, 0))
+            params.check_vocabulary(tokenizer.vocab_size)
+        except ValueError as error:
+            raise ConfigError(f"{name}.{str(error).removeprefix('sampling.')}") from error
+
+
+def check_cache(section: RLSection, row_shards: int) -> None:
+    """ConfigError for `cache_tokens` that hold no sequence in one of the parts that `row_shards` devices make of it."""
+    slots = section.rollout.slots or section.prompts_per_step * section.group_size
+    lanes, given = lanes_of(slots, row_shards), section.rollout.cache_tokens
+    if given is not None and given < (least := lanes * least_cache(section.row_tokens)):
+        parts = f", in each of {lanes} parts of the mesh" if lanes > 1 else ""
+        raise ConfigError(
+            f"rollout.cache_tokens={given} must be at least {least}: row_tokens={section.row_tokens} in whole blocks "
+            f"of {BLOCK} and one block more{parts}"
+        )
 
 
 def refuse_completions(section: RLSection) -> None:

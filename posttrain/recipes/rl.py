@@ -14,10 +14,11 @@ from posttrain.config import RLSection, SamplingSection
 from posttrain.console import console, printable
 from posttrain.data.pipeline import PromptBatches
 from posttrain.losses.router import RouterLoss
+from posttrain.mesh import row_shards
 from posttrain.metrics import Sample, Timer, to_host
 from posttrain.optim import make_optimizer
 from posttrain.recipes.prepare import rows_per_step
-from posttrain.recipes.prepare_rl import RLInputs
+from posttrain.recipes.prepare_rl import RLInputs, check_cache
 from posttrain.recipes.python import PythonRun
 from posttrain.recipes.stage import HeldOut, StageRun
 from posttrain.rl.aio import run_async
@@ -70,6 +71,7 @@ class _RLRun:
     def __init__(self, stage: StageRun, inputs: RLInputs):
         section = inputs.section
         samples = rows_per_step(section)
+        check_cache(section, row_shards(stage.mesh))
         self.inputs = inputs
         self.trainer = Trainer(
             stage.load_model(),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,7 +50,8 @@ class Chain:
     its own block there, and writes the whole of it to its own.
     """
 
-    blocks: list[int] = field(default_factory=list)
+    blocks: MutableSequence[int] = field(default_factory=lambda: array("i"))
+    """An array, of which a table of many long rows is made in no time."""
     source: Node | None = None
     nodes: list[Node] = field(default_factory=list)
     """Of the first blocks, those that others can find."""
@@ -119,7 +121,7 @@ class Blocks:
         if match.partial is not None:
             self._use(match.partial.block)
         return Chain(
-            blocks=[node.block for node in match.full],
+            blocks=array("i", [node.block for node in match.full]),
             source=match.partial,
             nodes=list(match.full),
             generation=self.generation,
@@ -179,7 +181,7 @@ class Blocks:
         # The last first: what comes later in a sequence is forgotten earlier.
         for block in reversed(chain.blocks):
             self._drop(block)
-        chain.blocks, chain.nodes = [], []
+        chain.blocks, chain.nodes = array("i"), []
 
     def drop_source(self, chain: Chain) -> None:
         """It has been read."""
@@ -271,3 +273,18 @@ def blocks_for(positions: int) -> int:
     (0, 1, 2)
     """
     return -(-positions // BLOCK)
+
+
+def least_cache(max_length: int) -> int:
+    """Positions that a lane must have for sequences of up to so many: one block more for the source of a copy, which
+    its reader holds for one dispatch.
+
+    >>> least_cache(64), least_cache(65)
+    (80, 96)
+    """
+    return BLOCK * (blocks_for(max_length) + 1)
+
+
+def lanes_of(slots: int, row_shards: int) -> int:
+    """One for each shard of the data axes where they divide the slots, else one for all devices."""
+    return row_shards if slots % row_shards == 0 else 1

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+from jaxtyping import Bool
 
 from posttrain.rollout.blocks import BLOCK, Node
 from posttrain.rollout.programs import Chunk, Prefilled
@@ -18,35 +20,47 @@ from posttrain.rollout.types import StopReason, TokenLogp
 Decode = Callable[[Sequence[int]], str]
 
 
-def deliver(
-    dispatch: Dispatch, outcome: Outcome, holds: Callable[[Row], bool], decode_text: Decode | None
-) -> list[tuple[Row, StopReason]]:
-    """Gives every request its new tokens and says which are done. Rows that nobody `holds` any more are left out.
+@dataclass(frozen=True)
+class Ended:
+    """Rows whose requests need no more dispatches."""
 
-    FloatingPointError for log-probabilities that are not finite.
-    """
+    done: list[tuple[Row, StopReason]] = field(default_factory=list)
+    failed: list[tuple[Row, Exception]] = field(default_factory=list)
+    """FloatingPointError: log-probabilities that are not finite; any other is of `decode_text`."""
+
+
+def deliver(dispatch: Dispatch, outcome: Outcome, holds: Callable[[Row], bool], decode_text: Decode | None) -> Ended:
+    """Gives every request its new tokens and says which have ended. Rows that nobody `holds` any more are left out."""
     for call, found in zip(dispatch.prompts, outcome.prefilled, strict=True):
         _deliver_prompts(call, found, holds)
-    done: list[tuple[Row, StopReason]] = []
+    ended = Ended()
     if dispatch.decode is None or outcome.chunk is None:
-        return done
-    _check_finite(outcome.chunk, dispatch.loaded.version)
+        return ended
+    version, finite = dispatch.loaded.version, _finite(outcome.chunk)
     for index, row in dispatch.decode.places.items():
-        if holds(row):
-            _inherit_routing(row)
-            count = _deliver_tokens(outcome.chunk, index, row.request, dispatch.loaded.version)
+        if not holds(row):
+            continue
+        if not finite[index]:
+            message = f"generate: the weights of version {version} give log-probabilities that are not finite"
+            ended.failed.append((row, FloatingPointError(message)))
+            continue
+        _inherit_routing(row)
+        count = _deliver_tokens(outcome.chunk, index, row.request, version)
+        try:
             reason = _stop_reason(row.request, count, decode_text)
-            if reason is not None:
-                done.append((row, reason))
-    return done
+        except Exception as error:
+            # The tokenizer is not ours, and the other requests may have better tokens.
+            ended.failed.append((row, error))
+            continue
+        if reason is not None:
+            ended.done.append((row, reason))
+    return ended
 
 
-def _check_finite(chunk: Chunk, version: int) -> None:
+def _finite(chunk: Chunk) -> Bool[np.ndarray, " R"]:
+    """By row, of all that it sampled."""
     sampled = np.arange(len(chunk.logps))[:, None] < np.asarray(chunk.counts)
-    if not np.isfinite(np.asarray(chunk.logps)[sampled]).all():
-        raise FloatingPointError(
-            f"generate: the weights of version {version} give log-probabilities that are not finite"
-        )
+    return (np.isfinite(np.asarray(chunk.logps)) | ~sampled).all(axis=0)
 
 
 def _deliver_prompts(call: PromptCall, found: Prefilled, holds: Callable[[Row], bool]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from posttrain.config import ConfigError, RolloutQuantize
 from posttrain.console import progress_bar
@@ -32,7 +33,8 @@ class NativeEngine:
     is not in use keeps prefixes for later requests. While it decodes, a copy of what its rows hold comes on top.
     Programs are compiled at the first request of each shape, or by `warm_up`.
 
-    ValueError for a request that can never run; an error on the device fails every request then in the engine.
+    ValueError for a request that can never run. Log-probabilities that are not finite, and a tokenizer that raises at
+    a stop string, fail the request that they happen to; an error on the device every request then in the engine.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class NativeEngine:
             vocab_size=model.config.vocab_size,
         )
         self.programs = self._runner.programs
+        self._compilations = 0, 0.0
         self._driver: asyncio.Task[None] | None = None
         self._paused = False
         self._closed = False
@@ -94,16 +97,19 @@ class NativeEngine:
         return True
 
     def _finish(self, plan: Plan, dispatch: Dispatch, outcome: Outcome) -> None:
-        """Hand the new tokens over, and free what those hold that are done."""
-        try:
-            done = deliver(dispatch, outcome, self._scheduler.holds, self._decode_text)
-        except FloatingPointError:
-            self._runner.reset()
-            raise
+        """Hand the new tokens over, and free what those hold that are done or have failed."""
+        ended = deliver(dispatch, outcome, self._scheduler.holds, self._decode_text)
         self._scheduler.settle(plan)
-        for row, reason in done:
+        for row, reason in ended.done:
             self._scheduler.release(row)
             row.request.finish(reason)
+        for row, error in ended.failed:
+            self._scheduler.release(row)
+            row.request.fail(error)
+        if any(isinstance(error, FloatingPointError) for _, error in ended.failed):
+            # Even masked, a NaN in a block would spoil who uses it next; the others read their tokens again.
+            self._scheduler.restart()
+            self._runner.reset()
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, *, begun: Completion | None = None
@@ -144,6 +150,9 @@ class NativeEngine:
         """
         if model.config != self._loaded.source.model.config:
             raise ValueError("update_weights: the model's configuration differs from the engine's; make a new engine")
+        if self._copies is not None and self._driver is None:
+            # Idle, so that the old copy makes room for the new one.
+            self._loaded = replace(self._loaded, arrays={})
         self._loaded = self._load(model, version)
         self._scheduler.forget()
 
@@ -162,10 +171,15 @@ class NativeEngine:
             await asyncio.wait({self._driver})
 
     async def drain(self) -> None:
-        """Let those who have begun end, then pause: those who wait will begin under the weights of then."""
-        self._scheduler.admitting = False
-        self._start_driver()
-        while self._driver is not None and not self._scheduler.drained:
+        """Let those who have begun end, also after `pause`, then pause: those who wait begin under the weights of then.
+
+        RuntimeError where `pause` or `resume` is called meanwhile.
+        """
+        self._scheduler.admitting, self._paused = False, False
+        while not self._scheduler.drained:
+            self._start_driver()
+            if self._driver is None or self._scheduler.admitting:
+                raise RuntimeError("drain: pause() or resume() was called before it was done")
             await asyncio.wait({self._driver})
         await self.pause()
 
@@ -187,12 +201,18 @@ class NativeEngine:
             self._runner.warm_up(self._loaded, examples, advance)
 
     def metrics(self) -> dict[str, float]:
-        """Since the last call; blocks as a share of all that there are."""
+        """Since the last call, but for the number of programs; blocks as a share of all that there are. A late
+        compilation is one while samples waited for it: none after `warm_up`."""
         counts = self._scheduler.take_counts()
+        (late, compile_s), programs = self._compilations, self.programs
+        self._compilations = programs.num_late, programs.compile_s
         return {
             "rollout/prefix_hit_rate": counts.shared_tokens / max(counts.prompt_tokens, 1),
             "rollout/preemptions": float(counts.preemptions),
             "rollout/cache_peak": counts.peak_blocks / self._scheduler.num_blocks,
+            "rollout/programs": float(len(programs)),
+            "rollout/compile_s": programs.compile_s - compile_s,
+            "rollout/late_compilations": float(programs.num_late - late),
         }
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from posttrain.config import ROW_AXES
 from posttrain.mesh import row_shards
 from posttrain.models.cache import KVCache, empty_cache
 from posttrain.models.config import ModelConfig
-from posttrain.rollout.blocks import BLOCK
+from posttrain.rollout.blocks import BLOCK, lanes_of
 from posttrain.tree import pytree
 
 
@@ -79,9 +79,8 @@ def empty_pool(config: ModelConfig, dtype: jnp.dtype, placement: Sharding, *, la
 
 
 def num_lanes(placement: Sharding, slots: int) -> int:
-    """One for each shard of the data axes where they divide the slots, else one for all devices."""
-    shards = row_shards(placement.mesh) if isinstance(placement, NamedSharding) else 1
-    return shards if slots % shards == 0 else 1
+    """See `lanes_of`."""
+    return lanes_of(slots, row_shards(placement.mesh) if isinstance(placement, NamedSharding) else 1)
 
 
 def _pool_sharding(weights: Sharding, shape: Sequence[int]) -> Sharding:

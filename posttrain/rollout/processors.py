@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ WORD = 32
 
 @pytree
 class Processors:
-    """What R requests ask beyond the common settings, small enough to be sent with every dispatch.
+    """What R requests ask beyond the common settings; what depends on them alone stays on the device, see `Tables`.
 
     Its shapes depend on rows, vocabulary and longest sequence alone, and a row that asks nothing gets its logits back
     unchanged: one more program serves every mixture of requests.
@@ -33,7 +34,7 @@ class Processors:
     allowed: UInt32[Array, "R W"]
     """Bit t % 32 of word t // 32 is token t."""
     history: Int[Array, "R S"]
-    """Prompt and sample so far, the newest token included; V beyond."""
+    """Prompt and sample so far, the newest token included, of rows with penalties; V beyond, and elsewhere."""
     prompt_lengths: Int[Array, " R"]
     top_logps: Int[Array, " R"]
 
@@ -41,41 +42,69 @@ class Processors:
     def of(
         cls,
         params: Sequence[SamplingParams],
-        prompts: Sequence[Sequence[int]],
-        samples: Sequence[Sequence[int]],
+        histories: Sequence[Sequence[int]],
+        prompt_lengths: Sequence[int],
         *,
-        vocab_size: int,
         max_length: int,
+        tables: Tables,
     ) -> Processors:
-        """Of each row its request, its prompt and what was sampled after it, together at most `max_length` tokens."""
-        rows = len(params)
-        history = np.full((rows, max_length), vocab_size, np.int32)
-        bias_tokens = np.full((rows, MAX_LOGIT_BIAS), vocab_size, np.int32)
-        bias = np.zeros((rows, MAX_LOGIT_BIAS), np.float32)
-        allowed = np.ones((rows, -(-vocab_size // WORD) * WORD), bool)
-        for row, (request, prompt, sample) in enumerate(zip(params, prompts, samples, strict=True)):
-            tokens = [*prompt, *sample]
-            history[row, : len(tokens)] = tokens
-            bias_tokens[row, : len(request.logit_bias)] = list(request.logit_bias)
-            bias[row, : len(request.logit_bias)] = list(request.logit_bias.values())
-            if request.allowed_token_ids is not None:
-                allowed[row] = False
-                allowed[row, list(request.allowed_token_ids)] = True
+        """Of each row its request, its prompt with what was sampled after it, at most `max_length` tokens, and the
+        length of the prompt."""
+        fixed = tables.of(params, max_length)
+        history = fixed.pop("no_history")
+        penalized = [row for row, request in enumerate(params) if request.has_penalties]
+        if penalized:
+            tokens = np.full(history.shape, tables.vocab_size, np.int32)
+            for row in penalized:
+                tokens[row, : len(histories[row])] = histories[row]
+            history = jax.device_put(tokens)
         return cls(
             **jax.device_put(
                 {
                     "repetition_penalty": np.asarray([p.repetition_penalty for p in params], np.float32),
                     "presence_penalty": np.asarray([p.presence_penalty for p in params], np.float32),
                     "frequency_penalty": np.asarray([p.frequency_penalty for p in params], np.float32),
-                    "bias_tokens": bias_tokens,
-                    "bias": bias,
-                    "allowed": np.packbits(allowed, axis=-1, bitorder="little").view("<u4"),
-                    "history": history,
-                    "prompt_lengths": np.asarray([len(prompt) for prompt in prompts], np.int32),
+                    "prompt_lengths": np.asarray(prompt_lengths, np.int32),
                     "top_logps": np.asarray([p.top_logps for p in params], np.int32),
                 }
-            )
+            ),
+            history=history,
+            **fixed,
         )
+
+
+class Tables:
+    """The large arrays of `Processors`, which stay on the device until the rows that ask for them change."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+        self._made: tuple[Hashable, dict[str, Array]] | None = None
+        self._kept: Mapping[int, SamplingParams] = {}
+
+    def of(self, params: Sequence[SamplingParams], max_length: int) -> dict[str, Array]:
+        """`bias_tokens`, `bias` and `allowed`, and as `no_history` that of rows without penalties."""
+        asking = {r: p for r, p in enumerate(params) if p.logit_bias or p.allowed_token_ids is not None}
+        # By identity: the request that is asked about is the one that is kept.
+        key = (len(params), max_length, tuple((row, id(request)) for row, request in asking.items()))
+        if self._made is None or self._made[0] != key:
+            self._kept = asking
+            self._made = key, jax.device_put(self._make(asking, len(params), max_length))
+        return dict(self._made[1])
+
+    def _make(self, asking: Mapping[int, SamplingParams], rows: int, max_length: int) -> dict[str, np.ndarray]:
+        words = -(-self.vocab_size // WORD)
+        bias_tokens = np.full((rows, MAX_LOGIT_BIAS), self.vocab_size, np.int32)
+        bias = np.zeros((rows, MAX_LOGIT_BIAS), np.float32)
+        allowed = np.full((rows, words), 2**WORD - 1, np.uint32)
+        for row, request in asking.items():
+            bias_tokens[row, : len(request.logit_bias)] = list(request.logit_bias)
+            bias[row, : len(request.logit_bias)] = list(request.logit_bias.values())
+            if request.allowed_token_ids is not None:
+                bits = np.zeros(words * WORD, bool)
+                bits[np.asarray(request.allowed_token_ids)] = True
+                allowed[row] = np.packbits(bits, bitorder="little").view("<u4")
+        no_history = np.full((rows, max_length), self.vocab_size, np.int32)
+        return {"bias_tokens": bias_tokens, "bias": bias, "allowed": allowed, "no_history": no_history}
 
 
 @pytree
@@ -128,13 +157,16 @@ def process_reference(
 ) -> np.ndarray:
     """The slow twin of `Tally.apply` for one row, token by token."""
     processed = logits.astype(np.float64)
+    if params.is_plain:
+        return processed
+    counts, seen = Counter(sample), {*prompt, *sample}
     for token in range(len(processed)):
         x = processed[token]
         if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
             x = -np.inf
         x += params.logit_bias.get(token, 0.0)
-        count = list(sample).count(token)
-        if count or token in prompt:
+        count = counts[token]
+        if token in seen:
             x = x / params.repetition_penalty if x > 0 else x * params.repetition_penalty
         processed[token] = x - params.frequency_penalty * count - params.presence_penalty * (count > 0)
     return processed

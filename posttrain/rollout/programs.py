@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +26,9 @@ from posttrain.rollout.paged import Pool
 from posttrain.rollout.sampling import Sampling, TopLogps, sample, score, top_width
 from posttrain.tree import pytree
 from posttrain.weights.state import ModelWeights, Weights
+
+MAX_COMPILERS = 8
+"""Programs that are compiled at once; each takes host memory meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +207,7 @@ def _empty_chunk(config: ModelConfig, lead: tuple[int, int], *, top: bool, recor
 
 
 class Programs:
-    """Compiled programs by what they were compiled for, each at its first use or by `compile`.
+    """Compiled programs by what they were compiled for: ahead of time, or each at its first use.
 
     `record`: they also return the routing of what they read.
     """
@@ -212,30 +217,58 @@ class Programs:
         self._decode = partial(decode, steps=steps, record=record)
         self._compiled: dict[Hashable, Any] = {}
         self.compile_s = 0.0
+        self.num_late = 0
+        """Compiled at their first use."""
 
     def __len__(self) -> int:
         return len(self._compiled)
 
     def prefill(self, loaded: Loaded, pool: Pool, prompts: Prompts) -> tuple[Pool, Prefilled]:
-        return self.compile(loaded, pool, prompts)(loaded.arrays, pool, prompts)
+        return self._program(loaded, pool, prompts)(loaded.arrays, pool, prompts)
 
     def decode(self, loaded: Loaded, pool: Pool, rows: Rows, stop_at: np.int32) -> tuple[Pool, Chunk]:
-        return self.compile(loaded, pool, rows, stop_at)(loaded.arrays, pool, rows, stop_at)
+        return self._program(loaded, pool, rows, stop_at)(loaded.arrays, pool, rows, stop_at)
 
-    def compile(self, loaded: Loaded, pool: Pool, inputs: Prompts | Rows, *rest: np.int32) -> Any:
-        """The program for inputs of these shapes."""
-        leaves, tree = jax.tree.flatten(inputs)
-        key = (tree, tuple(leaf.shape for leaf in leaves), loaded.layout)
+    def compile(
+        self, loaded: Loaded, pool: Pool, examples: Sequence[Prompts | Rows], advance: Callable[[int], None]
+    ) -> None:
+        """The programs for inputs of these shapes, traced one by one and compiled side by side. `advance(1)` after
+        each."""
+        start = time.perf_counter()
+        with ThreadPoolExecutor(max_workers=min(MAX_COMPILERS, os.cpu_count() or 1)) as threads:
+            waiting: dict[Future[Any], Hashable] = {}
+            for inputs in examples:
+                key, rest = _key(loaded, inputs), [np.int32(0)] if isinstance(inputs, Rows) else []
+                if key in self._compiled or key in waiting.values():
+                    advance(1)
+                else:
+                    waiting[threads.submit(self._lower(loaded, pool, inputs, *rest).compile)] = key
+            for done in as_completed(waiting):
+                self._compiled[waiting[done]] = done.result()
+                advance(1)
+        self.compile_s += time.perf_counter() - start
+
+    def _program(self, loaded: Loaded, pool: Pool, inputs: Prompts | Rows, *rest: np.int32) -> Any:
+        key = _key(loaded, inputs)
         if key not in self._compiled:
             start = time.perf_counter()
-            function: Callable[..., Any] = self._prefill if isinstance(inputs, Prompts) else self._decode
-            source = loaded.source  # not `loaded`, whose arrays would live as long as the program
-
-            def bound(weights: Weights, pool: Pool, *args: Any) -> Any:
-                return function(source.bind(weights), pool, *args)
-
-            placed = jax.tree.map(lambda x: x.sharding, pool)
-            program = jax.jit(bound, donate_argnums=1, out_shardings=(placed, None))
-            self._compiled[key] = program.lower(loaded.arrays, pool, inputs, *rest).compile()
+            self._compiled[key] = self._lower(loaded, pool, inputs, *rest).compile()
             self.compile_s += time.perf_counter() - start
+            self.num_late += 1
         return self._compiled[key]
+
+    def _lower(self, loaded: Loaded, pool: Pool, inputs: Prompts | Rows, *rest: np.int32) -> jax.stages.Lowered:
+        function: Callable[..., Any] = self._prefill if isinstance(inputs, Prompts) else self._decode
+        source = loaded.source  # not `loaded`, whose arrays would live as long as the program
+
+        def bound(weights: Weights, pool: Pool, *args: Any) -> Any:
+            return function(source.bind(weights), pool, *args)
+
+        placed = jax.tree.map(lambda x: x.sharding, pool)
+        program = jax.jit(bound, donate_argnums=1, out_shardings=(placed, None))
+        return program.lower(loaded.arrays, pool, inputs, *rest)
+
+
+def _key(loaded: Loaded, inputs: Prompts | Rows) -> Hashable:
+    leaves, tree = jax.tree.flatten(inputs)
+    return tree, tuple(leaf.shape for leaf in leaves), loaded.layout

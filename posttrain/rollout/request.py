@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import MutableSequence, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -30,6 +31,9 @@ class Request:
     """Of the first tokens of the prompt, where they are asked for."""
     routing: Int[np.ndarray, "T M k"] | None = None
     """Of an engine that records it, the experts of every position that was read; -1 elsewhere."""
+    admitted: bool = False
+    """It has had a slot."""
+    _history: MutableSequence[int] = field(default_factory=lambda: array("i"))
 
     def __lt__(self, other: Request) -> bool:
         return self.number < other.number
@@ -57,8 +61,19 @@ class Request:
         return self.tokens[-1] if self.tokens else self.prompt[-1]
 
     @property
-    def history(self) -> Sequence[int]:
-        return (*self.prompt, *self.tokens)
+    def history(self) -> MutableSequence[int]:
+        """Prompt and sample, not to be changed: one array, to which new tokens are added."""
+        known = len(self._history)
+        if known < len(self.prompt):
+            self._history = array("i", [*self.prompt, *self.tokens])
+        elif known < self.length:
+            self._history.extend(self.tokens[known - len(self.prompt) :])
+        return self._history
+
+    @property
+    def started(self) -> bool:
+        """Its sample has begun, under weights that its end should have too."""
+        return bool(self.tokens)
 
     def go_on(self, begun: Completion) -> None:
         """Begin with an aborted completion of the same request. ValueError for one that has ended."""
@@ -67,6 +82,8 @@ class Request:
                 f"generate: begun: a completion of {len(begun.tokens)} tokens that ended by {begun.stop!r} cannot go "
                 f"on to max_tokens={self.params.max_tokens}; it must be aborted, and shorter"
             )
+        if not begun.tokens:
+            return
         self.tokens, self.logps, self.kept_logps = list(begun.tokens), list(begun.logps), list(begun.kept_logps)
         self.versions, self.top_logps = list(begun.weights_versions), list(begun.top_logps or ())
         self.prompt_logps = list(begun.prompt_logps or (0.0,))
@@ -90,8 +107,14 @@ class Request:
         here = self.routing[start : start + len(routing)]
         here[...] = np.where(here < 0, routing[: len(here)], here)
 
+    def forget_prompt(self) -> None:
+        """What was read of the prompt so far was read under other weights than the sample will begin with."""
+        if not self.started:
+            self.prompt_logps, self.routing = [0.0], None
+
     def cut(self, length: int) -> None:
         """Drop the tokens after the first `length`."""
+        del self.history[len(self.prompt) + length :]
         for values in (self.tokens, self.logps, self.kept_logps, self.versions, self.top_logps):
             del values[length:]
 

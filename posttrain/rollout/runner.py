@@ -13,6 +13,7 @@ import numpy as np
 from posttrain.models.decoder import decoding_config
 from posttrain.rollout.blocks import BLOCK, Chain
 from posttrain.rollout.paged import Pool, empty_pool
+from posttrain.rollout.processors import Tables
 from posttrain.rollout.programs import Chunk, Loaded, Prefilled, Programs, Prompts, Rows, Scored
 from posttrain.rollout.request import Request
 from posttrain.rollout.sampling import Sampling
@@ -63,7 +64,7 @@ class Runner:
         self.shapes = shapes
         self.blocks = blocks
         self.programs = Programs(steps=shapes.steps, record=record)
-        self._vocab_size = vocab_size
+        self._tables = Tables(vocab_size)
         self._pool: Pool | None = None
         self._stop_ids = MIN_STOP_IDS
         # The thread of a cancelled driver may still be on the device when the next one starts.
@@ -105,10 +106,7 @@ class Runner:
         with self._device:
             if self._pool is None:
                 self._pool = self._empty_pool(loaded)
-            for example in inputs:
-                rest = [np.int32(0)] if isinstance(example, Rows) else []
-                self.programs.compile(loaded, self._pool, example, *rest)
-                advance(1)
+            self.programs.compile(loaded, self._pool, inputs, advance)
 
     def examples(self, like: Sequence[SamplingParams]) -> list[Prompts | Rows]:
         """Inputs of all shapes that any schedule of such requests may need."""
@@ -204,13 +202,13 @@ class Runner:
         touched = min((self.shapes.steps + BLOCK - 2) // BLOCK + 1, context.shape[1])
         targets = np.full((rows, touched), self.blocks, np.int32)
         for index, row in places.items():
-            blocks = list(row.chain.blocks)
+            blocks = row.chain.blocks
             first = row.request.position // BLOCK
             new = blocks[first : first + touched]
             targets[index, : len(new)] = new
-            if row.chain.source is not None:
-                blocks[first] = row.chain.source.block
             context[index, : len(blocks)] = blocks
+            if row.chain.source is not None:
+                context[index, first] = row.chain.source.block
             ends = row.request.params.ends
             stop_ids[index, : len(ends)] = ends
         return Rows(
@@ -227,10 +225,10 @@ class Runner:
             ),
             sampling=Sampling.of(
                 params,
-                [r.prompt for r in requests],
-                [r.tokens for r in requests],
-                vocab_size=self._vocab_size,
+                [r.history for r in requests],
+                [len(r.prompt) for r in requests],
                 max_length=self.shapes.max_length,
+                tables=self._tables,
             ),
         )
 

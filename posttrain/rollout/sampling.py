@@ -12,7 +12,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, Shaped, UInt32
 
 from posttrain.kernels.token_stats import chunk_length
-from posttrain.rollout.processors import Processors, Tally, process_reference
+from posttrain.rollout.processors import Processors, Tables, Tally, process_reference
 from posttrain.rollout.types import MAX_TOP_LOGPS, SamplingParams
 from posttrain.tree import pytree
 
@@ -38,14 +38,17 @@ class Sampling:
     def of(
         cls,
         params: Sequence[SamplingParams],
-        prompts: Sequence[Sequence[int]],
-        samples: Sequence[Sequence[int]],
+        histories: Sequence[Sequence[int]],
+        prompt_lengths: Sequence[int],
         *,
-        vocab_size: int,
         max_length: int,
+        tables: Tables,
     ) -> Sampling:
-        """Of each row its request, its prompt and what was sampled after it, together at most `max_length` tokens."""
-        is_plain = all(p.is_plain for p in params)
+        """Of each row its request, its prompt with what was sampled after it, at most `max_length` tokens, and the
+        length of the prompt."""
+        processors = None
+        if not all(p.is_plain for p in params):
+            processors = Processors.of(params, histories, prompt_lengths, max_length=max_length, tables=tables)
         return cls(
             **jax.device_put(
                 {
@@ -56,9 +59,7 @@ class Sampling:
                     "min_p": np.asarray([p.min_p for p in params], np.float32),
                 }
             ),
-            processors=None
-            if is_plain
-            else Processors.of(params, prompts, samples, vocab_size=vocab_size, max_length=max_length),
+            processors=processors,
         )
 
     def tally(self, vocab_size: int) -> Tally | None:

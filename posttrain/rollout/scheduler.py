@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import weakref
 from collections.abc import Iterator, Sequence, Set
+from concurrent.futures import Future
 from dataclasses import dataclass
 
-from posttrain.rollout.blocks import BLOCK, Blocks, Chain, Match, Node, blocks_for
+from posttrain.rollout.blocks import BLOCK, Blocks, Chain, Match, Node, blocks_for, least_cache
 from posttrain.rollout.request import Request
+from posttrain.rollout.types import Completion
 
 PROMPT_CHUNK = 512
 """Prompt tokens that one sequence reads in one call at most."""
@@ -33,6 +36,8 @@ class Row:
     """Positions from the first on that are in the blocks, or will be when the present plan is carried out."""
     fresh: bool = True
     """It begins with what others computed and has not told the request yet."""
+    counted: bool = True
+    """What it shares is counted: not what it had read itself before."""
 
     @property
     def prefix(self) -> int:
@@ -80,7 +85,7 @@ class Counts:
     """Since they were last taken."""
 
     prompt_tokens: int = 0
-    """That a request needed before it could decode, once more after a preemption."""
+    """That requests needed before they could decode, not once more after a preemption or new weights."""
     shared_tokens: int = 0
     """Of these, found in blocks of others."""
     preemptions: int = 0
@@ -105,11 +110,10 @@ class Scheduler:
     """
 
     def __init__(self, *, slots: int, lanes: int, blocks: int, max_length: int, steps: int):
-        # One block more for the source of a copy, which its reader holds for one dispatch.
-        if blocks < (least := blocks_for(max_length) + 1):
+        if blocks * BLOCK < (least := least_cache(max_length)):
             raise ValueError(
                 f"rollout: a cache of {blocks * BLOCK} tokens holds no sequence of max_length={max_length}; "
-                f"it needs {least * BLOCK}" + (f" in each of {lanes} shards" if lanes > 1 else "")
+                f"it needs {least}" + (f" in each of {lanes} shards" if lanes > 1 else "")
             )
         assert slots % lanes == 0
         self.slots = slots
@@ -120,8 +124,10 @@ class Scheduler:
         self.waiting: list[Request] = []
         """A heap: the oldest first."""
         self.admitting = True
-        """False: only requests that have begun go on."""
+        """False: only requests that have started go on."""
         self.counts = Counts()
+        self._decoded = True
+        """The last plan let decode whoever could."""
         self._numbers = itertools.count()
         self._newest = -1
 
@@ -149,15 +155,22 @@ class Scheduler:
     @property
     def drained(self) -> bool:
         """Nothing is under way."""
-        return not self.running and not any(request.tokens for request in self.waiting)
+        return not self.running and not any(request.started for request in self.waiting)
 
     def submit(self, request: Request) -> None:
+        """Cancelling its future removes it at once, also while a plan is carried out or nothing is."""
         request.number = next(self._numbers)
         heapq.heappush(self.waiting, request)
+        known = weakref.ref(request)  # the future keeps its callbacks, and the request the future
+
+        def leave(future: Future[Completion]) -> None:
+            if future.cancelled() and (gone := known()) is not None:
+                self.remove({gone})
+
+        request.future.add_done_callback(leave)
 
     def plan(self) -> Plan | None:
         """What to do next; None when there is nothing. Rows are then as they will be when it is done."""
-        self.remove({request for request in self.requests() if request.future.cancelled()})
         for row in list(self.running.values()):
             if self.holds(row):
                 self._restart_stale(row)
@@ -166,8 +179,11 @@ class Scheduler:
         pieces = [piece for row in self.running.values() for piece in self._read_on(row, budget)]
         pieces += self._admit(budget)
         decode = [row for row in self.running.values() if row.ready]
-        if pieces and 2 * len(decode) < len(self.running):
-            decode = []  # few rows take nearly as long as many: first the prompts
+        if decode and pieces and self._decoded and 2 * len(decode) < len(self.running):
+            # Few rows take nearly as long as many: first the prompts, but never twice running.
+            decode, self._decoded = [], False
+        else:
+            self._decoded = True
         self.counts.peak_blocks = max(self.counts.peak_blocks, self.num_used_blocks)
         if not pieces and not decode:
             return None
@@ -214,16 +230,27 @@ class Scheduler:
         return requests
 
     def forget(self) -> None:
-        """New weights: nothing that is in the blocks is shared any more. Running rows go on with theirs."""
+        """New weights: nothing that is in the blocks is shared any more. Rows with tokens go on with theirs."""
         for lane in self.lanes:
             lane.blocks.forget()
+        for request in self.waiting:
+            request.forget_prompt()
+
+    def restart(self) -> None:
+        """What is in the blocks is of no use: everybody reads anew."""
+        for row in list(self.running.values()):
+            self._leave(row)
+            heapq.heappush(self.waiting, row.request)
+        self.forget()
 
     def _restart_stale(self, row: Row) -> None:
-        """A prompt that was read in part under old weights is read anew, so that others may share it."""
+        """A prompt that was read under old weights is read anew, so that its sample begins under one version and
+        others may share it; not one whose sample goes on from there."""
         blocks = self.lanes[row.lane].blocks
-        if not row.ready and row.chain.generation != blocks.generation:
+        if row.chain.generation != blocks.generation and not (row.ready and row.request.started):
             blocks.leave(row.chain)
-            row.chain, row.computed = blocks.start(NOTHING), 0
+            row.chain, row.computed, row.counted = blocks.start(NOTHING), 0, False
+            row.request.forget_prompt()
 
     def _make_room(self, row: Row) -> None:
         """Blocks for the row's next tokens, taken from the youngest of its lane where there are too few."""
@@ -251,7 +278,7 @@ class Scheduler:
             old = row.chain
             row.chain = blocks.start(match)
             blocks.leave(old)
-            self.counts.shared_tokens += match.length - row.computed
+            self.counts.shared_tokens += (match.length - row.computed) * row.counted
             row.computed, row.fresh = match.length, True
             enough = blocks.extend(row.chain, row.positions(self.steps))
             assert enough, "sharing takes no more blocks than owning"
@@ -259,23 +286,39 @@ class Scheduler:
 
     def _admit(self, budget: _Budget) -> Iterator[Piece]:
         """Start waiting requests, oldest first, while slots and blocks last."""
-        while self.waiting and (self.admitting or self.waiting[0].tokens):
-            place = self._place(self.waiting[0])
+        while (request := self._next()) is not None:
+            place = self._place(request)
             if place is None:
                 return
-            request, (lane, match) = heapq.heappop(self.waiting), place
+            self._take(request)
+            lane, match = place
             blocks = self.lanes[lane].blocks
-            row = Row(request, lane, blocks.start(match), match.length)
+            row = Row(request, lane, blocks.start(match), match.length, counted=not request.admitted)
             enough = blocks.extend(row.chain, row.positions(self.steps))
             assert enough, "counted by `cost`"
-            self.counts.prompt_tokens += row.prefix
-            self.counts.shared_tokens += match.length
+            if row.counted:
+                request.admitted = True
+                self.counts.prompt_tokens += row.prefix
+                self.counts.shared_tokens += match.length
             self.lanes[lane].running += 1
             self.running[request.number] = row
             if request.number < self._newest:
                 self.running = dict(sorted(self.running.items()))
             self._newest = max(self._newest, request.number)
             yield from self._pieces(row, budget)
+
+    def _next(self) -> Request | None:
+        """The oldest waiting request that may run now."""
+        if self.admitting:
+            return self.waiting[0] if self.waiting else None
+        return min((request for request in self.waiting if request.started), default=None)
+
+    def _take(self, request: Request) -> None:
+        if request is self.waiting[0]:
+            heapq.heappop(self.waiting)
+        else:
+            self.waiting.remove(request)
+            heapq.heapify(self.waiting)
 
     def _place(self, request: Request) -> tuple[int, Match] | None:
         """A lane with a free slot and enough blocks, and what it already holds of the request; None: there is none.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from posttrain.rollout.blocks import BLOCK, blocks_for
@@ -46,9 +47,9 @@ class Shapes:
 
     def prompt(self, start: int, end: int) -> PromptShape:
         """For the positions from `start` to `end` of a sequence."""
-        step, context = (4, self._width(end)) if start else (2, 0)
-        tokens = bucket(end - start, 2 * BLOCK if start else BLOCK, min(PROMPT_CHUNK, self.longest), step)
-        return PromptShape(self._prompt_rows(tokens), tokens, context)
+        length = end - start
+        tokens = next(size for size in self._prompt_sizes(later=start > 0) if size >= length)
+        return PromptShape(self._prompt_rows(tokens), tokens, self._width(end) if start else 0)
 
     def decode(self, running: int, positions: int, *, tail: bool) -> DecodeShape:
         """For rows of up to so many positions, `running` in the fullest lane. `tail`: see `sizes`."""
@@ -66,33 +67,48 @@ class Shapes:
         return sizes
 
     def prompts(self) -> Iterator[PromptShape]:
-        """All that can occur."""
-        ends = [min(BLOCK << i, self.longest) for i in range(self.longest.bit_length())]
-        starts = {self.prompt(0, min(end, PROMPT_CHUNK)) for end in ends}
-        later = {self.prompt(BLOCK, BLOCK + tokens) for tokens in ends if BLOCK + tokens <= self.longest}
-        widths = {self._width(end) for end in ends}
-        wider = {shape._replace(context=width) for shape in later for width in widths if width >= shape.context}
-        yield from sorted(starts | wider)
+        """All that `prompt` gives for what a request may have to read, each once."""
+        longest = self.max_length - 2  # the last token is never read, the one before it by decoding
+        for later in (False, True):
+            shortest = 1
+            for tokens in self._prompt_sizes(later=later):
+                end = shortest + later * BLOCK
+                for width in self._widths(end, longest) if later else [0] * (end <= longest):
+                    yield PromptShape(self._prompt_rows(tokens), tokens, width)
+                shortest = tokens + 1
 
     def decodes(self, tail: bool) -> Iterator[DecodeShape]:
-        widths = {self._width(min(BLOCK << i, self.longest)) for i in range(self.longest.bit_length())}
-        yield from (DecodeShape(rows, width) for rows in self.sizes(tail) for width in sorted(widths))
+        """All that `decode` gives, each once."""
+        yield from (DecodeShape(rows, w) for rows in self.sizes(tail) for w in self._widths(1, self.max_length - 1))
+
+    def _prompt_sizes(self, *, later: bool) -> Sequence[int]:
+        """Tokens of a row: those at the start of a sequence, or those of its later pieces."""
+        smallest, step = (2 * BLOCK, 4) if later else (BLOCK, 2)
+        return buckets(smallest, min(PROMPT_CHUNK, self.longest), step)
+
+    def _widths(self, shortest: int, longest: int) -> Sequence[int]:
+        """Of rows of `shortest` to `longest` positions."""
+        if shortest > longest:
+            return ()
+        low, high = self._width(shortest), self._width(longest)
+        return [width for width in buckets(MIN_WIDTH, self.longest) if low <= width <= high]
 
     def _prompt_rows(self, tokens: int) -> int:
         return min(self.slots, -(-PROMPT_CHUNK // (tokens * self.lanes)))
 
     def _width(self, positions: int) -> int:
-        return bucket(positions, MIN_WIDTH, self.longest)
+        return next(width for width in buckets(MIN_WIDTH, self.longest) if width >= positions)
 
 
-def bucket(length: int, smallest: int, largest: int, step: int = 2) -> int:
-    """The smallest of smallest, step x smallest, ... that holds `length`, cut at `largest`.
+@cache
+def buckets(smallest: int, largest: int, step: int = 2) -> Sequence[int]:
+    """smallest, step x smallest, ..., and `largest` last.
 
-    >>> [bucket(n, 16, 100) for n in (1, 16, 17, 70)]
-    [16, 16, 32, 100]
+    >>> buckets(16, 100), buckets(128, 100)
+    ((16, 32, 64, 100), (100,))
     """
-    assert length <= largest, (length, largest)
-    size = smallest
-    while size < length:
-        size *= step
-    return min(size, largest)
+    sizes = []
+    while smallest < largest:
+        sizes.append(smallest)
+        smallest *= step
+    return (*sizes, largest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -94,8 +94,12 @@ class SamplingParams:
     @property
     def is_plain(self) -> bool:
         """Whether its tokens are drawn from the model's own logits, with nothing else returned: the fast program."""
-        penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
-        return not (any(penalties) or self.logit_bias or self.allowed_token_ids is not None or self.top_logps)
+        return not (self.has_penalties or self.logit_bias or self.allowed_token_ids is not None or self.top_logps)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether its logits depend on the tokens before."""
+        return bool(self.repetition_penalty - 1 or self.presence_penalty or self.frequency_penalty)
 
     def check_vocabulary(self, size: int) -> None:
         """ValueError for a token of `logit_bias` or `allowed_token_ids` that a model of `size` tokens does not have."""
@@ -145,6 +149,17 @@ class RolloutEngine(Protocol):
     def update_weights(self, model: Any, version: int) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class ResumableEngine(RolloutEngine, Protocol):
+    """Whose samples can be left and gone on with, also under later weights."""
+
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams, *, begun: Completion | None = None
+    ) -> Completion: ...
+
+    def abort(self, keys: Collection[tuple[int, int]] | None = None) -> int: ...
 
 
 def sample_key(seed: int, step: int, prompt: int, sample: int) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from posttrain.recipes.sequence_evaluation import counted
 from posttrain.recipes.stage import StageRun
 from posttrain.recipes.teachers import load_teacher
 from posttrain.rl.advantages import centered
-from posttrain.rl.collect import Sampler
+from posttrain.rl.collect import Sampler, sampling_params
 from posttrain.rollout.native import NativeEngine
 from posttrain.weights.load import init_model, load_model
 from posttrain.weights.lora import count_parameters
@@ -82,9 +82,12 @@ def test_advantage_and_rewards(folder: Path) -> None:
 
 def test_sampling(folder: Path) -> None:
     settings = {"max_tokens": 5, "temperature": 0.7, "top_k": 3, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2}
-    inputs = rl(folder, *(f"sampling.{key}={value}" for key, value in settings.items()), "sampling.stop=[x]")
+    settings |= {"presence_penalty": 0.5, "frequency_penalty": -0.25}
+    lists = ("stop=[x]", "stop_token_ids=[9]", "allowed_token_ids=[5, 9, 50]", "logit_bias={5: 1.5, 50: -.inf}")
+    given = [f"sampling.{text}" for text in (*(f"{key}={value}" for key, value in settings.items()), *lists)]
+    inputs = rl(folder, *given)
 
-    model = model_of(folder / "sampling")
+    model, tokenizer = model_of(folder / "sampling"), inputs.renderer.tokenizer
     engine = NativeEngine(model, slots=1, max_length=16, decode_steps=4, tokenizer_decode=str, version=0)
 
     def sampler(seed: int) -> Sampler:
@@ -98,7 +101,14 @@ def test_sampling(folder: Path) -> None:
 
     params = sampler(1).params(2, 3, 4)
     assert {key: getattr(params, key) for key in settings} == settings and params.stop == ("x",)
-    assert params.stop_token_ids == inputs.renderer.tokenizer.stop_ids
+    assert params.stop_token_ids == (*inputs.renderer.tokenizer.stop_ids, 9)
+    assert params.allowed_token_ids == (5, 9, 50) and params.logit_bias == {5: 1.5, 50: float("-inf")}
+    endless = sampling_params(rl(folder, *given, "sampling.ignore_eos=true").section.sampling, tokenizer, key=(0, 0))
+    assert endless.stop_token_ids == (9,)
+    with pytest.raises(ConfigError, match=r"eval_sampling.logit_bias: token ids from 3 to 900; .* to "):
+        rl(folder, "eval_sampling={max_tokens: 4, logit_bias: {3: 1.0, 900: 1.0}}")
+    with pytest.raises(ConfigError, match=r"stages.1: sampling.allowed_token_ids=\(5,\): must be None, or hold"):
+        rl(folder, "sampling.allowed_token_ids=[5]", "sampling.logit_bias={5: -.inf}")
     keys = {p.key for p in (params, sampler(2).params(2, 3, 4), sampler(1).params(3, 3, 4), sampler(1).params(2, 3, 5))}
     assert len(keys) == 4
     greedy = eval_sampling(inputs.section)
@@ -333,18 +343,23 @@ def test_quantized_base_and_sampler(tmp_path: Path) -> None:
 def test_the_samplers_cache_and_programs(tmp_path: Path) -> None:
     """`rollout.cache_tokens`, `warm_up` and `merge_lora`."""
     first = []
-    for name, rollout in {"plain": {}, "large": {"cache_tokens": 512, "warm_up": True}}.items():
+    for name, rollout in {"plain": {"warm_up": False}, "large": {"cache_tokens": 512}}.items():
         (tmp_path / name).mkdir()
         assert posttrain("run", write_run(tmp_path / name, rl_stage(num_steps=1, rollout=rollout))).code == 0
         first.append(lines(tmp_path / name / "out")[0])
     plain, large = first
     assert large["rollout/cache_peak"] < plain["rollout/cache_peak"]
     assert large["perf/compilations"] < plain["perf/compilations"]
+    assert large["rollout/programs"] == plain["rollout/programs"] == plain["rollout/late_compilations"]
+    assert large["rollout/late_compilations"] == 0 < min(line["rollout/compile_s"] for line in first)
     assert large["reward"] == plain["reward"]
     failed = posttrain("run", write_run(tmp_path, rl_stage(rollout={"merge_lora": True})))
     assert failed.error.startswith("rollout.merge_lora: the model has no adapter")
-    with pytest.raises(ConfigError, match="rollout.cache_tokens=15 must be at least row_tokens=16"):
-        load_config(write_run(tmp_path, rl_stage(rollout={"cache_tokens": 15})), [])
+    small = write_run(tmp_path, rl_stage(rollout={"cache_tokens": 31}))
+    assert posttrain("check", small).error == (
+        "rollout.cache_tokens=31 must be at least 32: row_tokens=16 in whole blocks of 16 and one block more"
+    )
+    assert "must be at least 64" in posttrain("check", small, "mesh.fsdp=2").error
 
 
 def test_evaluation_and_checkpoints(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 import posttrain as pt
@@ -12,7 +13,7 @@ from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.types import SamplingParams
-from tests.rollout.engines import NaiveEngine
+from tests.rollout.engines import NaiveEngine, assert_same
 from tests.tiny import tiny_model
 
 
@@ -55,3 +56,35 @@ def test_stops(parts: tuple[Decoder, Tokenizer]) -> None:
     ending = (model, tokenizer.with_stop_tokens([character]))
     assert texts(ending) == [stopped]
     assert texts(ending, ignore_eos=True) == [plain]
+
+
+def test_which_tokens_may_come(parts: tuple[Decoder, Tokenizer]) -> None:
+    allowed = tuple(ord(c) for c in "abc")
+    (text,) = texts(parts, allowed_token_ids=allowed, ignore_eos=True)
+    assert len(text) == 16 and set(text) <= set("abc")
+    (other,) = texts(parts, allowed_token_ids=allowed, ignore_eos=True, logit_bias={ord(text[0]): float("-inf")})
+    assert text[0] not in other
+    (stopped,) = texts(parts, allowed_token_ids=allowed, stop_token_ids=[ord(text[2])])
+    assert stopped == text.partition(text[2])[0]
+    with pytest.raises(ConfigError, match=r"generate: logit_bias: token ids from 900 to 900"):
+        texts(parts, logit_bias={900: 1.0})
+
+
+def test_log_probabilities(parts: tuple[Decoder, Tokenizer]) -> None:
+    model, tokenizer = parts
+    settings: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0, "chat": False}
+    (done,) = pt.complete(model, tokenizer, ["12+"], top_logps=2, prompt_logps=True, **settings)
+    assert [done.text] == texts(parts, max_new_tokens=6)
+    params = SamplingParams(
+        max_tokens=6, temperature=0.0, stop_token_ids=tokenizer.stop_ids, key=(0, 0), top_logps=2, prompt_logps=True
+    )
+    expected = NaiveEngine(model, length=32).generate(done.prompt_tokens, params)
+    assert_same(done.completion, expected)
+    record = done.record(tokenizer.decode)
+    assert [token["id"] for token in record["tokens"]] == list(expected.tokens)
+    assert all(len(token["top"]) == 2 for token in record["tokens"])
+    np.testing.assert_allclose(
+        *zip(*((t["logp"], t["top"][0]["logp"]) for t in record["tokens"]), strict=True), atol=1e-6
+    )
+    assert "".join(token["text"] for token in record["prompt_tokens"]) == "12+"
+    assert record["prompt_tokens"][0]["logp"] == 0.0 > record["prompt_tokens"][1]["logp"]

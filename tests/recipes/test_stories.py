@@ -22,6 +22,7 @@ SMALL = (
     "eval_sampling.max_tokens=16",
     "dataset.args.limit=200",
     "eval_dataset.args.limit=4",
+    "rollout.warm_up=false",
 )
 
 

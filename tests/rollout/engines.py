@@ -28,6 +28,26 @@ def text_of(tokens: Sequence[int]) -> str:
     return "".join(f"<{token}>" for token in tokens)
 
 
+class _Draws:
+    """A sample that grows by a token for each row of logits."""
+
+    def __init__(self, prompt: Sequence[int], p: SamplingParams, uniforms: np.ndarray):
+        self.prompt, self.p, self._uniforms = prompt, p, uniforms
+        self.sample: list[int] = []
+        self.drawn: list[tuple[float, float, tuple[TokenLogp, ...]]] = []
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.sample)
+
+    def draw(self, logits: np.ndarray) -> None:
+        token, logp, kept_logp = sample_reference(logits, self._uniforms[self.length], self.p, self.prompt, self.sample)
+        logps = log_softmax(logits, self.p.temperature)
+        order = np.argsort(-logps, kind="stable")[: self.p.top_logps]
+        self.sample.append(token)
+        self.drawn.append((logp, kept_logp, tuple(TokenLogp(int(t), float(logps[t])) for t in order)))
+
+
 class NaiveEngine:
     """The slow twin of every engine: one request at a time, a whole forward pass for each token, float64 sampling."""
 
@@ -46,34 +66,42 @@ class NaiveEngine:
         self._uniforms = jax.jit(lambda key: uniforms(jnp.tile(key, (length, 1)), positions))
 
     def generate(self, prompt: Sequence[int], p: SamplingParams) -> Completion:
-        u = np.asarray(self._uniforms(jnp.asarray(p.key, jnp.uint32)), np.float64)
-        sample: list[int] = []
-        drawn: list[tuple[float, float, tuple[TokenLogp, ...]]] = []
-        stop: StopReason | None = None
-        while stop is None:
-            length = len(prompt) + len(sample)
-            logits = self._logits([*prompt, *sample])[length - 1]
-            token, logp, kept_logp = sample_reference(logits, u[length], p, prompt, sample)
-            logps = log_softmax(logits, p.temperature)
-            order = np.argsort(-logps, kind="stable")[: p.top_logps]
-            sample.append(token)
-            drawn.append((logp, kept_logp, tuple(TokenLogp(int(t), float(logps[t])) for t in order)))
-            stop = self._stop_reason(sample, p)
-        logps, kept_logps, top = zip(*drawn, strict=True)
+        draws = _Draws(prompt, p, self._uniforms_of(p))
+        while (stop := self._stop_reason(draws.sample, p)) is None:
+            draws.draw(self._logits([*prompt, *draws.sample])[draws.length - 1])
+        return self._completion(draws, stop)
+
+    def follow(self, prompt: Sequence[int], p: SamplingParams, tokens: Sequence[int]) -> Completion:
+        """What `generate` gives, as far as it gives `tokens`: one forward pass has the logits after all of them, which
+        are those of a pass for each. It ends at the first other token, at a stop, or where `tokens` do ("abort")."""
+        draws, logits = _Draws(prompt, p, self._uniforms_of(p)), self._logits([*prompt, *tokens])
+        for token in tokens:
+            draws.draw(logits[draws.length - 1])
+            if draws.sample[-1] != token or self._stop_reason(draws.sample, p) is not None:
+                break
+        return self._completion(draws, self._stop_reason(draws.sample, p) or "abort")
+
+    def _completion(self, draws: _Draws, stop: StopReason) -> Completion:
+        p, (logps, kept_logps, top) = draws.p, zip(*draws.drawn, strict=True)
         return Completion(
-            tokens=tuple(sample),
+            tokens=tuple(draws.sample),
             logps=logps,
             kept_logps=kept_logps,
             stop=stop,
-            weights_versions=(0,) * len(sample),
+            weights_versions=(0,) * len(draws.sample),
             top_logps=top if p.top_logps else None,
-            prompt_logps=self._prompt_logps(prompt, p.temperature) if p.prompt_logps else None,
+            prompt_logps=self._prompt_logps(draws.prompt, p.temperature) if p.prompt_logps else None,
         )
+
+    def _uniforms_of(self, p: SamplingParams) -> np.ndarray:
+        return np.asarray(self._uniforms(jnp.asarray(p.key, jnp.uint32)), np.float64)
 
     def _logits(self, tokens: Sequence[int]) -> np.ndarray:
         return np.asarray(self._forward(jnp.asarray([*tokens, *[0] * (self.length - len(tokens))], jnp.int32)))
 
     def _stop_reason(self, sample: Sequence[int], p: SamplingParams) -> StopReason | None:
+        if not sample:
+            return None
         text = self._decode_text(sample)
         if any(stop in text for stop in p.stop) or (sample[-1] in p.stop_token_ids and not p.ignore_eos):
             return "stop"

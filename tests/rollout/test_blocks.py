@@ -24,7 +24,7 @@ def test_equal_beginnings_share_full_blocks_and_copy_the_last() -> None:
     blocks = Blocks(12)
     first = written(blocks, WORDS[:40])
     match = blocks.match(WORDS[:40], 40)
-    assert ([node.block for node in match.full], match.length) == (first.blocks[:2], 40)
+    assert ([node.block for node in match.full], match.length) == (list(first.blocks[:2]), 40)
     assert match.partial is not None and match.partial.block == first.blocks[2]
     second = blocks.start(match)
     assert blocks.extend(second, 50)

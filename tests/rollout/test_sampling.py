@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from posttrain.rollout.processors import Tally, process_reference
+from posttrain.rollout.processors import Tables, Tally, process_reference
 from posttrain.rollout.sampling import Drawn, Sampling, sample, sample_reference, score, uniforms
 from posttrain.rollout.types import SamplingParams
 from tests.rollout.engines import log_softmax
@@ -53,7 +53,9 @@ def sampling_of(
     """`before`: of each row its prompt and its sample so far; one entry is for all rows."""
     prompts, samples = zip(*(before or [((), ())]), strict=True)
     times = len(parameters) // len(prompts)
-    return Sampling.of(parameters, prompts * times, samples * times, vocab_size=vocab, max_length=16)
+    histories = [[*prompt, *sample] for prompt, sample in zip(prompts, samples, strict=True)] * times
+    lengths = [len(prompt) for prompt in prompts] * times
+    return Sampling.of(parameters, histories, lengths, max_length=16, tables=Tables(vocab))
 
 
 def draw(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -256,6 +258,8 @@ def test_the_youngest_gives_way_and_comes_back_in_its_old_place() -> None:
     assert order == [0, 1, 2, 3]
     assert s.counts.preemptions > 0
     assert all(len(r.tokens) == 100 for r in requests)
+    # What a request finds of itself when it comes back is nothing shared.
+    assert (s.counts.shared_tokens, s.counts.prompt_tokens) == (0, 4 * 59)
 
 
 def test_nothing_new_starts_while_draining() -> None:
@@ -273,6 +277,73 @@ def test_nothing_new_starts_while_draining() -> None:
     assert s.drained and [len(r.tokens) for r in requests] == [20, 20, 0, 0]
     s.admitting = True
     assert s.plan() is not None
+
+
+def test_draining_ends_what_has_begun_behind_those_who_have_not() -> None:
+    """In the queue: one that gave its slot up before its first token, then a new one, then two with tokens."""
+    s = scheduler(slots=1)
+    device = Device(s)
+    requests = [request([i] * 30, 20) for i in range(4)]
+    for r in requests[2:]:
+        r.tokens += [5, 6, 7]
+    for r in requests:
+        s.submit(r)
+    s.admitting = False
+    assert not s.drained
+    ended = []
+    while (plan := s.plan()) is not None:
+        assert not s.drained
+        for row in device.run(plan, tokens):
+            s.release(row)
+            ended.append(row.request)
+    assert s.drained and ended == requests[2:] and s.waiting == requests[:2]
+
+
+def test_who_decodes_waits_for_one_plan_at_most() -> None:
+    s = Scheduler(slots=4, lanes=1, blocks=4000, max_length=31_000, steps=8)
+    device = Device(s)
+    early = request([1, 2, 3], 500)
+    s.submit(early)
+    device.run(s.plan(), tokens)
+    for i in range(2):
+        s.submit(request([i, *range(30_000)], 4))
+    deferred = []
+    while not all(row.ready for row in s.running.values()) or len(s.running) < 3:
+        plan = s.plan()
+        deferred.append(not plan.decode)
+        device.run(plan, tokens)
+    assert len(deferred) > 25 and deferred.count(True) > 5
+    assert not any(a and b for a, b in pairwise(deferred))
+
+
+def test_a_prompt_read_under_old_weights_is_read_anew_unless_its_sample_has_begun() -> None:
+    device = Device(s := scheduler())
+    begun, deferred = request(range(50), 60), request(range(100, 150), 60)
+    s.submit(begun)
+    device.run(s.plan(), tokens)
+    s.submit(deferred)
+    plan = s.plan()
+    # As when its first token waits for other prompts: it is read, and has no token.
+    device.run(replace(plan, decode=[row for row in plan.decode if row.request is begun]), tokens)
+    s.forget()
+    plan = s.plan()
+    assert [(piece.row.request, piece.start, piece.end) for piece in plan.pieces] == [(deferred, 0, 49)]
+    assert device.run(plan, tokens) == [] and s.take_counts().shared_tokens == 0
+
+
+def test_a_cancelled_request_is_gone_at_once() -> None:
+    device = Device(s := scheduler(slots=2))
+    requests = [request([i] * 40, 20) for i in range(4)]
+    for r in requests:
+        s.submit(r)
+    plan = s.plan()
+    for r in requests[1:3]:  # one in a slot and one in the queue, while the plan is carried out
+        r.future.cancel()
+        check(s)
+    assert (s.num_free, s.waiting) == (1, [requests[3]])
+    device.run(replace(plan, decode=list(filter(s.holds, plan.decode))), tokens)
+    assert len(requests[0].tokens) == 8
+    assert {row.request for row in s.plan().decode} == {requests[0], requests[3]}
 
 
 def test_a_group_stays_in_one_lane_until_others_are_idle() -> None:
