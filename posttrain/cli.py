@@ -176,14 +176,19 @@ def prune(
     layer: Annotated[list[int] | None, typer.Option(help="A layer to keep, from 0; repeated. By default all.")] = None,
     mlp_dim: Annotated[int | None, typer.Option(help="Neurons to keep in each MLP.")] = None,
     embed_dim: Annotated[int | None, typer.Option(help="Dimensions to keep of the residual stream.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key-value heads to keep, each with its query heads.")] = None,
+    experts: Annotated[int | None, typer.Option(help="Experts to keep of each layer, as one dense MLP.")] = None,
+    text: Annotated[str | None, typer.Option(help="Rows on which the use of experts is counted.")] = None,
 ) -> None:
     """Cut a smaller model out of a large one, as the start of a student for distillation."""
     from posttrain.weights.prune import Pruning
 
-    plan = Pruning(layers=tuple(layer) if layer else None, mlp_dim=mlp_dim, embed_dim=embed_dim)
+    plan = Pruning(
+        layers=tuple(layer) if layer else None, mlp_dim=mlp_dim, embed_dim=embed_dim, kv_heads=kv_heads, experts=experts
+    )
     from posttrain.recipes.prune import prune as recipe
 
-    print(recipe(source, out, plan))
+    print(recipe(source, out, plan, text=text))
 
 
 class Target(StrEnum):

@@ -61,16 +61,32 @@ class FrozenModel:
         self._weights, self._mesh, self._rows = ModelWeights(model), mesh, rows
         vocab_size = model.config.vocab_size
 
-        def logps(weights: Weights, tokens: Array, positions: Array, segments: Array) -> Array:
+        def logps(weights: Weights, tokens: Array, positions: Array, segments: Array, weight: Array) -> Array:
             bound = self._weights.bind(weights)
             hidden, _ = bound(tokens, positions, segments)
-            stats = token_stats(bound.logits, hidden, tokens, segments, temperature=temperature, vocab_size=vocab_size)
+            stats = token_stats(
+                bound.logits,
+                hidden,
+                tokens,
+                segments,
+                temperature=temperature,
+                vocab_size=vocab_size,
+                only=weight != 0,
+            )
             return stats.logps
 
-        def best(weights: Weights, tokens: Array, positions: Array, segments: Array) -> TopK:
+        def best(weights: Weights, tokens: Array, positions: Array, segments: Array, weight: Array) -> TopK:
             bound = self._weights.bind(weights)
             hidden, _ = bound(tokens, positions, segments)
-            return top_k(bound.logits, hidden, tokens, k=k, temperature=temperature, vocab_size=vocab_size)
+            return top_k(
+                bound.logits,
+                hidden,
+                tokens,
+                k=k,
+                temperature=temperature,
+                vocab_size=vocab_size,
+                only=weight != 0,
+            )
 
         self._logps, self._top_k = jax.jit(logps), jax.jit(best)
 
@@ -83,11 +99,11 @@ class FrozenModel:
         return FrozenModel(self._weights.model, self._mesh, temperature=temperature, rows=self._rows)
 
     def logps(self, batch: Batch) -> Float[np.ndarray, "B T"]:
-        """Log-probabilities of the batch's tokens."""
+        """Log-probabilities of the tokens that have a weight."""
         return self._in_passes(self._logps, batch)
 
     def top_k(self, batch: Batch) -> TopK:
-        """The most probable ids in the place of each token."""
+        """The most probable ids in the place of each token that has a weight."""
         return self._in_passes(self._top_k, batch)
 
     def _in_passes(self, function: Callable[..., Any], batch: Batch) -> Any:
@@ -96,7 +112,8 @@ class FrozenModel:
         rows = rows_per_pass(total, self._rows, row_shards(self._mesh))
         weights, parts = self._weights.read(), []
         for start in range(0, int(used[-1]) + 1 if used.size else 1, rows):
-            arrays = [np.asarray(x)[start : start + rows] for x in (batch.tokens, batch.positions, batch.segments)]
+            inputs = (batch.tokens, batch.positions, batch.segments, batch.loss_weight)
+            arrays = [np.asarray(x)[start : start + rows] for x in inputs]
             padded = [np.pad(x, ((0, rows - len(x)), (0, 0))) for x in arrays]
             placed = jax.device_put(padded, NamedSharding(self._mesh, BATCH_SPEC))
             parts.append(jax.device_get(function(weights, *placed)))

@@ -162,22 +162,29 @@ class Trainer:
         self.step_number += 1
         return metrics
 
-    def evaluate(self, batches: Iterable[Batch]) -> Metrics:
+    def evaluate(self, batches: Iterable[Batch], each: Callable[[Batch, Any], None] | None = None) -> Metrics:
         """The loss and its metrics over all batches, without an update. Of a loss over the whole batch that is all of
-        them together, so that the size of a batch does not matter; the model still takes them one by one."""
+        them together, so that the size of a batch does not matter; the model still takes them one by one.
+
+        `each` gets every batch and what the loss read of it, as host arrays.
+        """
         if self._whole:
-            return self._evaluate_at_once(batches)
+            return self._evaluate_at_once(batches, each)
         totals: dict[str, Mean] = {}
         for batch in batches:
-            output = self._evaluate(self.weights, *self._micro_batches(batch), self._taught)
+            output, stats = self._evaluate(self.weights, *self._micro_batches(batch), self._taught)
             totals = merge(totals, {"loss": output.loss, **output.metrics})
+            if each is not None:
+                each(batch, _rows_on_host(stats, batch))
         return dict(totals)
 
-    def _evaluate_at_once(self, batches: Iterable[Batch]) -> Metrics:
+    def _evaluate_at_once(self, batches: Iterable[Batch], each: Callable[[Batch, Any], None] | None) -> Metrics:
         parts = []
         for batch in batches:
-            stats = self._stats(self.weights, *self._micro_batches(batch), self._taught)
-            parts.append((_rows_on_host(stats, batch), replace(batch, teachers=None, experts=None)))
+            stats = _rows_on_host(self._stats(self.weights, *self._micro_batches(batch), self._taught), batch)
+            parts.append((stats, replace(batch, teachers=None, experts=None)))
+            if each is not None:
+                each(batch, stats)
         output = self._loss_of_all(*concatenated(parts))
         return {"loss": output.loss, **output.metrics}
 
@@ -284,13 +291,13 @@ class Trainer:
         taught: list[Weights],
         loss: AnyLoss,
         keys: _Keys | None = None,
-    ) -> tuple[LossOutput, RouterStats | None]:
+    ) -> tuple[LossOutput, RouterStats | None, TokenStats | ScoreStats]:
         stats, routers = self._forward(weights, batch, taught, keys)
         output = loss(stats, batch)
         if routers is None:
-            return output, None
+            return output, None, stats
         metrics = {**output.metrics, **router_means(routers, _num_tokens(batch))}
-        return LossOutput(loss=output.loss, metrics=metrics), routers
+        return LossOutput(loss=output.loss, metrics=metrics), routers, stats
 
     def _gradients(
         self,
@@ -329,7 +336,7 @@ class Trainer:
     ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
         def total(params: Weights) -> tuple[Array, tuple[LossOutput, RouterStats | None]]:
             batch, keys = inputs
-            output, routers = self._loss_output({**frozen, **params}, batch, taught, loss, keys)
+            output, routers, _ = self._loss_output({**frozen, **params}, batch, taught, loss, keys)
             value = jnp.asarray(output.loss.total)
             if self._router_loss is not None and routers is not None:
                 value += router_weight * self._router_loss(routers)
@@ -393,9 +400,17 @@ class Trainer:
         }
         return new_params, jax.tree.map(keep, new_state, opt_state), metrics
 
-    def _evaluate_program(self, weights: Weights, micro: Batch, count: Array, taught: list[Weights]) -> LossOutput:
+    def _evaluate_program(
+        self, weights: Weights, micro: Batch, count: Array, taught: list[Weights]
+    ) -> tuple[LossOutput, TokenStats | ScoreStats]:
         self.num_programs += 1
-        return sum_over(lambda batch: self._loss_output(weights, batch, taught, self.loss)[0], micro, count)
+
+        def one(batch: Batch) -> tuple[LossOutput, TokenStats | ScoreStats]:
+            output, _, stats = self._loss_output(weights, batch, taught, self.loss)
+            return output, stats
+
+        outputs, stats = stack_over(one, micro, count)
+        return jax.tree.map(lambda x: jnp.sum(x, axis=0), outputs), stats
 
     def _stats_program(
         self, weights: Weights, micro: Batch, count: Array, taught: list[Weights] | None = None

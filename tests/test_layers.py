@@ -13,7 +13,7 @@ PACKAGE = ROOT / "posttrain"
 
 LAYERS = (
     {"tree", "config", "config_errors", "config_file", "imports"},
-    {"mesh", "batch", "accumulate", "metrics", "sinks", "console", "optim", "kernels"},
+    {"mesh", "batch", "accumulate", "metrics", "statistics", "sinks", "console", "optim", "kernels"},
     {"models", "data", "losses", "checkpoint"},
     {"weights"},
     {"trainer", "reference", "fit", "rollout", "plan"},

@@ -85,6 +85,20 @@ def test_quickstart_runs_and_improves(tmp_path: Path) -> None:
     assert sorted(path.name for path in work.iterdir()) == ["runs"]
 
 
+@pytest.mark.thorough
+@pytest.mark.optimized
+def test_a_mixture_is_distilled(tmp_path: Path, shared: Path) -> None:
+    """Its own assertions: held-out KL and likelihood improve, with the intervals apart."""
+    notebook = read(FOLDER / "distill_moe.ipynb")
+    client = NotebookClient(
+        notebook, timeout=CELL_SECONDS, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute(env=kernel_environment(tmp_path))
+    result = json.loads((tmp_path / "runs/moe/distilled/0-distill/result.json").read_text())
+    assert result["difference"]["eval/distill/kl"]["high"] < 0
+    assert (tmp_path / "runs/moe/distilled/0-distill/model/model.safetensors").exists()
+
+
 def wheel(folder: Path, name: str, version: str, requires: str = "") -> Path:
     """A package with nothing in it but a module and its metadata."""
     info = f"{name}-{version}.dist-info"

@@ -28,9 +28,9 @@ class DistillSection(SequenceSection):
     """Share of the loss that is the log-likelihood of the text itself."""
     cache: Text | None = None
     """Folder of what the teachers said, which `posttrain distill --cache` writes: training then needs no teacher."""
-    top_k: PositiveInt = 64
-    """Most probable tokens in the cache, or of a teacher outside of the step (`url`); the others are there by their
-    sum."""
+    top_k: PositiveInt | None = None
+    """Most probable tokens of each place in a cache, or of a teacher outside of the step (`url`, `mesh`); default 64;
+    the others are there by their sum."""
 
     on_policy: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the steps whose completions the student samples itself, one for each of `batch_rows` prompts; with 1
@@ -59,6 +59,10 @@ class DistillSection(SequenceSection):
     @model_validator(mode="after")
     def _which_teacher(self) -> DistillSection:
         check_teachers(self.teachers, self.teacher_column, self.temperature)
+        if self.top_k is not None and self.cache is None and not any(teacher.outside for teacher in self.teachers):
+            raise ValueError(
+                f"top_k={self.top_k} is of a cache or of teachers outside of the step, and there is none; leave it out"
+            )
         if self.sampling is not None:
             check_teachers(self.teachers, self.teacher_column, self.sampling.temperature)
         return self

@@ -86,14 +86,18 @@ class SFTBatches(Stream):
         }
         weights = [dataset.weight for dataset in section.datasets]
         stream = streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, weights)
-        self._taught = taught
-        super().__init__(iter(_rows(section, stream, taught).batch(section.batch_rows)), identity)
+        batches = _rows(section, stream, taught).batch(section.batch_rows).map(lambda rows: _finished(rows, taught))
+        if taught is not None:
+            # What a cache says is decoded while the step before runs.
+            batches = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=1)
+        super().__init__(iter(batches), identity)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        return _finished(next(self._iterator), self._taught)
+        batch: Batch = next(self._iterator)
+        return batch
 
 
 class PromptBatches(Stream):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Int
 
@@ -15,7 +17,10 @@ from posttrain.batch import TopK
 from posttrain.config import ConfigError
 from posttrain.data.teacher_records import RecordFormat
 
-SHARD_ROWS = 1024
+SHARD_ROWS = 256
+"""Rows that a stop loses at most."""
+OPEN_SHARDS = 128
+"""Files mapped at once: far below what a process may hold open."""
 DESCRIPTION = "cache.json"
 
 Sequence_ = Mapping[str, np.ndarray]
@@ -25,13 +30,13 @@ Sequence_ = Mapping[str, np.ndarray]
 class CacheFolder:
     """The cache of one teacher and one dataset.
 
-    `identity` says what it holds: teacher, data, k, temperature, vocabulary. ConfigError where the folder holds
+    `identity` says what it holds: teacher, its precision, data, k, temperature, vocabulary. ConfigError where there is
     something else.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], num_rows: int):
         self.folder = folder
-        self.identity = {**identity, "num_rows": num_rows}
+        self.identity = {**identity, "num_rows": num_rows, "shard_rows": SHARD_ROWS}
         self.num_rows = num_rows
         self.format = RecordFormat(identity["vocab_size"], identity["top_k"])
 
@@ -64,9 +69,9 @@ class CacheFolder:
             raise ConfigError(f"cache: {self.folder} is empty; write it with posttrain distill --cache")
         before = json.loads(file.read_text(encoding="utf-8"))
         for name, value in self.identity.items():
-            if value is not None and before[name] != value:
+            if value is not None and before.get(name) != value:
                 raise ConfigError(
-                    f"cache: {self.folder} was written with {name}={before[name]!r}, and now it is {value!r}; "
+                    f"cache: {self.folder} was written with {name}={before.get(name)!r}, and now it is {value!r}; "
                     "restore it, or give another folder"
                 )
 
@@ -95,7 +100,7 @@ class TeacherCache:
     def __init__(self, datasets: Sequence[CacheFolder]):
         self.format = datasets[0].format
         self._datasets = datasets
-        self._digests, self._starts, self._shards = [], [], []
+        self._digests, self._starts, files, sizes = [], [], [], []
         begin = 0
         for cache in datasets:
             cache.check()
@@ -108,9 +113,11 @@ class TeacherCache:
             self._digests.append(np.concatenate([index["digests"] for index in indices]))
             counts = np.concatenate([index["counts"] for index in indices])
             self._starts.append(begin + np.concatenate([[0], np.cumsum(counts)]))
-            self._shards += [np.load(cache._records(shard), mmap_mode="r") for shard in cache.shards]
+            files += [cache._records(shard) for shard in cache.shards]
+            sizes += [int(index["counts"].sum()) for index in indices]
             begin += int(counts.sum())
-        self._shard_starts = np.concatenate([[0], np.cumsum([len(shard) for shard in self._shards])])
+        self._shard_starts = np.concatenate([[0], np.cumsum(sizes)])
+        self._shard = functools.lru_cache(OPEN_SHARDS)(lambda number: np.load(files[number], mmap_mode="r"))
 
     def places(self, dataset: int, row: int, sequence: Sequence_) -> Int[np.ndarray, " T"]:
         """Where each token's record stands, from 1 on; 0: it has none. ConfigError where the row is another one."""
@@ -125,17 +132,22 @@ class TeacherCache:
         return places
 
     def read(self, places: Int[np.ndarray, "B T"]) -> TopK:
-        """Of tokens without a record it is arbitrary."""
-        records = np.zeros((*places.shape, self.format.num_bytes), np.uint8)
+        """Of tokens without a record it is arbitrary; nothing is decoded for them."""
         wanted = np.nonzero(places)
         at = places[wanted] - 1
         shard_of = np.searchsorted(self._shard_starts, at, side="right") - 1
         found = np.empty((len(at), self.format.num_bytes), np.uint8)
         for shard in np.unique(shard_of):
             inside = shard_of == shard
-            found[inside] = self._shards[shard][at[inside] - self._shard_starts[shard]]
-        records[wanted] = found
-        return self.format.decode(records)
+            found[inside] = self._shard(int(shard))[at[inside] - self._shard_starts[shard]]
+
+        def spread(x: np.ndarray) -> np.ndarray:
+            whole = np.zeros((*places.shape, *x.shape[1:]), x.dtype)
+            whole[wanted] = x
+            return whole
+
+        said: TopK = jax.tree.map(spread, self.format.decode(found))
+        return said
 
 
 def digest(sequence: Sequence_) -> np.uint64:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,10 +50,30 @@ def divergence(
     """
     logits = jnp.maximum(logits, NO_LOGIT)
     if isinstance(teacher, TopK):
-        return _generalized(*_outcomes(logits, teacher, kind.temperature), kind.beta)
-    log_s = jax.nn.log_softmax(logits / kind.temperature, axis=-1)
-    log_t = jax.nn.log_softmax(like_student(teacher, logits.shape[-1]) / kind.temperature, axis=-1)
-    return _generalized(log_s, log_t, kind.beta)
+        found = _outcomes(logits, teacher, kind.temperature)
+        return _generalized(found.log_s, found.log_t, kind.beta)
+    return _generalized(*_both(logits, teacher, kind.temperature), kind.beta)
+
+
+def divergence_gradient(
+    logits: Float[Array, "B C V"], teacher: Float[Array, "B C W"] | TopK, kind: Divergence
+) -> Float[Array, "B C V"]:
+    """Of `divergence` by the student's logits, s (g - sum(s g)) / temperature with g = d divergence / d s.
+
+    beta 0: s - t. Else g = (1 - beta) log(s / m), with log(s / t) for beta 1. The ids beyond a teacher's best share the
+    pull on their sum as the student divides it. Twin: the gradient of `divergence` by the library.
+    """
+    bounded = jnp.maximum(logits, NO_LOGIT)
+    if isinstance(teacher, TopK):
+        found = _outcomes(bounded, teacher, kind.temperature)
+        pull = _pull(found.log_s, found.log_t, kind.beta)
+        rows, places = (x[..., None] for x in jnp.indices(found.ids.shape[:2]))
+        gradient = jnp.exp(found.others - found.rest) * pull[..., -1:]
+        gradient = gradient.at[rows, places, found.ids].set(pull[..., :-1], mode="drop")
+    else:
+        gradient = _pull(*_both(bounded, teacher, kind.temperature), kind.beta)
+    # What is impossible for the student stays so.
+    return jnp.where(logits > NO_LOGIT, gradient / kind.temperature, 0.0)
 
 
 def token_logps(teacher: Float[Array, "B C W"] | TopK, targets: Int[Array, "B C"]) -> Float[Array, "B C"]:
@@ -81,18 +102,48 @@ def _generalized(log_s: Float[Array, "B C V"], log_t: Float[Array, "B C V"], bet
     return beta * of_teacher + (1 - beta) * of_student
 
 
-def _outcomes(
-    logits: Float[Array, "B C V"], teacher: TopK, temperature: float
-) -> tuple[Float[Array, "B C K1"], Float[Array, "B C K1"]]:
+def _pull(log_s: Float[Array, "B C V"], log_t: Float[Array, "B C V"], beta: float) -> Float[Array, "B C V"]:
+    """Gradient of `_generalized` by the logarithms of the student's unnormalised probabilities."""
+    s = jnp.exp(log_s)
+    if beta == 0:
+        return s - jnp.exp(log_t)
+    if beta == 1:
+        g = log_s - log_t
+    else:
+        g = (1 - beta) * (log_s - jnp.logaddexp(log_t + jnp.log(beta), log_s + jnp.log1p(-beta)))
+    return s * (g - jnp.sum(s * g, axis=-1, keepdims=True))
+
+
+def _both(
+    logits: Float[Array, "B C V"], teacher: Float[Array, "B C W"], temperature: float
+) -> tuple[Float[Array, "B C V"], Float[Array, "B C V"]]:
+    """Log-probabilities of student and teacher."""
+    theirs = like_student(teacher, logits.shape[-1])
+    return jax.nn.log_softmax(logits / temperature, axis=-1), jax.nn.log_softmax(theirs / temperature, axis=-1)
+
+
+class _Outcomes(NamedTuple):
     """Log-probabilities of student and teacher: the teacher's best ids one by one, then all others together."""
+
+    log_s: Float[Array, "B C K1"]
+    log_t: Float[Array, "B C K1"]
+    ids: Int[Array, "B C K"]
+    others: Float[Array, "B C V"]
+    """The student's scaled logits without those ids."""
+    rest: Float[Array, "B C 1"]
+    """Log of the sum of their exponentials."""
+
+
+def _outcomes(logits: Float[Array, "B C V"], teacher: TopK, temperature: float) -> _Outcomes:
     scaled, ids = logits / temperature, jnp.asarray(teacher.ids)
     best = jnp.take_along_axis(scaled, ids, axis=-1, mode="fill", fill_value=NO_LOGIT)
     rows, places = (x[..., None] for x in jnp.indices(ids.shape[:2]))
     # Summed without the best ids: a difference of sums would leave nothing of a small rest.
-    rest = jax.nn.logsumexp(scaled.at[rows, places, ids].set(NO_LOGIT, mode="drop"), axis=-1, keepdims=True)
+    others = scaled.at[rows, places, ids].set(NO_LOGIT, mode="drop")
+    rest = jax.nn.logsumexp(others, axis=-1, keepdims=True)
     log_s = jnp.concatenate([best, rest], axis=-1) - jax.nn.logsumexp(scaled, axis=-1, keepdims=True)
     tail = jnp.asarray(teacher.tail if temperature == 1.0 else teacher.scaled_tail)[..., None]
     # Where the best ids are all that the student has, what was written of others is rounding.
     tail = jnp.where(rest < NOTHING_LEFT, NO_LOGIT, tail)
     log_t = jnp.concatenate([teacher.logps / temperature, tail], axis=-1)
-    return log_s, jax.nn.log_softmax(log_t, axis=-1)
+    return _Outcomes(log_s, jax.nn.log_softmax(log_t, axis=-1), ids, others, rest)

@@ -17,7 +17,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import HostArray, TokenStats, TopK
-from posttrain.kernels.divergence import FORWARD_KL, Divergence, divergence, token_logps
+from posttrain.kernels.divergence import FORWARD_KL, Divergence, divergence, divergence_gradient, token_logps
 
 CHUNK_ELEMENTS = 1 << 20
 """Logits alive at once, in elements: 4 MiB in float32. Value and gradient hold about four such arrays."""
@@ -80,22 +80,16 @@ def token_stats(
     """
     rows, length = tokens.shape
     chunk = chunk_length(rows, length, vocab_size)
-    pad = max(-(length - 1) % chunk, 2 - length)
     counts = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
     counts = jnp.asarray(counts if only is None else counts & only[:, 1:])
-    padded = jnp.pad(counts, ((0, 0), (0, pad)))
-    order = jnp.argsort(~padded, axis=1, stable=True)
-    plan = _Plan(
-        order=order,
-        back=jnp.argsort(order, axis=1),
-        num_chunks=-(-jnp.max(jnp.sum(counts, axis=1), initial=0) // chunk),
-    )
+    plan = plan_of(counts, chunk)
+    pad = plan.order.shape[1] - (length - 1)
     weights = _weights(teachers, teacher_weights, terms)
 
     def gathered(x: Any) -> Array:
         """Of the tokens that the contexts predict, in order of the plan."""
         x = jnp.pad(x[:, 1:], ((0, 0), (0, pad), *((0, 0) for _ in x.shape[2:])))
-        return _along(x, order)
+        return along(x, plan.order)
 
     given = _Given(
         targets=gathered(tokens),
@@ -138,7 +132,7 @@ def token_stats_reference(
     )
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """Contexts in the order in which they are computed: of each row first those that count."""
 
     order: Int[Array, "B T"]
@@ -146,6 +140,15 @@ class _Plan(NamedTuple):
     """Where each context stands in `order`."""
     num_chunks: Int[Array, ""]
     """How many chunks hold any that counts."""
+
+
+def plan_of(counts: Bool[Array, "B T"], chunk: int) -> Plan:
+    """For contexts of which some count, in whole chunks."""
+    length = counts.shape[1]
+    padded = jnp.pad(counts, ((0, 0), (0, max(-length % chunk, 1 - length))))
+    order = jnp.argsort(~padded, axis=1, stable=True)
+    num_chunks = -(-jnp.max(jnp.sum(counts, axis=1), initial=0) // chunk)
+    return Plan(order=order, back=jnp.argsort(order, axis=1), num_chunks=num_chunks)
 
 
 class _Given(NamedTuple):
@@ -196,11 +199,12 @@ def _context(hidden: Float[Array, "B T D"], pad: int) -> Float[Array, "B Tp D"]:
     return jnp.pad(hidden[:, :-1], ((0, 0), (0, pad), (0, 0)))
 
 
-def _along(x: Array, order: Int[Array, "B C"]) -> Array:
+def along(x: Array, order: Int[Array, "B C"]) -> Array:
+    """Of each row the places in this order."""
     return jnp.take_along_axis(x, order.reshape(*order.shape, *(1 for _ in x.shape[2:])), axis=1)
 
 
-def _part(static: _Static, plan: _Plan, given: _Given, index: Array) -> _Part:
+def _part(static: _Static, plan: Plan, given: _Given, index: Array) -> _Part:
     start = index * static.chunk
 
     def cut(x: Array) -> Array:
@@ -212,7 +216,7 @@ def _part(static: _Static, plan: _Plan, given: _Given, index: Array) -> _Part:
     for n, (head, hidden, best) in enumerate(zip(static.teachers, given.hidden, given.best, strict=True)):
         said: Any = jax.tree.map(cut, best)
         if head is not None and hidden is not None:
-            said = head(_along(hidden, order)).astype(jnp.float32)
+            said = head(along(hidden, order)).astype(jnp.float32)
         weight: Array | float = 1.0
         if weights is not None:
             weight = weights[..., n]
@@ -226,7 +230,7 @@ def _part(static: _Static, plan: _Plan, given: _Given, index: Array) -> _Part:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _compute(
-    static: _Static, hidden: Float[Array, "B Tp D"], parameters: tuple[Array, ...], plan: _Plan, given: _Given
+    static: _Static, hidden: Float[Array, "B Tp D"], parameters: tuple[Array, ...], plan: Plan, given: _Given
 ) -> Found:
     found = _computed(static, hidden, parameters, plan, given)
     del found[LOG_Z]
@@ -234,13 +238,13 @@ def _compute(
 
 
 def _computed(
-    static: _Static, hidden: Float[Array, "B Tp D"], parameters: tuple[Array, ...], plan: _Plan, given: _Given
+    static: _Static, hidden: Float[Array, "B Tp D"], parameters: tuple[Array, ...], plan: Plan, given: _Given
 ) -> Found:
     """All statistics in the order of the plan, and `LOG_Z`; 0 beyond the chunks that count."""
 
     def of_chunk(index: Array) -> tuple[Array, Found]:
         part = _part(static, plan, given, index)
-        logits = static.head(_along(hidden, part.order), *parameters).astype(jnp.float32)
+        logits = static.head(along(hidden, part.order), *parameters).astype(jnp.float32)
         return part.start, _of_chunk(static, logits, part)
 
     def body(index: Array, found: Found) -> Found:
@@ -272,7 +276,8 @@ def _of_chunk(static: _Static, logits: Float[Array, "B C V"], part: _Part) -> Fo
         found["log_squares"] = jnp.log(jnp.sum(jnp.square(exps), axis=-1)) - 2 * log_norm
     if terms.divergence is not None:
         found["divergence"] = _divergence(logits, part, terms.divergence)
-        found["teacher_kl"] = _divergence(logits, part, FORWARD_KL)
+        same = terms.divergence == FORWARD_KL
+        found["teacher_kl"] = found["divergence"] if same else _divergence(logits, part, FORWARD_KL)
         found["teacher_logps"] = _sum_of(part, lambda said: token_logps(said, part.targets))
     return found
 
@@ -312,14 +317,14 @@ def _compute_backward(static: _Static, residuals: Any, cotangents: Mapping[str, 
             parameters = [f if t is None else t for t, f in zip(trained, frozen, strict=True)]
             return static.head(x, *parameters).astype(jnp.float32)
 
-        logits, pull = jax.vjp(head, _along(hidden, part.order), trained)
+        logits, pull = jax.vjp(head, along(hidden, part.order), trained)
         x, parameters = pull(_gradient(static, logits, part, jax.tree.map(cut, known), cut(log_z), cut(entropy)))
         of_hidden = jax.lax.dynamic_update_slice_in_dim(sums[0], x, part.start, axis=1)
         return of_hidden, jax.tree.map(jnp.add, sums[1], parameters)
 
     zeros = (jnp.zeros_like(hidden), jax.tree.map(jnp.zeros_like, trained))
     of_hidden, of_parameters = jax.lax.fori_loop(0, plan.num_chunks, body, zeros)
-    return _along(of_hidden, plan.back), tuple(of_parameters), None, None
+    return along(of_hidden, plan.back), tuple(of_parameters), None, None
 
 
 def _gradient(
@@ -347,8 +352,9 @@ def _gradient(
     grad /= static.temperature
     if "divergence" in cotangents:
         assert static.terms.divergence is not None
-        kind = static.terms.divergence
-        grad += jax.vjp(lambda z: _divergence(z, part, kind), logits)[1](cotangents["divergence"])[0]
+        for said, weight in part.teachers:
+            pull = divergence_gradient(logits, said, static.terms.divergence)
+            grad += (weight * cotangents["divergence"])[..., None] * pull
     return grad
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import TopK
 from posttrain.kernels.divergence import NO_LOGIT
-from posttrain.kernels.token_stats import chunk_length
+from posttrain.kernels.token_stats import along, chunk_length, plan_of
 
 
 def top_k(
@@ -22,27 +22,40 @@ def top_k(
     k: int,
     temperature: float,
     vocab_size: int,
+    only: Bool[Array, "B T"] | None = None,
 ) -> TopK:
-    """Of the distribution that each token was drawn from; the first of a row has none, and gets zeros.
+    """Of the distribution that each token was drawn from; zeros for the first of a row and what is not in `only`.
 
-    `temperature`: of `scaled_tail`, the one of the divergence that the result is for.
+    `temperature`: of `scaled_tail`, the one of the divergence that the result is for. The head works on no more than a
+    chunk of the tokens in `only`.
     """
     rows, length = tokens.shape
     chunk = chunk_length(rows, length, vocab_size)
-    pad = -(length - 1) % chunk
+    counts = jnp.ones((rows, length - 1), bool) if only is None else jnp.asarray(only[:, 1:])
+    plan = plan_of(counts, chunk)
+    pad = plan.order.shape[1] - (length - 1)
+    contexts, targets = (
+        jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2))) for x in (hidden[:, :-1], tokens[:, 1:])
+    )
 
-    def split(x: Array) -> Array:
-        x = jnp.pad(x, ((0, 0), (0, pad), *((0, 0) for _ in x.shape[2:])))
-        return jnp.moveaxis(x.reshape(rows, -1, chunk, *x.shape[2:]), 1, 0)
+    def of_chunk(index: Array) -> TopK:
+        order = jax.lax.dynamic_slice_in_dim(plan.order, index * chunk, chunk, axis=1)
+        return _best(logits_of(along(contexts, order)).astype(jnp.float32), along(targets, order), k, temperature)
 
-    def of_chunk(inputs: tuple[Array, Array]) -> TopK:
-        return _best(logits_of(inputs[0]).astype(jnp.float32), inputs[1], k, temperature)
+    def body(index: Array, found: TopK) -> TopK:
+        def put(all_of_them: Array, new: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(all_of_them, new, index * chunk, axis=1)
 
-    def join(x: Array) -> Array:
-        x = jnp.moveaxis(x, 0, 1).reshape(rows, -1, *x.shape[3:])[:, : length - 1]
-        return jnp.pad(x, ((0, 0), (1, 0), *((0, 0) for _ in x.shape[2:])))
+        return jax.tree.map(put, found, of_chunk(index))
 
-    return jax.tree.map(join, jax.lax.map(of_chunk, (split(hidden[:, :-1]), split(tokens[:, 1:]))))
+    def joined(x: Array) -> Array:
+        x = along(x, plan.back)[:, : length - 1]
+        x = jnp.where(counts.reshape(*counts.shape, *(1,) * (x.ndim - 2)), x, 0)
+        return jnp.pad(x, ((0, 0), (1, 0), *((0, 0),) * (x.ndim - 2)))
+
+    shapes = jax.eval_shape(of_chunk, jnp.int32(0))
+    zeros = jax.tree.map(lambda s: jnp.zeros((rows, plan.order.shape[1], *s.shape[2:]), s.dtype), shapes)
+    return jax.tree.map(joined, jax.lax.fori_loop(0, plan.num_chunks, body, zeros))
 
 
 def _best(logits: Float[Array, "B C V"], targets: Int[Array, "B C"], k: int, temperature: float) -> TopK:

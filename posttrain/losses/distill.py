@@ -19,7 +19,7 @@ class DistillLoss:
     """(1 - c) divergence + c nll per token, c = `cross_entropy`: sum(w x) / sum(w). GKD, arXiv:2306.13649.
 
     Which divergence, and at which temperature, is the trainer's `terms.divergence`. A token that no teacher speaks of
-    has only the second part, and does not count in `distill/kl` and `distill/teacher_nll`.
+    has only the second part, and does not count in the metrics `distill/...`.
     """
 
     cross_entropy: float
@@ -40,11 +40,12 @@ class DistillLoss:
         loss = (1 - c) * masked(stats.divergence, batch)
         if c:
             loss -= c * masked(stats.logps, batch)
-        taught = weight * _teaching(batch)
+        taught = weight * teaching(batch)
         # Each is a sum over teachers already, so a token counts as much as its teachers do.
         metrics = {
             "distill/divergence": Mean(total=_total(stats.divergence, weight), weight=taught.sum()),
             "distill/kl": Mean(total=_total(stats.teacher_kl, weight), weight=taught.sum()),
+            "distill/student_nll": Mean(total=_total(-stats.logps * teaching(batch), weight), weight=taught.sum()),
             "distill/teacher_nll": Mean(total=_total(-stats.teacher_logps, weight), weight=taught.sum()),
         }
         return LossOutput(
@@ -52,7 +53,7 @@ class DistillLoss:
         )
 
 
-def _teaching(batch: Batch) -> Float[Array, "B T"]:
+def teaching(batch: Batch) -> Float[Array, "B T"]:
     """The weight of all teachers of a token together."""
     if batch.teacher_weights is None:
         return jnp.ones(batch.tokens.shape, jnp.float32)

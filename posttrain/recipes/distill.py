@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from posttrain.batch import rows_per_pass
-from posttrain.config import ConfigError, DatasetSection, DistillSection, RunConfig
+from posttrain.config import ConfigError, DatasetSection, DistillSection, ModelSection, RunConfig
 from posttrain.console import console, progress_bar
 from posttrain.data.ahead import Ahead, BatchStream
 from posttrain.data.chat import Renderer
@@ -24,12 +24,15 @@ from posttrain.models.decoder import Decoder
 from posttrain.recipes.on_policy import MixedBatches, Samples
 from posttrain.recipes.prepare import SFTInputs, prepare
 from posttrain.recipes.python import PythonRun
-from posttrain.recipes.sft import evaluate_sequences, make_trainer, sequences_of, train_batches
+from posttrain.recipes.sequence_evaluation import Record, evaluate
+from posttrain.recipes.sft import make_trainer, sequences_of, train_batches
 from posttrain.recipes.stage import StageRun
 from posttrain.recipes.teachers import (
+    DEFAULT_TOP_K,
     OutsideTeacher,
     Scorer,
     TeacherSource,
+    computed_in,
     load_teacher,
     outside_teacher,
     teacher_digest,
@@ -48,12 +51,16 @@ def run_distill(stage: StageRun, inputs: SFTInputs) -> None:
         inside = [source for source in inputs.teachers if not source.section.outside]
         teachers = [load_teacher(source, stage.model, stage.tokenizer, stage.mesh) for source in inside]
         outside = [
-            outside_teacher(source, stage.model, stage.tokenizer, section, section.temperature, section.top_k)
+            outside_teacher(
+                source, stage.model, stage.tokenizer, section, section.temperature, section.top_k or DEFAULT_TOP_K
+            )
             for source in inputs.teachers[len(inside) :]
         ]
     else:
         caches = [
-            TeacherCache([folder for _, folder in cache_folders(inputs, source, stage.tokenizer, to_write=False)])
+            TeacherCache(
+                [folder for _, folder in cache_folders(inputs, source, stage.model, stage.tokenizer, to_write=False)]
+            )
             for source in inputs.teachers
         ]
     titles = [source.title for source in inputs.teachers]
@@ -72,11 +79,11 @@ def run_distill(stage: StageRun, inputs: SFTInputs) -> None:
             batches = MixedBatches(batches, samples, section.on_policy, stage.seed, lambda: trainer.step_number)
         assert batches is not None
 
-        def evaluate() -> dict[str, float]:
-            of_rows = {} if sequences is None else evaluate_sequences(trainer, inputs, taught)
+        def evaluate_all() -> Record:
+            of_rows = {} if sequences is None else evaluate(trainer, inputs, taught)
             return of_rows if samples is None else of_rows | samples.evaluate()
 
-        train_batches(stage, inputs, trainer, batches, evaluate)
+        train_batches(stage, inputs, trainer, batches, evaluate_all)
 
 
 def _scorers(
@@ -114,9 +121,9 @@ def sources(inputs: SFTInputs) -> list[Source]:
 
 
 def cache_folders(
-    inputs: SFTInputs, source: TeacherSource, tokenizer: Tokenizer, *, to_write: bool
+    inputs: SFTInputs, source: TeacherSource, model: ModelSection, tokenizer: Tokenizer, *, to_write: bool
 ) -> list[tuple[Source, CacheFolder]]:
-    """Of each dataset the folder of what a teacher says of it, named after the data."""
+    """Of each dataset the folder of what a teacher says of it, named after the data. `model`: the student's."""
     section = inputs.section
     assert isinstance(section, DistillSection) and section.cache is not None
     folders = []
@@ -127,9 +134,10 @@ def cache_folders(
             "data": data,
             "tokens": token_fingerprint(rows, row_tokenizer(section, dataset, rows, renderer)),
             "vocab_size": tokenizer.num_ids,
-            "top_k": min(section.top_k, tokenizer.num_ids),
+            "top_k": min(section.top_k or DEFAULT_TOP_K, tokenizer.num_ids),
             "temperature": section.temperature,
             "teacher_column": section.teacher_column,
+            **computed_in(source.section, model),
         }
         folder = Path(section.cache) / source.title / data
         folders.append(((dataset, rows, renderer), CacheFolder(folder, identity, len(rows))))
@@ -149,7 +157,7 @@ def write_caches(config: RunConfig, base_dir: Path) -> None:
             continue
         assert isinstance(inputs, SFTInputs)
         for source in inputs.teachers:
-            folders = cache_folders(inputs, source, prepared.tokenizer, to_write=True)
+            folders = cache_folders(inputs, source, config.model, prepared.tokenizer, to_write=True)
             for _, folder in folders:
                 folder.claim()
             left = [(data, folder) for data, folder in folders if folder.missing()]
@@ -158,7 +166,12 @@ def write_caches(config: RunConfig, base_dir: Path) -> None:
                 assert isinstance(section, DistillSection)
                 if source.section.outside:
                     teacher = outside_teacher(
-                        source, config.model, prepared.tokenizer, section, section.temperature, section.top_k
+                        source,
+                        config.model,
+                        prepared.tokenizer,
+                        section,
+                        section.temperature,
+                        section.top_k or DEFAULT_TOP_K,
                     )
                 else:
                     model = load_teacher(source, config.model, prepared.tokenizer, mesh)

@@ -18,7 +18,7 @@ from posttrain.losses.pairs import Pairs, pairs_of, sequences_of
 from posttrain.losses.reward_model import reward_pairs
 from posttrain.metrics import merge, to_host
 from posttrain.reference import model_inputs
-from posttrain.rl.statistics import mean_interval
+from posttrain.statistics import mean_interval
 from posttrain.trainer import Trainer
 from posttrain.tree import Mean
 

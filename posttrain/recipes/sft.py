@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
-import numpy as np
-
-from posttrain.batch import Batch
 from posttrain.config import SFTSection
-from posttrain.console import progress_bar
 from posttrain.data.ahead import BatchStream
-from posttrain.data.pipeline import SFTBatches, eval_batches
+from posttrain.data.pipeline import SFTBatches
 from posttrain.data.taught import Taught
 from posttrain.kernels.token_stats import Terms
 from posttrain.losses.router import RouterLoss
-from posttrain.metrics import Metrics, to_host
 from posttrain.models.decoder import Decoder
 from posttrain.optim import make_optimizer
 from posttrain.recipes.prepare import SFTInputs
 from posttrain.recipes.python import PythonRun
+from posttrain.recipes.sequence_evaluation import Record, difference, evaluate, metrics_of, with_perplexities
 from posttrain.recipes.stage import HeldOut, StageRun
 from posttrain.trainer import Trainer
-from posttrain.tree import Mean
 
 
 def run_sft(stage: StageRun, inputs: SFTInputs) -> None:
@@ -66,7 +59,7 @@ def make_trainer(
 def train_sequences(stage: StageRun, inputs: SFTInputs, trainer: Trainer, taught: Taught | None) -> None:
     """All steps and evaluations of a stage, and its model. `taught`: what teachers say of the rows."""
     batches = sequences_of(stage, inputs, taught)
-    train_batches(stage, inputs, trainer, batches, lambda: evaluate_sequences(trainer, inputs, taught))
+    train_batches(stage, inputs, trainer, batches, lambda: evaluate(trainer, inputs, taught))
 
 
 def sequences_of(stage: StageRun, inputs: SFTInputs, taught: Taught | None) -> SFTBatches:
@@ -79,7 +72,7 @@ def train_batches(
     inputs: SFTInputs,
     trainer: Trainer,
     batches: BatchStream,
-    evaluate: Callable[[], dict[str, float]],
+    evaluate_all: Callable[[], Record],
 ) -> None:
     """All steps and evaluations of a stage, and its model."""
     section = inputs.section
@@ -88,39 +81,15 @@ def train_batches(
     dropped = {} if section.overlong == "error" else {"data/dropped_ratio": inputs.dropped_ratio}
 
     def step() -> Mapping[str, Any]:
-        return {**_with_perplexities(trainer.step(next(batches))), **dropped}
+        return {**with_perplexities(trainer.step(next(batches))), **dropped}
 
-    held_out = HeldOut(evaluate=evaluate, metrics=lambda record: record)
+    held_out = HeldOut(evaluate=evaluate_all, metrics=metrics_of)
     with stage.opened(trainer, batches, section.num_steps) as (sinks, checkpointer):
         evaluation = held_out if section.eval_dataset is not None else None
         result = stage.train(trainer, step, batches, sinks, checkpointer, section, evaluation)
+    if result:
+        result["difference"] = difference(result["before"], result["after"])
     stage.finish(trainer.model, result)
-
-
-def _with_perplexities(metrics: Metrics) -> Metrics:
-    """Those of student and teachers at temperature 1, of a step that has teachers."""
-    if "distill/teacher_nll" not in metrics:
-        return metrics
-    names = {"nll": "distill/student_perplexity", "distill/teacher_nll": "distill/teacher_perplexity"}
-    means = {name: metrics[source] for source, name in names.items()}
-    found = {name: jnp.exp(jnp.asarray(m.total) / m.weight) for name, m in means.items() if isinstance(m, Mean)}
-    return {**metrics, **found}
-
-
-def evaluate_sequences(trainer: Trainer, inputs: SFTInputs, taught: Taught | None) -> dict[str, float]:
-    section, rows, renderer = inputs.section, inputs.eval_rows, inputs.eval_renderer
-    assert section.eval_dataset is not None and rows is not None and renderer is not None
-    with progress_bar(f"evaluating {len(rows):,} held-out rows", len(rows)) as advance:
-        held_out = _counted(eval_batches(section, section.eval_dataset, rows, renderer, taught), advance)
-        found = to_host(_with_perplexities(trainer.evaluate(held_out)))
-    metrics = {f"eval/{name}": value for name, value in found.items()}
-    return metrics | {"eval/perplexity": math.exp(metrics["eval/nll"])} if "eval/nll" in metrics else metrics
-
-
-def _counted(batches: Iterator[Batch], advance: Callable[[int], None]) -> Iterator[Batch]:
-    for batch in batches:
-        yield batch
-        advance(int(np.max(batch.segments, axis=1).sum()))
 
 
 class SFT(PythonRun):

@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain.config import RunConfig
 from posttrain.console import console, cut, printable
-from posttrain.rl.statistics import PairedDifference, paired_difference
+from posttrain.statistics import PairedDifference, paired_difference
 
 NUM_ANSWERS = 6
 ANSWER_CELLS = 240
@@ -24,8 +24,7 @@ def print_summary(output: Path, names: Sequence[str], results: Sequence[Mapping[
         elif "preferred" in result.get("after", {}):
             _print_preferred(name, result)
         elif "eval/perplexity" in result.get("after", {}):
-            before, after = (result[key]["eval/perplexity"] for key in ("before", "after"))
-            out.print(f"{name}: held-out perplexity {before:.3f} -> {after:.3f}")
+            _print_sequences(name, result)
     files = [
         ("model", output / names[-1] / "model"),
         ("metrics", output / "metrics.jsonl"),
@@ -88,6 +87,18 @@ def _print_preferred(name: str, result: Mapping[str, Any]) -> None:
         out.print(_in_words("difference over the same pairs", paired_difference(before, after)), markup=False)
     accuracy = _share(result["after"]["metrics"], "eval/rewards/accuracies")
     out.print(f"{name}: chosen answer has the greater reward: {accuracy}", markup=False, soft_wrap=True)
+
+
+def _print_sequences(name: str, result: Mapping[str, Any]) -> None:
+    """Of held-out sequences, before and after, and what changed on the same ones."""
+    for metric, difference in (("eval/distill/kl", "eval/distill/kl"), ("eval/perplexity", "eval/nll")):
+        if metric not in result["after"]:
+            continue
+        shares = " -> ".join(_share(result[key], metric) for key in ("before", "after"))
+        console().print(f"{name}: held-out {metric.removeprefix('eval/')} {shares}", markup=False, soft_wrap=True)
+        what = f"difference of {difference.removeprefix('eval/')} over the same sequences"
+        found = PairedDifference(**result["difference"][difference])
+        console().print(_in_words(what, found), markup=False, soft_wrap=True)
 
 
 def _share(metrics: Mapping[str, float], what: str) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,6 +28,8 @@ from posttrain.rl.assemble import Shares
 from posttrain.weights.files import find_folder
 from posttrain.weights.load import check_weights, load_model
 from posttrain.weights.lora import count_parameters
+
+DEFAULT_TOP_K = 64
 
 SAME_TOKENS = 0.99
 """Share of the student's tokens that a teacher must know by the same ids."""
@@ -54,6 +57,11 @@ def find_teachers(
     """
     found, notes = [], []
     cached = isinstance(section, DistillSection) and section.cache is not None
+    if isinstance(section, DistillSection) and cached and section.beta > 0:
+        notes.append(
+            f"beta={section.beta:g} from a cache is a lower bound: the mass beyond top_k counts as one outcome, so a "
+            "student that divides it otherwise than its teacher is not held to that; exact with the teacher in the step"
+        )
     for teacher in in_order(section):
         try:
             path = local_or_hub(teacher.path, base_dir)
@@ -137,17 +145,21 @@ def load_teacher(source: TeacherSource, model: ModelSection, tokenizer: Tokenize
     assert rows is not None
     teacher = load_model(
         source.path,
-        dtype=source.section.dtype or model.dtype,
-        compute_dtype=model.compute_dtype,
+        **computed_in(source.section, model),
         mesh=mesh,
         attention=model.attention,
         grouped_matmul=model.grouped_matmul,
         num_tokens=tokenizer.num_ids if tokenizer.num_ids < rows.vocab_size else None,
-        quantize=source.section.quantize,
     )
     size = count_parameters(teacher).total
     console().print(f"teacher {source.title}: {teacher.config.model_type}, {size:,} parameters", highlight=False)
     return teacher
+
+
+def computed_in(teacher: TeacherSection, model: ModelSection) -> dict[str, Any]:
+    """What of a teacher's computation changes what it says; by default that of the student."""
+    dtype = teacher.dtype or model.dtype
+    return {"quantize": teacher.quantize, "dtype": dtype, "compute_dtype": model.compute_dtype or dtype}
 
 
 def teacher_digest(source: TeacherSource, *, needed: bool) -> str | None:
@@ -243,16 +255,16 @@ class Scorer:
             yield from self._pass(window)
 
     def _pass(self, window: Sequence[tuple[Mapping[str, np.ndarray], int, int]]) -> Iterator[TopK]:
-        tokens, positions, segments = np.zeros((3, self._rows, self._row_tokens), np.int32)
+        tokens, positions, segments, wanted = np.zeros((4, self._rows, self._row_tokens), np.int32)
         for number, (sequence, row, start) in enumerate(window, start=1):
             span = slice(start, start + len(sequence["tokens"]))
             tokens[row, span] = sequence["tokens"]
             positions[row, span] = np.arange(len(sequence["tokens"]))
             segments[row, span] = number
-        rows = Batch(
-            tokens=tokens, positions=positions, segments=segments, loss_weight=np.sign(segments, dtype=np.float32)
+            wanted[row, span] = sequence["loss_weight"] > 0
+        found = self._teacher.top_k(
+            Batch(tokens=tokens, positions=positions, segments=segments, loss_weight=wanted.astype(np.float32))
         )
-        found = self._teacher.top_k(rows)
         for sequence, row, start in window:
             at = start + np.flatnonzero(sequence["loss_weight"])
             yield jax.tree.map(lambda x, row=row, at=at: x[row, at], found)

@@ -12,9 +12,9 @@ from posttrain.config import ConfigError
 from posttrain.console import progress_bar
 from posttrain.rl.collect import Sampler, collect
 from posttrain.rl.rewards import Rubric
-from posttrain.rl.statistics import Interval, mean_interval
 from posttrain.rl.teaching import interval_of
 from posttrain.rl.types import Example, Group, Rewards
+from posttrain.statistics import Interval, mean_interval
 
 EVAL_STEP = 2**32 - 1
 """In place of the step in a sample's random key: every evaluation of a run draws the same random numbers."""

@@ -18,9 +18,9 @@ from posttrain.rl.assemble import assemble
 from posttrain.rl.cluster import Cluster, Role
 from posttrain.rl.collect import Sampler, collect
 from posttrain.rl.rewards import Rubric
-from posttrain.rl.statistics import standard_error
 from posttrain.rl.teaching import Teaching, add_teachers
 from posttrain.rl.types import Example, Group, Rewards, Trajectory
+from posttrain.statistics import standard_error
 from posttrain.tree import replace
 
 MAX_LOGP_DIFFERENCE = 0.1

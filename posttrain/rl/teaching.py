@@ -14,8 +14,8 @@ from posttrain.batch import Batch
 from posttrain.data.taught import of_teacher
 from posttrain.metrics import Metrics
 from posttrain.rl.assemble import Shares, assemble
-from posttrain.rl.statistics import Interval, mean_interval
 from posttrain.rl.types import Group
+from posttrain.statistics import Interval, mean_interval
 from posttrain.tree import Mean, replace
 
 

@@ -77,7 +77,8 @@ def upcycled_config(dense: ModelConfig, plan: Upcycling) -> ModelConfig:
     known = {key: value for key, value in fields.read.items() if value is not None}
     config = hf.config_from_hf(known | json.loads(dense.hf_json) | _changes(dense, plan, target))
     config = replace(config, generation_json=dense.generation_json)
-    _check_same(dense, config)
+    if faults := differences(dense, config):
+        raise ConfigError(f"upcycle: {target} cannot express {', '.join(faults)} of this {dense.model_type}")
     return config
 
 
@@ -103,8 +104,8 @@ def _changes(dense: ModelConfig, plan: Upcycling, target: str) -> dict[str, Any]
     return common | own | ({"shared_expert_intermediate_size": dim} if target == "qwen2_moe" else {})
 
 
-def _check_same(dense: ModelConfig, config: ModelConfig) -> None:
-    """ConfigError where anything but the MLPs differs."""
+def differences(dense: ModelConfig, config: ModelConfig) -> list[str]:
+    """What differs between a dense model and a mixture, but for the MLPs."""
     faults = set()
     for ours, theirs in zip(dense.blocks, config.blocks, strict=True):
         assert isinstance(ours.mlp, MLPConfig)
@@ -113,11 +114,7 @@ def _check_same(dense: ModelConfig, config: ModelConfig) -> None:
         faults |= _differences(ours.mlp, expert) | _differences(ours.attention, theirs.attention)
         faults |= _differences(replace(ours, mlp=expert, attention=theirs.attention), replace(theirs, mlp=expert))
     changed: dict[str, Any] = {"model_type": dense.model_type, "hf_json": dense.hf_json, "stages": dense.stages}
-    faults |= _differences(dense, replace(config, **changed))
-    if faults:
-        raise ConfigError(
-            f"upcycle: {config.model_type} cannot express {', '.join(sorted(faults))} of this {dense.model_type}"
-        )
+    return sorted(faults | _differences(dense, replace(config, **changed)))
 
 
 def _differences(a: Any, b: Any) -> set[str]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from posttrain.batch import Batch, TopK
-from posttrain.kernels.divergence import Divergence, divergence
+from posttrain.kernels.divergence import Divergence, divergence, divergence_gradient
 from posttrain.kernels.token_stats import Teacher, Terms, token_stats
 from posttrain.kernels.top_k import top_k
 from posttrain.losses.distill import DistillLoss
@@ -193,6 +193,18 @@ def test_all_ids_say_what_the_teacher_says(problem: dict[str, Any]) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
+def test_best_ids_are_found_only_where_they_are_wanted(problem: dict[str, Any]) -> None:
+    head, hidden, tokens = problem["teacher_head"], jnp.asarray(problem["teacher"]), jnp.asarray(problem["tokens"])
+    wanted = jnp.asarray(problem["loss_weight"] > 0)
+
+    def found(only: Any) -> TopK:
+        return top_k(lambda x: x @ head, hidden, tokens, k=3, temperature=2.0, vocab_size=VOCAB, only=only)
+
+    for some, whole in zip(jax.tree.leaves(found(wanted)), jax.tree.leaves(found(None)), strict=True):
+        np.testing.assert_allclose(some[wanted], whole[wanted], rtol=1e-5)
+        assert not np.asarray(some)[~np.asarray(wanted)].any()
+
+
 def test_few_ids_bound_from_below(problem: dict[str, Any]) -> None:
     logits = jnp.asarray(problem["student"] @ problem["head"])[:, :-1]
     teacher = jnp.asarray(problem["teacher"] @ problem["teacher_head"][:, :VOCAB])[:, :-1]
@@ -264,3 +276,22 @@ def test_a_smaller_vocabulary_is_padded() -> None:
     log_t, log_s = jax.nn.log_softmax(teacher), jax.nn.log_softmax(student)
     expected = jnp.sum(jnp.exp(log_t) * (log_t - log_s[..., :3]), axis=-1)
     np.testing.assert_allclose(divergence(student, teacher, kind), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_the_gradient_is_the_one_by_the_library(problem: dict[str, Any], beta: float) -> None:
+    """From whole logits and from best ids, with a certain and an impossible token, and an id that the student lacks."""
+    student = jnp.asarray(problem["student"] @ problem["head"])[:, 1:].at[:, 0, 3].add(60.0)
+    student = student.at[:, :, 5].set(-1e30)
+    live = jnp.asarray(problem["teacher"] @ problem["teacher_head"])[:, :-1, :VOCAB].at[:, :, 5].set(-jnp.inf)
+    best = jax.tree.map(lambda x: x[:, 1:], said_by(problem, "teacher", 4, 1.5))
+    best = replace(best, ids=jnp.where(best.ids == 5, VOCAB + 1, best.ids))
+    kind = Divergence(beta=beta, temperature=1.5)
+
+    def both(student: jax.Array) -> Any:
+        by_library = [jax.grad(lambda z, t=t: divergence(z, t, kind).sum())(student) for t in (live, best)]
+        return [divergence_gradient(student, t, kind) for t in (live, best)], by_library
+
+    for found, expected in zip(*jax.jit(both)(student), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+        assert float(jnp.abs(found).max()) > 0.01 and not found[..., 5].any()

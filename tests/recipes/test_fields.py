@@ -24,7 +24,7 @@ from posttrain.recipes.distill import cache_folders, terms_of
 from posttrain.recipes.prepare import Prepared, SFTInputs, prepare
 from posttrain.recipes.prepare_rl import RLInputs
 from posttrain.recipes.rl import eval_sampling
-from posttrain.recipes.sft import _counted
+from posttrain.recipes.sequence_evaluation import counted
 from posttrain.recipes.stage import StageRun
 from posttrain.recipes.teachers import load_teacher
 from posttrain.rl.advantages import centered
@@ -156,7 +156,7 @@ def test_evaluation_counts_its_rows(folder: Path, packing: bool) -> None:
     section, rows, renderer = inputs.section, inputs.eval_rows, inputs.eval_renderer
     assert section.eval_dataset is not None and rows is not None and renderer is not None
     done: list[int] = []
-    batches = list(_counted(eval_batches(section, section.eval_dataset, rows, renderer), done.append))
+    batches = list(counted(eval_batches(section, section.eval_dataset, rows, renderer), done.append))
     assert sum(done) == 11 and len(done) == len(batches) and (packing or done == [4, 4, 3])
 
 
@@ -400,5 +400,18 @@ def test_distillation(folder: Path, tmp_path: Path) -> None:
         model = load_teacher(source, loaded.model, tokenizer, single_device_mesh())
         assert {array.dtype for array in ModelWeights(model).read().values()} == kinds
     cached = inputs("stages.0.cache=said", "stages.0.top_k=5")
-    ((_, cache),) = cache_folders(cached, cached.teachers[0], tokenizer, to_write=True)
+    model = loaded.model
+    ((_, cache),) = cache_folders(cached, cached.teachers[0], model, tokenizer, to_write=True)
     assert cache.format.k == 5 and cache.folder.parts[:2] == ("said", "t")
+    changes = {"quantize": "int8", "dtype": "bfloat16"}
+    for name, value in changes.items():
+        source = inputs("stages.0.cache=said", f"stages.0.teachers.0.{name}={value}").teachers[0]
+        ((_, other),) = cache_folders(cached, source, model, tokenizer, to_write=True)
+        assert other.identity[name] == value != cache.identity[name]
+    ((_, other),) = cache_folders(
+        cached, cached.teachers[0], model.model_copy(update={"compute_dtype": "bfloat16"}), tokenizer, to_write=True
+    )
+    assert other.identity["compute_dtype"] == "bfloat16" != cache.identity["compute_dtype"]
+    for override, text in {"top_k=5": "is of a cache", "teacher_column=who": "has no effect with one teacher"}.items():
+        with pytest.raises(ConfigError, match=text):
+            inputs(f"stages.0.{override}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -9,12 +10,15 @@ import numpy as np
 import pytest
 
 from posttrain.config import ConfigError
+from posttrain.data.tokenizer import load_tokenizer
+from posttrain.models.config import AttentionConfig
 from posttrain.models.decoder import Decoder
-from posttrain.recipes.prune import prune
+from posttrain.recipes.prune import expert_load, prune
 from posttrain.weights.load import load_model
 from posttrain.weights.prune import Pruning, pruned, pruned_config
 from posttrain.weights.save import save_model
 from posttrain.weights.state import ModelWeights
+from posttrain.weights.upcycle import Upcycling, upcycled
 from tests.tiny import forward, shake, tiny_config, tiny_model
 
 TOKENS = np.arange(24).reshape(2, 12)
@@ -63,9 +67,54 @@ def test_a_pruned_checkpoint(tmp_path: Path, model: Decoder) -> None:
         prune(str(tmp_path / "whole"), tmp_path / "small", Pruning())
 
 
+def test_heads_go_with_their_group(model: Decoder) -> None:
+    """The first of two groups of every layer, whose values are made to count for nothing, is the one that goes."""
+    weights = ModelWeights(model)
+    (path,) = [path for path in weights.read() if path.endswith("attention.v.kernel")]
+    values = np.array(weights.read()[path])
+    values[..., :8] = 0.0
+    whole = weights.bind(weights.read() | {path: jnp.asarray(values)})
+    small = pruned(whole, Pruning(kv_heads=1))
+    attention = small.config.blocks[0].attention
+    assert isinstance(attention, AttentionConfig)
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (2, 1, 8)
+    np.testing.assert_allclose(forward(small, TOKENS), forward(whole, TOKENS), rtol=1e-4, atol=1e-4)
+
+
+def test_experts_become_one_mlp(tmp_path: Path) -> None:
+    """Copies say what the dense model said, whatever their number; of experts that differ the most used stay."""
+    llama = tiny_model(windows=(None,), qk_norm=False)
+    mixture = upcycled(llama, Upcycling(experts=4, top_k=2, mode="copy"), seed=0)
+    load = expert_load(mixture, [TOKENS[0], TOKENS[1][:7]])
+    assert load.shape == (3, 4) and (load.sum(axis=1) == 2 * (12 + 7)).all()
+    for experts in (1, 3):
+        small = pruned(mixture, Pruning(experts=experts), load)
+        assert small.config.model_type == "llama" and small.config.blocks[0].mlp.dim == 48 * experts
+        np.testing.assert_allclose(forward(small, TOKENS), forward(llama, TOKENS), rtol=1e-4, atol=1e-4)
+    noisy = upcycled(llama, Upcycling(experts=4, top_k=2, mode="copy", noise=0.5), seed=0)
+    first = pruned(noisy, Pruning(experts=1, layers=(1, 2)), np.asarray([[0, 0, 0, 1], [0, 5, 3, 2], [4, 1, 2, 3.0]]))
+    kept, there = (ModelWeights(m).read() for m in (first, noisy))
+    up = np.asarray(there["stages.0.blocks.0.mlp.experts.up"])
+    np.testing.assert_array_equal(kept["stages.0.blocks.0.mlp.up.kernel"], [up[1, 1], up[2, 0]])
+    save_model(noisy, tmp_path / "noisy", tokenizer=load_tokenizer("bytes"))
+    (tmp_path / "rows.jsonl").write_text('{"text": "a text"}\n')
+    with pytest.raises(ConfigError, match="give both or none"):
+        prune(str(tmp_path / "noisy"), tmp_path / "small", Pruning(experts=2))
+    text = str(tmp_path / "rows.jsonl")
+    prune(str(tmp_path / "noisy"), tmp_path / "small", Pruning(experts=2, mlp_dim=64), text=text, reader="posttrain")
+    assert load_model(tmp_path / "small").config.blocks[0].mlp.dim == 64
+
+
+def test_the_generation_config_stays(model: Decoder) -> None:
+    config = replace(model.config, generation_json='{"top_p": 0.5}')
+    assert pruned_config(config, Pruning(mlp_dim=24)).generation_json == config.generation_json
+
+
 def test_what_cannot_be_pruned() -> None:
     config = tiny_config(windows=(None,))
     for plan, text in [
+        (Pruning(kv_heads=3), "kv_heads=3 must be from 1 to 2"),
+        (Pruning(experts=1), "qwen3 is no mixture with a dense counterpart"),
         (Pruning(layers=(2, 1)), "must rise"),
         (Pruning(layers=(3,)), "from 0 to 2"),
         (Pruning(mlp_dim=49), "mlp_dim=49 must be from 1 to 48"),

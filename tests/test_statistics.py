@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from posttrain.rl.statistics import Interval, mean_interval, paired_difference, standard_error
+from posttrain.statistics import (
+    Interval,
+    mean_interval,
+    paired_difference,
+    paired_ratio_difference,
+    ratio_interval,
+    standard_error,
+)
 
 SIMULATIONS = 2000
 
@@ -130,3 +137,34 @@ def test_standard_error_counts_prompts():
     repeated = np.repeat(np.random.default_rng(0).random((20, 1)), 8, axis=1)
     assert standard_error(repeated) == pytest.approx(standard_error(repeated[:, :1]))
     assert math.isnan(standard_error([[1.0, 0.0]]))
+
+
+def sequences(seed: int, n: int = 60) -> tuple[np.ndarray, np.ndarray]:
+    """Totals and numbers of tokens; long sequences are harder, and the mean over tokens is 2 in the long run."""
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(5, 100, n)
+    means = 2.0 + 0.01 * (lengths - RATIO_LENGTH) + draw.normal(0, 0.5, n)
+    return means * lengths, lengths
+
+
+LENGTHS = np.arange(5, 100)
+RATIO_LENGTH = float((LENGTHS**2).sum() / LENGTHS.sum())
+
+
+def test_coverage_of_a_ratio_of_sums():
+    assert 0.92 <= coverage([ratio_interval(*sequences(seed)) for seed in range(SIMULATIONS)], 2.0) <= 0.97
+
+
+def test_a_ratio_of_equal_weights_is_a_mean():
+    values = np.random.default_rng(0).normal(size=20)
+    ratio, mean = ratio_interval(3 * values, np.full(20, 3.0)), mean_interval(values)
+    np.testing.assert_allclose((ratio.mean, ratio.low, ratio.high), (mean.mean, mean.low, mean.high))
+    assert ratio_interval([*values, 0.0], [*np.ones(20), 0.0]).n == 20
+    assert ratio_interval([2.0], [4.0]) == Interval(0.5, -math.inf, math.inf, 1)
+    after = values - 0.1 + 0.01 * values**2
+    ratio, plain = paired_ratio_difference(values, after, np.ones(20)), paired_difference(values, after)
+    np.testing.assert_allclose((ratio.mean, ratio.low, ratio.p_value), (plain.mean, plain.low, plain.p_value))
+    assert paired_ratio_difference(values, values, np.ones(20)).p_value == 1.0
+    for totals, weights in [([1.0, 2.0], [1.0]), ([1.0], [0.0]), ([1.0], [-1.0])]:
+        with pytest.raises(ValueError, match="must be as many"):
+            ratio_interval(totals, weights)

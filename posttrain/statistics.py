@@ -1,4 +1,4 @@
-"""Intervals and tests for evaluations: samples of one prompt are not independent, prompts are."""
+"""Intervals and tests for evaluations: samples of one prompt are not independent, nor tokens of one sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with its 95 % interval; `n` counts what is independent: prompts, not samples."""
+    """A mean with its 95 % interval; `n` counts what is independent: prompts, sequences."""
 
     mean: float
     low: float
@@ -90,6 +90,30 @@ def paired_difference(before: ArrayLike, after: ArrayLike) -> PairedDifference:
     return PairedDifference(mean, mean - half, mean + half, n, p_value)
 
 
+def ratio_interval(totals: ArrayLike, weights: ArrayLike) -> Interval:
+    """sum(totals) / sum(weights), such as a mean over tokens, with its 95 % interval; one number for each sequence.
+
+    The variance is that of the linearised ratio R: n / (n - 1) sum((total - R weight)^2) / sum(weights)^2, and the
+    interval Student's t. Cochran, Sampling Techniques, section 6.4. One sequence has no interval: (-inf, inf).
+    """
+    total, weight = _weighted(totals, weights)
+    n, ratio = len(total), float(total.sum() / weight.sum())
+    half = _t_quantile(n - 1) * _ratio_error(total, weight) if n > 1 else math.inf
+    return Interval(ratio, ratio - half, ratio + half, n)
+
+
+def paired_ratio_difference(before: ArrayLike, after: ArrayLike, weights: ArrayLike) -> PairedDifference:
+    """The change of `ratio_interval`'s ratio over the same sequences, of totals before and after."""
+    first, weight = _weighted(before, weights)
+    second, _ = _weighted(after, weights)
+    found = ratio_interval(second - first, weight)
+    if found.n < 2:
+        return PairedDifference(found.mean, found.low, found.high, found.n, 1.0)
+    error = _ratio_error(second - first, weight)
+    p_value = 2.0 * float(special.stdtr(found.n - 1, -abs(found.mean) / error)) if error else float(found.mean == 0.0)
+    return PairedDifference(found.mean, found.low, found.high, found.n, p_value)
+
+
 def standard_error(rewards_PG: Iterable[ArrayLike]) -> float:
     """Standard error of a step's mean reward, clustered by prompt: sd(prompt means) / sqrt(P).
 
@@ -130,6 +154,22 @@ def _prompt_means(values: ArrayLike, name: str) -> np.ndarray:
     if array.ndim not in (1, 2):
         raise ValueError(f"{name} has shape {array.shape}; give [P] or [P, G]")
     return _finite(array.mean(axis=1) if array.ndim == 2 else array, name)
+
+
+def _weighted(totals: ArrayLike, weights: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    """Of the sequences that have a weight."""
+    total, weight = _finite(totals, "totals"), _finite(weights, "weights")
+    if len(total) != len(weight) or (weight < 0).any() or not weight.any():
+        raise ValueError(
+            f"totals and weights must be as many and some weight positive, none negative; got {len(total)} and "
+            f"{len(weight)} from {weight.min()} to {weight.max()}"
+        )
+    return total[weight > 0], weight[weight > 0]
+
+
+def _ratio_error(total: np.ndarray, weight: np.ndarray) -> float:
+    n, residual = len(total), total - total.sum() / weight.sum() * weight
+    return math.sqrt(n / (n - 1) * float(np.square(residual).sum())) / float(weight.sum())
 
 
 def _finite(values: ArrayLike, name: str) -> np.ndarray:
