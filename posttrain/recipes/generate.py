@@ -12,6 +12,8 @@ from posttrain.models.decoder import Decoder
 from posttrain.rollout.native import NativeEngine
 from posttrain.rollout.stopping import text_of
 from posttrain.rollout.types import SamplingParams, samples_of
+from posttrain.weights.load import with_tokens
+from posttrain.weights.state import ModelWeights
 
 MAX_SLOTS = 64
 DEFAULT_NEW_TOKENS = 128
@@ -40,8 +42,8 @@ def generate(
 
     `max_new_tokens`: None for 128, or for what the longest prompt leaves of the model's context. `chat`: wrap each
     prompt as a user's turn in the tokenizer's template; by default if it has one. `ignore_eos`: only stop strings and
-    `max_new_tokens` end a text. `seed`: by default drawn from the system. ConfigError for settings out of range, and
-    for prompts that are empty or too long.
+    `max_new_tokens` end a text. Rows of the embedding beyond the tokenizer's ids are never sampled. `seed`: by default
+    drawn from the system. ConfigError for settings out of range, and for prompts that are empty or too long.
     """
     if n < 1:
         raise ConfigError(f"generate: n={n}: must be at least 1")
@@ -72,7 +74,7 @@ def generate(
         raise ConfigError(f"generate: {str(error).removeprefix('sampling.')}") from error
     params = [p for index in range(len(prompts)) for p in samples_of(common, n=n, seed=seed, prompt=index)]
     engine = NativeEngine(
-        model,
+        _without_padding(model, tokenizer),
         slots=min(len(params), MAX_SLOTS),
         max_length=max(map(len, rendered)) + max_new_tokens,
         decode_steps=32,
@@ -84,6 +86,17 @@ def generate(
     finally:
         engine.close()
     return [text_of(tokenizer.decode, completion.tokens, common.ends, stop) for completion in completions]
+
+
+def _without_padding(model: Decoder, tokenizer: Tokenizer) -> Decoder:
+    """The model, over the same weights, with probability 0 for rows of the embedding that stand for no token."""
+    config = model.config
+    if config.num_tokens is not None or tokenizer.num_ids >= config.vocab_size:
+        return model
+    weights = ModelWeights(model)
+    copy = weights.bind(weights.read())
+    copy.config = with_tokens(config, tokenizer.num_ids)
+    return copy
 
 
 def _check_lengths(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:

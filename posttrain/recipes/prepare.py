@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from posttrain.config import (
     ConfigError,
     DatasetSection,
     DistillSection,
+    ModelSection,
     PreferenceSection,
     RewardModelSection,
     RLSection,
@@ -37,9 +39,9 @@ from posttrain.models.moe import check_recording, check_router
 from posttrain.recipes.inputs import callable_of, each_row, rows_and_renderer
 from posttrain.recipes.judged import LOSSES, JudgedInputs, check_units, make_loss, units_of
 from posttrain.recipes.prepare_rl import RLInputs, algorithm_of, prepare_rl, refuse_completions, rubric_of
-from posttrain.recipes.source import read_model_config, tokenizer_name
+from posttrain.recipes.source import local_or_hub, read_model_config, read_wrapper, tokenizer_name
 from posttrain.recipes.teachers import TeacherSource, find_teachers
-from posttrain.weights.load import check_lora
+from posttrain.weights.load import check_adapter, check_lora
 
 T = TypeVar("T")
 
@@ -143,8 +145,10 @@ def _read_model(prepared: Prepared) -> None:
         raise ConfigError(f"model.path: {config.model.path} is a reward model, which scores answers and writes none")
     if tokenizer is not None:
         prepared.tokenizer = tokenizer.for_model(model.vocab_size)
-    if config.model.lora is not None:
-        check_lora(model, config.model.lora, config.model.quantize)
+    if config.model.lora is not None and (reason := check_lora(model, config.model.lora, config.model.quantize)):
+        prepared.notes.append(f"model.lora: {reason}; of this adapter there is only export --to merged")
+    if config.model.adapter is not None:
+        _check_adapter(prepared, model)
     if config.model.tokenizer is not None and vocab_size is not None and vocab_size > model.vocab_size:
         raise ConfigError(
             f"model.tokenizer: {config.model.tokenizer} has {vocab_size} tokens, the model only {model.vocab_size}; "
@@ -153,11 +157,34 @@ def _read_model(prepared: Prepared) -> None:
     for index, section in enumerate(config.stages):
         if section.row_tokens > model.max_positions:
             raise ConfigError(
-                f"stages.{index}: row_tokens={section.row_tokens} must be at most max_position_embeddings="
-                f"{model.max_positions} of the model"
+                f"stages.{index}: row_tokens={section.row_tokens} must be at most {_context_of(config.model, model)}"
             )
         with _naming_stage(config, index):
-            _check_mixture(section, model, adapter=config.model.lora is not None)
+            adapter = config.model.lora is not None or config.model.adapter is not None
+            _check_mixture(section, model, adapter=adapter)
+
+
+def _check_adapter(prepared: Prepared, model: ModelConfig) -> None:
+    section = prepared.config.model
+    assert section.adapter is not None
+    name = local_or_hub(section.adapter, prepared.base_dir)
+    if _unreachable(name):
+        prepared.notes.append(f"not checked, no network: model.adapter {name}, which run downloads")
+        return
+    reward = all(isinstance(stage, RewardModelSection) for stage in prepared.config.stages)
+    try:
+        check_adapter(model, name, read_wrapper(section, prepared.base_dir), reward=reward)
+    except ConfigError as error:
+        raise ConfigError(f"model.adapter: {error}") from error
+
+
+def _context_of(section: ModelSection, model: ModelConfig) -> str:
+    """The model's number of positions, and how there may be more."""
+    limit = f"max_position_embeddings={model.max_positions} of the model"
+    whole = json.loads(model.hf_json).get("max_position_embeddings", 0)
+    if section.path is None or section.long_context or whole <= model.max_positions:
+        return limit
+    return f"{model.max_positions}, for which the model's short RoPE factors are; model.long_context=true takes {whole}"
 
 
 def _check_mixture(section: TrainSection, model: ModelConfig, *, adapter: bool) -> None:
