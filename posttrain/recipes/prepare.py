@@ -167,12 +167,12 @@ def _read_model(prepared: Prepared) -> None:
 def _check_adapter(prepared: Prepared, model: ModelConfig) -> None:
     section = prepared.config.model
     assert section.adapter is not None
-    name = local_or_hub(section.adapter, prepared.base_dir)
-    if _unreachable(name):
-        prepared.notes.append(f"not checked, no network: model.adapter {name}, which run downloads")
-        return
     reward = all(isinstance(stage, RewardModelSection) for stage in prepared.config.stages)
     try:
+        name = local_or_hub(section.adapter, prepared.base_dir)
+        if _unreachable(name):
+            prepared.notes.append(f"not checked, no network: model.adapter {name}, which run downloads")
+            return
         check_adapter(model, name, read_wrapper(section, prepared.base_dir), reward=reward)
     except ConfigError as error:
         raise ConfigError(f"model.adapter: {error}") from error

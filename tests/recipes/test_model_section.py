@@ -94,7 +94,7 @@ def test_training_of_an_adapter_goes_on(adapted: Path, tmp_path: Path) -> None:
     [
         ({"lora": {"rank": 2}}, [sft_stage()], "adapter goes on with one that there is, lora begins a new one"),
         ({}, [sft_stage(), rl_stage()], "model.adapter: a stage leaves its adapter merged"),
-        ({"adapter": "missing"}, [sft_stage()], "model.adapter: missing: no such file or folder"),
+        ({"adapter": "./missing"}, [sft_stage()], "model.adapter: ./missing: no such file or folder"),
     ],
 )
 def test_adapters_that_cannot_go_on(
