@@ -1,146 +1,181 @@
-"""Speed and memory of a training step, beside the machine's own limit.
+"""Speed and memory of a training step beside other trainers and the machine's own limit.
 
-    python bench/train.py [--work sft | lora] [--repeats N]
+    python bench/train.py [--work NAME ...] [--rounds N] [--steps N] [--cores N]
+                          [--tunix PYTHON] [--trl PYTHON] [--peers FOLDER] [--json FILE]
 
-8 rows of 256 random tokens, hidden 256 x 4 layers, 8 heads on 4 key-value heads of 32, MLP 768, tied vocabulary of
-4,096, float32, AdamW. `sft` trains every weight, `lora` adapters of rank 16 on all linear layers.
+A random decoder of hidden 256 x 4 layers, 8 heads on 4 key-value heads of 32, MLP 768, tied vocabulary of 4,096,
+float32, AdamW, one update a step:
+
+`sft`: 8 rows of 256 tokens. `lora`: the same with adapters of rank 16 on all linear layers. `dpo`: 4 pairs of 64 + 192
+tokens with the reference in every step; `dpo-cached`: with its log-probabilities given. `distill`: `sft` with a teacher
+of hidden 512 x 8 layers in the step, forward KL at temperature 2. `spread`: sequences of 32 to 256 tokens packed into
+8 rows of 256; `spread-padded`: one in each row. `completion`: `sft` with loss on the last quarter of each row.
+
+Tokens are those of sequences, never padding. Each run is a process of its own, a peer in the Python that is given, and
+they take turns, so that what else the machine does falls on all. On a busy machine give `--cores 1` and compare tokens
+per CPU second. `first step` is with compilation. `peak` is the process's memory, `added` what compilation and steps
+took on top of the loaded model.
 
 The limit is the time that the multiply-adds alone take at the rate of this machine's matrix products in the shape of
-the MLP. `cpu` rows are process time, which neighbours on the machine disturb less than wall time. `added` is the
-memory that compilation and steps took on top of the loaded model.
+the MLP, all of them wanted: of padding and of prompts without loss as well.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
+import json
+import os
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Int
+from rich.console import Console
+from rich.table import Table
+from train_work import PAIRS, PROMPT, RESPONSE, ROWS, STUDENT, TEACHER, TOKENS, VOCAB
 
-from posttrain.batch import Batch
-from posttrain.config import LoRA, OptimizerSection
-from posttrain.losses.sft import SFTLoss
-from posttrain.optim import make_optimizer
-from posttrain.trainer import Trainer
-from posttrain.weights.load import init_model
-
-ROWS, TOKENS = 8, 256
-EMBED, LAYERS, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 256, 4, 8, 4, 32, 768, 4096
-RANK = 16
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": EMBED,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_DIM,
-    "intermediate_size": MLP,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-}
-WORKS = {"sft": None, "lora": LoRA(rank=RANK)}
+HERE = Path(__file__).resolve().parent
+PEERS = HERE.parent.parent / "shared" / "peers"
+WORKS = ("sft", "lora", "dpo", "dpo-cached", "distill", "spread", "spread-padded", "completion")
+ITEMS = {"sft": "sft", "lora": "lora", "dpo": "dpo", "distill": "distill", "spread": "spread"}
+"""What the peers' drivers do as well."""
 
 
-def step_flops(lora: bool) -> float:
-    """Multiply-adds x 2 of one step: forward and two products backward, one where the weights are frozen."""
-    body = LAYERS * EMBED * (2 * (HEADS + KV_HEADS) * HEAD_DIM + 3 * MLP)
-    attention = LAYERS * 2 * HEADS * HEAD_DIM * TOKENS
-    return (2 if lora else 3) * ROWS * TOKENS * (2 * (body + EMBED * VOCAB) + attention)
+def forward_flops(config: dict[str, Any], tokens: int, length: int, scored: int) -> float:
+    """Multiply-adds x 2 of a forward pass over sequences of `length`, with logits for `scored` of all tokens."""
+    heads, kv_heads, head_dim = (config[f] for f in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    body = 2 * (heads + kv_heads) * head_dim + 3 * config["intermediate_size"]
+    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    return tokens * (2 * layers * hidden * body + layers * 2 * heads * head_dim * length) + 2 * scored * hidden * VOCAB
 
 
-def timed(call: Callable[[], object]) -> tuple[float, float]:
-    wall, cpu = time.perf_counter(), time.process_time()
-    call()
-    return time.perf_counter() - wall, time.process_time() - cpu
+def step_flops(work: str) -> float:
+    """Forward, and two products backward; one where the weights are frozen."""
+    tokens = ROWS * TOKENS
+    if work.startswith("dpo"):
+        length, answers = PROMPT + RESPONSE, 2 * PAIRS
+        one = forward_flops(STUDENT, answers * length, length, answers * RESPONSE)
+        return (4 if work == "dpo" else 3) * one
+    scored = tokens // 4 if work == "completion" else tokens
+    one = forward_flops(STUDENT, tokens, TOKENS, scored)
+    if work == "distill":
+        return 3 * one + forward_flops(TEACHER, tokens, TOKENS, scored)
+    return (2 if work == "lora" else 3) * one
 
 
 def matmul_rates() -> tuple[float, float]:
     """FLOP per second of wall and of process time in the products that a step does most: into the MLP and back."""
-    x, up, down = jnp.ones((ROWS * TOKENS, EMBED)), jnp.full((EMBED, MLP), 1 / EMBED), jnp.full((MLP, EMBED), 1 / MLP)
-    times = 10
+    embed, mlp, times = STUDENT["hidden_size"], STUDENT["intermediate_size"], 10
+    x, up, down = jnp.ones((ROWS * TOKENS, embed)), jnp.full((embed, mlp), 1 / embed), jnp.full((mlp, embed), 1 / mlp)
     products = jax.jit(lambda x, up, down: jax.lax.fori_loop(0, times, lambda _, x: (x @ up) @ down, x))
     products(x, up, down).block_until_ready()
-    wall, cpu = np.min([timed(lambda: products(x, up, down).block_until_ready()) for _ in range(8)], axis=0)
-    flops = 4 * ROWS * TOKENS * EMBED * MLP * times
-    return flops / wall, flops / cpu
+    walls, cpus = [], []
+    for _ in range(8):
+        wall, cpu = time.perf_counter(), time.process_time()
+        products(x, up, down).block_until_ready()
+        walls.append(time.perf_counter() - wall)
+        cpus.append(time.process_time() - cpu)
+    flops = 4 * ROWS * TOKENS * embed * mlp * times
+    return flops / min(walls), flops / min(cpus)
 
 
-def batch(tokens: Int[np.ndarray, "B T"]) -> Batch:
-    """Rows of one sequence each, loss on all tokens but the first."""
-    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    return Batch(
-        tokens=tokens,
-        positions=positions,
-        segments=np.ones_like(tokens),
-        loss_weight=(positions > 0).astype(np.float32),
+def command(engine: str, work: str, arguments: argparse.Namespace) -> list[str]:
+    steps = ["--steps", str(arguments.steps)]
+    if engine == "posttrain":
+        return [sys.executable, str(HERE / "train_work.py"), work, *steps]
+    python, driver = getattr(arguments, engine), f"peer_{engine}"
+    if work == "spread":
+        return [python, str(HERE / "peers" / "train_spread.py"), str(arguments.peers), driver, *steps]
+    return [python, str(Path(arguments.peers) / f"{driver}.py"), ITEMS[work], "--inproc", *steps]
+
+
+def run(engine: str, work: str, arguments: argparse.Namespace) -> dict[str, float]:
+    """One process of one engine. RuntimeError with the end of its output where it fails."""
+    threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        command(engine, work, arguments), env=os.environ | threads, capture_output=True, text=True, check=False
     )
-
-
-def measure(name: str, repeats: int) -> dict[str, float | str]:
-    lora = WORKS[name]
-    trainer = Trainer(
-        init_model(CONFIG, dtype=jnp.float32, lora=lora, seed=0),
-        SFTLoss(),
-        make_optimizer(OptimizerSection(learning_rate=1e-4), num_steps=1000),
-        temperature=1.0,
-        max_grad_norm=1.0,
-    )
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    rng = np.random.default_rng(0)
-
-    def step() -> None:
-        tokens = rng.integers(3, VOCAB, (ROWS, TOKENS), dtype=np.int32)
-        jax.block_until_ready(trainer.step(batch(tokens)))
-
-    rates = matmul_rates()
-    first, _ = timed(step)
-    times = np.asarray([timed(step) for _ in range(repeats)])
-    (wall, cpu), median = times.min(axis=0), float(np.median(times[:, 0]))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    wall_rate, cpu_rate = np.max([rates, matmul_rates()], axis=0)
-    flops = step_flops(lora is not None)
+    line = next((line for line in reversed(done.stdout.splitlines()) if line.startswith("{")), None)
+    if line is None:
+        raise RuntimeError(f"{engine}, {work}: ended with code {done.returncode}\n{done.stderr[-2000:]}")
+    found = json.loads(line)
+    if engine == "posttrain":
+        return found
     return {
-        "work": name,
-        "tokens/s": ROWS * TOKENS / wall,
-        "tokens/s median": ROWS * TOKENS / median,
-        "tokens/s cpu": ROWS * TOKENS / cpu,
-        "step s": wall,
-        "step cpu s": cpu,
-        "first step s": first,
-        "compile s": first - median,
-        "programs": trainer.num_programs,
-        "matmul GFLOP/s": wall_rate / 1e9,
-        "share of limit %": 100 * flops / wall_rate / wall,
-        "share, cpu %": 100 * flops / cpu_rate / cpu,
-        "peak MiB": peak / 1024,
-        "added MiB": (peak - before) / 1024,
+        "tokens_per_s": found["tokens_per_s"],
+        "tokens_per_s_best": found["tokens_per_s"] * found["step_s_all"] / found["step_s_min"],
+        "tokens_per_cpu_s": found["tokens_per_cpu_s"],
+        "step_cpu_s": found["cpu_s_min"],
+        "first_step_s": found["first_step_s"],
+        "first_step_cpu_s": found["first_step_cpu_s"],
+        "peak_mib": found["rss_peak_mb"],
+        "start_mib": found["rss_import_mb"],
     }
+
+
+def best_of(runs: list[dict[str, float]]) -> dict[str, float]:
+    """Of each number the better one over the rounds, of the median speed the median."""
+    most = {name: max(r[name] for r in runs) for name in ("tokens_per_s_best", "tokens_per_cpu_s")}
+    least = {
+        name: min(r[name] for r in runs) for name in ("first_step_s", "first_step_cpu_s", "step_cpu_s", "peak_mib")
+    }
+    start = min(r["start_mib"] for r in runs)
+    return {**most, **least, "start_mib": start, "tokens_per_s": statistics.median(r["tokens_per_s"] for r in runs)}
+
+
+def show(console: Console, work: str, found: dict[str, dict[str, float]], rates: tuple[float, float]) -> None:
+    table = Table(title=f"{work}: matrix product {rates[0] / 1e9:.0f} GFLOP/s, {rates[1] / 1e9:.0f} per CPU second")
+    for name in ("", "tokens/s", "best", "per CPU s", "times", "limit, CPU", "first step", "its CPU", "peak", "added"):
+        table.add_column(name, justify="left" if not name else "right")
+    ours = found["posttrain"]
+    for engine, one in found.items():
+        share = step_flops(work) / rates[1] / one["step_cpu_s"]
+        table.add_row(
+            engine,
+            f"{one['tokens_per_s']:,.0f}",
+            f"{one['tokens_per_s_best']:,.0f}",
+            f"{one['tokens_per_cpu_s']:,.0f}",
+            ", CPU ".join(f"{ours[name] / one[name]:.2f}" for name in ("tokens_per_s", "tokens_per_cpu_s")),
+            f"{100 * share:.0f} %",
+            f"{one['first_step_s']:.1f} s",
+            f"{one['first_step_cpu_s']:.1f} s",
+            f"{one['peak_mib']:,.0f} MiB",
+            f"{one['peak_mib'] - one['start_mib']:,.0f} MiB",
+        )
+    console.print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", choices=list(WORKS), help="by default all, each in a process of its own")
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--work", nargs="+", choices=WORKS, default=list(WORKS))
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--cores", type=int, help="use only so many")
+    parser.add_argument("--tunix", help="the Python of an environment with Tunix")
+    parser.add_argument("--trl", help="the Python of an environment with TRL")
+    parser.add_argument("--peers", default=str(PEERS), help="folder of the peers' drivers")
+    parser.add_argument("--json", type=Path, help="append what was found to this file")
     arguments = parser.parse_args()
-    if arguments.work is None:
-        # A process has one peak of memory, so each work needs its own.
-        for name in WORKS:
-            command = [sys.executable, __file__, "--work", name, "--repeats", str(arguments.repeats)]
-            subprocess.run(command, check=True)
-        return
-    for key, value in measure(arguments.work, arguments.repeats).items():
-        print(f"{key:>18} {value:>12}" if isinstance(value, str | int) else f"{key:>18} {value:12.2f}")
-    print()
+    if arguments.cores:
+        os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: arguments.cores]))
+    console = Console(width=140)
+    for work in arguments.work:
+        peers = [peer for peer in ("tunix", "trl") if getattr(arguments, peer) and work in ITEMS]
+        runs: dict[str, list[dict[str, float]]] = {engine: [] for engine in ("posttrain", *peers)}
+        rates = matmul_rates()
+        for _ in range(arguments.rounds):
+            for engine, done in runs.items():
+                done.append(run(engine, work, arguments))
+        again = matmul_rates()
+        found = {engine: best_of(done) for engine, done in runs.items()}
+        show(console, work, found, (max(rates[0], again[0]), max(rates[1], again[1])))
+        if arguments.json:
+            with arguments.json.open("a") as file:
+                file.write(json.dumps({"work": work, "cores": len(os.sched_getaffinity(0)), **found}) + "\n")
 
 
 if __name__ == "__main__":

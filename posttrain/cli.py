@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from posttrain.config import ConfigError
+from posttrain.config import ConfigError, RunError
 
 app = typer.Typer(
     help="Post-training of language models in JAX: fine-tune, then reinforce, from one YAML file.",
@@ -96,7 +96,9 @@ def generate(
 ) -> None:
     """Print completions of each prompt, with `--no-chat` or without a template after the prompt itself."""
     if not Path(model).expanduser().exists() and model.startswith(("/", ".", "~")):
-        raise ConfigError(f"model {model}: there is no such folder")
+        from posttrain.config_file import did_you_mean_path
+
+        raise ConfigError(f"model {model}: there is no such folder{did_you_mean_path(model)}")
     from posttrain.data.tokenizer import load_tokenizer
     from posttrain.recipes.generate import generate as recipe
     from posttrain.weights.load import load_model
@@ -215,7 +217,7 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    except FloatingPointError as error:
+    except (FloatingPointError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except Exception as error:

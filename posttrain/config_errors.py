@@ -66,10 +66,12 @@ _RULES = {
     "int_parsing": "must be a whole number",
     "int_from_float": "must be a whole number",
     "float_type": "must be a number",
+    "finite_number": "must be a finite number",
     "float_parsing": "must be a number",
     "bool_type": "must be true or false",
     "bool_parsing": "must be true or false",
     "string_type": "must be text",
+    "string_too_short": "must not be empty",
     "tuple_type": "must be a list",
     "dict_type": "must be a section of keys and values",
     "greater_than": "must be greater than {gt}",
@@ -120,7 +122,7 @@ def _explain(item: Any, key: Key, parents: Sections, inside: Sections) -> str:
         return f"must be a section of fields ({_names(_below(inside))}); got {show(given)}"
     if kind == "union_tag_invalid":
         given, context = context["tag"], {"expected": _kinds(inside)}
-    numbers = {word: f"{value:g}" if isinstance(value, int | float) else value for word, value in context.items()}
+    numbers = {word: f"{value:g}" if isinstance(value, float) else value for word, value in context.items()}
     rule = _RULES[kind].format(**numbers) if kind in _RULES else item["msg"]
     hint = "; write it in quotes" if kind == "string_type" else did_you_mean(str(given), re.findall(r"'([^']*)'", rule))
     return f"{rule}; got {show(given)}{hint}"

@@ -56,18 +56,41 @@ def build_config(data: Mapping[str, Any], overrides: Sequence[str] = (), *, name
 
 def find_path(text: str, base_dir: Path | None = None) -> Path | None:
     """The first that exists of: `text` from the current folder, from `base_dir`, from the project's root."""
+    return next((path for path in _places(text, base_dir) if path.exists()), None)
+
+
+def _places(text: str, base_dir: Path | None) -> list[Path]:
     given = Path(text).expanduser()
     root = CHECKOUT or INSTALLED.get(given.parts[0] if given.parts else "")
-    bases = [base for base in (Path(), base_dir, root) if base is not None]
-    return next((base / given for base in bases if (base / given).exists()), None)
+    return [base / given for base in (Path(), base_dir, root) if base is not None]
+
+
+def did_you_mean_path(text: str, base_dir: Path | None = None) -> str:
+    """`; did you mean ...?` with what has the most similar name in one of the places of a path that is not there; or
+    nothing."""
+    places = _places(text, base_dir)
+    if any(path.exists() for path in places):
+        return ""
+    near = next((near for path in places if (near := _similar(path)) is not None), None)
+    return "" if near is None else f"; did you mean {_shown(near)!r}?"
+
+
+def _similar(path: Path) -> Path | None:
+    """In the same folder, or of the same name in a folder of a similar name."""
+    if path.parent.is_dir():
+        entries = sorted(path.parent.iterdir())
+        names = {**{entry.stem: entry for entry in entries}, **{entry.name: entry for entry in entries}}
+        near = difflib.get_close_matches(path.name, names, 1, 0.75)
+        return names[near[0]] if near else None
+    folder = _similar(path.parent)
+    return folder / path.name if folder is not None and (folder / path.name).exists() else None
 
 
 def resolve_path(text: str, base_dir: Path | None = None) -> Path:
     """As `find_path`; raises ConfigError that names the nearest file where there is none."""
     found = find_path(text, base_dir)
     if found is None:
-        folder = find_path(str(Path(text).parent), base_dir)
-        raise ConfigError(f"{text}: no such file or folder{_nearest(text, [folder] if folder else [], '*')}")
+        raise ConfigError(f"{text}: no such file or folder{did_you_mean_path(text, base_dir)}")
     return found
 
 
@@ -245,9 +268,14 @@ def _nearest(text: str, folders: Iterable[Path], pattern: str) -> str:
     near = difflib.get_close_matches(Path(text).stem, files, 1)
     if not near:
         return ""
-    file = files[near[0]]
-    shown = next((file.relative_to(base) for base in (Path.cwd(), PACKAGE.parent) if file.is_relative_to(base)), file)
-    return f"; did you mean {str(shown)!r}?"
+    return f"; did you mean {_shown(files[near[0]])!r}?"
+
+
+def _shown(file: Path) -> str:
+    """From the current folder or from the project's root, where it lies below one of them."""
+    return str(
+        next((file.relative_to(base) for base in (Path.cwd(), PACKAGE.parent) if file.is_relative_to(base)), file)
+    )
 
 
 # --- writing and comparing --------------------------------------------------------------------------------------------

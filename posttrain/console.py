@@ -129,11 +129,26 @@ def _evaluation(metrics: Mapping[str, float]) -> str:
     return f"held-out reward {mean:.3f} ({low:.3f} to {high:.3f}), length {length:.1f}, clipped {clipped:.0%}"
 
 
+def _remarks(metrics: Mapping[str, float]) -> Iterator[str]:
+    """What a step's line says only where there is something to say."""
+    failed = metrics.get("rewards/errors", 0.0) + metrics.get("rewards/timeouts", 0.0)
+    if failed > 0:
+        yield f"rewards failed {failed:.2%}"
+    without = metrics.get("rewards/invalid", 0.0)
+    if without > 0:
+        yield f"no reward {without:.2%}"
+    if metrics.get("update_skipped", 0.0) > 0:
+        yield "update skipped"
+    compiled = metrics.get("perf/compilations", 0.0)
+    if compiled > 0:
+        yield f"compiled {compiled:.0f} programs in {metrics['perf/compile_s']:.1f} s"
+
+
 class ConsoleSink:
     """One line per step, led by what the stage is about; evaluations (`eval/...`) on lines of their own.
 
-    Runs of more than 100 steps print at most four lines a second; the last line, and steps that compiled, are never
-    left out. NaN is printed as such: nothing was counted, or the run has diverged.
+    Runs of more than 100 steps print at most four lines a second; the last line, and steps that compiled, lost rewards
+    or changed nothing, are never left out. NaN is printed as such: nothing was counted, or the run has diverged.
     """
 
     def __init__(self, kind: str, num_steps: int, output: Console | None = None) -> None:
@@ -149,7 +164,7 @@ class ConsoleSink:
         if self._headline in metrics:
             self._waiting = self._line(step, metrics)
             due = time.monotonic() - self._printed_at >= self._interval_s
-            if due or step >= self._num_steps or metrics.get("perf/compilations", 0.0) > 0:
+            if due or step >= self._num_steps or any(_remarks(metrics)):
                 self._flush()
         evaluated = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         if evaluated:
@@ -180,10 +195,7 @@ class ConsoleSink:
     def _line(self, step: int, metrics: Mapping[str, float]) -> str:
         cells = (f"{column.text(metrics):>{column.width}}" for column in self._columns)
         line = "  ".join((self._step(step), *cells))
-        compiled = metrics.get("perf/compilations", 0.0)
-        if compiled > 0:
-            line += f"  compiled {compiled:.0f} programs in {metrics['perf/compile_s']:.1f} s"
-        return line
+        return "  ".join((line, *_remarks(metrics)))
 
     def _step(self, step: int) -> str:
         digits = len(str(self._num_steps))
@@ -269,31 +281,35 @@ def progress(items: Iterable[T], description: str, total: int | None = None) -> 
 
 @contextmanager
 def progress_bar(
-    description: str, total: int | None = None, *, delay_s: float = 2.0, output: Console | None = None
+    description: str,
+    total: int | None = None,
+    *,
+    delay_s: float = 2.0,
+    closing: bool = True,
+    every_s: float = 30.0,
+    output: Console | None = None,
 ) -> Iterator[Callable[[int], None]]:
     """A bar for work that lasts longer than `delay_s`; yields `advance(count)`. Without a total it shows time only.
 
-    A bar is drawn on a terminal, or in a notebook that has ipywidgets, and then removed. Everywhere one closing line
-    stays, on stderr. A bar inside another one is not drawn.
+    A bar is drawn on a terminal, or in a notebook that has ipywidgets, and then removed; elsewhere there is a line
+    every `every_s` seconds. With `closing` one line stays, on stderr. A bar inside another one is not drawn.
     """
     from rich.console import Console
 
     output = Console(stderr=True, highlight=False) if output is None else output
     bar = _Bar(description, total, output)
-    timer = threading.Timer(delay_s, bar.show)
+    drawn = output.is_terminal or (output.is_jupyter and importlib.util.find_spec("ipywidgets") is not None)
+    timer = threading.Timer(delay_s, bar.show) if drawn else threading.Timer(every_s, bar.tell, (every_s,))
     timer.daemon = True
-    start = time.monotonic()
-    if output.is_terminal or (output.is_jupyter and importlib.util.find_spec("ipywidgets") is not None):
-        timer.start()
+    timer.start()
     try:
         yield bar.advance
     finally:
         timer.cancel()
         bar.hide()
-    seconds = time.monotonic() - start
-    if seconds >= delay_s:
+    if closing and bar.seconds >= delay_s:
         count = f"{bar.count:,} in " if bar.count else ""
-        output.print(printable(f"{description}: {count}{seconds:.1f} s", output.encoding), markup=False, soft_wrap=True)
+        bar.print(f"{count}{bar.seconds:.1f} s")
 
 
 _screen = threading.Lock()
@@ -305,16 +321,34 @@ class _Bar:
     def __init__(self, description: str, total: int | None, output: Console) -> None:
         self.count = 0
         self._description, self._total, self._output = description, total, output
+        self._start = time.monotonic()
         self._lock = threading.Lock()
-        self._over = False
+        self._over = threading.Event()
         self._progress: Progress | None = None
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
+
+    def print(self, text: str) -> None:
+        line = printable(f"{self._description}: {text}", self._output.encoding)
+        self._output.print(line, markup=False, soft_wrap=True)
+
+    def tell(self, every_s: float) -> None:
+        """A line now and then, until the work is over."""
+        while not self._over.is_set():
+            of = f" of {self._total:,}" if self._total is not None else ""
+            self.print(
+                f"{self.count:,}{of} after {self.seconds:.0f} s" if of or self.count else f"{self.seconds:.0f} s"
+            )
+            self._over.wait(every_s)
 
     def show(self) -> None:
         from rich import progress as parts
         from rich.markup import escape
 
         with self._lock:
-            if self._over or not _screen.acquire(blocking=False):
+            if self._over.is_set() or not _screen.acquire(blocking=False):
                 return
             self._progress = parts.Progress(
                 parts.TextColumn("{task.description}"),
@@ -336,7 +370,7 @@ class _Bar:
 
     def hide(self) -> None:
         with self._lock:
-            self._over = True
+            self._over.set()
             if self._progress is not None:
                 self._progress.stop()
                 _screen.release()

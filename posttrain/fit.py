@@ -17,6 +17,7 @@ import optax
 
 from posttrain.checkpoint import Checkpointer
 from posttrain.config import ConfigError
+from posttrain.console import progress_bar
 from posttrain.metrics import CompileCounter, peak_memory_gib, tables, to_host
 from posttrain.sinks import Sink
 from posttrain.trainer import Trainer, check_finite
@@ -159,7 +160,8 @@ def run_steps(
         raise
     finally:
         lines.close()
-        checkpointer.wait()
+        with progress_bar("writing the checkpoint"):
+            checkpointer.wait()
 
 
 @dataclass(frozen=True, kw_only=True)

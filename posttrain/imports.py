@@ -9,6 +9,7 @@ import importlib.util
 import os
 import pkgutil
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -86,7 +87,7 @@ def _load_file(spec: str, path: Path) -> ModuleType:
     try:
         with _importable(path.parent):
             module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise ConfigError(f"{spec} fails to import: {describe_error(error)}") from error
     return module
@@ -109,7 +110,7 @@ def _load(spec: str, folder: Path) -> ModuleType:
                 else f"no module {last!r} in {folder} or installed"
             )
             raise ConfigError(f"{spec}: {where}{did_you_mean(last, siblings)}") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(f"{spec} fails to import: {describe_error(error)}") from error
 
 
@@ -123,13 +124,17 @@ def _importable(folder: Path) -> Iterator[None]:
         sys.path.remove(entry)
 
 
-def describe_error(error: Exception) -> str:
-    """One line: the exception and the innermost line of a user's code that raised it."""
+def describe_error(error: BaseException) -> str:
+    """One line: the exception and the innermost line of a user's code that it went through, if there is one."""
     if isinstance(error, SyntaxError):
         place, message = f"{error.filename}:{error.lineno}", error.msg
     else:
         frames = traceback.extract_tb(error.__traceback__)
-        ours = ("<frozen", str(Path(__file__).parent), importlib.__file__)
-        frame = ([f for f in frames if not f.filename.startswith(ours)] or frames)[-1]
-        place, message = f"{frame.filename}:{frame.lineno}", str(error)
-    return f"{type(error).__name__}: {' '.join(message.split())} ({place})"
+        ours = ("<frozen", str(Path(__file__).parent))
+        libraries = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
+        beside = [f for f in frames if not f.filename.startswith(ours)]
+        theirs = [f for f in beside if not f.filename.startswith(libraries)]
+        near = theirs or beside
+        place = f"{near[-1].filename}:{near[-1].lineno}" if near else ""
+        message = f"sys.exit({error.code!r}) is called" if isinstance(error, SystemExit) else str(error)
+    return f"{type(error).__name__}: {' '.join(message.split())}" + (f" ({place})" if place else "")

@@ -41,8 +41,6 @@ def make_mesh(section: MeshSection, devices: Sequence[jax.Device] | None = None)
     free = [i for i, size in enumerate(sizes) if size == -1]
     fixed = math.prod(size for size in sizes if size != -1)
     named = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, sizes, strict=True))
-    if len(free) > 1 or any(size < 1 and size != -1 for size in sizes):
-        raise ConfigError(f"mesh: {named}: sizes are positive, and at most one is -1 (what is left)")
     if free:
         sizes[free[0]] = len(devices) // fixed
     if math.prod(sizes) != len(devices):

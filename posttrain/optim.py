@@ -16,8 +16,9 @@ from posttrain.tree import map_with_path
 
 Tree = TypeVar("Tree")
 
-UNDECAYED = ("bias", "scale", "correction")
-"""Last words of the paths that weight decay leaves alone: biases, scales of norms, corrections of a router's choice."""
+UNDECAYED = ("bias", "scale", "correction", "sinks")
+"""Last words of the paths that weight decay leaves alone: biases, scales of norms, corrections of a router's choice,
+and the logits of attention sinks."""
 
 
 def decay_mask(params: Any) -> Any:

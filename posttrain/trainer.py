@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +29,7 @@ from posttrain.batch import (
     TopK,
     rows_per_pass,
 )
+from posttrain.console import progress_bar
 from posttrain.kernels.token_stats import PLAIN, Teacher, Terms, token_stats
 from posttrain.losses.reduce import sequence_sums, to_tokens
 from posttrain.losses.router import RouterLoss, check_weight, corrected, load_metrics, router_means, weight_of
@@ -97,6 +99,7 @@ class Trainer:
         """Updates done so far; this is the one step counter."""
         self.num_programs = 0
         """Programs traced so far for steps, evaluation and statistics: one each for every shape of batch."""
+        self._stepped = False
         self._optimizer = optimizer
         self._temperature = temperature
         self._max_grad_norm = max_grad_norm
@@ -156,9 +159,10 @@ class Trainer:
             first = jax.tree.map(lambda x: x[0], micro)
             check_weight(self.loss, first, scores=self.model.config.scalar_head)
             self._loss_checked = True
-        params, self._opt_state, metrics = self._step(
-            self.params, self._frozen, self._opt_state, micro, count, np.uint32(self.step_number), self._taught
-        )
+        arguments = micro, count, np.uint32(self.step_number), self._taught
+        with progress_bar("compiling the update") if not self._stepped else contextlib.nullcontext():
+            params, self._opt_state, metrics = self._step(self.params, self._frozen, self._opt_state, *arguments)
+        self._stepped = True
         self._weights.write(params)
         self.step_number += 1
         return metrics

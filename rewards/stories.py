@@ -13,10 +13,10 @@ TERMINAL = re.compile(r"[.!?][\"”']?\s*$")
 SPEECH = re.compile(r"[\"“]([^\"“”]{2,}?)[\"”]")
 
 
-def openings(*, path: str, skip: int, limit: int) -> list[dict[str, str]]:
+def openings(*, path: Path, skip: int, limit: int) -> list[dict[str, str]]:
     """The first sentence of each story, as `prompt`."""
     rows = []
-    with Path(path).open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8") as file:
         for line in file:
             text = json.loads(line)["text"].strip()
             sentence = re.match(r".{20,160}?[.!?](?=\s)", text, re.DOTALL)

@@ -20,11 +20,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cli")
     write_run(folder, sft_stage(), rl_stage())
     (folder / "broken.py").write_text("import no_such_module\n")
+    (folder / "leaving.py").write_text("import sys\nsys.exit(0)\n")
+    (folder / "wrong.py").write_text(
+        "def two(rewards_PG, other): ...\ndef flat(rewards_PG):\n    return rewards_PG[0]\n"
+        "class Loss:\n    def __init__(self, scale): ...\n"
+    )
+    (folder / "lacking.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2="}\n')
     (folder / "no_config").mkdir()
     shutil.copytree(GOLDEN, folder / "damaged")
     fields = json.loads((GOLDEN / "config.json").read_text())
     (folder / "damaged" / "config.json").write_text(json.dumps({**fields, "vocab_size": 261}))
+    shutil.copytree(folder / "damaged", folder / "other_sizes")
     (folder / "damaged" / "model.safetensors").write_bytes((GOLDEN / "model.safetensors").read_bytes()[:1000])
+    for name, file, size in (("empty", "model.safetensors", 0), ("pickled", "pytorch_model.bin", 8), ("bare", "x", 0)):
+        shutil.copytree(folder / "damaged", folder / name)
+        (folder / name / "model.safetensors").unlink()
+        (folder / name / file).write_bytes(bytes(size))
     return folder
 
 
@@ -93,9 +104,41 @@ def test_check_says_what_is_not_as_written(folder: Path) -> None:
         ),
         ("stages.rl.algorithm=grop", ["algorithm: 'grop' is unknown; did you mean 'grpo'?"]),
         ("stages.rl.advantage=rewards_of_test.py:lows", ["has no 'lows'; did you mean 'low'?"]),
+        ("seed=-1", ["seed: must be at least 0; got -1"]),
+        ("seed=4294967296", ["seed: must be less than 4294967296; got 4294967296"]),
+        ("seed=true", ["seed: must be a whole number; got true"]),
+        ("tensorboard=1", ["tensorboard: must be true or false; got 1"]),
+        ("output=''", ["output: must not be empty; got ''"]),
+        ("mesh.fsdp=0", ["mesh: data=1, fsdp=0, expert=1, tensor=1: sizes are positive, and at most one is -1"]),
+        ("stages.rl.dataset.path=''", ["stages.1.dataset.path: must not be empty"]),
+        ("stages.rl.sampling.stop=['']", ["stages.1.sampling.stop.0: must not be empty"]),
+        ("stages.rl.optimizer.learning_rate=.inf", ["stages.1.optimizer.learning_rate: must be a finite number"]),
+        ("stages.rl.rewards.0.weight=.nan", ["stages.1.rewards.0.weight: must be a finite number"]),
+        ("stages.rl.rewards.0.weight=0", ["rewards: every weight is 0"]),
+        (
+            "stages.rl.rewards.0.fn=leaving.py:low",
+            ["fails to import: SystemExit: sys.exit(0) is called", "leaving.py:2"],
+        ),
+        ("stages.rl.advantage=wrong.py:two", ["advantage: wrong.py:two(rewards_PG) raised TypeError: two() missing"]),
+        ("stages.rl.advantage=wrong.py:flat", ["must return an advantage for each of the rewards [P, G] = (2, 4)"]),
+        ("stages.sft.loss=wrong.py:two", ["loss: wrong.py:two is a function; name a class"]),
+        ("stages.sft.loss=wrong.py:Loss", ["loss: wrong.py:Loss() raised TypeError", "made without arguments"]),
+        ("model.init.num_attention_heads=0", ["model.init: num_attention_heads: must be above 0 and finite, got 0"]),
+        ("model.init.hidden_size=-8", ["model.init: hidden_size: must be above 0 and finite, got -8"]),
+        ("model.init.rope_theta=0", ["model.init: rope_theta: must be above 0 and finite, got 0"]),
+        ("model.attention=splash", ["model.attention=splash: ", "takes rows of a multiple of 128 tokens, got 16"]),
         ("stages.sft.loss=nl", ["loss: 'nl' is unknown; did you mean 'nll'?"]),
         ("model={path: no_config, tokenizer: bytes}", ["no_config/config.json: no such file"]),
         ("model={path: ./no_confi}", ["no_confi: no such file or folder; did you mean", "no_config"]),
+        ("model={path: damaged, tokenizer: bytes}", ["model.path: ", "model.safetensors: is damaged or incomplete"]),
+        ("model={path: empty, tokenizer: bytes}", ["model.path: ", "model.safetensors: is damaged or incomplete"]),
+        ("model={path: pickled, tokenizer: bytes}", ["has neither", "pytorch_model.bin is not read, convert it"]),
+        ("model={path: bare, tokenizer: bytes}", ["model.path: ", "has neither model.safetensors nor"]),
+        ("model={path: other_sizes, tokenizer: bytes}", ["do not fit config.json", "config.json says (261, "]),
+        ("model={path: damged, tokenizer: bytes}", ["model.path: damged is no file or folder here", "mean 'damaged'?"]),
+        ("model={path: damged}", ["model.path: damged is no file or folder here", "did you mean 'damaged'?"]),
+        ("model={path: damaged/mine, tokenizer: bytes}", ["model.path: damaged/mine is no file or folder here"]),
+        ("stages.rl.dataset.path=rows", ["dataset.path: rows is no file or folder here", "did you mean 'rows.jsonl'?"]),
         ("model.init.vocab_size=100", ["bytes has 261 tokens, the model only 100", "raise model.init.vocab_size"]),
         ("model.stop_tokens=['<none>']", ["<none>"]),
         ("stages.dpo.num_steps=1", ["override stages.dpo.num_steps=1", "no item is called 'dpo'"]),
@@ -110,6 +153,21 @@ def test_mistakes(folder: Path, override: str, words: list[str], monkeypatch: py
     for word in words:
         assert word in error, error
     assert not (folder / "refused").exists()
+
+
+def test_every_row_has_what_rewards_want(folder: Path) -> None:
+    overrides = "stages.rl.dataset.path=lacking.jsonl", "stages.rl.rewards.0.fn=rewards_of_test.py:strict"
+    with inside(folder):
+        error = posttrain("check", "run.yaml", *overrides).error
+    assert error.startswith("stages.1: ") and "lacking.jsonl row 1: reward strict: no column 'answer'" in error
+
+
+def test_a_kernel_of_another_machine(folder: Path) -> None:
+    overrides = "model.attention=cudnn", "model.dtype=bfloat16", f"output={folder / 'cudnn'}"
+    checked = posttrain("check", folder / "run.yaml", *overrides)
+    why = "attention: kernel 'cudnn' runs on GPU, got cpu; use auto, reference, blockwise"
+    assert checked.code == 0 and f"model.attention=cudnn: not on this machine: {why}\n" in checked.out
+    assert posttrain("run", folder / "run.yaml", *overrides).error == f"model.attention=cudnn: {why}"
 
 
 def test_every_mistake_of_a_file_has_its_line(folder: Path) -> None:
@@ -129,7 +187,6 @@ def test_yaml_mistakes_name_the_line(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("model={path: damaged, tokenizer: bytes}", ["model.safetensors: is damaged or incomplete"]),
         ("mesh={data: 1, fsdp: 3}", ["fsdp=3", "must multiply to the number of devices, 8"]),
         ("mesh={data: 1, fsdp: 1, tensor: 8}", ["mesh.tensor=8 must divide"]),
         ("output=rows.jsonl/out", ["output: rows.jsonl/out: cannot be written: Not a directory"]),
@@ -146,7 +203,7 @@ def test_mistakes_that_only_a_run_can_see(folder: Path, override: str, words: li
 
 def test_mistake_while_loading_does_not_occupy_the_output(folder: Path) -> None:
     with inside(folder):
-        posttrain("run", "run.yaml", "model={path: damaged, tokenizer: bytes}", "output=again").error  # noqa: B018
+        posttrain("run", "run.yaml", "mesh={data: 1, fsdp: 3}", "output=again").error  # noqa: B018
         assert "other settings" not in posttrain("run", "run.yaml", "mesh={fsdp: 1, tensor: 8}", "output=again").error
 
 
@@ -160,7 +217,7 @@ def test_check_without_network_says_what_it_left_out(folder: Path, monkeypatch: 
     assert any("someone/some-model" in note for note in notes) and hub_model.out.endswith("ok\n")
     hub_data = posttrain("check", folder / "run.yaml", "stages.rl.dataset.path=someone/some-data")
     assert hub_data.code == 0
-    assert "stages.1: not checked, no network: dataset someone/some-data is on the hub" in hub_data.out
+    assert "stages.1: not checked, no network: dataset someone/some-data, if it is on the hub" in hub_data.out
     wrong = posttrain("check", folder / "run.yaml", "stages.rl.dataset.path=someone/some-data", "stages.rl.algorithm=x")
     assert "algorithm: 'x' is unknown" in wrong.error
 
@@ -199,6 +256,39 @@ def test_other_settings_in_the_same_folder(finished: tuple[Path, str]) -> None:
     error = posttrain("run", file, "seed=4", "stages.rl.kl_coef=0.5").error
     assert "holds a run with other settings: seed, stages.1.kl_coef" in error
     assert posttrain("run", file, "tensorboard=true").code == 0
+
+
+def test_other_text_of_a_function_in_the_same_folder(finished: tuple[Path, str]) -> None:
+    file, _ = finished
+    rewards = file.parent / "rewards_of_test.py"
+    text = rewards.read_text()
+    rewards.write_text(text.replace("t < 128", "t < 64"))
+    error = posttrain("run", file).error
+    assert f"{file.parent / 'out'} holds a run that began with another text of stages.1.rewards.0.fn=" in error
+    assert "give another output to run with the new one" in error
+    rewards.write_text(text)
+    assert posttrain("run", file).code == 0
+
+
+LOSING = """
+def fragile(completion_tokens, **_):
+    return [1 / (0 if c[0] % 2 else 1 + i) for i, c in enumerate(completion_tokens)]
+def never(completions):
+    return [None] * len(completions)
+"""
+
+
+def test_lost_rewards_are_seen(tmp_path: Path) -> None:
+    file = write_run(tmp_path, rl_stage(num_steps=2))
+    (tmp_path / "losing.py").write_text(LOSING)
+    some = posttrain("run", file, "rewards.0.fn=losing.py:fragile", f"output={tmp_path / 'some'}", "num_steps=1")
+    assert some.code == 0, some.err
+    assert "step 1: reward fragile: no value for " in some.out and "losing.py:3); sample" in some.out
+    assert "  rewards failed " in some.out and "  no reward " in some.out
+    none = posttrain("run", file, "rewards.0.fn=losing.py:never", f"output={tmp_path / 'none'}")
+    assert none.code == 1 and "Traceback" not in none.err
+    assert none.err.splitlines()[-1].startswith("error: step 2: no sample has a reward, in 2 steps in a row")
+    assert "no reward 100.00%  update skipped" in none.out
 
 
 def model_of(finished: tuple[Path, str]) -> Path:
@@ -274,6 +364,7 @@ def test_generate_mistakes(finished: tuple[Path, str], arguments: list[str], wor
 
 def test_generate_wants_a_model(folder: Path) -> None:
     assert "no such folder" in posttrain("generate", folder / "nothing", "a").error
+    assert posttrain("generate", folder / "damagd", "a").error.endswith("damaged'?")
     assert "tokenizer" in posttrain("generate", folder / "no_config", "a").error
 
 

@@ -64,9 +64,7 @@ def test_the_list_of_fields_is_frozen() -> None:
     frozen = FROZEN.read_text().splitlines()
     change = [f"- {line}" for line in frozen if line not in field_lines()]
     change += [f"+ {line}" for line in field_lines() if line not in frozen]
-    assert change == [], (
-        "the fields of posttrain/config/ changed; if that is meant, python tests/test_config_fields.py"
-    )
+    assert change == [], "the fields of posttrain/config/ changed; if that is meant, python tests/test_config_fields.py"
     assert frozen == field_lines()
 
 

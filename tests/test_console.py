@@ -191,6 +191,29 @@ def test_progress_of_short_work_is_silent_and_long_work_closes_with_one_line(cap
     assert text_of(output) == ""
 
 
+def test_a_log_gets_a_line_now_and_then():
+    output = capture()
+    with progress_bar("Reading", 10, delay_s=0.0, every_s=0.05, closing=False, output=output) as advance:
+        advance(3)
+        time.sleep(0.4)
+    told = text_of(output).splitlines()
+    assert len(told) >= 2 and set(told) == {"Reading: 3 of 10 after 0 s"}
+    with progress_bar("Waiting", delay_s=0.0, every_s=0.05, closing=False, output=output):
+        time.sleep(0.15)
+    assert text_of(output).splitlines()[-1] == "Waiting: 0 s"
+
+
+def test_a_step_says_what_went_wrong_in_it():
+    output = capture(width=200)
+    sink = ConsoleSink("rl", 1000, output)
+    lost = {"rewards/errors": 0.125, "rewards/timeouts": 0.0, "rewards/invalid": 0.25, "update_skipped": 1.0}
+    sink.write(1, RL | {"rewards/errors": 0.0, "rewards/invalid": 0.0, "update_skipped": 0.0})
+    sink.write(2, RL | lost)
+    sink.close()
+    _, fine, line = text_of(output).splitlines()
+    assert line.endswith("  rewards failed 12.50%  no reward 25.00%  update skipped") and fine.endswith("1.23")
+
+
 def test_a_terminal_shows_a_bar_and_removes_it():
     output = capture(force_terminal=True)
     with progress_bar("Compiling", delay_s=0.02, output=output), progress_bar("In it", delay_s=0.02, output=output):

@@ -47,7 +47,17 @@ def apply(tx, grads, state, params):
 
 
 def test_only_matrices_and_embeddings_decay():
-    names = ("a.kernel", "embed.embedding", "a.lora_a", "a.lora_b", "scale.kernel", "a.bias", "norm.scale", "scale")
+    names = (
+        "a.kernel",
+        "embed.embedding",
+        "a.lora_a",
+        "a.lora_b",
+        "scale.kernel",
+        "a.bias",
+        "norm.scale",
+        "scale",
+        "a.sinks",
+    )
     assert decay_mask({n: jnp.zeros((2, 2)) for n in names}) == {n: i < 5 for i, n in enumerate(names)}
 
 

@@ -5,12 +5,15 @@ from posttrain.config.base import (
     ConfigError,
     Fraction,
     GroupedKernel,
+    ListOf,
     NonNegativeInt,
     PositiveInt,
     Quantize,
     Remat,
     RolloutQuantize,
+    RunError,
     Section,
+    Text,
 )
 from posttrain.config.distill import DistillSection, TeacherSection
 from posttrain.config.judged import ComparedSection, PreferenceSection, RewardModelSection
@@ -36,6 +39,7 @@ __all__ = [
     "DistillSection",
     "Fraction",
     "GroupedKernel",
+    "ListOf",
     "LoRA",
     "MeshSection",
     "ModelSection",
@@ -52,11 +56,13 @@ __all__ = [
     "RolloutSection",
     "RouterSection",
     "RunConfig",
+    "RunError",
     "SFTSection",
     "SamplingSection",
     "Section",
     "SequenceSection",
     "Stage",
     "TeacherSection",
+    "Text",
     "TrainSection",
 ]

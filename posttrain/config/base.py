@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+T = TypeVar("T")
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+def _from_words(value: object) -> object:
+    """YAML 1.1's other words for true and false, which people still write."""
+    return WORDS.get(value.lower(), value) if isinstance(value, str) else value
+
+
+WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+Flag = Annotated[bool, BeforeValidator(_from_words)]
+Text = Annotated[str, Field(min_length=1)]
+ListOf: TypeAlias = Annotated[tuple[T, ...], Field(strict=False)]
+"""What YAML writes as a list. The items are as strict as everything else."""
 
 AttentionKernel = Literal["auto", "reference", "blockwise", "splash", "tokamax", "cudnn"]
 GroupedKernel = Literal["auto", "reference", "ragged_dot", "buckets", "megablox", "tokamax"]
@@ -21,11 +35,20 @@ class ConfigError(ValueError):
     """A mistake that the user can mend: one line that says where, the rule, what was given, what to do."""
 
 
+class RunError(RuntimeError):
+    """A run that cannot go on, for what it met on its way: one line that says what, and what to do."""
+
+
 class Section(BaseModel):
-    """A part of a configuration: unknown keys are errors, values are checked, instances are frozen."""
+    """A part of a configuration: unknown keys are errors, values are checked, instances are frozen.
+
+    Types are those of YAML: true is no number, 1 is not true, and a number is finite.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
         frozen=True,
         arbitrary_types_allowed=True,
         protected_namespaces=(),

@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import PositiveInt, Quantize, Section
+from posttrain.config.base import ListOf, PositiveInt, Quantize, Section, Text
 from posttrain.config.train import SequenceSection
 
 
 class TeacherSection(Section):
-    path: str
+    path: Text
     """A folder in Hugging Face layout or a hub id."""
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
     """What `teacher_column` calls it; by default the last part of `path`."""
@@ -29,7 +29,7 @@ class DistillSection(SequenceSection):
     """The student learns the distribution of its teachers, GKD (arXiv:2306.13649)."""
 
     kind: Literal["distill"] = "distill"
-    teachers: Annotated[tuple[TeacherSection, ...], Field(min_length=1)]
+    teachers: Annotated[ListOf[TeacherSection], Field(min_length=1)]
     """Models with the student's tokens; several need `teacher_column`."""
     teacher_column: str | None = None
     """Column that names a row's teacher, or maps names to weights."""
@@ -39,7 +39,7 @@ class DistillSection(SequenceSection):
     """Of both distributions in the divergence."""
     cross_entropy: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the loss that is the log-likelihood of the text itself."""
-    cache: str | None = None
+    cache: Text | None = None
     """Folder of what the teachers said, which `posttrain distill --cache` writes: training then needs no teacher."""
     top_k: PositiveInt = 64
     """Most probable tokens in the cache, of each token; the others are there by their sum."""

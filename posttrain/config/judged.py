@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from posttrain.config.base import PositiveInt
+from posttrain.config.base import Flag, PositiveInt
 from posttrain.config.train import TrainSection
 
 
@@ -13,7 +13,7 @@ class ComparedSection(TrainSection):
 
     batch_rows: PositiveInt
     """Rows of `row_tokens` in one optimiser step; a row holds both answers of a pair, each behind its prompt."""
-    packing: bool = True
+    packing: Flag = True
     """Several pairs per row."""
     overlong: Literal["truncate", "drop", "error"] = "error"
     """What becomes of a pair that no row holds."""

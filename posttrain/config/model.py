@@ -7,7 +7,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import AttentionKernel, GroupedKernel, NonNegativeInt, PositiveInt, Quantize, Remat, Section
+from posttrain.config.base import (
+    AttentionKernel,
+    Flag,
+    GroupedKernel,
+    ListOf,
+    NonNegativeInt,
+    PositiveInt,
+    Quantize,
+    Remat,
+    Section,
+    Text,
+)
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor")
 """Of devices, the closest last."""
@@ -26,42 +37,42 @@ class LoRA(Section):
     """Columns of A and rows of B, such as 16."""
     alpha: Annotated[float, Field(gt=0)] | None = None
     """The scale is alpha / rank, with `rslora` alpha / sqrt(rank); by default it is 2."""
-    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("attention", "mlp")
+    targets: Annotated[ListOf[str], Field(min_length=1)] = ("attention", "mlp")
     """Patterns of the matrices that get an adapter; `all-linear`: all but embeddings and head."""
-    layers: tuple[NonNegativeInt, ...] | None = None
+    layers: ListOf[NonNegativeInt] | None = None
     """The only layers that get an adapter, from 0; embeddings and head belong to none."""
     rank_pattern: dict[str, PositiveInt] = {}
     """Pattern -> another rank."""
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Pattern -> another alpha."""
-    rslora: bool = False
+    rslora: Flag = False
     """Divide alpha by the root of the rank, arXiv:2312.03732: high ranks learn as fast as low ones."""
-    dora: bool = False
+    dora: Flag = False
     """Train the norms of the columns of W apart from their directions, arXiv:2402.09353."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of an adapter's inputs that is set to 0 in training. Not for experts, embeddings, head, or in RL."""
-    modules_to_save: tuple[str, ...] = ()
+    modules_to_save: ListOf[str] = ()
     """Patterns of modules trained in full beside the adapter, such as `lm_head` or `norm`."""
 
 
 class ModelSection(Section):
-    path: str | None = None
+    path: Text | None = None
     """A folder in Hugging Face layout or a hub id. Give `path` or `init`."""
     init: dict[str, Any] | None = None
     """Random weights: the fields of a Hugging Face `config.json`, with `model_type`."""
-    family: str | None = None
+    family: Text | None = None
     """A Python file with the model's family, where posttrain has none: named as the `model_type`, and written as the
     notebook add_a_model shows."""
-    tokenizer: str | None = None
+    tokenizer: Text | None = None
     """A folder, a hub id or `bytes` (the built-in byte tokenizer); by default `path`."""
-    stop_tokens: tuple[str, ...] = ()
+    stop_tokens: ListOf[Text] = ()
     """Tokens that end a reply beside those that the tokenizer names, such as `<s>`; they are saved with the model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage of the parameters. The optimiser keeps float32 masters of bfloat16 parameters."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Type of activations and matrix products; by default `dtype`."""
     lora: LoRA | None = None
-    adapter: str | None = None
+    adapter: Text | None = None
     """A folder or hub id with PEFT's adapter of `path`: its training goes on, in a run of one stage, in place of a new
     one's (`lora`). In RL its dropout is off."""
     quantize: Quantize = "none"
@@ -76,7 +87,7 @@ class ModelSection(Section):
     a cache, as in sampling, it is always that."""
     grouped_matmul: GroupedKernel = "auto"
     """Implementation of the experts' matrix products; by default the fastest for platform and shape."""
-    long_context: bool = False
+    long_context: Flag = False
     """Use the factors for long sequences of a model that has two sets (LongRoPE, as in phi3): rows may
     then be longer than its original context. Only with `path`."""
 
@@ -108,6 +119,14 @@ class MeshSection(Section):
     """Groups of experts of a mixture; rows are split as well."""
     tensor: int = 1
     """Parts of every matrix product; no rows are split."""
+
+    @model_validator(mode="after")
+    def _sizes(self) -> MeshSection:
+        sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
+        if list(sizes.values()).count(-1) > 1 or any(size < 1 and size != -1 for size in sizes.values()):
+            named = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+            raise ValueError(f"{named}: sizes are positive, and at most one is -1 (what is left)")
+        return self
 
     @property
     def row_shards(self) -> int | None:

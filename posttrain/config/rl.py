@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import Fraction, NonNegativeInt, PositiveInt, RolloutQuantize, Section
+from posttrain.config.base import Flag, Fraction, ListOf, NonNegativeInt, PositiveInt, RolloutQuantize, Section, Text
 from posttrain.config.train import TrainSection
 
 
@@ -18,9 +18,9 @@ class SamplingSection(Section):
     """0: off."""
     top_p: Fraction = 1.0
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
     """Above 1: tokens of prompt and sample are less likely, arXiv:1909.05858; the trainer scores without it."""
-    stop: tuple[str, ...] = ()
+    stop: ListOf[Text] = ()
     """Strings that end a sample; the text ends before them."""
 
 
@@ -39,18 +39,18 @@ class RolloutSection(Section):
     """Sequences decoded at once; by default all samples of a step."""
     decode_steps: PositiveInt = 32
     """Tokens decoded per dispatch at most."""
-    record_routing: bool = False
+    record_routing: Flag = False
     """Keep which experts of a mixture the sampler used, and use the same ones in training, arXiv:2510.11370."""
     quantize: RolloutQuantize = "none"
     """Sample, in evaluations too, from a copy of the weights in 8 bits, adapters merged, made anew after every update.
     How far it is from the trainer: `sampling/logp_difference/mean`. It saves memory, and time only where reading the
     weights bounds it: products are in `compute_dtype`, of matrices made whole again layer by layer, fp8 alike."""
-    merge_lora: bool = False
+    merge_lora: Flag = False
     """Sample from a copy with the adapter merged, made anew after every update: faster tokens for more memory."""
     cache_tokens: PositiveInt | None = None
     """Keys and values that the sampler holds; by default those of `slots` sequences of `row_tokens`. With fewer it
     interrupts the youngest samples and reads them again later; with more it keeps more shared prefixes."""
-    warm_up: bool = False
+    warm_up: Flag = False
     """Compile all programs of the sampler before the first step; by default each when it is first needed."""
 
 
@@ -60,7 +60,7 @@ class RLSection(TrainSection):
     """`grpo`, `dr_grpo`, `dapo`, `gspo`, `rloo`."""
     advantage: str | None = None
     """`module:function` of rewards_PG in place of the algorithm's own."""
-    rewards: Annotated[tuple[RewardSection, ...], Field(min_length=1)]
+    rewards: Annotated[ListOf[RewardSection], Field(min_length=1)]
     """Functions that score a completion; their weighted sum is the reward."""
     prompts_per_step: PositiveInt
     """Different prompts in one optimiser step."""
@@ -77,7 +77,7 @@ class RLSection(TrainSection):
     clip_low: Annotated[float, Field(gt=0)] | None = None
     clip_high: Annotated[float, Field(gt=0)] | None = None
     """Each overrides the algorithm's own value."""
-    recompute_old_logps: bool = False
+    recompute_old_logps: Flag = False
     """Score the samples with the trainer before the update instead of trusting the sampler's log-probabilities."""
     samples_every: PositiveInt = 10
     """Steps between tables of sample completions."""
@@ -91,6 +91,8 @@ class RLSection(TrainSection):
                 f"rollout.quantize={self.rollout.quantize} needs recompute_old_logps: true: the log-probabilities of "
                 "a quantized sampler are not the trainer's, and the first update's ratio would not be 1"
             )
+        if not any(reward.weight for reward in self.rewards):
+            raise ValueError("rewards: every weight is 0, so that there is nothing to learn; give one of them another")
         cache_tokens = self.rollout.cache_tokens
         if cache_tokens is not None and cache_tokens < self.row_tokens:
             raise ValueError(f"rollout.cache_tokens={cache_tokens} must be at least row_tokens={self.row_tokens}")

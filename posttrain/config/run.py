@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import Section
+from posttrain.config.base import Flag, ListOf, Section, Text
 from posttrain.config.distill import DistillSection
 from posttrain.config.judged import PreferenceSection, RewardModelSection
 from posttrain.config.model import MeshSection, ModelSection
@@ -21,15 +21,15 @@ Stage = Annotated[
 class RunConfig(Section):
     """A whole run: one model through one or more stages."""
 
-    output: str
+    output: Text
     """Folder of the run: resolved config, metrics, samples, checkpoints, final model."""
-    seed: int
+    seed: Annotated[int, Field(ge=0, lt=2**32)]
     """Start of every random key: data order, sampling, initial weights."""
     model: ModelSection
     """What is trained: `path` or `init`, tokenizer, dtype, adapter."""
     mesh: MeshSection = MeshSection()
-    tensorboard: bool = True
-    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    tensorboard: Flag = True
+    stages: Annotated[ListOf[Stage], Field(min_length=1)]
     """Run in order; each starts from the weights of the one before."""
 
     @model_validator(mode="after")

@@ -6,27 +6,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import NonNegativeInt, PositiveInt, Section
+from posttrain.config.base import Flag, ListOf, NonNegativeInt, PositiveInt, Section, Text
 
 
 class DatasetSection(Section):
-    path: str
+    path: Text
     """A .jsonl, .json, .csv or .parquet file, a folder, a hub id, or `file.py:function` that returns rows."""
     split: str = "train"
     args: dict[str, Any] = {}
-    """Keyword arguments of the function that `path` names; of a hub id, of `datasets.load_dataset`: `{name: main}`."""
+    """Keyword arguments of the function that `path` names, which finds files like this configuration where it declares
+    a parameter as `Path`; of a hub id, of `datasets.load_dataset`: `{name: main}`."""
     prompt: str | None = None
     """Template of the user's turn over the columns, such as `"{question}"`; by default the column `prompt`."""
     completion: str | None = None
     """Template of the answer, for SFT; by default the column `completion`."""
     system: str | None = None
     """A system message put before every prompt."""
-    chat: bool | None = None
+    chat: Flag | None = None
     """Render with the tokenizer's chat template; by default: if it has one and the row is not plain `text`."""
     skip: NonNegativeInt = 0
     limit: PositiveInt | None = None
     """Rows used after `skip`, before shuffling."""
-    shuffle: bool = True
+    shuffle: Flag = True
     """Draw training rows in a new random order each epoch; evaluation keeps the order."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Share of the sequences that come from here, where a stage mixes several datasets (`mix`)."""
@@ -95,13 +96,13 @@ class TrainSection(Section):
 class SequenceSection(TrainSection):
     """Fields of stages that train on given sequences."""
 
-    mix: tuple[DatasetSection, ...] = ()
+    mix: ListOf[DatasetSection] = ()
     """More datasets to train on beside `dataset`; how much of each is drawn, their `weight` says."""
     batch_rows: PositiveInt
     """Rows of `row_tokens` in one optimiser step."""
-    packing: bool = True
+    packing: Flag = True
     """Several sequences per row, kept apart by segment ids."""
-    train_on_prompt: bool = False
+    train_on_prompt: Flag = False
     """Put loss on prompts as well; by default only on completions and assistant turns."""
     overlong: Literal["truncate", "drop", "error"] = "error"
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import csv
 import inspect
+import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from posttrain.config import ConfigError, DatasetSection
+from posttrain.config_file import did_you_mean_path, resolve_path
 from posttrain.data.hub import hub_is_reachable, is_hub_id
 from posttrain.imports import describe_error, did_you_mean, import_object, is_object_spec, missing_path
 
@@ -121,11 +123,14 @@ def read_file(path: Path) -> Table:
     )
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, *, newline: str | None = None) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig", newline=newline) as file:
+            return file.read()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -159,19 +164,18 @@ def _read_json(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_csv(path: Path) -> list[dict[str, Any]]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, strict=True)
-        rows = []
-        try:
-            for row in reader:
-                if None in row or None in row.values():
-                    raise ConfigError(
-                        f"{path}:{reader.line_num} has another number of fields than the header, "
-                        f"which names {len(reader.fieldnames or ())}"
-                    )
-                rows.append(row)
-        except csv.Error as error:
-            raise ConfigError(f"{path}:{reader.line_num} is not CSV: {error}") from error
+    reader = csv.DictReader(io.StringIO(_text(path, newline=""), newline=""), strict=True)
+    rows = []
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                raise ConfigError(
+                    f"{path}:{reader.line_num} has another number of fields than the header, "
+                    f"which names {len(reader.fieldnames or ())}"
+                )
+            rows.append(row)
+    except csv.Error as error:
+        raise ConfigError(f"{path}:{reader.line_num} is not CSV: {error}") from error
     return rows
 
 
@@ -228,7 +232,13 @@ def _no_split(section: DatasetSection, found: Iterable[str]) -> ConfigError:
 def _from_disk(section: DatasetSection, folder: Path) -> Table:
     import datasets
 
-    loaded = datasets.load_from_disk(str(folder))
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except Exception as error:  # the library lets through whatever its parts raise for damaged files
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ConfigError(
+            f"dataset.path={section.path}: the saved dataset is damaged or incomplete ({reason}); save it anew"
+        ) from error
     if not isinstance(loaded, datasets.DatasetDict):
         _refuse_split(section, "a single saved dataset")
         return loaded
@@ -249,7 +259,10 @@ def _from_hub(section: DatasetSection) -> Table:
     except (OSError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())[:300]
         hub = "on the hub" if reachable else "the hub cannot be reached"
-        raise ConfigError(f"dataset.path={section.path}: no such file or folder here; {hub}: {reason}") from error
+        raise ConfigError(
+            f"dataset.path={section.path}: no such file or folder here; {hub}: {reason}"
+            f"{did_you_mean_path(section.path)}"
+        ) from error
     finally:
         datasets.config.HF_HUB_OFFLINE = before
 
@@ -265,13 +278,27 @@ def _call(section: DatasetSection, base_dir: Path) -> Table:
     except TypeError as error:
         raise ConfigError(f"dataset.args={section.args} do not fit {section.path}: {error}") from error
     try:
-        result = function(**section.args)
+        result = function(**_with_paths(function, section.args, base_dir))
         rows = result if isinstance(result, str | Mapping) or not isinstance(result, Iterable) else list(result)
-    except Exception as error:
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{section.path} raised {describe_error(error)}") from error
     if not isinstance(rows, list):
         raise ConfigError(f"{section.path} returned a {type(rows).__name__}; it must return a list of dicts")
     return _checked(rows, section.path)
+
+
+def _with_paths(function: Callable[..., Any], args: Mapping[str, Any], base_dir: Path) -> dict[str, Any]:
+    """The arguments; those that the function declares as `Path` are found like every path of a configuration."""
+    kinds = {name: p.annotation for name, p in inspect.signature(function).parameters.items()}
+    # Annotations are text where the file postpones them.
+    return {
+        name: resolve_path(value, base_dir)
+        if isinstance(value, str) and kinds.get(name) in (Path, "Path", "pathlib.Path")
+        else value
+        for name, value in args.items()
+    }
 
 
 def _checked(rows: list[Any], name: str) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import ConfigError
+from posttrain.config_file import did_you_mean_path
 from posttrain.data.byte_tokenizer import BYTE_GENERATION, build_byte_tokenizer
 from posttrain.data.hub import hub_is_reachable, is_hub_id
 from posttrain.imports import did_you_mean, import_transformers, missing_path
@@ -226,9 +227,10 @@ def _unreadable(name: str, error: Exception, *, local_files_only: bool) -> str:
     if local_files_only:
         return (
             f"tokenizer: no folder {name}; and the hub cannot be reached, nor is {name} in the local cache; "
-            "give an existing folder, connect to the network, or use 'bytes'"
+            f"give an existing folder, connect to the network, or use 'bytes'{did_you_mean_path(name)}"
         )
-    return f"tokenizer: neither a folder {name} nor a readable tokenizer {name} on the hub ({reason})"
+    near = did_you_mean_path(name)
+    return f"tokenizer: neither a folder {name} nor a readable tokenizer {name} on the hub ({reason}){near}"
 
 
 def _wrap(hf: Any, name: str, generation: Mapping[str, Any]) -> Tokenizer:

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Float, Int
 
-from posttrain.config import GroupedKernel
+from posttrain.config import ConfigError, GroupedKernel
 from posttrain.kernels.platform import installed, log_choice, tokamax_library
 
 Sizes: TypeAlias = Int[Array, " E"]
@@ -26,7 +26,7 @@ def grouped_matmul(
 ) -> Float[Array, "M F"]:
     """x[m] @ w[e] for the rows m of group e, accumulated in float32; rows stand by group, those after the last yield 0.
 
-    `platform`: of the devices that it runs on. `kernel` other than "auto" raises ValueError where it cannot serve.
+    `platform`: of the devices that it runs on. `kernel` other than "auto" raises ConfigError where it cannot serve.
     Kernels of TPU and GPU work on one device's rows: under a mesh of several they are called inside `jax.shard_map`.
     """
     request = Request(platform=platform, dtype=str(x.dtype), tokamax=installed("tokamax"))
@@ -56,16 +56,16 @@ def choose(request: Request) -> str:
 
 
 def select(kernel: str, request: Request) -> str:
-    """The kernel to run. ValueError where the one that is asked for cannot serve, with those that can."""
+    """The kernel to run. ConfigError where the one that is asked for cannot serve, with those that can."""
     if kernel == "auto":
         return choose(request)
     names = get_args(GroupedKernel)
     if kernel not in names:
-        raise ValueError(f"grouped matmul: no kernel {kernel!r}; use one of {', '.join(names)}")
+        raise ConfigError(f"grouped matmul: no kernel {kernel!r}; use one of {', '.join(names)}")
     reason = refusal(kernel, request)
     if reason is not None:
         others = ", ".join(name for name in names if refusal(name, request) is None)
-        raise ValueError(f"grouped matmul: kernel {kernel!r} {reason}; use {others}")
+        raise ConfigError(f"grouped matmul: kernel {kernel!r} {reason}; use {others}")
     return kernel
 
 

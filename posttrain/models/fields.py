@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from posttrain.config import ConfigError
 
 T = TypeVar("T")
+
+POSITIVE = frozenset(
+    (
+        *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "max_position_embeddings"),
+        *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts_per_tok"),
+        *("head_dim", "global_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        *("kv_lora_rank", "q_lora_rank", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"),
+    )
+)
+"""Numbers without which there is no model, in any family."""
 
 
 class Fields:
@@ -41,6 +52,8 @@ class Fields:
             value = float(value)
         if type(value) is not kind:
             raise ConfigError(f"{key}: must be {kind.__name__}, got {value!r}")
+        if key in POSITIVE and isinstance(value, int | float) and not 0 < value < math.inf:
+            raise ConfigError(f"{key}: must be above 0 and finite, got {value!r}")
         self.read[key] = value
         return value
 

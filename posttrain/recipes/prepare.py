@@ -25,23 +25,25 @@ from posttrain.config import (
     SFTSection,
     TrainSection,
 )
+from posttrain.config_file import find_path
 from posttrain.data.chat import Renderer
 from posttrain.data.hub import hub_is_reachable, is_hub_id
 from posttrain.data.pipeline import require_one, row_tokenizer
 from posttrain.data.sources import FILE_SUFFIXES, Rows
 from posttrain.data.taught import Taught
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
-from posttrain.imports import did_you_mean, is_object_spec
+from posttrain.imports import describe_error, did_you_mean, is_object_spec
 from posttrain.losses.distill import DistillLoss
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.models.config import ModelConfig
 from posttrain.models.moe import check_recording, check_router
 from posttrain.recipes.inputs import callable_of, each_row, rows_and_renderer
 from posttrain.recipes.judged import LOSSES, JudgedInputs, check_units, make_loss, units_of
+from posttrain.recipes.kernels import check_kernels
 from posttrain.recipes.prepare_rl import RLInputs, algorithm_of, prepare_rl, refuse_completions, rubric_of
-from posttrain.recipes.source import local_or_hub, read_model_config, read_wrapper, tokenizer_name
+from posttrain.recipes.source import local_or_hub, read_model_config, read_wrapper, refuse_misspelt, tokenizer_name
 from posttrain.recipes.teachers import TeacherSource, find_teachers
-from posttrain.weights.load import check_adapter, check_lora
+from posttrain.weights.load import check_adapter, check_lora, check_weights
 
 T = TypeVar("T")
 
@@ -87,23 +89,28 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
     """
     prepared = Prepared(config=config, base_dir=base_dir)
     name = tokenizer_name(config.model, base_dir)
-    if offline_ok and _unreachable(name):
-        _read_model(prepared)
+    offline = _unreachable(name)
+    if offline:
+        refuse_misspelt("model.path" if config.model.tokenizer is None else "model.tokenizer", name, base_dir)
+    if offline_ok and offline:
+        _read_model(prepared, offline_ok=offline_ok)
         prepared.notes.append(
-            f"not checked, no network: tokenizer and rows of every stage (tokenizer {name} is on the hub)"
+            f"not checked, no network: tokenizer and rows of every stage (of the tokenizer {name}, if it is on the hub)"
         )
         for index, section in enumerate(config.stages):
             with _naming_stage(config, index):
                 _check_offline(section, base_dir)
         return prepared
     prepared.tokenizer = load_tokenizer(name).with_stop_tokens(config.model.stop_tokens)
-    _read_model(prepared)
+    _read_model(prepared, offline_ok=offline_ok)
     for index, section in enumerate(config.stages):
         with _naming_stage(config, index):
-            remote = [dataset.path for dataset in _datasets(section) if _unreachable(dataset.path)]
+            remote = [path for path in _dataset_paths(section, base_dir) if _unreachable(path)]
+            for path in remote:
+                refuse_misspelt("dataset.path", path, base_dir)
             if offline_ok and remote:
                 names = ", ".join(remote)
-                prepared.notes.append(f"stages.{index}: not checked, no network: dataset {names} is on the hub")
+                prepared.notes.append(f"stages.{index}: not checked, no network: dataset {names}, if it is on the hub")
                 _check_offline(section, base_dir)
             elif isinstance(section, PreferenceSection | RewardModelSection):
                 judged, notes = _prepare_judged(section, prepared.tokenizer, base_dir)
@@ -129,7 +136,7 @@ def _naming_stage(config: RunConfig, index: int) -> Iterator[None]:
         raise ConfigError("\n".join(f"stages.{index}: {line}" for line in str(error).splitlines())) from error
 
 
-def _read_model(prepared: Prepared) -> None:
+def _read_model(prepared: Prepared, *, offline_ok: bool) -> None:
     """Fill in `model`, and hold the configuration against it."""
     config, tokenizer = prepared.config, prepared.tokenizer
     if tokenizer is None and config.model.init is not None and "vocab_size" not in config.model.init:
@@ -138,9 +145,12 @@ def _read_model(prepared: Prepared) -> None:
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
     model = read_model_config(config.model, prepared.base_dir, vocab_size=vocab_size)
     if model is None:
-        prepared.notes.append(f"not checked, no network: the model {config.model.path}, which run downloads")
+        assert config.model.path is not None
+        refuse_misspelt("model.path", config.model.path, prepared.base_dir)
+        prepared.notes.append(f"not checked, no network: the model {config.model.path}, if it is on the hub")
         return
     prepared.model = model
+    _check_weights(config.model, prepared.base_dir)
     if model.scalar_head and not all(isinstance(section, RewardModelSection) for section in config.stages):
         raise ConfigError(f"model.path: {config.model.path} is a reward model, which scores answers and writes none")
     if tokenizer is not None:
@@ -154,6 +164,7 @@ def _read_model(prepared: Prepared) -> None:
             f"model.tokenizer: {config.model.tokenizer} has {vocab_size} tokens, the model only {model.vocab_size}; "
             + ("raise model.init.vocab_size" if config.model.init is not None else "give the model's own tokenizer")
         )
+    prepared.notes += check_kernels(config, model, here=not offline_ok)
     for index, section in enumerate(config.stages):
         if section.row_tokens > model.max_positions:
             raise ConfigError(
@@ -185,6 +196,16 @@ def _context_of(section: ModelSection, model: ModelConfig) -> str:
     if section.path is None or section.long_context or whole <= model.max_positions:
         return limit
     return f"{model.max_positions}, for which the model's short RoPE factors are; model.long_context=true takes {whole}"
+
+
+def _check_weights(section: ModelSection, base_dir: Path) -> None:
+    """ConfigError where the model is a folder here whose weights are not those of its `config.json`."""
+    folder = None if section.path is None else Path(local_or_hub(section.path, base_dir))
+    if folder is not None and folder.is_dir():
+        try:
+            check_weights(folder)
+        except ConfigError as error:
+            raise ConfigError(f"model.path: {error}") from error
 
 
 def _check_mixture(section: TrainSection, model: ModelConfig, *, adapter: bool) -> None:
@@ -226,9 +247,11 @@ def rows_per_step(section: TrainSection) -> int:
     return section.batch_rows
 
 
-def _datasets(section: TrainSection) -> list[DatasetSection]:
+def _dataset_paths(section: TrainSection, base_dir: Path) -> list[str]:
+    """Of those that are not found from here or from the configuration's folder."""
     given = section.datasets if isinstance(section, SequenceSection) else (section.dataset,)
-    return [dataset for dataset in (*given, section.eval_dataset) if dataset is not None]
+    paths = [dataset.path for dataset in (*given, section.eval_dataset) if dataset is not None]
+    return [path for path in paths if find_path(path, base_dir) is None]
 
 
 def _unreachable(name: str) -> bool:
@@ -341,6 +364,19 @@ def _judged_loss(section: PreferenceSection | RewardModelSection, base_dir: Path
     return make_loss(section.loss, LOSSES[section.kind], lambda spec: callable_of(spec, "loss", base_dir))
 
 
+def _own_loss(spec: str, base_dir: Path) -> TokenLoss:
+    made = callable_of(spec, "loss", base_dir)
+    if not isinstance(made, type):
+        raise ConfigError(f"loss: {spec} is a {type(made).__name__}; name a class whose objects take (stats, batch)")
+    try:
+        loss = made()
+    except Exception as error:
+        raise ConfigError(f"loss: {spec}() raised {describe_error(error)}; it is made without arguments") from error
+    if not callable(loss):
+        raise ConfigError(f"loss: {spec} has no __call__(stats, batch)")
+    return loss
+
+
 def _sequence_loss(section: SFTSection | DistillSection, base_dir: Path) -> TokenLoss:
     if isinstance(section, DistillSection):
         return DistillLoss(section.cross_entropy)
@@ -349,7 +385,7 @@ def _sequence_loss(section: SFTSection | DistillSection, base_dir: Path) -> Toke
     if section.loss in SFT_LOSSES:
         return SFT_LOSSES[section.loss]()
     if is_object_spec(section.loss):
-        return callable_of(section.loss, "loss", base_dir)()
+        return _own_loss(section.loss, base_dir)
     raise ConfigError(
         f"loss: {section.loss!r} is unknown{did_you_mean(section.loss, SFT_LOSSES)}; "
         f"there are {', '.join(SFT_LOSSES)}, or name your own as module:Class"

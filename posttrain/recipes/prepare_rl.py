@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from posttrain.config import ConfigError, DatasetSection, RLSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import prompt_is_text, prompt_messages
 from posttrain.data.sources import Rows
 from posttrain.data.tokenizer import Tokenizer
+from posttrain.imports import describe_error
 from posttrain.recipes.inputs import callable_of, each_row, rows_and_renderer
 from posttrain.rl.algorithms import Algorithm, make_algorithm
 from posttrain.rl.rewards import Reward, Rubric, missing_arguments
@@ -40,14 +44,14 @@ def prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> RLIn
         )
     rubric = rubric_of(section, base_dir)
     rows, renderer = rows_and_renderer(section.dataset, tokenizer, base_dir)
-    examples = _examples(rows, section.dataset, renderer, limit)
-    _check_columns(rubric, rows)
+    _check_columns(rubric, rows.columns)
+    examples = _examples(rows, section.dataset, renderer, limit, rubric)
     eval_examples: list[Example] = []
     eval_renderer = None
     if section.eval_dataset is not None:
         eval_rows, eval_renderer = rows_and_renderer(section.eval_dataset, tokenizer, base_dir)
-        eval_examples = _examples(eval_rows, section.eval_dataset, eval_renderer, limit)
-        _check_columns(rubric, eval_rows)
+        _check_columns(rubric, eval_rows.columns)
+        eval_examples = _examples(eval_rows, section.eval_dataset, eval_renderer, limit, rubric)
     return RLInputs(
         section=section,
         renderer=renderer,
@@ -61,11 +65,17 @@ def prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> RLIn
     )
 
 
-def _examples(rows: Rows, section: DatasetSection, renderer: Renderer, max_prompt_tokens: int) -> list[Example]:
+def _examples(
+    rows: Rows, section: DatasetSection, renderer: Renderer, max_prompt_tokens: int, rubric: Rubric
+) -> list[Example]:
     """All prompts, each checked: what is wrong with row 5,000 is said before the first step."""
+    complete = {rows.columns}
 
     def example(index: int) -> Example:
         with rows.named(index) as row:
+            if tuple(row) not in complete:
+                _check_columns(rubric, tuple(row))
+                complete.add(tuple(row))
             messages = prompt_messages(row, section)
             length = len(renderer.prompt(messages))
             if length > max_prompt_tokens:
@@ -87,8 +97,8 @@ def refuse_completions(section: RLSection) -> None:
             )
 
 
-def _check_columns(rubric: Rubric, rows: Rows) -> None:
-    lines = [line for reward in rubric.rewards for line in missing_arguments(reward, rows.columns)]
+def _check_columns(rubric: Rubric, columns: Sequence[str]) -> None:
+    lines = [line for reward in rubric.rewards for line in missing_arguments(reward, columns)]
     if lines:
         raise ConfigError("\n".join(lines))
 
@@ -103,8 +113,25 @@ def rubric_of(section: RLSection, base_dir: Path) -> Rubric:
     return Rubric(rewards)
 
 
+def _probe(advantage: Callable[..., Any], name: str, group_size: int) -> None:
+    """ConfigError where a user's function does not take rewards [P, G], or does not return as many advantages."""
+    rewards_PG = np.arange(2 * group_size, dtype=np.float32).reshape(2, group_size) % 3
+    try:
+        made = np.asarray(advantage(rewards_PG.copy()), np.float32)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"advantage: {name}(rewards_PG) raised {describe_error(error)}") from error
+    if made.shape != rewards_PG.shape:
+        raise ConfigError(
+            f"advantage: {name} must return an advantage for each of the rewards [P, G] = {rewards_PG.shape}; "
+            f"it returned the shape {made.shape}"
+        )
+
+
 def algorithm_of(section: RLSection, base_dir: Path) -> Algorithm:
-    advantage = None if section.advantage is None else callable_of(section.advantage, "advantage", base_dir)
+    advantage = None
+    if section.advantage is not None:
+        advantage = callable_of(section.advantage, "advantage", base_dir)
+        _probe(advantage, section.advantage, section.group_size)
     return make_algorithm(
         section.algorithm,
         max_tokens=section.sampling.max_tokens,

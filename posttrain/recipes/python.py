@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import hashlib
-import inspect
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from pydantic import ValidationError
 
 from posttrain.config import ConfigError, ModelSection, RLSection, RunConfig, Section
 from posttrain.config_file import build_config, dump_config, load_config
+from posttrain.recipes.code import source_of
 from posttrain.recipes.source import read_model_config
 
 if TYPE_CHECKING:
@@ -178,15 +178,8 @@ def _digest(config: RunConfig, more: Sequence[str]) -> str:
     parts = [dump_config(config), *more]
     for stage in config.stages:
         if isinstance(stage, RLSection):
-            parts += [_source(reward.fn) for reward in stage.rewards]
+            parts += [source_of(reward.fn) for reward in stage.rewards]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
-
-
-def _source(function: Any) -> str:
-    try:
-        return inspect.getsource(function if hasattr(function, "__code__") else type(function))
-    except (OSError, TypeError):
-        return ""  # named in a file, typed at a prompt, or not Python
 
 
 def _seed(folder: Path) -> int:

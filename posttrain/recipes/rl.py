@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any, ClassVar
@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from posttrain.config import RLSection, SamplingSection
+from posttrain.console import console, printable
 from posttrain.data.pipeline import PromptBatches
 from posttrain.losses.router import RouterLoss
 from posttrain.metrics import Sample, Timer, tables, to_host
@@ -23,12 +24,16 @@ from posttrain.rl.aio import run_async
 from posttrain.rl.cluster import Cluster
 from posttrain.rl.collect import Sampler
 from posttrain.rl.evaluate import Evaluation, evaluate
-from posttrain.rl.loop import StepResult, StepSettings, check_agreement, rl_step
+from posttrain.rl.loop import RewardWatch, StepResult, StepSettings, check_agreement, rl_step
+from posttrain.rl.rewards import error_lines
+from posttrain.rl.types import Group, Rewards
 from posttrain.rollout.native import NativeEngine
 from posttrain.trainer import Trainer
 
 NUM_SHOWN = 6
 """Samples in a table."""
+STEPS_WITHOUT_REWARD = 3
+"""So many in a row end a run."""
 
 
 def run_rl(stage: StageRun, inputs: RLInputs) -> None:
@@ -38,10 +43,12 @@ def run_rl(stage: StageRun, inputs: RLInputs) -> None:
     held_out = HeldOut(evaluate=lambda: _record(run.evaluate()), metrics=itemgetter("metrics"))
     with stage.opened(run.trainer, run.prompts, section.num_steps) as (sinks, checkpointer):
         run.cluster.sync_weights()
+        watch = RewardWatch(min(STEPS_WITHOUT_REWARD, section.num_steps))
 
         def step() -> Mapping[str, Any]:
             timer = Timer()
             outcome = run.step(timer)
+            watch.see(run.trainer.step_number, outcome.rewards)
             if run.trainer.step_number % section.samples_every == 0 or run.trainer.step_number == 1:
                 sinks.samples(run.trainer.step_number, step_samples(outcome, section.group_size))
             metrics = to_host(outcome.metrics)
@@ -68,8 +75,7 @@ class _RLRun:
             stage.load_model(),
             inputs.algorithm.loss,
             make_optimizer(section.optimizer, section.num_steps),
-            # A greedy sampler's log-probabilities are those of the unscaled distribution.
-            temperature=section.sampling.temperature or 1.0,
+            temperature=section.sampling.temperature,
             max_grad_norm=section.optimizer.max_grad_norm,
             micro_batch_rows=section.micro_batch_rows or -(-samples // 8),
             mesh=stage.mesh,
@@ -111,18 +117,26 @@ class _RLRun:
 
     def step(self, timer: Timer) -> StepResult:
         examples = [self.inputs.examples[index] for index in next(self.prompts)]
-        return run_async(
-            rl_step(
-                self.cluster, self.inputs.algorithm, self.inputs.rubric, self.sampler, examples, self.settings, timer
-            )
+        inputs = self.inputs
+        outcome = run_async(
+            rl_step(self.cluster, inputs.algorithm, inputs.rubric, self.sampler, examples, self.settings, timer)
         )
+        _print_errors(f"step {self.trainer.step_number}", outcome.rewards, outcome.groups_P)
+        return outcome
 
     def evaluate(self) -> Evaluation:
-        return run_async(evaluate(self._eval_sampler(), self.inputs.rubric, self.inputs.eval_examples))
+        found = run_async(evaluate(self._eval_sampler(), self.inputs.rubric, self.inputs.eval_examples))
+        _print_errors("evaluation", found.rewards, found.groups_P)
+        return found
 
     def _eval_sampler(self) -> Sampler:
         assert self.inputs.eval_renderer is not None
         return replace(self.sampler, renderer=self.inputs.eval_renderer, sampling=eval_sampling(self.inputs.section))
+
+
+def _print_errors(when: str, rewards: Rewards, groups_P: Sequence[Group]) -> None:
+    for line in error_lines(rewards, groups_P):
+        console().print(printable(f"{when}: {line}", console().encoding), markup=False, soft_wrap=True)
 
 
 def eval_sampling(section: RLSection) -> SamplingSection:

@@ -16,6 +16,7 @@ from posttrain.console import console
 from posttrain.fit import Interrupted, stop_on_signals
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.models.decoder import Decoder
+from posttrain.recipes.code import check_code, remember_code
 from posttrain.recipes.distill import run_distill
 from posttrain.recipes.judged import JudgedInputs
 from posttrain.recipes.preference import run_preference
@@ -59,7 +60,7 @@ def run(config: RunConfig, base_dir: Path) -> RunResult:
     assert prepared.tokenizer is not None
     output = Path(config.output)
     names = stage_names(config)
-    with _claimed(output, config), stop_on_signals() as stop:
+    with _claimed(output, config, base_dir), stop_on_signals() as stop:
         for note in prepared.notes + row_notes(config, row_shards(mesh)):
             console().print(note, markup=False, soft_wrap=True)
         source = None
@@ -104,7 +105,7 @@ def run(config: RunConfig, base_dir: Path) -> RunResult:
 
 
 @contextlib.contextmanager
-def _claimed(output: Path, config: RunConfig) -> Iterator[None]:
+def _claimed(output: Path, config: RunConfig, base_dir: Path) -> Iterator[None]:
     """The run's folder, held for this process; ConfigError if another process or another configuration has it."""
     import fcntl
 
@@ -120,13 +121,14 @@ def _claimed(output: Path, config: RunConfig) -> Iterator[None]:
             raise ConfigError(
                 f"output: another process is running in {output}; wait for it, or give another output"
             ) from error
-        _check_same(output, config)
+        _check_same(output, config, base_dir)
         yield
 
 
-def _check_same(output: Path, config: RunConfig) -> None:
+def _check_same(output: Path, config: RunConfig, base_dir: Path) -> None:
     file = output / CONFIG_NAME
     if not file.exists() or not _begun(output):
+        remember_code(output, config, base_dir)
         partial = file.with_suffix(".tmp")
         partial.write_text(dump_config(config), encoding="utf-8")
         partial.rename(file)
@@ -139,6 +141,7 @@ def _check_same(output: Path, config: RunConfig) -> None:
             f"output: {output} holds a run with other settings: {', '.join(changed)}; "
             "give another output, or delete the folder to start over"
         )
+    check_code(output, config, base_dir)
 
 
 def _begun(output: Path) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import ConfigError, ModelSection
-from posttrain.config_file import resolve_path
+from posttrain.config_file import did_you_mean_path, find_path, resolve_path
 from posttrain.data.hub import hub_is_reachable, is_hub_id
 from posttrain.fit import Origin
 from posttrain.models import hf
@@ -36,6 +36,26 @@ def path_exists(name: str, base_dir: Path) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def refuse_misspelt(field: str, name: str, base_dir: Path) -> None:
+    """ConfigError for a hub id that looks like the path of something here that is not there.
+
+    For where the hub cannot be asked: either the path's folder is here, or something with a similar name. What the
+    libraries keep of the hub on this machine is no mistake.
+    """
+    import datasets
+    from huggingface_hub import constants
+
+    near = did_you_mean_path(name, base_dir)
+    parent = Path(name).parent
+    if not near and (parent == Path() or find_path(str(parent), base_dir) is None):
+        return
+    kept = [Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}" for kind in ("model", "dataset")] + [
+        Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
+    ]
+    if not any(folder.is_dir() for folder in kept):
+        raise ConfigError(f"{field}: {name} is no file or folder here, and the hub cannot be reached{near}")
 
 
 def tokenizer_name(section: ModelSection, base_dir: Path) -> str:
@@ -107,7 +127,7 @@ def _config_file(name: str) -> Path | None:
         reason = str(error).split("\n")[0]
         raise ConfigError(
             f"model.path: {name} is no local folder, and the Hugging Face hub has no config.json of it ({reason}); "
-            "give an existing folder, or check the id"
+            f"give an existing folder, or check the id{did_you_mean_path(name)}"
         ) from error
 
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from posttrain.checkpoint import Checkpointer
 from posttrain.config import ModelSection, TrainSection
-from posttrain.console import console
+from posttrain.console import console, progress_bar
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.fit import Every, Origin, Resumable, StopRequest, check_origin, restore_latest, run_steps
 from posttrain.models.adapter import without_dropout
@@ -189,7 +189,8 @@ class StageRun:
     def finish(self, model: Decoder, result: Mapping[str, Any]) -> None:
         """Write result and model; the model's folder appears last and marks the stage as done."""
         (self.folder / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
-        save_model(model, self.model_folder, tokenizer=self.tokenizer)
+        with progress_bar(f"saving {self.model_folder}"):
+            save_model(model, self.model_folder, tokenizer=self.tokenizer)
 
     def remember(self, name: str, make: Callable[[], Any]) -> Any:
         """What `make` returns, kept as JSON in the folder of the stage: a resumed run reads it again."""

@@ -20,9 +20,9 @@ from posttrain.kernels.top_k import top_k
 from posttrain.mesh import BATCH_SPEC, row_shards
 from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
-from posttrain.recipes.source import local_or_hub, origin_of_folder, read_model_config
+from posttrain.recipes.source import local_or_hub, origin_of_folder, read_model_config, refuse_misspelt
 from posttrain.weights.files import find_folder
-from posttrain.weights.load import load_model
+from posttrain.weights.load import check_weights, load_model
 from posttrain.weights.lora import count_parameters
 from posttrain.weights.state import ModelWeights, Weights
 
@@ -54,6 +54,8 @@ def find_teachers(
     for teacher in section.teachers:
         try:
             path = local_or_hub(teacher.path, base_dir)
+            if not Path(path).exists() and not hub_is_reachable():
+                refuse_misspelt("teachers", path, base_dir)
             config = read_model_config(ModelSection(path=path), base_dir, vocab_size=None)
         except ConfigError as error:
             if section.cache is None:
@@ -65,6 +67,8 @@ def find_teachers(
         if config is None or tokenizer is None:
             notes.append(f"not checked, no network: the teacher {teacher.path}")
             continue
+        if section.cache is None and Path(path).is_dir():
+            check_weights(Path(path))
         _check_model(section, teacher, config, tokenizer)
         notes += _check_tokens(teacher, path, config, tokenizer)
     return found, notes

@@ -46,7 +46,8 @@ async def evaluate(sampler: Sampler, rubric: Rubric, examples: Sequence[Example]
     """`group_size` samples of every example, scored. Samples without a valid reward are left out of the mean."""
     with progress_bar(f"evaluating {len(examples)} held-out prompts", len(examples) * group_size) as advance:
         groups_P = await collect(sampler, examples, group_size, EVAL_STEP, advance)
-        rewards = await rubric.score(groups_P)
+    with progress_bar("scoring the held-out samples", len(rubric.rewards)) as advance:
+        rewards = await rubric.score(groups_P, advance)
     valid = ~np.isnan(rewards.total_PG)
     if not valid.any():
         raise ConfigError("evaluation: no sample has a valid reward; see that the rewards apply to eval_dataset")

@@ -10,6 +10,8 @@ import numpy as np
 from jaxtyping import Float
 
 from posttrain.batch import Batch
+from posttrain.config import RunError
+from posttrain.console import progress_bar
 from posttrain.metrics import Metrics, Timer
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.assemble import assemble
@@ -56,10 +58,11 @@ async def rl_step(
 ) -> StepResult:
     """Collect, score, keep, assemble, score again where needed, update, hand the weights to the engine."""
     step = cluster.actor.step_number
-    with timer("rollout"):
-        groups_P = await collect(sampler, examples_P, settings.group_size, step)
-    with timer("rewards"):
-        rewards = await rubric.score(groups_P)
+    title, samples = f"step {step + 1}", len(examples_P) * settings.group_size
+    with timer("rollout"), progress_bar(f"{title}: sampling", samples, closing=False) as advance:
+        groups_P = await collect(sampler, examples_P, settings.group_size, step, advance)
+    with timer("rewards"), progress_bar(f"{title}: rewards", len(rubric.rewards), closing=False) as advance:
+        rewards = await rubric.score(groups_P, advance)
     kept_P, rewards_PG = algorithm.keep(groups_P, rewards.total_PG)
     advantages_PG = algorithm.advantage(rewards_PG)
     batch = assemble(
@@ -69,12 +72,12 @@ async def rl_step(
         row_tokens=settings.row_tokens,
         num_rows=settings.num_rows,
     )
-    with timer("logps"):
+    with timer("logps"), progress_bar(f"{title}: log-probabilities", closing=False):
         if algorithm.loss.kl_coef:
             batch = replace(batch, ref_logps=cluster.logps(Role.REFERENCE, batch))
         if settings.recompute_old_logps:
             batch = replace(batch, old_logps=cluster.logps(Role.ACTOR, batch))
-    with timer("update"):
+    with timer("update"), progress_bar(f"{title}: update", closing=False):
         metrics = jax.block_until_ready(cluster.actor.step(batch))
         cluster.sync_weights()
     metrics |= rollout_metrics(groups_P, rewards)
@@ -96,13 +99,33 @@ def _of_all(
 
 
 def check_agreement(metrics: Mapping[str, float], step: int) -> None:
-    """RuntimeError when sampler and trainer give the same tokens log-probabilities that are too far apart."""
+    """RunError when sampler and trainer give the same tokens log-probabilities that are too far apart."""
     gap = metrics["sampling/logp_difference/mean"]
     if gap > MAX_LOGP_DIFFERENCE:
-        raise RuntimeError(
+        raise RunError(
             f"step {step}: sampler and trainer disagree by {gap:.3f} nats per token on average, more than "
             f"{MAX_LOGP_DIFFERENCE}: stale weights, another temperature, or another precision in the engine"
         )
+
+
+class RewardWatch:
+    """Ends a run whose rewards say nothing: RunError after `limit` steps in a row of which no sample has a reward.
+
+    A single such step may be chance, where functions apply to some rows only; it changes no weights.
+    """
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._steps = 0
+
+    def see(self, step: int, rewards: Rewards) -> None:
+        self._steps = self._steps + 1 if np.isnan(rewards.total_PG).all() else 0
+        if self._steps >= self._limit:
+            why = rewards.errors[0].error if rewards.errors else "the functions return None: they do not apply"
+            raise RunError(
+                f"step {step}: no sample has a reward, in {self._steps} steps in a row, and so nothing is learned "
+                f"({why}); see that the rewards apply to the rows of dataset"
+            )
 
 
 def rollout_metrics(groups_P: Sequence[Group], rewards: Rewards) -> dict[str, float]:

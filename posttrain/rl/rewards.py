@@ -9,18 +9,23 @@ import inspect
 import math
 import numbers
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
 from posttrain.config import ConfigError
+from posttrain.console import cut
 from posttrain.data.chat import Message
+from posttrain.imports import describe_error
 from posttrain.rl.types import Group, RewardError, RewardFunction, Rewards, Trajectory
 
 PROVIDED = ("prompts", "completions", "completion_tokens", "completion_ids", "trajectories", "log_metric", "log_extra")
 """Keywords that every reward function may name; `completion_ids` is what other frameworks call `completion_tokens`."""
+
+SHOWN_CELLS = 80
+"""Of a sample in an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +71,12 @@ class Rubric:
             raise ConfigError(f"rewards: the function name {repeated[0]!r} stands twice; metrics need distinct names")
         self.rewards = tuple(rewards)
 
-    async def score(self, groups_P: Sequence[Group]) -> Rewards:
+    async def score(self, groups_P: Sequence[Group], advance: Callable[[int], None] | None = None) -> Rewards:
+        """`advance(1)` is called for each function that is done."""
         group_size = len(groups_P[0])
         samples = [trajectory for group in groups_P for trajectory in group]
         calls = [_Call(reward, samples, group_size) for reward in self.rewards]
-        await asyncio.gather(*(call.run() for call in calls))
+        await asyncio.gather(*(call.run(advance) for call in calls))
         shape = (len(groups_P), group_size)
         parts = {call.reward.name: np.asarray(call.values, np.float32).reshape(shape) for call in calls}
         errors = [error for call in calls for error in call.errors]
@@ -92,8 +98,27 @@ def _weighted_sum(rewards: Sequence[Reward], parts: Mapping[str, np.ndarray]) ->
     return np.where(np.isnan(stacked).all(axis=0), np.nan, np.nansum(stacked, axis=0)).astype(np.float32)
 
 
+def error_lines(rewards: Rewards, groups_P: Sequence[Group]) -> list[str]:
+    """One line for each function that failed: on how many samples, and the first error with its sample."""
+    count = sum(map(len, groups_P))
+    lines = []
+    for name in dict.fromkeys(error.function for error in rewards.errors):
+        errors = [error for error in rewards.errors if error.function == name]
+        first = min(errors, key=lambda error: (error.prompt, error.sample))
+        text = groups_P[first.prompt][first.sample].text
+        lines.append(
+            f"reward {name}: no value for {len(errors)} of {count} samples; the first, {first.kind}: {first.error}; "
+            f"sample {first.sample} of prompt {first.prompt}: {cut(repr(text), SHOWN_CELLS)}"
+        )
+    return lines
+
+
 class _DeadlineError(Exception):
     """Ours, and so told apart from a TimeoutError that a function raises itself."""
+
+
+class _ExitError(Exception):
+    """A function called `sys.exit`, which would end the thread or the loop that waits for it."""
 
 
 class _Call:
@@ -108,7 +133,7 @@ class _Call:
         self.metrics: dict[str, list[float]] = {}
         self.extras: dict[str, list[Any]] = {}
 
-    async def run(self) -> None:
+    async def run(self, advance: Callable[[int], None] | None) -> None:
         try:
             self.values = await self._values(self.samples)
         except ConfigError:
@@ -120,6 +145,8 @@ class _Call:
             raise ConfigError(
                 f"reward {self.reward.name}: failed on every sample; the first {first.kind}: {first.error}"
             )
+        if advance is not None:
+            advance(1)
 
     async def _one_by_one(self) -> None:
         """After a failure each sample is scored alone, side by side: only those that cause it lose their reward.
@@ -138,7 +165,7 @@ class _Call:
         except _DeadlineError:
             self._fail(index, "timeout", f"no answer within {self.reward.timeout_s:g} s")
         except Exception as error:
-            self._fail(index, "error", f"{type(error).__name__}: {error}")
+            self._fail(index, "error", str(error) if isinstance(error, _ExitError) else describe_error(error))
         return [math.nan]
 
     def _fail(self, index: int, kind: Literal["error", "timeout"], message: str) -> None:
@@ -150,7 +177,7 @@ class _Call:
     async def _values(self, samples: Sequence[Trajectory]) -> list[float]:
         function, keywords = self.reward.function, self._keywords(samples)
         if inspect.iscoroutinefunction(function):
-            call: asyncio.Future[Any] = asyncio.ensure_future(function(**keywords))
+            call: asyncio.Future[Any] = asyncio.ensure_future(_awaited(function, keywords))
         else:
             call = _in_daemon_thread(function, keywords)
         done, _ = await asyncio.wait([call], timeout=self.reward.timeout_s)
@@ -178,6 +205,13 @@ class _Call:
         return keywords if _takes_any(parameters) else {k: v for k, v in keywords.items() if k in parameters}
 
 
+async def _awaited(function: RewardFunction, keywords: Mapping[str, Any]) -> Any:
+    try:
+        return await function(**keywords)
+    except SystemExit as error:
+        raise _ExitError(describe_error(error)) from error
+
+
 def _in_daemon_thread(function: RewardFunction, keywords: Mapping[str, Any]) -> asyncio.Future[Any]:
     """Like `asyncio.to_thread`, but a function that never returns does not keep the process from ending."""
     loop = asyncio.get_running_loop()
@@ -190,6 +224,8 @@ def _in_daemon_thread(function: RewardFunction, keywords: Mapping[str, Any]) -> 
     def work() -> None:
         try:
             outcome: tuple[Any, BaseException | None] = (function(**keywords), None)
+        except SystemExit as error:
+            outcome = (None, _ExitError(describe_error(error)))
         except Exception as error:
             outcome = (None, error)
         # After a time-out the loop may be gone; nobody waits for this answer any more.

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posttrain.config import ConfigError
+from posttrain.config_file import did_you_mean_path
 from posttrain.models.config import AttentionConfig, ModelConfig
 from posttrain.models.names import LAYER, Names, Tensor
 from posttrain.weights.fp8 import unblocked
@@ -46,7 +47,7 @@ def find_folder(path: str | Path) -> Path:
     if folder.exists():
         raise ConfigError(f"model {path}: is a file; give the folder that holds config.json")
     if isinstance(path, Path) or path.startswith(("/", ".", "~")) or path.count("/") > 1:
-        raise ConfigError(f"model {path}: there is no such folder")
+        raise ConfigError(f"model {path}: there is no such folder{did_you_mean_path(str(path))}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -56,7 +57,7 @@ def find_folder(path: str | Path) -> Path:
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(
             f"model {path}: is no local folder, and the Hugging Face hub did not give it ({reason}); give an existing "
-            "folder, or check the id and the network"
+            f"folder, or check the id and the network{did_you_mean_path(path)}"
         ) from error
 
 
@@ -98,17 +99,20 @@ class Checkpoint:
         """Tasks that put `tensor[region]`, as stored, into `out`."""
         return self._tensors[tensor.name].reads(out, region)
 
-    def check(self, tensors: Sequence[Tensor], config: ModelConfig, names: Names) -> None:
-        """One ConfigError with every tensor that is missing, unknown, or of another shape or an unreadable type."""
+    def check(self, tensors: Sequence[Tensor], config: ModelConfig, names: Names, *, values: bool = True) -> None:
+        """One ConfigError with every tensor that is missing, unknown, or of another shape or an unreadable type.
+
+        Without `values` no number is read: a head that is tied to the embedding may still differ from it.
+        """
         expected, found = {tensor.name: tensor for tensor in tensors}, self._tensors
         extra = {name for name in found if name not in expected and not name.endswith("rotary_emb.inv_freq")}
-        extra = self._without_further_layers(extra, config) - _unused_names(config, names)
+        extra = self._without_further_layers(extra, config, warn=values) - _unused_names(config, names)
         faults = []
         if config.tie_embeddings:
             embedding, head = names["embed.embedding"].hf, names["head.kernel"].hf
             if head in extra and embedding in found:
                 extra.remove(head)
-                if not _equal(found[head], found[embedding]):
+                if values and not _equal(found[head], found[embedding]):
                     faults.append(f"{head} differs from {embedding}, although tie_word_embeddings is true")
         present = {name: (found[name], tensor) for name, tensor in expected.items() if name in found}
         names_left = {_pattern(name) for name in extra} - {_pattern(name) for name in expected}
@@ -131,11 +135,11 @@ class Checkpoint:
         if faults:
             raise ConfigError(f"{self._folder}: the tensors do not fit config.json: {'; '.join(faults)}")
 
-    def _without_further_layers(self, names: set[str], config: ModelConfig) -> set[str]:
+    def _without_further_layers(self, names: set[str], config: ModelConfig, *, warn: bool) -> set[str]:
         last = config.num_layers + config.further_layers
         starts = tuple(LAYER.format(layer=layer) + "." for layer in range(config.num_layers, last))
         further = {name for name in names if name.startswith(starts)}
-        if further:
+        if further and warn:
             LOGGER.warning(
                 "%s: %d tensors of layers that predict further tokens are not loaded", self._folder, len(further)
             )

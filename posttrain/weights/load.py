@@ -68,12 +68,7 @@ def load_model(
     if lora is not None and adapter is not None:
         raise ConfigError("load_model: lora makes a new adapter, adapter loads one; give one of them")
     folder = find_folder(path)
-    fields = read_json(folder / "config.json")
-    try:
-        config = hf.config_from_hf(fields, long_context=long_context)
-        _, wrapper = hf.text_part(fields)
-    except ConfigError as error:
-        raise ConfigError(f"{folder / 'config.json'}: {error}") from error
+    config, wrapper = _described(folder, long_context=long_context)
     if (folder / GENERATION).is_file():
         config = replace(config, generation_json=json.dumps(read_json(folder / GENERATION)))
     config = with_tokens(config, num_tokens)
@@ -102,6 +97,26 @@ def load_model(
     if adapter is not None:
         peft_load.load_adapter(model, adapter, mesh=mesh, text_name=wrapper.text_name if wrapper else None)
     return model
+
+
+def check_weights(folder: Path) -> None:
+    """ConfigError where the files in a folder are not the weights that its `config.json` describes; only their headers
+    are read."""
+    config, wrapper = _described(folder, long_context=False)
+    names = hf.family(config.model_type).NAMES
+    with ExitStack() as stack:
+        checkpoint = Checkpoint(folder, stack, *([wrapper.text_name] if wrapper else []))
+        outline = outline_of(config, Compute.of(jnp.float32), jnp.dtype(jnp.float32))
+        checkpoint.check(tensors(config, names, ModelWeights(outline).shapes()), config, names, values=False)
+
+
+def _described(folder: Path, *, long_context: bool) -> tuple[ModelConfig, hf.Wrapper | None]:
+    """What `config.json` says of the model, and the wrapper that it came in."""
+    fields = read_json(folder / "config.json")
+    try:
+        return hf.config_from_hf(fields, long_context=long_context), hf.text_part(fields)[1]
+    except ConfigError as error:
+        raise ConfigError(f"{folder / 'config.json'}: {error}") from error
 
 
 def _read_weights(

@@ -50,6 +50,8 @@ def test_module_below_base_dir(tmp_path: Path) -> None:
         ("raising.py:f", r"fails to import: ZeroDivisionError: division by zero \(.*raising\.py:2\)"),
         ("syntax.py:f", r"fails to import: SyntaxError: .* \(.*syntax\.py:1\)"),
         ("lacking.py:f", r"fails to import: ModuleNotFoundError: .*'no_such_library'.* \(.*lacking\.py:1\)"),
+        ("leaving.py:f", r"leaving\.py:f fails to import: SystemExit: sys.exit\(0\) is called \(.*leaving\.py:2\)"),
+        ("leaving:f", r"leaving:f fails to import: SystemExit: sys.exit\(0\) is called \(.*leaving\.py:2\)"),
         ("jsonn:loads", r"no module 'jsonn' in .* or installed; did you mean 'json'\?"),
         ("lacking:f", r"fails to import: ModuleNotFoundError: .*'no_such_library'"),
         ("gsm8k.py", "does not name an object"),
@@ -58,6 +60,7 @@ def test_module_below_base_dir(tmp_path: Path) -> None:
 def test_errors_are_one_line_with_the_nearest_name(tmp_path: Path, spec: str, message: str) -> None:
     write(tmp_path, "gsm8k.py", "def correct(): ...\n")
     write(tmp_path, "raising.py", "x = 1\ny = x / 0\n")
+    write(tmp_path, "leaving.py", "import sys\nsys.exit(0)\n")
     write(tmp_path, "syntax.py", "def f(:\n")
     write(tmp_path, "lacking.py", "import no_such_library\n")
     with pytest.raises(ConfigError, match=message) as caught:

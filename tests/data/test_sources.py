@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,10 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "make.py").write_text(
         f"ROWS = {ROWS!r}\ndef rows(count=7):\n    return (row for row in ROWS[:count])\n"
         "def fails():\n    return [1 / 0]\ndef text():\n    return 'abc'\ndef numbers():\n    return [1]\nTABLE = []\n"
+        "def leaves():\n    raise SystemExit('no')\n"
+        "import json, pathlib\nfrom pathlib import Path\n"
+        "def opens(path):\n    return json.loads(pathlib.Path('no' + path).read_text())\n"
+        "def finds(path: Path):\n    return json.loads(path.read_text())\n"
     )
     return tmp_path
 
@@ -55,6 +60,10 @@ def test_every_source_gives_the_same_rows(folder: Path, path: str) -> None:
 def test_splits_and_args(folder: Path) -> None:
     assert load("hub", folder, split="test") == load("dict", folder, split="test") == ROWS[:2]
     assert load("make.py:rows", folder, args={"count": 3}) == ROWS[:3]
+
+
+def test_paths_of_a_function_are_found_like_others(folder: Path) -> None:
+    assert load("make.py:finds", folder, args={"path": "rows.json"}) == ROWS
 
 
 def test_csv_gives_strings(tmp_path: Path) -> None:
@@ -88,6 +97,12 @@ def test_rows_know_their_place(folder: Path) -> None:
         ("number.json", {}, r'must hold a list of objects, or \{"data": \[...\]\}; it holds a int'),
         ("broken.parquet", {}, r"broken\.parquet cannot be read as parquet"),
         ("latin.jsonl", {}, r"latin\.jsonl is not UTF-8 text"),
+        ("latin.csv", {}, r"latin\.csv is not UTF-8 text \(byte 6\); save it as UTF-8"),
+        ("a folder.jsonl/x.jsonl", {}, r"dataset.path: no file"),
+        ("damaged", {}, r"dataset.path=damaged: the saved dataset is damaged or incomplete \(.*\); save it anew"),
+        ("make.py:leaves", {}, r"make\.py:leaves raised SystemExit: sys.exit\('no'\) is called \(.*make\.py:12\)"),
+        ("make.py:opens", {"args": {"path": "rows.json"}}, r"FileNotFoundError: .* \(.*make\.py:16\)"),
+        ("make.py:finds", {"args": {"path": "rose.json"}}, r"rose\.json: no such file or folder; did you mean"),
         ("empty.jsonl", {}, r"dataset.path=empty\.jsonl: the dataset is empty"),
         ("nothing", {}, r"no \.jsonl, \.json, \.parquet, \.csv in the folder; it holds readme\.md"),
         ("rows.jsonl", {"skip": 7}, r"dataset.skip=7 leaves none of the 7 rows"),
@@ -112,6 +127,9 @@ def test_errors_are_one_line(folder: Path, path: str, fields: dict[str, Any], me
     (folder / "number.json").write_text("3")
     (folder / "broken.parquet").write_text("nonsense")
     (folder / "latin.jsonl").write_bytes(b'{"a": "\xe9"}\n')
+    (folder / "latin.csv").write_bytes(b"a,b\n1,\xe9\n")
+    shutil.copytree(folder / "saved", folder / "damaged")
+    (folder / "damaged" / "state.json").write_text("{")
     (folder / "empty.jsonl").write_text("\n")
     (folder / "nothing").mkdir()
     (folder / "nothing" / "readme.md").write_text("")

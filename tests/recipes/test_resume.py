@@ -47,17 +47,23 @@ STEPS = 30
 """So many that a kill after a few steps comes long before the end."""
 
 
-def two_stages(folder: Path) -> Path:
-    sft = sft_stage(num_steps=STEPS, checkpoint_every=1, packing=True)
-    rl = rl_stage(num_steps=STEPS, checkpoint_every=2, kl_coef=0.1, recompute_old_logps=True, samples_every=1000)
-    return write_run(folder, sft, rl)
+def two_stages(folder: Path, *, adapted: bool) -> Path:
+    """All parameters, or an adapter with evaluations in between."""
+    held_out = {"path": "rows.jsonl", "chat": False, "limit": 3}
+    more = {"eval_dataset": held_out, "eval_every": 4} if adapted else {}
+    sft = sft_stage(num_steps=STEPS, checkpoint_every=1, packing=True, **more)
+    rl = rl_stage(
+        num_steps=STEPS, checkpoint_every=2, kl_coef=0.1, recompute_old_logps=True, samples_every=1000, **more
+    )
+    lora = {"lora": {"rank": 2}} if adapted else {}
+    return write_run(folder, sft, rl, model={"init": INIT, "tokenizer": "bytes", **lora})
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.thorough)], ids=["full", "lora"])
+def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bool]:
     folder = tmp_path_factory.mktemp("uninterrupted")
-    finish(two_stages(folder))
-    return folder / "out"
+    finish(two_stages(folder, adapted=request.param))
+    return folder / "out", request.param
 
 
 def interrupt_at(file: Path, output: Path, stage: str, step: int) -> int:
@@ -74,8 +80,9 @@ def interrupt_at(file: Path, output: Path, stage: str, step: int) -> int:
     return last
 
 
-def test_killed_and_interrupted_ends_as_never_stopped(tmp_path: Path, uninterrupted: Path) -> None:
-    file, output = two_stages(tmp_path), tmp_path / "out"
+def test_killed_and_interrupted_ends_as_never_stopped(tmp_path: Path, uninterrupted: tuple[Path, bool]) -> None:
+    whole, adapted = uninterrupted
+    file, output = two_stages(tmp_path, adapted=adapted), tmp_path / "out"
     kill_at(file, output, "0-sft", 3)
     kill_at(file, output, "1-rl", 5)
     done = (output / "0-sft" / "model" / "model.safetensors").stat().st_mtime_ns
@@ -85,9 +92,13 @@ def test_killed_and_interrupted_ends_as_never_stopped(tmp_path: Path, uninterrup
     assert (output / "0-sft" / "model" / "model.safetensors").stat().st_mtime_ns == done
     for stage in ("0-sft", "1-rl"):
         assert steps(output, stage) == list(range(1, STEPS + 1))
-        assert weights(output, stage) == weights(uninterrupted, stage), stage
-    rewards = [[line["reward"] for line in lines(folder, "1-rl")] for folder in (output, uninterrupted)]
-    assert rewards[0] == rewards[1]
+        assert weights(output, stage) == weights(whole, stage), stage
+    told = ("reward", "nll", "eval/reward", "eval/nll")
+    numbers = [
+        [(line["step"], *(line.get(name) for name in told)) for line in lines(folder)] for folder in (output, whole)
+    ]
+    assert numbers[0] == numbers[1]
+    assert adapted == any(line[3] is not None for line in numbers[0])
 
 
 SIGNALLING = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +13,17 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from posttrain.config import ConfigError
+from posttrain.config import ConfigError, RunError
 from posttrain.rl.aio import run_async
-from posttrain.rl.rewards import Reward, Rubric, missing_arguments
+from posttrain.rl.loop import RewardWatch
+from posttrain.rl.rewards import Reward, Rubric, error_lines, missing_arguments
 from posttrain.rl.types import Rewards
 from tests.rl.helpers import groups, trajectory
 
+TEXTS = (("x", "yy"), ("zzz", ""))
 
-def score(*functions: Callable[..., Any], texts: Any = (("x", "yy"), ("zzz", "")), **kwargs: Any) -> Rewards:
+
+def score(*functions: Callable[..., Any], texts: Any = TEXTS, **kwargs: Any) -> Rewards:
     rows = [{"prompt": f"p{i}", "answer": f"a{i}"} for i in range(len(texts))]
     rewards = [
         Reward(function=f, weight=kwargs.get("weight", 1.0), timeout_s=kwargs.get("timeout_s", 60.0)) for f in functions
@@ -109,7 +113,54 @@ def test_a_timeout_inside_a_function_is_its_own_error() -> None:
         return [1.0] * len(completions)
 
     (error,) = score(judge).errors
-    assert (error.kind, error.error) == ("error", "TimeoutError: socket")
+    assert error.kind == "error" and error.error.startswith("TimeoutError: socket (") and __file__ in error.error
+
+
+def test_a_function_that_exits_is_an_error_like_others() -> None:
+    def leaves(completions: list[str]) -> list[float]:
+        if "x" in completions:
+            sys.exit(3)
+        return [1.0] * len(completions)
+
+    async def leaves_later(completions: list[str]) -> list[float]:
+        return leaves(completions)
+
+    start = time.monotonic()
+    rewards = score(leaves, leaves_later, timeout_s=20.0)
+    assert time.monotonic() - start < 10
+    assert_array_equal(rewards.total_PG, [[math.nan, 2.0], [2.0, 2.0]])
+    assert {(e.function, e.kind) for e in rewards.errors} == {("leaves", "error"), ("leaves_later", "error")}
+    assert all(e.error.startswith(f"SystemExit: sys.exit(3) is called ({__file__}:") for e in rewards.errors)
+
+
+def test_one_line_for_each_function_that_failed() -> None:
+    def fragile(completions: list[str]) -> list[float]:
+        return [1.0 / (len(text) - 2) for text in completions]
+
+    def never(completions: list[str]) -> list[float]:
+        return [{"x": 1.0, "yy": 1.0}[text] for text in completions]
+
+    (of_fragile, of_never) = error_lines(score(fragile, never), groups(TEXTS))
+    assert of_fragile.startswith("reward fragile: no value for 1 of 4 samples; the first, error: ZeroDivisionError: ")
+    assert of_fragile.endswith(f"{__file__}:{fragile.__code__.co_firstlineno + 1}); sample 1 of prompt 0: 'yy'")
+    assert "no value for 2 of 4 samples; the first, error: KeyError: 'zzz'" in of_never
+    assert of_never.endswith("sample 0 of prompt 1: 'zzz'")
+    assert error_lines(score(length), groups(TEXTS)) == []
+
+
+def test_steps_without_any_reward_end_the_run_unless_one_comes_between() -> None:
+    def never(completions: list[str]) -> list[None]:
+        return [None] * len(completions)
+
+    nothing, something = score(never), score(length)
+    watch = RewardWatch(2)
+    for step, rewards in enumerate((nothing, something, nothing, something), start=1):
+        watch.see(step, rewards)
+    watch.see(5, nothing)
+    with pytest.raises(
+        RunError, match="step 6: no sample has a reward, in 2 steps in a row.*the functions return None"
+    ):
+        watch.see(6, nothing)
 
 
 def test_failing_on_every_sample_stops_the_run() -> None:

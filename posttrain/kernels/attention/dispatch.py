@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
-from posttrain.config import AttentionKernel
+from posttrain.config import AttentionKernel, ConfigError
 from posttrain.kernels.attention import cudnn, splash, tokamax
 from posttrain.kernels.attention.blockwise import blockwise
 from posttrain.kernels.attention.reference import single_query, visible, whole
@@ -76,7 +76,7 @@ def attention(
 
     Whole rows are told from a cache by identity: `q_positions is k_positions` and `q_segments is k_segments`. Positions
     are then consecutive within a segment, and kernels may count by place in the row. `kernel` other than "auto" raises
-    ValueError where it cannot serve.
+    ConfigError where it cannot serve.
     """
     request = Request(
         platform=platform_of(mesh),
@@ -116,15 +116,15 @@ def choose(request: Request) -> str:
 
 
 def select(kernel: str, request: Request) -> str:
-    """The kernel to run. ValueError where the one that is asked for cannot serve, with those that can."""
+    """The kernel to run. ConfigError where the one that is asked for cannot serve, with those that can."""
     if kernel == "auto":
         return choose(request)
     if kernel not in REFUSALS:
-        raise ValueError(f"attention: no kernel {kernel!r}; use one of {', '.join(get_args(AttentionKernel))}")
+        raise ConfigError(f"attention: no kernel {kernel!r}; use one of {', '.join(get_args(AttentionKernel))}")
     refusal = REFUSALS[kernel](request)
     if refusal is not None:
         others = ", ".join(name for name, refuse in REFUSALS.items() if refuse(request) is None)
-        raise ValueError(f"attention: kernel {kernel!r} {refusal}; use auto, {others}")
+        raise ConfigError(f"attention: kernel {kernel!r} {refusal}; use auto, {others}")
     return kernel
 
 
