@@ -157,9 +157,8 @@ def _sorted(
     parts: dict[str, Arrays] = {}
     whole, faults = Arrays(), list[str]()
     known = {t.name: t for t in base_tensors(model)}
-    weights = plain_arrays(model)
-    outlined = any(isinstance(array, jax.ShapeDtypeStruct) for array in weights.values())
-    base = Gather(weights)
+    outlined = isinstance(model.embed.embedding.get_value(), jax.ShapeDtypeStruct)
+    base = Gather({} if outlined else plain_arrays(model))
     for key, array in stored.items():
         match = KEY.fullmatch(key)
         name = key.replace(".base_layer.", ".").replace(".modules_to_save.", ".")

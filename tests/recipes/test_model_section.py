@@ -73,7 +73,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_training_of_an_adapter_goes_on(adapted: Path, tmp_path: Path) -> None:
     model = {"path": str(adapted / "base"), "adapter": str(adapted / "adapter")}
-    file = write_run(tmp_path, sft_stage(num_steps=1, optimizer={"learning_rate": 0.0}), model=model)
+    file = write_run(tmp_path, sft_stage(num_steps=1, optimizer={"learning_rate": 1e-9}), model=model)
     assert "ok" in posttrain("check", file).out
     done = posttrain("run", file)
     assert done.code == 0, done.err
