@@ -111,7 +111,7 @@ def grouped_lines(work: Groups) -> Iterator[Line]:
     for kernel in GROUPED_KERNELS:
 
         def run(x: jax.Array, w: jax.Array, kernel: GroupedKernel = kernel) -> jax.Array:
-            return grouped_matmul(x, w, sizes, kernel=kernel)
+            return grouped_matmul(x, w, sizes, kernel=kernel, platform=jax.default_backend())
 
         yield Line(str(work), kernel, run, (x, w), 2.0 * work.rows * work.embed * work.mlp)
 

@@ -85,7 +85,7 @@ class Checkpointer:
         """The arrays of `step` in the structure, types and shardings of `like`, and the host data.
 
         `like` holds arrays or `jax.ShapeDtypeStruct`; a leaf without a sharding goes to the first device. `partial`:
-        it holds only some of the checkpoint's leaves, and only those are read. Raises
+        it holds only some of the branches that the checkpoint's tree has, each whole, and only those are read. Raises
         ConfigError where the leaves of the checkpoint are others (all are listed), where there is no such step, where
         another version wrote it in another format, or where it cannot be read.
         """
@@ -106,7 +106,8 @@ class Checkpointer:
                 f"{self.directory / str(step)}: the checkpoint has format {written}, this version reads {FORMAT}; "
                 "go on with the version that wrote it, or use another output folder"
             )
-        self._check(step, {path: saved[path] for path in wanted.keys() & saved.keys()} if partial else saved, wanted)
+        branches = {path.split(".")[0] for path in (wanted if partial else saved)}
+        self._check(step, {path: spec for path, spec in saved.items() if path.split(".")[0] in branches}, wanted)
         target = {path: _target(leaf) for path, leaf in wanted.items()}
         with self._readable(step):
             restore_args = ocp.checkpoint_utils.construct_restore_args(target)

@@ -77,6 +77,8 @@ def distill(
 def generate(
     model: Annotated[str, typer.Argument(help="A folder in Hugging Face layout or a hub id.")],
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; without any, one per line of stdin.")] = None,
+    adapter: Annotated[str | None, typer.Option(help="PEFT's adapter of the model: a folder or a hub id.")] = None,
+    family: Annotated[str | None, typer.Option(help="A Python file with the model's family, as model.family.")] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="New tokens at most; by default 128, or what the context leaves.")
     ] = None,
@@ -107,10 +109,14 @@ def generate(
     from posttrain.recipes.generate import complete
     from posttrain.weights.load import load_model
 
+    if family is not None:
+        from posttrain.models.hf import add_family
+
+        add_family(family)
     texts = prompts or [line.rstrip("\n") for line in sys.stdin]
     tokenizer = load_tokenizer(model)
     answers = complete(
-        load_model(model),
+        load_model(model, adapter=adapter),
         tokenizer,
         texts,
         max_new_tokens=max_tokens,
@@ -244,7 +250,7 @@ def main() -> None:
     except Exception as error:
         # Imported late: with it comes jax, which `--help` must not wait for.
         fit = sys.modules.get("posttrain.fit")
-        proof = sys.modules.get("posttrain.recipes.proof")
+        proof = sys.modules.get("posttrain.recipes.proof_readers")
         if proof is not None and isinstance(error, proof.ProofError):
             print(f"error: {error}", file=sys.stderr)
             sys.exit(1)

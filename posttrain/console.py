@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
+
 from posttrain.metrics import Sample
 
 if TYPE_CHECKING:
@@ -178,6 +180,9 @@ class ConsoleSink:
         if evaluated:
             self._flush()
             self._print(f"{self._step(step)}  {_evaluation(evaluated)}")
+
+    def tables(self, step: int, tables: Mapping[str, np.ndarray]) -> None:
+        """They are for files."""
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
         self._flush()

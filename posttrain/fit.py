@@ -18,7 +18,7 @@ import optax
 from posttrain.checkpoint import Checkpointer
 from posttrain.config import ConfigError
 from posttrain.console import progress_bar
-from posttrain.metrics import CompileCounter, peak_memory_gib, to_host
+from posttrain.metrics import CompileCounter, peak_memory_gib, tables, to_host
 from posttrain.sinks import Sink
 from posttrain.trainer import Trainer, check_finite
 
@@ -203,6 +203,8 @@ class _StepLines:
         # A step that was dispatched while another ran began when that one was over.
         begun, self._finished = max(line.started, self._finished), time.perf_counter()
         self._sink.write(line.step, host | _performance(host, self._finished - begun) | line.compiled)
+        if shares := tables(line.metrics):
+            self._sink.tables(line.step, shares)
 
     def close(self) -> None:
         self._compiles.close()

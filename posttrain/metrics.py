@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.monitoring
+import numpy as np
 from jax import Array
 
 from posttrain.tree import Mean
@@ -42,9 +43,19 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 def to_host(metrics: Mapping[str, Mean | float | Array]) -> dict[str, float]:
-    """All values as Python floats in one transfer; NaN where nothing was counted (weight 0)."""
-    fetched = jax.device_get(dict(metrics))
+    """All single numbers as Python floats in one transfer; NaN where nothing was counted (weight 0)."""
+    fetched = jax.device_get({name: value for name, value in metrics.items() if not _is_table(value)})
     return {name: value.value() if isinstance(value, Mean) else float(value) for name, value in fetched.items()}
+
+
+def tables(metrics: Mapping[str, Mean | float | Array]) -> dict[str, np.ndarray]:
+    """The metrics that are arrays of numbers, such as the share of each expert of each layer."""
+    found = jax.device_get({name: value for name, value in metrics.items() if _is_table(value)})
+    return {name: np.asarray(value) for name, value in found.items()}
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, Array | np.ndarray) and value.ndim > 0
 
 
 def merge(*parts: Mapping[str, Mean]) -> dict[str, Mean]:

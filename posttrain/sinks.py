@@ -14,8 +14,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
 
+import numpy as np
+
 from posttrain.console import ConsoleSink
 from posttrain.metrics import Sample
+
+TABLE_DIGITS = 5
+"""Decimals of the numbers in `tables.jsonl`."""
+HISTOGRAM_BINS = 30
 
 
 @runtime_checkable
@@ -24,13 +30,18 @@ class Sink(Protocol):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
+    def tables(self, step: int, tables: Mapping[str, np.ndarray]) -> None:
+        """Numbers of which there are too many for a metric each."""
+        ...
+
     def samples(self, step: int, rows: Sequence[Sample]) -> None: ...
 
     def close(self) -> None: ...
 
 
 class JsonlSink:
-    """`metrics.jsonl` and `samples.jsonl` in `directory`: strict JSON, one object per line with step, stage and time.
+    """`metrics.jsonl`, `samples.jsonl` and, where there are any, `tables.jsonl` in `directory`: strict JSON, one object
+    per line with step, stage and time.
 
     NaN (nothing was counted) is null, an infinity the string "inf" or "-inf". Each line is flushed; a line that a
     killed process left half written is removed on opening. Several stages may share the files.
@@ -41,6 +52,7 @@ class JsonlSink:
         folder.mkdir(parents=True, exist_ok=True)
         self._stage = stage
         self._metrics_path, self._samples_path = folder / "metrics.jsonl", folder / "samples.jsonl"
+        self._tables_path = folder / "tables.jsonl"
         self._metrics, self._samples = _open_whole(self._metrics_path), _open_whole(self._samples_path)
 
     def truncate_after(self, step: int, *, evaluation: bool) -> None:
@@ -55,12 +67,18 @@ class JsonlSink:
             return line["stage"] == self._stage and (line["step"] > step or (line["step"] == step and evaluated))
 
         self.close()
-        for path in (self._metrics_path, self._samples_path):
+        tables = [self._tables_path] if self._tables_path.exists() else []
+        for path in (self._metrics_path, self._samples_path, *tables):
             _keep_lines(path, lambda line: not written_again(line))
         self._metrics, self._samples = _open_whole(self._metrics_path), _open_whole(self._samples_path)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         _write_line(self._metrics, {**self._head(step), **metrics})
+
+    def tables(self, step: int, tables: Mapping[str, np.ndarray]) -> None:
+        rounded = {name: np.round(table.astype(np.float64), TABLE_DIGITS).tolist() for name, table in tables.items()}
+        with _open_whole(self._tables_path) as file:
+            _write_line(file, {**self._head(step), **rounded})
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
         for row in rows:
@@ -153,6 +171,25 @@ class TensorBoardSink:
         ]
         self._emit(step=step, summary=Summary(value=values))
 
+    def tables(self, step: int, tables: Mapping[str, np.ndarray]) -> None:
+        """A histogram of each."""
+        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+
+        values = []
+        for name, table in tables.items():
+            counts, edges = np.histogram(table, bins=HISTOGRAM_BINS)
+            histogram = HistogramProto(
+                min=table.min(),
+                max=table.max(),
+                num=table.size,
+                sum=table.sum(),
+                sum_squares=np.square(table).sum(),
+                bucket_limit=edges[1:],
+                bucket=counts,
+            )
+            values.append(Summary.Value(tag=name, histo=histogram))
+        self._emit(step=step, summary=Summary(value=values))
+
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -192,6 +229,10 @@ class Sinks:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         for sink in self._sinks:
             sink.write(step, metrics)
+
+    def tables(self, step: int, tables: Mapping[str, np.ndarray]) -> None:
+        for sink in self._sinks:
+            sink.tables(step, tables)
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
         for sink in self._sinks:

@@ -22,10 +22,11 @@ settings.load_profile("suite")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-shape-checks", action="store_true", help="run without jaxtyping and beartype checks")
+    parser.addoption("--gpu", action="store_true", help="on the GPU that there is, for what is marked gpu")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_PLATFORMS"] = "cuda,cpu" if config.getoption("--gpu") else "cpu"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
     # A size limit makes JAX lock the folder, which parallel workers need.

@@ -215,8 +215,8 @@ def test_a_name_that_two_stages_have_is_refused(write: Write) -> None:
         ("    group_size: 8\n", "    group_size: 8\n    temperature: 0.7\n",
          "run.yaml:21: stages.1.temperature: unknown field; did you mean 'sampling.temperature'?"),
         ("tokenizer: bytes", "tokenizer: bytes\n  zzz: 1",
-         "run.yaml:6: model.zzz: unknown field; known here: path, init, tokenizer, stop_tokens, dtype, compute_dtype, "
-         "lora, quantize, remat, attention, decode_attention, grouped_matmul, long_context"),
+         "run.yaml:6: model.zzz: unknown field; known here: path, init, family, tokenizer, stop_tokens, dtype, "
+         "compute_dtype, lora, adapter, quantize, remat, attention, decode_attention, grouped_matmul, long_context"),
         ("    batch_rows: 4\n", "",
          "run.yaml:7: stages.0.batch_rows: required, but missing: Rows of `row_tokens` in one optimiser step."),
         ("seed: 0\n", "",
@@ -407,12 +407,12 @@ def test_dump_reads_back_equal(write: Write) -> None:
 
 
 def test_dump_is_readable(write: Write) -> None:
-    head = dump_config(read(write(SHORT))).splitlines()[:16]
+    head = dump_config(read(write(SHORT))).splitlines()[:18]
     assert head == [
-        "output: runs/x", "seed: 0", "model:", "  path: some/model", "  init: null", "  tokenizer: null",
-        "  stop_tokens: []", "  dtype: float32", "  compute_dtype: null", "  lora: null", "  quantize: none",
-        "  remat: none", "  attention: auto", "  decode_attention: auto", "  grouped_matmul: auto",
-        "  long_context: false",
+        "output: runs/x", "seed: 0", "model:", "  path: some/model", "  init: null", "  family: null",
+        "  tokenizer: null", "  stop_tokens: []", "  dtype: float32", "  compute_dtype: null", "  lora: null",
+        "  adapter: null", "  quantize: none", "  remat: none", "  attention: auto", "  decode_attention: auto",
+        "  grouped_matmul: auto", "  long_context: false",
     ]  # fmt: skip
 
 

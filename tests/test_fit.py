@@ -61,6 +61,9 @@ class Written:
         self.lines.append((step, metrics))
         self.taken.append(self.data.taken)
 
+    def tables(self, step: int, tables: Mapping[str, Any]) -> None:
+        raise AssertionError
+
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
         raise AssertionError
 

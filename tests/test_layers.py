@@ -149,7 +149,7 @@ def test_heavy_packages_are_imported_inside_functions() -> None:
     assert found == []
 
 
-INDEPENDENT_READER = PACKAGE / "recipes" / "proof.py"
+INDEPENDENT_READER = PACKAGE / "recipes" / "proof_readers.py"
 """Reads what was written with another implementation, where that is installed."""
 
 

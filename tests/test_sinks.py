@@ -135,6 +135,21 @@ def test_tensorboard_reads_scalars_and_texts(tmp_path):
     sink.close()
 
 
+def test_tables_go_to_a_file_and_a_histogram(tmp_path):
+    shares = np.asarray([[0.1, 0.9], [0.333333333, 0.666666667]], np.float32)
+    for start in (-1, 1):
+        sinks = open_sinks(tmp_path, stage="0_sft", kind="sft", num_steps=3, tensorboard=True, start_step=start)
+        assert (tmp_path / "tables.jsonl").exists() == (start == 1)
+        for step in (start + 2, start + 3):
+            sinks.tables(step, {"moe/share": shares})
+        sinks.close()
+    written = lines(tmp_path / "tables.jsonl")
+    assert [line["step"] for line in written] == [1, 3, 4]
+    assert written[0]["moe/share"] == [[0.1, 0.9], [0.33333, 0.66667]]
+    read = events(tmp_path / "tensorboard" / "0_sft")
+    assert "moe/share" in [*read.Tags()["histograms"], *read.Tags()["tensors"]]
+
+
 @pytest.mark.filterwarnings("ignore:html5lib's sanitizer:DeprecationWarning")
 def test_tensorboard_shows_the_text_as_code(tmp_path):
     from tensorboard.plugins.text.text_plugin import text_array_to_html
@@ -192,6 +207,7 @@ def test_a_stage_has_all_its_sinks_and_resumes(tmp_path, capsys):
 def test_all_sinks_are_closed_when_one_fails(tmp_path):
     class Failing:
         def write(self, step, metrics): ...
+        def tables(self, step, tables): ...
         def samples(self, step, rows): ...
         def close(self):
             raise OSError("disk full")

@@ -61,6 +61,9 @@ class ModelSection(Section):
     """A folder in Hugging Face layout or a hub id. Give `path` or `init`."""
     init: dict[str, Any] | None = None
     """Random weights: the fields of a Hugging Face `config.json`, with `model_type`."""
+    family: Text | None = None
+    """A Python file with the model's family, where posttrain has none: named as the `model_type`, and written as the
+    notebook add_a_model shows."""
     tokenizer: Text | None = None
     """A folder, a hub id or `bytes` (the built-in byte tokenizer); by default `path`."""
     stop_tokens: ListOf[Text] = ()
@@ -70,15 +73,18 @@ class ModelSection(Section):
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Type of activations and matrix products; by default `dtype`."""
     lora: LoRA | None = None
+    adapter: Text | None = None
+    """A folder or hub id with PEFT's adapter of `path`: its training goes on, in a run of one stage, in place of a new
+    one's (`lora`). In RL its dropout is off."""
     quantize: Quantize = "none"
-    """Hold the layers' matrices in 8 or 4 bits while `lora` is trained (QLoRA, arXiv:2305.14314); those of routers,
-    embeddings and head stay as they are. Loading prints how far the weights are from what they were; the saved model
-    is again in `dtype`."""
+    """Hold the layers' matrices in 8 or 4 bits while `lora` or `adapter` is trained (QLoRA, arXiv:2305.14314); those of
+    routers, embeddings and head stay as they are. Loading prints how far the weights are from what they were; the saved
+    model is again in `dtype`."""
     remat: Remat = "none"
     """What the backward pass computes again to save memory: `full` each block (about a third more time), `dots` all but
     its matrix products, `offload` each block from inputs kept in the host's memory."""
     attention: AttentionKernel = "auto"
-    """Implementation of attention; by default the fastest for platform and shape."""
+    """Implementation of attention over whole rows, as in training; by default the fastest for platform and shape."""
     decode_attention: DecodeAttention = "auto"
     """How sampling reads its cache: `ragged` in place, by TPU's kernel for pages; `gather` by copying the pages of each
     layer at every token; `rows` from one copy per dispatch, as wide as its longest sequence. By default `rows` on CPU,
@@ -86,7 +92,8 @@ class ModelSection(Section):
     grouped_matmul: GroupedKernel = "auto"
     """Implementation of the experts' matrix products; by default the fastest for platform and shape."""
     long_context: Flag = False
-    """Use the factors for long sequences of a model that has two sets (LongRoPE, as in phi3)."""
+    """Use the factors for long sequences of a model that has two sets (LongRoPE, as in phi3): rows may
+    then be longer than its original context. Only with `path`."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSection:
@@ -94,8 +101,14 @@ class ModelSection(Section):
             raise ValueError("give either path (a checkpoint) or init (random weights)")
         if self.path is None and self.tokenizer is None:
             raise ValueError("init needs tokenizer: a folder, a hub id or bytes")
-        if self.quantize != "none" and self.lora is None:
-            raise ValueError(f"quantize={self.quantize} needs lora: quantized weights cannot be trained")
+        if self.init is not None and self.long_context:
+            raise ValueError("long_context chooses between the two sets of RoPE factors of a checkpoint; init has one")
+        if self.adapter is not None and self.lora is not None:
+            raise ValueError("adapter goes on with one that there is, lora begins a new one; give one of them")
+        if self.adapter is not None and self.path is None:
+            raise ValueError("adapter needs path: the model that it was trained on")
+        if self.quantize != "none" and self.lora is None and self.adapter is None:
+            raise ValueError(f"quantize={self.quantize} needs lora or adapter: quantized weights cannot be trained")
         return self
 
 

@@ -39,6 +39,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _adapter_in_one_stage(self) -> RunConfig:
+        if self.model.adapter is not None and len(self.stages) > 1:
+            raise ValueError(
+                "model.adapter: a stage leaves its adapter merged, so that a second one would have none to go on with; "
+                "give one stage, or lora, of which each stage begins its own"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _dropout(self) -> RunConfig:
         lora = self.model.lora
         if lora is not None and lora.dropout and any(isinstance(stage, RLSection) for stage in self.stages):

@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Float, Int
 
 from posttrain.config import ConfigError, GroupedKernel
-from posttrain.kernels.platform import installed, log_choice, platform_of, tokamax_library
+from posttrain.kernels.platform import installed, log_choice, tokamax_library
 
 Sizes: TypeAlias = Int[Array, " E"]
 Saved: TypeAlias = tuple[Float[Array, "M D"], Float[Array, "E D F"], Sizes]
@@ -22,14 +22,14 @@ Gradients: TypeAlias = tuple[Float[Array, "M D"], Float[Array, "E D F"], None]
 
 
 def grouped_matmul(
-    x: Float[Array, "M D"], w: Float[Array, "E D F"], group_sizes: Sizes, *, kernel: GroupedKernel
+    x: Float[Array, "M D"], w: Float[Array, "E D F"], group_sizes: Sizes, *, kernel: GroupedKernel, platform: str
 ) -> Float[Array, "M F"]:
     """x[m] @ w[e] for the rows m of group e, accumulated in float32; rows stand by group, those after the last yield 0.
 
-    `kernel` other than "auto" raises ConfigError where it cannot serve. Kernels of TPU and GPU work on one device's
-    rows: under a mesh of several they are called inside `jax.shard_map`.
+    `platform`: of the devices that it runs on. `kernel` other than "auto" raises ConfigError where it cannot serve.
+    Kernels of TPU and GPU work on one device's rows: under a mesh of several they are called inside `jax.shard_map`.
     """
-    request = Request(platform=platform_of(None), dtype=str(x.dtype), tokamax=installed("tokamax"))
+    request = Request(platform=platform, dtype=str(x.dtype), tokamax=installed("tokamax"))
     name = select(kernel, request)
     log_choice("grouped matmul", name, f"{w.shape[0]} groups", request.platform)
     if name == "megablox":

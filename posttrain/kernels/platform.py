@@ -25,6 +25,12 @@ def platform_of(mesh: Mesh | None) -> str:
     return jax.default_backend() if mesh is None else str(mesh.devices.flat[0].platform)
 
 
+def compute_capability(mesh: Mesh | None) -> float | None:
+    """The generation of the mesh's GPUs, else of the default one, such as 9.0; None: there is no GPU."""
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    return float(device.compute_capability) if device.platform == "gpu" else None
+
+
 def row_axes(mesh: Mesh | None) -> tuple[str, ...]:
     return () if mesh is None else tuple(axis for axis in ROW_AXES if axis in mesh.axis_names)
 

@@ -58,11 +58,13 @@ def router_means(stats: RouterStats, num_tokens: Float[Array, ""]) -> dict[str, 
 def load_metrics(load: Float[Array, "M E"]) -> dict[str, Array]:
     """Of the experts' shares of all choices in a step, 1 / E each where they are used alike.
 
-    `moe/load_max_share` and `moe/load_min_share`: the extremes of any mixture. Means over mixtures: `moe/load_entropy`,
-    in nats, at most log E, and `moe/max_violation`, E * largest share - 1, arXiv:2408.15664 eq. 4.
+    `moe/share`: that of each expert of each mixture, a table. `moe/load_max_share` and `moe/load_min_share`: the
+    extremes of any mixture. Means over mixtures: `moe/load_entropy`, in nats, at most log E, and `moe/max_violation`,
+    E * largest share - 1, arXiv:2408.15664 eq. 4.
     """
     shares = load / jnp.maximum(jnp.sum(load, axis=-1, keepdims=True), 1.0)
     return {
+        "moe/share": shares,
         "moe/load_max_share": jnp.max(shares),
         "moe/load_min_share": jnp.min(shares),
         "moe/load_entropy": -jnp.mean(jnp.sum(jax.scipy.special.xlogy(shares, shares), axis=-1)),

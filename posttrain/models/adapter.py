@@ -137,6 +137,13 @@ def has_dropout(model: nnx.Module) -> bool:
     return any(isinstance(node, Adapter) and node.dropout > 0.0 for _, node in nnx.iter_graph(model))
 
 
+def without_dropout(model: nnx.Module) -> None:
+    """Let the adapters see all of their inputs, also in training."""
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, Adapter):
+            node.dropout = 0.0
+
+
 def drop(model: nnx.Module, key: Array) -> None:
     """Let the adapters of a model, bound for one training pass, drop parts of their inputs: each layer other parts."""
     nodes = ((".".join(map(str, path)), node) for path, node in nnx.iter_graph(model) if isinstance(node, Adapter))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from jaxtyping import Float, Int
 from posttrain.batch import RouterStats
 from posttrain.models.attention import Attention
 from posttrain.models.cache import KVCache
-from posttrain.models.config import BlockConfig, Compute, LatentAttentionConfig, ModelConfig, MoEConfig
+from posttrain.models.config import BlockConfig, Compute, LatentAttentionConfig, ModelConfig, MoEConfig, Rope
 from posttrain.models.config import Stage as StageConfig
 from posttrain.models.context import Context, Place, Routing, Stored, Tape
 from posttrain.models.heads import ScalarHead
@@ -99,37 +98,37 @@ class Stage(nnx.Module):
         self, passed: Passed, context: Context, *, unroll: bool
     ) -> tuple[Passed, list[tuple[RouterStats, Int[Array, "R B T k"]]]]:
         """The layers in order; also the routing of each mixture of experts in the pattern, stacked over the repeats."""
-        graph, weights = nnx.split(self.blocks)
+        parts = [nnx.split(block) for block in self.blocks]
 
-        def body(passed: Passed, weights: Any, repeat: int | Array) -> tuple[Passed, RoutingOf]:
-            tape = Tape(cache=passed.cache, kept=dict(passed.kept))
-            x = checkpoint_name(passed.x, BLOCK_INPUT)
-            blocks: nnx.List[Block] = nnx.merge(graph, weights)
-            for index, block in enumerate(blocks):
-                x = block(x, context, tape, self._place(index, repeat))
-            return Passed(x, tape.cache, tape.kept), tape.routing
+        def pattern(passed: Passed, inputs: tuple[list[Any], int | Array]) -> tuple[Passed, RoutingOf]:
+            routing: RoutingOf = []
+            for index, (graph, _) in enumerate(parts):
+                passed, of_block = self._block(index, graph, passed, inputs[0][index], inputs[1], context)
+                routing += of_block
+            return passed, routing
 
-        if self.repeats == 1 or unroll:
-            return self._unrolled(body, passed, weights, context.compute)
-
-        def scanned(passed: Passed, inputs: tuple[Any, Array]) -> tuple[Passed, RoutingOf]:
-            return rematerialized(body, context.compute.remat)(passed, *inputs)
-
-        return jax.lax.scan(scanned, passed, (weights, jnp.arange(self.repeats, dtype=jnp.int32)))
-
-    def _unrolled(
-        self, body: Callable[..., tuple[Passed, RoutingOf]], passed: Passed, weights: Any, compute: Compute
-    ) -> tuple[Passed, list[tuple[RouterStats, Int[Array, "R B T k"]]]]:
+        weights = [state for _, state in parts]
+        if self.repeats > 1 and not unroll:
+            return jax.lax.scan(pattern, passed, (weights, jnp.arange(self.repeats, dtype=jnp.int32)))
         routings = []
         for repeat in range(self.repeats):
-
-            def one(passed: Passed, weights: Any, repeat: int = repeat) -> tuple[Passed, RoutingOf]:
-                return body(passed, weights, repeat)
-
             here = jax.tree.map(lambda w, repeat=repeat: w[repeat], weights)
-            passed, routing = rematerialized(one, compute.remat)(passed, here)
+            passed, routing = pattern(passed, (here, repeat))
             routings.append(routing)
         return passed, jax.tree.map(lambda *repeats: jnp.stack(repeats), *routings)
+
+    def _block(
+        self, index: int, graph: Any, passed: Passed, weights: Any, repeat: int | Array, context: Context
+    ) -> tuple[Passed, RoutingOf]:
+        """One layer, of which the backward pass keeps what the run's `remat` says."""
+
+        def run(passed: Passed, weights: Any) -> tuple[Passed, RoutingOf]:
+            tape = Tape(cache=passed.cache, kept=dict(passed.kept))
+            block: Block = nnx.merge(graph, weights)
+            x = block(checkpoint_name(passed.x, BLOCK_INPUT), context, tape, self._place(index, repeat))
+            return Passed(x, tape.cache, tape.kept), tape.routing
+
+        return rematerialized(run, context.compute.remat)(passed, weights)
 
     def _place(self, index: int, repeat: int | Array) -> Place:
         before = sum(self.moe[:index])
@@ -208,7 +207,7 @@ class Decoder(nnx.Module):
         context = Context(
             positions=positions,
             segments=segments,
-            rope={rope: rope_tables(rope, positions) for b in self.config.blocks if (rope := b.attention.rope)},
+            rope={rope: rope_tables(rope, positions) for rope in _ropes(self.config)},
             compute=self.compute,
             experts=experts,
             layer_inputs=None if self.layer_inputs is None else self.layer_inputs(tokens, x),
@@ -266,6 +265,11 @@ class Decoder(nnx.Module):
         """The scalar head's float32 number of every token, which tells of all up to it."""
         assert self.score is not None, "only a reward model has scores"
         return self.score(hidden)
+
+
+def _ropes(config: ModelConfig) -> set[Rope]:
+    """Those that differ: tables made for every layer would be traced for every layer."""
+    return {rope for stage in config.stages for block in stage.blocks if (rope := block.attention.rope)}
 
 
 def first_places(config: ModelConfig) -> list[Place]:

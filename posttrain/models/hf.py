@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import json
 import pkgutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol, cast, runtime_checkable
 
 from posttrain.config import ConfigError
@@ -85,6 +88,10 @@ UNSUPPORTED: Mapping[str, str] = {
 """`model_type` that no family file can bring -> why."""
 
 
+ADDED: dict[str, ModuleType] = {}
+"""Families from files of their own, by their full name."""
+
+
 def add_families(folder: str | Path) -> None:
     """Look for family files in this folder, too, after those of the package. ConfigError where there is no such folder.
 
@@ -98,9 +105,40 @@ def add_families(folder: str | Path) -> None:
     families.__path__.append(str(path.resolve()))
 
 
+def add_family(file: str | Path) -> None:
+    """Take the family of this name from a file. ConfigError where there is none, or the package has the family.
+
+    >>> add_family("no/such/family.py")
+    Traceback (most recent call last):
+    posttrain.config.ConfigError: family no/such/family.py: there is no such Python file
+    """
+    path = Path(file).expanduser().resolve()
+    if path.suffix != ".py" or not path.is_file():
+        raise ConfigError(f"family {file}: there is no such Python file")
+    name = f"{families.__name__}.{path.stem}"
+    if path.stem in _packaged():
+        raise ConfigError(f"family {file}: the package has a family {path.stem}; the file's name is the model_type")
+    if name in ADDED and ADDED[name].__file__ == str(path):
+        return
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"family {file}: cannot be imported ({type(error).__name__}: {error})") from error
+    if missing := [part for part in ("ARCHITECTURE", "NAMES", "config_from_hf") if part not in vars(module)]:
+        raise ConfigError(f"family {file}: lacks {', '.join(missing)}")
+    ADDED[name] = sys.modules[name] = module
+
+
+def _packaged() -> list[str]:
+    return sorted(module.name for module in pkgutil.iter_modules(families.__path__))
+
+
 def family_module(model_type: str) -> Any:
     """The family's or wrapper's file. ConfigError for an unknown one."""
-    known = sorted(module.name for module in pkgutil.iter_modules(families.__path__))
+    known = sorted({*_packaged(), *(name.rsplit(".", 1)[-1] for name in ADDED)})
     if model_type not in known:
         if model_type in UNSUPPORTED:
             raise ConfigError(f"model_type={model_type!r} is not supported: {UNSUPPORTED[model_type]}")
@@ -120,6 +158,10 @@ def text_part(hf: Mapping[str, Any]) -> tuple[dict[str, Any], Wrapper | None]:
     return (module.text_config(hf), module) if isinstance(module, Wrapper) else (dict(hf), None)
 
 
+class NoLongContext(ConfigError):
+    """`long_context` of a model that has nothing to choose."""
+
+
 def config_from_hf(hf: Mapping[str, Any], *, long_context: bool = False) -> ModelConfig:
     """The description in a `config.json`, of whatever family. ConfigError where it asks for what we do not have.
 
@@ -130,24 +172,38 @@ def config_from_hf(hf: Mapping[str, Any], *, long_context: bool = False) -> Mode
     _check_quantization(fields.optional("quantization_config", dict))
     config = family(fields.get("model_type", str)).config_from_hf(fields)
     if long_context and not fields.long_context_used:
-        raise ConfigError("long_context: the model has no second set of RoPE factors; remove the option")
-    written = {key: text[key] for key in text if key != "quantization_config"}
+        raise NoLongContext(
+            f"long_context: this {config.model_type} has no second set of RoPE factors; remove the option"
+        )
+    written = {key: text[key] for key in text if key not in NOT_WRITTEN}
     if config.further_layers:
         written["num_nextn_predict_layers"] = 0
     return replace(config, scalar_head=is_classifier(written), hf_json=json.dumps(written))
 
 
-DEQUANTIZED = ("mxfp4",)
-"""`quant_method` of checkpoints whose weights become full ones on loading."""
+NOT_WRITTEN = ("quantization_config", "auto_map")
+"""What does not hold for the files that we write: they are in full precision, and no code of the model's own."""
+
+DEQUANTIZED: Mapping[str, Mapping[str, Any]] = {"mxfp4": {}, "fp8": {"fmt": "e4m3", "weight_block_size": [128, 128]}}
+"""`quant_method` of checkpoints whose weights become full ones on loading -> what else must be so."""
 
 
 def _check_quantization(quantization: Mapping[str, Any] | None) -> None:
-    method = None if quantization is None else quantization.get("quant_method")
-    if quantization is not None and method not in DEQUANTIZED:
+    if quantization is None:
+        return
+    method: Any = quantization.get("quant_method")
+    if method not in DEQUANTIZED:
         raise ConfigError(
             f"quantization_config: weights quantised by {method!r} are not supported, only {', '.join(DEQUANTIZED)}; "
             "use a checkpoint of the same model with full weights"
         )
+    for key, value in DEQUANTIZED[method].items():
+        # transformers does not write the format, of which there is one.
+        if (found := quantization.get(key, value if key == "fmt" else None)) != value:
+            raise ConfigError(
+                f"quantization_config: {method} with {key}={found} is not supported, only {value}; "
+                "use a checkpoint of the same model with full weights"
+            )
 
 
 NEUTRAL_KEYS = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "model_type")

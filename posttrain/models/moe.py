@@ -13,8 +13,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
 from posttrain.batch import RouterStats
-from posttrain.config import ROW_AXES, ConfigError, GroupedKernel
+from posttrain.config import ROW_AXES, ConfigError
 from posttrain.kernels.grouped_matmul import grouped_matmul
+from posttrain.kernels.platform import platform_of
 from posttrain.mesh import RULES, row_shards
 from posttrain.models.config import Compute, MLPConfig, ModelConfig, MoEConfig
 from posttrain.models.context import Context, Place, Tape
@@ -107,17 +108,16 @@ class Experts(Adaptable):
         self, x: Float[Array, "N D"], experts: Int[Array, "N k"], weights: Float[Array, "N k"], compute: Compute
     ) -> Float[Array, "N D"]:
         if compute.mesh is None or compute.mesh.size == 1:
-            return self._mixture(x, experts, weights, kernel=compute.grouped_matmul)
-        return self._on_mesh(x, experts, weights, compute.mesh, kernel=compute.grouped_matmul)
+            return self._mixture(x, experts, weights, compute)
+        return self._on_mesh(x, experts, weights, compute, compute.mesh)
 
     def _on_mesh(
         self,
         x: Float[Array, "N D"],
         experts: Int[Array, "N k"],
         weights: Float[Array, "N k"],
+        compute: Compute,
         mesh: Mesh,
-        *,
-        kernel: GroupedKernel,
     ) -> Float[Array, "N D"]:
         """Each device sorts only the tokens of its group on the axis `expert`, and applies its own experts to them.
 
@@ -139,7 +139,7 @@ class Experts(Adaptable):
                 here.down_bias.set_value(jnp.where(jax.lax.axis_index("tensor") == 0, here.down_bias[...], 0))
             x, experts, weights = (jax.lax.all_gather(array, "expert", tiled=True) for array in tokens)
             experts = experts - jax.lax.axis_index("expert") * here.gate[...].shape[0]
-            out = here._mixture(x, experts, weights, kernel=kernel)
+            out = here._mixture(x, experts, weights, compute)
             return jax.lax.psum_scatter(out, "expert", tiled=True)[None]
 
         parts = jax.shard_map(
@@ -153,7 +153,7 @@ class Experts(Adaptable):
         return jnp.sum(parts, axis=0)[: x.shape[0]]
 
     def _mixture(
-        self, x: Float[Array, "N D"], experts: Int[Array, "N k"], weights: Float[Array, "N k"], *, kernel: GroupedKernel
+        self, x: Float[Array, "N D"], experts: Int[Array, "N k"], weights: Float[Array, "N k"], compute: Compute
     ) -> Float[Array, "N D"]:
         """The part of the experts whose weights are here: those numbered from 0 on. Others yield 0."""
         top_k, num_here = experts.shape[1], self.gate[...].shape[0]
@@ -162,10 +162,11 @@ class Experts(Adaptable):
         order = jnp.argsort(numbers, stable=True)
         sizes = jnp.bincount(numbers, length=num_here + 1)[:num_here].astype(jnp.int32)
         of_row = numbers[order]
+        platform = platform_of(compute.mesh)
         rows = x[order // top_k]
 
         def grouped(y: Array, w: Array) -> Array:
-            return grouped_matmul(y, w, sizes, kernel=kernel)
+            return grouped_matmul(y, w, sizes, kernel=compute.grouped_matmul, platform=platform)
 
         def product(y: Array, name: str, bias: nnx.Param | None) -> Array:
             w = self.matrices()[name][...]

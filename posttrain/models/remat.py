@@ -10,7 +10,7 @@ import jax
 from posttrain.config import Remat
 
 BLOCK_INPUT = "block_input"
-"""Name of what enters each repeat of a stage's pattern."""
+"""Name of what enters each block."""
 
 
 def rematerialized(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:

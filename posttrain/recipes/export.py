@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,10 +18,14 @@ from posttrain.fit import StopRequest
 from posttrain.mesh import single_device_mesh
 from posttrain.models.decoder import Decoder
 from posttrain.recipes.prepare import stage_names
-from posttrain.recipes.proof import Proof, Reader, default_reader, prove
+from posttrain.recipes.proof import Proof, prove
+from posttrain.recipes.proof_readers import Reader, default_reader
+from posttrain.recipes.proof_tensors import compare_with_source
+from posttrain.recipes.reward_model import load_reward_model
 from posttrain.recipes.run import CONFIG_NAME
-from posttrain.recipes.source import tokenizer_name
+from posttrain.recipes.source import add_family, tokenizer_name
 from posttrain.recipes.stage import StageRun, read_source
+from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.lora import has_lora
 from posttrain.weights.peft_save import save_adapter
 from posttrain.weights.save import save_model
@@ -41,6 +47,7 @@ def export(
     """
     output, name = _find_stage(run)
     config = load_config(output / CONFIG_NAME).config
+    add_family(config.model, output)
     tokenizer = _tokenizer(output, name, config)
     out = output / name / f"export-{to}" if out is None else out
     if out.exists():
@@ -61,8 +68,27 @@ def export(
     else:
         save_adapter(model, unproved, base=base)
     proof = prove(model, unproved, tokenizer, reader or default_reader(adapter=base is not None), base=base)
+    if base is None and stage.path is not None:
+        proof = replace(proof, tensors=_compare_tensors(model, unproved, find_folder(stage.path)))
     unproved.rename(out)
     return out, proof
+
+
+def _compare_tensors(model: Decoder, folder: Path, source: Path) -> str:
+    """Hold what was written against the files that the run began with; what was compared, in words."""
+    if read_json(source / "config.json").get("model_type") != model.config.model_type:
+        return "not compared with the source, which is a multimodal model"
+    with tempfile.TemporaryDirectory() as temporary:
+        adapter = None
+        if has_lora(model):
+            adapter = Path(temporary) / "adapter"
+            try:
+                save_adapter(model, adapter)
+            except ConfigError as error:
+                return f"not compared with the source: {str(error).removeprefix('save_adapter: ')}"
+            if read_json(adapter / "adapter_config.json")["use_dora"]:
+                return "not compared with the source, to which DoRA adds no plain product"
+        return compare_with_source(folder, source, adapter, trained=adapter is None)
 
 
 def _find_stage(run: Path) -> tuple[Path, str]:
@@ -86,7 +112,7 @@ def _tokenizer(output: Path, name: str, config: RunConfig) -> Tokenizer:
     saved = output / name / "model"
     if saved.is_dir():
         return load_tokenizer(saved)
-    source = read_source(output / name)
+    source, _ = read_source(output / name)
     if config.model.tokenizer is None and source is not None:
         found = load_tokenizer(source)
     else:
@@ -97,14 +123,17 @@ def _tokenizer(output: Path, name: str, config: RunConfig) -> Tokenizer:
 def _stage(output: Path, name: str, config: RunConfig, tokenizer: Tokenizer) -> StageRun:
     names = stage_names(config)
     index = names.index(name)
+    source_name, adapter = read_source(output / name)
     return StageRun(
         name=name,
         kind=config.stages[index].kind,
         folder=output / name,
         output=output,
-        model=config.model,
+        # Its weights are the same, and the rows of the proof are short, of which other programs take the short factors.
+        model=config.model.model_copy(update={"long_context": False}),
         source=output / names[index - 1] / "model" if index else None,
-        source_name=read_source(output / name),
+        source_name=source_name,
+        adapter=adapter,
         seed=config.seed,
         mesh=single_device_mesh(),
         tokenizer=tokenizer,
@@ -114,8 +143,8 @@ def _stage(output: Path, name: str, config: RunConfig, tokenizer: Tokenizer) -> 
 
 
 def _trained_model(stage: StageRun, step: int | None) -> Decoder:
-    """The stage's model at the start, with the parameters of a checkpoint put in."""
-    model = stage.load_model()
+    """The stage's model at the start, with all the parameters of a checkpoint put in."""
+    model = load_reward_model(stage) if stage.kind == "reward_model" else stage.load_model()
     weights = ModelWeights(model)
     with Checkpointer(stage.folder / "checkpoints") as checkpointer:
         chosen = checkpointer.latest_step() if step is None else step

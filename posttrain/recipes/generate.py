@@ -14,6 +14,8 @@ from posttrain.models.decoder import Decoder
 from posttrain.rollout.native import NativeEngine
 from posttrain.rollout.stopping import text_of
 from posttrain.rollout.types import Completion, SamplingParams, samples_of
+from posttrain.weights.load import with_tokens
+from posttrain.weights.state import ModelWeights
 
 MAX_SLOTS = 64
 DEFAULT_NEW_TOKENS = 128
@@ -102,8 +104,9 @@ def complete(
     """`n` completions of each prompt, those of a prompt side by side, with log-probabilities.
 
     `max_new_tokens`: None for 128, or for what the longest prompt leaves of the model's context. `top_logps`: that many
-    of the most probable tokens in each place; `prompt_logps`: log-probabilities of the prompt too. ConfigError for
-    settings out of range, and for prompts that are empty or too long.
+    of the most probable tokens in each place; `prompt_logps`: log-probabilities of the prompt too. Rows of the
+    embedding beyond the tokenizer's ids are never sampled. ConfigError for settings out of range, and for prompts that
+    are empty or too long.
     """
     n, seed, chat = settings.pop("n", 1), settings.pop("seed", None), settings.pop("chat", None)
     if n < 1:
@@ -121,7 +124,7 @@ def complete(
     seed = secrets.randbits(31) if seed is None else seed
     params = [p for index in range(len(prompts)) for p in samples_of(common, n=n, seed=seed, prompt=index)]
     engine = NativeEngine(
-        model,
+        _without_padding(model, tokenizer),
         slots=min(len(params), MAX_SLOTS),
         max_length=max(map(len, rendered)) + max_new_tokens,
         decode_steps=32,
@@ -166,6 +169,17 @@ def _params(
     except ValueError as error:
         raise ConfigError(f"generate: {str(error).removeprefix('sampling.')}") from error
     return params
+
+
+def _without_padding(model: Decoder, tokenizer: Tokenizer) -> Decoder:
+    """The model, over the same weights, with probability 0 for rows of the embedding that stand for no token."""
+    config = model.config
+    if config.num_tokens is not None or tokenizer.num_ids >= config.vocab_size:
+        return model
+    weights = ModelWeights(model)
+    copy = weights.bind(weights.read())
+    copy.config = with_tokens(config, tokenizer.num_ids)
+    return copy
 
 
 def _check_lengths(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:

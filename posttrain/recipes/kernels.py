@@ -13,7 +13,7 @@ from posttrain.config import ConfigError, RunConfig
 from posttrain.kernels import grouped_matmul
 from posttrain.kernels.attention import dispatch
 from posttrain.kernels.attention.request import Request
-from posttrain.kernels.platform import installed
+from posttrain.kernels.platform import compute_capability, installed
 from posttrain.models.config import AttentionConfig, LatentAttentionConfig, ModelConfig
 from posttrain.rollout.paged import refusal_of_ragged
 
@@ -77,6 +77,8 @@ def _attention_requests(config: RunConfig, model: ModelConfig) -> Iterator[Reque
                 row_shards=1,
                 head_shards=max(1, config.mesh.tensor),
                 tokamax=True,
+                # Where there is no GPU, that of the one that the run may be for.
+                compute_capability=compute_capability(None) or 9.0,
                 **_shape(kind),
             )
 

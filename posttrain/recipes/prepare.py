@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,9 +50,9 @@ from posttrain.recipes.prepare_rl import (
     refuse_completions,
     rubric_of,
 )
-from posttrain.recipes.source import local_or_hub, read_model_config, refuse_misspelt, tokenizer_name
+from posttrain.recipes.source import local_or_hub, read_model_config, read_wrapper, refuse_misspelt, tokenizer_name
 from posttrain.recipes.teachers import TeacherSource, find_teachers
-from posttrain.weights.load import check_lora, check_weights
+from posttrain.weights.load import check_adapter, check_lora, check_weights
 
 T = TypeVar("T")
 
@@ -170,8 +171,10 @@ def _read_model(prepared: Prepared, *, offline_ok: bool) -> None:
         raise ConfigError(f"model.path: {config.model.path} is a reward model, which scores answers and writes none")
     if tokenizer is not None:
         prepared.tokenizer = tokenizer.for_model(model.vocab_size)
-    if config.model.lora is not None:
-        check_lora(model, config.model.lora, config.model.quantize)
+    if config.model.lora is not None and (reason := check_lora(model, config.model.lora, config.model.quantize)):
+        prepared.notes.append(f"model.lora: {reason}; of this adapter there is only export --to merged")
+    if config.model.adapter is not None:
+        _check_adapter(prepared, model)
     if config.model.tokenizer is not None and vocab_size is not None and vocab_size > model.vocab_size:
         raise ConfigError(
             f"model.tokenizer: {config.model.tokenizer} has {vocab_size} tokens, the model only {model.vocab_size}; "
@@ -181,11 +184,34 @@ def _read_model(prepared: Prepared, *, offline_ok: bool) -> None:
     for index, section in enumerate(config.stages):
         if section.row_tokens > model.max_positions:
             raise ConfigError(
-                f"stages.{index}: row_tokens={section.row_tokens} must be at most max_position_embeddings="
-                f"{model.max_positions} of the model"
+                f"stages.{index}: row_tokens={section.row_tokens} must be at most {_context_of(config.model, model)}"
             )
         with _naming_stage(config, index):
-            _check_mixture(section, model, adapter=config.model.lora is not None)
+            adapter = config.model.lora is not None or config.model.adapter is not None
+            _check_mixture(section, model, adapter=adapter)
+
+
+def _check_adapter(prepared: Prepared, model: ModelConfig) -> None:
+    section = prepared.config.model
+    assert section.adapter is not None
+    reward = all(isinstance(stage, RewardModelSection) for stage in prepared.config.stages)
+    try:
+        name = local_or_hub(section.adapter, prepared.base_dir)
+        if _unreachable(name):
+            prepared.notes.append(f"not checked, no network: model.adapter {name}, which run downloads")
+            return
+        check_adapter(model, name, read_wrapper(section, prepared.base_dir), reward=reward)
+    except ConfigError as error:
+        raise ConfigError(f"model.adapter: {error}") from error
+
+
+def _context_of(section: ModelSection, model: ModelConfig) -> str:
+    """The model's number of positions, and how there may be more."""
+    limit = f"max_position_embeddings={model.max_positions} of the model"
+    whole = json.loads(model.hf_json).get("max_position_embeddings", 0)
+    if section.path is None or section.long_context or whole <= model.max_positions:
+        return limit
+    return f"{model.max_positions}, for which the model's short RoPE factors are; model.long_context=true takes {whole}"
 
 
 def _check_weights(section: ModelSection, base_dir: Path) -> None:

@@ -16,7 +16,8 @@ from posttrain.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
 from posttrain.recipes.inputs import rows_and_renderer
-from posttrain.recipes.proof import Reader, default_reader, prove
+from posttrain.recipes.proof import prove
+from posttrain.recipes.proof_readers import Reader, default_reader
 from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.load import load_model
 from posttrain.weights.lora import count_parameters

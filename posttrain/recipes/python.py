@@ -51,7 +51,11 @@ class PythonRun(abc.ABC):
     ):
         model_fields = {name: fields.pop(name) for name in list(fields) if name in MODEL_FIELDS}
         source = _model_fields(model) | model_fields
-        stage = self._stage(fields, lora=source.get("lora") is not None, max_positions=_max_positions(source))
+        stage = self._stage(
+            fields,
+            lora=source.get("lora") is not None or source.get("adapter") is not None,
+            max_positions=_max_positions(source),
+        )
         inline = {"dataset": _rows(dataset), "eval_dataset": _rows(stage.pop("eval_dataset", None))}
         texts = {name: _jsonl(name, value) for name, value in inline.items() if isinstance(value, list)}
         data: dict[str, Any] = {"model": source, "mesh": mesh or {}, "tensorboard": tensorboard}

@@ -19,7 +19,7 @@ from posttrain.weights.reward import add_scalar_head
 def run_reward_model(stage: StageRun, inputs: JudgedInputs) -> None:
     """Train one reward model to the end of its stage, from its newest checkpoint if there is one."""
     section = inputs.section
-    trainer = make_trainer(stage, inputs, _load(stage))
+    trainer = make_trainer(stage, inputs, load_reward_model(stage))
     batches = ComparisonBatches(inputs.units, seed=stage.seed)
     dropped = {"data/dropped_ratio": inputs.dropped_ratio} if inputs.dropped_ratio else {}
 
@@ -37,7 +37,8 @@ def run_reward_model(stage: StageRun, inputs: JudgedInputs) -> None:
     stage.finish(trainer.model, result)
 
 
-def _load(stage: StageRun) -> Decoder:
+def load_reward_model(stage: StageRun) -> Decoder:
+    """The stage's model at its start, its head replaced by a scalar one if it has none yet."""
     model = stage.load_model()
     add_scalar_head(model, seed=stage.seed, mesh=stage.mesh)
     tokenizer = stage.tokenizer

@@ -16,7 +16,7 @@ from posttrain.console import console, printable
 from posttrain.data.pipeline import PromptBatches
 from posttrain.losses.router import RouterLoss
 from posttrain.mesh import row_shards
-from posttrain.metrics import Sample, Timer, to_host
+from posttrain.metrics import Sample, Timer, tables, to_host
 from posttrain.optim import make_optimizer
 from posttrain.recipes.prepare import rows_per_step
 from posttrain.recipes.prepare_rl import RLInputs, check_cache
@@ -61,7 +61,7 @@ def run_rl(stage: StageRun, inputs: RLInputs) -> None:
                 sinks.samples(run.trainer.step_number, step_samples(outcome, section.group_size))
             metrics = to_host(outcome.metrics)
             check_agreement(metrics, run.trainer.step_number)
-            return metrics | engine_metrics(run.engine) | timer.metrics()
+            return {**metrics, **engine_metrics(run.engine), **timer.metrics(), **tables(outcome.metrics)}
 
         try:
             result = stage.train(

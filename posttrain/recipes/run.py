@@ -76,6 +76,7 @@ def run(config: RunConfig, base_dir: Path) -> RunResult:
                 model=config.model,
                 source=source,
                 source_name=None if config.model.path is None else local_or_hub(config.model.path, base_dir),
+                adapter=None if config.model.adapter is None else local_or_hub(config.model.adapter, base_dir),
                 seed=config.seed,
                 mesh=mesh,
                 tokenizer=prepared.tokenizer,

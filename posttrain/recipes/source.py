@@ -67,8 +67,10 @@ def tokenizer_name(section: ModelSection, base_dir: Path) -> str:
 def read_model_config(section: ModelSection, base_dir: Path, *, vocab_size: int | None) -> ModelConfig | None:
     """The description of the run's model; None where only the hub has it and the hub cannot be asked.
 
-    `vocab_size`: of the tokenizer, for `init` without one. ConfigError where the description cannot be read.
+    `vocab_size`: of the tokenizer, for `init` without one. A family in a file of its own is known from here on.
+    ConfigError where the description cannot be read.
     """
+    add_family(section, base_dir)
     if section.init is not None:
         fields = section.init if vocab_size is None else {"vocab_size": vocab_size, **section.init}
         try:
@@ -85,8 +87,27 @@ def read_model_config(section: ModelSection, base_dir: Path, *, vocab_size: int 
         raise ConfigError(f"model.path: {error}") from error
     try:
         return hf.config_from_hf(fields, long_context=section.long_context)
+    except hf.NoLongContext as error:
+        raise ConfigError(f"model.{error}") from error
     except ConfigError as error:
         raise ConfigError(f"model.path: {file}: {error}") from error
+
+
+def add_family(section: ModelSection, base_dir: Path) -> None:
+    """Make the model's family known, if it has a file of its own."""
+    if section.family is None:
+        return
+    try:
+        hf.add_family(resolve_path(section.family, base_dir))
+    except ConfigError as error:
+        raise ConfigError(f"model.family: {error}") from error
+
+
+def read_wrapper(section: ModelSection, base_dir: Path) -> hf.Wrapper | None:
+    """The multimodal model around the text model, if there is one; `read_model_config` has found its description."""
+    assert section.path is not None
+    file = _config_file(local_or_hub(section.path, base_dir))
+    return None if file is None else hf.text_part(read_json(file))[1]
 
 
 def _config_file(name: str) -> Path | None:
@@ -115,6 +136,11 @@ def origin_of_folder(name: str, folder: Path) -> Origin:
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
     files = [folder / "config.json", *sorted(weights)]
     return Origin(name=name, parts={file.name: _digest(file) for file in files})
+
+
+def origin_of_adapter(folder: Path) -> dict[str, str]:
+    """Digests of the files of an adapter."""
+    return {file.name: _digest(file) for file in sorted(folder.glob("adapter_*")) if file.is_file()}
 
 
 def origin_of_init(fields: Mapping[str, Any], seed: int) -> Origin:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from posttrain.config import ModelSection, TrainSection
 from posttrain.console import console, progress_bar
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.fit import Every, Origin, Resumable, StopRequest, check_origin, restore_latest, run_steps
+from posttrain.models.adapter import without_dropout
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
 from posttrain.optim import make_schedule
-from posttrain.recipes.source import RANDOM_WEIGHTS, origin_of_folder, origin_of_init
+from posttrain.recipes.source import RANDOM_WEIGHTS, origin_of_adapter, origin_of_folder, origin_of_init
 from posttrain.sinks import Sinks, open_sinks
 from posttrain.trainer import Trainer
 from posttrain.weights.files import find_folder, read_json
@@ -55,6 +56,8 @@ class StageRun:
     """The model of the stage before; None: the configuration's own."""
     source_name: str | None
     """Folder or hub id of the configuration's model."""
+    adapter: str | None
+    """Folder or hub id of the adapter that the stage goes on with."""
     seed: int
     mesh: Mesh
     tokenizer: Tokenizer
@@ -84,7 +87,11 @@ class StageRun:
             model = init_model(self._init, **common)
         else:
             num_tokens = self._num_tokens(self.path)
-            model = load_model(self.path, long_context=m.long_context, num_tokens=num_tokens, **common)
+            own: dict[str, Any] = {"long_context": m.long_context, "num_tokens": num_tokens, "adapter": self.adapter}
+            model = load_model(self.path, **own, **common)
+            if self.kind == "rl":
+                # The trainer would be another model than the sampler.
+                without_dropout(model)
         print_parameters(model)
         return model
 
@@ -113,7 +120,11 @@ class StageRun:
         """What the checkpoints of the stage continue."""
         if self.path is None:
             return origin_of_init(self._init, self.seed)
-        return origin_of_folder(str(self.path), find_folder(self.path))
+        origin = origin_of_folder(str(self.path), find_folder(self.path))
+        if self.adapter is None:
+            return origin
+        parts = {f"adapter/{file}": digest for file, digest in origin_of_adapter(find_folder(self.adapter)).items()}
+        return replace(origin, parts={**origin.parts, **parts})
 
     def train(
         self,
@@ -156,7 +167,9 @@ class StageRun:
     def opened(self, trainer: Trainer, data: Resumable, num_steps: int) -> Iterator[tuple[Sinks, Checkpointer]]:
         """Sinks and checkpoints, with trainer and data brought to the newest checkpoint."""
         # Also before the first checkpoint: the evaluation before training is of this model.
-        source = self.remember("source", lambda: {"name": self.origin.name, "parts": self.origin.parts})
+        source = self.remember(
+            "source", lambda: {"name": self.origin.name, "parts": self.origin.parts, "adapter": self.adapter}
+        )
         check_origin(self.folder, source["parts"], self.origin)
         with Checkpointer(self.folder / "checkpoints") as checkpointer:
             if restore_latest(trainer, data, checkpointer, self.origin):
@@ -193,11 +206,12 @@ class StageRun:
         return self.folder / f"{name}.json"
 
 
-def read_source(folder: Path) -> str | None:
-    """Folder or hub id of the model that a stage began with; None: random weights, or the stage never began."""
+def read_source(folder: Path) -> tuple[str | None, str | None]:
+    """Folders or hub ids of the model and of the adapter that a stage began with; None: random weights, no adapter, or
+    the stage never began."""
     file = folder / "source.json"
-    name = json.loads(file.read_text(encoding="utf-8"))["name"] if file.exists() else None
-    return None if name == RANDOM_WEIGHTS else name
+    source = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"name": None}
+    return None if source["name"] == RANDOM_WEIGHTS else source["name"], source.get("adapter")
 
 
 def print_parameters(model: Decoder) -> None:

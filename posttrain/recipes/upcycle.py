@@ -11,7 +11,8 @@ from posttrain.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from posttrain.models.config import MoEConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
-from posttrain.recipes.proof import Proof, Reader, default_reader, prove
+from posttrain.recipes.proof import Proof, prove
+from posttrain.recipes.proof_readers import Reader, default_reader
 from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.load import load_model
 from posttrain.weights.lora import count_parameters

@@ -20,6 +20,7 @@ from posttrain.config import ConfigError
 from posttrain.config_file import did_you_mean_path
 from posttrain.models.config import AttentionConfig, ModelConfig
 from posttrain.models.names import LAYER, Names, Tensor
+from posttrain.weights.fp8 import unblocked
 from posttrain.weights.mxfp4 import unpacked
 from posttrain.weights.tensor_file import CHUNK_BYTES, Readable, Region, Task, open_tensors
 
@@ -36,8 +37,6 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "voc
 """What is downloaded of a hub repository: descriptions, weights, and the tokenizer's files."""
 HUB_OTHERS = ["*/*", "consolidated*"]
 """What is not, although its name ends like that: the same weights once more in other layouts."""
-MOST_FAULTS = 12
-"""Lines of one kind in an error."""
 
 
 def find_folder(path: str | Path) -> Path:
@@ -80,7 +79,8 @@ class Checkpoint:
         self._folder = folder
         stored = (tensor for file in _weight_files(folder) for tensor in open_tensors(file, stack).items())
         named = ((text_name(name), tensor) for name, tensor in stored)
-        self._tensors = unpacked({name: tensor for name, tensor in named if name is not None})
+        rest, matrices = unblocked({name: tensor for name, tensor in named if name is not None})
+        self._tensors = unpacked(rest) | matrices
 
     @property
     def dtype(self) -> np.dtype:
@@ -160,8 +160,6 @@ def summary(faults: Mapping[str, str], *, near: Collection[str] = ()) -> list[st
         hint = f" (the files have {similar[0]})" if similar else ""
         shown = members[0] if len(members) == 1 else f"{pattern} ({len(members):,} tensors)"
         lines.append(f"{shown}: {what}{hint}")
-    if len(lines) > MOST_FAULTS:
-        lines = [*lines[:MOST_FAULTS], f"and {len(lines) - MOST_FAULTS} more kinds"]
     return lines
 
 

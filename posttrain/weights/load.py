@@ -25,9 +25,10 @@ from posttrain.models.config import Compute, LatentAttentionConfig, ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.names import Part, Tensor, tensors
 from posttrain.models.quant import Quantized
+from posttrain.weights import peft_load
 from posttrain.weights.files import GENERATION, Checkpoint, find_folder, read_json
-from posttrain.weights.lora import attach_lora
-from posttrain.weights.peft_load import load_adapter
+from posttrain.weights.lora import attach_lora, planned_scales
+from posttrain.weights.peft_save import refusal
 from posttrain.weights.pieces import Reader
 from posttrain.weights.quantize import (
     Errors,
@@ -96,7 +97,7 @@ def load_model(
     if lora is not None:
         attach_lora(model, lora, seed=secrets.randbits(31) if seed is None else seed, mesh=mesh)
     if adapter is not None:
-        load_adapter(model, adapter, mesh=mesh, text_name=wrapper.text_name if wrapper else None)
+        peft_load.load_adapter(model, adapter, mesh=mesh, text_name=wrapper.text_name if wrapper else None)
     return model
 
 
@@ -191,12 +192,24 @@ def init_model(
     return model
 
 
-def check_lora(config: ModelConfig, lora: LoRA, quantize: Quantize = "none") -> None:
-    """ConfigError where the adapter does not fit the model, or quantisation its sizes; no weights are needed."""
+def check_lora(config: ModelConfig, lora: LoRA, quantize: Quantize = "none") -> str | None:
+    """ConfigError where the adapter does not fit the model, or quantisation its sizes; no weights are needed.
+
+    The reason where PEFT cannot hold the adapter, which can then only be merged.
+    """
     outline = outline_of(config, Compute.of(jnp.float32), jnp.dtype(jnp.float32))
     if quantize != "none":
         outline = quantized_outline(outline, quantize)
     nnx.eval_shape(lambda model: attach_lora(model, lora, seed=0), outline)
+    return refusal(outline, planned_scales(outline, lora), dora=lora.dora)
+
+
+def check_adapter(config: ModelConfig, adapter: str | Path, wrapper: hf.Wrapper | None, *, reward: bool) -> None:
+    """ConfigError where PEFT's adapter does not fit the model, or the run (`reward`: it trains a reward model)."""
+    outline = outline_of(config, Compute.of(jnp.float32), jnp.dtype(jnp.float32))
+    peft_load.check_adapter(outline, adapter, text_name=wrapper.text_name if wrapper else None)
+    if outline.score is not None and not reward:
+        raise ConfigError(f"{adapter}: is of a reward model, which scores answers and writes none")
 
 
 def with_tokens(config: ModelConfig, num_tokens: int | None) -> ModelConfig:

@@ -132,6 +132,12 @@ def attach_lora(model: Decoder, lora: LoRA, *, seed: int, mesh: Mesh | None = No
     ModelWeights(model).save_whole(saved)
 
 
+def planned_scales(model: Decoder, lora: LoRA) -> dict[str, tuple[float, ...]]:
+    """The scales of the layers of every matrix that would get an adapter, by our path of the matrix."""
+    every = sites(model)
+    return {every[path].param: plan.scales for path, plan in _plans(lora, every, model.config.num_layers).items()}
+
+
 def _plans(lora: LoRA, every: Mapping[str, Site], num_layers: int) -> dict[str, Plan]:
     if unknown := [layer for layer in lora.layers or () if layer >= num_layers]:
         raise ConfigError(f"lora.layers: {unknown[0]} is no layer of the model, whose layers are 0 to {num_layers - 1}")

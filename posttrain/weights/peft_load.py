@@ -22,11 +22,14 @@ from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.lora import Plan, Site, attach, base_tensors, has_lora, module_of, sites
 from posttrain.weights.pieces import Gather
 from posttrain.weights.quantize import plain_arrays
+from posttrain.weights.reward import add_scalar_head
 from posttrain.weights.state import ModelWeights
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+CLASSIFIER = "SEQ_CLS"
+"""`task_type` of an adapter of a reward model, whose scalar head is saved with it."""
 
 READ = {"r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "target_modules"}
 READ |= {"modules_to_save", "peft_type", "bias", "init_lora_weights", "ensure_weight_tying"}
@@ -57,17 +60,13 @@ def load_adapter(
     `text_name`: as of a multimodal family's `Wrapper`. ConfigError for what is not supported, by name, and for tensors
     that do not fit the model.
     """
-    folder = find_folder(path)
     if has_lora(model):
-        raise ConfigError(f"{folder}: the model already has an adapter; merge it first")
-    config = read_json(folder / CONFIG)
-    _check_config(folder, config, model)
-    stored = _read(folder / WEIGHTS, text_name or (lambda name: name))
-    tensors = {module_of(t): t for t in base_tensors(model) if not t.name.endswith(".bias")}
-    modules, whole = _sorted(folder, config, stored, tensors, model)
+        raise ConfigError(f"{find_folder(path)}: the model already has an adapter; merge it first")
+    found = _find(model, path, text_name, mesh=mesh)
+    config, modules, whole, tensors = found.config, found.modules, found.whole, found.tensors
     attach(
         model,
-        _plans(folder, sites(model), modules, tensors),
+        found.plans,
         dora=bool(config.get("use_dora")),
         dropout=float(config.get("lora_dropout") or 0.0),
         rslora=bool(config.get("use_rslora")),
@@ -78,6 +77,37 @@ def load_adapter(
     new = _adapter_arrays(model, modules, tensors) | _whole_arrays(model, whole)
     weights.write({p: jax.device_put(array.astype(placed[p].dtype), placed[p].sharding) for p, array in new.items()})
     weights.save_whole(_whole_arrays(model, whole).keys())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """An adapter's files beside the model that they are for."""
+
+    config: Mapping[str, Any]
+    modules: Mapping[str, _Module]
+    whole: Arrays
+    tensors: Mapping[str, Tensor]
+    plans: Mapping[str, Plan]
+
+
+def _find(
+    model: Decoder, path: str | Path, text_name: Callable[[str], str | None] | None, *, mesh: Mesh | None = None
+) -> _Found:
+    folder = find_folder(path)
+    config = read_json(folder / CONFIG)
+    _check_config(folder, config, model)
+    if config.get("task_type") == CLASSIFIER:
+        add_scalar_head(model, seed=0, mesh=mesh)
+    stored = _read(folder / WEIGHTS, text_name or (lambda name: name))
+    tensors = {module_of(t): t for t in base_tensors(model) if not t.name.endswith(".bias")}
+    modules, whole = _sorted(folder, config, stored, tensors, model)
+    plans = _plans(folder, sites(model), modules, tensors)
+    return _Found(config=config, modules=modules, whole=whole, tensors=tensors, plans=plans)
+
+
+def check_adapter(outline: Decoder, path: str | Path, *, text_name: Callable[[str], str | None] | None = None) -> None:
+    """ConfigError where an adapter does not fit a model, of which there need be no weights."""
+    _find(outline, path, text_name)
 
 
 def _check_config(folder: Path, config: Mapping[str, Any], model: Decoder) -> None:
@@ -126,7 +156,9 @@ def _sorted(
     """Low-rank pairs by module, and tensors saved whole by name. One ConfigError lists all that does not fit."""
     parts: dict[str, Arrays] = {}
     whole, faults = Arrays(), list[str]()
-    known, base = {t.name: t for t in base_tensors(model)}, Gather(plain_arrays(model))
+    known = {t.name: t for t in base_tensors(model)}
+    outlined = isinstance(model.embed.embedding.get_value(), jax.ShapeDtypeStruct)
+    base = Gather({} if outlined else plain_arrays(model))
     for key, array in stored.items():
         match = KEY.fullmatch(key)
         name = key.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
@@ -140,7 +172,7 @@ def _sorted(
                 re.fullmatch(rf"(.*\.)?{re.escape(m)}", module_of(known[name])) for m in config["modules_to_save"] or ()
             ):
                 whole[name] = array
-            elif not np.array_equal(base.tensor(known[name]), array):
+            elif not outlined and not np.array_equal(base.tensor(known[name]), array):
                 faults.append(f"{key} differs from the base's, and is not in modules_to_save")
         else:
             faults.append(f"{key} {array.shape} is not the model's")
@@ -169,7 +201,9 @@ def _missing(config: Mapping[str, Any], modules: Mapping[str, Any], whole: Mappi
         f"{t} of target_modules is missing" for t in listed if not any(f".{m}".endswith(f".{t}") for m in modules)
     ]
     held = [f".{name.rsplit('.', 1)[0]}" for name in whole]
-    saved = config.get("modules_to_save") or []
+    # PEFT lists every name that a classifier's head may have.
+    optional = {"classifier", "score"} if config.get("task_type") == CLASSIFIER else set[str]()
+    saved = [m for m in config.get("modules_to_save") or [] if m not in optional]
     return faults + [f"{m} of modules_to_save is missing" for m in saved if not any(h.endswith(f".{m}") for h in held)]
 
 

@@ -7,6 +7,7 @@ import math
 import re
 import tempfile
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from posttrain.models.adapter import Adapter, column_norms
 from posttrain.models.decoder import Decoder
 from posttrain.models.names import Tensor
 from posttrain.weights.lora import base_tensors, has_lora, module_of, sites
-from posttrain.weights.peft_load import CONFIG, PREFIX, WEIGHTS, Arrays
+from posttrain.weights.peft_load import CLASSIFIER, CONFIG, PREFIX, WEIGHTS, Arrays
 from posttrain.weights.pieces import Gather
 from posttrain.weights.state import ModelWeights
 
@@ -47,6 +48,28 @@ def save_adapter(model: Decoder, path: str | Path, *, base: str | None = None) -
         new.rename(target)
 
 
+def refusal(model: Decoder, scales: Mapping[str, Sequence[float]], *, dora: bool) -> str | None:
+    """Why PEFT cannot hold an adapter with these scales of each layer, by our path of the matrix; None where it can.
+
+    The model may be without weights, and without the adapter.
+    """
+    if model.config.tie_embeddings and "embed.embedding" in scales and dora:
+        return "PEFT has no DoRA on an embedding that is also the head"
+    plain, of_experts = set[str](), set[str]()
+    for tensor in base_tensors(model):
+        parts = [p for p in tensor.parts if p.param in scales and scales[p.param][p.index[0] if p.index else 0]]
+        if not parts:
+            continue
+        if dora and "experts" in parts[0].param:
+            return f"PEFT has no DoRA on experts ({parts[0].param})"
+        if len(tensor.shape) != 2:
+            return f"{module_of(tensor)} holds all experts in one tensor"
+        (plain if len(parts[0].index) < 2 else of_experts).add(module_of(tensor).rsplit(".", 1)[-1])
+    if both := sorted(plain & of_experts):
+        return f"PEFT takes every {both[0]} for the experts' and would lose the others"
+    return None
+
+
 class _Export:
     """An adapter under the names of PEFT."""
 
@@ -61,10 +84,12 @@ class _Export:
         first = next(iter(self.adapters.values()))
         self.rslora, self.dora = first.rslora, first.lora_magnitude is not None
         self.dropout = max(adapter.dropout for adapter in self.adapters.values())
-        self._check()
+        scales = {p: np.atleast_1d(np.asarray(a.lora_scale[...])).tolist() for p, a in self.adapters.items()}
+        if reason := refusal(model, scales, dora=self.dora):
+            raise ConfigError(f"save_adapter: {reason}; use save_model, which merges")
         saved = ModelWeights(model).saved()
         self.saved = []
-        self.plain, self.of_experts = set[str](), set[str]()
+        self.of_experts = set[str]()
         self.modules = [module_of(tensor) for tensor in base_tensors(model)]
         for tensor in base_tensors(model):
             if any(part.param in saved for part in tensor.parts):
@@ -75,18 +100,6 @@ class _Export:
                     self.tensors[f"{PREFIX}lm_head.weight"] = self.tensors[PREFIX + tensor.name].copy()
             else:
                 self._add(tensor)
-        if both := sorted(self.plain & self.of_experts):
-            raise ConfigError(
-                f"save_adapter: PEFT takes every {both[0]} for the experts' and would lose the others; use save_model"
-            )
-
-    def _check(self) -> None:
-        tied = self.model.config.tie_embeddings and "embed.embedding" in self.adapters
-        if tied and self.dora:
-            raise ConfigError("save_adapter: PEFT has no DoRA on an embedding that is also the head; use save_model")
-        for param, adapter in self.adapters.items():
-            if adapter.lora_a.ndim == 4 and self.dora:
-                raise ConfigError(f"save_adapter: PEFT has no DoRA on experts ({param}); use save_model, which merges")
 
     def _add(self, tensor: Tensor) -> None:
         """One A and one B of all parts of a tensor: where their A differ, side by side, B being zero across."""
@@ -94,8 +107,6 @@ class _Export:
         parts = [(p, self.adapters[p.param]) for p in tensor.parts if self._here(p.param, p.index)]
         if not parts:
             return
-        if len(tensor.shape) != 2:
-            raise ConfigError(f"save_adapter: {module} holds all experts in one tensor; use save_model, which merges")
         pairs = [_trimmed(adapter, p.index) for p, adapter in parts]
         scale = pairs[0][2]
         shared = all(np.array_equal(a, pairs[0][0]) for a, _, _ in pairs)
@@ -113,7 +124,8 @@ class _Export:
             self.tensors[f"{PREFIX}{module}.lora_{kind}{letter}{end}"] = np.ascontiguousarray(array.T).astype(dtype)
         if self.dora:
             self.tensors[f"{PREFIX}{module}.lora_magnitude_vector"] = self._magnitudes(tensor, out)
-        (self.plain if len(parts[0][0].index) < 2 else self.of_experts).add(module.rsplit(".", 1)[-1])
+        if len(parts[0][0].index) == 2:
+            self.of_experts.add(module.rsplit(".", 1)[-1])
         self.ranks[module] = rank
         alpha = scale * (math.sqrt(rank) if self.rslora else rank)
         self.alphas[module] = round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-6) else alpha
@@ -140,7 +152,7 @@ class _Export:
         tied = self.model.config.tie_embeddings
         return {
             "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
+            "task_type": CLASSIFIER if self.model.config.scalar_head else "CAUSAL_LM",
             "base_model_name_or_path": base,
             "inference_mode": True,
             "r": rank,

@@ -192,12 +192,12 @@ def write(array: Array, piece: Array, start: Int[Array, " N"], sharding: NamedSh
 
 @runtime_checkable
 class Lazy(Protocol):
-    """A parameter of which a layer is computed when it is asked for; None: it is not stacked."""
+    """A parameter of which a layer, or an expert of one, is computed when it is asked for."""
 
     dtype: np.dtype
     nbytes: int
 
-    def layer(self, index: int | None) -> Array: ...
+    def part(self, index: tuple[int, ...]) -> Array: ...
 
 
 class Gather:
@@ -205,10 +205,10 @@ class Gather:
 
     def __init__(self, weights: Mapping[str, Array | Lazy]):
         self._weights = weights
-        self._held: dict[str, tuple[int | None, np.ndarray]] = {}
+        self._held: dict[str, tuple[tuple[int, ...], np.ndarray]] = {}
 
     def tensor(self, tensor: Tensor) -> np.ndarray:
-        """In the order of `names.tensors` each layer of a parameter is fetched once; small ones are as a whole."""
+        """In the order of `names.tensors` each layer or expert of a parameter is fetched once; small ones together."""
         self._held = {part.param: self._held[part.param] for part in tensor.parts if part.param in self._held}
         values = [self._values(part) for part in tensor.parts]
         if len(values) == 1 and not tensor.transpose:
@@ -221,22 +221,28 @@ class Gather:
 
     def _values(self, part: Part) -> np.ndarray:
         array = self._weights[part.param]
-        layer = (
-            part.index[0] if part.index and (not isinstance(array, Array) or array.nbytes > MAX_PIECE_BYTES) else None
-        )
-        if part.param not in self._held or self._held[part.param][0] != layer:
+        place = part.index[: _depth(array, len(part.index))]
+        if part.param not in self._held or self._held[part.param][0] != place:
             self._held.pop(part.param, None)
-            if not isinstance(array, Array):
-                array = array.layer(layer)
-            elif layer is not None:
-                array = _slice(array, layer)
-            self._held[part.param] = layer, _on_host(array)
-        return self._held[part.param][1][part.index if layer is None else part.index[1:]]
+            self._held[part.param] = (
+                place,
+                _on_host(_slice(array, place) if isinstance(array, Array) else array.part(place)),
+            )
+        return self._held[part.param][1][part.index[len(place) :]]
+
+
+def _depth(array: Array | Lazy, most: int) -> int:
+    """How many leading dimensions are indexed on the device, for a piece that the host may hold."""
+    if not isinstance(array, Array):
+        return most
+    return next((n for n in range(most) if array.nbytes <= MAX_PIECE_BYTES * math.prod(array.shape[:n])), most)
 
 
 @jax.jit
-def _slice(array: Array, layer: int | Array) -> Array:
-    return jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
+def _slice(array: Array, place: tuple[int | Array, ...]) -> Array:
+    for index in place:
+        array = jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
+    return array
 
 
 def _on_host(array: Array) -> np.ndarray:

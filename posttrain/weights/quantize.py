@@ -177,10 +177,16 @@ class Merged:
         matrix = owner.matrices()[name]
         self.dtype = np.dtype(matrix.dtype)
         self.nbytes = math.prod(matrix.shape) * self.dtype.itemsize
+        self._computed: tuple[tuple[int, ...], Array] | None = None
 
-    def layer(self, index: int | None) -> Array:
-        """None: the matrix is not stacked."""
-        return _merged_layer(self._graph, self._name, self._state, index)
+    def part(self, index: tuple[int, ...]) -> Array:
+        """A layer, or an expert of it; the device holds the layer until another one is asked for."""
+        layer = index[:1]
+        if self._computed is None or self._computed[0] != layer:
+            self._computed = None
+            computed = _merged_layer(self._graph, self._name, self._state, layer[0] if layer else None)
+            self._computed = layer, computed
+        return self._computed[1] if len(index) < 2 else self._computed[1][index[1]]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -27,6 +27,7 @@ KINDS: Mapping[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(jnp.bfloat16),
     "U8": np.dtype(np.uint8),
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
 }
 """The types that we read, by their name in the format."""
 

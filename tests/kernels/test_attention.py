@@ -195,6 +195,7 @@ ROWS_2048 = Request(
     row_shards=1,
     head_shards=1,
     tokamax=False,
+    compute_capability=9.0,
 )
 DECODE: dict[str, Any] = {"num_queries": 1, "same_tokens": False}
 PREFILL: dict[str, Any] = {"num_queries": 512, "same_tokens": False}
@@ -216,7 +217,13 @@ PREFILL: dict[str, Any] = {"num_queries": 512, "same_tokens": False}
         (PREFILL | {"rows": 1}, "reference"),
         ({"platform": "gpu"}, "cudnn"),
         ({"platform": "gpu", "tokamax": True}, "tokamax"),
-        ({"platform": "gpu", "tokamax": True, "soft_cap": 5.0, "dtype": "float32"}, "tokamax"),
+        ({"platform": "gpu", "tokamax": True, "soft_cap": 5.0}, "tokamax"),
+        ({"platform": "gpu", "tokamax": True, "dtype": "float32"}, "blockwise"),
+        ({"platform": "gpu", "tokamax": True, "compute_capability": 7.5}, "cudnn"),
+        ({"platform": "gpu", "tokamax": True, "head_dim": 512}, "blockwise"),
+        ({"platform": "gpu", "tokamax": True, "num_queries": 2000, "num_keys": 2000}, "cudnn"),
+        ({"platform": "gpu", "tokamax": True, "num_queries": 16384, "num_keys": 16384}, "blockwise"),
+        ({"platform": "gpu", "num_queries": 16384, "num_keys": 16384, "rows": 1}, "cudnn"),
         ({"platform": "gpu", "tokamax": True, "sinks": True}, "blockwise"),
         ({"platform": "gpu", "sinks": True}, "blockwise"),
         ({"platform": "gpu", "soft_cap": 5.0}, "blockwise"),
@@ -260,6 +267,10 @@ def test_choice(changes: dict[str, Any], kernel: str) -> None:
         ("tokamax", {"platform": "gpu"}, "not installed: pip install"),
         ("tokamax", {"tokamax": True}, "runs on GPU, got tpu"),
         ("tokamax", {"platform": "gpu", "tokamax": True, "sinks": True}, "does not know sinks"),
+        ("tokamax", {"platform": "gpu", "tokamax": True, "dtype": "float32"}, "bfloat16 and float16, got float32"),
+        ("tokamax", {"platform": "gpu", "tokamax": True, "compute_capability": 7.5}, "8.0 or more, got 7.5"),
+        ("tokamax", {"platform": "gpu", "tokamax": True, "head_dim": 260}, "at most 256 numbers, got 260"),
+        ("cudnn", {"platform": "gpu", "num_queries": 16384, "num_keys": 16384}, "here of 1,024 MiB, more than 256"),
         ("flash", {}, "no kernel 'flash'; use one of auto, reference"),
     ],
 )

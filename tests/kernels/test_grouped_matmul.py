@@ -49,7 +49,7 @@ def program(kernel: GroupedKernel) -> Callable[..., tuple[jax.Array, tuple[jax.A
     def run(
         x: jax.Array, w: jax.Array, d_out: jax.Array, sizes: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        out, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, kernel=kernel), x, w)
+        out, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, kernel=kernel, platform="cpu"), x, w)
         return out, pull(d_out)
 
     return jax.jit(run)
@@ -95,7 +95,7 @@ def test_low_precision_accumulates_in_float32(kernel: GroupedKernel) -> None:
 def test_few_rows(kernel: GroupedKernel) -> None:
     x, w, _ = arrays()
     sizes = (1, 0, 3, 1)
-    got = grouped_matmul(x[:5], w, jnp.asarray(sizes, jnp.int32), kernel=kernel)
+    got = grouped_matmul(x[:5], w, jnp.asarray(sizes, jnp.int32), kernel=kernel, platform="cpu")
     assert_allclose(got, loop(np.asarray(x[:5]), np.asarray(w), sizes), atol=1e-5)
 
 
@@ -155,7 +155,7 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     x, w, _ = arrays()
     with caplog.at_level(logging.INFO, logger="posttrain.kernels"):
         for _ in range(2):
-            grouped_matmul(x, w, jnp.full(4, 75, jnp.int32), kernel="auto")
+            grouped_matmul(x, w, jnp.full(4, 75, jnp.int32), kernel="auto", platform="cpu")
     assert [record.message for record in caplog.records] == ["grouped matmul: kernel 'buckets' for 4 groups on cpu"]
 
 

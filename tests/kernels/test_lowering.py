@@ -91,6 +91,7 @@ def test_splash_on_a_mesh() -> None:
         row_shards=4,
         head_shards=2,
         tokamax=False,
+        compute_capability=None,
     )
     assert dispatch.choose(request) == "splash"
     sharding = NamedSharding(mesh, PartitionSpec())

@@ -18,7 +18,7 @@ from posttrain.losses.policy import DAPO, GRPO, GSPO, RLOO, dr_grpo
 from posttrain.losses.router import RouterLoss, check_weight, corrected, load_metrics, weight_of
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.mesh import make_mesh
-from posttrain.metrics import to_host
+from posttrain.metrics import tables, to_host
 from posttrain.models.config import ModelConfig, RouterConfig
 from posttrain.models.moe import check_router
 from posttrain.optim import make_optimizer
@@ -128,7 +128,10 @@ def test_load_metrics() -> None:
     assert_allclose(found["moe/max_violation"], 0.75)
     assert_allclose(found["moe/load_entropy"], 0.5 * -(0.25 * np.log(0.25) + 0.75 * np.log(0.75)), rtol=1e-6)
     nothing = load_metrics(jnp.zeros((2, 4)))
-    assert all(np.isfinite(value) for value in nothing.values())
+    assert all(np.isfinite(value).all() for value in nothing.values())
+    assert_allclose(found["moe/share"], [[1.0, 0.0], [0.25, 0.75]])
+    assert_allclose(tables(found)["moe/share"], found["moe/share"])
+    assert "moe/share" not in to_host(found)
 
 
 def test_coefficients() -> None:

@@ -175,7 +175,10 @@ def test_the_run_chooses_the_set_of_longrope() -> None:
         ({"head_dim": 7}, "head_dim=7 with partial_rotary_factor=1.0 cannot be split into pairs for RoPE"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 must divide num_attention_heads=4"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: weights quantised by 'gptq' are not"),
-        ({"quantization_config": {}}, "quantization_config: weights quantised by None are not supported, only mxfp4; "),
+        (
+            {"quantization_config": {}},
+            "quantization_config: weights quantised by None are not supported, only mxfp4, fp8; ",
+        ),
         ({"model_type": "qwen2"}, "num_key_value_heads: the model's config.json must have it"),
         (QWEN2 | {"layer_types": ["full_attention"]}, "layer_types: must name num_hidden_layers=2 layers, got 1"),
         (QWEN2 | {"layer_types": ["linear_attention"] * 2}, "layer_types: ['linear_attention'] not supported; known: "),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ import pytest
 from jax.sharding import NamedSharding
 from numpy.testing import assert_allclose, assert_array_equal
 
-from posttrain.config import ConfigError, MeshSection
+from posttrain.config import AttentionKernel, ConfigError, MeshSection
+from posttrain.kernels.attention import dispatch
 from posttrain.kernels.token_stats import token_stats
 from posttrain.mesh import BATCH_SPEC, make_mesh
 from posttrain.models import decoder
@@ -204,3 +206,41 @@ def test_stages_find_the_pattern() -> None:
     assert [(len(stage.blocks), stage.repeats) for stage in config.stages] == [(3, 2), (1, 1)]
     assert stages_of(config.blocks) == config.stages
     assert [block.attention.window for block in config.blocks] == [5, 5, None, 5, 5, None, 5]
+
+
+def test_tables_of_rope_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, make = list[Any](), decoder.rope_tables
+
+    def counted(rope: Any, positions: Any) -> Any:
+        made.append(rope)
+        return make(rope, positions)
+
+    monkeypatch.setattr(decoder, "rope_tables", counted)
+    model, tokens = tiny_model(num_layers=6), jnp.zeros((1, 4), jnp.int32)
+    jax.eval_shape(lambda tokens: model(tokens, tokens, tokens)[0], tokens)
+    assert len(made) == len(set(made)) == 1
+
+
+@pytest.mark.parametrize("kernel", get_args(AttentionKernel))
+def test_the_run_chooses_the_kernel_of_attention(kernel: AttentionKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name through the model's settings; what cannot serve here says why."""
+    ran, run = set[str](), dispatch.run
+
+    def recorded(name: str, *arguments: Any) -> Any:
+        ran.add(name)
+        return run(name, *arguments)
+
+    monkeypatch.setattr(dispatch, "run", recorded)
+    model = tiny_model(num_layers=2, windows=(None, WINDOW))
+    tokens = np.random.default_rng(0).integers(0, 512, (1, 128))
+    model.compute = replace(model.compute, attention="reference")
+    expected = forward(model, tokens)
+    assert ran == {"reference"}
+    ran.clear()
+    model.compute = replace(model.compute, attention=kernel)
+    if kernel in ("cudnn", "tokamax"):
+        with pytest.raises(ValueError, match=f"kernel '{kernel}' (runs on GPU|is not installed)"):
+            forward(model, tokens)
+        return
+    assert_allclose(forward(model, tokens), expected, atol=1e-4)
+    assert ran == {"reference" if kernel == "auto" else kernel}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,16 @@ from safetensors.numpy import load_file, save_file
 from posttrain.config import LoRA
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.models.decoder import Decoder
-from posttrain.recipes.proof import ProofError, default_reader, prove
+from posttrain.recipes.proof import prove
+from posttrain.recipes.proof_readers import ProofError, Reader, default_reader
+from posttrain.recipes.proof_tensors import compare_with_source
 from posttrain.weights.load import load_model
+from posttrain.weights.peft_save import save_adapter
+from posttrain.weights.reward import add_scalar_head
 from posttrain.weights.save import save_model
 from posttrain.weights.state import ModelWeights, without_adapter
-from tests.recipes.runs import posttrain, sft_stage, write_run
+from tests.recipes.runs import INIT, posttrain, sft_stage, write_run
+from tests.recipes.test_preference import preference_stage, write_pairs
 from tests.tiny import shake, tiny_model
 
 GOLDENS = Path(__file__).parent.parent / "goldens" / "models"
@@ -87,22 +93,48 @@ def missing_shard(folder: Path, model: Decoder) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def lost_score_head(folder: Path, model: Decoder) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["architectures"] = [config["architectures"][0].replace("SequenceClassification", "CausalLM")]
+    for labels in ("id2label", "label2id"):
+        del config[labels]
+    file.write_text(json.dumps(config))
+
+    def replace_head(content: dict[str, np.ndarray]) -> None:
+        del content["score.weight"]
+        content["lm_head.weight"] = content["model.embed_tokens.weight"].copy()
+
+    change(folder, replace_head)
+
+
+def other_score_head(folder: Path, model: Decoder) -> None:
+    def draw(content: dict[str, np.ndarray]) -> None:
+        content["score.weight"] = np.random.default_rng(0).normal(0, 0.02, (1, 32)).astype(np.float32)
+
+    change(folder, draw)
+
+
 FAULTS = {
     "unmerged": (unmerged, "mixtral"),
     "swapped_experts": (swapped_experts, "mixtral"),
     "transposed_kernel": (transposed_kernel, "smollm3"),
     "wrong_tie": (wrong_tie, "llama"),
     "missing_shard": (missing_shard, "llama"),
+    "lost_score_head": (lost_score_head, "reward"),
+    "other_score_head": (other_score_head, "reward"),
 }
 
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, Decoder]:
-    return {name: adapted(name) for name in ("mixtral", "llama", "smollm3")}
+    reward = adapted("llama")
+    add_scalar_head(reward, seed=3)
+    return {name: adapted(name) for name in ("mixtral", "llama", "smollm3")} | {"reward": reward}
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("name", ["mixtral", "llama", "smollm3"])
+@pytest.mark.parametrize("name", ["mixtral", "llama", "smollm3", "reward"])
 def test_what_was_written_is_the_model(models: dict[str, Decoder], tmp_path: Path, name: str, reader: str) -> None:
     save_model(models[name], tmp_path / "out")
     proof = prove(models[name], tmp_path / "out", None, reader)
@@ -118,6 +150,17 @@ def test_seeded_faults_are_caught(models: dict[str, Decoder], tmp_path: Path, fa
     spoil(tmp_path / "out", models[name])
     with pytest.raises(ProofError):
         prove(models[name], tmp_path / "out", None, reader)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_the_adapter_of_a_reward_model_brings_its_head(tmp_path: Path, reader: Reader) -> None:
+    model, draw = load_model(GOLDENS / "llama", lora=LoRA(rank=2), seed=0), np.random.default_rng(1)
+    add_scalar_head(model, seed=3)
+    weights = ModelWeights(model)
+    trained = weights.read(weights.trainable().__contains__)
+    weights.write({path: w + jnp.asarray(draw.normal(0, 0.03, w.shape), w.dtype) for path, w in trained.items()})
+    save_adapter(model, tmp_path / "out", base=str(GOLDENS / "llama"))
+    assert prove(model, tmp_path / "out", None, reader, base=str(GOLDENS / "llama")).scores
 
 
 def test_merging_into_bfloat16_is_told_from_not_merging(tmp_path: Path) -> None:
@@ -156,6 +199,18 @@ def test_a_run_is_exported(run: Path, tmp_path: Path, to: str) -> None:
         )
 
 
+def test_a_reward_model_is_exported_with_its_head(tmp_path: Path) -> None:
+    model = {"init": {**INIT, "num_key_value_heads": 2}, "tokenizer": "bytes"}
+    file = write_pairs(tmp_path, preference_stage(kind="reward_model", num_steps=1), model=model)
+    assert posttrain("run", file).code == 0
+    done = posttrain("export", tmp_path / "out", "--to", "hf")
+    assert done.code == 0 and "scores differ by" in done.out, done
+    stage = tmp_path / "out" / "0-reward_model"
+    exported, saved = (load_file(stage / folder / "model.safetensors") for folder in ("export-hf", "model"))
+    assert exported.keys() == saved.keys() and "score.weight" in exported
+    assert np.array_equal(exported["score.weight"], saved["score.weight"])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -167,3 +222,37 @@ def test_what_cannot_be_exported(run: Path, tmp_path: Path, change: list[str], m
     done = posttrain("export", run, tmp_path / "exported", *change)
     assert done.code == 2 and message in done.err
     assert not (tmp_path / "exported").exists()
+
+
+# --- the tensors themselves ------------------------------------------------------------------------------------------
+
+
+def small_adapter(name: str, **fields: Any) -> Decoder:
+    """A golden model whose adapter alone is changed."""
+    model, draw = load_model(GOLDENS / name, lora=LoRA(rank=2, **fields), seed=0), np.random.default_rng(1)
+    weights = ModelWeights(model)
+    trained = weights.read(weights.trainable().__contains__)
+    weights.write({path: w + jnp.asarray(draw.normal(0, 0.03, w.shape), w.dtype) for path, w in trained.items()})
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_bf16", "mixtral"])
+def test_merged_tensors_are_the_source_and_the_adapter(tmp_path: Path, name: str) -> None:
+    model = small_adapter(name, targets=("q_proj", "o_proj"), rslora=True)
+    save_model(model, tmp_path / "out")
+    save_adapter(model, tmp_path / "adapter")
+    told = compare_with_source(tmp_path / "out", GOLDENS / name, tmp_path / "adapter", trained=False)
+    assert f"; {2 * model.config.num_layers} are it with the adapter added by numpy" in told
+
+
+@pytest.mark.parametrize("fault", ["unmerged", "swapped_experts", "missing_shard", "lost_tensor"])
+def test_the_tensors_show_seeded_faults_without_another_reader(tmp_path: Path, fault: str) -> None:
+    model = small_adapter("mixtral", targets=("q_proj", "o_proj"))
+    save_model(model, tmp_path / "out")
+    save_adapter(model, tmp_path / "adapter")
+    if fault == "lost_tensor":
+        change(tmp_path / "out", lambda content: content.pop("model.norm.weight") and None)
+    else:
+        FAULTS[fault][0](tmp_path / "out", model)
+    with pytest.raises(ProofError, match="is changed|is missing|with the adapter added"):
+        compare_with_source(tmp_path / "out", GOLDENS / "mixtral", tmp_path / "adapter", trained=False)

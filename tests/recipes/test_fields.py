@@ -239,7 +239,13 @@ def model_of(tmp_path: Path, **model: Any) -> Any:
         "output": tmp_path,
         "stop": StopRequest(),
     }
-    fields |= {"source": None, "source_name": None, "seed": loaded.config.seed, "mesh": single_device_mesh()}
+    fields |= {
+        "source": None,
+        "source_name": None,
+        "adapter": None,
+        "seed": loaded.config.seed,
+        "mesh": single_device_mesh(),
+    }
     return StageRun(model=loaded.config.model, tokenizer=ready.tokenizer, tensorboard=False, **fields).load_model()
 
 

@@ -12,15 +12,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
 from numpy.testing import assert_allclose
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from posttrain.config import ConfigError, MeshSection
+from posttrain.config import ConfigError, LoRA, MeshSection
 from posttrain.mesh import make_mesh
 from posttrain.models.decoder import Decoder
 from posttrain.weights import pieces, save
 from posttrain.weights.load import init_model, load_model
+from posttrain.weights.lora import merged, sites
 from posttrain.weights.save import hf_tensors, save_model
 from posttrain.weights.state import ModelWeights
 from tests.models.checkpoints import GOLDENS, LLAMA, assert_same
@@ -203,3 +205,31 @@ def test_saving_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     # What was fetched, and the tensor in the checkpoint's layout; nothing stays on the host.
     assert peak < 2 * largest + (2 << 20)
     assert left < 1 << 20
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_saving_fetches_one_expert_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapted: bool) -> None:
+    model = load_model(GOLDENS / "qwen3_moe", lora=LoRA(rank=2, targets=("experts",)) if adapted else None, seed=0)
+    if adapted:
+        shake(model, seed=1)
+    expert = max(site.matrix[...][0, 0].nbytes for path, site in sites(model).items() if "experts" in path)
+    sizes, fetch = list[int](), pieces._on_host
+
+    def measured(array: Array) -> np.ndarray:
+        sizes.append(array.nbytes)
+        return fetch(array)
+
+    monkeypatch.setattr(pieces, "_on_host", measured)
+    monkeypatch.setattr(pieces, "MAX_PIECE_BYTES", expert)
+    save_model(model, tmp_path / "out")
+    largest = max(tensor.nbytes for tensor in load_file(tmp_path / "out" / "model.safetensors").values())
+    assert max(sizes) <= max(largest, expert)
+    assert_same(merged(model) if adapted else model, load_model(tmp_path / "out"))
+
+
+def test_code_of_the_source_is_not_announced(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN, tmp_path / "in")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "modeling.Model"}}))
+    save_model(load_model(tmp_path / "in"), tmp_path / "out")
+    assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())

@@ -28,7 +28,7 @@ def refusal(request: Request) -> str | None:
         return f"takes heads of a multiple of 8 and at most {MAX_HEAD_DIM} numbers, got {width}"
     if request.kind == "decode":
         return request.refusal_of_split()
-    refusal = request.refusal_of_rows()
+    refusal = request.refusal_of_rows() or request.refusal_of_mask()
     if refusal is None and request.num_queries % 2:
         refusal = f"takes rows of an even number of tokens, got {request.num_queries}"
     return refusal

@@ -17,7 +17,16 @@ from posttrain.kernels.attention import cudnn, splash, tokamax
 from posttrain.kernels.attention.blockwise import blockwise
 from posttrain.kernels.attention.reference import single_query, visible, whole
 from posttrain.kernels.attention.request import Operands, Places, Request, Variant
-from posttrain.kernels.platform import HEAD_AXIS, head_shards, installed, log_choice, platform_of, row_axes, row_shards
+from posttrain.kernels.platform import (
+    HEAD_AXIS,
+    compute_capability,
+    head_shards,
+    installed,
+    log_choice,
+    platform_of,
+    row_axes,
+    row_shards,
+)
 
 Kernel: TypeAlias = Callable[[Operands], Float[Array, "B T N Hv"]]
 
@@ -85,6 +94,7 @@ def attention(
         row_shards=row_shards(mesh),
         head_shards=head_shards(mesh),
         tokamax=installed("tokamax"),
+        compute_capability=compute_capability(mesh),
     )
     name = select(kernel, request)
     log_choice("attention", name, request.kind, request.platform)

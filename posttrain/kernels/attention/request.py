@@ -9,6 +9,9 @@ from typing import Literal, NamedTuple
 from jax import Array
 from jaxtyping import Float, Int
 
+MASK_BYTES = 256 << 20
+"""Of a written mask at most: beyond, blocks that make their part of it as they go need no more memory with length."""
+
 
 class Places(NamedTuple):
     """Where queries and keys stand in their sequences."""
@@ -59,6 +62,8 @@ class Request:
     head_shards: int
     tokamax: bool
     """The package is installed."""
+    compute_capability: float | None
+    """Of a GPU, such as 9.0."""
 
     @property
     def kind(self) -> Literal["decode", "prefill", "rows"]:
@@ -71,9 +76,20 @@ class Request:
         return self.rows * self.num_heads * self.num_queries * self.num_keys
 
     @property
+    def mask_bytes(self) -> int:
+        """Of a mask that is written out, on the device that has most of it."""
+        return -(-self.rows // self.row_shards) * self.num_queries * self.num_keys
+
+    @property
     def split_kv_heads(self) -> int:
         """Key heads after each is repeated as often as it takes to split them over the devices."""
         return math.lcm(self.num_kv_heads, self.head_shards)
+
+    def refusal_of_mask(self) -> str | None:
+        """Why a kernel does not serve that wants the mask of packed rows written out, which takes T^2 bytes a row."""
+        if self.mask_bytes <= MASK_BYTES:
+            return None
+        return f"takes a written mask, here of {self.mask_bytes >> 20:,} MiB, more than {MASK_BYTES >> 20}"
 
     def refusal_of_rows(self) -> str | None:
         """Why a kernel does not serve that knows no cache and that we split over devices ourselves."""

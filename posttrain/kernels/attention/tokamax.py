@@ -12,6 +12,11 @@ from posttrain.kernels.platform import tokamax_library
 IMPLEMENTATIONS = ("mosaic", "triton")
 """Its others hold all of T x S, or are no faster than ours: without a fused one we raise."""
 
+MIN_CAPABILITY = 8.0
+MAX_HEAD_DIM = 256
+BLOCK = 64
+"""Queries and keys that its kernels take at once; none serves a row that ends within a block."""
+
 
 def refusal(request: Request) -> str | None:
     if not request.tokamax:
@@ -20,7 +25,16 @@ def refusal(request: Request) -> str | None:
         return f"runs on GPU, got {request.platform}"
     if request.sinks:
         return "does not know sinks"
-    return request.refusal_of_rows()
+    if request.dtype not in ("bfloat16", "float16"):
+        return f"computes in bfloat16 and float16, got {request.dtype}"
+    if request.compute_capability is None or request.compute_capability < MIN_CAPABILITY:
+        return f"needs a GPU of compute capability {MIN_CAPABILITY} or more, got {request.compute_capability}"
+    width = max(request.head_dim, request.value_dim)
+    if width > MAX_HEAD_DIM or width % 8:
+        return f"takes heads of a multiple of 8 and at most {MAX_HEAD_DIM} numbers, got {width}"
+    if request.num_queries % BLOCK:
+        return f"takes rows of a multiple of {BLOCK} tokens, got {request.num_queries}"
+    return request.refusal_of_rows() or request.refusal_of_mask()
 
 
 def tokamax(
