@@ -267,9 +267,10 @@ class Decoder(nnx.Module):
         return self.score(hidden)
 
 
-def _ropes(config: ModelConfig) -> set[Rope]:
-    """Those that differ: tables made for every layer would be traced for every layer."""
-    return {rope for stage in config.stages for block in stage.blocks if (rope := block.attention.rope)}
+def _ropes(config: ModelConfig) -> dict[Rope, None]:
+    """Those that differ, in order: tables made for every layer would be traced for every layer."""
+    blocks = (block for stage in config.stages for block in stage.blocks)
+    return dict.fromkeys(rope for block in blocks if (rope := block.attention.rope))
 
 
 def first_places(config: ModelConfig) -> list[Place]:
