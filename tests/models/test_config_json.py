@@ -146,7 +146,7 @@ def test_the_run_chooses_the_set_of_longrope() -> None:
     plain_phi3 = {key: value for key, value in PHI3.items() if key != "rope_scaling"}
     assert config_from_hf(plain_phi3).max_positions == 64
     for fields in (plain_phi3, LLAMA):
-        with pytest.raises(ConfigError, match="^long_context: the model has no second set of RoPE factors"):
+        with pytest.raises(ConfigError, match="^long_context: this phi3 has no second set of RoPE factors"):
             config_from_hf(fields, long_context=True)
 
 
@@ -159,7 +159,7 @@ def test_the_run_chooses_the_set_of_longrope() -> None:
         ({"vocab_size": "96"}, "vocab_size: must be int, got '96'"),
         ({"attention_bias": 1}, "attention_bias: must be bool, got 1"),
         ({"hidden_act": "relu"}, "hidden_act='relu' is not supported; known: silu, "),
-        ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: must be above 0 and finite, got 0"),
         (
             {"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": {"rope_theta": 1.0}},
             "rope_parameters and rope_sc",
