@@ -88,7 +88,11 @@ def test_lengths_from_python() -> None:
 def test_a_run_is_evaluated_and_goes_on_bitwise_from_a_checkpoint(tmp_path: Path) -> None:
     held_out = {"path": "rows.jsonl", "chat": False, "limit": 5}
     stage = online_stage(
-        checkpoint_every=2, eval_dataset=held_out, eval_every=2, loss={"kind": "sigmoid", "beta": 0.5}, samples_every=1
+        checkpoint_every=2,
+        eval_dataset=held_out,
+        loss={"kind": "sigmoid", "beta": 0.5},
+        samples_every=1,
+        rollout={"warm_up": False},
     )
     file = write_run(tmp_path / "whole", stage)
     done = posttrain("run", file)
