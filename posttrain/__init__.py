@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from posttrain.recipes.distill import Distill as Distill
     from posttrain.recipes.generate import complete as complete
     from posttrain.recipes.generate import generate as generate
+    from posttrain.recipes.online import OnlinePreference as OnlinePreference
     from posttrain.recipes.preference import Preference as Preference
     from posttrain.recipes.reward_model import RewardModel as RewardModel
     from posttrain.recipes.rl import RL as RL
@@ -44,6 +45,7 @@ _MODULES = {
     "Mean": "posttrain.tree",
     "NativeEngine": "posttrain.rollout.native",
     "Needs": "posttrain.losses.pairs",
+    "OnlinePreference": "posttrain.recipes.online",
     "Preference": "posttrain.recipes.preference",
     "RL": "posttrain.recipes.rl",
     "RewardModel": "posttrain.recipes.reward_model",

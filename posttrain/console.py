@@ -110,6 +110,17 @@ COLUMNS: dict[str, tuple[str, tuple[Column, ...]]] = {
             *_SPEED,
         ),
     ),
+    "online_preference": (
+        "reward",
+        (
+            Column("reward", 15, _reward),
+            _column("accuracy", 8, "rewards/accuracies", ".3f"),
+            _column("margin", 8, "rewards/margins", ".4f"),
+            _column("ties", 5, "frac_ties", ".0%"),
+            _column("length", 7, "completions/mean_length", ".1f"),
+            *_SPEED,
+        ),
+    ),
 }
 COLUMNS["reward_model"] = COLUMNS["preference"]
 """By kind of stage: the metric that makes a line, and the line's columns after the step."""

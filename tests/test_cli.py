@@ -92,7 +92,7 @@ def test_check_says_what_is_not_as_written(folder: Path) -> None:
         ("stages.rl.dataset.completion='{answer}'", ["stages.1: dataset.completion='{answer}': RL samples", "remove"]),
         (
             "stages.rl.eval_dataset={path: rows.jsonl, completion: '{answer}'}",
-            ["stages.1: eval_dataset.completion='{answer}': RL samples its completions"],
+            ["stages.1: eval_dataset.completion='{answer}': this stage samples its completions"],
         ),
         ("stages.rl.rewards.0.fn=rewards_of_test.py:lo", ["has no 'lo'; did you mean 'low'?"]),
         ("stages.rl.rewards.0.fn=reward_of_test.py:low", ["no file", "did you mean 'rewards_of_test.py'?"]),

@@ -19,7 +19,8 @@ from posttrain.config.base import (
 from posttrain.config.distill import DistillSection
 from posttrain.config.judged import ComparedSection, PreferenceSection, RewardModelSection
 from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, ModelSection
-from posttrain.config.rl import RewardSection, RLSection, RolloutSection, SamplingSection
+from posttrain.config.online import OnlinePreferenceSection
+from posttrain.config.rl import RewardSection, RLSection, RolloutSection, SampledSection, SamplingSection
 from posttrain.config.run import RunConfig, Stage
 from posttrain.config.teacher import TeacherSection
 from posttrain.config.train import (
@@ -47,6 +48,7 @@ __all__ = [
     "MeshSection",
     "ModelSection",
     "NonNegativeInt",
+    "OnlinePreferenceSection",
     "OptimizerSection",
     "PositiveInt",
     "PreferenceSection",
@@ -61,6 +63,7 @@ __all__ = [
     "RunConfig",
     "RunError",
     "SFTSection",
+    "SampledSection",
     "SamplingSection",
     "Section",
     "SequenceSection",

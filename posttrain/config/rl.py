@@ -103,14 +103,49 @@ def check_sampling(sampling: SamplingSection, row_tokens: int) -> None:
         )
 
 
-class RLSection(TrainSection):
+class SampledSection(TrainSection):
+    """Fields of the stages that sample answers to prompts and score them."""
+
+    rewards: ListOf[RewardSection] = ()
+    """Functions that score a completion; their weighted sum is the reward."""
+    prompts_per_step: PositiveInt
+    """Different prompts in one optimiser step."""
+    group_size: PositiveInt
+    """Samples of one prompt, which are compared with each other; RL without rewards is content with one."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Longer prompts are an error that names the row; by default what `sampling.max_tokens` leaves of a row, in online
+    preference of half a row."""
+    sampling: SamplingSection
+    """How completions are drawn; `max_tokens` at least."""
+    eval_sampling: SamplingSection | None = None
+    """By default greedy, with the other settings of `sampling`; with teachers by default `sampling` itself."""
+    rollout: RolloutSection = RolloutSection()
+    samples_every: PositiveInt = 10
+    """Steps between tables of sample completions."""
+
+    @property
+    def sequence_tokens(self) -> int:
+        """What a prompt and its completion may have together."""
+        return self.row_tokens
+
+    @property
+    def step_rows(self) -> int:
+        """Rows that hold what one step learns from, in the worst case."""
+        return self.prompts_per_step * self.group_size
+
+    @model_validator(mode="after")
+    def _weighs_a_reward(self) -> SampledSection:
+        if self.rewards and not any(reward.weight for reward in self.rewards):
+            raise ValueError("rewards: every weight is 0, so that there is nothing to learn; give one of them another")
+        return self
+
+
+class RLSection(SampledSection):
     kind: Literal["rl"] = "rl"
     algorithm: str = "grpo"
     """`grpo`, `dr_grpo`, `dapo`, `gspo`, `rloo`, or `distill`, which needs no rewards where there are teachers."""
     advantage: str | None = None
     """`module:function` of rewards_PG in place of the algorithm's own."""
-    rewards: ListOf[RewardSection] = ()
-    """Functions that score a completion; their weighted sum is the reward."""
     teachers: ListOf[TeacherSection] = ()
     """On-policy distillation: models with the student's tokens that score each sampled token; several need
     `teacher_column`."""
@@ -118,25 +153,12 @@ class RLSection(TrainSection):
     """Column that names a row's teacher, or maps names to weights."""
     teacher_coef: Annotated[float, Field(gt=0)] = 1.0
     """Weight of log(teacher / student) of each sampled token, which is added to the advantage of the rewards."""
-    prompts_per_step: PositiveInt
-    """Different prompts in one optimiser step."""
-    group_size: PositiveInt
-    """Samples of one prompt, which the advantage compares; without rewards one is enough."""
-    max_prompt_tokens: PositiveInt | None = None
-    """Longer prompts are an error that names the row; by default `row_tokens - sampling.max_tokens`."""
-    sampling: SamplingSection
-    """How completions are drawn; `max_tokens` at least."""
-    eval_sampling: SamplingSection | None = None
-    """By default greedy, with the other settings of `sampling`; with teachers by default `sampling` itself."""
-    rollout: RolloutSection = RolloutSection()
     kl_coef: Annotated[float, Field(ge=0)] | None = None
     clip_low: Annotated[float, Field(gt=0)] | None = None
     clip_high: Annotated[float, Field(gt=0)] | None = None
     """Each overrides the algorithm's own value."""
     recompute_old_logps: Flag = False
     """Score the samples with the trainer before the update instead of trusting the sampler's log-probabilities."""
-    samples_every: PositiveInt = 10
-    """Steps between tables of sample completions."""
 
     @model_validator(mode="after")
     def _learns_from(self) -> RLSection:
@@ -167,6 +189,4 @@ class RLSection(TrainSection):
                 f"rollout.quantize={self.rollout.quantize} needs recompute_old_logps: true: the log-probabilities of "
                 "a quantized sampler are not the trainer's, and the first update's ratio would not be 1"
             )
-        if self.rewards and not any(reward.weight for reward in self.rewards):
-            raise ValueError("rewards: every weight is 0, so that there is nothing to learn; give one of them another")
         return self

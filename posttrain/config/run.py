@@ -10,11 +10,13 @@ from posttrain.config.base import Flag, ListOf, Section, Text
 from posttrain.config.distill import DistillSection
 from posttrain.config.judged import PreferenceSection, RewardModelSection
 from posttrain.config.model import MeshSection, ModelSection
-from posttrain.config.rl import RLSection
+from posttrain.config.online import OnlinePreferenceSection
+from posttrain.config.rl import RLSection, SampledSection
 from posttrain.config.train import SFTSection
 
 Stage = Annotated[
-    SFTSection | DistillSection | RLSection | PreferenceSection | RewardModelSection, Field(discriminator="kind")
+    SFTSection | DistillSection | RLSection | PreferenceSection | OnlinePreferenceSection | RewardModelSection,
+    Field(discriminator="kind"),
 ]
 
 
@@ -50,9 +52,9 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _dropout(self) -> RunConfig:
         lora = self.model.lora
-        if lora is not None and lora.dropout and any(isinstance(stage, RLSection) for stage in self.stages):
+        if lora is not None and lora.dropout and any(isinstance(stage, SampledSection) for stage in self.stages):
             raise ValueError(
-                f"model.lora.dropout={lora.dropout}: RL has none, the trainer would be another model than the sampler "
-                "and the first update's ratio not 1; set it to 0"
+                f"model.lora.dropout={lora.dropout}: RL has none, nor has online preference: the trainer would be "
+                "another model than the sampler and the first update's ratio not 1; set it to 0"
             )
         return self

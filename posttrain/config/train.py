@@ -74,7 +74,7 @@ class TrainSection(Section):
     row_tokens: PositiveInt
     """Length of a row; sequences are packed into rows, longer ones are refused or cut as `overlong` says."""
     micro_batch_rows: PositiveInt | None = None
-    """Rows per forward pass; any split gives the same gradient. Default: all rows of SFT, an eighth of RL's samples."""
+    """Rows per forward pass; any split gives the same gradient. Default: all rows; an eighth of those of samples."""
     optimizer: OptimizerSection
     """AdamW; `learning_rate` at least."""
     router: RouterSection = RouterSection()

@@ -78,7 +78,9 @@ class PolicyLoss:
 
         metrics = {"policy_loss": self.reduce(surrogate, weight, segments)}
         metrics |= self._clip_metrics(ratio, advantages, mask, segments)
-        metrics |= _distance_metrics(stats, batch, mask)
+        approx_kl = k3(_old_logps(batch), stats.logps, mask)
+        metrics["approx_kl"] = token_mean(approx_kl, mask.astype(stats.logps.dtype), segments)
+        metrics |= distance_metrics(stats, batch, mask)
         return LossOutput(loss=self.reduce(loss, weight, segments), metrics=metrics)
 
     def _ratio(
@@ -152,13 +154,13 @@ def _required(value: Array | HostArray | None, name: str, why: str) -> Array:
     return jnp.asarray(value)
 
 
-def _distance_metrics(stats: TokenStats, batch: Batch, mask: Bool[Array, "B T"]) -> dict[str, Mean]:
-    """Token means: policy against old, reference and sampler.
+def distance_metrics(stats: TokenStats, batch: Batch, mask: Bool[Array, "B T"]) -> dict[str, Mean]:
+    """Token means: policy against reference and sampler, where the batch has them, and its entropy.
 
     The sampler is compared with the trainer before the update (`old_logps`) where that is known, else with it now.
     """
     counted, segments = mask.astype(stats.logps.dtype), jnp.asarray(batch.segments)
-    values = {"approx_kl": k3(_old_logps(batch), stats.logps, mask)}
+    values: dict[str, Array] = {}
     if batch.ref_logps is not None:
         values["kl"] = k3(stats.logps, jnp.asarray(batch.ref_logps), mask)
     if stats.entropy is not None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from posttrain.batch import rows_per_pass
-from posttrain.config import ComparedSection, DistillSection, RLSection, RunConfig, SequenceSection, TrainSection
+from posttrain.config import ComparedSection, DistillSection, RunConfig, SampledSection, SequenceSection, TrainSection
 from posttrain.recipes.judged import JudgedInputs
-from posttrain.recipes.prepare import SFTInputs, prepare, row_notes, rows_per_step, stage_names
-from posttrain.recipes.prepare_rl import RLInputs
+from posttrain.recipes.prepare import Inputs, SFTInputs, prepare, row_notes, stage_names
+from posttrain.recipes.prepare_rl import OnlineInputs, Scored
 
 
 def check(config: RunConfig, base_dir: Path) -> list[str]:
@@ -25,7 +25,7 @@ def check(config: RunConfig, base_dir: Path) -> list[str]:
     return lines + prepared.notes + row_notes(config, shards)
 
 
-def _describe(section: TrainSection, inputs: SFTInputs | RLInputs | JudgedInputs | None, shards: int) -> str:
+def _describe(section: TrainSection, inputs: Inputs | None, shards: int) -> str:
     tokens = section.row_tokens
     if isinstance(section, SequenceSection | ComparedSection):
         rows = ""
@@ -36,13 +36,15 @@ def _describe(section: TrainSection, inputs: SFTInputs | RLInputs | JudgedInputs
         passes = -(-section.batch_rows // rows_per_pass(section.batch_rows, section.micro_batch_rows, shards))
         text = f"{rows}{section.num_steps} steps of {section.batch_rows} x {tokens} tokens ({passes} micro-batches)"
         return text + (_teachers(section) if isinstance(section, DistillSection) else "")
-    assert isinstance(section, RLSection)
-    prompts = "" if not isinstance(inputs, RLInputs) else f"{len(inputs.examples):,} prompts, "
+    assert isinstance(section, SampledSection)
+    prompts = "" if not isinstance(inputs, Scored) else f"{len(inputs.examples):,} prompts, "
     text = (
         f"{prompts}{section.num_steps} steps of {section.prompts_per_step} prompts x {section.group_size} samples "
-        f"= {rows_per_step(section)}, up to {section.sampling.max_tokens} new tokens each"
+        f"= {section.prompts_per_step * section.group_size}, up to {section.sampling.max_tokens} new tokens each"
     )
-    if isinstance(inputs, RLInputs) and inputs.eval_examples:
+    if isinstance(inputs, OnlineInputs):
+        text += f"; the best against the worst by {type(inputs.loss).__name__}"
+    if isinstance(inputs, Scored) and inputs.eval_examples:
         text += f"; {len(inputs.eval_examples)} held-out prompts"
     return text
 

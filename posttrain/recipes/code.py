@@ -10,7 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import ConfigError, PreferenceSection, RewardModelSection, RLSection, RunConfig, SFTSection
+from posttrain.config import (
+    ConfigError,
+    OnlinePreferenceSection,
+    PreferenceSection,
+    RewardModelSection,
+    RLSection,
+    RunConfig,
+    SampledSection,
+    SFTSection,
+)
 from posttrain.imports import is_object_spec
 from posttrain.recipes.inputs import object_of
 from posttrain.recipes.source import local_or_hub, origin_of_folder
@@ -62,7 +71,7 @@ def _reward_models(config: RunConfig, base_dir: Path) -> dict[str, str]:
     """Of each one in a local folder, what its files hold."""
     found = {}
     for index, section in enumerate(config.stages):
-        for number, reward in enumerate(section.rewards if isinstance(section, RLSection) else ()):
+        for number, reward in enumerate(section.rewards if isinstance(section, SampledSection) else ()):
             if reward.model is not None and (folder := Path(local_or_hub(reward.model, base_dir))).is_dir():
                 parts = origin_of_folder(reward.model, folder).parts
                 found[f"stages.{index}.rewards.{number}.model={reward.model}"] = json.dumps(parts, sort_keys=True)
@@ -70,12 +79,12 @@ def _reward_models(config: RunConfig, base_dir: Path) -> dict[str, str]:
 
 
 def _functions(section: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(section, RLSection):
+    if isinstance(section, SampledSection):
         rewards = enumerate(section.rewards)
         yield from ((f"rewards.{index}.fn", reward.fn) for index, reward in rewards if reward.fn is not None)
-        if section.advantage is not None:
-            yield "advantage", section.advantage
-    elif isinstance(section, SFTSection | PreferenceSection | RewardModelSection):
+    if isinstance(section, RLSection) and section.advantage is not None:
+        yield "advantage", section.advantage
+    if isinstance(section, SFTSection | PreferenceSection | OnlinePreferenceSection | RewardModelSection):
         kind = section.loss.get("kind") if isinstance(section.loss, dict) else section.loss
         if isinstance(kind, str) and is_object_spec(kind):
             yield "loss", kind

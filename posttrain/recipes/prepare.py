@@ -17,10 +17,12 @@ from posttrain.config import (
     DatasetSection,
     DistillSection,
     ModelSection,
+    OnlinePreferenceSection,
     PreferenceSection,
     RewardModelSection,
     RLSection,
     RunConfig,
+    SampledSection,
     SequenceSection,
     SFTSection,
     TrainSection,
@@ -41,10 +43,13 @@ from posttrain.recipes.inputs import callable_of, each_row, rows_and_renderer
 from posttrain.recipes.judged import LOSSES, JudgedInputs, check_units, make_loss, units_of
 from posttrain.recipes.kernels import check_kernels
 from posttrain.recipes.prepare_rl import (
+    OnlineInputs,
     PromptInputs,
     RLInputs,
     algorithm_of,
     check_cache,
+    online_loss,
+    prepare_online,
     prepare_prompts,
     prepare_rl,
     refuse_completions,
@@ -80,6 +85,9 @@ class SFTInputs:
     """Of a stage whose student samples."""
 
 
+Inputs = SFTInputs | RLInputs | OnlineInputs | JudgedInputs
+
+
 @dataclass
 class Prepared:
     config: RunConfig
@@ -88,7 +96,7 @@ class Prepared:
     """None only where `notes` say that the hub could not be asked."""
     model: ModelConfig | None = None
     """None where only the hub has it and cannot be asked."""
-    stages: list[SFTInputs | RLInputs | JudgedInputs] = field(default_factory=list)
+    stages: list[Inputs] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What could not be checked, and why; and what is done otherwise than the configuration says."""
 
@@ -127,6 +135,9 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
                 judged, notes = _prepare_judged(section, prepared.tokenizer, base_dir)
                 prepared.stages.append(judged)
                 prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
+            elif isinstance(section, OnlinePreferenceSection):
+                check_cache(section, config.mesh.row_shards or 1)
+                prepared.stages.append(prepare_online(section, prepared.tokenizer, base_dir))
             elif isinstance(section, RLSection):
                 check_cache(section, config.mesh.row_shards or 1)
                 prompted, notes = prepare_rl(section, prepared.tokenizer, base_dir)
@@ -228,7 +239,7 @@ def _check_mixture(section: TrainSection, model: ModelConfig, *, adapter: bool) 
     """ConfigError where the stage asks for what only a mixture of experts has."""
     router = section.router
     check_router(model, router.balance_coef > 0 or router.z_coef > 0, router.correction_rate, adapter=adapter)
-    if isinstance(section, RLSection | DistillSection) and section.rollout.record_routing:
+    if isinstance(section, SampledSection | DistillSection) and section.rollout.record_routing:
         check_recording(model)
 
 
@@ -256,9 +267,9 @@ def row_notes(config: RunConfig, shards: int | None) -> list[str]:
 
 
 def rows_per_step(section: TrainSection) -> int:
-    """Rows of one optimiser step: of RL the worst case, one sample per row."""
-    if isinstance(section, RLSection):
-        return section.prompts_per_step * section.group_size
+    """Rows of one optimiser step: of RL the worst case, one sample per row; of online preference one pair per row."""
+    if isinstance(section, SampledSection):
+        return section.step_rows
     assert isinstance(section, SequenceSection | ComparedSection)
     return section.batch_rows
 
@@ -280,10 +291,13 @@ def _unreachable(name: str) -> bool:
 
 def _check_offline(section: TrainSection, base_dir: Path) -> None:
     """What can be said of a stage without its rows."""
-    if isinstance(section, RLSection):
+    if isinstance(section, SampledSection):
         refuse_completions(section)
         rubric_of(section, base_dir)
+    if isinstance(section, RLSection):
         algorithm_of(section, base_dir)
+    elif isinstance(section, OnlinePreferenceSection):
+        online_loss(section, base_dir)
     elif isinstance(section, SFTSection | DistillSection):
         _sequence_loss(section, base_dir)
     elif isinstance(section, PreferenceSection | RewardModelSection):

@@ -9,14 +9,25 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.config import ConfigError, DatasetSection, DistillSection, ModelSection, RLSection, SamplingSection
+from posttrain.config import (
+    ConfigError,
+    DatasetSection,
+    DistillSection,
+    ModelSection,
+    OnlinePreferenceSection,
+    RLSection,
+    SampledSection,
+    SamplingSection,
+)
 from posttrain.data.chat import Renderer
 from posttrain.data.format import prompt_is_text, prompt_messages
 from posttrain.data.sources import Rows
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.imports import describe_error
+from posttrain.losses.preference import KINDS
 from posttrain.models.heads import CLASSIFIER
 from posttrain.recipes.inputs import callable_of, each_row, rows_and_renderer
+from posttrain.recipes.judged import PREFERENCE_LOSSES, make_loss
 from posttrain.recipes.rollouts import EngineFactory, engine_of
 from posttrain.recipes.source import local_or_hub, read_model_config
 from posttrain.recipes.teachers import TeacherSource, find_teachers, shares_of
@@ -30,43 +41,66 @@ from posttrain.rollout.blocks import BLOCK, least_cache
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLInputs:
-    section: RLSection
+class Scored:
+    """What stages have that sample answers to prompts and score them."""
+
+    section: SampledSection
     renderer: Renderer
     rows: Rows
     examples: Sequence[Example]
     eval_renderer: Renderer | None
     eval_examples: Sequence[Example]
     rubric: Rubric
-    algorithm: Algorithm
     max_prompt_tokens: int
-    teachers: Sequence[TeacherSource]
     make_engine: EngineFactory | None
     """None: the built-in one."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RLInputs(Scored):
+    section: RLSection
+    algorithm: Algorithm
+    teachers: Sequence[TeacherSource]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineInputs(Scored):
+    section: OnlinePreferenceSection
+    loss: Any
+    """A `JudgedLoss` on pairs and a reference."""
+
+
 def prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> tuple[RLInputs, list[str]]:
     """The inputs, and notes of what teachers need."""
+    teachers, notes = find_teachers(section, tokenizer, base_dir)
+    scored = _prepare_scored(section, tokenizer, base_dir, shares_of(section))
+    algorithm = algorithm_of(section, base_dir)
+    return RLInputs(algorithm=algorithm, teachers=teachers, **vars(scored)), notes
+
+
+def prepare_online(section: OnlinePreferenceSection, tokenizer: Tokenizer, base_dir: Path) -> OnlineInputs:
+    loss = online_loss(section, base_dir)
+    return OnlineInputs(loss=loss, **vars(_prepare_scored(section, tokenizer, base_dir, None)))
+
+
+def _prepare_scored(section: SampledSection, tokenizer: Tokenizer, base_dir: Path, shares: Shares | None) -> Scored:
     refuse_completions(section)
     check_token_ids({"sampling": section.sampling, "eval_sampling": section.eval_sampling}, tokenizer)
-    limit = section.max_prompt_tokens or section.row_tokens - section.sampling.max_tokens
-    if limit + section.sampling.max_tokens > section.row_tokens:
-        raise ConfigError(
-            f"max_prompt_tokens={limit} + sampling.max_tokens={section.sampling.max_tokens} must fit "
-            f"row_tokens={section.row_tokens}"
-        )
+    room, answer = section.sequence_tokens, section.sampling.max_tokens
+    limit = section.max_prompt_tokens or room - answer
+    if limit + answer > room:
+        raise ConfigError(f"max_prompt_tokens={limit} + sampling.max_tokens={answer} must fit {_room(section, room)}")
     rubric = rubric_of(section, base_dir)
-    teachers, notes = find_teachers(section, tokenizer, base_dir)
     rows, renderer = rows_and_renderer(section.dataset, tokenizer, base_dir)
     _check_columns(rubric, rows.columns)
-    examples = examples_of(rows, section.dataset, renderer, limit, rubric, shares_of(section))
+    examples = examples_of(rows, section.dataset, renderer, limit, rubric, shares)
     eval_examples: list[Example] = []
     eval_renderer = None
     if section.eval_dataset is not None:
         eval_rows, eval_renderer = rows_and_renderer(section.eval_dataset, tokenizer, base_dir)
         _check_columns(rubric, eval_rows.columns)
-        eval_examples = examples_of(eval_rows, section.eval_dataset, eval_renderer, limit, rubric, shares_of(section))
-    inputs = RLInputs(
+        eval_examples = examples_of(eval_rows, section.eval_dataset, eval_renderer, limit, rubric, shares)
+    return Scored(
         section=section,
         renderer=renderer,
         rows=rows,
@@ -74,12 +108,21 @@ def prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> tupl
         eval_renderer=eval_renderer,
         eval_examples=eval_examples,
         rubric=rubric,
-        algorithm=algorithm_of(section, base_dir),
         max_prompt_tokens=limit,
-        teachers=teachers,
         make_engine=engine_of(section.rollout, base_dir),
     )
-    return inputs, notes
+
+
+def online_loss(section: OnlinePreferenceSection, base_dir: Path) -> Any:
+    """ConfigError for a loss that does not compare two answers with a reference, or asks for what samples have not."""
+    loss = make_loss(section.loss, PREFERENCE_LOSSES, lambda spec: callable_of(spec, "loss", base_dir))
+    needs = loss.needs
+    if needs.rows != "pairs" or not needs.reference or needs.prompts or needs.margins:
+        raise ConfigError(
+            f"loss: {section.loss!r} is not for online preference, which compares two samples against the start of "
+            f"the stage, without margins and without a loss on prompts; use a kind of DPO: {', '.join(KINDS)}"
+        )
+    return loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,22 +203,28 @@ def check_token_ids(samplings: Mapping[str, SamplingSection | None], tokenizer: 
             raise ConfigError(f"{name}.{str(error).removeprefix('sampling.')}") from error
 
 
-def check_cache(section: RLSection | DistillSection, row_shards: int) -> None:
+def check_cache(section: SampledSection | DistillSection, row_shards: int) -> None:
     """ConfigError for `cache_tokens` that hold no sequence in one of the parts that `row_shards` devices make of it."""
     given = section.rollout.cache_tokens
-    if given is not None and given < (least := row_shards * least_cache(section.row_tokens)):
+    longest = section.sequence_tokens if isinstance(section, SampledSection) else section.row_tokens
+    if given is not None and given < (least := row_shards * least_cache(longest)):
         parts = f", in each of {row_shards} parts of the mesh" if row_shards > 1 else ""
         raise ConfigError(
-            f"rollout.cache_tokens={given} must be at least {least}: row_tokens={section.row_tokens} in whole blocks "
+            f"rollout.cache_tokens={given} must be at least {least}: {_room(section, longest)} in whole blocks "
             f"of {BLOCK} and one block more{parts}"
         )
 
 
-def refuse_completions(section: RLSection) -> None:
+def _room(section: SampledSection | DistillSection, tokens: int) -> str:
+    """What holds a sequence of so many tokens, in the words of the configuration."""
+    return f"{'' if tokens == section.row_tokens else 'half of '}row_tokens={section.row_tokens}"
+
+
+def refuse_completions(section: SampledSection) -> None:
     for name, dataset in (("dataset", section.dataset), ("eval_dataset", section.eval_dataset)):
         if dataset is not None and dataset.completion is not None:
             raise ConfigError(
-                f"{name}.completion={dataset.completion!r}: RL samples its completions; remove it "
+                f"{name}.completion={dataset.completion!r}: this stage samples its completions; remove it "
                 "(reward functions get every column of the dataset by its name)"
             )
 
@@ -186,7 +235,7 @@ def _check_columns(rubric: Rubric, columns: Sequence[str]) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def rubric_of(section: RLSection, base_dir: Path) -> Rubric:
+def rubric_of(section: SampledSection, base_dir: Path) -> Rubric:
     rewards: list[Reward] = []
     for item in section.rewards:
         if item.model is not None:

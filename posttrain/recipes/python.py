@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import ValidationError
 
-from posttrain.config import ConfigError, ModelSection, RLSection, RunConfig, Section
+from posttrain.config import ConfigError, ModelSection, RunConfig, SampledSection, Section
 from posttrain.config_file import build_config, dump_config, load_config
 from posttrain.recipes.code import source_of
 from posttrain.recipes.source import read_model_config
@@ -177,7 +177,7 @@ def _digest(config: RunConfig, more: Sequence[str]) -> str:
     """The same for the same settings; a function counts with its source, so that an edited reward is another run."""
     parts = [dump_config(config), *more]
     for stage in config.stages:
-        if isinstance(stage, RLSection):
+        if isinstance(stage, SampledSection):
             parts += [source_of(reward.fn) for reward in stage.rewards]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
 

@@ -19,8 +19,10 @@ from posttrain.models.decoder import Decoder
 from posttrain.recipes.code import check_code, remember_code
 from posttrain.recipes.distill import run_distill
 from posttrain.recipes.judged import JudgedInputs
+from posttrain.recipes.online import run_online
 from posttrain.recipes.preference import run_preference
-from posttrain.recipes.prepare import SFTInputs, prepare, row_notes, stage_names
+from posttrain.recipes.prepare import prepare, row_notes, stage_names
+from posttrain.recipes.prepare_rl import OnlineInputs, RLInputs
 from posttrain.recipes.reward_model import run_reward_model
 from posttrain.recipes.rl import run_rl
 from posttrain.recipes.sft import run_sft
@@ -92,7 +94,9 @@ def run(config: RunConfig, base_dir: Path) -> RunResult:
             console().rule(f"{name}: {inputs.section.num_steps} steps", align="left")
             if isinstance(inputs, JudgedInputs):
                 RUN_JUDGED[inputs.section.kind](stage, inputs)
-            elif not isinstance(inputs, SFTInputs):
+            elif isinstance(inputs, OnlineInputs):
+                run_online(stage, inputs)
+            elif isinstance(inputs, RLInputs):
                 run_rl(stage, inputs)
             elif isinstance(inputs.section, DistillSection):
                 run_distill(stage, inputs)

@@ -30,6 +30,9 @@ from posttrain.weights.load import init_model, load_model
 from posttrain.weights.lora import ParameterCount, count_parameters, has_lora, parameter_rows
 from posttrain.weights.save import save_model
 
+SAMPLING = ("rl", "rl_distill", "online_preference")
+"""Kinds of stages that learn from their model's own samples alone."""
+
 Record = dict[str, Any]
 """An evaluation as JSON can hold it."""
 
@@ -89,7 +92,7 @@ class StageRun:
             num_tokens = self._num_tokens(self.path)
             own: dict[str, Any] = {"long_context": m.long_context, "num_tokens": num_tokens, "adapter": self.adapter}
             model = load_model(self.path, **own, **common)
-            if self.kind == "rl":
+            if self.kind in SAMPLING:
                 # The trainer would be another model than the sampler.
                 without_dropout(model)
         print_parameters(model)

@@ -1,8 +1,8 @@
-"""From groups and advantages to a `Batch`: trajectories packed into rows, first fit, in order."""
+"""From groups and advantages, or from pairs, to a `Batch`: trajectories packed into rows, first fit, in order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -12,6 +12,8 @@ from posttrain.rl.types import Example, Group, Trajectory
 
 Shares = Callable[[Example], Float[np.ndarray, " N"]]
 """How much each teacher counts for the samples of an example."""
+Pair = tuple[Trajectory, Trajectory]
+"""The chosen and the rejected one."""
 
 
 def assemble(
@@ -29,7 +31,7 @@ def assemble(
     empty micro-batches are not computed.
     """
     recorded = [trajectory.experts for group in groups_P for trajectory in group]
-    batch = _empty(num_rows, row_tokens, recorded)
+    batch = _empty(num_rows, row_tokens, recorded) | {"advantages": np.zeros((num_rows, row_tokens), np.float32)}
     if shares is not None:
         batch["teacher_weights"] = np.zeros((num_rows, row_tokens, len(shares(groups_P[0][0].example))), np.float32)
     free = np.full(num_rows, row_tokens)
@@ -44,17 +46,37 @@ def assemble(
             assert free[row] >= length, "num_rows must hold one trajectory per row"
             segments[row] += 1
             start = row_tokens - int(free[row])
-            _put(batch, row, start, int(segments[row]), trajectory, float(advantage))
+            _put(batch, row, start, int(segments[row]), trajectory, {"advantages": float(advantage)})
             if shares is not None:
                 batch["teacher_weights"][row, start : start + length] = shares(trajectory.example)
             free[row] -= length
     return Batch(**batch)  # type: ignore[arg-type]
 
 
+def assemble_pairs(pairs: Sequence[Pair], *, row_tokens: int, num_rows: int, groups_P: Sequence[Group]) -> Batch:
+    """Host rows [num_rows, row_tokens] with both sequences of a pair side by side; `roles` say which is the chosen.
+
+    `groups_P`: all samples of the step, which say what is recorded even where no pair is left.
+    """
+    batch = _empty(num_rows, row_tokens, [trajectory.experts for group in groups_P for trajectory in group])
+    batch["roles"] = np.zeros((num_rows, row_tokens), np.int32)
+    free, segments = np.full(num_rows, row_tokens), np.zeros(num_rows, np.int32)
+    for pair in pairs:
+        length = sum(len(trajectory.tokens) for trajectory in pair)
+        assert length <= row_tokens, (length, row_tokens)
+        row = int(np.argmax(free >= length))
+        assert free[row] >= length, "num_rows must hold one pair per row"
+        for trajectory, role in zip(pair, (1.0, -1.0), strict=True):
+            segments[row] += 1
+            _put(batch, row, row_tokens - int(free[row]), int(segments[row]), trajectory, {"roles": role})
+            free[row] -= len(trajectory.tokens)
+    return Batch(**batch)  # type: ignore[arg-type]
+
+
 def _empty(rows: int, length: int, recorded: Sequence[np.ndarray | None]) -> dict[str, np.ndarray]:
     shape = (rows, length)
     integers = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segments")}
-    floats = {name: np.zeros(shape, np.float32) for name in ("loss_weight", "sampler_logps", "advantages")}
+    floats = {name: np.zeros(shape, np.float32) for name in ("loss_weight", "sampler_logps")}
     experts = [array for array in recorded if array is not None]
     assert len(experts) in (0, len(recorded)), "either every trajectory has recorded experts, or none"
     routing = {"experts": np.full((*shape, *experts[0].shape[1:]), -1, np.int16)} if experts else {}
@@ -62,8 +84,14 @@ def _empty(rows: int, length: int, recorded: Sequence[np.ndarray | None]) -> dic
 
 
 def _put(
-    batch: dict[str, np.ndarray], row: int, start: int, segment: int, trajectory: Trajectory, advantage: float
+    batch: dict[str, np.ndarray],
+    row: int,
+    start: int,
+    segment: int,
+    trajectory: Trajectory,
+    judged: Mapping[str, float],
 ) -> None:
+    """`judged`: by array, what stands on the sampled tokens alone."""
     span = slice(start, start + len(trajectory.tokens))
     sampled = np.asarray(trajectory.sampled)
     batch["tokens"][row, span] = trajectory.tokens
@@ -71,6 +99,7 @@ def _put(
     batch["segments"][row, span] = segment
     batch["loss_weight"][row, span] = sampled
     batch["sampler_logps"][row, span] = np.where(sampled, trajectory.logps, 0.0)
-    batch["advantages"][row, span] = np.where(sampled, advantage, 0.0)
+    for name, value in judged.items():
+        batch[name][row, span] = np.where(sampled, value, 0)
     if trajectory.experts is not None:
         batch["experts"][row, span] = trajectory.experts

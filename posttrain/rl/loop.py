@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from posttrain.batch import Batch
 from posttrain.config import RunError
@@ -29,12 +29,18 @@ MAX_LOGP_DIFFERENCE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepSettings:
-    """What `rl_step` needs beside the objects; `num_rows` rows hold the worst case of one trajectory per row."""
+class RowSettings:
+    """How many samples there are of a prompt, and the rows for the worst case: one trajectory, or one pair, per row."""
 
     group_size: int
     row_tokens: int
     num_rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings(RowSettings):
+    """What `rl_step` needs beside the objects."""
+
     recompute_old_logps: bool
     teaching: Teaching | None = None
 
@@ -44,9 +50,11 @@ class StepResult:
     metrics: Metrics
     groups_P: Sequence[Group]
     rewards: Rewards
-    advantages_PG: Float[np.ndarray, "P G"]
-    """NaN for groups that the algorithm left out."""
+    advantages_PG: Float[np.ndarray, "P G"] | None
+    """NaN for groups that the algorithm left out; None where samples are compared in pairs."""
     batch: Batch
+    roles_PG: Int[np.ndarray, "P G"] | None = None
+    """Where samples are compared in pairs: 1 chosen, -1 rejected, 0 neither."""
 
 
 async def rl_step(
@@ -60,11 +68,8 @@ async def rl_step(
 ) -> StepResult:
     """Collect, score, keep, assemble, score again where needed, update, hand the weights to the engine."""
     step = cluster.actor.step_number
-    title, samples = f"step {step + 1}", len(examples_P) * settings.group_size
-    with timer("rollout"), progress_bar(f"{title}: sampling", samples, closing=False) as advance:
-        groups_P = await collect(sampler, examples_P, settings.group_size, step, advance)
-    with timer("rewards"), progress_bar(f"{title}: rewards", len(rubric.rewards), closing=False) as advance:
-        rewards = await rubric.score(groups_P, advance)
+    title = f"step {step + 1}"
+    groups_P, rewards = await sample_and_score(sampler, rubric, examples_P, settings.group_size, step, timer)
     kept_P, rewards_PG = algorithm.keep(groups_P, rewards.total_PG)
     advantages_PG = algorithm.advantage(rewards_PG)
     batch = assemble(
@@ -83,9 +88,7 @@ async def rl_step(
             batch = replace(batch, old_logps=cluster.logps(Role.ACTOR, batch))
         if settings.teaching is not None:
             batch, taught = add_teachers(batch, cluster.logps(Role.TEACHER, batch), settings.teaching.coef)
-    with timer("update"), progress_bar(f"{title}: update", closing=False):
-        metrics = jax.block_until_ready(cluster.actor.step(batch))
-        cluster.sync_weights()
+    metrics = update(cluster, batch, timer)
     metrics |= taught | rollout_metrics(groups_P, rewards)
     return StepResult(
         metrics=metrics,
@@ -94,6 +97,27 @@ async def rl_step(
         advantages_PG=_of_all(groups_P, kept_P, advantages_PG),
         batch=batch,
     )
+
+
+async def sample_and_score(
+    sampler: Sampler, rubric: Rubric, examples_P: Sequence[Example], group_size: int, step: int, timer: Timer
+) -> tuple[list[Group], Rewards]:
+    """G samples of each example, and their rewards."""
+    title, samples = f"step {step + 1}", len(examples_P) * group_size
+    with timer("rollout"), progress_bar(f"{title}: sampling", samples, closing=False) as advance:
+        groups_P = await collect(sampler, examples_P, group_size, step, advance)
+    with timer("rewards"), progress_bar(f"{title}: rewards", len(rubric.rewards), closing=False) as advance:
+        rewards = await rubric.score(groups_P, advance)
+    return groups_P, rewards
+
+
+def update(cluster: Cluster, batch: Batch, timer: Timer) -> Metrics:
+    """One update, after which the engine has the new weights."""
+    title = f"step {cluster.actor.step_number + 1}"
+    with timer("update"), progress_bar(f"{title}: update", closing=False):
+        metrics = jax.block_until_ready(cluster.actor.step(batch))
+        cluster.sync_weights()
+    return metrics
 
 
 def _of_all(

@@ -23,7 +23,7 @@ from posttrain.optim import make_optimizer
 from posttrain.recipes.distill import cache_folders, terms_of
 from posttrain.recipes.prepare import Prepared, SFTInputs, prepare
 from posttrain.recipes.prepare_rl import RLInputs
-from posttrain.recipes.rl import eval_sampling
+from posttrain.recipes.sampled import eval_sampling
 from posttrain.recipes.sequence_evaluation import counted
 from posttrain.recipes.stage import StageRun
 from posttrain.recipes.teachers import load_teacher

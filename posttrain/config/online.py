@@ -1,0 +1,43 @@
+"""Preferences over the policy's own samples."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from posttrain.config.rl import SampledSection, check_sampling
+
+
+class OnlinePreferenceSection(SampledSection):
+    """Online DPO, arXiv:2402.04792: of the samples of a prompt the best by reward is chosen, the worst rejected. The
+    reference is the model at the start of the stage. A row of `row_tokens` holds both answers, each behind its prompt.
+    """
+
+    kind: Literal["online_preference"] = "online_preference"
+    loss: str | dict[str, Any] = "sigmoid"
+    """A kind of DPO (`sigmoid`, `ipo`, ...), or `module:Class` of a loss on pairs and a reference; with settings
+    `{kind: sigmoid, beta: 0.1}`."""
+
+    @property
+    def sequence_tokens(self) -> int:
+        return self.row_tokens // 2
+
+    @property
+    def step_rows(self) -> int:
+        """One for the pair of each prompt."""
+        return self.prompts_per_step
+
+    @model_validator(mode="after")
+    def _compares(self) -> OnlinePreferenceSection:
+        if not self.rewards:
+            raise ValueError("give rewards, which say what sample of a prompt is the best")
+        if self.group_size < 2:
+            raise ValueError(f"group_size={self.group_size}: a pair is of two samples of one prompt; use 2 or more")
+        if 2 * self.sampling.max_tokens >= self.row_tokens:
+            raise ValueError(
+                f"sampling.max_tokens={self.sampling.max_tokens} must be less than half of row_tokens="
+                f"{self.row_tokens}: a row holds two completions, each behind its prompt"
+            )
+        check_sampling(self.sampling, self.row_tokens)
+        return self

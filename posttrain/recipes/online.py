@@ -1,0 +1,56 @@
+"""Online preference optimisation: pairs of the policy's own samples, ranked by rewards. OAIF, arXiv:2402.04792."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, ClassVar
+
+from posttrain.kernels.token_stats import Terms
+from posttrain.metrics import Timer
+from posttrain.recipes.prepare_rl import OnlineInputs
+from posttrain.recipes.python import PythonRun
+from posttrain.recipes.sampled import SampledRun, make_trainer, row_lengths, train
+from posttrain.recipes.stage import StageRun
+from posttrain.rl.loop import RowSettings, StepResult
+from posttrain.rl.online import OnlineLoss, online_step
+from posttrain.rl.types import Example
+
+
+def run_online(stage: StageRun, inputs: OnlineInputs) -> None:
+    """Train one stage to its end, from its newest checkpoint if there is one."""
+    train(stage, _OnlineRun(stage, inputs))
+
+
+class _OnlineRun(SampledRun):
+    def __init__(self, stage: StageRun, inputs: OnlineInputs):
+        section = inputs.section
+        terms = Terms(squares=inputs.loss.needs.squares)
+        super().__init__(
+            stage, inputs, make_trainer(stage, section, OnlineLoss(pairs=inputs.loss), terms), keep_reference=True
+        )
+        self.settings = RowSettings(
+            group_size=section.group_size, row_tokens=section.row_tokens, num_rows=section.step_rows
+        )
+
+    def learn(self, examples_P: Sequence[Example], timer: Timer) -> Coroutine[Any, Any, StepResult]:
+        return online_step(self.cluster, self.scored.rubric, self.sampler, examples_P, self.settings, timer)
+
+
+class OnlinePreference(PythonRun):
+    """Online DPO from Python: `pt.OnlinePreference(model="path", dataset="data.jsonl", rewards=[correct]).fit()`.
+
+    Every field of `posttrain.config.OnlinePreferenceSection` is a keyword, as are `output`, `seed` and `mesh`.
+    """
+
+    kind = "online_preference"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "prompts_per_step": 8,
+        "group_size": 4,
+        "optimizer": {"learning_rate": 1e-6},
+    }
+    lora_learning_rate = 1e-5
+
+    @classmethod
+    def lengths(cls, given: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
+        """512 tokens for each of two prompts and answers, or a quarter of the row where the model's context is less."""
+        return row_lengths(given, max_positions, sequences=2)
