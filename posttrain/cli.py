@@ -101,20 +101,13 @@ def generate(
     prompt_logprobs: Annotated[bool, typer.Option("--prompt-logprobs", help="The same of the prompt.")] = False,
 ) -> None:
     """Print completions of each prompt, with `--no-chat` or without a template after the prompt itself."""
-    if not Path(model).expanduser().exists() and model.startswith(("/", ".", "~")):
-        from posttrain.config_file import did_you_mean_path
-
-        raise ConfigError(f"model {model}: there is no such folder{did_you_mean_path(model)}")
+    _refuse_misspelt(model)
     from posttrain.data.tokenizer import load_tokenizer
     from posttrain.recipes.generate import complete
     from posttrain.weights.load import load_model
 
-    if family is not None:
-        from posttrain.models.hf import add_family
-
-        add_family(family)
-    texts = prompts or [line.rstrip("\n") for line in sys.stdin]
-    tokenizer = load_tokenizer(model)
+    _add_family(family)
+    texts, tokenizer = prompts or [line.rstrip("\n") for line in sys.stdin], load_tokenizer(model)
     answers = complete(
         load_model(model, adapter=adapter),
         tokenizer,
@@ -138,11 +131,26 @@ def generate(
         top_logps=logprobs or 0,
         prompt_logps=prompt_logprobs,
     )
+    plain = chat is False or tokenizer.chat_template is None
+    recorded = logprobs is not None or prompt_logprobs
     for prompt, answer in zip([text for text in texts for _ in range(n)], answers, strict=True):
-        if logprobs is not None or prompt_logprobs:
-            print(json.dumps(answer.record(tokenizer.decode)))
-        else:
-            print(f"{prompt}{answer.text}" if chat is False or tokenizer.chat_template is None else answer.text)
+        text = f"{prompt}{answer.text}" if plain else answer.text
+        print(json.dumps(answer.record(tokenizer.decode)) if recorded else text)
+
+
+def _add_family(file: str | None) -> None:
+    if file is not None:
+        from posttrain.models.hf import add_family
+
+        add_family(file)
+
+
+def _refuse_misspelt(model: str) -> None:
+    """ConfigError for what is written as a folder, and is none."""
+    if not Path(model).expanduser().exists() and model.startswith(("/", ".", "~")):
+        from posttrain.config_file import did_you_mean_path
+
+        raise ConfigError(f"model {model}: there is no such folder{did_you_mean_path(model)}")
 
 
 def _biases(texts: list[str]) -> dict[int, float]:

@@ -246,6 +246,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return file, outcome.out
 
 
+@pytest.mark.thorough
 def test_finished_run_prints_its_summary_again(finished: tuple[Path, str]) -> None:
     file, first = finished
     before = {path: path.stat().st_mtime_ns for path in file.parent.glob("out/*/model/*")}

@@ -125,6 +125,7 @@ def test_dpo_from_token_ids(e2e: Golden, policy: Decoder, reference: Decoder) ->
         np.testing.assert_allclose(norm, case["grad_norm_total"], rtol=1e-3, err_msg=name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["kto", "apo_zero_unpaired"])
 def test_kto_over_micro_batches(e2e: Golden, policy: Decoder, reference: Decoder, kind: Any) -> None:
     """The KL is that of the whole batch, however few rows the model takes at once."""

@@ -138,6 +138,7 @@ def test_the_model_shows_the_new_weights_and_their_type_stays() -> None:
     assert np.abs(np.asarray(model.final_norm.scale[...], np.float32) - before).max() > 0
 
 
+@pytest.mark.thorough
 def test_twenty_steps_compile_once_per_row_length() -> None:
     t = trainer(optimizer=make_optimizer(OptimizerSection(learning_rate=1e-3), 20), micro_batch_rows=2)
     first, last = [], []

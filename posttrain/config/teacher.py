@@ -79,6 +79,8 @@ def check_teachers(
         raise ValueError(f"teachers: a server (url) knows its distribution at temperature 1, not at {temperature}")
     if len(teachers) > 1 and column is None:
         raise ValueError("several teachers need teacher_column, which says whose rows they are")
+    if len(teachers) == 1 and column is not None:
+        raise ValueError(f"teacher_column={column!r} has no effect with one teacher; leave it out")
     titles = [teacher.title for teacher in teachers]
     if len({*titles}) < len(titles):
         raise ValueError(f"teachers must have different names; got {', '.join(titles)}")

@@ -97,7 +97,7 @@ def add_families(folder: str | Path) -> None:
 
     >>> add_families("no/such/folder")
     Traceback (most recent call last):
-    posttrain.config.ConfigError: families no/such/folder: there is no such folder
+    posttrain.config.base.ConfigError: families no/such/folder: there is no such folder
     """
     path = Path(folder).expanduser()
     if not path.is_dir():
@@ -110,7 +110,7 @@ def add_family(file: str | Path) -> None:
 
     >>> add_family("no/such/family.py")
     Traceback (most recent call last):
-    posttrain.config.ConfigError: family no/such/family.py: there is no such Python file
+    posttrain.config.base.ConfigError: family no/such/family.py: there is no such Python file
     """
     path = Path(file).expanduser().resolve()
     if path.suffix != ".py" or not path.is_file():

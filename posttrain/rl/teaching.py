@@ -63,10 +63,10 @@ def add_teachers(batch: Batch, teacher: Float[np.ndarray, "B T"], coef: float) -
     weight = np.asarray(batch.loss_weight)
     sampled = weight > 0
     gap = np.where(sampled, teacher - student, 0.0).astype(np.float32)
-    count = weight.sum()
+    count = float(weight.sum())
     student_nll, teacher_nll = (jnp.asarray(-(x[sampled] * weight[sampled]).sum()) for x in (student, teacher))
     metrics: Metrics = {
-        "distill/kl": Mean(total=-(gap * weight).sum(), weight=count),
+        "distill/kl": Mean(total=-float((gap * weight).sum()), weight=count),
         "distill/teacher_nll": Mean(total=teacher_nll, weight=count),
         "distill/student_perplexity": jnp.exp(student_nll / count),
         "distill/teacher_perplexity": jnp.exp(teacher_nll / count),

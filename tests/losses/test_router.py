@@ -106,6 +106,7 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(whole: Any) -> Non
         assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.thorough
 def test_devices_change_nothing(whole: Any) -> None:
     mesh = make_mesh(MeshSection(fsdp=2, expert=2, tensor=2))
     assert_same(whole[0], moved(trainer(mesh=mesh), rows())[0], 1e-5)
@@ -185,6 +186,7 @@ def test_the_correction_moves_against_the_load() -> None:
     assert_allclose(corrected(jnp.asarray([[1.0, 1.0, 1.0, 1.0]]), load, 0.1), [[1.1, 0.9, 1.0, 1.0]])
 
 
+@pytest.mark.thorough
 def test_only_its_rate_changes_a_correction() -> None:
     """No gradient, no weight decay, whatever the optimiser does to the rest."""
     optimizer = make_optimizer(OptimizerSection(learning_rate=1e-2, weight_decay=0.5), 10)

@@ -314,6 +314,7 @@ def nll(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
+@pytest.mark.thorough
 def test_memory_savers_change_no_result(nll: Any) -> None:
     plain = nll(batch_rows=16)
     np.testing.assert_allclose(nll(batch_rows=16, model={"remat": "full"}), plain, rtol=1e-5)
@@ -333,6 +334,7 @@ def test_what_changes_a_run(nll: Any) -> None:
     assert smoothed[0] == plain[0] and smoothed[1:] != plain[1:]
 
 
+@pytest.mark.thorough
 def test_quantized_base_and_sampler(tmp_path: Path) -> None:
     """`model.quantize` and `rollout.quantize`, on several devices."""
     stage = rl_stage(num_steps=2, rollout={"quantize": "int8"}, recompute_old_logps=True)

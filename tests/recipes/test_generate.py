@@ -12,6 +12,7 @@ from posttrain.config import ConfigError
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.models.decoder import Decoder
+from posttrain.recipes.generate import _without_padding
 from posttrain.rollout.types import SamplingParams
 from tests.rollout.engines import NaiveEngine, assert_same
 from tests.tiny import tiny_model
@@ -43,7 +44,7 @@ def test_penalties(parts: tuple[Decoder, Tokenizer]) -> None:
     penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.7, "frequency_penalty": -2.0}
     params = SamplingParams(max_tokens=16, temperature=0.0, stop_token_ids=tokenizer.stop_ids, key=(0, 0), **penalties)
     prompt = Renderer(tokenizer, chat=False).prompt([{"role": "user", "content": "12+"}])
-    expected = NaiveEngine(model, length=32).generate(prompt, params)
+    expected = NaiveEngine(_without_padding(model, tokenizer), length=32).generate(prompt, params)
     assert texts(parts, **penalties) == [tokenizer.decode(expected.tokens)]
 
 
@@ -78,7 +79,7 @@ def test_log_probabilities(parts: tuple[Decoder, Tokenizer]) -> None:
     params = SamplingParams(
         max_tokens=6, temperature=0.0, stop_token_ids=tokenizer.stop_ids, key=(0, 0), top_logps=2, prompt_logps=True
     )
-    expected = NaiveEngine(model, length=32).generate(done.prompt_tokens, params)
+    expected = NaiveEngine(_without_padding(model, tokenizer), length=32).generate(done.prompt_tokens, params)
     assert_same(done.completion, expected)
     record = done.record(tokenizer.decode)
     assert [token["id"] for token in record["tokens"]] == list(expected.tokens)

@@ -10,7 +10,7 @@ import pytest
 from tests.recipes.runs import lines, posttrain, rl_stage, sft_stage, write_run
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("rloo", marks=pytest.mark.thorough)])
 def test_reward_rises(tmp_path: Path, algorithm: str) -> None:
     stage = rl_stage(algorithm=algorithm, num_steps=25, group_size=8, optimizer={"learning_rate": 5e-2})
     assert posttrain("run", write_run(tmp_path, stage)).code == 0

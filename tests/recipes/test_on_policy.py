@@ -203,6 +203,7 @@ class Engine:
 """
 
 
+@pytest.mark.thorough
 def test_an_engine_of_ones_own(tmp_path: Path) -> None:
     """Samples do not depend on the engine: the run is the one with the built-in engine."""
     rewards = []

@@ -193,7 +193,7 @@ def test_all_ways_to_a_teacher_give_the_same_losses(tmp_path: Path, teacher: Pat
     """In the step, at a server, from a cache that the server filled, and on four of the eight devices."""
     at_server = {"path": str(teacher), "model": "big", "url": f"{server.url}/v1", "api_key_env": "KEY_OF_TEST"}
     ways = {
-        "inside": {},
+        "inside": {"top_k": None},
         "served": {"teachers": [at_server]},
         "cached": {"teachers": [at_server], "cache": str(tmp_path / "cache")},
         "apart": {"teachers": [{"path": str(teacher), "mesh": {"fsdp": 4}}]},

@@ -89,7 +89,9 @@ def test_an_adapter_is_switched_off_for_the_reference(tmp_path: Path) -> None:
     assert abs(found[0] - np.log(2)) < 1e-5 and found[1] < found[0] - 1e-4
 
 
-@pytest.mark.parametrize(("loss", "data"), [("kto", "judged"), ("orpo", "pairs")])
+@pytest.mark.parametrize(
+    ("loss", "data"), [("kto", "judged"), pytest.param("orpo", "pairs", marks=pytest.mark.thorough)]
+)
 def test_other_losses(tmp_path: Path, loss: Any, data: str) -> None:
     """Single answers, and a loss without a reference; both over two micro-batches."""
     path = {"path": f"{data}.jsonl", "chat": False}

@@ -113,6 +113,7 @@ def low(completion_tokens, **_):
 """
 
 
+@pytest.mark.thorough
 def test_adapters_interrupted_and_resumed(tmp_path: Path) -> None:
     """With LoRA, in this process and on eight devices; held-out evaluations are not repeated."""
 

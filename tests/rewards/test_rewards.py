@@ -66,7 +66,7 @@ def test_story_rewards() -> None:
 
 
 def test_openings_are_first_sentences(shared: Path) -> None:
-    path = str(shared / "data/text/tinystories_v2gpt4_train_head.jsonl")
+    path = shared / "data/text/tinystories_v2gpt4_train_head.jsonl"
     rows = stories.openings(path=path, skip=0, limit=1400)
     held_out = stories.openings(path=path, skip=1400, limit=128)
     assert (len(rows), len(held_out)) == (1400, 128)

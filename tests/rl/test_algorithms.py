@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from posttrain.config import ConfigError
-from posttrain.losses.policy import DAPO, GRPO, GSPO, RLOO, dr_grpo
+from posttrain.losses.policy import DAPO, DISTILL, GRPO, GSPO, RLOO, dr_grpo
 from posttrain.rl.advantages import centered, leave_one_out, standardized
 from posttrain.rl.algorithms import ALGORITHMS, make_algorithm
 from posttrain.tree import replace
@@ -23,6 +23,7 @@ def test_table() -> None:
         "dapo": ("dapo", DAPO, standardized),
         "gspo": ("gspo", GSPO, standardized),
         "rloo": ("rloo", RLOO, leave_one_out),
+        "distill": ("distill", DISTILL, centered),
     }
 
 

@@ -130,6 +130,7 @@ def test_truncated_sampling_keeps_the_ratio_at_1(tokenizer: Tokenizer, truncatio
     assert metrics["sampling/kept_mass/mean"] < 0.999
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_every_algorithm_moves_the_weights(tokenizer: Tokenizer, algorithm: str) -> None:
     world = World(tokenizer, algorithm=algorithm, optimizer=sgd(0.1), recompute=algorithm == "gspo")

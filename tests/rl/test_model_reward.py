@@ -93,6 +93,7 @@ def test_another_tokenizer_sees_the_messages(folder: Path, tmp_path: Path) -> No
     np.testing.assert_allclose(loaded(other)(SAMPLES), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_reinforcement_learning_raises_the_score(folder: Path, tmp_path: Path) -> None:
     stage = rl_stage(rewards=[{"model": str(folder)}], num_steps=25, group_size=8, optimizer={"learning_rate": 5e-2})
     done = posttrain("run", write_run(tmp_path, stage))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -199,7 +200,7 @@ def test_one_bad_row_fails_alone(engine: NativeEngine, monkeypatch: pytest.Monke
         bad = [i for i, row in rows if row.request.params == parameters[1] and len(row.request.tokens) >= 5]
         logps = np.array(outcome.chunk.logps)
         logps[1, bad] = np.nan
-        return replace(outcome, chunk=tree.replace(outcome.chunk, logps=logps))
+        return replace(outcome, chunk=tree.replace(outcome.chunk, logps=jnp.asarray(logps)))
 
     reset = engine._runner.reset
     monkeypatch.setattr(engine._runner, "run", run_one_bad)

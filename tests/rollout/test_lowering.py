@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import export
 from jax._src.mesh import AbstractDevice
@@ -38,7 +37,7 @@ def lowered(runner: Runner, example: Prompts | Rows) -> str:
         bound = source.bind(weights)  # type: ignore[arg-type]
         if isinstance(inputs, Prompts):
             return prefill(bound, pool, inputs, record=False, mesh=None)  # type: ignore[arg-type]
-        return decode(bound, pool, inputs, np.int32(0), steps=8, record=False, mesh=None)  # type: ignore[arg-type]
+        return decode(bound, pool, inputs, jnp.int32(0), steps=8, record=False, mesh=None)  # type: ignore[arg-type]
 
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=TPU)):
         exported = export.export(jax.jit(program), platforms=["tpu"], disabled_checks=ALLOWED)

@@ -396,6 +396,7 @@ def with_dropout(rate: float = 0.5, **fields: Any) -> Decoder:
     return trained(model_of("lora"), LoRA(rank=2, dropout=rate, **fields))
 
 
+@pytest.mark.thorough
 def test_dropout_is_for_training_only_and_depends_on_seed_and_step() -> None:
     trainer, other = (trainer_of(with_dropout(), seed=seed) for seed in (0, 1))
     off = trainer_of(with_dropout(0.0), seed=None)
@@ -418,6 +419,7 @@ def test_dropout_is_for_training_only_and_depends_on_seed_and_step() -> None:
         trainer_of(with_dropout(), seed=None)
 
 
+@pytest.mark.thorough
 def test_dropout_keeps_the_mean_and_differs_by_layer_and_micro_batch() -> None:
     model = with_dropout(0.25, targets=("mlp.down",))
     weights = ModelWeights(model)

@@ -281,6 +281,7 @@ def losses(kind: Quantize | None) -> list[float]:
     return found
 
 
+@pytest.mark.thorough
 def test_an_adapter_learns_on_a_quantised_base_as_on_a_plain_one() -> None:
     plain, quant = losses(None), losses("nf4")
     assert plain[0] - plain[-1] > 0.5
@@ -308,7 +309,7 @@ def test_refusals() -> None:
 
 
 def test_settings_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="quantize=nf4 needs lora: quantized weights cannot be trained"):
+    with pytest.raises(ValueError, match="quantize=nf4 needs lora or adapter: quantized weights cannot be trained"):
         ModelSection(path="x", quantize="nf4")
     fields: dict[str, Any] = {"dataset": {"path": "x"}, "num_steps": 1, "row_tokens": 8, "prompts_per_step": 1}
     fields |= {"rewards": [{"fn": "a:b"}], "group_size": 2, "sampling": {"max_tokens": 4}}
