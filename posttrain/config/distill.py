@@ -17,7 +17,7 @@ class DistillSection(SequenceSection):
 
     kind: Literal["distill"] = "distill"
     teachers: Annotated[ListOf[TeacherSection], Field(min_length=1)]
-    """Models with the student's tokens; several need `teacher_column`."""
+    """Models with the student's tokens, or aligned to them; several need `teacher_column`."""
     teacher_column: str | None = None
     """Column that names a row's teacher, or maps names to weights."""
     beta: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -29,8 +29,8 @@ class DistillSection(SequenceSection):
     cache: Text | None = None
     """Folder of what the teachers said, which `posttrain distill --cache` writes: training then needs no teacher."""
     top_k: PositiveInt | None = None
-    """Most probable tokens of each place in a cache, or of a teacher outside of the step (`url`, `mesh`); default 64;
-    the others are there by their sum."""
+    """Most probable tokens of each place in a cache, or of a teacher outside of the step (`url`, `mesh`,
+    `tokenizer: align`); default 64; the others are there by their sum."""
 
     on_policy: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the steps whose completions the student samples itself, one for each of `batch_rows` prompts; with 1
@@ -58,11 +58,13 @@ class DistillSection(SequenceSection):
 
     @model_validator(mode="after")
     def _which_teacher(self) -> DistillSection:
-        check_teachers(self.teachers, self.teacher_column, self.temperature)
+        check_teachers(self.teachers, self.teacher_column, self.temperature, samples=False)
+        if self.train_on_prompt and any(teacher.aligned for teacher in self.teachers):
+            raise ValueError("teachers: tokenizer: align is for completions; set train_on_prompt to false")
         if self.top_k is not None and self.cache is None and not any(teacher.outside for teacher in self.teachers):
             raise ValueError(
                 f"top_k={self.top_k} is of a cache or of teachers outside of the step, and there is none; leave it out"
             )
         if self.sampling is not None:
-            check_teachers(self.teachers, self.teacher_column, self.sampling.temperature)
+            check_teachers(self.teachers, self.teacher_column, self.sampling.temperature, samples=True)
         return self

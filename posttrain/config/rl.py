@@ -162,7 +162,7 @@ class RLSection(SampledSection):
 
     @model_validator(mode="after")
     def _learns_from(self) -> RLSection:
-        check_teachers(self.teachers, self.teacher_column, self.sampling.temperature)
+        check_teachers(self.teachers, self.teacher_column, self.sampling.temperature, samples=True)
         if not self.rewards and not self.teachers:
             raise ValueError("give rewards, or teachers for on-policy distillation")
         if not self.rewards and self.algorithm != "distill":

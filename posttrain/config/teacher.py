@@ -16,6 +16,9 @@ class TeacherSection(Section):
     """A folder in Hugging Face layout or a hub id; of a teacher with `url` that of its tokenizer."""
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
     """What `teacher_column` calls it; by default the last part of `path`."""
+    tokenizer: Literal["same", "align"] = "same"
+    """`same`: a teacher with other tokens is refused. `align`: it reads the text in its own, and speaks where a token
+    begins in both, by its `top_k` ids translated by their texts."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Storage of its parameters; by default that of the student."""
     quantize: Quantize = "none"
@@ -50,18 +53,28 @@ class TeacherSection(Section):
     @property
     def outside(self) -> bool:
         """Whether it is not in the training step, which gets what it says."""
-        return self.url is not None or self.mesh is not None
+        return self.url is not None or self.mesh is not None or self.aligned
+
+    @property
+    def aligned(self) -> bool:
+        return self.tokenizer == "align"
 
     @property
     def title(self) -> str:
         return self.name or self.path.rstrip("/").rpartition("/")[2]
 
 
-def check_teachers(teachers: Sequence[TeacherSection], column: str | None, temperature: float) -> None:
+def check_teachers(
+    teachers: Sequence[TeacherSection], column: str | None, temperature: float, *, samples: bool
+) -> None:
     """ValueError where nothing says which of several teachers a row belongs to, or a server cannot say what is asked.
 
-    `temperature`: at which the teachers are asked.
+    `temperature`: at which the teachers are asked. `samples`: they are asked of the student's own.
     """
+    if samples and any(teacher.aligned for teacher in teachers):
+        raise ValueError(
+            "teachers: tokenizer: align is for the dataset's text, not for samples; take a teacher with the same tokens"
+        )
     if temperature != 1.0 and any(teacher.url is not None for teacher in teachers):
         raise ValueError(f"teachers: a server (url) knows its distribution at temperature 1, not at {temperature}")
     if len(teachers) > 1 and column is None:

@@ -206,7 +206,7 @@ def _packed(units: Units, examples: Any) -> Any:
         row_tokens=section.row_tokens,
         window_rows=section.batch_rows,
         packing=section.packing,
-        more=[name for name in units.names if name not in ("tokens", "loss_weight")],
+        more=dict.fromkeys((name for name in units.names if name not in ("tokens", "loss_weight")), section.row_tokens),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -32,17 +32,20 @@ def fit_to_row(example: Example, row_tokens: int, overlong: Overlong) -> Example
     return None
 
 
-def pack(examples: Any, *, row_tokens: int, window_rows: int, packing: bool, more: Sequence[str] = ()) -> Any:
-    """A grain `IterDataset` of rows from one of examples (dicts with `tokens`, `loss_weight` and what `more` names).
+def pack(
+    examples: Any, *, row_tokens: int, window_rows: int, packing: bool, more: Mapping[str, int] | None = None
+) -> Any:
+    """A grain `IterDataset` of rows from one of examples, dicts with `tokens`, `loss_weight` and what `more` names.
 
     First-fit in windows of `window_rows` rows: a sequence goes to the first row that has room; when none has, the
     window is emitted and the next begins. The order of sequences decides everything, so a stream can be resumed.
+    `more`: with the length of a row, which for other than the student's tokens may be another.
     """
     import grain.experimental
 
     return grain.experimental.FirstFitPackIterDataset(
         examples,
-        length_struct=dict.fromkeys(("tokens", "loss_weight", *more), row_tokens),
+        length_struct={**dict.fromkeys(("tokens", "loss_weight"), row_tokens), **(more or {})},
         num_packing_bins=window_rows,
         shuffle_bins=False,
         max_sequences_per_bin=None if packing else 1,

@@ -180,7 +180,7 @@ def _rows(section: SequenceSection, examples: Any, taught: Taught | None) -> Any
         row_tokens=section.row_tokens,
         window_rows=section.batch_rows,
         packing=section.packing,
-        more=() if taught is None else taught.names,
+        more=None if taught is None else taught.lengths(section.row_tokens),
     )
 
 

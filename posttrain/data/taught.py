@@ -10,6 +10,7 @@ from jaxtyping import Float
 
 from posttrain.batch import Batch, TopK
 from posttrain.config import ConfigError
+from posttrain.data.aligned import Aligner
 from posttrain.data.teacher_cache import TeacherCache
 from posttrain.imports import did_you_mean
 from posttrain.tree import replace
@@ -20,6 +21,7 @@ class Taught:
 
     `column`: of the dataset, says whose a row is. `caches`: one for each teacher, where none is in the training step.
     `outside`: what the last of the teachers say of host rows, where they are neither in the step nor cached.
+    `aligners`: by its number, of each teacher that reads the rows in tokens of its own.
     """
 
     def __init__(
@@ -28,16 +30,21 @@ class Taught:
         column: str | None,
         caches: Sequence[TeacherCache] | None,
         outside: Sequence[Callable[[Batch], TopK]] = (),
+        aligners: Mapping[int, Aligner] | None = None,
     ):
-        self._outside = tuple(outside)
+        self._outside, self._aligners = tuple(outside), aligners or {}
         self._titles, self._column, self._caches = titles, column, caches
-        self._weights = [f"teacher_weight_{n}" for n in range(len(titles))] if column is not None else []
+        weighted = column is not None or self._aligners
+        self._weights = [f"teacher_weight_{n}" for n in range(len(titles))] if weighted else []
         self._places = [f"teacher_place_{n}" for n in range(len(titles))] if caches is not None else []
 
-    @property
-    def names(self) -> list[str]:
-        """Of the arrays that `arrays` makes."""
-        return [*self._weights, *self._places]
+    def lengths(self, row_tokens: int) -> dict[str, int]:
+        """Of the arrays that `arrays` makes, in a row of so many of the student's tokens."""
+        lengths = dict.fromkeys([*self._weights, *self._places], row_tokens)
+        if self._caches is None:
+            for n, aligner in self._aligners.items():
+                lengths |= {f"taught_{n}": row_tokens} | dict.fromkeys(_of_teacher(n), aligner.row_tokens)
+        return lengths
 
     def arrays(
         self, dataset: int, index: int, row: Mapping[str, Any], sequence: Mapping[str, np.ndarray]
@@ -48,11 +55,21 @@ class Taught:
         shares = np.ones(1, np.float32)
         if self._column is not None:
             shares = teacher_shares(row, self._column, self._titles)
-            made |= {name: np.full(length, s, np.float32) for name, s in zip(self._weights, shares, strict=True)}
+        spoken_of = [sequence] * len(shares)
+        for n, aligner in self._aligners.items():
+            aligned = aligner.align(dataset, row, sequence)
+            spoken_of[n] = aligned.part_of(sequence)
+            if self._caches is None:
+                keep = np.int32(shares[n] > 0)
+                arrays = (aligned.taught * keep, aligned.tokens, aligned.asked * keep)
+                made |= dict(zip((f"taught_{n}", *_of_teacher(n)), arrays, strict=True))
+        for n, name in enumerate(self._weights):
+            where = spoken_of[n]["loss_weight"] > 0 if n in self._aligners else np.ones(length, bool)
+            made[name] = np.where(where, shares[n], np.float32(0))
         if self._caches is not None:
-            for name, cache, share in zip(self._places, self._caches, shares, strict=True):
+            for name, cache, share, part in zip(self._places, self._caches, shares, spoken_of, strict=True):
                 # A teacher without a share was not asked.
-                made[name] = cache.places(dataset, index, sequence) if share else np.zeros(length, np.int64)
+                made[name] = cache.places(dataset, index, part) if share else np.zeros(length, np.int64)
         return made
 
     def batch(self, batch: Batch, rows: Mapping[str, np.ndarray]) -> Batch:
@@ -62,15 +79,38 @@ class Taught:
         if self._caches is not None:
             said = [cache.read(rows[name]) for cache, name in zip(self._caches, self._places, strict=True)]
             batch = replace(batch, teachers=tuple(said))
-        return self.ask(batch)
+        return self.ask(batch, rows)
 
-    def ask(self, batch: Batch) -> Batch:
-        """The batch with what teachers outside of the step say of the tokens that are theirs."""
+    def ask(self, batch: Batch, rows: Mapping[str, np.ndarray] | None = None) -> Batch:
+        """The batch with what teachers outside of the step say of the tokens that are theirs.
+
+        `rows`: the packed arrays, which teachers with other tokens need.
+        """
         if not self._outside:
             return batch
         first = len(self._titles) - len(self._outside)
-        said = [teacher(of_teacher(batch, first + n)) for n, teacher in enumerate(self._outside)]
+        said = [self._said(first + n, teacher, batch, rows) for n, teacher in enumerate(self._outside)]
         return replace(batch, teachers=tuple(said))
+
+    def _said(
+        self, number: int, teacher: Callable[[Batch], TopK], batch: Batch, rows: Mapping[str, np.ndarray] | None
+    ) -> TopK:
+        if number not in self._aligners:
+            return teacher(of_teacher(batch, number))
+        assert rows is not None, "samples are not aligned"
+        tokens, asked = _of_teacher(number)
+        theirs = Batch(
+            tokens=rows[tokens],
+            positions=rows[f"{tokens}_positions"],
+            segments=rows[f"{tokens}_segment_ids"],
+            loss_weight=(rows[asked] > 0).astype(np.float32),
+        )
+        return self._aligners[number].place(teacher(theirs), batch, rows[f"taught_{number}"], rows[asked])
+
+
+def _of_teacher(number: int) -> tuple[str, str]:
+    """Names of its own tokens, and of where it is asked."""
+    return f"teacher_tokens_{number}", f"teacher_asked_{number}"
 
 
 def of_teacher(batch: Batch, number: int) -> Batch:

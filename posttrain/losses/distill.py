@@ -19,7 +19,8 @@ class DistillLoss:
     """(1 - c) divergence + c nll per token, c = `cross_entropy`: sum(w x) / sum(w). GKD, arXiv:2306.13649.
 
     Which divergence, and at which temperature, is the trainer's `terms.divergence`. A token that no teacher speaks of
-    has only the second part, and does not count in the metrics `distill/...`.
+    has only the second part, and does not count in the metrics `distill/...`; `distill/taught` is the share of the
+    others.
     """
 
     cross_entropy: float
@@ -48,6 +49,8 @@ class DistillLoss:
             "distill/student_nll": Mean(total=_total(-stats.logps * teaching(batch), weight), weight=taught.sum()),
             "distill/teacher_nll": Mean(total=_total(-stats.teacher_logps, weight), weight=taught.sum()),
         }
+        if batch.teacher_weights is not None:
+            metrics["distill/taught"] = Mean(total=taught.sum(), weight=weight.sum())
         return LossOutput(
             loss=token_mean(loss, weight, segments), metrics={**likelihood_metrics(stats, batch), **metrics}
         )

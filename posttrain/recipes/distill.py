@@ -11,6 +11,7 @@ from posttrain.batch import rows_per_pass
 from posttrain.config import ConfigError, DatasetSection, DistillSection, ModelSection, RunConfig
 from posttrain.console import console, progress_bar
 from posttrain.data.ahead import Ahead, BatchStream
+from posttrain.data.aligned import Aligner
 from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import fingerprint, row_tokenizer, token_fingerprint
 from posttrain.data.sources import Rows
@@ -21,6 +22,7 @@ from posttrain.kernels.divergence import Divergence
 from posttrain.kernels.token_stats import Terms
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.models.decoder import Decoder
+from posttrain.recipes.aligning import aligned_scorer, aligned_tokenizer, theirs
 from posttrain.recipes.on_policy import MixedBatches, Samples
 from posttrain.recipes.prepare import SFTInputs, prepare
 from posttrain.recipes.python import PythonRun
@@ -34,6 +36,7 @@ from posttrain.recipes.teachers import (
     TeacherSource,
     computed_in,
     load_teacher,
+    num_ids,
     outside_teacher,
     teacher_digest,
     training_devices,
@@ -52,7 +55,13 @@ def run_distill(stage: StageRun, inputs: SFTInputs) -> None:
         teachers = [load_teacher(source, stage.model, stage.tokenizer, stage.mesh) for source in inside]
         outside = [
             outside_teacher(
-                source, stage.model, stage.tokenizer, section, section.temperature, section.top_k or DEFAULT_TOP_K
+                source,
+                stage.model,
+                stage.tokenizer,
+                section,
+                section.temperature,
+                section.top_k or DEFAULT_TOP_K,
+                stage.mesh,
             )
             for source in inputs.teachers[len(inside) :]
         ]
@@ -64,7 +73,7 @@ def run_distill(stage: StageRun, inputs: SFTInputs) -> None:
             for source in inputs.teachers
         ]
     titles = [source.title for source in inputs.teachers]
-    taught = Taught(titles, section.teacher_column, caches, [teacher.top_k for teacher in outside])
+    taught = Taught(titles, section.teacher_column, caches, [teacher.top_k for teacher in outside], inputs.aligners)
     trainer = make_trainer(stage, inputs, terms=terms_of(section), teachers=teachers)
     sequences = None if section.on_policy == 1 else sequences_of(stage, inputs, taught)
     with ExitStack() as closing:
@@ -127,21 +136,38 @@ def cache_folders(
     section = inputs.section
     assert isinstance(section, DistillSection) and section.cache is not None
     folders = []
-    for dataset, rows, renderer in sources(inputs):
+    for number, (dataset, rows, renderer) in enumerate(sources(inputs)):
         data = fingerprint(dataset, rows)
         identity = {
             "teacher": teacher_digest(source, needed=to_write),
             "data": data,
             "tokens": token_fingerprint(rows, row_tokenizer(section, dataset, rows, renderer)),
             "vocab_size": tokenizer.num_ids,
-            "top_k": min(section.top_k or DEFAULT_TOP_K, tokenizer.num_ids),
+            "top_k": min(section.top_k or DEFAULT_TOP_K, num_ids(source, tokenizer)),
             "temperature": section.temperature,
             "teacher_column": section.teacher_column,
             **computed_in(source.section, model),
         }
+        aligner = aligner_of(inputs, source)
+        if aligner is not None:
+            identity["aligned"] = token_fingerprint(rows, _read_by(section, aligner, number, (dataset, rows, renderer)))
         folder = Path(section.cache) / source.title / data
         folders.append(((dataset, rows, renderer), CacheFolder(folder, identity, len(rows))))
     return folders
+
+
+def aligner_of(inputs: SFTInputs, source: TeacherSource) -> Aligner | None:
+    return inputs.aligners.get(list(inputs.teachers).index(source))
+
+
+def _read_by(section: DistillSection, aligner: Aligner, number: int, data: Source) -> Any:
+    tokenize = aligned_tokenizer(section, aligner, number, data)
+
+    def read(row: int) -> Any:
+        made = tokenize(row)
+        return None if made is None else theirs(made)
+
+    return read
 
 
 def write_caches(config: RunConfig, base_dir: Path) -> None:
@@ -160,7 +186,7 @@ def write_caches(config: RunConfig, base_dir: Path) -> None:
             folders = cache_folders(inputs, source, config.model, prepared.tokenizer, to_write=True)
             for _, folder in folders:
                 folder.claim()
-            left = [(data, folder) for data, folder in folders if folder.missing()]
+            left = [(n, data, folder) for n, (data, folder) in enumerate(folders) if folder.missing()]
             if left:
                 section = inputs.section
                 assert isinstance(section, DistillSection)
@@ -172,28 +198,37 @@ def write_caches(config: RunConfig, base_dir: Path) -> None:
                         section,
                         section.temperature,
                         section.top_k or DEFAULT_TOP_K,
+                        mesh,
                     )
                 else:
                     model = load_teacher(source, config.model, prepared.tokenizer, mesh)
-                    k = left[0][1].format.k
+                    k = left[0][2].format.k
                     teacher = FrozenModel(model, mesh, temperature=section.temperature, k=k)
-                _write(inputs, source, Scorer(teacher, section, row_shards(mesh)), left)
+                aligner = aligner_of(inputs, source)
+                length = section.row_tokens if aligner is None else aligner.row_tokens
+                _write(inputs, source, Scorer(teacher, section, row_shards(mesh), length), left)
             console().print(f"teacher {source.title}: its cache is whole", markup=False)
 
 
 def _write(
-    inputs: SFTInputs, source: TeacherSource, scorer: Scorer, left: Sequence[tuple[Source, CacheFolder]]
+    inputs: SFTInputs, source: TeacherSource, scorer: Scorer, left: Sequence[tuple[int, Source, CacheFolder]]
 ) -> None:
     section = inputs.section
     assert isinstance(section, DistillSection)
-    for (dataset, rows, renderer), folder in left:
-        tokenize = row_tokenizer(section, dataset, rows, renderer)
+    aligner = aligner_of(inputs, source)
+    score = scorer if aligner is None else aligned_scorer(aligner, scorer)
+    for number, data, folder in left:
+        rows = data[1]
+        if aligner is None:
+            tokenize = row_tokenizer(section, *data)
+        else:
+            tokenize = aligned_tokenizer(section, aligner, number, data)
 
         def sequence(row: int, tokenize: Any = tokenize, rows: Rows = rows) -> Any:
             return tokenize(row) if _has_share(section, source, rows, row) else None
 
         with progress_bar(f"{source.title} on {rows.name}", len(rows)) as advance:
-            fill(folder, sequence, scorer, advance)
+            fill(folder, sequence, score, advance)
         size = folder.format.num_bytes
         console().print(f"{folder.folder}: {len(rows):,} rows, {size} bytes for each token", markup=False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from posttrain.config import (
     TrainSection,
 )
 from posttrain.config_file import find_path
+from posttrain.data.aligned import Aligner
 from posttrain.data.chat import Renderer
 from posttrain.data.hub import hub_is_reachable, is_hub_id
 from posttrain.data.pipeline import require_one, row_tokenizer
@@ -39,6 +40,7 @@ from posttrain.losses.distill import DistillLoss
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.models.config import ModelConfig
 from posttrain.models.moe import check_recording, check_router
+from posttrain.recipes.aligning import make_aligners
 from posttrain.recipes.inputs import callable_of, each_row, rows_and_renderer
 from posttrain.recipes.judged import LOSSES, JudgedInputs, check_units, make_loss, units_of
 from posttrain.recipes.kernels import check_kernels
@@ -81,6 +83,8 @@ class SFTInputs:
     mixed: Sequence[tuple[Rows, Renderer]]
     """Of the datasets in `section.mix`."""
     teachers: Sequence[TeacherSource]
+    aligners: Mapping[int, Aligner] = field(default_factory=dict)
+    """Of teachers with tokens of their own, by number."""
     prompts: PromptInputs | None = None
     """Of a stage whose student samples."""
 
@@ -330,6 +334,12 @@ def _prepare_sft(
     if section.eval_dataset is not None:
         eval_rows, eval_renderer = rows_and_renderer(section.eval_dataset, tokenizer, base_dir)
         notes += _check_sequences(section, section.eval_dataset, eval_rows, eval_renderer)[1] if given else []
+    aligners: dict[int, Aligner] = {}
+    if isinstance(section, DistillSection):
+        held_out_rows = [] if eval_rows is None or eval_renderer is None else [(eval_rows, eval_renderer)]
+        data = [(d, *source) for d, source in zip(_datasets(section), [*sources, *held_out_rows], strict=True)]
+        aligners, more = make_aligners(section, teachers, data, tokenizer)
+        notes += more
     prompts = None
     if isinstance(section, DistillSection) and section.on_policy:
         held_out = None if eval_rows is None or eval_renderer is None else (eval_rows, eval_renderer)
@@ -344,6 +354,7 @@ def _prepare_sft(
         loss=loss,
         mixed=mixed,
         teachers=teachers,
+        aligners=aligners,
         prompts=prompts,
     )
     return inputs, notes

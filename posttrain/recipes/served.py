@@ -17,6 +17,7 @@ from jaxtyping import Float
 
 from posttrain.batch import Batch, TopK
 from posttrain.config import ConfigError, RunError, TeacherSection
+from posttrain.data.vocabulary import NO_ID
 from posttrain.kernels.divergence import NO_LOGIT
 
 ATTEMPTS = 5
@@ -24,8 +25,6 @@ FIRST_WAIT_S = 0.5
 """Before the second attempt; twice as long before each one after."""
 AGAIN = (408, 429, 500, 502, 503, 504)
 """HTTP statuses after which the same request may succeed."""
-NO_ID = 2**31 - 1
-"""In the place of ids that the server did not name, or that stand for no token of the student."""
 LEAST_TAIL = 1e-9
 """What rounding leaves of a tail that is nothing."""
 

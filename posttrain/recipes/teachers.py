@@ -31,6 +31,8 @@ from posttrain.weights.lora import count_parameters
 
 DEFAULT_TOP_K = 64
 
+OTHER_TOKENS = "distil from a model with the student's tokenizer, or set the teacher's tokenizer: align"
+
 SAME_TOKENS = 0.99
 """Share of the student's tokens that a teacher must know by the same ids."""
 
@@ -42,6 +44,10 @@ class TeacherSource:
     section: TeacherSection
     path: str
     """A folder or a hub id."""
+    tokenizer: Tokenizer | None = None
+    """Its own, of one that is aligned; the others have the student's."""
+    max_positions: int | None = None
+    """Of one that is aligned, where it is known."""
 
     @property
     def title(self) -> str:
@@ -71,6 +77,9 @@ def find_teachers(
         except ConfigError as error:
             if not cached and teacher.url is None:
                 raise ConfigError(f"teachers: {str(error).removeprefix('model.path: ')}") from error
+            if teacher.aligned:
+                found.append(_aligned(teacher, teacher.path, None))
+                continue
             found.append(TeacherSource(section=teacher, path=teacher.path))
             what = "its cache alone is used" if cached else "not checked: whether its tokens are the student's"
             notes.append(f"teacher {teacher.title} is not there: {what}")
@@ -81,9 +90,21 @@ def find_teachers(
             continue
         if not cached and teacher.url is None and Path(path).is_dir():
             check_weights(Path(path))
+        if teacher.aligned:
+            found[-1] = _aligned(teacher, path, config)
+            continue
         _check_model(section, teacher, config, tokenizer)
         notes += _check_tokens(teacher, path, config, tokenizer)
     return found, notes
+
+
+def _aligned(teacher: TeacherSection, path: str, config: ModelConfig | None) -> TeacherSource:
+    try:
+        own = load_tokenizer(path)
+    except ConfigError as error:
+        raise ConfigError(f"teachers: tokenizer: align needs the teacher's own tokenizer: {error}") from error
+    positions = None if config is None else config.max_positions
+    return TeacherSource(section=teacher, path=path, tokenizer=own, max_positions=positions)
 
 
 def _check_model(
@@ -97,7 +118,7 @@ def _check_model(
     if tokenizer.num_ids > config.vocab_size:
         raise ConfigError(
             f"teachers: the student's tokenizer has {tokenizer.num_ids:,} token ids, the embedding of {teacher.path} "
-            f"only {config.vocab_size:,} rows; give a teacher with the student's tokens"
+            f"only {config.vocab_size:,} rows; give a teacher with the student's tokens, or set its tokenizer: align"
         )
 
 
@@ -126,30 +147,35 @@ def _check_tokens(teacher: TeacherSection, path: str, config: ModelConfig, token
         whose = f"id {its}" if its != mine else f"{by_id[mine]!r}"
         raise ConfigError(
             f"teachers: {len(other):,} of the {len(ours):,} tokens are others in {teacher.path}: {text!r} is id {mine} "
-            f"for the student, and there {whose}; distil from a model with the student's tokenizer"
+            f"for the student, and there {whose}; {OTHER_TOKENS}"
         )
     unknown = len(ours.keys() - theirs.keys())
     if unknown > (1 - SAME_TOKENS) * len(ours):
         raise ConfigError(
-            f"teachers: {teacher.path} does not know {unknown:,} of the student's {len(ours):,} tokens; "
-            "distil from a model with the student's tokenizer"
+            f"teachers: {teacher.path} does not know {unknown:,} of the student's {len(ours):,} tokens; {OTHER_TOKENS}"
         )
     if unknown:
         notes.append(f"teacher {teacher.title}: it does not know {unknown:,} of the student's tokens")
     return notes
 
 
+def num_ids(source: TeacherSource, tokenizer: Tokenizer) -> int:
+    """Token ids that it speaks of. `tokenizer`: the student's."""
+    return (source.tokenizer or tokenizer).num_ids
+
+
 def load_teacher(source: TeacherSource, model: ModelSection, tokenizer: Tokenizer, mesh: Mesh) -> Decoder:
     """Its model on the mesh, where ids without a token are impossible, as for the student."""
     rows = read_model_config(ModelSection(path=source.path), Path.cwd(), vocab_size=None)
     assert rows is not None
+    ids = num_ids(source, tokenizer)
     teacher = load_model(
         source.path,
         **computed_in(source.section, model),
         mesh=mesh,
         attention=model.attention,
         grouped_matmul=model.grouped_matmul,
-        num_tokens=tokenizer.num_ids if tokenizer.num_ids < rows.vocab_size else None,
+        num_tokens=ids if ids < rows.vocab_size else None,
     )
     size = count_parameters(teacher).total
     console().print(f"teacher {source.title}: {teacher.config.model_type}, {size:,} parameters", highlight=False)
@@ -195,12 +221,16 @@ def outside_teacher(
     section: DistillSection | RLSection,
     temperature: float,
     k: int = 1,
+    mesh: Mesh | None = None,
 ) -> OutsideTeacher:
-    """A teacher at its server, or on its own devices."""
-    k = min(k, tokenizer.num_ids)
+    """A teacher at its server, or on its own devices; an aligned one that has none is on `mesh`."""
+    ids = num_ids(source, tokenizer)
+    k = min(k, ids)
     if source.section.url is not None:
-        return ServedTeacher(source.section, num_ids=tokenizer.num_ids, k=k)
-    mesh = mesh_of(source.section, section.teachers)
+        return ServedTeacher(source.section, num_ids=ids, k=k)
+    if source.section.mesh is not None:
+        mesh = mesh_of(source.section, section.teachers)
+    assert mesh is not None
     teacher = load_teacher(source, model, tokenizer, mesh)
     return FrozenModel(teacher, mesh, temperature=temperature, rows=section.micro_batch_rows, k=k)
 
@@ -234,10 +264,10 @@ def _num_devices(teacher: TeacherSection) -> int:
 class Scorer:
     """What a teacher says of sequences: several are packed into a row, and all rows of a pass have one shape."""
 
-    def __init__(self, teacher: OutsideTeacher, section: DistillSection, shards: int):
+    def __init__(self, teacher: OutsideTeacher, section: DistillSection, shards: int, row_tokens: int):
         self._teacher = teacher
         self._rows = rows_per_pass(section.batch_rows, section.micro_batch_rows, shards)
-        self._row_tokens = section.row_tokens
+        self._row_tokens = row_tokens
 
     def __call__(self, sequences: Sequence[Mapping[str, np.ndarray]]) -> Iterator[TopK]:
         """Of each sequence in turn what is said of its tokens with loss, arrays [N, k] and [N]."""

@@ -1,0 +1,98 @@
+"""Teachers with tokens of their own: the ordinary path where the tokens are equal, what is refused, what is learnt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from posttrain.data.tokenizer import load_tokenizer
+from posttrain.weights.load import init_model
+from posttrain.weights.save import save_model
+from tests.recipes.runs import INIT, lines, posttrain, write_run
+
+STORIES = "models/stories260k"
+SAME = ("loss", "grad_norm", "distill/", "eval/")
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("teacher") / "big"
+    fields = {**INIT, "vocab_size": 261, "hidden_size": 32, "initializer_range": 0.5}
+    save_model(init_model(fields, dtype=jnp.float32, seed=0), folder, tokenizer=load_tokenizer("bytes"))
+    return folder
+
+
+def stage(teacher: Path, **changes: Any) -> dict[str, Any]:
+    fields = {
+        "kind": "distill",
+        "dataset": {"path": "rows.jsonl", "chat": False},
+        "eval_dataset": {"path": "rows.jsonl", "chat": False, "limit": 5},
+        "teachers": [{"path": str(teacher), "tokenizer": "align"}],
+        "top_k": 20,
+        "num_steps": 3,
+        "batch_rows": 4,
+        "row_tokens": 16,
+        "optimizer": {"learning_rate": 1e-2},
+    }
+    return {**fields, **changes}
+
+
+@pytest.mark.parametrize("cached", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_equal_tokens_are_the_ordinary_path(tmp_path: Path, teacher: Path, cached: bool) -> None:
+    """Bit for bit the run whose teacher gives its `top_k` from devices of its own, live and from a cache."""
+    apart = {"path": str(teacher), "mesh": {"fsdp": 4}}
+    found = {}
+    for name, changes in {"ordinary": {}, "aligned": {"tokenizer": "align"}}.items():
+        cache = {"cache": str(tmp_path / name / "cache")} if cached else {}
+        file = write_run(tmp_path / name, stage(teacher, teachers=[{**apart, **changes}], num_steps=2, **cache))
+        if cached:
+            written = posttrain("distill", "--cache", file)
+            assert written.code == 0, written.err
+        done = posttrain("run", file)
+        assert done.code == 0, done.err
+        found[name] = lines(tmp_path / name / "out")
+    for one, two in zip(found["aligned"], found["ordinary"], strict=True):
+        for key in two:
+            if key.startswith(SAME):
+                assert one[key] == two[key], (one["step"], key)
+    assert [line["distill/taught"] for line in found["aligned"] if "distill/taught" in line] == [1.0] * 2
+
+
+def test_what_check_says_and_refuses(tmp_path: Path, teacher: Path, shared: Path) -> None:
+    stories = {"path": str(shared / STORIES)}
+    refused = posttrain("check", write_run(tmp_path, stage(teacher, teachers=[stories], top_k=None))).error
+    assert "tokens are others in" in refused and "tokenizer: align" in refused
+    file = write_run(tmp_path, stage(teacher, teachers=[{**stories, "tokenizer": "align"}]))
+    checked = posttrain("check", file)
+    assert checked.code == 0, checked.err
+    said = " ".join(checked.out.split())
+    assert "teacher stories260k: its own tokens, in rows of" in said and "0.0% is not aligned" in said
+    sampled = {"on_policy": 0.5, "sampling": {"max_tokens": 4}}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"train_on_prompt": True}, "is for completions; set train_on_prompt to false"),
+        (sampled, "is for the dataset's text, not for samples"),
+    ]
+    for changes, text in cases:
+        assert text in posttrain("check", write_run(tmp_path, stage(teacher, **changes))).error, text
+    bare = tmp_path / "bare"
+    save_model(init_model({**INIT, "vocab_size": 261}, dtype=jnp.float32, seed=0), bare)
+    nameless = write_run(tmp_path, stage(bare))
+    assert "align needs the teacher's own tokenizer" in posttrain("check", nameless).error
+
+
+def test_a_template_that_changes_the_text_is_refused(tmp_path: Path, teacher: Path) -> None:
+    """The teacher's replaces each answer, so there is nothing of the student's text that it could speak of."""
+    own = tmp_path / "own"
+    tokenizer = load_tokenizer("bytes")
+    save_model(init_model({**INIT, "vocab_size": 261}, dtype=jnp.float32, seed=0), own, tokenizer=tokenizer)
+    changed = str(tokenizer.chat_template).replace(
+        "message['content'] + '<|im_end|>' }}\n        {%- endgen", "'No.<|im_end|>' }}\n        {%- endgen"
+    )
+    assert changed != tokenizer.chat_template
+    (own / "chat_template.jinja").write_text(changed)
+    talk = {"dataset": {"path": "rows.jsonl", "chat": True}, "eval_dataset": None, "row_tokens": 64}
+    error = posttrain("check", write_run(tmp_path, stage(own, **talk))).error
+    assert "100.0% of the completions' text is not what teacher own reads" in error
