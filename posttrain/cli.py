@@ -106,12 +106,8 @@ def generate(
     from posttrain.recipes.generate import complete
     from posttrain.weights.load import load_model
 
-    if family is not None:
-        from posttrain.models.hf import add_family
-
-        add_family(family)
-    texts = prompts or [line.rstrip("\n") for line in sys.stdin]
-    tokenizer = load_tokenizer(model)
+    _add_family(family)
+    texts, tokenizer = prompts or [line.rstrip("\n") for line in sys.stdin], load_tokenizer(model)
     answers = complete(
         load_model(model, adapter=adapter),
         tokenizer,
@@ -136,10 +132,17 @@ def generate(
         prompt_logps=prompt_logprobs,
     )
     plain = chat is False or tokenizer.chat_template is None
+    recorded = logprobs is not None or prompt_logprobs
     for prompt, answer in zip([text for text in texts for _ in range(n)], answers, strict=True):
-        recorded = logprobs is not None or prompt_logprobs
         text = f"{prompt}{answer.text}" if plain else answer.text
         print(json.dumps(answer.record(tokenizer.decode)) if recorded else text)
+
+
+def _add_family(file: str | None) -> None:
+    if file is not None:
+        from posttrain.models.hf import add_family
+
+        add_family(file)
 
 
 def _refuse_misspelt(model: str) -> None:

@@ -129,8 +129,7 @@ def _stage(output: Path, name: str, config: RunConfig, tokenizer: Tokenizer) -> 
         kind=config.stages[index].kind,
         folder=output / name,
         output=output,
-        # Its weights are the same, and the rows of the proof are short, of which other programs take the short factors.
-        model=config.model.model_copy(update={"long_context": False}),
+        model=config.model,
         source=output / names[index - 1] / "model" if index else None,
         source_name=source_name,
         adapter=adapter,

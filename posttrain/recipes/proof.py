@@ -18,6 +18,7 @@ from posttrain.recipes.proof_readers import (
     read_with_posttrain,
     read_with_transformers,
     sample_tokens,
+    start_of,
 )
 from posttrain.weights.state import ModelWeights, without_adapter
 
@@ -67,7 +68,7 @@ def prove(
     tokens = sample_tokens(model.config.vocab_size, tokenizer)
     expected = answers(in_float32(model), tokens)
     read = {"transformers": read_with_transformers, "posttrain": read_with_posttrain}[reader]
-    found = read(folder, tokens, base, scores=scores)
+    found = read(folder, tokens, base, scores=scores, start=start_of(model, folder if base is None else base))
     if found.shape != expected.shape:
         raise ProofError(f"{folder}: the vocabulary is {found.shape[-1]}, the model's is {expected.shape[-1]}")
     differences = np.abs(found - expected)

@@ -18,6 +18,8 @@ from jaxtyping import Float, Int
 from posttrain.config import ConfigError
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.models.decoder import Decoder
+from posttrain.models.hf import config_from_hf
+from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.load import load_model
 from posttrain.weights.state import ModelWeights
 
@@ -53,6 +55,13 @@ def sample_tokens(vocab_size: int, tokenizer: Tokenizer | None) -> Int[np.ndarra
     return np.concatenate([np.asarray(texts, np.int32).reshape(-1, SAMPLE_TOKENS), draw.astype(np.int32)])
 
 
+def start_of(model: Decoder, folder: str | Path) -> int:
+    """The first position of a sample row; 0 but for a model with the second of two sets of RoPE factors: transformers
+    takes that from a certain position on, and we where the run says so. Attention sees distances only."""
+    first = config_from_hf(read_json(find_folder(folder) / "config.json")).max_positions
+    return first if model.config.max_positions > first else 0
+
+
 def in_float32(model: Decoder) -> Decoder:
     copy = nnx.merge(*nnx.split(model))
     copy.compute = replace(model.compute, dtype=jnp.dtype(jnp.float32))
@@ -80,13 +89,13 @@ def answers(model: Decoder, tokens: Int[np.ndarray, "B T"]) -> Float[np.ndarray,
 
 
 def read_with_posttrain(
-    folder: Path, tokens: Int[np.ndarray, "B T"], base: str | None, *, scores: bool
+    folder: Path, tokens: Int[np.ndarray, "B T"], base: str | None, *, scores: bool, start: int
 ) -> Float[np.ndarray, "B _T _V"]:
     try:
         if base is None:
-            model = load_model(folder, compute_dtype=jnp.float32)
+            model = load_model(folder, compute_dtype=jnp.float32, long_context=start > 0)
         else:
-            model = load_model(base, adapter=folder, compute_dtype=jnp.float32)
+            model = load_model(base, adapter=folder, compute_dtype=jnp.float32, long_context=start > 0)
     except ConfigError as error:
         raise ProofError(str(error)) from error
     if model.config.scalar_head != scores:
@@ -96,7 +105,7 @@ def read_with_posttrain(
 
 
 def read_with_transformers(
-    folder: Path, tokens: Int[np.ndarray, "B T"], base: str | None, *, scores: bool
+    folder: Path, tokens: Int[np.ndarray, "B T"], base: str | None, *, scores: bool, start: int
 ) -> Float[np.ndarray, "B _T _V"]:
     import torch
 
@@ -114,7 +123,9 @@ def read_with_transformers(
     with torch.no_grad():
         rows = [torch.from_numpy(row[None].astype(np.int64)) for row in tokens]
         if not scores:
-            return np.concatenate([torch.log_softmax(model(row).logits.float(), dim=-1).numpy() for row in rows])
+            places = torch.arange(start, start + tokens.shape[1])[None]
+            logits = [model(row, position_ids=places).logits.float() for row in rows]
+            return np.concatenate([torch.log_softmax(x, dim=-1).numpy() for x in logits])
         # Else it takes the score before what it takes for padding.
         model.config.get_text_config().pad_token_id = None
         scored = [[model(row[:, :length]).logits.float().numpy() for length in SCORED] for row in rows]

@@ -145,8 +145,8 @@ def test_the_run_chooses_the_set_of_longrope() -> None:
         assert rope.magnitude == pytest.approx((1 + np.log(4) / np.log(16)) ** 0.5)
     plain_phi3 = {key: value for key, value in PHI3.items() if key != "rope_scaling"}
     assert config_from_hf(plain_phi3).max_positions == 64
-    for fields in (plain_phi3, LLAMA):
-        with pytest.raises(ConfigError, match="^long_context: this phi3 has no second set of RoPE factors"):
+    for fields, family in ((plain_phi3, "phi3"), (LLAMA, "llama")):
+        with pytest.raises(ConfigError, match=f"^long_context: this {family} has no second set of RoPE factors"):
             config_from_hf(fields, long_context=True)
 
 

@@ -40,7 +40,8 @@ def test_long_context_lets_rows_be_longer(tmp_path: Path) -> None:
     assert error.endswith("model.long_context=true takes 64")
     done = posttrain("run", file, "model.long_context=true")
     assert done.code == 0, done.err
-    assert posttrain("export", tmp_path / "out", "--to", "hf").code == 0
+    exported = posttrain("export", tmp_path / "out", "--to", "hf")
+    assert exported.code == 0, exported.err
     saved = json.loads((tmp_path / "out" / "0-sft" / "model" / "config.json").read_text())
     assert saved["rope_scaling"] == PHI3["rope_scaling"] and saved["max_position_embeddings"] == 64
 
