@@ -89,7 +89,10 @@ def test_check_says_what_is_not_as_written(folder: Path) -> None:
         ("stages.rl.dataset.path=row.jsonl", ["stages.1: dataset.path: no file", "did you mean 'rows.jsonl'?"]),
         ("stages.sft.dataset.skip=24", ["stages.0: dataset.skip=24 leaves none of the 24 rows"]),
         ("stages.rl.dataset.prompt='{promt}'", ["stages.1", "no column 'promt'", "did you mean 'prompt'?"]),
-        ("stages.rl.dataset.completion='{answer}'", ["stages.1: dataset.completion='{answer}': RL samples", "remove"]),
+        (
+            "stages.rl.dataset.completion='{answer}'",
+            ["stages.1: dataset.completion='{answer}': this stage samples", "remove"],
+        ),
         (
             "stages.rl.eval_dataset={path: rows.jsonl, completion: '{answer}'}",
             ["stages.1: eval_dataset.completion='{answer}': this stage samples its completions"],

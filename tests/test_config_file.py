@@ -12,7 +12,7 @@ from posttrain import config_file
 from posttrain.config import ConfigError, LoRA, RLSection, RunConfig, SFTSection
 from posttrain.config_file import build_config, diff_config, dump_config, find_path, load_config, resolve_path
 
-KINDS = "'sft' or 'distill' or 'rl' or 'preference' or 'reward_model'"
+KINDS = "'sft' or 'distill' or 'rl' or 'preference' or 'online_preference' or 'reward_model'"
 LONG = """\
 output: runs/x
 seed: 0
