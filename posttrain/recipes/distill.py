@@ -157,7 +157,7 @@ def cache_folders(
 
 
 def aligner_of(inputs: SFTInputs, source: TeacherSource) -> Aligner | None:
-    return inputs.aligners.get(list(inputs.teachers).index(source))
+    return inputs.aligners.get([one.title for one in inputs.teachers].index(source.title))
 
 
 def _read_by(section: DistillSection, aligner: Aligner, number: int, data: Source) -> Any:

@@ -155,7 +155,7 @@ def test_arrays_of_a_row(tmp_path: Path, small_shards: None) -> None:
     sequence = sequence_of(4)
     assert sequence is not None
     arrays = taught.arrays(0, 4, {"t": "large"}, sequence)
-    assert list(arrays) == taught.names
+    assert list(arrays) == list(taught.lengths(16))
     assert not arrays["teacher_place_0"].any() and arrays["teacher_place_1"].any()
     zeros = np.zeros((1, len(sequence["tokens"])), np.int32)
     weight = sequence["loss_weight"][None]
