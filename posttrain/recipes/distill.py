@@ -230,7 +230,8 @@ def _write(
         with progress_bar(f"{source.title} on {rows.name}", len(rows)) as advance:
             fill(folder, sequence, score, advance)
         size = folder.format.num_bytes
-        console().print(f"{folder.folder}: {len(rows):,} rows, {size} bytes for each token", markup=False)
+        line = f"{folder.folder}: {len(rows):,} rows, {size} bytes for each token"
+        console().print(line, markup=False, soft_wrap=True)
 
 
 def _has_share(section: DistillSection, source: TeacherSource, rows: Rows, row: int) -> bool:
