@@ -210,7 +210,8 @@ def test_one_bad_row_fails_alone(engine: NativeEngine, monkeypatch: pytest.Monke
         return await asyncio.gather(*start(engine, prompts, parameters), return_exceptions=True)
 
     completions = asyncio.run(run())
-    assert isinstance(bad := completions[1], FloatingPointError) and "not finite" in str(bad) and len(emptied) == 1
+    assert isinstance(bad := completions[1], FloatingPointError), str(bad)
+    assert "not finite" in str(bad) and len(emptied) == 1
     for index in (0, 2, 3, 4, 5):
         assert_same(completions[index], expected[index])
 
