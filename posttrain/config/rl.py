@@ -78,7 +78,8 @@ class RolloutSection(Section):
     """Keys and values that the sampler holds; by default those of `slots` sequences of `row_tokens`. With fewer it
     interrupts the youngest samples and reads them again later; with more it keeps more shared prefixes."""
     warm_up: Flag = True
-    """Compile all programs of the sampler before the first step; without, each when it is first needed."""
+    """Compile all programs that the sampler can need for the dataset's prompts before the first step; without, each
+    when it is first needed."""
     engine: Text | None = None
     """`module:Engine` or `file.py:Engine` of another engine, made with (model, tokenizer, this section); it has the
     methods of `posttrain.rollout.types.RolloutEngine`. The fields above are the built-in engine's."""

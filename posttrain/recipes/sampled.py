@@ -78,8 +78,10 @@ class SampledRun(abc.ABC):
             max_prompt_tokens=inputs.max_prompt_tokens,
             seed=stage.seed,
         )
-        samplers = [self.sampler, self._eval_sampler()] if inputs.eval_examples else [self.sampler]
-        warm_up(self.engine, section.rollout, samplers)
+        prompts = [(self.sampler, inputs.examples)]
+        if inputs.eval_examples:
+            prompts.append((self._eval_sampler(), inputs.eval_examples))
+        warm_up(self.engine, section.rollout, prompts)
 
     @abc.abstractmethod
     def learn(self, examples_P: Sequence[Example], timer: Timer) -> Coroutine[Any, Any, StepResult]:

@@ -17,7 +17,7 @@ from posttrain.rollout.programs import Loaded
 from posttrain.rollout.request import Request
 from posttrain.rollout.runner import Dispatch, Outcome, Runner
 from posttrain.rollout.scheduler import Plan, Scheduler
-from posttrain.rollout.shapes import Shapes
+from posttrain.rollout.shapes import Expected, Shapes
 from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.weights.quantize import Copies
 from posttrain.weights.state import ADAPTER, ModelWeights
@@ -191,14 +191,16 @@ class NativeEngine:
         if self._scheduler.busy:
             self._start_driver()
 
-    def warm_up(self, like: Sequence[SamplingParams]) -> None:
+    def warm_up(self, expected: Sequence[Expected], *, rereads: bool = True) -> None:
         """Compile all programs that any schedule of such requests may need, with a progress bar.
 
+        `rereads`: samples may be left and gone on with (`begun`), or beside one whose log-probabilities are not finite;
+        where the cache is too small for `slots` whole sequences all are read again now and then, whatever is said here.
         RuntimeError while the engine is at work.
         """
         if self._scheduler.busy:
             raise RuntimeError("warm_up: the engine is generating; warm it up before the first request")
-        examples = self._runner.examples(like)
+        examples = self._runner.examples(expected, rereads=rereads or self._scheduler.may_preempt)
         with progress_bar("compiling the rollout engine's programs", len(examples)) as advance:
             self._runner.warm_up(self._loaded, examples, advance)
 

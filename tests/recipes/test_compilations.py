@@ -36,6 +36,7 @@ def test_every_program_is_compiled_once(tmp_path: Path, lora: dict[str, Any] | N
         compiled = {line["step"]: line["perf/compilations"] for line in told if line["stage"] == stage}
         assert len(compiled) == STEPS and compiled.pop(1) > 0
         assert set(compiled.values()) == {0.0}, (stage, compiled)
+    assert {line["rollout/late_compilations"] for line in told if line["stage"] == "1-rl"} == {0.0}
     lengths = {line["completions/mean_length"] for line in told if line["stage"] == "1-rl"}
     assert len(lengths) > 3, "samples must differ in length"
     samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]

@@ -41,7 +41,7 @@ def sampler() -> Sampler:
 
 def example(index: int) -> Example:
     text = "ab" * (index + 1)
-    return Example(index=index, row={}, messages=[{"role": "user", "content": text}], plain=True)
+    return Example(index=index, row={}, messages=[{"role": "user", "content": text}], length=len(text), plain=True)
 
 
 def test_samples_that_are_left_go_on_at_a_later_step(sampler: Sampler) -> None:
