@@ -61,16 +61,21 @@ def make_engine(
 
 
 def warm_up(
-    engine: RolloutEngine, section: RolloutSection, prompts: Sequence[tuple[Sampler, Sequence[Example]]]
+    engine: RolloutEngine,
+    section: RolloutSection,
+    prompts: Sequence[tuple[Sampler, Sequence[Example]]],
+    *,
+    rereads: bool = False,
 ) -> None:
-    """Compile the programs that the built-in engine needs for these prompts, if the section says so."""
+    """Compile the programs that the built-in engine needs for these prompts, if the section says so. `rereads`: steps
+    leave samples that later ones go on with."""
     if section.warm_up and isinstance(engine, NativeEngine):
         expected = []
         for sampler, examples in prompts:
             lengths = [example.length for example in examples]
             expected.append(Expected(params=sampler.params(0, 0, 0), shortest=min(lengths), longest=max(lengths)))
         # A sample that fails ends the step, and with it what was sampled beside it.
-        engine.warm_up(expected, rereads=False)
+        engine.warm_up(expected, rereads=rereads)
 
 
 def engine_metrics(engine: RolloutEngine) -> dict[str, float]:
