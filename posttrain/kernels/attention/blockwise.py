@@ -158,7 +158,7 @@ def _of_queries(places: Places) -> tuple[Array | None, ...]:
     return places.q_positions, places.q_segments, places.q_parents
 
 
-def _visible(plan: _Plan, j: Array, q_places: Sequence[Array | None], places: Places) -> Array:
+def _visible(plan: _Plan, j: Array, q_places: Sequence[Any], places: Places) -> Array:
     keys = (places.k_positions, places.k_segments)
     k_positions, k_segments = (lax.dynamic_slice_in_dim(x, j * plan.block_k, plan.block_k, axis=1) for x in keys)
     positions, segments, parents = q_places
