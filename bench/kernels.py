@@ -90,6 +90,7 @@ def attention_lines(work: Rows) -> Iterator[Line]:
                 k_positions=positions,
                 q_segments=segments,
                 k_segments=segments,
+                q_parents=None,
                 window=work.window,
                 scale=work.head_dim**-0.5,
                 soft_cap=None,
