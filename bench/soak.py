@@ -25,6 +25,7 @@ import numpy as np
 from posttrain.metrics import CompileCounter
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.native import NativeEngine
+from posttrain.rollout.shapes import Expected
 from posttrain.rollout.types import Completion, SamplingParams, sample_key
 from posttrain.weights.load import init_model
 
@@ -219,7 +220,7 @@ def soak(requests: int, *, seed: int, longest: int) -> Report:
         models[0], slots=16, max_length=longest, decode_steps=8, tokenizer_decode=text_of, cache_tokens=3 * longest
     )
     rng = np.random.default_rng(seed)
-    like = [make_params(rng, number, 60) for number in range(100)]
+    like = [Expected(params=make_params(rng, number, 60)) for number in range(100)]
     begin = time.perf_counter()
     engine.warm_up(like)
     counter, start, cpu = CompileCounter(), time.perf_counter(), time.process_time()

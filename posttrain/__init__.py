@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from posttrain.recipes.rl import RL as RL
     from posttrain.recipes.sft import SFT as SFT
     from posttrain.rollout.native import NativeEngine as NativeEngine
+    from posttrain.rollout.shapes import Expected as Expected
     from posttrain.rollout.types import SamplingParams as SamplingParams
     from posttrain.trainer import Trainer as Trainer
     from posttrain.tree import Mean as Mean
@@ -40,6 +41,7 @@ _MODULES = {
     "ConfigError": "posttrain.config",
     "Decoder": "posttrain.models.decoder",
     "Distill": "posttrain.recipes.distill",
+    "Expected": "posttrain.rollout.shapes",
     "LoRA": "posttrain.config",
     "LossOutput": "posttrain.batch",
     "Mean": "posttrain.tree",

@@ -78,7 +78,8 @@ class RolloutSection(Section):
     """Keys and values that the sampler holds; by default those of `slots` sequences of `row_tokens`. With fewer it
     interrupts the youngest samples and reads them again later; with more it keeps more shared prefixes."""
     warm_up: Flag = True
-    """Compile all programs of the sampler before the first step; without, each when it is first needed."""
+    """Compile all programs that the sampler can need for the dataset's prompts before the first step; without, each
+    when it is first needed."""
     engine: Text | None = None
     """`module:Engine` or `file.py:Engine` of another engine, made with (model, tokenizer, this section); it has the
     methods of `posttrain.rollout.types.RolloutEngine`. The fields above are the built-in engine's."""
@@ -133,6 +134,11 @@ class SampledSection(TrainSection):
         """Rows that hold what one step learns from, in the worst case."""
         return self.prompts_per_step * self.group_size
 
+    @property
+    def samples_in_flight(self) -> int:
+        """Samples that a step draws from at once."""
+        return self.step_rows
+
     @model_validator(mode="after")
     def _weighs_a_reward(self) -> SampledSection:
         if self.rewards and not any(reward.weight for reward in self.rewards):
@@ -159,6 +165,13 @@ class RLSection(SampledSection):
     """Each overrides the algorithm's own value."""
     recompute_old_logps: Flag = False
     """Score the samples with the trainer before the update instead of trusting the sampler's log-probabilities."""
+    prompts_ahead: NonNegativeInt = 0
+    """Prompts begun beyond `prompts_per_step`: a step learns from as many groups as that, the first that are whole, and
+    leaves the others, which go on at the next step under its weights. Partial rollouts, arXiv:2501.12599."""
+
+    @property
+    def samples_in_flight(self) -> int:
+        return (self.prompts_per_step + self.prompts_ahead) * self.group_size
 
     @model_validator(mode="after")
     def _learns_from(self) -> RLSection:
@@ -184,6 +197,11 @@ class RLSection(SampledSection):
     @model_validator(mode="after")
     def _fits(self) -> RLSection:
         check_sampling(self.sampling, self.row_tokens)
+        if self.prompts_ahead and self.rollout.record_routing:
+            raise ValueError(
+                f"prompts_ahead={self.prompts_ahead} and rollout.record_routing: samples that go on at a later step "
+                "would mix the experts of two versions of the weights; use one of the two"
+            )
         if self.rollout.quantize != "none" and not self.recompute_old_logps:
             raise ValueError(
                 f"rollout.quantize={self.rollout.quantize} needs recompute_old_logps: true: the log-probabilities of "

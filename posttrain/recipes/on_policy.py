@@ -60,7 +60,7 @@ class Samples:
             seed=stage.seed,
         )
         self._eval_renderer = inputs.eval_renderer
-        warm_up(engine, section.rollout, [self._sampler])
+        warm_up(engine, section.rollout, [(self._sampler, [*inputs.prompts.examples, *inputs.prompts.eval_examples])])
 
     def batch(self, step: int) -> Batch:
         """One sample of each of the next prompts."""

@@ -183,7 +183,7 @@ def examples_of(
                     f"its prompt has {length} tokens, max_prompt_tokens={max_prompt_tokens}; "
                     "raise row_tokens and max_prompt_tokens, or leave the row out"
                 )
-            made = Example(index=index, row=row, messages=messages, plain=prompt_is_text(row, section))
+            made = Example(index=index, row=row, messages=messages, length=length, plain=prompt_is_text(row, section))
             if shares is not None:
                 shares(made)
             return made

@@ -7,13 +7,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
+from posttrain.config import RLSection
+from posttrain.data.pipeline import PromptBatches
 from posttrain.metrics import Timer
+from posttrain.recipes.ahead import PromptsAhead
 from posttrain.recipes.prepare_rl import RLInputs
 from posttrain.recipes.python import PythonRun
-from posttrain.recipes.sampled import Distances, SampledRun, make_trainer, row_lengths, train
+from posttrain.recipes.sampled import Distances, PromptSource, SampledRun, make_trainer, row_lengths, train
 from posttrain.recipes.stage import StageRun
 from posttrain.recipes.teachers import OutsideTeacher, TeacherSource, load_teacher, outside_teacher, shares_of
 from posttrain.reference import FrozenModel
+from posttrain.rl.collect import resumable
 from posttrain.rl.loop import StepResult, StepSettings, rl_step
 from posttrain.rl.teaching import Teaching, distances
 from posttrain.rl.types import Example
@@ -41,10 +45,29 @@ class _RLRun(SampledRun):
             num_rows=section.step_rows,
             recompute_old_logps=section.recompute_old_logps,
             teaching=Teaching(coef=section.teacher_coef, shares=shares_of(section)) if section.teachers else None,
+            enough=section.prompts_per_step if section.prompts_ahead else None,
         )
 
+    def new_prompts(self, seed: int) -> PromptSource:
+        section = self.scored.section
+        assert isinstance(section, RLSection)
+        if not section.prompts_ahead:
+            return super().new_prompts(seed)
+        resumable(self.engine)
+        one_by_one = PromptBatches(section.dataset, self.scored.rows, prompts_per_step=1, seed=seed)
+        return PromptsAhead(one_by_one, self.scored.examples, section.prompts_per_step + section.prompts_ahead)
+
     def learn(self, examples_P: Sequence[Example], timer: Timer) -> Coroutine[Any, Any, StepResult]:
-        return rl_step(self.cluster, self.algorithm, self.scored.rubric, self.sampler, examples_P, self.settings, timer)
+        left = self.prompts.left if isinstance(self.prompts, PromptsAhead) else ()
+        return rl_step(
+            self.cluster, self.algorithm, self.scored.rubric, self.sampler, examples_P, self.settings, timer, left
+        )
+
+    def step(self, timer: Timer) -> StepResult:
+        outcome = super().step(timer)
+        if isinstance(self.prompts, PromptsAhead):
+            self.prompts.left = outcome.left
+        return outcome
 
     def distances(self) -> Distances | None:
         teaching = self.settings.teaching

@@ -11,7 +11,9 @@ from posttrain.data.tokenizer import Tokenizer
 from posttrain.models.decoder import Decoder
 from posttrain.recipes.inputs import callable_of
 from posttrain.rl.collect import Sampler
+from posttrain.rl.types import Example
 from posttrain.rollout.native import NativeEngine
+from posttrain.rollout.shapes import Expected
 from posttrain.rollout.types import RolloutEngine
 
 EngineFactory = Callable[[Decoder, Tokenizer, RolloutSection], Any]
@@ -58,10 +60,22 @@ def make_engine(
     )
 
 
-def warm_up(engine: RolloutEngine, section: RolloutSection, samplers: Sequence[Sampler]) -> None:
-    """Compile the built-in engine's programs, if the section says so."""
+def warm_up(
+    engine: RolloutEngine,
+    section: RolloutSection,
+    prompts: Sequence[tuple[Sampler, Sequence[Example]]],
+    *,
+    rereads: bool = False,
+) -> None:
+    """Compile the programs that the built-in engine needs for these prompts, if the section says so. `rereads`: steps
+    leave samples that later ones go on with."""
     if section.warm_up and isinstance(engine, NativeEngine):
-        engine.warm_up([sampler.params(0, 0, 0) for sampler in samplers])
+        expected = []
+        for sampler, examples in prompts:
+            lengths = [example.length for example in examples]
+            expected.append(Expected(params=sampler.params(0, 0, 0), shortest=min(lengths), longest=max(lengths)))
+        # A sample that fails ends the step, and with it what was sampled beside it.
+        engine.warm_up(expected, rereads=rereads)
 
 
 def engine_metrics(engine: RolloutEngine) -> dict[str, float]:

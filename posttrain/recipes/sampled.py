@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from posttrain.batch import TokenLoss
 from posttrain.config import RLSection, SampledSection, SamplingSection
 from posttrain.console import console, printable
 from posttrain.data.pipeline import PromptBatches
+from posttrain.fit import Resumable
 from posttrain.kernels.token_stats import PLAIN, Terms
 from posttrain.losses.router import RouterLoss
 from posttrain.mesh import row_shards
@@ -41,6 +42,12 @@ STEPS_WITHOUT_REWARD = 3
 Distances = Callable[[Sequence[Group]], np.ndarray]
 
 
+class PromptSource(Resumable, Protocol):
+    def __next__(self) -> list[int]:
+        """Numbers of the rows that a step begins with."""
+        ...
+
+
 class SampledRun(abc.ABC):
     """The objects of a running stage. The reference, if kept, is the model at the start of the stage."""
 
@@ -61,16 +68,14 @@ class SampledRun(abc.ABC):
             stage.tokenizer,
             section.rollout,
             inputs.make_engine,
-            slots=samples,
+            slots=section.samples_in_flight,
             max_length=section.sequence_tokens,
         )
         self.cluster = Cluster(trainer, self.engine, keep_reference=keep_reference, teachers=teachers)
         for reward in inputs.rubric.rewards:
             if isinstance(reward.function, ModelReward):
                 reward.function.load(stage.mesh, inputs.renderer, samples)
-        self.prompts = PromptBatches(
-            section.dataset, inputs.rows, prompts_per_step=section.prompts_per_step, seed=stage.seed
-        )
+        self.prompts = self.new_prompts(stage.seed)
         self.sampler = Sampler(
             engine=self.engine,
             renderer=inputs.renderer,
@@ -78,8 +83,14 @@ class SampledRun(abc.ABC):
             max_prompt_tokens=inputs.max_prompt_tokens,
             seed=stage.seed,
         )
-        samplers = [self.sampler, self._eval_sampler()] if inputs.eval_examples else [self.sampler]
-        warm_up(self.engine, section.rollout, samplers)
+        prompts = [(self.sampler, inputs.examples)]
+        if inputs.eval_examples:
+            prompts.append((self._eval_sampler(), inputs.eval_examples))
+        warm_up(self.engine, section.rollout, prompts, rereads=section.samples_in_flight > samples)
+
+    def new_prompts(self, seed: int) -> PromptSource:
+        section = self.scored.section
+        return PromptBatches(section.dataset, self.scored.rows, prompts_per_step=section.prompts_per_step, seed=seed)
 
     @abc.abstractmethod
     def learn(self, examples_P: Sequence[Example], timer: Timer) -> Coroutine[Any, Any, StepResult]:

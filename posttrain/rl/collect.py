@@ -40,11 +40,13 @@ class Sampler:
     def params(self, step: int, prompt: int, sample: int) -> SamplingParams:
         return sampling_params(self.sampling, self.renderer.tokenizer, sample_key(self.seed, step, prompt, sample))
 
-    async def rollout(
-        self, example: Example, step: int, prompt_number: int, sample: int, begun: Completion | None = None
-    ) -> Trajectory:
-        """One conversation, which goes on with what `begun` has of its answer. ConfigError for a prompt that is too
-        long, `Aborted` for an answer that did not end."""
+    async def rollout(self, example: Example, step: int, prompt_number: int, sample: int) -> Trajectory:
+        """One conversation. ConfigError for a prompt that is too long, `Aborted` for an answer that did not end."""
+        asked = self.ask(example, step, prompt_number, sample)
+        return await asked.answered(await self.engine.generate(asked.prompt, asked.params))
+
+    def ask(self, example: Example, step: int, prompt_number: int, sample: int) -> Asked:
+        """ConfigError for a prompt that is too long."""
         env = self.make_env(example)
         messages = list(env.start())
         prompt = self.renderer.prompt(messages)
@@ -54,26 +56,42 @@ class Sampler:
                 f"{self.max_prompt_tokens}; raise row_tokens or leave the row out"
             )
         params = self.params(step, prompt_number, sample)
-        if begun is None:
-            completion = await self.engine.generate(prompt, params)
-        else:
-            completion = await resumable(self.engine).generate(prompt, params, begun=begun)
+        decode = self.renderer.tokenizer.decode
+        return Asked(
+            example=example, sample=sample, env=env, messages=messages, prompt=prompt, params=params, decode=decode
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A conversation that waits for the answer of the model."""
+
+    example: Example
+    sample: int
+    env: Env
+    messages: Sequence[Message]
+    prompt: Sequence[int]
+    params: SamplingParams
+    decode: Callable[[Sequence[int]], str]
+
+    async def answered(self, completion: Completion) -> Trajectory:
+        """`Aborted` for an answer that did not end."""
         if completion.stop == "abort":
             raise Aborted(completion)
-        text = text_of(self.renderer.tokenizer.decode, completion.tokens, params.ends, params.stop)
+        text = text_of(self.decode, completion.tokens, self.params.ends, self.params.stop)
         turn: Message = {"role": "assistant", "content": text}
-        reply = await env.reply(turn)
+        reply = await self.env.reply(turn)
         if not reply.done:
             raise ConfigError(
-                f"{type(env).__name__}: conversations of several turns are not supported; reply with done=True"
+                f"{type(self.env).__name__}: conversations of several turns are not supported; reply with done=True"
             )
-        before = len(prompt)
+        before = len(self.prompt)
         return Trajectory(
-            example=example,
-            sample=sample,
-            messages=[*messages, turn],
+            example=self.example,
+            sample=self.sample,
+            messages=[*self.messages, turn],
             text=text,
-            tokens=[*prompt, *completion.tokens],
+            tokens=[*self.prompt, *completion.tokens],
             sampled=[False] * before + [True] * len(completion.tokens),
             logps=[0.0] * before + list(completion.logps),
             kept_logps=[0.0] * before + list(completion.kept_logps),
@@ -119,15 +137,17 @@ async def collect(
 
 @dataclass(frozen=True, kw_only=True)
 class Unfinished:
-    """A group that was left before all of its samples were done."""
+    """A group that was left before a step learned from it."""
 
     example: Example
     step: int
     """Where it began, and its number among the prompts there: its samples keep their random keys."""
     prompt: int
-    done: Mapping[int, Trajectory] = field(default_factory=dict)
-    """By number of the sample."""
-    begun: Mapping[int, Completion] = field(default_factory=dict)
+    completions: Mapping[int, Completion] = field(default_factory=dict)
+    """By number of the sample, of those that have begun; those that ended by "abort" go on."""
+
+    def is_done(self, sample: int) -> bool:
+        return sample in self.completions and self.completions[sample].stop != "abort"
 
 
 async def collect_some(
@@ -140,53 +160,40 @@ async def collect_some(
     carried: Sequence[Unfinished] = (),
 ) -> tuple[list[Group], list[Unfinished]]:
     """Partial rollouts, arXiv:2501.12599: goes on with the groups of earlier steps and begins one for each example;
-    when `enough` groups are whole the others are left, to be `carried` to a later step. The order stays.
+    when `enough` are whole, these are returned and the others left, to be `carried` to a later step. The order stays.
 
-    Every token knows the version of the weights that sampled it. The first failure cancels the others and is raised.
+    Every token knows the version of the weights that sampled it. What is left depends on the arguments and the weights,
+    not on time. The first failure is raised.
     """
-    engine = resumable(sampler.engine)
     groups = [*carried, *(Unfinished(example=e, step=step, prompt=number) for number, e in enumerate(examples_P))]
-    tasks = [asyncio.ensure_future(_go_on(sampler, group, group_size)) for group in groups]
-    keys = {sampler.params(group.step, group.prompt, sample).key for group in groups for sample in range(group_size)}
-    try:
-        pending = set(tasks)
-        while pending:
-            late = len(tasks) - len(pending) >= enough
-            if late:
-                engine.abort(keys)
-            # One that was not with the engine yet is there soon.
-            done, pending = await asyncio.wait(pending, timeout=0.01 if late else None, return_when="FIRST_COMPLETED")
-            for task in done:
-                task.result()
-    except BaseException:
-        await _cancel(tasks)
-        raise
-    left = [task.result() for task in tasks]
-    whole: list[Group] = [[group.done[i] for i in range(group_size)] for group in left if len(group.done) == group_size]
-    return whole, [group for group in left if len(group.done) < group_size]
+    asked = [[sampler.ask(g.example, g.step, g.prompt, sample) for sample in range(group_size)] for g in groups]
+    groups = _go_on(resumable(sampler.engine), groups, asked, enough)
+    whole = [i for i, group in enumerate(groups) if all(map(group.is_done, range(group_size)))][:enough]
+    trajectories: list[Group] = [
+        await asyncio.gather(*(one.answered(groups[i].completions[one.sample]) for one in asked[i])) for i in whole
+    ]
+    return trajectories, [group for i, group in enumerate(groups) if i not in whole]
 
 
-async def _go_on(sampler: Sampler, group: Unfinished, group_size: int) -> Unfinished:
-    """Until all samples are done or aborted."""
+def _go_on(
+    engine: ResumableEngine, groups: Sequence[Unfinished], asked: Sequence[Sequence[Asked]], enough: int
+) -> list[Unfinished]:
+    """Until `enough` groups are whole."""
+    todo = [(i, one) for i, of_group in enumerate(asked) for one in of_group if not groups[i].is_done(one.sample)]
 
-    async def one(sample: int) -> Trajectory | Completion:
-        try:
-            return await sampler.rollout(group.example, group.step, group.prompt, sample, group.begun.get(sample))
-        except Aborted as aborted:
-            return aborted.completion
+    def are_enough(done: Sequence[bool]) -> bool:
+        open_groups = {i for (i, _), is_done in zip(todo, done, strict=True) if not is_done}
+        return len(groups) - len(open_groups) >= enough
 
-    todo = [sample for sample in range(group_size) if sample not in group.done]
-    tasks = [asyncio.ensure_future(one(sample)) for sample in todo]
-    try:
-        ended = dict(zip(todo, await asyncio.gather(*tasks), strict=True))
-    except BaseException:
-        await _cancel(tasks)
-        raise
-    return replace(
-        group,
-        done={**group.done, **{i: sample for i, sample in ended.items() if isinstance(sample, Trajectory)}},
-        begun={i: sample for i, sample in ended.items() if isinstance(sample, Completion)},
-    )
+    if are_enough([False] * len(todo)):
+        return list(groups)
+    begun = [groups[i].completions.get(one.sample) for i, one in todo]
+    found = engine.generate_some([one.prompt for _, one in todo], [one.params for _, one in todo], begun, are_enough)
+    completions = [dict(group.completions) for group in groups]
+    for (i, one), completion in zip(todo, found, strict=True):
+        if completion.tokens:
+            completions[i][one.sample] = completion
+    return [replace(group, completions=new) for group, new in zip(groups, completions, strict=True)]
 
 
 async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
@@ -198,5 +205,5 @@ async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
 def resumable(engine: RolloutEngine) -> ResumableEngine:
     """ConfigError for an engine that cannot go on with a sample."""
     if not isinstance(engine, ResumableEngine):
-        raise ConfigError(f"{type(engine).__name__}: partial rollouts need an engine with abort and generate(begun=)")
+        raise ConfigError(f"prompts_ahead: {type(engine).__name__} has no generate_some; give it, or remove the option")
     return engine

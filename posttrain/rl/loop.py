@@ -16,7 +16,7 @@ from posttrain.metrics import Metrics, Timer
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.assemble import assemble
 from posttrain.rl.cluster import Cluster, Role
-from posttrain.rl.collect import Sampler, collect
+from posttrain.rl.collect import Sampler, Unfinished, collect, collect_some
 from posttrain.rl.rewards import Rubric
 from posttrain.rl.teaching import Teaching, add_teachers
 from posttrain.rl.types import Example, Group, Rewards, Trajectory
@@ -43,6 +43,9 @@ class StepSettings(RowSettings):
 
     recompute_old_logps: bool
     teaching: Teaching | None = None
+    enough: int | None = None
+    """Groups that a step learns from, where it leaves those that take longer to later ones; None: all that it
+    begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,8 @@ class StepResult:
     batch: Batch
     roles_PG: Int[np.ndarray, "P G"] | None = None
     """Where samples are compared in pairs: 1 chosen, -1 rejected, 0 neither."""
+    left: Sequence[Unfinished] = ()
+    """Groups to go on with in the next step."""
 
 
 async def rl_step(
@@ -65,11 +70,23 @@ async def rl_step(
     examples_P: Sequence[Example],
     settings: StepSettings,
     timer: Timer,
+    carried: Sequence[Unfinished] = (),
 ) -> StepResult:
-    """Collect, score, keep, assemble, score again where needed, update, hand the weights to the engine."""
+    """Collect, score, keep, assemble, score again where needed, update, hand the weights to the engine.
+
+    `carried`: what the step before has `left`.
+    """
     step = cluster.actor.step_number
     title = f"step {step + 1}"
-    groups_P, rewards = await sample_and_score(sampler, rubric, examples_P, settings.group_size, step, timer)
+    left: list[Unfinished] = []
+    if settings.enough is None:
+        groups_P = await sample(sampler, examples_P, settings.group_size, step, timer)
+    else:
+        with timer("rollout"), progress_bar(f"{title}: sampling", closing=False):
+            groups_P, left = await collect_some(
+                sampler, examples_P, settings.group_size, step, enough=settings.enough, carried=carried
+            )
+    rewards = await score(rubric, groups_P, step, timer)
     kept_P, rewards_PG = algorithm.keep(groups_P, rewards.total_PG)
     advantages_PG = algorithm.advantage(rewards_PG)
     batch = assemble(
@@ -89,26 +106,30 @@ async def rl_step(
         if settings.teaching is not None:
             batch, taught = add_teachers(batch, cluster.logps(Role.TEACHER, batch), settings.teaching.coef)
     metrics = update(cluster, batch, timer)
-    metrics |= taught | rollout_metrics(groups_P, rewards)
+    metrics |= taught | rollout_metrics(groups_P, rewards, step)
     return StepResult(
         metrics=metrics,
         groups_P=groups_P,
         rewards=rewards,
         advantages_PG=_of_all(groups_P, kept_P, advantages_PG),
         batch=batch,
+        left=left,
     )
 
 
-async def sample_and_score(
-    sampler: Sampler, rubric: Rubric, examples_P: Sequence[Example], group_size: int, step: int, timer: Timer
-) -> tuple[list[Group], Rewards]:
-    """G samples of each example, and their rewards."""
+async def sample(
+    sampler: Sampler, examples_P: Sequence[Example], group_size: int, step: int, timer: Timer
+) -> list[Group]:
+    """G samples of each example."""
     title, samples = f"step {step + 1}", len(examples_P) * group_size
     with timer("rollout"), progress_bar(f"{title}: sampling", samples, closing=False) as advance:
-        groups_P = await collect(sampler, examples_P, group_size, step, advance)
-    with timer("rewards"), progress_bar(f"{title}: rewards", len(rubric.rewards), closing=False) as advance:
-        rewards = await rubric.score(groups_P, advance)
-    return groups_P, rewards
+        return await collect(sampler, examples_P, group_size, step, advance)
+
+
+async def score(rubric: Rubric, groups_P: Sequence[Group], step: int, timer: Timer) -> Rewards:
+    title = f"step {step + 1}: rewards"
+    with timer("rewards"), progress_bar(title, len(rubric.rewards), closing=False) as advance:
+        return await rubric.score(groups_P, advance)
 
 
 def update(cluster: Cluster, batch: Batch, timer: Timer) -> Metrics:
@@ -129,9 +150,10 @@ def _of_all(
 
 
 def check_agreement(metrics: Mapping[str, float], step: int) -> None:
-    """RunError when sampler and trainer give the same tokens log-probabilities that are too far apart."""
+    """RunError when sampler and trainer give the same tokens log-probabilities that are too far apart. A step with
+    samples that began under earlier weights says nothing of that: they have a reason to be apart."""
     gap = metrics["sampling/logp_difference/mean"]
-    if gap > MAX_LOGP_DIFFERENCE:
+    if gap > MAX_LOGP_DIFFERENCE and not metrics["sampling/staleness/mean"]:
         raise RunError(
             f"step {step}: sampler and trainer disagree by {gap:.3f} nats per token on average, more than "
             f"{MAX_LOGP_DIFFERENCE}: stale weights, another temperature, or another precision in the engine"
@@ -160,8 +182,9 @@ class RewardWatch:
             )
 
 
-def rollout_metrics(groups_P: Sequence[Group], rewards: Rewards) -> dict[str, float]:
-    """What the samples of a step say, under the names that practitioners search for."""
+def rollout_metrics(groups_P: Sequence[Group], rewards: Rewards, step: int) -> dict[str, float]:
+    """What the samples of a step say, under the names that practitioners search for. `staleness`: updates since a token
+    was sampled."""
     samples = [trajectory for group in groups_P for trajectory in group]
     lengths = np.asarray([sample.num_sampled for sample in samples])
     clipped = np.asarray([sample.stop == "length" for sample in samples])
@@ -174,6 +197,7 @@ def rollout_metrics(groups_P: Sequence[Group], rewards: Rewards) -> dict[str, fl
         "completions/mean_terminated_length": float(ended.mean()) if ended.size else float("nan"),
         "completions/num_tokens": float(lengths.sum()),
         "sampling/kept_mass/mean": _kept_mass(samples),
+        "sampling/staleness/mean": _staleness(samples, step),
     }
     return metrics | (_reward_metrics(rewards) if rewards.parts_PG else {})
 
@@ -210,6 +234,11 @@ def _std_of_groups(total_PG: np.ndarray) -> np.ndarray:
             # Equal rewards must give exactly 0, which the rounding of a mean would not.
             std[index] = 0.0 if valid.min() == valid.max() else valid.std(ddof=1)
     return std
+
+
+def _staleness(samples: Sequence[Trajectory], step: int) -> float:
+    versions = np.concatenate([np.asarray(s.versions)[np.asarray(s.sampled)] for s in samples])
+    return float((step - versions).mean()) if versions.size else 0.0
 
 
 def _kept_mass(samples: Sequence[Trajectory]) -> float:

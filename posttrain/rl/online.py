@@ -20,7 +20,7 @@ from posttrain.metrics import Metrics, Timer
 from posttrain.rl.assemble import Pair, assemble_pairs
 from posttrain.rl.cluster import Cluster, Role
 from posttrain.rl.collect import Sampler
-from posttrain.rl.loop import RowSettings, StepResult, rollout_metrics, sample_and_score, update
+from posttrain.rl.loop import RowSettings, StepResult, rollout_metrics, sample, score, update
 from posttrain.rl.rewards import Rubric
 from posttrain.rl.types import Example, Group
 from posttrain.tree import replace
@@ -78,7 +78,8 @@ async def online_step(
     `frac_ties`: the share of groups that prefer nothing and are left out. Where all do, nothing is updated.
     """
     step = cluster.actor.step_number
-    groups_P, rewards = await sample_and_score(sampler, rubric, examples_P, settings.group_size, step, timer)
+    groups_P = await sample(sampler, examples_P, settings.group_size, step, timer)
+    rewards = await score(rubric, groups_P, step, timer)
     roles_PG = best_and_worst(rewards.total_PG)
     pairs = pairs_of_groups(groups_P, roles_PG)
     batch = assemble_pairs(pairs, row_tokens=settings.row_tokens, num_rows=settings.num_rows, groups_P=groups_P)
@@ -86,7 +87,7 @@ async def online_step(
         batch = replace(batch, ref_logps=cluster.logps(Role.REFERENCE, batch))
     metrics: Metrics = update(cluster, batch, timer)
     metrics |= {"frac_ties": 1 - len(pairs) / len(groups_P)}
-    metrics |= rollout_metrics(groups_P, rewards)
+    metrics |= rollout_metrics(groups_P, rewards, step)
     return StepResult(
         metrics=metrics, groups_P=groups_P, rewards=rewards, advantages_PG=None, roles_PG=roles_PG, batch=batch
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import replace
 
 from posttrain.config import ConfigError, RolloutQuantize
@@ -17,7 +17,7 @@ from posttrain.rollout.programs import Loaded
 from posttrain.rollout.request import Request
 from posttrain.rollout.runner import Dispatch, Outcome, Runner
 from posttrain.rollout.scheduler import Plan, Scheduler
-from posttrain.rollout.shapes import Shapes
+from posttrain.rollout.shapes import Expected, Shapes
 from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.weights.quantize import Copies
 from posttrain.weights.state import ADAPTER, ModelWeights
@@ -130,18 +130,42 @@ class NativeEngine:
 
         RuntimeError while `generate` is at work, and while the engine is paused.
         """
+        return self._generate_all(prompts, params, [None] * len(prompts), lambda _: False)
+
+    def generate_some(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        begun: Sequence[Completion | None],
+        enough: Callable[[Sequence[bool]], bool],
+    ) -> list[Completion]:
+        """As `generate_all`, until `enough` of which requests are done; the others end with what they have, as by
+        `abort`, and can be `begun` of a later call. Nothing that was read before is shared: what is left depends on the
+        arguments and the weights alone."""
+        if not self._scheduler.busy:
+            self._scheduler.forget()
+        return self._generate_all(prompts, params, begun, enough)
+
+    def _generate_all(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        begun: Sequence[Completion | None],
+        enough: Callable[[Sequence[bool]], bool],
+    ) -> list[Completion]:
         if self._scheduler.busy:
             raise RuntimeError("generate_all: the engine is generating already; wait for that, or await generate")
         if self._paused:
             raise RuntimeError("generate_all: the engine is paused; call resume() first")
         requests: list[Request] = []
         try:
-            requests.extend(self._submit(p, q, None) for p, q in zip(prompts, params, strict=True))
-            while self.step():
+            requests.extend(self._submit(*request) for request in zip(prompts, params, begun, strict=True))
+            while not enough([request.future.done() for request in requests]) and self.step():
                 pass
         except BaseException:
             self._scheduler.drain()
             raise
+        self._end({request for request in requests if not request.future.done()})
         return [request.future.result() for request in requests]
 
     def update_weights(self, model: Decoder, version: int) -> None:
@@ -161,10 +185,13 @@ class NativeEngine:
     def abort(self, keys: Collection[tuple[int, int]] | None = None) -> int:
         """End requests with what they have, all or those with these sampling keys; how many there were."""
         gone = {r for r in self._scheduler.requests() if keys is None or r.params.key in keys}
+        self._end(gone)
+        return len(gone)
+
+    def _end(self, gone: Set[Request]) -> None:
         self._scheduler.remove(gone)
         for request in gone:
             request.finish("abort")
-        return len(gone)
 
     async def pause(self) -> None:
         """Start no more dispatches. When it returns the device is idle and the weights may change."""
@@ -191,14 +218,16 @@ class NativeEngine:
         if self._scheduler.busy:
             self._start_driver()
 
-    def warm_up(self, like: Sequence[SamplingParams]) -> None:
+    def warm_up(self, expected: Sequence[Expected], *, rereads: bool = True) -> None:
         """Compile all programs that any schedule of such requests may need, with a progress bar.
 
+        `rereads`: samples may be left and gone on with (`begun`), or beside one whose log-probabilities are not finite;
+        where the cache is too small for `slots` whole sequences all are read again now and then, whatever is said here.
         RuntimeError while the engine is at work.
         """
         if self._scheduler.busy:
             raise RuntimeError("warm_up: the engine is generating; warm it up before the first request")
-        examples = self._runner.examples(like)
+        examples = self._runner.examples(expected, rereads=rereads or self._scheduler.may_preempt)
         with progress_bar("compiling the rollout engine's programs", len(examples)) as advance:
             self._runner.warm_up(self._loaded, examples, advance)
 

@@ -19,7 +19,7 @@ from posttrain.rollout.programs import Chunk, Loaded, Prefilled, Programs, Promp
 from posttrain.rollout.request import Request
 from posttrain.rollout.sampling import Sampling
 from posttrain.rollout.scheduler import Piece, Plan, Row
-from posttrain.rollout.shapes import DecodeShape, PromptShape, Shapes
+from posttrain.rollout.shapes import DecodeShape, Expected, PromptShape, Shapes
 from posttrain.rollout.types import SamplingParams
 
 MIN_STOP_IDS = 4
@@ -109,21 +109,32 @@ class Runner:
                 self._pool = self._empty_pool(loaded)
             self.programs.compile(loaded, self._pool, inputs, advance)
 
-    def examples(self, like: Sequence[SamplingParams]) -> list[Prompts | Rows]:
-        """Inputs of all shapes that any schedule of such requests may need."""
-        return [*self._example_prompts(like), *self._example_rows(like)]
+    def examples(self, expected: Sequence[Expected], *, rereads: bool) -> list[Prompts | Rows]:
+        """Inputs of all shapes that any schedule of such requests may need. `rereads`: see `Expected.reads`."""
+        return [*self._example_prompts(expected, rereads), *self._example_rows(expected)]
 
-    def _example_prompts(self, like: Sequence[SamplingParams]) -> Iterator[Prompts]:
-        for shape in self.shapes.prompts():
-            for scored in sorted({False} | {params.prompt_logps for params in like}):
-                yield self._prompts(shape, {}, scored=scored)
+    def _example_prompts(self, expected: Sequence[Expected], rereads: bool) -> Iterator[Prompts]:
+        calls = {
+            (shape, scored)
+            for e in expected
+            for shape in self.shapes.prompts(e.reads(self.shapes.max_length, rereads=rereads))
+            for scored in (False, e.params.prompt_logps)
+        }
+        yield from (self._prompts(shape, {}, scored=scored) for shape, scored in sorted(calls))
 
-    def _example_rows(self, like: Sequence[SamplingParams]) -> Iterator[Rows]:
-        rows = [Row(Request(prompt=(0,), params=params), 0, Chain(), 0) for params in like]
-        self._fit_stop_ids(like)
-        for shape in self.shapes.decodes(tail=any(params.max_tokens > self.shapes.steps for params in like)):
-            for plain in sorted({params.is_plain for params in like}):
-                yield self._rows(shape, {0: next(row for row in rows if row.request.params.is_plain == plain)})
+    def _example_rows(self, expected: Sequence[Expected]) -> Iterator[Rows]:
+        shapes = self.shapes
+        self._fit_stop_ids([e.params for e in expected])
+        tail = any(e.params.max_tokens > shapes.steps for e in expected)
+        ranges = [(e.params, e.positions(shapes.steps, shapes.max_length)) for e in expected]
+        longest = max((positions.longest for _, positions in ranges), default=0)
+        calls: dict[tuple[DecodeShape, bool], SamplingParams] = {}
+        for params, positions in ranges:
+            # One row that is not plain is enough for the other program, whoever is beside it.
+            within = positions if params.is_plain else positions._replace(longest=longest)
+            calls |= {(shape, params.is_plain): params for shape in shapes.decodes(within, tail=tail)}
+        for (shape, _), params in sorted(calls.items(), key=lambda call: call[0]):
+            yield self._rows(shape, {0: Row(Request(prompt=(0,), params=params), 0, Chain(), 0)})
 
     def _empty_pool(self, loaded: Loaded) -> Pool:
         model = loaded.source.model

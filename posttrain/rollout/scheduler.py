@@ -118,6 +118,7 @@ class Scheduler:
         assert slots % lanes == 0
         self.slots = slots
         self.steps = steps
+        self._longest = blocks_for(max_length)
         self.lanes = [Lane(Blocks(blocks)) for _ in range(lanes)]
         self.running: dict[int, Row] = {}
         """By number, in order of arrival."""
@@ -146,6 +147,12 @@ class Scheduler:
     @property
     def num_used_blocks(self) -> int:
         return sum(lane.blocks.used for lane in self.lanes)
+
+    @property
+    def may_preempt(self) -> bool:
+        """Whether blocks can run out. Not where there are as many as all slots may want: a row that grows does so when
+        no source of a copy is held, as whoever has one decodes before anybody grows."""
+        return any(lane.blocks.number < self.slots // len(self.lanes) * self._longest for lane in self.lanes)
 
     def take_counts(self) -> Counts:
         """Counts since the last call."""

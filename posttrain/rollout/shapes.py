@@ -8,12 +8,48 @@ from functools import cache
 from typing import NamedTuple
 
 from posttrain.rollout.blocks import BLOCK, blocks_for
-from posttrain.rollout.scheduler import PROMPT_CHUNK
+from posttrain.rollout.scheduler import MIN_SHARED, PROMPT_CHUNK
+from posttrain.rollout.types import SamplingParams
 
 MIN_WIDTH = 128
 ROWS_STEP = 4
 MIN_ROWS = 8
 """A tail of few samples is decoded in slots / 4, slots / 16, ... rows, not below 8: each size is one more program."""
+
+
+class Range(NamedTuple):
+    """Of positions, both ends included."""
+
+    shortest: int
+    longest: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """Requests to come."""
+
+    params: SamplingParams
+    shortest: int = 1
+    """Tokens of the shortest prompt."""
+    longest: int | None = None
+    """None: of any that fits."""
+
+    def reads(self, max_length: int, *, rereads: bool) -> Range:
+        """What is read before a token is sampled, with `rereads` also tokens that were sampled before. The newest token
+        is read by decoding."""
+        sampled = self.params.max_tokens - 1 if rereads else 0
+        return Range(max(1, self.shortest - 1), min(self._longest(max_length) - 1 + sampled, max_length - 2))
+
+    def positions(self, steps: int, max_length: int) -> Range:
+        """What a row holds at the end of a dispatch."""
+        max_tokens = self.params.max_tokens
+        return Range(
+            self.shortest - 1 + min(steps, max_tokens),
+            min(self._longest(max_length) + max_tokens, max_length) - 1,
+        )
+
+    def _longest(self, max_length: int) -> int:
+        return max_length - 1 if self.longest is None else self.longest
 
 
 class PromptShape(NamedTuple):
@@ -66,20 +102,29 @@ class Shapes:
             sizes.append(sizes[-1] // ROWS_STEP)
         return sizes
 
-    def prompts(self) -> Iterator[PromptShape]:
-        """All that `prompt` gives for what a request may have to read, each once."""
-        longest = self.max_length - 2  # the last token is never read, the one before it by decoding
+    def prompts(self, reads: Range) -> Iterator[PromptShape]:
+        """All that `prompt` gives for pieces of so many positions to read, each once: a piece starts where a sequence
+        does, or at a block after `MIN_SHARED` positions or more that others have read, or it itself."""
         for later in (False, True):
             shortest = 1
             for tokens in self._prompt_sizes(later=later):
-                end = shortest + later * BLOCK
-                for width in self._widths(end, longest) if later else [0] * (end <= longest):
+                for width in (
+                    self._contexts(shortest, tokens, reads) if later else [0] * _meets(shortest, tokens, reads)
+                ):
                     yield PromptShape(self._prompt_rows(tokens), tokens, width)
                 shortest = tokens + 1
 
-    def decodes(self, tail: bool) -> Iterator[DecodeShape]:
-        """All that `decode` gives, each once."""
-        yield from (DecodeShape(rows, w) for rows in self.sizes(tail) for w in self._widths(1, self.max_length - 1))
+    def decodes(self, positions: Range, *, tail: bool) -> Iterator[DecodeShape]:
+        """All that `decode` gives for batches whose longest row has so many positions, each once."""
+        yield from (DecodeShape(rows, width) for rows in self.sizes(tail) for width in self._widths(*positions))
+
+    def _contexts(self, shortest: int, longest: int, reads: Range) -> Sequence[int]:
+        """What later pieces of `shortest` to `longest` tokens see."""
+        end = max(MIN_SHARED + shortest, reads.shortest)
+        if longest >= PROMPT_CHUNK:
+            # Not the last piece of its prompt.
+            end = min(end, MIN_SHARED + PROMPT_CHUNK)
+        return self._widths(end, reads.longest)
 
     def _prompt_sizes(self, *, later: bool) -> Sequence[int]:
         """Tokens of a row: those at the start of a sequence, or those of its later pieces."""
@@ -98,6 +143,11 @@ class Shapes:
 
     def _width(self, positions: int) -> int:
         return next(width for width in buckets(MIN_WIDTH, self.longest) if width >= positions)
+
+
+def _meets(shortest: int, longest: int, reads: Range) -> bool:
+    """Whether the first piece of what is to be read may have `shortest` to `longest` tokens."""
+    return shortest <= min(reads.longest, PROMPT_CHUNK) and min(reads.shortest, PROMPT_CHUNK) <= longest
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -155,11 +155,16 @@ class RolloutEngine(Protocol):
 class ResumableEngine(RolloutEngine, Protocol):
     """Whose samples can be left and gone on with, also under later weights."""
 
-    async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, *, begun: Completion | None = None
-    ) -> Completion: ...
-
-    def abort(self, keys: Collection[tuple[int, int]] | None = None) -> int: ...
+    def generate_some(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        begun: Sequence[Completion | None],
+        enough: Callable[[Sequence[bool]], bool],
+    ) -> list[Completion]:
+        """A completion of each prompt, which goes on with what is `begun` of it. As soon as `enough` of those that are
+        done, the others end as they are, by "abort"; which, depends on the arguments and the weights alone."""
+        ...
 
 
 def sample_key(seed: int, step: int, prompt: int, sample: int) -> tuple[int, int]:

@@ -57,6 +57,7 @@ def run(kernel: AttentionKernel, case: Case, dtype: Any) -> list[np.ndarray]:
             k_positions=positions,
             q_segments=segments,
             k_segments=segments,
+            q_parents=None,
             window=variant.window,
             scale=0.125,
             soft_cap=variant.soft_cap,

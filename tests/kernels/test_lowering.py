@@ -87,6 +87,7 @@ def test_splash_on_a_mesh() -> None:
         dtype="bfloat16",
         soft_cap=case.soft_cap,
         sinks=True,
+        parents=False,
         same_tokens=True,
         row_shards=4,
         head_shards=2,

@@ -25,6 +25,7 @@ def test_every_program_is_compiled_once(tmp_path: Path, lora: dict[str, Any] | N
         sampling={"max_tokens": 12, "stop": STOPS},
         rollout={"warm_up": True},
         samples_every=8,
+        prompts_ahead=0 if lora else 1,
     )
     file = write_run(tmp_path, sft, rl, model={"init": INIT, "tokenizer": "bytes", "lora": lora})
     rows = [{"prompt": f"{'9' * (i % 14)}+1=", "completion": "1" * (1 + i % 9)} for i in range(24)]
@@ -36,6 +37,9 @@ def test_every_program_is_compiled_once(tmp_path: Path, lora: dict[str, Any] | N
         compiled = {line["step"]: line["perf/compilations"] for line in told if line["stage"] == stage}
         assert len(compiled) == STEPS and compiled.pop(1) > 0
         assert set(compiled.values()) == {0.0}, (stage, compiled)
+    assert {line["rollout/late_compilations"] for line in told if line["stage"] == "1-rl"} == {0.0}
+    stale = {line["sampling/staleness/mean"] > 0 for line in told if line["stage"] == "1-rl"}
+    assert stale == ({False} if lora else {False, True}), "samples that are left go on at a later step"
     lengths = {line["completions/mean_length"] for line in told if line["stage"] == "1-rl"}
     assert len(lengths) > 3, "samples must differ in length"
     samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ from posttrain.config import ConfigError
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.models.decoder import Decoder
-from posttrain.recipes.generate import _without_padding
 from posttrain.rollout.types import SamplingParams
 from tests.rollout.engines import NaiveEngine, assert_same
 from tests.tiny import tiny_model
@@ -20,7 +20,16 @@ from tests.tiny import tiny_model
 
 @pytest.fixture(scope="module")
 def parts() -> tuple[Decoder, Tokenizer]:
+    """The last row of the embedding stands for no token."""
     return tiny_model(vocab_size=262, num_layers=1), pt.load_tokenizer("bytes")
+
+
+@pytest.fixture(scope="module")
+def naive(parts: tuple[Decoder, Tokenizer]) -> NaiveEngine:
+    """Over a model that knows how many tokens there are."""
+    model = tiny_model(vocab_size=262, num_layers=1)
+    model.config = replace(model.config, num_tokens=parts[1].num_ids)
+    return NaiveEngine(model, length=32)
 
 
 def texts(parts: tuple[Decoder, Tokenizer], prompts: tuple[str, ...] = ("12+",), **settings: Any) -> list[str]:
@@ -39,12 +48,12 @@ def test_several_samples_of_each_prompt(parts: tuple[Decoder, Tokenizer]) -> Non
         texts(parts, n=0)
 
 
-def test_penalties(parts: tuple[Decoder, Tokenizer]) -> None:
-    model, tokenizer = parts
+def test_penalties(parts: tuple[Decoder, Tokenizer], naive: NaiveEngine) -> None:
+    _, tokenizer = parts
     penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.7, "frequency_penalty": -2.0}
     params = SamplingParams(max_tokens=16, temperature=0.0, stop_token_ids=tokenizer.stop_ids, key=(0, 0), **penalties)
     prompt = Renderer(tokenizer, chat=False).prompt([{"role": "user", "content": "12+"}])
-    expected = NaiveEngine(_without_padding(model, tokenizer), length=32).generate(prompt, params)
+    expected = naive.generate(prompt, params)
     assert texts(parts, **penalties) == [tokenizer.decode(expected.tokens)]
 
 
@@ -71,7 +80,7 @@ def test_which_tokens_may_come(parts: tuple[Decoder, Tokenizer]) -> None:
         texts(parts, logit_bias={900: 1.0})
 
 
-def test_log_probabilities(parts: tuple[Decoder, Tokenizer]) -> None:
+def test_log_probabilities(parts: tuple[Decoder, Tokenizer], naive: NaiveEngine) -> None:
     model, tokenizer = parts
     settings: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0, "chat": False}
     (done,) = pt.complete(model, tokenizer, ["12+"], top_logps=2, prompt_logps=True, **settings)
@@ -79,7 +88,7 @@ def test_log_probabilities(parts: tuple[Decoder, Tokenizer]) -> None:
     params = SamplingParams(
         max_tokens=6, temperature=0.0, stop_token_ids=tokenizer.stop_ids, key=(0, 0), top_logps=2, prompt_logps=True
     )
-    expected = NaiveEngine(_without_padding(model, tokenizer), length=32).generate(done.prompt_tokens, params)
+    expected = naive.generate(done.prompt_tokens, params)
     assert_same(done.completion, expected)
     record = done.record(tokenizer.decode)
     assert [token["id"] for token in record["tokens"]] == list(expected.tokens)

@@ -48,12 +48,14 @@ STEPS = 30
 
 
 def two_stages(folder: Path, *, adapted: bool) -> Path:
-    """All parameters, or an adapter with evaluations in between."""
+    """All parameters; or an adapter, with evaluations in between and samples that go on at a later step."""
     held_out = {"path": "rows.jsonl", "chat": False, "limit": 3}
     more = {"eval_dataset": held_out, "eval_every": 4} if adapted else {}
     sft = sft_stage(num_steps=STEPS, checkpoint_every=1, packing=True, **more)
+    ends = {"max_tokens": 6, "stop_token_ids": [*range(0, 260, 4)]}
+    ahead = {"prompts_ahead": 3, "sampling": ends, "rollout": {"decode_steps": 2}} if adapted else {}
     rl = rl_stage(
-        num_steps=STEPS, checkpoint_every=2, kl_coef=0.1, recompute_old_logps=True, samples_every=1000, **more
+        num_steps=STEPS, checkpoint_every=2, kl_coef=0.1, recompute_old_logps=True, samples_every=1000, **more, **ahead
     )
     lora = {"lora": {"rank": 2}} if adapted else {}
     return write_run(folder, sft, rl, model={"init": INIT, "tokenizer": "bytes", **lora})
@@ -93,12 +95,13 @@ def test_killed_and_interrupted_ends_as_never_stopped(tmp_path: Path, uninterrup
     for stage in ("0-sft", "1-rl"):
         assert steps(output, stage) == list(range(1, STEPS + 1))
         assert weights(output, stage) == weights(whole, stage), stage
-    told = ("reward", "nll", "eval/reward", "eval/nll")
+    told = ("reward", "nll", "eval/reward", "eval/nll", "sampling/staleness/mean")
     numbers = [
         [(line["step"], *(line.get(name) for name in told)) for line in lines(folder)] for folder in (output, whole)
     ]
     assert numbers[0] == numbers[1]
     assert adapted == any(line[3] is not None for line in numbers[0])
+    assert adapted == any(line[5] for line in numbers[0]), "samples that were left"
 
 
 SIGNALLING = """

@@ -24,7 +24,9 @@ def trajectory(
     sampled = [index >= num_prompt for index in range(count)]
     messages = [{"role": "user", "content": prompt}]
     return Trajectory(
-        example=Example(index=0, row=dict(row or {"prompt": prompt}), messages=messages, plain=plain),
+        example=Example(
+            index=0, row=dict(row or {"prompt": prompt}), messages=messages, length=len(prompt), plain=plain
+        ),
         sample=sample,
         messages=[*messages, {"role": "assistant", "content": text}],
         text=text,

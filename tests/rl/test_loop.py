@@ -95,7 +95,7 @@ class World:
 
 def examples(prompts: Sequence[str]) -> list[Example]:
     return [
-        Example(index=i, row={"prompt": p}, messages=[{"role": "user", "content": p}], plain=True)
+        Example(index=i, row={"prompt": p}, messages=[{"role": "user", "content": p}], length=len(p), plain=True)
         for i, p in enumerate(prompts)
     ]
 

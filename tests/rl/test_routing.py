@@ -61,7 +61,7 @@ class World:
         self.cluster = Cluster(trainer, engine, keep_reference=True)
         prompts = ("1+1=", "2*", "a long", "xyz")
         examples = [
-            Example(index=i, row={"prompt": p}, messages=[{"role": "user", "content": p}], plain=True)
+            Example(index=i, row={"prompt": p}, messages=[{"role": "user", "content": p}], length=len(p), plain=True)
             for i, p in enumerate(prompts)
         ]
         sampler = Sampler(

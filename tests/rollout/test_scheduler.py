@@ -163,6 +163,7 @@ def test_any_schedule(schedule: dict[str, Any]) -> None:
     assert [r.number for r in started if r.tokens] == sorted(r.number for r in started if r.tokens) or s.lanes[1:]
     assert all(lane.blocks.used == 0 and lane.running == 0 for lane in s.lanes)
     assert s.num_free == s.slots
+    assert s.may_preempt or s.counts.preemptions == 0
 
 
 def tokens(r: Request) -> list[int]:

@@ -89,7 +89,7 @@ def _attend(plan: _Plan, q: Array, k: Array, v: Array, sinks: Array, places: Pla
 
 
 def _forward(plan: _Plan, q: Array, k: Array, v: Array, sinks: Array, places: Places) -> tuple[Array, Any]:
-    def block(inputs: tuple[Array, ...]) -> tuple[Array, Array]:
+    def block(inputs: tuple[Any, ...]) -> tuple[Array, Array]:
         i, q_i, *q_places = inputs
 
         def step(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -117,7 +117,7 @@ def _backward(plan: _Plan, saved: Any, d_out: Array) -> tuple[Array, Array, Arra
     q, k, v, sinks, places, out, log_total = saved
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
 
-    def block(carry: tuple[Array, Array], inputs: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
+    def block(carry: tuple[Array, Array], inputs: tuple[Any, ...]) -> tuple[tuple[Array, Array], Array]:
         i, q_i, log_total_i, d_out_i, delta_i, *q_places = inputs
 
         def step(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

@@ -52,8 +52,8 @@ def ragged_paged_attention(
 ) -> Float[Array, "B 1 N H"]:
     """softmax(scale q k) v over the first `lengths` positions of each row, at most the last `window` of them.
 
-    Pages [R, D, P, S, 2 K, H]: of R layers, in D lanes of rows, P pages of S positions with keys and values of a head
-    side by side; q's rows are those of lane 0 first. The layer is a part of the page numbers: no layer is copied.
+    Of R layers, in D lanes of rows, P pages of S positions with keys and values of a head side by side; q's rows are
+    those of lane 0 first. The layer is a part of the page numbers: no layer is copied.
     """
     platform = platform_of(mesh)
     log_choice("attention", "ragged" if platform == "tpu" else "ragged's twin", "decode", platform)
