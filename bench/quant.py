@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
 
 from native import FIELDS
 
+from posttrain.config import RolloutQuantize
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.native import NativeEngine
 from posttrain.rollout.types import Completion, SamplingParams, sample_key
@@ -34,14 +35,14 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 32, 64, 64
 
 
 class Sampler:
-    def __init__(self, model: Decoder, kind: str):
+    def __init__(self, model: Decoder, kind: RolloutQuantize):
         self.engine = NativeEngine(
             model,
             slots=PROMPTS,
             max_length=PROMPT_TOKENS + NEW_TOKENS,
             decode_steps=32,
             tokenizer_decode=None,
-            quantize=kind,  # type: ignore[arg-type]
+            quantize=kind,
         )
         self.model = model
         self.wall_s, self.cpu_s = list[float](), list[float]()
