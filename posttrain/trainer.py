@@ -253,15 +253,16 @@ class Trainer:
             drop(model, keys.dropout)
         tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
         experts = None if batch.experts is None else jnp.moveaxis(jnp.asarray(batch.experts, jnp.int32), 2, 0)
+        parents = None if batch.parents is None else jnp.asarray(batch.parents)
         noise = None if keys is None or keys.noise is None else self._noise(keys.noise, segments)
-        hidden, _, routing = model.forward(tokens, positions, segments, experts=experts, noise=noise)
+        hidden, _, routing = model.forward(tokens, positions, segments, experts=experts, noise=noise, parents=parents)
         if model.config.scalar_head:
             scores = jnp.where(segments > 0, model.scores(hidden), 0.0)
             return ScoreStats(scores=scores), None if routing is None else routing.stats
         teachers: list[Teacher | TopK] = []
         for structure, arrays in zip(self._teachers, taught or [], strict=taught is not None):
             teacher = structure.bind(jax.lax.stop_gradient(arrays))
-            teachers.append(Teacher(teacher.logits, teacher(tokens, positions, segments)[0]))
+            teachers.append(Teacher(teacher.logits, teacher.forward(tokens, positions, segments, parents=parents)[0]))
         teachers += (batch.teachers or ()) if taught is not None else ()
         stats = token_stats(
             model.logits,

@@ -195,18 +195,21 @@ class Decoder(nnx.Module):
         *,
         experts: Int[Array, "M B T k"] | None = None,
         noise: Float[Array, "B T D"] | None = None,
+        parents: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache | PagedCache | None, Routing | None]:
         """As calling the model, and the routing of its mixtures of experts (None: it has none).
 
         `experts`: those to use, such as the ones that a sampler used; the router chooses where they are negative.
-        `noise` is added to the embedded tokens.
+        `noise` is added to the embedded tokens. `parents`: as `Batch` has them; not with a cache.
         """
+        assert cache is None or parents is None, "a row of the cache is one sequence"
         x = self.embed(tokens, self.compute.dtype)
         if noise is not None:
             x = x + noise.astype(x.dtype)
         context = Context(
             positions=positions,
             segments=segments,
+            parents=parents,
             rope={rope: rope_tables(rope, positions) for rope in _ropes(self.config)},
             compute=self.compute,
             experts=experts,
