@@ -74,7 +74,8 @@ class Batch:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.tokens.shape  # type: ignore[return-value]
+        rows, length = self.tokens.shape
+        return rows, length
 
 
 def rows_per_pass(total: int, wanted: int | None, shards: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, TypeVar, cast, dataclass_transform
 
 import jax
 from jax import Array
@@ -28,8 +28,9 @@ def pytree(cls: type[T]) -> type[T]:
     jaxtyping checks constructors in tests.
     """
     cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    statics = [f.name for f in dataclasses.fields(cls) if f.metadata.get("static")]  # type: ignore[arg-type]
+    fields = dataclasses.fields(cast(Any, cls))
+    names = [f.name for f in fields]
+    statics = [f.name for f in fields if f.metadata.get("static")]
     leaves = [n for n in names if n not in statics]
 
     def flatten_with_keys(node: Any) -> tuple[Any, Any]:

@@ -82,7 +82,8 @@ class ModelSection(Section):
     model is again in `dtype`."""
     remat: Remat = "none"
     """What the backward pass computes again to save memory: `full` each block (about a third more time), `dots` all but
-    its matrix products, `offload` each block from inputs kept in the host's memory."""
+    its matrix products, `offload` each block from inputs kept in the host's memory (on CPU, which is the host, `full`).
+    On CPU it also scans short stacks, and of a repeated pattern of blocks it saves less."""
     attention: AttentionKernel = "auto"
     """Implementation of attention over whole rows, as in training; by default the fastest for platform and shape."""
     decode_attention: DecodeAttention = "auto"

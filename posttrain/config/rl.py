@@ -70,8 +70,10 @@ class RolloutSection(Section):
     """Keep which experts of a mixture the sampler used, and use the same ones in training, arXiv:2510.11370."""
     quantize: RolloutQuantize = "none"
     """Sample, in evaluations too, from a copy of the weights in 8 bits, adapters merged, made anew after every update.
-    How far it is from the trainer: `sampling/logp_difference/mean`. It saves memory, and time only where reading the
-    weights bounds it: products are in `compute_dtype`, of matrices made whole again layer by layer, fp8 alike."""
+    How far it is from the trainer: `sampling/logp_difference/mean`. The copy (`rollout/copy_mib`) comes beside the
+    trainer's weights, from which `none` samples without one; it is smaller than that of `merge_lora`, and saves time
+    only where reading the weights bounds it: products are in `compute_dtype`, of matrices made whole layer by layer,
+    fp8 alike, which most platforms emulate (the run says so)."""
     merge_lora: Flag = False
     """Sample from a copy with the adapter merged, made anew after every update: faster tokens for more memory."""
     cache_tokens: PositiveInt | None = None

@@ -31,6 +31,13 @@ def compute_capability(mesh: Mesh | None) -> float | None:
     return float(device.compute_capability) if device.platform == "gpu" else None
 
 
+def has_fp8(mesh: Mesh | None) -> bool:
+    """The devices know fp8; on others each number is made of integers."""
+    capability = compute_capability(mesh)
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    return "TPU7" in device.device_kind if capability is None else capability >= 8.9
+
+
 def row_axes(mesh: Mesh | None) -> tuple[str, ...]:
     return () if mesh is None else tuple(axis for axis in ROW_AXES if axis in mesh.axis_names)
 

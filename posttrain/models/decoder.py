@@ -249,7 +249,9 @@ class Decoder(nnx.Module):
 
     @property
     def _unroll(self) -> bool:
-        return jax.default_backend() == "cpu" and self.config.num_layers <= UNROLLED_LAYERS_ON_CPU
+        # XLA:CPU joins what is computed again with the first computation, but not across a loop.
+        few = self.compute.remat == "none" and self.config.num_layers <= UNROLLED_LAYERS_ON_CPU
+        return jax.default_backend() == "cpu" and few
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """float32 logits; for log-probabilities of long rows use `token_stats`, which never holds all of them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ def compare_with_source(folder: Path, source: Path, adapter: Path | None, *, tra
         raise ProofError(f"{folder}: {len(faults)} tensors are not those of {source}: {'; '.join(faults)}")
     if trained:
         return f"{len(both)} tensors have the names and shapes of the source"
-    deltas = {} if adapter is None else dict(_deltas(adapter))
+    deltas = {} if adapter is None else dict(_deltas(adapter, ours))
     saved = (
         set()
         if adapter is None
@@ -99,7 +99,8 @@ def compare_with_source(folder: Path, source: Path, adapter: Path | None, *, tra
             expected, tolerance = other.values() + delta, MERGED_TOLERANCE[ours[name].kind]
             if not np.abs(ours[name].values() - expected).max() <= tolerance * np.abs(expected).max():
                 faults.append(f"{name} is not the source's with the adapter added")
-    faults += [f"{name}, which the adapter changes, is not there" for name in sorted(deltas)]
+    there = {name.removesuffix(".weight") for name in theirs}
+    faults += [f"{name}, which the adapter changes, is not there" for name in sorted(deltas.keys() - there)]
     if faults:
         raise ProofError(f"{folder}: {'; '.join(faults)}")
     return (
@@ -125,18 +126,51 @@ def _expected(source: Path, folder: Path) -> dict[str, Stored | None]:
     return found
 
 
-def _deltas(adapter: Path) -> Iterator[tuple[str, np.ndarray]]:
+def _deltas(adapter: Path, written: Mapping[str, Stored]) -> Iterator[tuple[str, np.ndarray]]:
     """PEFT's change of each module's weight [out, in]: scale B A, the scale by its patterns."""
     config: dict[str, Any] = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    targets = tuple(f".{target}" for target in config.get("target_parameters") or ())
     tensors = stored(adapter)
     for name, a in tensors.items():
         match = re.fullmatch(r"base_model\.model\.(.+)\.lora_(embedding_)?A(\.weight)?", name)
         if match is None:
             continue
-        module, rank = match[1], a.shape[0]
         b = tensors[name.replace("lora_embedding_A", "lora_embedding_B").replace("lora_A", "lora_B")]
-        patterns = config.get("alpha_pattern") or {}
-        alpha = next((patterns[p] for p in patterns if re.fullmatch(rf"(.*\.)?({p})", module)), config["lora_alpha"])
-        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        delta = scale * (b.values() @ a.values())
+        module = match[1].replace(".base_layer", "")
+        if targets and module.endswith(".experts"):
+            # The adapter of a module's last parameter is stored as that of the module, those before it within.
+            found = [p for p in ("gate_up_proj", "down_proj") if f".{module}.{p}".endswith(targets)]
+            param = f"{module}.{found[len(found) - 1 - match[1].count('.base_layer')]}"
+            yield from _expert_deltas(param, a.values(), b.values(), config, written)
+            continue
+        named = f"{module}.weight" if f".{module}.weight".endswith(targets) else module
+        delta = _scale(config, named, a.shape[0]) * (b.values() @ a.values())
         yield module, delta.T if match[2] else delta
+
+
+def _scale(config: Mapping[str, Any], name: str, rank: int) -> float:
+    patterns = config.get("alpha_pattern") or {}
+    alpha = next((patterns[p] for p in patterns if re.fullmatch(rf"(.*\.)?({p})", name)), config["lora_alpha"])
+    return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _expert_deltas(
+    param: str, a: np.ndarray, b: np.ndarray, config: Mapping[str, Any], written: Mapping[str, Stored]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Of all experts of a layer, which the checkpoint holds as one tensor or one by one."""
+    stem = param.rpartition(".")[0]
+    stem = stem if any(name.startswith(stem) for name in written) else stem.replace(".mlp.", ".block_sparse_moe.")
+    kinds = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+    words = next((w for w in kinds[param.rpartition(".")[2]] if f"{stem}.0.{w[0]}.weight" in written), None)
+    if words is None:
+        num = written[param].shape[0]
+    else:
+        num = sum(re.fullmatch(rf"{re.escape(stem)}\.\d+\.{words[0]}\.weight", name) is not None for name in written)
+    a, b = a.reshape(num, -1, a.shape[-1]), b.reshape(b.shape[0], -1, num)
+    deltas = _scale(config, param, a.shape[1]) * np.einsum("ore,eri->eoi", b, a)
+    if words is None:
+        # Of gpt-oss alone the matrices are [in, out].
+        yield param, deltas.swapaxes(1, 2) if f"{param}_bias" in written else deltas
+    for expert, delta in enumerate(deltas if words is not None else ()):
+        for word, part in zip(words or (), np.split(delta, len(words or "1")), strict=True):
+            yield f"{stem}.{expert}.{word}", part

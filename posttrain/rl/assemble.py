@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -50,7 +51,7 @@ def assemble(
             if shares is not None:
                 batch["teacher_weights"][row, start : start + length] = shares(trajectory.example)
             free[row] -= length
-    return Batch(**batch)  # type: ignore[arg-type]
+    return Batch(**batch)
 
 
 def assemble_pairs(pairs: Sequence[Pair], *, row_tokens: int, num_rows: int, groups_P: Sequence[Group]) -> Batch:
@@ -70,10 +71,10 @@ def assemble_pairs(pairs: Sequence[Pair], *, row_tokens: int, num_rows: int, gro
             segments[row] += 1
             _put(batch, row, row_tokens - int(free[row]), int(segments[row]), trajectory, {"roles": role})
             free[row] -= len(trajectory.tokens)
-    return Batch(**batch)  # type: ignore[arg-type]
+    return Batch(**batch)
 
 
-def _empty(rows: int, length: int, recorded: Sequence[np.ndarray | None]) -> dict[str, np.ndarray]:
+def _empty(rows: int, length: int, recorded: Sequence[np.ndarray | None]) -> dict[str, Any]:
     shape = (rows, length)
     integers = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segments")}
     floats = {name: np.zeros(shape, np.float32) for name in ("loss_weight", "sampler_logps")}
@@ -84,7 +85,7 @@ def _empty(rows: int, length: int, recorded: Sequence[np.ndarray | None]) -> dic
 
 
 def _put(
-    batch: dict[str, np.ndarray],
+    batch: Mapping[str, np.ndarray],
     row: int,
     start: int,
     segment: int,

@@ -201,7 +201,7 @@ def check_lora(config: ModelConfig, lora: LoRA, quantize: Quantize = "none") -> 
     if quantize != "none":
         outline = quantized_outline(outline, quantize)
     nnx.eval_shape(lambda model: attach_lora(model, lora, seed=0), outline)
-    return refusal(outline, planned_scales(outline, lora), dora=lora.dora)
+    return refusal(outline, planned_scales(outline, lora), dora=lora.dora, dropout=lora.dropout)
 
 
 def check_adapter(config: ModelConfig, adapter: str | Path, wrapper: hf.Wrapper | None, *, reward: bool) -> None:

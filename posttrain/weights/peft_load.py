@@ -20,6 +20,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.names import Tensor
 from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.lora import Plan, Site, attach, base_tensors, has_lora, module_of, sites
+from posttrain.weights.peft_experts import expert_parameters, shape_of, unstack, wrappers
 from posttrain.weights.pieces import Gather
 from posttrain.weights.quantize import plain_arrays
 from posttrain.weights.reward import add_scalar_head
@@ -32,7 +33,7 @@ CLASSIFIER = "SEQ_CLS"
 """`task_type` of an adapter of a reward model, whose scalar head is saved with it."""
 
 READ = {"r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "target_modules"}
-READ |= {"modules_to_save", "peft_type", "bias", "init_lora_weights", "ensure_weight_tying"}
+READ |= {"modules_to_save", "peft_type", "bias", "init_lora_weights", "ensure_weight_tying", "target_parameters"}
 SILENT = {"task_type", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "auto_mapping"}
 SILENT |= {"megatron_core", "qalora_group_size", "layers_pattern", "layers_to_transform", "exclude_modules"}
 """Fields that say nothing which the tensors do not say."""
@@ -44,10 +45,12 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class _Module:
-    """What an adapter's file holds for one module of the checkpoint."""
+    """What an adapter's file holds for one module of the checkpoint, or for a parameter of all experts."""
 
     a: np.ndarray
+    """[r, in], of experts [experts, r, in]."""
     b: np.ndarray
+    """[out, r], of experts [experts, out, r]."""
     magnitude: np.ndarray | None
     scale: float
 
@@ -98,8 +101,11 @@ def _find(
     _check_config(folder, config, model)
     if config.get("task_type") == CLASSIFIER:
         add_scalar_head(model, seed=0, mesh=mesh)
-    stored = _read(folder / WEIGHTS, text_name or (lambda name: name))
+    text_name = text_name or (lambda name: name)
+    config |= {"target_parameters": [text_name(t) or t for t in config.get("target_parameters") or []]}
+    stored = _read(folder / WEIGHTS, text_name)
     tensors = {module_of(t): t for t in base_tensors(model) if not t.name.endswith(".bias")}
+    tensors |= expert_parameters(tensors.values())
     modules, whole = _sorted(folder, config, stored, tensors, model)
     plans = _plans(folder, sites(model), modules, tensors)
     return _Found(config=config, modules=modules, whole=whole, tensors=tensors, plans=plans)
@@ -155,6 +161,7 @@ def _sorted(
 ) -> tuple[dict[str, _Module], Arrays]:
     """Low-rank pairs by module, and tensors saved whole by name. One ConfigError lists all that does not fit."""
     parts: dict[str, Arrays] = {}
+    parameters = _parameters(folder, config, tensors)
     whole, faults = Arrays(), list[str]()
     known = {t.name: t for t in base_tensors(model)}
     outlined = isinstance(model.embed.embedding.get_value(), jax.ShapeDtypeStruct)
@@ -162,11 +169,11 @@ def _sorted(
     for key, array in stored.items():
         match = KEY.fullmatch(key)
         name = key.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
-        module = match[1] if match else None
+        module = parameters.get(match[1], match[1]) if match is not None else None
         if model.config.tie_embeddings and (module or name).startswith("lm_head"):
             continue  # the embedding's own, once more
-        if module is not None and module in tensors and len(tensors[module].shape) == 2:
-            parts.setdefault(module, {})[match[3] or "magnitude"] = array  # type: ignore[index]
+        if match is not None and module is not None and module in tensors:
+            parts.setdefault(module, {})[match[3] or "magnitude"] = array
         elif module is None and name in known and array.shape == known[name].shape:
             if any(
                 re.fullmatch(rf"(.*\.)?{re.escape(m)}", module_of(known[name])) for m in config["modules_to_save"] or ()
@@ -178,28 +185,55 @@ def _sorted(
             faults.append(f"{key} {array.shape} is not the model's")
     modules = {}
     for module, found in parts.items():
-        out, into = tensors[module].shape if tensors[module].transpose else tensors[module].shape[::-1]
-        rank = found["A"].shape[0] if "A" in found else 0
-        shapes = {"A": (rank, into), "B": (out, rank)} | ({"magnitude": (out,)} if config.get("use_dora") else {})
+        *experts, into, out = shape_of(tensors[module])
+        ranks = found["A"].shape[0] if "A" in found else 0
+        shapes = {"A": (ranks, into), "B": (out, ranks)} | ({"magnitude": (out,)} if config.get("use_dora") else {})
         got = {name: array.shape for name, array in found.items()}
-        if got != shapes:
-            faults.append(f"{module} has {got}, must have {shapes}")
+        if got != shapes or ranks % math.prod(experts):
+            of = f", with a multiple of the {experts[0]} experts in place of {ranks}" if experts else ""
+            faults.append(f"{module} has {got}, must have {shapes}{of}")
         else:
-            scale = _scale(config, module, rank)
-            modules[module] = _Module(a=found["A"], b=found["B"], magnitude=found.get("magnitude"), scale=scale)
+            a, b = unstack(found["A"], found["B"], *experts) if experts else (found["A"], found["B"])
+            scale = _scale(config, _named(config, module), a.shape[-2])
+            modules[module] = _Module(a=a, b=b, magnitude=found.get("magnitude"), scale=scale)
     faults += _missing(config, modules, whole)
     if faults:
         raise ConfigError(f"{folder / WEIGHTS}: {'; '.join(faults)}")
     return modules, whole
 
 
+def _parameters(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The parameters of experts by what the file calls them. ConfigError for targets that are no matrices."""
+    targets = list(config.get("target_parameters") or [])
+    experts = expert_parameters(tensors.values())
+    matrices = [*experts, *(f"{name}.weight" for name, tensor in tensors.items() if len(tensor.shape) == 2)]
+    if unknown := [t for t in targets if not any(_ends(name, t) for name in matrices)]:
+        known = ", ".join(sorted({name.split(".", 3)[-1] for name in experts})) or "none here"
+        raise ConfigError(
+            f"{folder / CONFIG}: target_parameters={unknown[0]!r} is no matrix of the model; those of experts: {known}"
+        )
+    wrapped = wrappers(name for name in experts if any(_ends(name, t) for t in targets))
+    return {module: name for name, module in wrapped.items()}
+
+
+def _ends(name: str, end: str) -> bool:
+    return f".{name}".endswith(f".{end}")
+
+
+def _named(config: Mapping[str, Any], module: str) -> str:
+    """What PEFT's patterns see of a module."""
+    weight = f"{module}.weight"
+    return weight if any(_ends(weight, t) for t in config.get("target_parameters") or ()) else module
+
+
 def _missing(config: Mapping[str, Any], modules: Mapping[str, Any], whole: Mapping[str, Any]) -> list[str]:
-    """Modules that the configuration lists and the file does not hold."""
+    """Modules and parameters that the configuration lists and the file does not hold."""
     targets = config.get("target_modules")
     listed = [] if isinstance(targets, str) or targets is None else targets
-    faults = [
-        f"{t} of target_modules is missing" for t in listed if not any(f".{m}".endswith(f".{t}") for m in modules)
-    ]
+    faults = [f"{t} of target_modules is missing" for t in listed if not any(_ends(m, t) for m in modules)]
+    for target in config.get("target_parameters") or []:
+        if not any(_ends(_named(config, module), target) for module in modules):
+            faults.append(f"{target} of target_parameters is missing")
     held = [f".{name.rsplit('.', 1)[0]}" for name in whole]
     # PEFT lists every name that a classifier's head may have.
     optional = {"classifier", "score"} if config.get("task_type") == CLASSIFIER else set[str]()
@@ -207,10 +241,10 @@ def _missing(config: Mapping[str, Any], modules: Mapping[str, Any], whole: Mappi
     return faults + [f"{m} of modules_to_save is missing" for m in saved if not any(h.endswith(f".{m}") for h in held)]
 
 
-def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """PEFT's rule: the first pattern counts that, as a regular expression, matches the end of the module's name."""
+def _scale(config: Mapping[str, Any], name: str, rank: int) -> float:
+    """PEFT's rule: the first pattern counts that, as a regular expression, matches the end of the name."""
     patterns = config.get("alpha_pattern") or {}
-    key = next((p for p in patterns if re.fullmatch(rf"(.*\.)?({p})", module)), None)
+    key = next((p for p in patterns if re.fullmatch(rf"(.*\.)?({p})", name)), None)
     alpha = config["lora_alpha"] if key is None else patterns[key]
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
@@ -228,7 +262,7 @@ def _plans(
             path, layer = by_param[part.param], part.index[0] if part.index else 0
             num = len(every[path].modules)
             of, scale = ranks.setdefault(path, [0] * num), scales.setdefault(path, [0.0] * num)
-            of[layer] = max(of[layer], module.a.shape[0])
+            of[layer] = max(of[layer], module.a.shape[-2])
             if scale[layer] not in (0.0, module.scale):
                 raise ConfigError(f"{folder}: {name}: experts of one layer with different alphas are not supported")
             scale[layer] = module.scale
@@ -241,12 +275,12 @@ def _adapter_arrays(model: Decoder, modules: Mapping[str, _Module], tensors: Map
     found: dict[str, Arrays] = {}
     for name, module in modules.items():
         for part in tensors[name].parts:
-            site, rank = by_param[part.param], module.a.shape[0]
+            site, rank = by_param[part.param], module.a.shape[-2]
             if part.param not in found:
                 found[part.param] = _empty(site)
             arrays = found[part.param]
-            arrays["lora_a"][part.index][:, :rank] = module.a.T
-            arrays["lora_b"][part.index][:rank] = module.b.T[:, part.columns]
+            arrays["lora_a"][part.index][..., :rank] = module.a.swapaxes(-1, -2)
+            arrays["lora_b"][part.index][..., :rank, :] = module.b.swapaxes(-1, -2)[..., part.columns]
             if module.magnitude is not None:
                 arrays["lora_magnitude"][part.index] = module.magnitude[part.columns]
     result: Arrays = {}

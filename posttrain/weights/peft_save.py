@@ -7,7 +7,7 @@ import math
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from posttrain.config import ConfigError
-from posttrain.models.adapter import Adapter, column_norms
+from posttrain.models.adapter import column_norms
 from posttrain.models.decoder import Decoder
-from posttrain.models.names import Tensor
+from posttrain.models.names import Part, Tensor
 from posttrain.weights.lora import base_tensors, has_lora, module_of, sites
+from posttrain.weights.peft_experts import ALONE, expert_parameters, shape_of, stack, words_of_experts, wrappers
 from posttrain.weights.peft_load import CLASSIFIER, CONFIG, PREFIX, WEIGHTS, Arrays
 from posttrain.weights.pieces import Gather
 from posttrain.weights.state import ModelWeights
@@ -48,26 +49,30 @@ def save_adapter(model: Decoder, path: str | Path, *, base: str | None = None) -
         new.rename(target)
 
 
-def refusal(model: Decoder, scales: Mapping[str, Sequence[float]], *, dora: bool) -> str | None:
+def refusal(model: Decoder, scales: Mapping[str, Sequence[float]], *, dora: bool, dropout: float) -> str | None:
     """Why PEFT cannot hold an adapter with these scales of each layer, by our path of the matrix; None where it can.
 
     The model may be without weights, and without the adapter.
     """
     if model.config.tie_embeddings and "embed.embedding" in scales and dora:
         return "PEFT has no DoRA on an embedding that is also the head"
-    plain, of_experts = set[str](), set[str]()
-    for tensor in base_tensors(model):
-        parts = [p for p in tensor.parts if p.param in scales and scales[p.param][p.index[0] if p.index else 0]]
-        if not parts:
+    every = base_tensors(model)
+    words = words_of_experts(every)
+    for tensor in every:
+        if not any(p.param in scales and scales[p.param][p.index[0] if p.index else 0] for p in tensor.parts):
             continue
-        if dora and "experts" in parts[0].param:
-            return f"PEFT has no DoRA on experts ({parts[0].param})"
-        if len(tensor.shape) != 2:
-            return f"{module_of(tensor)} holds all experts in one tensor"
-        (plain if len(parts[0].index) < 2 else of_experts).add(module_of(tensor).rsplit(".", 1)[-1])
-    if both := sorted(plain & of_experts):
-        return f"PEFT takes every {both[0]} for the experts' and would lose the others"
+        if dora and (param := tensor.parts[0].param).rsplit(".", 2)[-2] == "experts":
+            return f"PEFT has no DoRA on experts ({param})"
+        if (dora or dropout) and _mistaken(module_of(tensor), words):
+            return (
+                f"PEFT takes {module_of(tensor)} for a parameter, for which it has no {'DoRA' if dora else 'dropout'}"
+            )
     return None
+
+
+def _mistaken(module: str, words: Collection[str]) -> bool:
+    """Among `target_modules` PEFT would take the name for that of experts: it goes to `target_parameters`."""
+    return module.rsplit(".", 1)[-1] in words and not ALONE.fullmatch(f"{module}.weight")
 
 
 class _Export:
@@ -84,71 +89,122 @@ class _Export:
         first = next(iter(self.adapters.values()))
         self.rslora, self.dora = first.rslora, first.lora_magnitude is not None
         self.dropout = max(adapter.dropout for adapter in self.adapters.values())
-        scales = {p: np.atleast_1d(np.asarray(a.lora_scale[...])).tolist() for p, a in self.adapters.items()}
-        if reason := refusal(model, scales, dora=self.dora):
+        self.scales = {p: np.atleast_1d(np.asarray(a.lora_scale[...])).tolist() for p, a in self.adapters.items()}
+        if reason := refusal(model, self.scales, dora=self.dora, dropout=self.dropout):
             raise ConfigError(f"save_adapter: {reason}; use save_model, which merges")
-        saved = ModelWeights(model).saved()
-        self.saved = []
-        self.of_experts = set[str]()
-        self.modules = [module_of(tensor) for tensor in base_tensors(model)]
-        for tensor in base_tensors(model):
+        self.every = base_tensors(model)
+        self.words = words_of_experts(self.every)
+        self.modules = [module_of(tensor) for tensor in self.every]
+        self._masks: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
+        self.saved: list[str] = []
+        self.targets: list[str] = []
+        """Modules with an adapter."""
+        self.parameters: list[str] = []
+        """Parameters with an adapter, such as those of all experts."""
+        self._add_all()
+
+    def _add_all(self) -> None:
+        saved, read = ModelWeights(self.model).saved(), ModelWeights(self.model).read()
+        experts = expert_parameters(self.every)
+        self.alone = self._alone(experts.values())
+        for tensor in self.every:
+            module = module_of(tensor)
             if any(part.param in saved for part in tensor.parts):
-                self.tensors[PREFIX + tensor.name] = Gather(ModelWeights(model).read()).tensor(tensor)
-                self.saved.append(module_of(tensor))
-                if model.config.tie_embeddings and tensor.parts[0].param == "embed.embedding":
+                self.tensors[PREFIX + tensor.name] = Gather(read).tensor(tensor)
+                self.saved.append(module)
+                if self.model.config.tie_embeddings and tensor.parts[0].param == "embed.embedding":
                     # PEFT asks for both of what is tied.
                     self.tensors[f"{PREFIX}lm_head.weight"] = self.tensors[PREFIX + tensor.name].copy()
-            else:
-                self._add(tensor)
+            elif self._here(tensor) and (self.alone or ".experts." not in tensor.parts[0].param):
+                found, name = (
+                    (self.parameters, tensor.name) if _mistaken(module, self.words) else (self.targets, module)
+                )
+                found.append(name)
+                self._add(tensor, module, name)
+        if not self.alone:
+            for name, module in wrappers(name for name, tensor in experts.items() if self._here(tensor)).items():
+                self.parameters.append(name)
+                self._add(experts[name], module, name)
 
-    def _add(self, tensor: Tensor) -> None:
-        """One A and one B of all parts of a tensor: where their A differ, side by side, B being zero across."""
-        module = module_of(tensor)
-        parts = [(p, self.adapters[p.param]) for p in tensor.parts if self._here(p.param, p.index)]
-        if not parts:
-            return
-        pairs = [_trimmed(adapter, p.index) for p, adapter in parts]
-        scale = pairs[0][2]
-        shared = all(np.array_equal(a, pairs[0][0]) for a, _, _ in pairs)
-        rank = pairs[0][0].shape[1] if shared else sum(a.shape[1] for a, _, _ in pairs)
-        out, into = tensor.shape if tensor.transpose else tensor.shape[::-1]
-        joined_a, joined_b, first = np.zeros((into, rank), np.float32), np.zeros((rank, out), np.float32), 0
-        for (part, _), (a, b, own) in zip(parts, pairs, strict=True):
-            rows = slice(first, first + a.shape[1])
-            joined_a[:, rows] = a
-            joined_b[rows, part.columns] = b * (own / scale)
-            first += 0 if shared else a.shape[1]
-        dtype = parts[0][1].lora_a.dtype
+    def _alone(self, experts: Iterable[Tensor]) -> bool:
+        """PEFT can read the adapters of experts one by one, as those of its older versions: those of all layers are of
+        one rank and alpha, both of what it joins have one, and no other module has a name that ends as theirs."""
+        ranks, here = set[tuple[int, float]](), dict[str, set[bool]]()
+        for tensor in experts:
+            for part in tensor.parts:
+                of_kind = here.setdefault(tensor.name.rsplit(".", 1)[-1], set())
+                of_kind.add(found := self._scale(part) != 0.0)
+                if found:
+                    ranks.add((int(self._used(part).sum()), self._scale(part)))
+        if self.rslora or len(ranks) != 1 or any(len(of_kind) > 1 for of_kind in here.values()):
+            return False
+        return bool(self.words) and not any(_mistaken(module, self.words) for module in self.modules)
+
+    def _scale(self, part: Part) -> float:
+        """0: no adapter."""
+        return self.scales[part.param][part.index[0] if part.index else 0] if part.param in self.scales else 0.0
+
+    def _here(self, tensor: Tensor) -> bool:
+        return any(self._scale(part) for part in tensor.parts)
+
+    def _used(self, part: Part) -> np.ndarray:
+        """The columns of A that a layer has, and not only others."""
+        key = (part.param, part.index[:1])
+        if key not in self._masks:
+            adapter = self.adapters[part.param]
+            pair = (adapter.lora_a[...], adapter.lora_b[...].mT)
+            a, b = (np.asarray(x[part.index[:1]], np.float32) for x in pair)
+            self._masks[key] = np.any(a, axis=tuple(range(a.ndim - 1))) | np.any(b, axis=tuple(range(b.ndim - 1)))
+        return self._masks[key]
+
+    def _pair(self, part: Part) -> tuple[np.ndarray, np.ndarray]:
+        """A [..., in, r] and B [..., r, out]"""
+        adapter, used = self.adapters[part.param], self._used(part)
+        a, b = (np.asarray(x[...][part.index], np.float32) for x in (adapter.lora_a, adapter.lora_b))
+        return a[..., used], b[..., used, :]
+
+    def _add(self, tensor: Tensor, module: str, name: str) -> None:
+        """One A and one B of all parts of a tensor: where their A differ, side by side, B being zero across.
+
+        `module`: in whose name PEFT stores them. `name`: what PEFT's patterns see.
+        """
+        parts = [part for part in tensor.parts if self._scale(part)]
+        pairs = [self._pair(part) for part in parts]
+        scale = self._scale(parts[0])
+        shared = all(np.array_equal(a, pairs[0][0]) for a, _ in pairs)
+        rank = pairs[0][0].shape[-1] if shared else sum(a.shape[-1] for a, _ in pairs)
+        *lead, into, out = shape_of(tensor)
+        joined_a, joined_b = np.zeros((*lead, into, rank), np.float32), np.zeros((*lead, rank, out), np.float32)
+        first = 0
+        for part, (a, b) in zip(parts, pairs, strict=True):
+            rows = slice(first, first + a.shape[-1])
+            joined_a[..., rows] = a
+            joined_b[..., rows, part.columns] = b * (self._scale(part) / scale)
+            first += 0 if shared else a.shape[-1]
+        dtype = self.adapters[parts[0].param].lora_a.dtype
         kind, end = ("embedding_", "") if tensor.parts[0].param == "embed.embedding" else ("", ".weight")
-        for letter, array in (("A", joined_a), ("B", joined_b)):
-            self.tensors[f"{PREFIX}{module}.lora_{kind}{letter}{end}"] = np.ascontiguousarray(array.T).astype(dtype)
+        stacked = stack(joined_a.swapaxes(-1, -2), joined_b.swapaxes(-1, -2))
+        for letter, array in zip("AB", stacked, strict=True):
+            self.tensors[f"{PREFIX}{module}.lora_{kind}{letter}{end}"] = np.ascontiguousarray(array).astype(dtype)
         if self.dora:
             self.tensors[f"{PREFIX}{module}.lora_magnitude_vector"] = self._magnitudes(tensor, out)
-        if len(parts[0][0].index) == 2:
-            self.of_experts.add(module.rsplit(".", 1)[-1])
-        self.ranks[module] = rank
+        self.ranks[name] = rank
         alpha = scale * (math.sqrt(rank) if self.rslora else rank)
-        self.alphas[module] = round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-6) else alpha
-
-    def _here(self, param: str, index: tuple[int, ...]) -> bool:
-        """A layer of the parameter has an adapter."""
-        return param in self.adapters and bool(np.asarray(self.adapters[param].lora_scale[...])[index[:1]])
+        self.alphas[name] = round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-6) else alpha
 
     def _magnitudes(self, tensor: Tensor, out: int) -> np.ndarray:
         magnitudes = np.empty(out, np.float32)
         for part in tensor.parts:
             magnitudes[part.columns] = np.asarray(column_norms(self.matrices[part.param][part.index]))
-            if self._here(part.param, part.index):
+            if self._scale(part):
                 trained = self.adapters[part.param].lora_magnitude[...][part.index]
                 magnitudes[part.columns] += np.asarray(trained, np.float32)
         return magnitudes
 
     def config(self, base: str | None) -> dict[str, Any]:
-        # PEFT knows no patterns for experts.
-        general = [m for m in self.ranks if m.rsplit(".", 1)[-1] in self.of_experts] or list(self.ranks)
-        rank, alpha = (Counter(of[m] for m in general).most_common(1)[0][0] for of in (self.ranks, self.alphas))
-        if self.of_experts and any((self.ranks[m], self.alphas[m]) != (rank, alpha) for m in general):
-            raise ConfigError("save_adapter: PEFT has one rank and alpha for all experts; use save_model, which merges")
+        # PEFT knows no patterns for experts one by one.
+        alone = {name for name in self.ranks if self.alone and ALONE.fullmatch(f"{name}.weight")}
+        rank, alpha = (Counter(of[m] for m in alone or of).most_common(1)[0][0] for of in (self.ranks, self.alphas))
         tied = self.model.config.tie_embeddings
         return {
             "peft_type": "LORA",
@@ -163,21 +219,28 @@ class _Export:
             "init_lora_weights": True,
             "use_rslora": self.rslora,
             "use_dora": self.dora,
-            "target_modules": self._short(list(self.ranks)),
-            "modules_to_save": self._short(self.saved) or None,
+            "target_modules": _short(self.targets, self.modules, _word),
+            "target_parameters": _short(self.parameters, self._matrices(), _place) or None,
+            "modules_to_save": _short(self.saved, self.modules, _word) or None,
             "rank_pattern": {re.escape(m): r for m, r in self.ranks.items() if r != rank},
             "alpha_pattern": {re.escape(m): a for m, a in self.alphas.items() if a != alpha},
             "ensure_weight_tying": tied and any(m.endswith("embed_tokens") for m in (*self.ranks, *self.saved)),
         }
 
-    def _short(self, modules: list[str]) -> list[str]:
-        """Last words of names, where all modules that end so are meant; else the whole name."""
-        total, meant = (Counter(m.rsplit(".", 1)[-1] for m in set(names)) for names in (self.modules, modules))
-        return sorted({m if total[w := m.rsplit(".", 1)[-1]] != meant[w] else w for m in modules})
+    def _matrices(self) -> list[str]:
+        return [*expert_parameters(self.every), *(f"{module}.weight" for module in self.modules)]
 
 
-def _trimmed(adapter: Adapter, index: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, float]:
-    """A [in, r], B [r, out] and scale of one layer, without the columns that other layers have more."""
-    a, b = (np.asarray(x[...][index], np.float32) for x in (adapter.lora_a, adapter.lora_b))
-    used = a.any(axis=0) | b.any(axis=1)
-    return a[:, used], b[used], float(np.asarray(adapter.lora_scale[...])[index[:1]])
+def _short(meant: Collection[str], every: Collection[str], end: Callable[[str], str]) -> list[str]:
+    """Ends of names, where all that end so are meant; else the whole name."""
+    total, found = (Counter(end(name) for name in set(names)) for names in (every, meant))
+    return sorted({name if total[e := end(name)] != found[e] else e for name in meant})
+
+
+def _word(name: str) -> str:
+    return name.rsplit(".", 1)[-1]
+
+
+def _place(name: str) -> str:
+    """In its layer."""
+    return re.sub(r".*\blayers\.\d+\.", "", name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import re
 from collections.abc import Callable, Hashable, Mapping
@@ -19,6 +20,7 @@ from jaxtyping import Float
 
 from posttrain.config import Quantize, RolloutQuantize
 from posttrain.console import console
+from posttrain.kernels.platform import has_fp8, platform_of
 from posttrain.mesh import param_sharding
 from posttrain.models.decoder import Decoder
 from posttrain.models.layers import Adaptable
@@ -27,6 +29,7 @@ from posttrain.weights.lora import Site, merge, sites
 from posttrain.weights.pieces import Reader, Sources, write
 from posttrain.weights.state import ADAPTER, ModelWeights, Weights
 
+LOGGER = logging.getLogger("posttrain.weights")
 CODES, SCALES = ".codes", ".scales"
 
 Errors = dict[str, Float[Array, " 2"]]
@@ -119,6 +122,19 @@ def _placed(array: Array, sharding: Sharding | None) -> Array:
     return array if sharding is None else jax.lax.with_sharding_constraint(array, sharding)
 
 
+def told(kind: RolloutQuantize, model: Decoder, own: Weights) -> str:
+    """In one line what a sampler's copy is, of which these arrays are its own."""
+    compute = model.compute
+    size, plain = (sum(w.nbytes for w in of) / 2**20 for of in (own.values(), ModelWeights(model).read().values()))
+    line = f"rollout: samples from a copy, {size:,.1f} MiB beside the model's {plain:,.1f}"
+    if kind == "none":
+        return line
+    line += f", its matrices stored in {kind}; products are in {compute.dtype}, of matrices made whole layer by layer"
+    if kind == "fp8" and not has_fp8(compute.mesh):
+        line += f"; {platform_of(compute.mesh)} has no fp8 here and emulates it: int8 is as small and more exact"
+    return line
+
+
 class _Made(NamedTuple):
     outline: ModelWeights
     kept: frozenset[str]
@@ -134,6 +150,8 @@ class Copies:
 
     def __init__(self, kind: RolloutQuantize):
         self.kind = kind
+        self.own_bytes = 0
+        """Of the latest copy: what it does not share with the model, over all devices."""
         self._made: dict[Hashable, _Made] = {}
 
     def __call__(self, model: Decoder) -> tuple[ModelWeights, Weights]:
@@ -141,8 +159,11 @@ class Copies:
         if graph not in self._made:
             self._made[graph] = self._make(source)
         made, arrays = self._made[graph], source.read()
-        shared = {path: arrays[path] for path in made.kept}
-        return made.outline, {**shared, **made.program(arrays)}
+        shared, own = {path: arrays[path] for path in made.kept}, made.program(arrays)
+        if not self.own_bytes:
+            LOGGER.info("%s", told(self.kind, model, own))
+        self.own_bytes = sum(array.nbytes for array in own.values())
+        return made.outline, {**shared, **own}
 
     def _make(self, source: ModelWeights) -> _Made:
         def copied(arrays: Weights) -> Decoder:

@@ -93,6 +93,15 @@ def test_48_layers_are_no_more_to_compile_than_few(program: Any, pattern: str) -
 
 
 @pytest.mark.optimized
+def test_rematerialisation_acts_on_few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which XLA:CPU would compute once, unrolled."""
+    monkeypatch.setattr(decoder, "UNROLLED_LAYERS_ON_CPU", 8)
+    programs = [training_step(tiny_model(num_layers=6, windows=(None,), remat=remat)) for remat in ("none", "full")]
+    plain, saving = (program.compile().memory_analysis().temp_size_in_bytes for program in programs)
+    assert saving < 0.5 * plain
+
+
+@pytest.mark.optimized
 @pytest.mark.parametrize("remat", ["full", "dots", "offload"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_rematerialisation_saves_memory_and_changes_nothing(remat: Any, pattern: str) -> None:

@@ -245,6 +245,15 @@ def test_merged_tensors_are_the_source_and_the_adapter(tmp_path: Path, name: str
     assert f"; {2 * model.config.num_layers} are it with the adapter added by numpy" in told
 
 
+@pytest.mark.parametrize(("name", "num"), [("gpt_oss", 4 * 2), ("deepseek_v3", 3 * 3 + 2 * 8 * 3), ("mixtral", 5 * 3)])
+def test_merged_experts_are_the_source_and_the_adapter(tmp_path: Path, name: str, num: int) -> None:
+    model = small_adapter(name, targets=("mlp",), layers=(0,) if name == "mixtral" else None)
+    save_model(model, tmp_path / "out")
+    save_adapter(model, tmp_path / "adapter")
+    told = compare_with_source(tmp_path / "out", GOLDENS / name, tmp_path / "adapter", trained=False)
+    assert f"; {num} are it with the adapter added by numpy" in told
+
+
 @pytest.mark.parametrize("fault", ["unmerged", "swapped_experts", "missing_shard", "lost_tensor"])
 def test_the_tensors_show_seeded_faults_without_another_reader(tmp_path: Path, fault: str) -> None:
     model = small_adapter("mixtral", targets=("q_proj", "o_proj"))

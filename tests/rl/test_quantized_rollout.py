@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import jax
@@ -85,8 +86,18 @@ def quantized_world(kind: RolloutQuantize) -> World:
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_an_update_with_a_quantised_sampler(kind: RolloutQuantize) -> None:
-    world = quantized_world(kind)
+def test_an_update_with_a_quantised_sampler(kind: RolloutQuantize, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "posttrain.weights"):
+        world = quantized_world(kind)
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert f"its matrices stored in {kind}; products are in float32" in told
+    assert ("cpu has no fp8 here and emulates it" in told) == (kind == "fp8")
+    weights = ModelWeights(world.trainer.model)
+    matrices = sum(
+        array.nbytes for path, array in weights.read().items() if re.search(r"(attention|mlp)\.\w+\.k", path)
+    )
+    own = world.cluster.engine.metrics()["rollout/copy_mib"] * 2**20
+    assert matrices / 4 < own < matrices / 3, "a quarter of float32, and the scales"
     outcome = world.step()
     batch, sampled = outcome.batch, outcome.batch.loss_weight > 0
     metrics = to_host(outcome.metrics)
