@@ -190,11 +190,13 @@ def distill(teacher: Path, **changes: Any) -> dict[str, Any]:
 
 
 def test_all_ways_to_a_teacher_give_the_same_losses(tmp_path: Path, teacher: Path, server: Server) -> None:
-    """In the step, at a server, from a cache that the server filled, and on four of the eight devices."""
+    """In the step, at a server (with tokens of its own, too), from a cache that the server filled, and on four of the
+    eight devices."""
     at_server = {"path": str(teacher), "model": "big", "url": f"{server.url}/v1", "api_key_env": "KEY_OF_TEST"}
     ways = {
         "inside": {"top_k": None},
         "served": {"teachers": [at_server]},
+        "aligned": {"teachers": [{**at_server, "tokenizer": "align"}]},
         "cached": {"teachers": [at_server], "cache": str(tmp_path / "cache")},
         "apart": {"teachers": [{"path": str(teacher), "mesh": {"fsdp": 4}}]},
     }
@@ -208,7 +210,7 @@ def test_all_ways_to_a_teacher_give_the_same_losses(tmp_path: Path, teacher: Pat
         assert done.code == 0, done.err
         losses[name] = [line["loss"] for line in lines(tmp_path / name / "out")]
     assert len(server.bodies) == asked, "a cache asks nobody"
-    for name in ("served", "cached", "apart"):
+    for name in ("served", "aligned", "cached", "apart"):
         np.testing.assert_allclose(losses[name], losses["inside"], rtol=5e-3, err_msg=name)
 
 
