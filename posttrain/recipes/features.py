@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from posttrain.config import (
@@ -52,7 +52,7 @@ def matching_of(features: FeaturesSection, student: ModelConfig, teacher: ModelC
 
 
 def check_features(
-    section: DistillSection, teachers: list[TeacherSource], student: ModelConfig | None, base_dir: Path
+    section: DistillSection, teachers: Sequence[TeacherSource], student: ModelConfig | None, base_dir: Path
 ) -> list[str]:
     """Lines that say which layers learn from which; or that it cannot be said."""
     if section.features is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.weights.load import init_model
 from posttrain.weights.save import save_model
-from tests.recipes.runs import INIT, lines, posttrain, write_run
+from tests.recipes.runs import INIT, lines, posttrain, start, write_run
 
 STORIES = "models/stories260k"
 TEXT = "data/text/tinystories_v2gpt4_train_head.jsonl"
@@ -101,10 +102,11 @@ def test_a_template_that_changes_the_text_is_refused(tmp_path: Path, teacher: Pa
 
 def test_a_teacher_of_shorter_tokens_is_refused(tmp_path: Path, teacher: Path, shared: Path) -> None:
     """Of single bytes, where the student's tokens are pieces of words."""
-    dataset = {"path": str(shared / TEXT), "limit": 8}
-    changes = {"dataset": dataset, "eval_dataset": None, "row_tokens": 32, "overlong": "truncate"}
     model = {"model": {"init": INIT, "tokenizer": str(shared / STORIES)}}
-    error = posttrain("check", write_run(tmp_path, stage(teacher, **changes), **model)).error
+    file = write_run(tmp_path, stage(teacher, eval_dataset=None, row_tokens=32), **model)
+    row = {"prompt": "Tell me.", "completion": "Once upon a time there was a girl."}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    error = posttrain("check", file).error
     assert "that of teacher big is another than the student's at" in error and "(at most 30% may be)" in error
 
 
@@ -125,8 +127,9 @@ def test_a_student_of_other_tokens_learns_from_an_aligned_teacher(tmp_path: Path
         checkpoint_every=100,
     )
     student = {**INIT, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 256}
-    done = posttrain("run", write_run(tmp_path, made, model={"init": student, "tokenizer": "bytes"}))
-    assert done.code == 0, done.err
+    process = start("run", write_run(tmp_path, made, model={"init": student, "tokenizer": "bytes"}))
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
     steps = lines(tmp_path / "out")
     before, after = steps[0], steps[-1]
     print({name: (before[name], after[name]) for name in before if "distill" in name})

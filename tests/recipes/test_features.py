@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
@@ -19,7 +18,7 @@ from posttrain.models.matching import Matching, Relation
 from posttrain.recipes.features import distill_loss, matching_of
 from posttrain.weights.load import init_model
 from posttrain.weights.save import save_model
-from tests.recipes.runs import INIT, inside, lines, posttrain, write_run
+from tests.recipes.runs import INIT, inside, lines, posttrain, start, write_run
 
 STORIES = "models/stories260k"
 TEXT = "data/text/tinystories_v2gpt4_train_head.jsonl"
@@ -102,7 +101,9 @@ def test_every_field_says_what_is_matched(folder: Path) -> None:
     latent = {"model_type": "deepseek_v3", "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": None}
     latent |= {"qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 6, "first_k_dense_replace": 5}
     latent |= {"kv_lora_rank": 8, "moe_intermediate_size": 8, "n_routed_experts": 4}
-    found, _ = matching(folder, {"attention": {"layers": {0: 1}}}, teacher={**TEACHER, **latent})
+    latent |= {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+    large = {name: value for name, value in TEACHER.items() if name != "head_dim"} | latent
+    found, _ = matching(folder, {"attention": {"layers": {0: 1}}}, teacher=large)
     assert [relation.heads for relation in found.relations] == [2, 1, 1]
 
 
@@ -127,39 +128,29 @@ def test_what_is_refused(folder: Path, features: Any, changes: dict[str, Any], t
 @pytest.mark.thorough
 @pytest.mark.optimized
 def test_layers_of_a_real_teacher_are_learned(shared: Path, tmp_path: Path) -> None:
-    """On held-out stories the distances of a narrower student fall, of what has a weight more than without it; what is
-    saved is the student alone."""
+    """On held-out stories the distances of a narrower student fall: those of attention to less than a half, and
+    without their weight by a tenth. What is saved is the student alone."""
     text = str(shared / TEXT)
-    student = {
-        **INIT,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 256,
-    }
-    found: dict[str, list[dict[str, Any]]] = {}
-    # Without a weight to speak of the distances are measured only, and their projections learn as fast.
-    for name, weight in {"features": 1.0, "measured": 1e-9}.items():
-        made = stage(
-            shared / STORIES,
-            features={"hidden": {"weight": 1.0}, "attention": {"weight": weight}},
-            dataset={"path": text, "limit": 200},
-            eval_dataset={"path": text, "skip": 1600, "limit": 8},
-            overlong="truncate",
-            num_steps=40,
-            row_tokens=192,
-            checkpoint_every=100,
-        )
-        model = {"model": {"init": student, "tokenizer": str(shared / STORIES)}}
-        outcome = posttrain("run", write_run(tmp_path, made, name=f"{name}.yaml", output=str(tmp_path / name), **model))
-        assert outcome.code == 0, outcome.err
-        found[name] = lines(tmp_path / name)
-    ends = {name: (of_run[0], of_run[-1]) for name, of_run in found.items()}
-    print({name: [{k: v for k, v in line.items() if "distill" in k} for line in two] for name, two in ends.items()})
-    before, after = ends["features"]
+    made = stage(
+        shared / STORIES,
+        features={"hidden": {}, "attention": {"layers": {0: 0}}},
+        dataset={"path": text, "limit": 200},
+        eval_dataset={"path": text, "skip": 1600, "limit": 8},
+        overlong="truncate",
+        num_steps=60,
+        batch_rows=8,
+        row_tokens=128,
+        checkpoint_every=100,
+    )
+    student = {**INIT, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    student |= {"max_position_embeddings": 256}
+    process = start("run", write_run(tmp_path, made, model={"init": student, "tokenizer": str(shared / STORIES)}))
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    before, *_, after = lines(tmp_path / "out")
+    print({name: (before[name], after[name]) for name in before if "distill" in name})
     assert after["eval/distill/hidden"] < 0.6 * before["eval/distill/hidden"]
-    assert after["eval/distill/attention"] < 0.7 * before["eval/distill/attention"]
-    assert after["eval/distill/attention"] < 0.8 * ends["measured"][1]["eval/distill/attention"]
-    assert np.isfinite([line["distill/hidden"] for line in found["features"] if "distill/hidden" in line]).all()
-    saved = load_file(tmp_path / "features" / "0-distill" / "model" / "model.safetensors")
+    assert after["eval/distill/attention"] < 0.6 * before["eval/distill/attention"]
+    saved = load_file(tmp_path / "out" / "0-distill" / "model" / "model.safetensors")
     assert not [name for name in saved if "matching" in name or "projection" in name]
+    assert posttrain("export", "--to", "hf", tmp_path / "out", tmp_path / "exported").code == 0
