@@ -7,8 +7,9 @@ A random decoder of hidden 256 x 4 layers, 8 heads on 4 key-value heads of 32, M
 float32, AdamW, one update a step:
 
 `sft`: 8 rows of 256 tokens. `lora`: the same with adapters of rank 16 on all linear layers. `dpo`: 4 pairs of 64 + 192
-tokens with the reference in every step; `dpo-cached`: with its log-probabilities given. `distill`: `sft` with a teacher
-of hidden 512 x 8 layers in the step, forward KL at temperature 2. `spread`: sequences of 32 to 256 tokens packed into
+tokens with the reference in every step, a prompt computed once for both answers; `dpo-apart`: for each; `dpo-cached`:
+with the reference's log-probabilities given. `distill`: `sft` with a teacher of hidden 512 x 8 layers in the step,
+forward KL at temperature 2. `spread`: sequences of 32 to 256 tokens packed into
 8 rows of 256; `spread-padded`: one in each row. `completion`: `sft` with loss on the last quarter of each row.
 
 Tokens are those of sequences, never padding. Each run is a process of its own, a peer in the Python that is given, and
@@ -40,7 +41,7 @@ from train_work import PAIRS, PROMPT, RESPONSE, ROWS, STUDENT, TEACHER, TOKENS, 
 
 HERE = Path(__file__).resolve().parent
 PEERS = HERE.parent.parent / "shared" / "peers"
-WORKS = ("sft", "lora", "dpo", "dpo-cached", "distill", "spread", "spread-padded", "completion")
+WORKS = ("sft", "lora", "dpo", "dpo-apart", "dpo-cached", "distill", "spread", "spread-padded", "completion")
 ITEMS = {"sft": "sft", "lora": "lora", "dpo": "dpo", "distill": "distill", "spread": "spread"}
 """What the peers' drivers do as well."""
 
@@ -58,8 +59,9 @@ def step_flops(work: str) -> float:
     tokens = ROWS * TOKENS
     if work.startswith("dpo"):
         length, answers = PROMPT + RESPONSE, 2 * PAIRS
-        one = forward_flops(STUDENT, answers * length, length, answers * RESPONSE)
-        return (4 if work == "dpo" else 3) * one
+        computed = answers * length - (0 if work == "dpo-apart" else PAIRS * (PROMPT - 1))
+        one = forward_flops(STUDENT, computed, length, answers * RESPONSE)
+        return (3 if work == "dpo-cached" else 4) * one
     scored = tokens // 4 if work == "completion" else tokens
     one = forward_flops(STUDENT, tokens, TOKENS, scored)
     if work == "distill":

@@ -35,6 +35,8 @@ from posttrain.weights.load import init_model
 VOCAB, FIRST = 4096, 3
 ROWS, TOKENS = 8, 256
 PAIRS, PROMPT, RESPONSE = 4, 64, 192
+TOKENS_OF_PAIRS = 2 * PAIRS * (PROMPT + RESPONSE)
+"""With both prompts, as peers count them, also where a prompt is computed once."""
 RANK, TEMPERATURE = 16, 2.0
 SHORTEST = 32
 SKIPPED = 2
@@ -119,7 +121,7 @@ def batches_of(name: str, rng: np.random.Generator) -> Iterator[Batch]:
         elif name == "completion":
             yield rows_of([[TOKENS]] * ROWS, rng, TOKENS, unweighted=TOKENS * 3 // 4)
         elif name.startswith("dpo"):
-            yield pairs(rng)
+            yield pairs(rng) if name == "dpo-apart" else with_prompts_once(pairs(rng))
         else:
             yield rows_of([[TOKENS]] * ROWS, rng, TOKENS)
 
@@ -132,6 +134,20 @@ def pairs(rng: np.random.Generator) -> Batch:
     tokens[:, length : length + PROMPT] = tokens[:, :PROMPT]
     sign = np.where(np.asarray(batch.segments) == 1, 1, -1)
     return replace(batch, tokens=tokens, roles=np.where(np.asarray(batch.loss_weight) > 0, sign, 0).astype(np.int32))
+
+
+def with_prompts_once(batch: Batch) -> Batch:
+    """The same pairs as the product lays them out: a prompt but for its last token, and both answers from there on."""
+    length, shared = PROMPT + RESPONSE, PROMPT - 1
+    kept = np.r_[:length, length + shared : 2 * length]
+    parts = np.repeat(np.arange(1, 4, dtype=np.int32), [shared, length - shared, length - shared])
+    rows = jax.tree.map(lambda x: np.asarray(x)[:, kept], batch)
+    shape = rows.tokens.shape
+    return replace(
+        rows,
+        segments=np.broadcast_to(parts, shape).copy(),
+        parents=np.broadcast_to(np.where(parts > 1, 1, 0).astype(np.int32), shape).copy(),
+    )
 
 
 def trainer_of(
@@ -184,7 +200,9 @@ def main() -> None:
         batch = next(work.batches)
         jax.block_until_ready(work.trainer.step(work.complete(batch)))
         stamps.append((time.perf_counter(), time.process_time()))
-        useful.append(int((np.asarray(batch.segments) > 0).sum()))
+        useful.append(
+            TOKENS_OF_PAIRS if arguments.work.startswith("dpo") else int((np.asarray(batch.segments) > 0).sum())
+        )
     seconds = np.diff(np.asarray(stamps), axis=0)
     steady, tokens = seconds[SKIPPED:], np.asarray(useful[SKIPPED:])[:, None]
     best, median = (tokens / steady).max(axis=0), np.median(tokens / steady, axis=0)

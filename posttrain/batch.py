@@ -45,11 +45,13 @@ class Batch:
 
     tokens: Int[Array | HostArray, "B T"]
     positions: Int[Array | HostArray, "B T"]
-    """Restart at 0 in each sequence."""
+    """Restart at 0 in each sequence that does not go on from another, as `parents` says."""
     segments: Int[Array | HostArray, "B T"]
     """1..S within a row, rising; 0 is padding."""
     loss_weight: Float[Array | HostArray, "B T"]
     """0 on prompt, tool output, padding and on the first token of a sequence."""
+    parents: Int[Array | HostArray, "B T"] | None = None
+    """Of a token whose sequence goes on from an earlier one of its row, and sees that one too: its segment; else 0."""
     sampler_logps: Float[Array | HostArray, "B T"] | None = None
     """The rollout engine's log-probability of each sampled token, before truncation."""
     old_logps: Float[Array | HostArray, "B T"] | None = None

@@ -47,6 +47,7 @@ def model_inputs(batch: Batch) -> Batch:
         positions=batch.positions,
         segments=batch.segments,
         loss_weight=batch.loss_weight,
+        parents=batch.parents,
         experts=batch.experts,
     )
 
@@ -108,6 +109,7 @@ class FrozenModel:
 
     def _in_passes(self, function: Callable[..., Any], batch: Batch) -> Any:
         """The host arrays that `function` gives of all rows; zeros of empty ones at the end."""
+        assert batch.parents is None, "sequences that go on from others are scored by the trainer"
         total, used = batch.shape[0], np.flatnonzero(np.asarray(batch.segments).any(axis=1))
         rows = rows_per_pass(total, self._rows, row_shards(self._mesh))
         weights, parts = self._weights.read(), []

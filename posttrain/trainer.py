@@ -269,9 +269,11 @@ class Trainer:
             drop(model, keys.dropout)
         tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
         experts = None if batch.experts is None else jnp.moveaxis(jnp.asarray(batch.experts, jnp.int32), 2, 0)
+        parents = None if batch.parents is None else jnp.asarray(batch.parents)
         noise = None if keys is None or keys.noise is None else self._noise(keys.noise, segments)
-        taps = None if matching is None else matching.student
-        hidden, routing, own = model.features(tokens, positions, segments, taps, experts=experts, noise=noise)
+        assert matching is None or parents is None, "sequences that go on from others have no features to match"
+        inputs, more = (tokens, positions, segments), {"experts": experts, "noise": noise, "parents": parents}
+        hidden, routing, own = model.features(*inputs, None if matching is None else matching.student, **more)
         if model.config.scalar_head:
             scores = jnp.where(segments > 0, model.scores(hidden), 0.0)
             return ScoreStats(scores=scores), None if routing is None else routing.stats
@@ -280,7 +282,7 @@ class Trainer:
         for structure, arrays in zip(self._teachers, taught or [], strict=taught is not None):
             teacher = structure.bind(jax.lax.stop_gradient(arrays))
             taps = None if matching is None else matching.teacher
-            final, _, theirs = teacher.features(tokens, positions, segments, taps)
+            final, _, theirs = teacher.features(*inputs, taps, parents=parents)
             teachers.append(Teacher(teacher.logits, final))
         teachers += (batch.teachers or ()) if taught is not None else ()
         stats = token_stats(

@@ -1,4 +1,8 @@
-"""Settings of the whole suite; none of them needs an import of JAX, and child processes inherit them."""
+"""Settings of the whole suite; none of them needs an import of JAX, and child processes inherit them.
+
+They count for what is imported after them. pytest imports the `conftest.py` of a folder that it is given before them:
+such a file imports JAX and posttrain inside its fixtures.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if early := {"jax", "posttrain"} & sys.modules.keys():
+        raise pytest.UsageError(
+            f"{', '.join(sorted(early))}: imported before the settings and shape checks of the suite; "
+            "a conftest.py must import it inside its fixtures"
+        )
     os.environ["JAX_PLATFORMS"] = "cuda,cpu" if config.getoption("--gpu") else "cpu"
     # Virtual devices that wait for each other on a busy machine: after 40 seconds XLA would end the process.
     patience = "--xla_cpu_collective_call_terminate_timeout_seconds=900 --xla_cpu_collective_timeout_seconds=900"

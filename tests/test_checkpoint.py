@@ -152,6 +152,8 @@ def damage(folder: Path, kind: str) -> None:
             file.write_bytes(b"\x00" * file.stat().st_size)
 
 
+# Reads that a failed restore leaves behind end in threads of TensorStore, at times after the loop that they report to.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", ["host", "no host", "truncated", "manifest", "zeros"])
 def test_a_damaged_step_is_one_clear_line_and_no_fallback(tmp_path, kind, capfd):
     arrays = {"w": jax.random.normal(jax.random.key(0), (64, 64)), "v": jnp.ones(3)}

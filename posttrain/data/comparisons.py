@@ -41,6 +41,9 @@ class Units:
     """Chosen prompts, too."""
     margins: bool = False
     ref_logps: KnownLogps | None = None
+    share_prompts: bool = False
+    """What both sequences of a pair begin with stands in the row once, as a sequence from which both go on. Of pairs
+    without weights on prompts."""
 
     def __len__(self) -> int:
         return len(self.rows) * self._per_row
@@ -53,7 +56,7 @@ class Units:
     @property
     def names(self) -> tuple[str, ...]:
         """Of the arrays of a unit."""
-        names = ("tokens", "positions", "part", "roles", "loss_weight", "unit")
+        names = ("tokens", "positions", "part", "parent", "roles", "loss_weight", "unit")
         return names + ("margins",) * self.margins + ("ref_logps",) * (self.ref_logps is not None)
 
     def __call__(self, index: int) -> Unit | None:
@@ -64,7 +67,7 @@ class Units:
             fitted = self._fit(sequences) if sequences else None
             if fitted is None:
                 return None
-            unit = _arrays(index, fitted)
+            unit = _arrays(index, fitted, self._shared(fitted))
             better = margin(values) if self.margins else 0.0
         if self.margins:
             unit["margins"] = np.where(unit["roles"] == CHOSEN, better, 0.0).astype(np.float32)
@@ -102,13 +105,15 @@ class Units:
 
     def _fit(self, sequences: Sequence[Judged]) -> list[Judged] | None:
         """What of the sequences a row holds; None: the unit is left out."""
-        lengths, limit = [len(one.tokens) for one in sequences], self.section.row_tokens
+        lengths, shared = [len(one.tokens) for one in sequences], self._shared(sequences)
+        limit = self.section.row_tokens + shared
         if sum(lengths) <= limit:
             return list(sequences)
         if self.section.overlong == "error":
+            less = f" - {shared} (what both begin with)" if shared else ""
             raise ConfigError(
-                f"it has {' + '.join(map(str, lengths))} tokens, which must share row_tokens={limit}; "
-                "raise row_tokens, or set overlong to truncate or drop"
+                f"it has {' + '.join(map(str, lengths))}{less} tokens, which must share "
+                f"row_tokens={self.section.row_tokens}; raise row_tokens, or set overlong to truncate or drop"
             )
         if self.section.overlong == "drop":
             return None
@@ -116,6 +121,18 @@ class Units:
         longest = max(half, limit - min(lengths)) if len(sequences) == 2 and min(lengths) < half else half
         cut = [one.cut(longest) for one in sequences]
         return cut if all(one.weight.any() for one in cut) else None
+
+    def _shared(self, sequences: Sequence[Judged]) -> int:
+        """How many tokens of a prompt stand in the row once: all but its last, which each answer has before it.
+
+        So the hidden state that predicts the first token of an answer stands in front of it, as everywhere.
+        """
+        if not self.share_prompts:
+            return 0
+        prompts = [one.tokens[: max(int(np.argmax(one.weight > 0)) - 1, 0)] for one in sequences]
+        length = min(map(len, prompts))
+        differ = np.flatnonzero(prompts[0][:length] != prompts[1][:length])
+        return int(differ[0]) if len(differ) else length
 
 
 class Judged(NamedTuple):
@@ -137,15 +154,22 @@ class Judged(NamedTuple):
         return Judged(self.tokens[:length], self.weight[:length], self.roles[:length])
 
 
-def _arrays(index: int, sequences: Sequence[Judged]) -> Unit:
-    parts = range(1, len(sequences) + 1)
-    lengths = [len(one.tokens) for one in sequences]
+def _arrays(index: int, sequences: Sequence[Judged], shared: int) -> Unit:
+    """`part` is the number of a token's sequence in the unit, and `parent` that of the one that it goes on from."""
+    pieces = [Judged(*(array[shared:] for array in one)) for one in sequences]
+    if shared:
+        pieces = [sequences[0].cut(shared), *pieces]
+    lengths, starts = [len(one.tokens) for one in pieces], [0] + [shared] * (len(pieces) - 1)
+    parents = [0] + [1 if shared else 0] * (len(pieces) - 1)
     return {
-        "tokens": np.concatenate([one.tokens for one in sequences]),
-        "loss_weight": np.concatenate([one.weight for one in sequences]),
-        "roles": np.concatenate([one.roles for one in sequences]),
-        "positions": np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
-        "part": np.repeat(np.asarray(parts, np.int32), lengths),
+        "tokens": np.concatenate([one.tokens for one in pieces]),
+        "loss_weight": np.concatenate([one.weight for one in pieces]),
+        "roles": np.concatenate([one.roles for one in pieces]),
+        "positions": np.concatenate(
+            [np.arange(s, s + n, dtype=np.int32) for s, n in zip(starts, lengths, strict=True)]
+        ),
+        "part": np.repeat(np.arange(1, len(pieces) + 1, dtype=np.int32), lengths),
+        "parent": np.repeat(np.asarray(parents, np.int32), lengths),
         "unit": np.full(sum(lengths), index, np.int32),
     }
 
@@ -161,7 +185,7 @@ class ComparisonBatches(Stream):
     """Endless host batches of `batch_rows` rows; every epoch holds each unit once, in a new order."""
 
     def __init__(self, units: Units, *, seed: int) -> None:
-        section, dataset = units.section, units.dataset
+        section, dataset, self._units = units.section, units.dataset, units
         identity = {
             "dataset": fingerprint(dataset, units.rows),
             "tokens": token_fingerprint(units.rows, replace(units, ref_logps=None)),
@@ -172,6 +196,7 @@ class ComparisonBatches(Stream):
             "packing": section.packing,
             "overlong": section.overlong,
             "units": units.kind,
+            "share_prompts": units.share_prompts,
         }
         numbers = order(len(units), shuffle=dataset.shuffle, seed=seed)
         super().__init__(iter(_packed(units, numbers.map(units)).batch(section.batch_rows)), identity)
@@ -184,7 +209,7 @@ class ComparisonBatches(Stream):
 
     def numbered(self) -> NumberedRows:
         """The next batch, with the units that its tokens are of."""
-        return _to_batch(next(self._iterator))
+        return _to_batch(next(self._iterator), self._units)
 
 
 def all_rows(units: Units) -> Iterator[NumberedRows]:
@@ -193,7 +218,7 @@ def all_rows(units: Units) -> Iterator[NumberedRows]:
 
     rows = units.section.batch_rows
     for made in _packed(units, grain.MapDataset.range(len(units)).map(units)).batch(rows, drop_remainder=False):
-        yield _to_batch(pad_rows(made, rows))
+        yield _to_batch(pad_rows(made, rows), units)
 
 
 def _packed(units: Units, examples: Any) -> Any:
@@ -210,15 +235,16 @@ def _packed(units: Units, examples: Any) -> Any:
     )
 
 
-def _to_batch(rows: dict[str, np.ndarray]) -> NumberedRows:
+def _to_batch(rows: dict[str, np.ndarray], units: Units) -> NumberedRows:
     """Each packed unit is one segment of the packer; here each of its sequences becomes one."""
-    part = rows["part"]
-    segments = np.where(part > 0, 2 * rows["tokens_segment_ids"] - (part == 1), 0).astype(np.int32)
+    before = (3 if units.share_prompts else 2) * (rows["tokens_segment_ids"] - 1)
+    segments, parents = (np.where(rows[n] > 0, before + rows[n], 0).astype(np.int32) for n in ("part", "parent"))
     batch = Batch(
         tokens=rows["tokens"],
         positions=rows["positions"],
         segments=segments,
         loss_weight=rows["loss_weight"],
+        parents=parents if units.share_prompts else None,
         roles=rows["roles"],
         margins=rows.get("margins"),
         ref_logps=rows.get("ref_logps"),

@@ -35,6 +35,8 @@ class Context:
 
     positions: Int[Array, "B T"]
     segments: Int[Array, "B T"]
+    parents: Int[Array, "B T"] | None
+    """As `Batch.parents`; None with a cache."""
     rope: Mapping[Rope, Tables]
     compute: Compute
     experts: Int[Array, "M B T k"] | None
@@ -120,6 +122,7 @@ def attend(
         k_positions=stored.positions,
         q_segments=stored.q_segments,
         k_segments=stored.segments,
+        q_parents=context.parents,
         window=window,
         scale=scale,
         soft_cap=soft_cap,

@@ -220,13 +220,14 @@ class Decoder(nnx.Module):
         *,
         experts: Int[Array, "M B T k"] | None = None,
         noise: Float[Array, "B T D"] | None = None,
+        parents: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache | PagedCache | None, Routing | None]:
         """As calling the model, and the routing of its mixtures of experts (None: it has none).
 
         `experts`: those to use, such as the ones that a sampler used; the router chooses where they are negative.
-        `noise` is added to the embedded tokens.
+        `noise` is added to the embedded tokens. `parents`: as `Batch` has them; not with a cache.
         """
-        return self._forward(tokens, positions, segments, cache, None, experts, noise)[:3]
+        return self._forward(tokens, positions, segments, cache, None, experts, noise, parents)[:3]
 
     def features(
         self,
@@ -237,9 +238,10 @@ class Decoder(nnx.Module):
         *,
         experts: Int[Array, "M B T k"] | None = None,
         noise: Float[Array, "B T D"] | None = None,
+        parents: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Routing | None, Features]:
         """As `forward` without a cache, and what layers hand out."""
-        hidden, _, routing, found = self._forward(tokens, positions, segments, None, taps, experts, noise)
+        hidden, _, routing, found = self._forward(tokens, positions, segments, None, taps, experts, noise, parents)
         return hidden, routing, found
 
     def _forward(
@@ -251,13 +253,16 @@ class Decoder(nnx.Module):
         taps: Taps | None,
         experts: Int[Array, "M B T k"] | None,
         noise: Float[Array, "B T D"] | None,
+        parents: Int[Array, "B T"] | None,
     ) -> tuple[Float[Array, "B T D"], KVCache | PagedCache | None, Routing | None, Features]:
+        assert cache is None or parents is None, "a row of the cache is one sequence"
         x = self.embed(tokens, self.compute.dtype)
         if noise is not None:
             x = x + noise.astype(x.dtype)
         context = Context(
             positions=positions,
             segments=segments,
+            parents=parents,
             rope={rope: rope_tables(rope, positions) for rope in _ropes(self.config)},
             compute=self.compute,
             experts=experts,

@@ -7,12 +7,22 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.config import ComparedSection, ConfigError, DatasetSection, PreferenceSection, RewardModelSection
+import jax
+
+from posttrain.config import (
+    ComparedSection,
+    ConfigError,
+    DatasetSection,
+    ModelSection,
+    PreferenceSection,
+    RewardModelSection,
+)
 from posttrain.data.comparisons import Units
 from posttrain.data.preference import is_paired
 from posttrain.imports import did_you_mean, is_object_spec
+from posttrain.kernels.attention import serves_parents
 from posttrain.losses.kto import KTOLoss
-from posttrain.losses.pairs import JudgedLoss
+from posttrain.losses.pairs import JudgedLoss, Needs
 from posttrain.losses.preference import KINDS, PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
 from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss
@@ -101,7 +111,31 @@ def _named(
     return PreferenceLoss, {"kinds": tuple(names)}
 
 
-def units_of(section: ComparedSection, dataset: DatasetSection, rows: Any, renderer: Any, loss: JudgedLoss) -> Units:
+def shares_prompts(section: ComparedSection, needs: Needs, model: ModelSection, *, mixture: bool) -> bool:
+    """What `share_prompts` comes to. ConfigError where it is asked for and cannot be."""
+    if needs.rows != "pairs" or needs.prompts:
+        if section.share_prompts is True:
+            why = "has a weight on prompts" if needs.prompts else "compares no pairs"
+            raise ConfigError(f"share_prompts: true has no effect: the loss {why}; remove it")
+        return False
+    known = serves_parents(model.attention, jax.default_backend())
+    if section.share_prompts is True and model.attention != "auto" and not known:
+        raise ConfigError(
+            f"share_prompts: the kernel of model.attention={model.attention} knows no rows whose sequences go on from "
+            "others; use blockwise or auto, or remove share_prompts"
+        )
+    return known and not mixture if section.share_prompts == "auto" else section.share_prompts
+
+
+def units_of(
+    section: ComparedSection,
+    dataset: DatasetSection,
+    rows: Any,
+    renderer: Any,
+    loss: JudgedLoss,
+    *,
+    share_prompts: bool,
+) -> Units:
     needs = loss.needs
     if dataset.completion is not None and (needs.rows in ("pairs", "steps") or is_paired(rows.columns)):
         raise ConfigError(
@@ -117,6 +151,7 @@ def units_of(section: ComparedSection, dataset: DatasetSection, rows: Any, rende
         kind=needs.rows,
         weigh_prompts=needs.prompts,
         margins=needs.margins,
+        share_prompts=share_prompts,
     )
 
 

@@ -73,6 +73,7 @@ def _attention_requests(config: RunConfig, model: ModelConfig) -> Iterator[Reque
                 num_queries=row_tokens,
                 num_keys=row_tokens,
                 dtype=_dtype(config),
+                parents=False,
                 same_tokens=True,
                 row_shards=1,
                 head_shards=max(1, config.mesh.tensor),

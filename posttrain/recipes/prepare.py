@@ -42,7 +42,7 @@ from posttrain.models.moe import check_recording, check_router
 from posttrain.recipes.aligning import make_aligners
 from posttrain.recipes.features import check_features, distill_loss
 from posttrain.recipes.inputs import callable_of, each_row, rows_and_renderer
-from posttrain.recipes.judged import LOSSES, JudgedInputs, check_units, make_loss, units_of
+from posttrain.recipes.judged import LOSSES, JudgedInputs, check_units, make_loss, shares_prompts, units_of
 from posttrain.recipes.kernels import check_kernels
 from posttrain.recipes.prepare_rl import (
     OnlineInputs,
@@ -136,7 +136,7 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
                 prepared.notes.append(f"stages.{index}: not checked, no network: dataset {names}, if it is on the hub")
                 _check_offline(section, base_dir)
             elif isinstance(section, PreferenceSection | RewardModelSection):
-                judged, notes = _prepare_judged(section, prepared.tokenizer, base_dir)
+                judged, notes = _prepare_judged(section, prepared.tokenizer, prepared)
                 prepared.stages.append(judged)
                 prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
             elif isinstance(section, OnlinePreferenceSection):
@@ -390,13 +390,16 @@ def _check_sequences(
 
 
 def _prepare_judged(
-    section: PreferenceSection | RewardModelSection, tokenizer: Tokenizer, base_dir: Path
+    section: PreferenceSection | RewardModelSection, tokenizer: Tokenizer, prepared: Prepared
 ) -> tuple[JudgedInputs, list[str]]:
     """The inputs, and a line for each dataset of which units are left out."""
-    loss = _judged_loss(section, base_dir)
+    loss = _judged_loss(section, prepared.base_dir)
+    mixture = prepared.model is not None and bool(prepared.model.mixtures)
+    share_prompts = shares_prompts(section, loss.needs, prepared.config.model, mixture=mixture)
     made, ratios, notes = [], [], []
     for dataset in _datasets(section):
-        units = units_of(section, dataset, *rows_and_renderer(dataset, tokenizer, base_dir), loss)
+        found = rows_and_renderer(dataset, tokenizer, prepared.base_dir)
+        units = units_of(section, dataset, *found, loss, share_prompts=share_prompts)
         chosen = range(0, len(units), -(-len(units) // CHECKED_ROWS))
         ratio, lines = check_units(units, (unit is None for unit in each_row(units.rows, chosen, "rows", units)))
         made.append(units)

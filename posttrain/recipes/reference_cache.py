@@ -118,7 +118,7 @@ def _folder(units: Units, model: Mapping[str, str]) -> Path:
     data = {
         "dataset": fingerprint(units.dataset, units.rows),
         "tokens": token_fingerprint(units.rows, units),
-        "rows": [units.kind, units.weigh_prompts, section.row_tokens, section.overlong],
+        "rows": [units.kind, units.weigh_prompts, units.share_prompts, section.row_tokens, section.overlong],
     }
     return cache_folder() / _digest([VERSION, dict(model), data])
 

@@ -157,6 +157,33 @@ def test_pairs_share_a_row() -> None:
         assert np.array_equal(batch.segments == 0, batch.tokens == 0)
 
 
+@pytest.mark.parametrize("row_tokens", [40, 11])
+def test_what_prompts_have_in_common_stands_once(row_tokens: int) -> None:
+    """Each answer with what it goes on from is the sequence that it is without sharing."""
+    table = [*TABLE, {"prompt": "x", "chosen": "1", "rejected": "2"}]
+    apart = [unit for i in range(len(table)) if (unit := units(table, margins=True)(i)) is not None]
+    made, numbers = [], set()
+    for batch, unit in all_rows(units(table, margins=True, share_prompts=True, row_tokens=row_tokens, overlong="drop")):
+        assert batch.parents is not None and np.array_equal(batch.loss_weight > 0, batch.roles != 0)
+        for row, number in {(r, int(n)) for r, n in np.argwhere(batch.segments) for n in [unit[r, n]]}:
+            whole = apart[number]
+            here = (unit[row] == number) & (batch.segments[row] > 0)
+            for segment in np.unique(batch.segments[row][here & (batch.roles[row] != 0)]):
+                own = batch.segments[row] == segment
+                parent = batch.parents[row][own]
+                seen = own | ((batch.segments[row] == parent[0]) & (parent[0] > 0))
+                assert (parent == parent[0]).all() and np.array_equal(batch.positions[row][seen], np.arange(seen.sum()))
+                part = whole["part"] == 1 + (batch.roles[row][own].min() < 0)
+                assert not batch.loss_weight[row][own][0]
+                for name in ("tokens", "roles", "loss_weight", "margins"):
+                    assert np.array_equal(getattr(batch, name)[row][seen], whole[name][part]), name
+                made.append((number, segment))
+            numbers.add(number)
+    # Of "0+1=" with 1 and no, 15 tokens, 4 stand once.
+    assert numbers == (set(range(8)) if row_tokens == 40 else {0, 3, 6, 7}), numbers
+    assert len(made) == 2 * len(numbers)
+
+
 def test_kto_gets_answers_to_other_prompts() -> None:
     table = [{"prompt": f"{i}+1=", "completion": str(i + 1), "label": i != 1} for i in range(3)]
     made = [item for batch, _ in all_rows(units(table, "answers_and_others")) for item in sequences(batch)]

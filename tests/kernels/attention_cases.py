@@ -92,7 +92,7 @@ def compiled(name: str, case: Case) -> Callable[..., tuple[jax.Array, tuple[jax.
 
     def run(rows: Rows, d_out: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         def out(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
-            places = Places(rows.positions, rows.positions, rows.segments, rows.segments)
+            places = Places(rows.positions, rows.positions, rows.segments, rows.segments, None)
             operands = Operands(q, k, v, places, sinks if case.sinks else None)
             return IMPLEMENTATIONS[name](operands, case.variant)
 

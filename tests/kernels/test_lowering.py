@@ -33,7 +33,7 @@ def operands(length: int, head_dim: int, value_dim: int, dtype: type, *, sinks: 
     shape = jax.ShapeDtypeStruct
     q = shape((rows, length, heads, head_dim), dtype)
     k, v = (shape((rows, kv_heads, length, size), dtype) for size in (head_dim, value_dim))
-    places = Places(*[shape((rows, length), jnp.int32)] * 4)
+    places = Places(*[shape((rows, length), jnp.int32)] * 4, None)
     return Operands(q, k, v, places, shape((heads,), jnp.float32) if sinks else None)
 
 

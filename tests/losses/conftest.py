@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posttrain.batch import Batch, TokenStats
+if TYPE_CHECKING:
+    from posttrain.batch import Batch, TokenStats
 
 FOLDER = Path(__file__).parents[1] / "goldens" / "losses"
 
@@ -66,6 +66,10 @@ def sequences() -> Sequences:
 
 @pytest.fixture(scope="session")
 def lay_out() -> Callable[..., Rows]:
+    import jax.numpy as jnp
+
+    from posttrain.batch import Batch, TokenStats
+
     def rows_of(sequences: Sequences, layout: Sequence[Sequence[int]], row_tokens: int) -> Rows:
         shape = (len(layout), row_tokens)
         arrays = {name: np.zeros(shape, np.float32) for name in PER_TOKEN}

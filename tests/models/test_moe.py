@@ -61,7 +61,13 @@ def test_a_mixture_is_the_weighted_sum_of_the_chosen_experts() -> None:
     x = np.random.default_rng(1).normal(size=(2, 5, 32)).astype(np.float32)
     ones = jnp.ones((2, 5), jnp.int32)
     context = Context(
-        positions=ones, segments=ones, rope={}, compute=Compute.of(jnp.float32), experts=None, layer_inputs=None
+        positions=ones,
+        segments=ones,
+        parents=None,
+        rope={},
+        compute=Compute.of(jnp.float32),
+        experts=None,
+        layer_inputs=None,
     )
     out = np.asarray(moe(jnp.asarray(x), context, Tape(cache=None), Place(0, 0, 1, 0)))
     logits = x @ p["router.proj.kernel"] + p["router.proj.bias"]

@@ -6,20 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from posttrain.batch import Batch, TokenStats
-from posttrain.config import ConfigError
+from posttrain.config import ConfigError, ModelSection, PreferenceSection
 from posttrain.config_file import load_config
 from posttrain.data.comparisons import ComparisonBatches, Units
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss
 from posttrain.metrics import CompileCounter
 from posttrain.recipes import reference_cache
-from posttrain.recipes.judged import JudgedInputs
+from posttrain.recipes.judged import JudgedInputs, shares_prompts
 from posttrain.recipes.judged_evaluation import Evaluation, calibration_error
 from posttrain.recipes.prepare import prepare
 from posttrain.recipes.reference_cache import check_scored, with_reference
@@ -82,6 +83,21 @@ def test_cached_and_live_reference_are_the_same(tmp_path: Path, own_cache: Path)
         assert 0 <= told[-1][f"{name}_low"] <= told[-1][name] <= told[-1][f"{name}_high"] <= 1
     assert {"eval/rewards/margins", "eval/logps/chosen", "eval/loss"} < set(told[-1])
     assert told[0]["eval/rewards/margins"] == 0
+
+
+@pytest.mark.parametrize("kind", ["preference", pytest.param("reward_model", marks=pytest.mark.thorough)])
+def test_shared_prompts_change_no_loss(tmp_path: Path, kind: str) -> None:
+    """Three steps, so that gradients are the same too; over micro-batches and a window that does not hold a prompt."""
+    init = INIT | {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["sliding_attention"] * 2}
+    loss = {"preference": "sigmoid", "reward_model": "bradley_terry"}[kind]
+
+    def found(name: str, share: bool) -> list[float]:
+        model = {"init": init | {"num_hidden_layers": 2}}
+        changes = {"share_prompts": share, "packing": False, "kind": kind, "loss": loss, "micro_batch_rows": 2}
+        return losses(tmp_path / name, model=model, **changes)
+
+    np.testing.assert_allclose(found("once", True), apart := found("twice", False), rtol=2e-6)
+    assert apart[-1] < apart[0] - 1e-3
 
 
 def test_an_adapter_is_switched_off_for_the_reference(tmp_path: Path) -> None:
@@ -175,6 +191,7 @@ def test_what_is_wrong_with_a_loss(tmp_path: Path, loss: Any, message: str) -> N
         ({"loss": "orpo", "reference": "cached"}, "reference: cached has no effect: ORPOLoss needs no reference"),
         ({"dataset": {"path": "pairs.jsonl", "completion": "{chosen}"}}, "the answers are the columns chosen and"),
         ({"dataset": {"path": "pairs.jsonl", "weight": 2.0}}, "dataset.weight=2.0 has no effect"),
+        ({"loss": "kto", "share_prompts": True}, "share_prompts: true has no effect: the loss compares no pairs"),
     ],
 )
 def test_what_has_no_effect_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -183,12 +200,27 @@ def test_what_has_no_effect_is_refused(tmp_path: Path, changes: dict[str, Any], 
     assert message in str(caught.value)
 
 
+def test_prompts_are_shared_where_the_kernel_knows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section, needs = PreferenceSection(**preference_stage()), PreferenceLoss(kinds=("sigmoid",)).needs
+
+    def found(platform: str, attention: str = "auto", mixture: bool = False, **changes: Any) -> bool:
+        monkeypatch.setattr(jax, "default_backend", lambda: platform)
+        model = ModelSection(path="m", attention=attention)
+        return shares_prompts(section.model_copy(update=changes), needs, model, mixture=mixture)
+
+    assert found("cpu") and found("gpu") and found("tpu", "blockwise") and found("tpu", share_prompts=True)
+    assert not found("tpu") and not found("cpu", "splash") and not found("cpu", mixture=True)
+    assert not found("cpu", share_prompts=False) and found("cpu", mixture=True, share_prompts=True)
+    with pytest.raises(ConfigError, match="the kernel of model.attention=splash knows no rows"):
+        found("tpu", "splash", share_prompts=True)
+
+
 def test_check_and_overrides(tmp_path: Path) -> None:
     file = write_pairs(tmp_path, preference_stage())
     assert "12 dataset rows, PreferenceLoss, 3 steps of 4 x 48 tokens" in posttrain("check", file).out
     assert "is unknown; did you mean 'hinge'" in posttrain("check", file, "stages.preference.loss=hing").error
     assert "must share row_tokens=12" in posttrain("check", file, "stages.preference.row_tokens=12").error
-    dropped = posttrain("check", file, "stages.preference.row_tokens=16", "stages.preference.overlong=drop")
+    dropped = posttrain("check", file, "stages.preference.row_tokens=13", "stages.preference.overlong=drop")
     assert dropped.code == 0 and "are left out" in dropped.out, dropped.err
     wrong = posttrain("check", file, "stages.preference.dataset.path=rows.jsonl").error
     assert "rows.jsonl row 0: the row has columns prompt, completion, answer" in wrong

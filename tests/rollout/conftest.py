@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import pytest
 
-from posttrain.models.decoder import Decoder
-from posttrain.rollout.native import NativeEngine
-from posttrain.rollout.types import Completion, SamplingParams
-from tests.rollout.engines import NaiveEngine, make_engine
-from tests.tiny import tiny_model
+if TYPE_CHECKING:
+    from posttrain.models.decoder import Decoder
+    from posttrain.rollout.native import NativeEngine
+    from posttrain.rollout.types import Completion, SamplingParams
 
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
+    from tests.tiny import tiny_model
+
     return tiny_model()
 
 
 @pytest.fixture(scope="module")
 def shared_engine(model: Decoder) -> NativeEngine:
+    from tests.rollout.engines import make_engine
+
     return make_engine(model)
 
 
@@ -33,4 +37,6 @@ def engine(shared_engine: NativeEngine, model: Decoder) -> Iterator[NativeEngine
 
 @pytest.fixture(scope="module")
 def naive(model: Decoder) -> Callable[[Sequence[int], SamplingParams], Completion]:
+    from tests.rollout.engines import NaiveEngine
+
     return NaiveEngine(model).generate

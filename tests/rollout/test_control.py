@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -200,7 +201,8 @@ def test_one_bad_row_fails_alone(engine: NativeEngine, monkeypatch: pytest.Monke
         bad = [i for i, row in rows if row.request.params == parameters[1] and len(row.request.tokens) >= 5]
         logps = np.array(outcome.chunk.logps)
         logps[1, bad] = np.nan
-        return replace(outcome, chunk=tree.replace(outcome.chunk, logps=jnp.asarray(logps)))
+        chunk = jax.device_put(outcome.chunk)  # whose constructor takes arrays of JAX only
+        return replace(outcome, chunk=tree.replace(chunk, logps=jnp.asarray(logps)))
 
     reset = engine._runner.reset
     monkeypatch.setattr(engine._runner, "run", run_one_bad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ FLOOR = 0.1 * MASKED
 class _Plan:
     variant: Variant
     same_tokens: bool
+    parents: bool
     sinks: bool
     block_q: int
     block_k: int
@@ -35,7 +37,8 @@ class _Plan:
         if not self.same_tokens:
             return 0, self.num_blocks_k
         first: Array | int = 0
-        if self.variant.window is not None:
+        # What a segment goes on from may lie before others: anywhere in the row.
+        if self.variant.window is not None and not self.parents:
             first = jnp.maximum(i * self.block_q - self.variant.window + 1, 0) // self.block_k
         return first, jnp.minimum(((i + 1) * self.block_q - 1) // self.block_k + 1, self.num_blocks_k)
 
@@ -60,9 +63,12 @@ def blockwise(operands: Operands, variant: Variant, *, same_tokens: bool, block:
         jnp.pad(places.k_positions, ((0, 0), (0, pad_k))),
         _blocks(places.q_segments, pad_q, block_q, -1),
         jnp.pad(places.k_segments, ((0, 0), (0, pad_k)), constant_values=-2),
+        None if places.q_parents is None else _blocks(places.q_parents, pad_q, block_q, 0),
     )
     per_head = jnp.zeros(num_heads) if sinks is None else sinks.astype(jnp.float32)
-    plan = _Plan(variant, same_tokens, sinks is not None, block_q, block_k, k.shape[2] // block_k)
+    plan = _Plan(
+        variant, same_tokens, places.q_parents is not None, sinks is not None, block_q, block_k, k.shape[2] // block_k
+    )
     out = _attend(plan, q, k, v, per_head.reshape(1, num_kv_heads, groups, 1), places)
     out = out.transpose(1, 0, 4, 2, 3, 5).reshape(rows, length + pad_q, num_heads, value_dim)
     return out[:, :length]
@@ -84,12 +90,12 @@ def _attend(plan: _Plan, q: Array, k: Array, v: Array, sinks: Array, places: Pla
 
 def _forward(plan: _Plan, q: Array, k: Array, v: Array, sinks: Array, places: Places) -> tuple[Array, Any]:
     def block(inputs: tuple[Array, ...]) -> tuple[Array, Array]:
-        i, q_i, positions, segments = inputs
+        i, q_i, *q_places = inputs
 
         def step(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             top, total, out = carry
             k_j, v_j = _slice(k, j, plan.block_k), _slice(v, j, plan.block_k)
-            logits, _ = _logits(plan, q_i, k_j, _visible(plan, j, positions, segments, places))
+            logits, _ = _logits(plan, q_i, k_j, _visible(plan, j, q_places, places))
             new_top = jnp.maximum(top, jnp.max(logits, axis=-1))
             exps, keep = jnp.exp(logits - new_top[..., None]), jnp.exp(top - new_top)
             added = _product("bkgts,bksh->bkgth", exps.astype(v.dtype), v_j)
@@ -103,7 +109,7 @@ def _forward(plan: _Plan, q: Array, k: Array, v: Array, sinks: Array, places: Pl
         total = jnp.where(total > 0, total, 1.0)
         return (out / total[..., None]).astype(q.dtype), top + jnp.log(total)
 
-    out, log_total = lax.map(block, (jnp.arange(q.shape[0]), q, places.q_positions, places.q_segments))
+    out, log_total = lax.map(block, (jnp.arange(q.shape[0]), q, *_of_queries(places)))
     return out, (q, k, v, sinks, places, out, log_total)
 
 
@@ -112,12 +118,12 @@ def _backward(plan: _Plan, saved: Any, d_out: Array) -> tuple[Array, Array, Arra
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
 
     def block(carry: tuple[Array, Array], inputs: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
-        i, q_i, positions, segments, log_total_i, d_out_i, delta_i = inputs
+        i, q_i, log_total_i, d_out_i, delta_i, *q_places = inputs
 
         def step(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             dq_i, dk, dv = carry
             k_j, v_j = _slice(k, j, plan.block_k), _slice(v, j, plan.block_k)
-            logits, slope = _logits(plan, q_i, k_j, _visible(plan, j, positions, segments, places))
+            logits, slope = _logits(plan, q_i, k_j, _visible(plan, j, q_places, places))
             probs = jnp.exp(logits - log_total_i[..., None])
             d_probs = _product("bkgth,bksh->bkgts", d_out_i, v_j)
             d_logits = (probs * (d_probs - delta_i[..., None]) * slope).astype(q.dtype)
@@ -128,7 +134,7 @@ def _backward(plan: _Plan, saved: Any, d_out: Array) -> tuple[Array, Array, Arra
         dq_i, dk, dv = lax.fori_loop(*plan.keys_of(i), step, (jnp.zeros(q_i.shape), *carry))
         return (dk, dv), dq_i.astype(q.dtype)
 
-    blocks = (jnp.arange(q.shape[0]), q, places.q_positions, places.q_segments, log_total, d_out, delta)
+    blocks = (jnp.arange(q.shape[0]), q, log_total, d_out, delta, *_of_queries(places))
     (dk, dv), dq = lax.scan(block, (jnp.zeros(k.shape), jnp.zeros(v.shape)), blocks)
     # The share of the sink is exp(sink - log_total), and its value is 0.
     d_sinks = -jnp.sum(jnp.exp(sinks[None] - log_total) * delta, axis=(0, 1, 4)).reshape(sinks.shape)
@@ -148,10 +154,15 @@ def _logits(plan: _Plan, q: Array, k: Array, mask: Array) -> tuple[Array, Array 
     return jnp.where(mask, cap * tanh, MASKED), scale * (1 - tanh * tanh)
 
 
-def _visible(plan: _Plan, j: Array, positions: Array, segments: Array, places: Places) -> Array:
-    keys = (lax.dynamic_slice_in_dim(x, j * plan.block_k, plan.block_k, axis=1) for x in (places[1], places[3]))
-    k_positions, k_segments = keys
-    return visible(positions, k_positions, segments, k_segments, plan.variant.window)[:, None, None]
+def _of_queries(places: Places) -> tuple[Array | None, ...]:
+    return places.q_positions, places.q_segments, places.q_parents
+
+
+def _visible(plan: _Plan, j: Array, q_places: Sequence[Any], places: Places) -> Array:
+    keys = (places.k_positions, places.k_segments)
+    k_positions, k_segments = (lax.dynamic_slice_in_dim(x, j * plan.block_k, plan.block_k, axis=1) for x in keys)
+    positions, segments, parents = q_places
+    return visible(positions, k_positions, segments, k_segments, parents, plan.variant.window)[:, None, None]
 
 
 def _product(spec: str, x: Array, y: Array) -> Array:

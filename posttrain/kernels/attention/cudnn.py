@@ -56,7 +56,7 @@ def arguments(operands: Operands, variant: Variant) -> dict[str, Any]:
         # The mask says it all; these let a kernel skip what they exclude by place in the row.
         beside = {
             "is_causal": True,
-            "local_window_size": None if variant.window is None else (variant.window - 1, 0),
+            "local_window_size": (variant.window - 1, 0) if variant.window and places.q_parents is None else None,
         }
     q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[3]))) for x in (q, k, v))
     return {

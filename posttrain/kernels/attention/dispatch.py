@@ -61,6 +61,7 @@ def attention(
     k_positions: Int[Array, "B S"],
     q_segments: Int[Array, "B T"],
     k_segments: Int[Array, "B S"],
+    q_parents: Int[Array, "B T"] | None,
     window: int | None,
     scale: float,
     soft_cap: float | None,
@@ -69,6 +70,8 @@ def attention(
     mesh: Mesh | None,
 ) -> Float[Array, "B T N Hv"]:
     """softmax(scale q k) v over the keys of the same segment at positions <= the query's, at most `window` of them.
+
+    With `q_parents` over those of another segment as well, which the query's own goes on from.
 
     Logits and softmax in float32. `soft_cap` makes logits cap tanh(logits / cap); `sinks` are one more logit per head
     that takes its share of the softmax to no value. A query of segment 0 (padding) yields finite numbers.
@@ -90,6 +93,7 @@ def attention(
         dtype=str(q.dtype),
         soft_cap=soft_cap,
         sinks=sinks is not None,
+        parents=q_parents is not None,
         same_tokens=q_positions is k_positions and q_segments is k_segments,
         row_shards=row_shards(mesh),
         head_shards=head_shards(mesh),
@@ -98,8 +102,13 @@ def attention(
     )
     name = select(kernel, request)
     log_choice("attention", name, request.kind, request.platform)
-    operands = Operands(q, k, v, Places(q_positions, k_positions, q_segments, k_segments), sinks)
+    operands = Operands(q, k, v, Places(q_positions, k_positions, q_segments, k_segments, q_parents), sinks)
     return run(name, operands, Variant(window=window, scale=scale, soft_cap=soft_cap), request, mesh)
+
+
+def serves_parents(kernel: str, platform: str) -> bool:
+    """Whether segments that go on from others have the kernel that other rows have: all but splash know them."""
+    return kernel != "splash" and (kernel != "auto" or "splash" not in PREFERRED.get(platform, ()))
 
 
 def choose(request: Request) -> str:

@@ -16,11 +16,15 @@ def visible(
     k_positions: Int[Array, "B S"],
     q_segments: Int[Array, "B T"],
     k_segments: Int[Array, "B S"],
+    q_parents: Int[Array, "B T"] | None,
     window: int | None,
 ) -> Bool[Array, "B T S"]:
-    """Which key each query sees."""
+    """Which key each query sees: of its own segment, and of the one that it goes on from, if that is not 0."""
     distance = q_positions[:, :, None] - k_positions[:, None, :]
-    mask = (q_segments[:, :, None] == k_segments[:, None, :]) & (distance >= 0)
+    same = q_segments[:, :, None] == k_segments[:, None, :]
+    if q_parents is not None:
+        same |= (q_parents[:, :, None] == k_segments[:, None, :]) & (q_parents[:, :, None] > 0)
+    mask = same & (distance >= 0)
     return mask if window is None else mask & (distance < window)
 
 

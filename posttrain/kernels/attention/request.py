@@ -20,6 +20,8 @@ class Places(NamedTuple):
     k_positions: Int[Array, "B S"]
     q_segments: Int[Array, "B T"]
     k_segments: Int[Array, "B S"]
+    q_parents: Int[Array, "B T"] | None
+    """The segment that the query's own goes on from, as `Batch.parents`; 0 where there is none."""
 
 
 class Operands(NamedTuple):
@@ -56,6 +58,8 @@ class Request:
     dtype: str
     soft_cap: float | None
     sinks: bool
+    parents: bool
+    """Segments go on from others."""
     same_tokens: bool
     """Queries and keys are the same tokens, in the same order: no cache."""
     row_shards: int
