@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from posttrain.checkpoint import Checkpointer
 from posttrain.config import MeshSection
 from posttrain.kernels import features
 from posttrain.kernels.divergence import Divergence
-from posttrain.kernels.token_stats import Terms
+from posttrain.kernels.token_stats import Terms, predicting
 from posttrain.losses.distill import DistillLoss
 from posttrain.mesh import make_mesh
 from posttrain.metrics import to_host
@@ -193,6 +195,24 @@ def test_packing_micro_batches_and_chunks_change_nothing(update: Any, monkeypatc
 @pytest.mark.thorough
 def test_unequal_micro_batches_change_nothing(update: Any) -> None:
     assert_same(update, moved(trainer(micro_batch_rows=3), apart()), 5e-6)
+
+
+@pytest.mark.thorough
+@pytest.mark.optimized
+def test_no_array_of_tokens_times_tokens_is_whole() -> None:
+    """Of no head, forward or backward."""
+    rows, length, heads = 2, 512, 4
+    x, y = (jnp.ones((rows, length, heads * size)) for size in (8, 12))
+    segments = jnp.ones((rows, length), jnp.int32)
+
+    def total(x: jax.Array, y: jax.Array) -> jax.Array:
+        related = [features.Related(x, y, heads), features.Related(x, x, heads)]
+        return jnp.sum(features.relation_divergence(related, segments, predicting(segments)))
+
+    text = jax.jit(jax.grad(total)).lower(x, y).compile().as_text()
+    shapes = {tuple(map(int, s.split(","))) for s in re.findall(r"(?:f32|pred|s32)\[([\d,]+)\]", text)}
+    largest = max(map(math.prod, shapes))
+    assert rows * length * length / 4 < largest < rows * length * length
 
 
 @pytest.mark.thorough
