@@ -272,8 +272,8 @@ class Trainer:
         parents = None if batch.parents is None else jnp.asarray(batch.parents)
         noise = None if keys is None or keys.noise is None else self._noise(keys.noise, segments)
         assert matching is None or parents is None, "sequences that go on from others have no features to match"
-        inputs, more = (tokens, positions, segments), {"experts": experts, "noise": noise, "parents": parents}
-        hidden, routing, own = model.features(*inputs, None if matching is None else matching.student, **more)
+        inputs, taps = (tokens, positions, segments), None if matching is None else matching.student
+        hidden, routing, own = model.features(*inputs, taps, experts=experts, noise=noise, parents=parents)
         if model.config.scalar_head:
             scores = jnp.where(segments > 0, model.scores(hidden), 0.0)
             return ScoreStats(scores=scores), None if routing is None else routing.stats
