@@ -14,6 +14,9 @@ LayerMap = dict[int, int] | Literal["uniform", "last"]
 def _layer_map(value: Any) -> LayerMap:
     if value in ("uniform", "last"):
         return value
+    if isinstance(value, dict):
+        # A saved configuration has keys as text.
+        value = {int(key) if isinstance(key, str) and key.isdecimal() else key: other for key, other in value.items()}
     numbers = [n for pair in value.items() for n in pair] if isinstance(value, dict) else []
     if numbers and all(type(n) is int and n >= 0 for n in numbers):
         return value
