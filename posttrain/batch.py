@@ -101,6 +101,10 @@ class TokenStats:
     """KL(teacher || student) at temperature 1; without a gradient."""
     teacher_logps: Float[Array, "B T"] | None = None
     """The teachers' log-probability of the token, at temperature 1."""
+    hidden_distance: Float[Array, "B T"] | None = None
+    """From a teacher's hidden states of the context that predicts the token."""
+    relation_divergence: Float[Array, "B T"] | None = None
+    """From a teacher's relations of that context to those before it."""
 
 
 @pytree

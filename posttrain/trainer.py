@@ -37,7 +37,9 @@ from posttrain.mesh import BATCH_SPEC, param_sharding, replicated, row_shards, s
 from posttrain.metrics import Metrics, merge
 from posttrain.models.adapter import drop, has_dropout
 from posttrain.models.decoder import Decoder
+from posttrain.models.matching import Matching
 from posttrain.models.moe import check_router, correction_paths
+from posttrain.models.taps import Features
 from posttrain.optim import clip_by_global_norm
 from posttrain.tree import Mean, replace
 from posttrain.weights.lora import has_lora
@@ -63,8 +65,9 @@ class Trainer:
     The gradient is the gradient of sum(loss totals) / sum(loss weights) over the whole batch, plus that of the mean
     `router_loss`, whatever the split into micro-batches. `correction_rate` moves the bias in the choice of a router
     after each update. Log-probabilities are those of softmax(logits / temperature). `teachers` see the same rows; they
-    are put on the mesh, read where they lie, and never written. `noise_alpha`: of NEFTune, arXiv:2310.05914, uniform
-    noise on the embeddings in training, of up to alpha / sqrt(length of the sequence * D).
+    are put on the mesh, read where they lie, and never written. `matching`: of layers with those of the one teacher;
+    its projections are trained and in the checkpoints, and no part of the model. `noise_alpha`: of NEFTune,
+    arXiv:2310.05914, uniform noise on the embeddings in training, of up to alpha / sqrt(length of the sequence * D).
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Trainer:
         correction_rate: float = 0.0,
         terms: Terms = PLAIN,
         teachers: Sequence[Decoder] = (),
+        matching: Matching | None = None,
         noise_alpha: float = 0.0,
         dropout_seed: int | None = None,
     ):
@@ -106,13 +110,17 @@ class Trainer:
         self._correction_rate = correction_rate
         self._terms = terms
         self._teachers = [ModelWeights(teacher) for teacher in teachers]
+        if matching is not None and len(teachers) != 1:
+            raise ValueError(f"Trainer: matching is of one teacher in the step, and there are {len(teachers)}")
+        self._matching, at = matching, _projection_shardings(matching, self.mesh)
+        self._projections: Weights = {} if matching is None else jax.device_put(matching.projections(), at)
         self._dropout, self._noise_alpha, self._dropout_seed = has_dropout(model), noise_alpha, dropout_seed
         if (self._dropout or noise_alpha) and dropout_seed is None:
             raise ValueError("Trainer: dropout of an adapter and noise_alpha draw random numbers; give dropout_seed")
         check_router(model.config, self._router_loss is not None, correction_rate, adapter=has_lora(model))
         self._loss_checked = self._router_loss is None
         self._whole = isinstance(loss, BatchLoss) and loss.needs_whole_batch
-        placed = _place(self._weights, self.mesh)
+        placed = _place(self._weights, self.mesh) | at
         for weights in self._teachers:
             weights.model.compute = dataclasses.replace(weights.model.compute, mesh=self.mesh)
             _place(weights, self.mesh)
@@ -127,13 +135,13 @@ class Trainer:
 
     @property
     def params(self) -> Weights:
-        """The trained parameters by path."""
-        return self._weights.read(self._trainable.__contains__)
+        """The trained parameters by path, projections included."""
+        return {**self._weights.read(self._trainable.__contains__), **self._projections}
 
     @property
     def weights(self) -> Weights:
-        """All parameters by path, frozen ones included."""
-        return self._weights.read()
+        """All parameters by path, frozen ones and projections included."""
+        return {**self._weights.read(), **self._projections}
 
     @property
     def _frozen(self) -> Weights:
@@ -158,7 +166,7 @@ class Trainer:
         with progress_bar("compiling the update") if not self._stepped else contextlib.nullcontext():
             params, self._opt_state, metrics = self._step(self.params, self._frozen, self._opt_state, *arguments)
         self._stepped = True
-        self._weights.write(params)
+        self._write(params)
         self.step_number += 1
         return metrics
 
@@ -202,12 +210,19 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """The arrays that a checkpoint must hold."""
-        return {"params": self.params, "opt_state": self._opt_state}
+        params = {path: w for path, w in self.params.items() if path not in self._projections}
+        # A branch of their own: who reads the model's parameters need not know of them.
+        more = {"projections": self._projections} if self._projections else {}
+        return {"params": params, "opt_state": self._opt_state, **more}
 
     def restore(self, state: dict[str, Any], step: int) -> None:
-        self._weights.write(state["params"])
+        self._write({**state["params"], **state.get("projections", {})})
         self._opt_state = state["opt_state"]
         self.step_number = step
+
+    def _write(self, params: Weights) -> None:
+        self._projections = {path: params[path] for path in self._projections}
+        self._weights.write({path: w for path, w in params.items() if path not in self._projections})
 
     def _opt_state_shardings(self, placed: dict[str, NamedSharding]) -> Any:
         """What belongs to a parameter lies where the parameter lies; counters are everywhere."""
@@ -248,21 +263,27 @@ class Trainer:
         self, weights: Weights, batch: Batch, taught: list[Weights] | None = None, keys: _Keys | None = None
     ) -> tuple[TokenStats | ScoreStats, RouterStats | None]:
         """Statistics of the tokens that have a weight; without `taught` those of the student alone."""
-        model = self._weights.bind(weights)
+        model = self._weights.bind({path: w for path, w in weights.items() if path not in self._projections})
+        matching = None if taught is None else self._matching
         if keys is not None and keys.dropout is not None:
             drop(model, keys.dropout)
         tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
         experts = None if batch.experts is None else jnp.moveaxis(jnp.asarray(batch.experts, jnp.int32), 2, 0)
         parents = None if batch.parents is None else jnp.asarray(batch.parents)
         noise = None if keys is None or keys.noise is None else self._noise(keys.noise, segments)
-        hidden, _, routing = model.forward(tokens, positions, segments, experts=experts, noise=noise, parents=parents)
+        assert matching is None or parents is None, "sequences that go on from others have no features to match"
+        inputs, taps = (tokens, positions, segments), None if matching is None else matching.student
+        hidden, routing, own = model.features(*inputs, taps, experts=experts, noise=noise, parents=parents)
         if model.config.scalar_head:
             scores = jnp.where(segments > 0, model.scores(hidden), 0.0)
             return ScoreStats(scores=scores), None if routing is None else routing.stats
         teachers: list[Teacher | TopK] = []
+        only, theirs = jnp.asarray(batch.loss_weight) != 0, Features()
         for structure, arrays in zip(self._teachers, taught or [], strict=taught is not None):
             teacher = structure.bind(jax.lax.stop_gradient(arrays))
-            teachers.append(Teacher(teacher.logits, teacher.forward(tokens, positions, segments, parents=parents)[0]))
+            taps = None if matching is None else matching.teacher
+            final, _, theirs = teacher.features(*inputs, taps, parents=parents)
+            teachers.append(Teacher(teacher.logits, final))
         teachers += (batch.teachers or ()) if taught is not None else ()
         stats = token_stats(
             model.logits,
@@ -271,11 +292,13 @@ class Trainer:
             segments,
             temperature=self._temperature,
             vocab_size=model.config.vocab_size,
-            only=jnp.asarray(batch.loss_weight) != 0,
+            only=only,
             terms=self._terms if taught is not None else dataclasses.replace(self._terms, divergence=None),
             teachers=teachers,
             teacher_weights=batch.teacher_weights if teachers else None,
         )
+        if matching is not None:
+            stats = replace(stats, **matching(own, theirs, weights, segments, only))
         return stats, None if routing is None else routing.stats
 
     def _noise(self, keys: Array, segments: Array) -> Float[Array, "B T D"]:
@@ -435,6 +458,11 @@ def _place(weights: ModelWeights, mesh: Mesh) -> dict[str, NamedSharding]:
     placed = {path: param_sharding(mesh, path, dims[path], w.shape) for path, w in arrays.items()}
     weights.write(jax.device_put(arrays, placed))
     return placed
+
+
+def _projection_shardings(matching: Matching | None, mesh: Mesh) -> dict[str, NamedSharding]:
+    shapes = {} if matching is None else matching.shapes()
+    return {path: param_sharding(mesh, path, dims, shape) for path, (dims, shape) in shapes.items()}
 
 
 def _num_tokens(batch: Batch) -> Float[Array, ""]:

@@ -17,6 +17,7 @@ from posttrain.config.base import (
     Text,
 )
 from posttrain.config.distill import DistillSection
+from posttrain.config.features import AttentionFeatures, FeaturesSection, HiddenFeatures, LayerMap
 from posttrain.config.judged import ComparedSection, PreferenceSection, RewardModelSection
 from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, ModelSection
 from posttrain.config.online import OnlinePreferenceSection
@@ -35,14 +36,18 @@ from posttrain.config.train import (
 __all__ = [
     "MESH_AXES",
     "ROW_AXES",
+    "AttentionFeatures",
     "AttentionKernel",
     "ComparedSection",
     "ConfigError",
     "DatasetSection",
     "DecodeAttention",
     "DistillSection",
+    "FeaturesSection",
     "Fraction",
     "GroupedKernel",
+    "HiddenFeatures",
+    "LayerMap",
     "ListOf",
     "LoRA",
     "MeshSection",

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from posttrain.config.base import ListOf, PositiveInt, Text
+from posttrain.config.features import FeaturesSection
 from posttrain.config.rl import RolloutSection, SamplingSection, check_sampling
 from posttrain.config.teacher import TeacherSection, check_teachers
 from posttrain.config.train import SequenceSection
@@ -26,6 +27,8 @@ class DistillSection(SequenceSection):
     """Of both distributions in the divergence."""
     cross_entropy: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the loss that is the log-likelihood of the text itself."""
+    features: FeaturesSection | None = None
+    """Learn from the teacher's layers as well; one teacher, in the step."""
     cache: Text | None = None
     """Folder of what the teachers said, which `posttrain distill --cache` writes: training then needs no teacher."""
     top_k: PositiveInt | None = None
@@ -54,6 +57,22 @@ class DistillSection(SequenceSection):
             )
         if self.mix:
             raise ValueError("mix: prompts are drawn from one dataset; remove mix or on_policy")
+        return self
+
+    @model_validator(mode="after")
+    def _live(self) -> DistillSection:
+        if self.features is None:
+            return self
+        if self.cache is not None:
+            raise ValueError("features: a cache holds what teachers say, and none of their layers; remove one of both")
+        if len(self.teachers) > 1:
+            raise ValueError(f"features: are of one teacher, and there are {len(self.teachers)}; keep one")
+        teacher = self.teachers[0]
+        if teacher.outside:
+            where = "url" if teacher.url is not None else "mesh" if teacher.mesh is not None else "tokenizer: align"
+            raise ValueError(
+                f"features: the layers of a teacher with {where} are not in the training step; remove one of both"
+            )
         return self
 
     @model_validator(mode="after")

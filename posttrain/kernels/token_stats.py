@@ -80,8 +80,7 @@ def token_stats(
     """
     rows, length = tokens.shape
     chunk = chunk_length(rows, length, vocab_size)
-    counts = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
-    counts = jnp.asarray(counts if only is None else counts & only[:, 1:])
+    counts = predicting(segments, only)
     plan = plan_of(counts, chunk)
     pad = plan.order.shape[1] - (length - 1)
     weights = _weights(teachers, teacher_weights, terms)
@@ -104,14 +103,9 @@ def token_stats(
         chunk, head, tuple(t.logits_of if isinstance(t, Teacher) else None for t in teachers), temperature, terms
     )
     found = _compute(static, _context(hidden, pad), tuple(parameters), plan, given)
-
-    def joined(x: Array) -> Array:
-        x = jnp.take_along_axis(x, plan.back, axis=1)[:, : length - 1]
-        return jnp.pad(jnp.where(counts, x, 0.0), ((0, 0), (1, 0)))
-
     if terms.squares:
         found["log_squares"] = jax.lax.stop_gradient(found["log_squares"])
-    return TokenStats(**{name: joined(x) for name, x in found.items()})
+    return TokenStats(**{name: of_tokens(x, plan, counts) for name, x in found.items()})
 
 
 def token_stats_reference(
@@ -132,6 +126,12 @@ def token_stats_reference(
     )
 
 
+def predicting(segments: Int[Array | HostArray, "B T"], only: Bool[Array, "B T"] | None = None) -> Bool[Array, "B Tc"]:
+    """Which of the Tc = T - 1 contexts count: those whose next token is in `only`, and of their sequence."""
+    counts = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+    return jnp.asarray(counts if only is None else counts & only[:, 1:])
+
+
 class Plan(NamedTuple):
     """Contexts in the order in which they are computed: of each row first those that count."""
 
@@ -149,6 +149,13 @@ def plan_of(counts: Bool[Array, "B T"], chunk: int) -> Plan:
     order = jnp.argsort(~padded, axis=1, stable=True)
     num_chunks = -(-jnp.max(jnp.sum(counts, axis=1), initial=0) // chunk)
     return Plan(order=order, back=jnp.argsort(order, axis=1), num_chunks=num_chunks)
+
+
+def of_tokens(x: Array, plan: Plan, counts: Bool[Array, "B Tc"]) -> Array:
+    """What is known of contexts in the plan's order, at the tokens that they predict; 0 where these do not count."""
+    x = along(x, plan.back)[:, : counts.shape[1]]
+    rest = (1,) * (x.ndim - 2)
+    return jnp.pad(jnp.where(counts.reshape(*counts.shape, *rest), x, 0), ((0, 0), (1, 0), *((0, 0),) * len(rest)))
 
 
 class _Given(NamedTuple):

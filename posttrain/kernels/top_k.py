@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import TopK
 from posttrain.kernels.divergence import NO_LOGIT
-from posttrain.kernels.token_stats import along, chunk_length, plan_of
+from posttrain.kernels.token_stats import along, chunk_length, of_tokens, plan_of
 
 
 def top_k(
@@ -48,14 +48,10 @@ def top_k(
 
         return jax.tree.map(put, found, of_chunk(index))
 
-    def joined(x: Array) -> Array:
-        x = along(x, plan.back)[:, : length - 1]
-        x = jnp.where(counts.reshape(*counts.shape, *(1,) * (x.ndim - 2)), x, 0)
-        return jnp.pad(x, ((0, 0), (1, 0), *((0, 0),) * (x.ndim - 2)))
-
     shapes = jax.eval_shape(of_chunk, jnp.int32(0))
     zeros = jax.tree.map(lambda s: jnp.zeros((rows, plan.order.shape[1], *s.shape[2:]), s.dtype), shapes)
-    return jax.tree.map(joined, jax.lax.fori_loop(0, plan.num_chunks, body, zeros))
+    found = jax.lax.fori_loop(0, plan.num_chunks, body, zeros)
+    return jax.tree.map(lambda x: of_tokens(x, plan, counts), found)
 
 
 def _best(logits: Float[Array, "B C V"], targets: Int[Array, "B C"], k: int, temperature: float) -> TopK:

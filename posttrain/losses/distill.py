@@ -18,12 +18,16 @@ from posttrain.tree import Mean
 class DistillLoss:
     """(1 - c) divergence + c nll per token, c = `cross_entropy`: sum(w x) / sum(w). GKD, arXiv:2306.13649.
 
+    To that come the distance of hidden states times `hidden` and the divergence of relations times `attention`.
+
     Which divergence, and at which temperature, is the trainer's `terms.divergence`. A token that no teacher speaks of
     has only the second part, and does not count in the metrics `distill/...`; `distill/taught` is the share of the
     others.
     """
 
     cross_entropy: float
+    hidden: float = 0.0
+    attention: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.cross_entropy < 1:
@@ -33,7 +37,7 @@ class DistillLoss:
             )
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
-        """ValueError where the trainer has no teacher."""
+        """ValueError where the trainer has no teacher, or does not match what has a weight."""
         if stats.divergence is None or stats.teacher_kl is None or stats.teacher_logps is None:
             raise ValueError("DistillLoss: there is no stats.divergence; give the trainer terms and a teacher")
         weight, segments = jnp.asarray(batch.loss_weight), jnp.asarray(batch.segments)
@@ -41,6 +45,9 @@ class DistillLoss:
         loss = (1 - c) * masked(stats.divergence, batch)
         if c:
             loss -= c * masked(stats.logps, batch)
+        features = self._features(stats)
+        for factor, values in features.values():
+            loss += factor * masked(values, batch)
         taught = weight * teaching(batch)
         # Each is a sum over teachers already, so a token counts as much as its teachers do.
         metrics = {
@@ -49,11 +56,25 @@ class DistillLoss:
             "distill/student_nll": Mean(total=_total(-stats.logps * teaching(batch), weight), weight=taught.sum()),
             "distill/teacher_nll": Mean(total=_total(-stats.teacher_logps, weight), weight=taught.sum()),
         }
+        metrics |= {n: Mean(total=_total(x, weight), weight=weight.sum()) for n, (_, x) in features.items()}
         if batch.teacher_weights is not None:
             metrics["distill/taught"] = Mean(total=taught.sum(), weight=weight.sum())
         return LossOutput(
             loss=token_mean(loss, weight, segments), metrics={**likelihood_metrics(stats, batch), **metrics}
         )
+
+    def _features(self, stats: TokenStats) -> dict[str, tuple[float, Float[Array, "B T"]]]:
+        """What has a weight, under the names of its metrics."""
+        found = {}
+        for name, factor, values in (
+            ("hidden", self.hidden, stats.hidden_distance),
+            ("attention", self.attention, stats.relation_divergence),
+        ):
+            if factor and values is None:
+                raise ValueError(f"DistillLoss.{name}={factor}: nothing is known of it; give the trainer a matching")
+            if factor and values is not None:
+                found[f"distill/{name}"] = (factor, values)
+        return found
 
 
 def teaching(batch: Batch) -> Float[Array, "B T"]:

@@ -34,7 +34,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], context: Context, tape: Tape, place: Place) -> Float[Array, "B T D"]:
         c = self.config
-        q = self._heads(self.q(x), self.q_norm, c.num_heads)
+        tape.projected["q"] = q = self._heads(self.q(x), self.q_norm, c.num_heads)
         if c.rope is not None:
             q = apply_rope(q, context.rope[c.rope], interleaved=c.rope.interleaved)
         stored = self._keys_and_values(x, context, tape, place) if c.reuses is None else tape.kept[c.reuses]
@@ -53,6 +53,7 @@ class Attention(nnx.Module):
         projected = self.k(x)
         k = self._heads(projected, self.k_norm, c.num_kv_heads)
         v = (projected if self.v is None else self.v(x)).reshape(*x.shape[:2], c.num_kv_heads, c.head_dim)
+        tape.projected |= {"k": k, "v": v}
         if c.rope is not None:
             k = apply_rope(k, context.rope[c.rope], interleaved=c.rope.interleaved)
         if c.value_norm:

@@ -58,6 +58,12 @@ class AttentionConfig:
     reuses: str | None = None
     """The layer has no keys and values of its own but takes those kept under this name."""
 
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """Heads and the size of one, of the layer's own queries, keys and values."""
+        kv = (self.num_kv_heads, self.head_dim)
+        return {"q": (self.num_heads, self.head_dim), **({} if self.reuses else {"k": kv, "v": kv})}
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttentionConfig:
@@ -82,6 +88,12 @@ class LatentAttentionConfig:
     def num_kv_heads(self) -> int:
         """Of what the cache holds: the latents, which all heads share."""
         return 1
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """Heads and the size of one, of queries and keys without their rotary parts, and of values."""
+        sizes = {"q": self.nope_dim, "k": self.nope_dim, "v": self.value_dim}
+        return {name: (self.num_heads, size) for name, size in sizes.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from posttrain.models.cache import KVCache
 from posttrain.models.config import Compute, Rope
 from posttrain.models.pages import PagedCache
 from posttrain.models.rope import Tables
+from posttrain.models.taps import Taps
 from posttrain.tree import pytree
 
 
@@ -42,6 +43,8 @@ class Context:
     """Experts to use in each mixture-of-experts layer; the router's own choice where they are None or negative."""
     layer_inputs: Float[Array, "L B T P"] | None
     """What each layer gets of the tokens beside the residual stream."""
+    taps: Taps | None = None
+    """What layers hand out beside their results."""
 
 
 class Place(NamedTuple):
@@ -84,6 +87,8 @@ class Tape:
     """Keys and values that later layers reuse, by name."""
     routing: list[tuple[RouterStats, Int[Array, "B T k"]]] = field(default_factory=list)
     """Of each mixture-of-experts layer."""
+    projected: dict[str, Float[Array, "B T _N _H"]] = field(default_factory=dict)
+    """The layer's own queries, keys and values by name, before RoPE."""
 
     @property
     def fresh(self) -> bool:

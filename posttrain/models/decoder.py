@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from posttrain.models.moe import MoE
 from posttrain.models.pages import PagedCache
 from posttrain.models.remat import BLOCK_INPUT, rematerialized
 from posttrain.models.rope import rope_tables
+from posttrain.models.taps import HIDDEN, Features, Given, StageTaps, Taps
 
 UNROLLED_LAYERS_ON_CPU = 8
 """Up to this depth XLA:CPU runs unrolled layers faster than a scan, and compiles them soon enough."""
@@ -82,6 +84,8 @@ class Passed(NamedTuple):
 
 
 RoutingOf = list[tuple[RouterStats, Int[Array, "B T k"]]]
+Carry = tuple[Passed, list[Given]]
+"""From repeat to repeat of a stage: also what is tapped so far."""
 
 
 class Stage(nnx.Module):
@@ -96,37 +100,58 @@ class Stage(nnx.Module):
 
     def __call__(
         self, passed: Passed, context: Context, *, unroll: bool
-    ) -> tuple[Passed, list[tuple[RouterStats, Int[Array, "R B T k"]]]]:
-        """The layers in order; also the routing of each mixture of experts in the pattern, stacked over the repeats."""
+    ) -> tuple[Passed, list[tuple[RouterStats, Int[Array, "R B T k"]]], Features]:
+        """The layers in order; also the routing of each mixture of experts in the pattern, stacked over the repeats,
+        and what is tapped."""
         parts = [nnx.split(block) for block in self.blocks]
+        taps = None
+        if context.taps is not None:
+            configs = [block.config for block in self.blocks]
+            taps = StageTaps(context.taps, configs, self.repeats, int(self.first.layer))
 
-        def pattern(passed: Passed, inputs: tuple[list[Any], int | Array]) -> tuple[Passed, RoutingOf]:
+        def pattern(carry: Carry, inputs: tuple[list[Any], int | Array]) -> tuple[Carry, RoutingOf]:
+            passed, taken = carry
             routing: RoutingOf = []
             for index, (graph, _) in enumerate(parts):
-                passed, of_block = self._block(index, graph, passed, inputs[0][index], inputs[1], context)
+                names = () if taps is None else taps.names(index)
+                passed, of_block, given = self._block(index, graph, passed, inputs[0][index], inputs[1], context, names)
                 routing += of_block
-            return passed, routing
+                if taps is not None:
+                    taken = taps.put(taken, index, inputs[1], {HIDDEN: passed.x, **given})
+            return (passed, taken), routing
 
         weights = [state for _, state in parts]
+        carry: Carry = (passed, [] if taps is None else taps.empty(passed.x))
         if self.repeats > 1 and not unroll:
-            return jax.lax.scan(pattern, passed, (weights, jnp.arange(self.repeats, dtype=jnp.int32)))
-        routings = []
-        for repeat in range(self.repeats):
-            here = jax.tree.map(lambda w, repeat=repeat: w[repeat], weights)
-            passed, routing = pattern(passed, (here, repeat))
-            routings.append(routing)
-        return passed, jax.tree.map(lambda *repeats: jnp.stack(repeats), *routings)
+            carry, routing = jax.lax.scan(pattern, carry, (weights, jnp.arange(self.repeats, dtype=jnp.int32)))
+        else:
+            routings = []
+            for repeat in range(self.repeats):
+                here = jax.tree.map(lambda w, repeat=repeat: w[repeat], weights)
+                carry, of_repeat = pattern(carry, (here, repeat))
+                routings.append(of_repeat)
+            routing = jax.tree.map(lambda *repeats: jnp.stack(repeats), *routings)
+        return carry[0], routing, {} if taps is None else taps.by_layer(carry[1])
 
     def _block(
-        self, index: int, graph: Any, passed: Passed, weights: Any, repeat: int | Array, context: Context
-    ) -> tuple[Passed, RoutingOf]:
-        """One layer, of which the backward pass keeps what the run's `remat` says."""
+        self,
+        index: int,
+        graph: Any,
+        passed: Passed,
+        weights: Any,
+        repeat: int | Array,
+        context: Context,
+        names: Sequence[str],
+    ) -> tuple[Passed, RoutingOf, Given]:
+        """One layer, of which the backward pass keeps what the run's `remat` says; and what it hands out."""
 
-        def run(passed: Passed, weights: Any) -> tuple[Passed, RoutingOf]:
+        def run(passed: Passed, weights: Any) -> tuple[Passed, RoutingOf, Given]:
             tape = Tape(cache=passed.cache, kept=dict(passed.kept))
             block: Block = nnx.merge(graph, weights)
             x = block(checkpoint_name(passed.x, BLOCK_INPUT), context, tape, self._place(index, repeat))
-            return Passed(x, tape.cache, tape.kept), tape.routing
+            given = {name: tape.projected[name] for name in names if name != HIDDEN}
+            given = {name: heads.reshape(*heads.shape[:2], -1) for name, heads in given.items()}
+            return Passed(x, tape.cache, tape.kept), tape.routing, given
 
         return rematerialized(run, context.compute.remat)(passed, weights)
 
@@ -202,6 +227,34 @@ class Decoder(nnx.Module):
         `experts`: those to use, such as the ones that a sampler used; the router chooses where they are negative.
         `noise` is added to the embedded tokens. `parents`: as `Batch` has them; not with a cache.
         """
+        return self._forward(tokens, positions, segments, cache, None, experts, noise, parents)[:3]
+
+    def features(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        segments: Int[Array, "B T"],
+        taps: Taps | None,
+        *,
+        experts: Int[Array, "M B T k"] | None = None,
+        noise: Float[Array, "B T D"] | None = None,
+        parents: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Routing | None, Features]:
+        """As `forward` without a cache, and what layers hand out."""
+        hidden, _, routing, found = self._forward(tokens, positions, segments, None, taps, experts, noise, parents)
+        return hidden, routing, found
+
+    def _forward(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        segments: Int[Array, "B T"],
+        cache: KVCache | PagedCache | None,
+        taps: Taps | None,
+        experts: Int[Array, "M B T k"] | None,
+        noise: Float[Array, "B T D"] | None,
+        parents: Int[Array, "B T"] | None,
+    ) -> tuple[Float[Array, "B T D"], KVCache | PagedCache | None, Routing | None, Features]:
         assert cache is None or parents is None, "a row of the cache is one sequence"
         x = self.embed(tokens, self.compute.dtype)
         if noise is not None:
@@ -214,19 +267,21 @@ class Decoder(nnx.Module):
             compute=self.compute,
             experts=experts,
             layer_inputs=None if self.layer_inputs is None else self.layer_inputs(tokens, x),
+            taps=taps,
         )
-        passed, routings = Passed(x, cache, {}), []
+        passed, routings, features = Passed(x, cache, {}), [], Features()
         for stage in self.stages:
-            passed, routing = stage(passed, context, unroll=self._unroll)
+            passed, routing, found = stage(passed, context, unroll=self._unroll)
+            features |= found
             if routing:
                 # [R, pattern, ...] -> [layers, ...]
                 stacked = jax.tree.map(lambda *blocks: jnp.stack(blocks, axis=1), *routing)
                 routings.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked))
         hidden = self.final_norm(passed.x)
         if not routings:
-            return hidden, passed.cache, None
+            return hidden, passed.cache, None, features
         stats, chosen = jax.tree.map(lambda *stages: jnp.concatenate(stages), *routings)
-        return hidden, passed.cache, Routing(experts=chosen, stats=stats)
+        return hidden, passed.cache, Routing(experts=chosen, stats=stats), features
 
     def for_decoding(self) -> Decoder:
         """The same function, for a loop over single tokens; call it outside of the loop, under `jit`.

@@ -76,6 +76,7 @@ class LatentAttention(nnx.Module):
         shared = jnp.broadcast_to(k_rope[:, :, None], (*kv.shape[:3], c.rope_dim))
         keys = jnp.concatenate([kv[..., : c.nope_dim], shared], axis=-1)
         values = kv[..., c.nope_dim :]
+        tape.projected |= {"q": q_nope, "k": kv[..., : c.nope_dim], "v": values}
         if tape.cache is not None:
             store(self._cached(latent, k_rope), None, context, tape, place)
         segments = context.segments

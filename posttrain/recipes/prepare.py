@@ -36,11 +36,11 @@ from posttrain.data.sources import FILE_SUFFIXES, Rows
 from posttrain.data.taught import Taught
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.imports import describe_error, did_you_mean, is_object_spec
-from posttrain.losses.distill import DistillLoss
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.models.config import ModelConfig
 from posttrain.models.moe import check_recording, check_router
 from posttrain.recipes.aligning import make_aligners
+from posttrain.recipes.features import check_features, distill_loss
 from posttrain.recipes.inputs import callable_of, each_row, rows_and_renderer
 from posttrain.recipes.judged import LOSSES, JudgedInputs, check_units, make_loss, shares_prompts, units_of
 from posttrain.recipes.kernels import check_kernels
@@ -151,6 +151,8 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
                 if isinstance(section, DistillSection) and section.on_policy:
                     check_cache(section, config.mesh.row_shards or 1)
                 inputs, notes = _prepare_sft(section, prepared.tokenizer, base_dir)
+                if isinstance(section, DistillSection):
+                    notes += check_features(section, inputs.teachers, prepared.model, base_dir)
                 prepared.stages.append(inputs)
                 prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
     return prepared
@@ -437,7 +439,7 @@ def _own_loss(spec: str, base_dir: Path) -> TokenLoss:
 
 def _sequence_loss(section: SFTSection | DistillSection, base_dir: Path) -> TokenLoss:
     if isinstance(section, DistillSection):
-        return DistillLoss(section.cross_entropy)
+        return distill_loss(section)
     if section.label_smoothing:
         return SFTLoss(section.label_smoothing)
     if section.loss in SFT_LOSSES:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from posttrain.config import SFTSection
+from posttrain.config import DistillSection, SFTSection
 from posttrain.data.ahead import BatchStream
 from posttrain.data.pipeline import SFTBatches
 from posttrain.data.taught import Taught
@@ -13,6 +13,7 @@ from posttrain.kernels.token_stats import Terms
 from posttrain.losses.router import RouterLoss
 from posttrain.models.decoder import Decoder
 from posttrain.optim import make_optimizer
+from posttrain.recipes.features import matching_of
 from posttrain.recipes.prepare import SFTInputs
 from posttrain.recipes.python import PythonRun
 from posttrain.recipes.sequence_evaluation import Record, difference, evaluate, metrics_of, with_perplexities
@@ -38,9 +39,10 @@ def make_trainer(
     noise_alpha: float = 0.0,
 ) -> Trainer:
     """Of a stage that trains on given sequences."""
-    section = inputs.section
+    section, model = inputs.section, stage.load_model()
+    features = section.features if isinstance(section, DistillSection) else None
     return Trainer(
-        stage.load_model(),
+        model,
         inputs.loss,
         make_optimizer(section.optimizer, section.num_steps),
         temperature=1.0,
@@ -52,6 +54,7 @@ def make_trainer(
         dropout_seed=stage.seed,
         terms=terms,
         teachers=teachers,
+        matching=None if features is None else matching_of(features, model.config, teachers[0].config, stage.seed),
         noise_alpha=noise_alpha,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.weights.load import init_model
 from posttrain.weights.save import save_model
-from tests.recipes.runs import INIT, lines, posttrain, write_run
+from tests.recipes.runs import INIT, lines, posttrain, start, write_run
 
 STORIES = "models/stories260k"
+TEXT = "data/text/tinystories_v2gpt4_train_head.jsonl"
 SAME = ("loss", "grad_norm", "distill/", "eval/")
 
 
@@ -96,3 +98,42 @@ def test_a_template_that_changes_the_text_is_refused(tmp_path: Path, teacher: Pa
     talk = {"dataset": {"path": "rows.jsonl", "chat": True}, "eval_dataset": None, "row_tokens": 64}
     error = posttrain("check", write_run(tmp_path, stage(own, **talk))).error
     assert "100.0% of the completions' text is not what teacher own reads" in error
+
+
+def test_a_teacher_of_shorter_tokens_is_refused(tmp_path: Path, teacher: Path, shared: Path) -> None:
+    """Of single bytes, where the student's tokens are pieces of words."""
+    model = {"model": {"init": INIT, "tokenizer": str(shared / STORIES)}}
+    file = write_run(tmp_path, stage(teacher, eval_dataset=None, row_tokens=32), **model)
+    row = {"prompt": "Tell me.", "completion": "Once upon a time there was a girl."}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    error = posttrain("check", file).error
+    assert "that of teacher big is another than the student's at" in error and "(at most 30% may be)" in error
+
+
+@pytest.mark.thorough
+@pytest.mark.optimized
+def test_a_student_of_other_tokens_learns_from_an_aligned_teacher(tmp_path: Path, shared: Path) -> None:
+    """Of bytes, from a real model of pieces of words and from nothing else: on held-out stories it comes near what the
+    teacher says, and finds the text itself more probable where it is taught."""
+    text = str(shared / TEXT)
+    made = stage(
+        shared / STORIES,
+        dataset={"path": text, "limit": 120},
+        eval_dataset={"path": text, "skip": 1600, "limit": 8},
+        top_k=64,
+        overlong="truncate",
+        num_steps=40,
+        row_tokens=256,
+        checkpoint_every=100,
+    )
+    student = {**INIT, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 256}
+    process = start("run", write_run(tmp_path, made, model={"init": student, "tokenizer": "bytes"}))
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    steps = lines(tmp_path / "out")
+    before, after = steps[0], steps[-1]
+    print({name: (before[name], after[name]) for name in before if "distill" in name})
+    assert 0.2 < steps[1]["distill/taught"] < 0.9
+    assert after["eval/distill/kl"] < 0.6 * before["eval/distill/kl"]
+    assert after["eval/distill/student_nll"] < 0.8 * before["eval/distill/student_nll"]
+    assert after["eval/distill/student_nll"] > after["eval/distill/teacher_nll"]

@@ -212,6 +212,24 @@ def test_all_ways_to_a_teacher_give_the_same_losses(tmp_path: Path, teacher: Pat
         np.testing.assert_allclose(losses[name], losses["inside"], rtol=5e-3, err_msg=name)
 
 
+def test_an_aligned_teacher_at_a_server_says_what_a_plain_one_does(
+    tmp_path: Path, teacher: Path, server: Server
+) -> None:
+    """Where the tokens are equal: bit for bit in their caches."""
+    at_server = {"path": str(teacher), "model": "big", "url": f"{server.url}/v1", "api_key_env": "KEY_OF_TEST"}
+    records = {}
+    for tokens in ("same", "align"):
+        cache = tmp_path / tokens / "cache"
+        stage = distill(teacher, teachers=[{**at_server, "tokenizer": tokens}], cache=str(cache), top_k=5)
+        asked = len(server.bodies)
+        written = command("distill", "--cache", write_run(tmp_path / tokens, stage))
+        assert written.code == 0 and len(server.bodies) > asked, written.err
+        records[tokens] = [np.load(file) for file in sorted(cache.rglob("*.npy"))]
+    assert len(records["same"]) > 0 and max(one.size for one in records["same"]) > 100
+    for one, other in zip(records["align"], records["same"], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_a_teacher_on_other_devices_leaves_nothing_on_those_of_training(tmp_path: Path, teacher: Path) -> None:
     two = [{"path": str(teacher), "mesh": {"fsdp": 2}}, {"path": str(teacher), "name": "b", "mesh": {"fsdp": 2}}]
     file = write_run(tmp_path, distill(teacher, teachers=two, teacher_column="who"))

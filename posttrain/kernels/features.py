@@ -1,0 +1,154 @@
+"""How far hidden states, and relations among tokens, of a student are from a teacher's: a number for each token.
+
+In chunks of the contexts that count: of a row of T tokens no T x T array is ever whole, forward or backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from posttrain.kernels.divergence import NO_LOGIT
+from posttrain.kernels.token_stats import Plan, along, of_tokens, plan_of
+
+CHUNK_ELEMENTS = 1 << 22
+"""Numbers of a chunk, in float32 16 MiB; value and gradient hold a few such arrays."""
+
+MIN_CHUNK_TOKENS = 16
+"""Tokens of a row in a chunk, so that long rows do not make products of single vectors."""
+
+TINY = 1e-12
+"""Least squared length of a vector that is divided by its own."""
+
+HiddenLoss = Literal["mse", "cosine"]
+Contexts = Bool[Array, "B Tc"]
+"""Those that count, of the Tc = T - 1 that predict a token: `token_stats.predicting`."""
+
+
+def hidden_distance(
+    student: Float[Array, "B T D"],
+    teacher: Float[Array, "B T E"],
+    projection: Float[Array, "D E"] | None,
+    counts: Contexts,
+    kind: HiddenLoss,
+) -> Float[Array, "B T"]:
+    """`mse`: mean((P s - t)^2) over the teacher's dimensions, arXiv:1909.10351 eq. 9; `cosine`: 1 - cos(P s, t).
+
+    At the tokens that the contexts in `counts` predict, from the hidden states of these contexts; 0 elsewhere.
+    """
+
+    def distance(_: Any, chunk: tuple[Array, Array]) -> Float[Array, "B C"]:
+        s, t = chunk
+        if projection is not None:
+            s = jnp.einsum("bcd,de->bce", s, projection.astype(s.dtype), preferred_element_type=jnp.float32)
+        s, t = s.astype(jnp.float32), t.astype(jnp.float32)
+        if kind == "mse":
+            return jnp.mean(jnp.square(s - t), axis=-1)
+        lengths = (jnp.maximum(jnp.sum(jnp.square(x), axis=-1), TINY) for x in (s, t))
+        of_student, of_teacher = map(jax.lax.rsqrt, lengths)
+        return 1.0 - jnp.sum(s * t, axis=-1) * of_student * of_teacher
+
+    return _over_contexts(distance, (student, teacher), _in_chunks(counts, teacher.shape[2]))
+
+
+class Related(NamedTuple):
+    """Queries, keys or values of a layer of both, all heads beside each other, to be split into `heads`."""
+
+    student: Float[Array, "B T _D"]
+    teacher: Float[Array, "B T _E"]
+    heads: int
+
+
+def relation_divergence(
+    related: Sequence[Related], segments: Int[Array, "B T"], counts: Contexts
+) -> Float[Array, "B T"]:
+    """Mean over `related` and heads of KL(R_teacher || R_student) of MiniLMv2, arXiv:2012.15828 eq. 4-5, with
+    R = softmax(x_i . x_j / sqrt(size of a head)) over the tokens j up to i of the same sequence.
+
+    At the tokens that the contexts i in `counts` predict; 0 elsewhere.
+    """
+    stacks: dict[tuple[int, int], list[tuple[Array, Array, float]]] = {}
+    for one in related:
+        s, t = _split(one.student, one.heads), _split(one.teacher, one.heads)
+        stacks.setdefault((s.shape[-1], t.shape[-1]), []).append((s, t, 1.0 / (one.heads * len(related))))
+    total, chunks = jnp.zeros(segments.shape, jnp.float32), _in_chunks(counts, segments.shape[1])
+    for parts in stacks.values():
+        student, teacher = (jnp.concatenate([part[side] for part in parts]) for side in (0, 1))
+        share = jnp.concatenate([jnp.full(len(s), share) for s, _, share in parts])
+
+        @jax.checkpoint
+        def add(total: Array, head: tuple[Array, Array, Array]) -> tuple[Array, None]:
+            return total + head[2] * _head_divergence(head[0], head[1], segments, chunks), None
+
+        total, _ = jax.lax.scan(add, total, (student, teacher, share))
+    return total
+
+
+def _head_divergence(
+    student: Float[Array, "B T D"], teacher: Float[Array, "B T E"], segments: Int[Array, "B T"], chunks: _Chunks
+) -> Float[Array, "B T"]:
+    places = jnp.arange(segments.shape[1])
+
+    def log_relation(x: Array, keys: Array, visible: Array) -> Float[Array, "B C T"]:
+        scores = jnp.einsum("bcd,btd->bct", x, keys, preferred_element_type=jnp.float32)
+        return jax.nn.log_softmax(jnp.where(visible, scores * x.shape[-1] ** -0.5, NO_LOGIT), axis=-1)
+
+    def kl(order: Int[Array, "B C"], chunk: tuple[Array, Array]) -> Float[Array, "B C"]:
+        visible = segments[:, None, :] == along(segments, order)[:, :, None]
+        visible &= places[None, None] <= order[:, :, None]
+        log_s, log_t = (log_relation(x, keys, visible) for x, keys in zip(chunk, (student, teacher), strict=True))
+        return jnp.sum(jnp.where(visible, jnp.exp(log_t) * (log_t - log_s), 0.0), axis=-1)
+
+    return _over_contexts(kl, (student, teacher), chunks)
+
+
+def _split(x: Float[Array, "B T W"], heads: int) -> Float[Array, "R B T H"]:
+    return jnp.moveaxis(x.reshape(*x.shape[:2], heads, -1), 2, 0)
+
+
+class _Chunks(NamedTuple):
+    """In which order, and how many of a row at a time, contexts are computed."""
+
+    plan: Plan
+    counts: Contexts
+    size: int
+
+
+def _in_chunks(counts: Contexts, width: int) -> _Chunks:
+    """Of what makes `width` numbers of each context; at most half a row at a time."""
+    rows, length = counts.shape
+    size = max(1, min(max(CHUNK_ELEMENTS // (rows * width), MIN_CHUNK_TOKENS), (length + 1) // 2))
+    return _Chunks(plan_of(counts, size), counts, size)
+
+
+def _over_contexts(
+    function: Callable[[Any, Any], Float[Array, "B C"]], arrays: Any, chunks: _Chunks
+) -> Float[Array, "B T"]:
+    """`function` of the places of contexts, [B, C], and of `arrays` [B, T, ...] there.
+
+    Chunks without any that counts are left out; the backward pass computes each chunk again.
+    """
+    plan, counts, size = chunks
+    order = jnp.minimum(plan.order, counts.shape[1])
+
+    def split(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def of_chunk(index: Array, order: Array, chunk: Any) -> Array:
+        def nothing(order: Array, _: Any) -> Array:
+            return jnp.zeros(order.shape, jnp.float32)
+
+        return jax.lax.cond(index < plan.num_chunks, function, nothing, order, chunk)
+
+    def body(_: None, chunk: Any) -> tuple[None, Array]:
+        return None, of_chunk(*chunk)
+
+    inputs = (split(order), jax.tree.map(lambda x: split(along(x, order)), arrays))
+    _, found = jax.lax.scan(body, None, (jnp.arange(len(inputs[0])), *inputs))
+    return of_tokens(jnp.moveaxis(found, 0, 1).reshape(len(order), -1), plan, counts)
