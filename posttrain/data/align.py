@@ -96,14 +96,23 @@ def pair(one: Sequence[Run], other: Sequence[Run]) -> Pairs:
 
 
 def _shift(one: bytes, other: bytes) -> int | None:
-    """Where `other` begins in `one`, negative where it begins before; None: neither holds the other, or not surely.
+    """Where `other` begins in `one`, negative where it begins before; None: they do not overlap, or not surely.
 
     Templates put text before an answer, and first tokens of plain texts have no loss: the ends are looked at first.
+    Rows that are too short cut both texts.
     """
     if one.endswith(other) or other.endswith(one):
         return len(one) - len(other)
     for longer, shorter, sign in ((one, other, 1), (other, one, -1)):
         at = longer.find(shorter)
-        if shorter and at >= 0 and at == longer.rfind(shorter):
-            return sign * at
-    return None
+        if shorter and at >= 0:
+            return sign * at if at == longer.rfind(shorter) else None
+    found = [sign * at for sign, a, b in ((1, one, other), (-1, other, one)) for at in _overlaps(a, b)]
+    return found[0] if len(found) == 1 else None
+
+
+def _overlaps(one: bytes, other: bytes) -> list[int]:
+    """Where the end of `one` that begins `other` may start, so that at least half of the shorter text is in both."""
+    least = -(-min(len(one), len(other)) // 2)
+    starts = range(max(len(one) - len(other), 0) + 1, len(one) - least + 1) if least else ()
+    return [at for at in starts if other.startswith(one[at:])]

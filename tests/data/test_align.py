@@ -68,6 +68,24 @@ def test_pairs_begin_with_the_same_text(
     assert (np.diff(found.one) > 0).all() and (np.diff(found.other) > 0).all()
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "pairs"),
+    [
+        # The first token has no loss, and both rows end within the text.
+        (b"pon a time th", b"nce upon a time", {3: 8, 4: 9, 9: 14}),
+        (b"nce upon a time", b"pon a time th", {8: 3, 9: 4, 14: 9}),
+        (b"abababab", b"babababa", {}),
+        (b"a long text that ends", b"ends otherwise", {}),
+    ],
+)
+def test_texts_that_overlap_in_part(one: bytes, other: bytes, pairs: dict[int, int]) -> None:
+    """Single bytes. What repeats itself has no sure place, and texts that share less than a half are not looked at."""
+    a, b = (run_of(text, np.arange(len(text) + 1), 0, None) for text in (one, other))
+    found = pair([a], [b])
+    assert dict(zip(found.one.tolist(), found.other.tolist(), strict=True)).items() >= pairs.items()
+    assert bool(pairs) == bool(found.same_text) and found.same_text in (0, 10)
+
+
 def test_runs_end_at_their_stop_tokens() -> None:
     pieces = [b"a", b"bc", b"</s>", b"\n"]
     tokens, mask = [0, 1, 0, 2, 3, 1, 1], np.asarray([0, 1, 1, 1, 1, 0, 1], bool)
