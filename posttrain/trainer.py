@@ -33,11 +33,11 @@ from posttrain.console import progress_bar
 from posttrain.kernels.token_stats import PLAIN, Teacher, Terms, token_stats
 from posttrain.losses.reduce import sequence_sums, to_tokens
 from posttrain.losses.router import RouterLoss, check_weight, corrected, load_metrics, router_means, weight_of
+from posttrain.matching import Matching
 from posttrain.mesh import BATCH_SPEC, param_sharding, replicated, row_shards, single_device_mesh
 from posttrain.metrics import Metrics, merge
 from posttrain.models.adapter import drop, has_dropout
 from posttrain.models.decoder import Decoder
-from posttrain.models.matching import Matching
 from posttrain.models.moe import check_router, correction_paths
 from posttrain.models.taps import Features
 from posttrain.optim import clip_by_global_norm

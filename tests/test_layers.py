@@ -16,7 +16,7 @@ LAYERS = (
     {"mesh", "batch", "accumulate", "metrics", "statistics", "sinks", "console", "optim", "kernels"},
     {"models", "data", "losses", "checkpoint"},
     {"weights"},
-    {"trainer", "reference", "fit", "rollout", "plan"},
+    {"trainer", "matching", "reference", "fit", "rollout", "plan"},
     {"rl"},
     {"recipes", "view"},
     {"cli"},
@@ -35,6 +35,7 @@ SIDEWAYS = {
     ("console", "metrics"),
     ("fit", "trainer"),
     ("reference", "trainer"),
+    ("trainer", "matching"),
 }
 """Imports within a layer. There are none among models, data, losses and checkpoint, nor of trainer and rollout."""
 

@@ -21,11 +21,11 @@ from posttrain.kernels import features
 from posttrain.kernels.divergence import Divergence
 from posttrain.kernels.token_stats import Terms, predicting
 from posttrain.losses.distill import DistillLoss
+from posttrain.matching import Matching, Relation
 from posttrain.mesh import make_mesh
 from posttrain.metrics import to_host
 from posttrain.models import decoder
 from posttrain.models.decoder import Decoder
-from posttrain.models.matching import Matching, Relation
 from posttrain.models.taps import HIDDEN, Taps
 from posttrain.trainer import Trainer
 from posttrain.weights.state import ModelWeights

@@ -16,8 +16,8 @@ from posttrain.config import (
     ModelSection,
 )
 from posttrain.losses.distill import DistillLoss
+from posttrain.matching import Matching, Relation
 from posttrain.models.config import ModelConfig
-from posttrain.models.matching import Matching, Relation
 from posttrain.recipes.source import read_model_config
 from posttrain.recipes.teachers import TeacherSource
 

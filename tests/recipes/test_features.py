@@ -13,8 +13,8 @@ from posttrain.config import ConfigError, DistillSection
 from posttrain.config_file import load_config
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.losses.distill import DistillLoss
+from posttrain.matching import Matching, Relation
 from posttrain.models.hf import config_from_init
-from posttrain.models.matching import Matching, Relation
 from posttrain.recipes.features import distill_loss, matching_of
 from posttrain.weights.load import init_model
 from posttrain.weights.save import save_model
