@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from posttrain.rollout.programs import Loaded, Prompts, Rows, decode, prefill
 from posttrain.rollout.runner import Runner
-from posttrain.rollout.shapes import Shapes
+from posttrain.rollout.shapes import Expected, Shapes
 from posttrain.weights.state import ModelWeights
 from tests.rollout.engines import params
 from tests.tiny import tiny_model
@@ -24,6 +24,10 @@ ALLOWED = [export.DisabledSafetyCheck.custom_call("tpu_custom_call")]
 def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     return Runner(Shapes(4, 1, 256, 8), blocks=32, record=False, vocab_size=512)
+
+
+def examples(runner: Runner) -> list[Prompts | Rows]:
+    return runner.examples([Expected(params=params())], rereads=True)
 
 
 def lowered(runner: Runner, example: Prompts | Rows) -> str:
@@ -45,7 +49,7 @@ def lowered(runner: Runner, example: Prompts | Rows) -> str:
 
 
 def test_decoding_reads_pages_in_place(runner: Runner) -> None:
-    text = lowered(runner, next(runner._example_rows([params()])))
+    text = lowered(runner, next(rows for rows in examples(runner) if isinstance(rows, Rows)))
     # One for each layer of the pattern, which is scanned.
     assert text.count("stablehlo.custom_call @tpu_custom_call") == 2
     # No page is gathered within the loop, nor a layer sliced out of the pool: [R, D, P, page, 2 K, H].
@@ -55,6 +59,6 @@ def test_decoding_reads_pages_in_place(runner: Runner) -> None:
 
 
 def test_prompts_use_the_kernel_of_training(runner: Runner) -> None:
-    examples = list(runner._example_prompts([params()]))
-    long = next(example for example in examples if example.context is None and example.tokens.shape[1] >= 128)
+    prompts = [example for example in examples(runner) if isinstance(example, Prompts)]
+    long = next(example for example in prompts if example.context is None and example.tokens.shape[1] >= 128)
     assert lowered(runner, long).count("stablehlo.custom_call @tpu_custom_call") == 2
