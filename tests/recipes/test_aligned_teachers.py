@@ -42,7 +42,8 @@ def stage(teacher: Path, **changes: Any) -> dict[str, Any]:
     return {**fields, **changes}
 
 
-@pytest.mark.parametrize("cached", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("cached", [False, True])
 def test_equal_tokens_are_the_ordinary_path(tmp_path: Path, teacher: Path, cached: bool) -> None:
     """Bit for bit the run whose teacher gives its `top_k` from devices of its own, live and from a cache."""
     apart = {"path": str(teacher), "mesh": {"fsdp": 4}}

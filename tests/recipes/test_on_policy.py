@@ -52,6 +52,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, file: Path, step: int) -> None:
         assert command("run", file).code == 130
 
 
+@pytest.mark.thorough
 def test_without_rewards_interrupted_and_resumed(
     tmp_path: Path, teachers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,7 +85,8 @@ def test_cached_and_live_reference_are_the_same(tmp_path: Path, own_cache: Path)
     assert told[0]["eval/rewards/margins"] == 0
 
 
-@pytest.mark.parametrize("kind", ["preference", pytest.param("reward_model", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["preference", "reward_model"])
 def test_shared_prompts_change_no_loss(tmp_path: Path, kind: str) -> None:
     """Three steps, so that gradients are the same too; over micro-batches and a window that does not hold a prompt."""
     init = INIT | {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["sliding_attention"] * 2}

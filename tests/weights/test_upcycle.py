@@ -18,6 +18,7 @@ from posttrain.kernels.token_stats import token_stats
 from posttrain.models.config import MLPConfig, RouterConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
+from posttrain.recipes.proof_readers import default_reader
 from posttrain.recipes.upcycle import upcycle
 from posttrain.weights.load import load_model
 from posttrain.weights.state import ModelWeights
@@ -141,7 +142,7 @@ def test_the_command_line_writes_what_transformers_reads(tmp_path: Path) -> None
     arguments = ("upcycle", source, out, "--experts", "4", "--top-k", "2", "--mode", "split")
     outcome = posttrain(*arguments)
     assert outcome.code == 0, outcome.err
-    assert "read again with transformers" in outcome.out
+    assert f"read again with {default_reader(adapter=False)}" in outcome.out
     assert json.loads((out / "config.json").read_text())["model_type"] == "qwen3_moe"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["mixture"]
     model = load_model(out)
