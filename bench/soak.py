@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,30 +123,36 @@ class Soak:
             params = make_params(self.rng, number, min(60, self.longest - len(prompt)))
             task = asyncio.create_task(self._one(prompt, params))
             self.running[params.key] = task
+            task.add_done_callback(partial(self._ended, params.key))
             tasks.append(task)
             if number % 7 == 0:
                 await asyncio.sleep(0)
-        await asyncio.gather(*tasks, return_exceptions=True)
+        errors = [
+            found for found in await asyncio.gather(*tasks, return_exceptions=True) if isinstance(found, Exception)
+        ]
         trouble.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await trouble
+        if errors:
+            raise ExceptionGroup(f"{len(errors)} requests failed", errors)
         return self.report
 
     async def _one(self, prompt: list[int], params: SamplingParams) -> None:
-        try:
-            completion = await self.engine.generate(prompt, params)
-            if completion.stop == "abort" and self.rng.random() < 0.5:
-                self.report.ends["continued"] += 1
-                completion = await self.engine.generate(prompt, params, begun=completion)
-            check(completion, prompt, params)
-            self.report.ends[completion.stop] += 1
-            self.report.tokens += len(completion.tokens)
-        except asyncio.CancelledError:
+        completion = await self.engine.generate(prompt, params)
+        if completion.stop == "abort" and self.rng.random() < 0.5:
+            self.report.ends["continued"] += 1
+            completion = await self.engine.generate(prompt, params, begun=completion)
+        check(completion, prompt, params)
+        self.report.ends[completion.stop] += 1
+        self.report.tokens += len(completion.tokens)
+
+    def _ended(self, key: tuple[int, int], task: asyncio.Task[None]) -> None:
+        """Also of a task that was cancelled before it began."""
+        if task.cancelled():
             self.report.ends["cancelled"] += 1
-        finally:
-            del self.running[params.key]
-            self.gate.release()
-            self._measure()
+        del self.running[key]
+        self.gate.release()
+        self._measure()
 
     async def _trouble(self) -> None:
         """What trainers and impatient callers do, again and again."""
