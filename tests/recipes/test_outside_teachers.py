@@ -189,6 +189,7 @@ def distill(teacher: Path, **changes: Any) -> dict[str, Any]:
     return {**stage, **changes}
 
 
+@pytest.mark.thorough
 def test_all_ways_to_a_teacher_give_the_same_losses(tmp_path: Path, teacher: Path, server: Server) -> None:
     """In the step, at a server, from a cache that the server filled, and on four of the eight devices."""
     at_server = {"path": str(teacher), "model": "big", "url": f"{server.url}/v1", "api_key_env": "KEY_OF_TEST"}

@@ -84,6 +84,7 @@ class World:
         return np.abs(difference[np.asarray(batch.loss_weight) > 0])
 
 
+@pytest.mark.thorough
 def test_the_first_update_has_ratio_1_in_float32(tokenizer: Tokenizer) -> None:
     world = World(tokenizer, jnp.float32)
     batch, metrics = world.outcome.batch, to_host(world.outcome.metrics)
