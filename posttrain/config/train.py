@@ -19,7 +19,7 @@ class DatasetSection(Section):
     prompt: str | None = None
     """Template of the user's turn over the columns, such as `"{question}"`; by default the column `prompt`."""
     completion: str | None = None
-    """Template of the answer, for SFT; by default the column `completion`."""
+    """Template of the answer, of SFT and of answers with a `label`; by default the column `completion`."""
     system: str | None = None
     """A system message put before every prompt."""
     chat: Flag | None = None
