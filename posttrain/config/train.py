@@ -87,6 +87,11 @@ class TrainSection(Section):
         """Those that are trained on."""
         return (self.dataset,)
 
+    @property
+    def all_datasets(self) -> tuple[DatasetSection, ...]:
+        """Those that are trained on, and last the one that is held out, if there is one."""
+        return self.datasets if self.eval_dataset is None else (*self.datasets, self.eval_dataset)
+
     @model_validator(mode="after")
     def _evaluation(self) -> TrainSection:
         if self.eval_every is not None and self.eval_dataset is None:

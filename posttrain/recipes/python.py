@@ -104,6 +104,18 @@ class PythonRun(abc.ABC):
         return stage
 
 
+class GivenPythonRun(PythonRun):
+    """Of the stages that train on answers as they are given."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {"batch_rows": 8, "overlong": "truncate"}
+    row_tokens: ClassVar[int]
+    """Of a row, or the model's context where that is less."""
+
+    @classmethod
+    def lengths(cls, given: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
+        return {"row_tokens": min(cls.row_tokens, max_positions or cls.row_tokens)}
+
+
 class SampledPythonRun(PythonRun):
     """Of the stages that sample answers to prompts."""
 
