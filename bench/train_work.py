@@ -20,8 +20,8 @@ from jaxtyping import Int
 
 from posttrain.batch import Batch
 from posttrain.config import LoRA, OptimizerSection
+from posttrain.kernels.chunk_stats import PLAIN, Terms
 from posttrain.kernels.divergence import Divergence
-from posttrain.kernels.token_stats import PLAIN, Terms
 from posttrain.losses.distill import DistillLoss
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.losses.sft import SFTLoss

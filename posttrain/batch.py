@@ -107,6 +107,10 @@ class TokenStats:
     """From a teacher's relations of that context to those before it."""
 
 
+DIFFERENTIABLE = ("logps", "entropy", "mean_logps", "divergence", "hidden_distance", "relation_divergence")
+"""Statistics that have a gradient."""
+
+
 @pytree
 class ScoreStats:
     """What one forward pass of a model with a scalar head says of each token, float32."""
@@ -150,6 +154,18 @@ class ScoreLoss(Protocol):
     """A loss on the scores of a model with a scalar head: reward models."""
 
     def __call__(self, stats: ScoreStats, batch: Batch) -> LossOutput: ...
+
+
+@runtime_checkable
+class LinearLoss(Protocol):
+    """A loss whose gradient by the statistics does not depend on them: a sum of them, weighted by what is in the batch.
+
+    The trainer then has the head's part of the gradient from the forward pass, and computes logits once.
+    """
+
+    @property
+    def linear_in(self) -> tuple[str, ...]:
+        """Names of the statistics that have a gradient, all of them: others would get none."""
 
 
 @runtime_checkable

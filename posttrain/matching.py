@@ -12,8 +12,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
+from posttrain.kernels.chunks import predicting
 from posttrain.kernels.features import HiddenLoss, Related, hidden_distance, relation_divergence
-from posttrain.kernels.token_stats import predicting
 from posttrain.models.taps import HIDDEN, Features, Taps
 
 

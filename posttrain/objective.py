@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +13,19 @@ from jax import Array
 from jaxtyping import Float
 
 from posttrain.accumulate import Pulled, as_one, num_micro, stack_over, sum_over
-from posttrain.batch import Batch, BatchLoss, LossOutput, RouterStats, ScoreStats, TokenStats, TopK
-from posttrain.kernels.token_stats import Teacher, Terms, token_stats
+from posttrain.batch import (
+    DIFFERENTIABLE,
+    Batch,
+    BatchLoss,
+    LinearLoss,
+    LossOutput,
+    RouterStats,
+    ScoreStats,
+    TokenStats,
+    TopK,
+)
+from posttrain.kernels.chunk_stats import Terms
+from posttrain.kernels.token_stats import Teacher, pulled_stats, token_stats
 from posttrain.losses.reduce import sequence_sums, to_tokens
 from posttrain.losses.router import RouterLoss, router_means, weight_of
 from posttrain.matching import Matching
@@ -33,6 +44,15 @@ class Keys(NamedTuple):
     dropout: Array | None
     noise: Array | None
     """One for each row."""
+
+
+class Passed(NamedTuple):
+    """What a forward pass found."""
+
+    stats: TokenStats | ScoreStats
+    routers: RouterStats | None
+    pulled: Array | None = None
+    """sum(statistics * cotangents)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,9 +97,17 @@ class Objective:
         return Keys(keys[:, 0] if self._dropout else None, keys if self.noise_alpha else None)
 
     def forward(
-        self, weights: Weights, batch: Batch, taught: list[Weights] | None = None, keys: Keys | None = None
-    ) -> tuple[TokenStats | ScoreStats, RouterStats | None]:
-        """Statistics of the tokens that have a weight; without `taught` those of the student alone."""
+        self,
+        weights: Weights,
+        batch: Batch,
+        taught: list[Weights] | None = None,
+        keys: Keys | None = None,
+        cotangents: Mapping[str, Array] | None = None,
+    ) -> Passed:
+        """Statistics of the tokens that have a weight; without `taught` those of the student alone.
+
+        With the statistics' `cotangents` their sum of products, which alone then has a gradient.
+        """
         model = self.student.bind({path: w for path, w in weights.items() if path not in self._projections})
         matching = None if taught is None else self.matching
         if keys is not None and keys.dropout is not None:
@@ -93,7 +121,7 @@ class Objective:
         hidden, routing, own = model.features(*inputs, taps, experts=experts, noise=noise, parents=parents)
         if model.config.scalar_head:
             scores = jnp.where(segments > 0, model.scores(hidden), 0.0)
-            return ScoreStats(scores=scores), None if routing is None else routing.stats
+            return Passed(ScoreStats(scores=scores), None if routing is None else routing.stats)
         teachers: list[Teacher | TopK] = []
         only, theirs = jnp.asarray(batch.loss_weight) != 0, Features()
         for structure, arrays in zip(self.teachers, taught or [], strict=taught is not None):
@@ -102,21 +130,24 @@ class Objective:
             final, _, theirs = teacher.features(*inputs, taps, parents=parents)
             teachers.append(Teacher(teacher.logits, final))
         teachers += (batch.teachers or ()) if taught is not None else ()
-        stats = token_stats(
-            model.logits,
-            hidden,
-            tokens,
-            segments,
-            temperature=self.temperature,
-            vocab_size=model.config.vocab_size,
-            only=only,
-            terms=self.terms if taught is not None else dataclasses.replace(self.terms, divergence=None),
-            teachers=teachers,
-            teacher_weights=batch.teacher_weights if teachers else None,
-        )
-        if matching is not None:
-            stats = replace(stats, **matching(own, theirs, weights, segments, only))
-        return stats, None if routing is None else routing.stats
+        others = {} if matching is None else matching(own, theirs, weights, segments, only)
+        terms = self.terms if taught is not None else dataclasses.replace(self.terms, divergence=None)
+        given: dict[str, Any] = {
+            "temperature": self.temperature,
+            "vocab_size": model.config.vocab_size,
+            "only": only,
+            "terms": terms,
+            "teachers": teachers,
+            "teacher_weights": batch.teacher_weights if teachers else None,
+        }
+        problem, pulled = (model.logits, hidden, tokens, segments), None
+        if cotangents is None:
+            stats = token_stats(*problem, **given)
+        else:
+            own_part = {name: ct for name, ct in cotangents.items() if name not in others}
+            pulled, stats = pulled_stats(*problem, cotangents=own_part, **given)
+            pulled += sum(jnp.sum(x * cotangents[name]) for name, x in others.items() if name in cotangents)
+        return Passed(replace(stats, **others), None if routing is None else routing.stats, pulled)
 
     def _noise(self, keys: Array, segments: Array) -> Float[Array, "B T D"]:
         """Of NEFTune: the shorter a sequence, the more of it."""
@@ -132,13 +163,14 @@ class Objective:
         taught: list[Weights],
         loss: AnyLoss,
         keys: Keys | None = None,
-    ) -> tuple[LossOutput, RouterStats | None, TokenStats | ScoreStats]:
-        stats, routers = self.forward(weights, batch, taught, keys)
-        output = loss(stats, batch)
-        if routers is None:
-            return output, None, stats
-        metrics = {**output.metrics, **router_means(routers, num_tokens(batch))}
-        return LossOutput(loss=output.loss, metrics=metrics), routers, stats
+        cotangents: Mapping[str, Array] | None = None,
+    ) -> tuple[LossOutput, Passed]:
+        passed = self.forward(weights, batch, taught, keys, cotangents)
+        output = loss(passed.stats, batch)
+        if passed.routers is None:
+            return output, passed
+        metrics = {**output.metrics, **router_means(passed.routers, num_tokens(batch))}
+        return LossOutput(loss=output.loss, metrics=metrics), passed
 
     def gradients(
         self,
@@ -153,7 +185,7 @@ class Objective:
         gradient_of = functools.partial(self._gradient, params, frozen, taught, router_weight)
         if not self.needs_whole_batch or num_micro(inputs) == 1:
             return sum_over(lambda one: gradient_of(one, self.loss), inputs, count)
-        stats = stack_over(lambda one: self.forward({**frozen, **params}, one[0], taught, one[1])[0], inputs, count)
+        stats = stack_over(lambda one: self.forward({**frozen, **params}, one[0], taught, one[1]).stats, inputs, count)
 
         def whole(stats: Any) -> tuple[Array, LossOutput]:
             output = self.loss(as_one(stats), as_one(inputs[0]))
@@ -176,12 +208,14 @@ class Objective:
         loss: AnyLoss,
     ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
         def total(params: Weights) -> tuple[Array, tuple[LossOutput, RouterStats | None]]:
-            batch, keys = inputs
-            output, routers, _ = self.loss_output({**frozen, **params}, batch, taught, loss, keys)
-            value = jnp.asarray(output.loss.total)
+            output, (_, routers, pulled) = self.loss_output({**frozen, **params}, batch, taught, loss, keys, cotangents)
+            value = jnp.asarray(output.loss.total if pulled is None else pulled)
             if self.router_loss is not None and routers is not None:
                 value += router_weight * self.router_loss(routers)
             return value, (output, routers)
+
+        batch, keys = inputs
+        cotangents = known_cotangents(loss, batch)
 
         # With respect to float32 copies, so that what is added up over chunks and tokens is added up in float32.
         return jax.grad(total, has_aux=True)(jax.tree.map(lambda p: p.astype(jnp.float32), params))
@@ -200,6 +234,21 @@ class Objective:
 
         of_loss, of_router = sum_over(weights, micro, count)
         return jnp.where(of_router > 0, of_loss / jnp.maximum(of_router, 1.0), 0.0)
+
+
+def known_cotangents(loss: AnyLoss, batch: Batch) -> dict[str, Array] | None:
+    """The gradient of the loss by the statistics of tokens, by name; None where it depends on them."""
+    if isinstance(loss, Pulled):
+        given = loss.cotangents
+        named = {name: getattr(given, name) for name in DIFFERENTIABLE} if isinstance(given, TokenStats) else {}
+        return {name: ct for name, ct in named.items() if ct is not None} or None
+    linear: object = loss
+    if not isinstance(linear, LinearLoss):
+        return None
+    zeros = jnp.zeros(batch.shape, jnp.float32)
+    nothing = TokenStats(**{field.name: zeros for field in dataclasses.fields(TokenStats)})
+    gradient = jax.grad(lambda stats: jnp.asarray(loss(stats, batch).loss.total))(nothing)
+    return {name: getattr(gradient, name) for name in linear.linear_in}
 
 
 def num_tokens(batch: Batch) -> Float[Array, ""]:

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from posttrain.accumulate import as_one, concatenated, stack_over
 from posttrain.batch import Batch, LossOutput, ScoreLoss, ScoreStats, TokenLoss, TokenStats, rows_per_pass
 from posttrain.console import progress_bar
-from posttrain.kernels.token_stats import PLAIN, Terms
+from posttrain.kernels.chunk_stats import PLAIN, Terms
 from posttrain.losses.router import RouterLoss, check_weight, corrected, load_metrics
 from posttrain.matching import Matching
 from posttrain.mesh import BATCH_SPEC, param_sharding, replicated, row_shards, single_device_mesh
@@ -273,8 +273,8 @@ class Trainer:
         self.num_programs += 1
 
         def one(batch: Batch) -> tuple[LossOutput, TokenStats | ScoreStats]:
-            output, _, stats = self._objective.loss_output(weights, batch, taught, self._objective.loss)
-            return output, stats
+            output, passed = self._objective.loss_output(weights, batch, taught, self._objective.loss)
+            return output, passed.stats
 
         outputs, stats = stack_over(one, micro, count)
         return jax.tree.map(lambda x: jnp.sum(x, axis=0), outputs), stats
@@ -284,7 +284,7 @@ class Trainer:
     ) -> TokenStats | ScoreStats:
         self.num_programs += 1
         stats: TokenStats | ScoreStats = stack_over(
-            lambda batch: self._objective.forward(weights, batch, taught)[0], micro, count
+            lambda batch: self._objective.forward(weights, batch, taught).stats, micro, count
         )
         return stats
 

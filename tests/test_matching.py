@@ -18,8 +18,9 @@ from posttrain.batch import Batch
 from posttrain.checkpoint import Checkpointer
 from posttrain.config import MeshSection
 from posttrain.kernels import features
+from posttrain.kernels.chunk_stats import Terms
+from posttrain.kernels.chunks import predicting
 from posttrain.kernels.divergence import Divergence
-from posttrain.kernels.token_stats import Terms, predicting
 from posttrain.losses.distill import DistillLoss
 from posttrain.matching import Matching, Relation
 from posttrain.mesh import make_mesh

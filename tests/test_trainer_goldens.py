@@ -13,8 +13,8 @@ import optax
 import pytest
 
 from posttrain.batch import Batch
+from posttrain.kernels.chunk_stats import Terms
 from posttrain.kernels.divergence import Divergence
-from posttrain.kernels.token_stats import Terms
 from posttrain.losses.distill import DistillLoss
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.metrics import to_host

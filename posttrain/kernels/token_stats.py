@@ -6,7 +6,6 @@ Of each row the tokens that count are brought together first, so that of the oth
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,30 +16,10 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import HostArray, TokenStats, TopK
-from posttrain.kernels.divergence import FORWARD_KL, Divergence, divergence, divergence_gradient, token_logps
-
-CHUNK_ELEMENTS = 1 << 20
-"""Logits alive at once, in elements: 4 MiB in float32. Value and gradient hold about four such arrays."""
-
-MIN_CHUNK_TOKENS = 128
-"""Tokens of all rows in a chunk of a large vocabulary: with fewer, reading the head takes longer than using it."""
+from posttrain.kernels.chunk_stats import LOG_Z, PLAIN, Found, Part, Terms, chunk_gradient, chunk_stats
+from posttrain.kernels.chunks import Plan, along, chunk_length, of_tokens, plan_of, predicting
 
 Head = Callable[[Float[Array, "B C D"]], Float[Array, "B C V"]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Terms:
-    """What is computed beside log-probabilities and entropies."""
-
-    mean_over: int | None = None
-    """`mean_logps` over the ids below this one: those that have a token."""
-    squares: bool = False
-    """`log_squares`."""
-    divergence: Divergence | None = None
-    """`divergence` from teachers, with `teacher_kl` and `teacher_logps`."""
-
-
-PLAIN = Terms()
 
 
 class Teacher(NamedTuple):
@@ -48,15 +27,6 @@ class Teacher(NamedTuple):
 
     logits_of: Head
     hidden: Float[Array, "B T D"]
-
-
-def chunk_length(rows: int, length: int, vocab: int) -> int:
-    """Tokens of a row per chunk: as many as fit `CHUNK_ELEMENTS` or make `MIN_CHUNK_TOKENS`, at least 1.
-
-    At most half a row, so that even a small problem never holds all of B x T x V.
-    """
-    tokens = max(CHUNK_ELEMENTS // vocab, MIN_CHUNK_TOKENS)
-    return max(1, min(tokens // rows, (length + 1) // 2))
 
 
 def token_stats(
@@ -78,34 +48,90 @@ def token_stats(
     of each sequence, padding and what is not in `only` get 0; the head works on no more than a chunk of the latter.
     `logits_of` is the model's head; the backward pass makes its logits anew. What teachers say has no gradient.
     """
+    problem = _problem(
+        logits_of, hidden, tokens, segments, temperature, vocab_size, only, terms, teachers, teacher_weights
+    )
+    return problem.statistics(_compute(problem.static, *problem.arguments))
+
+
+def pulled_stats(
+    logits_of: Head,
+    hidden: Float[Array, "B T D"],
+    tokens: Int[Array | HostArray, "B T"],
+    segments: Int[Array | HostArray, "B T"],
+    *,
+    cotangents: Mapping[str, Float[Array, "B T"]],
+    temperature: float,
+    vocab_size: int,
+    only: Bool[Array, "B T"] | None = None,
+    terms: Terms = PLAIN,
+    teachers: Sequence[Teacher | TopK] = (),
+    teacher_weights: Float[Array | HostArray, "B T N"] | None = None,
+) -> tuple[Float[Array, ""], TokenStats]:
+    """sum(statistics * cotangents) over the statistics that are named, and all of `token_stats` without a gradient.
+
+    The gradient of the sum is made with its value, chunk by chunk: logits are computed once, and not once more in a
+    backward pass. Twin: the gradient through `token_stats`.
+    """
+    problem = _problem(
+        logits_of, hidden, tokens, segments, temperature, vocab_size, only, terms, teachers, teacher_weights
+    )
+    given = {name: problem.gathered(ct) for name, ct in cotangents.items()}
+    total, found = _pulled(problem.static, *problem.arguments, given)
+    return total, problem.statistics(jax.lax.stop_gradient(found))
+
+
+class _Problem(NamedTuple):
+    static: _Static
+    arguments: tuple[Any, ...]
+    plan: Plan
+    counts: Bool[Array, "B Tc"]
+
+    def gathered(self, x: Any) -> Array:
+        """Of the tokens that the contexts predict, in order of the plan."""
+        return _gathered(x, self.plan)
+
+    def statistics(self, found: Found) -> TokenStats:
+        if self.static.terms.squares:
+            found["log_squares"] = jax.lax.stop_gradient(found["log_squares"])
+        return TokenStats(**{name: of_tokens(x, self.plan, self.counts) for name, x in found.items()})
+
+
+def _problem(
+    logits_of: Head,
+    hidden: Float[Array, "B T D"],
+    tokens: Int[Array | HostArray, "B T"],
+    segments: Int[Array | HostArray, "B T"],
+    temperature: float,
+    vocab_size: int,
+    only: Bool[Array, "B T"] | None,
+    terms: Terms,
+    teachers: Sequence[Teacher | TopK],
+    teacher_weights: Float[Array | HostArray, "B T N"] | None,
+) -> _Problem:
     rows, length = tokens.shape
     chunk = chunk_length(rows, length, vocab_size)
     counts = predicting(segments, only)
     plan = plan_of(counts, chunk)
     pad = plan.order.shape[1] - (length - 1)
     weights = _weights(teachers, teacher_weights, terms)
-
-    def gathered(x: Any) -> Array:
-        """Of the tokens that the contexts predict, in order of the plan."""
-        x = jnp.pad(x[:, 1:], ((0, 0), (0, pad), *((0, 0) for _ in x.shape[2:])))
-        return along(x, plan.order)
-
     given = _Given(
-        targets=gathered(tokens),
+        targets=_gathered(tokens, plan),
         hidden=[_context(t.hidden, pad) if isinstance(t, Teacher) else None for t in teachers],
-        best=[None if isinstance(t, Teacher) else jax.tree.map(gathered, t) for t in teachers],
-        weights=None if weights is None else gathered(weights),
+        best=[None if isinstance(t, Teacher) else jax.tree.map(lambda x: _gathered(x, plan), t) for t in teachers],
+        weights=None if weights is None else _gathered(weights, plan),
     )
     head, parameters = jax.closure_convert(
         logits_of, jax.ShapeDtypeStruct((rows, chunk, hidden.shape[2]), hidden.dtype)
     )
-    static = _Static(
-        chunk, head, tuple(t.logits_of if isinstance(t, Teacher) else None for t in teachers), temperature, terms
-    )
-    found = _compute(static, _context(hidden, pad), tuple(parameters), plan, given)
-    if terms.squares:
-        found["log_squares"] = jax.lax.stop_gradient(found["log_squares"])
-    return TokenStats(**{name: of_tokens(x, plan, counts) for name, x in found.items()})
+    heads = tuple(t.logits_of if isinstance(t, Teacher) else None for t in teachers)
+    static = _Static(chunk, head, heads, temperature, terms)
+    return _Problem(static, (_context(hidden, pad), tuple(parameters), plan, given), plan, counts)
+
+
+def _gathered(x: Any, plan: Plan) -> Array:
+    pad = plan.order.shape[1] - (x.shape[1] - 1)
+    return along(jnp.pad(x[:, 1:], ((0, 0), (0, pad), *((0, 0) for _ in x.shape[2:]))), plan.order)
 
 
 def token_stats_reference(
@@ -126,38 +152,6 @@ def token_stats_reference(
     )
 
 
-def predicting(segments: Int[Array | HostArray, "B T"], only: Bool[Array, "B T"] | None = None) -> Bool[Array, "B Tc"]:
-    """Which of the Tc = T - 1 contexts count: those whose next token is in `only`, and of their sequence."""
-    counts = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
-    return jnp.asarray(counts if only is None else counts & only[:, 1:])
-
-
-class Plan(NamedTuple):
-    """Contexts in the order in which they are computed: of each row first those that count."""
-
-    order: Int[Array, "B T"]
-    back: Int[Array, "B T"]
-    """Where each context stands in `order`."""
-    num_chunks: Int[Array, ""]
-    """How many chunks hold any that counts."""
-
-
-def plan_of(counts: Bool[Array, "B T"], chunk: int) -> Plan:
-    """For contexts of which some count, in whole chunks."""
-    length = counts.shape[1]
-    padded = jnp.pad(counts, ((0, 0), (0, max(-length % chunk, 1 - length))))
-    order = jnp.argsort(~padded, axis=1, stable=True)
-    num_chunks = -(-jnp.max(jnp.sum(counts, axis=1), initial=0) // chunk)
-    return Plan(order=order, back=jnp.argsort(order, axis=1), num_chunks=num_chunks)
-
-
-def of_tokens(x: Array, plan: Plan, counts: Bool[Array, "B Tc"]) -> Array:
-    """What is known of contexts in the plan's order, at the tokens that they predict; 0 where these do not count."""
-    x = along(x, plan.back)[:, : counts.shape[1]]
-    rest = (1,) * (x.ndim - 2)
-    return jnp.pad(jnp.where(counts.reshape(*counts.shape, *rest), x, 0), ((0, 0), (1, 0), *((0, 0),) * len(rest)))
-
-
 class _Given(NamedTuple):
     """What has no gradient: teachers' hidden states by context, all else in the order of the plan."""
 
@@ -167,11 +161,6 @@ class _Given(NamedTuple):
     weights: Float[Array, "B T N"] | None
 
 
-Found = dict[str, Array]
-LOG_Z = "log_z"
-"""Beside the statistics: log of the sum of exp(logits / temperature), for the backward pass."""
-
-
 class _Static(NamedTuple):
     chunk: int
     head: Callable[..., Array]
@@ -179,16 +168,6 @@ class _Static(NamedTuple):
     teachers: tuple[Head | None, ...]
     temperature: float
     terms: Terms
-
-
-class _Part(NamedTuple):
-    """One chunk of the plan."""
-
-    start: Array
-    order: Int[Array, "B C"]
-    targets: Int[Array, "B C"]
-    teachers: list[tuple[Array | TopK, Array | float]]
-    """Unscaled logits or best ids, and what each counts."""
 
 
 def _weights(
@@ -206,12 +185,7 @@ def _context(hidden: Float[Array, "B T D"], pad: int) -> Float[Array, "B Tp D"]:
     return jnp.pad(hidden[:, :-1], ((0, 0), (0, pad), (0, 0)))
 
 
-def along(x: Array, order: Int[Array, "B C"]) -> Array:
-    """Of each row the places in this order."""
-    return jnp.take_along_axis(x, order.reshape(*order.shape, *(1 for _ in x.shape[2:])), axis=1)
-
-
-def _part(static: _Static, plan: Plan, given: _Given, index: Array) -> _Part:
+def _part(static: _Static, plan: Plan, given: _Given, index: Array) -> Part:
     start = index * static.chunk
 
     def cut(x: Array) -> Array:
@@ -232,7 +206,7 @@ def _part(static: _Static, plan: Plan, given: _Given, index: Array) -> _Part:
                 lambda x, w=weight: jnp.where(w.reshape(*w.shape, *(1,) * (x.ndim - 2)) > 0, x, 0), said
             )
         teachers.append((jax.lax.stop_gradient(said), weight))
-    return _Part(start, order, cut(given.targets), teachers)
+    return Part(start, order, cut(given.targets), teachers)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -252,61 +226,21 @@ def _computed(
     def of_chunk(index: Array) -> tuple[Array, Found]:
         part = _part(static, plan, given, index)
         logits = static.head(along(hidden, part.order), *parameters).astype(jnp.float32)
-        return part.start, _of_chunk(static, logits, part)
+        return part.start, chunk_stats(logits, part, static.temperature, static.terms)
 
     def body(index: Array, found: Found) -> Found:
         start, new = of_chunk(index)
-        return {n: jax.lax.dynamic_update_slice_in_dim(x, new[n], start, axis=1) for n, x in found.items()}
+        return _written(found, new, start)
 
     names = jax.eval_shape(of_chunk, jnp.int32(0))[1]
     return jax.lax.fori_loop(0, plan.num_chunks, body, {n: jnp.zeros(plan.order.shape, jnp.float32) for n in names})
 
 
-def _of_chunk(static: _Static, logits: Float[Array, "B C V"], part: _Part) -> Found:
-    scaled = logits / static.temperature
-    # Everything is relative to the largest logit: a nearly certain token then has an exact log-prob and entropy.
-    top = jnp.max(scaled, axis=-1)
-    relative = scaled - top[..., None]
-    exps = jnp.exp(relative)
-    norm = jnp.sum(exps, axis=-1)
-    log_norm = jnp.log(norm)
-    found = {
-        "logps": jnp.take_along_axis(scaled, part.targets[..., None], axis=-1)[..., 0] - top - log_norm,
-        "entropy": log_norm - jnp.sum(_times(exps, relative), axis=-1) / norm,
-        LOG_Z: top + log_norm,
-    }
-    terms = static.terms
-    if terms.mean_over is not None:
-        known = _is_below(terms.mean_over, scaled)
-        found["mean_logps"] = jnp.sum(jnp.where(known, relative, 0.0), axis=-1) / terms.mean_over - log_norm
-    if terms.squares:
-        found["log_squares"] = jnp.log(jnp.sum(jnp.square(exps), axis=-1)) - 2 * log_norm
-    if terms.divergence is not None:
-        found["divergence"] = _divergence(logits, part, terms.divergence)
-        same = terms.divergence == FORWARD_KL
-        found["teacher_kl"] = found["divergence"] if same else _divergence(logits, part, FORWARD_KL)
-        found["teacher_logps"] = _sum_of(part, lambda said: token_logps(said, part.targets))
-    return found
-
-
-def _divergence(logits: Float[Array, "B C V"], part: _Part, kind: Divergence) -> Float[Array, "B C"]:
-    return _sum_of(part, lambda said: divergence(logits, said, kind))
-
-
-def _sum_of(part: _Part, function: Callable[[Any], Float[Array, "B C"]]) -> Float[Array, "B C"]:
-    """Over teachers, each as much as it counts."""
-    terms = [weight * function(said) for said, weight in part.teachers]
-    return sum(terms[1:], terms[0])
-
-
 def _compute_forward(static: _Static, *arguments: Any) -> tuple[Found, Any]:
-    values = jax.tree.map(lambda leaf: leaf.value, arguments, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
+    values, trained, frozen = _partition(arguments)
     hidden, _, plan, given = values
     found = _computed(static, *values)
     log_z = found.pop(LOG_Z)
-    # Most of a frozen model's parameters get no gradient; to add one up would cost as much as to use it.
-    trained = [p.value if p.perturbed else None for p in arguments[1]]
-    frozen = [None if p.perturbed else p.value for p in arguments[1]]
     return found, (hidden, trained, frozen, plan, given, log_z, found["entropy"])
 
 
@@ -314,65 +248,109 @@ def _compute_backward(static: _Static, residuals: Any, cotangents: Mapping[str, 
     hidden, trained, frozen, plan, given, log_z, entropy = residuals
     known = {name: ct for name, ct in cotangents.items() if not isinstance(ct, SymbolicZero)}
 
-    def body(index: Array, sums: tuple[Array, list[Array | None]]) -> tuple[Array, list[Array | None]]:
+    def body(index: Array, sums: _Sums) -> _Sums:
         part = _part(static, plan, given, index)
+        logits, pull = _with_pull(static, along(hidden, part.order), trained, frozen)
+        log_z_of, entropy_of, known_of = _cut((log_z, entropy, known), part)
+        return sums.plus(
+            part, pull(chunk_gradient(logits, part, static.temperature, static.terms, known_of, log_z_of, entropy_of))
+        )
 
-        def cut(x: Array) -> Array:
-            return jax.lax.dynamic_slice_in_dim(x, part.start, static.chunk, axis=1)
-
-        def head(x: Array, trained: list[Array | None]) -> Array:
-            parameters = [f if t is None else t for t, f in zip(trained, frozen, strict=True)]
-            return static.head(x, *parameters).astype(jnp.float32)
-
-        logits, pull = jax.vjp(head, along(hidden, part.order), trained)
-        x, parameters = pull(_gradient(static, logits, part, jax.tree.map(cut, known), cut(log_z), cut(entropy)))
-        of_hidden = jax.lax.dynamic_update_slice_in_dim(sums[0], x, part.start, axis=1)
-        return of_hidden, jax.tree.map(jnp.add, sums[1], parameters)
-
-    zeros = (jnp.zeros_like(hidden), jax.tree.map(jnp.zeros_like, trained))
-    of_hidden, of_parameters = jax.lax.fori_loop(0, plan.num_chunks, body, zeros)
-    return along(of_hidden, plan.back), tuple(of_parameters), None, None
+    sums = jax.lax.fori_loop(0, plan.num_chunks, body, _Sums.zeros(hidden, trained))
+    return along(sums.hidden, plan.back), tuple(sums.parameters), None, None
 
 
-def _gradient(
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _pulled(
     static: _Static,
-    logits: Float[Array, "B C V"],
-    part: _Part,
+    hidden: Float[Array, "B Tp D"],
+    parameters: tuple[Array, ...],
+    plan: Plan,
+    given: _Given,
     cotangents: Mapping[str, Array],
-    log_z: Float[Array, "B C"],
-    entropy: Float[Array, "B C"],
-) -> Float[Array, "B C V"]:
-    """d logp = onehot - p; d mean = 1/n - p, over n ids; d entropy = -p (log p + entropy)."""
-    zero = jnp.zeros((1, 1, 1), jnp.float32)
-    d_logps, d_mean, d_entropy = (
-        cotangents[name][..., None] if name in cotangents else zero for name in ("logps", "mean_logps", "entropy")
-    )
-    log_probs = logits / static.temperature - log_z[..., None]
-    probs = jnp.exp(log_probs)
-    onehot = part.targets[..., None] == jax.lax.broadcasted_iota(part.targets.dtype, logits.shape, 2)
-    grad = d_logps * onehot - probs * (d_logps + d_mean)
-    if "mean_logps" in cotangents:
-        assert static.terms.mean_over is not None
-        grad += d_mean * _is_below(static.terms.mean_over, logits) / static.terms.mean_over
-    if "entropy" in cotangents:
-        grad -= d_entropy * (_times(probs, log_probs) + probs * entropy[..., None])
-    grad /= static.temperature
-    if "divergence" in cotangents:
-        assert static.terms.divergence is not None
-        for said, weight in part.teachers:
-            pull = divergence_gradient(logits, said, static.terms.divergence)
-            grad += (weight * cotangents["divergence"])[..., None] * pull
-    return grad
+) -> tuple[Array, Found]:
+    found = _compute(static, hidden, parameters, plan, given)
+    return _inner(found, cotangents), found
 
 
-def _is_below(count: int, logits: Float[Array, "B C V"]) -> Bool[Array, "1 1 V"]:
-    return jnp.arange(logits.shape[-1])[None, None] < count
+def _pulled_forward(static: _Static, *arguments: Any) -> tuple[tuple[Array, Found], Any]:
+    (hidden, _, plan, given, cotangents), trained, frozen = _partition(arguments)
+
+    def of_chunk(index: Array) -> tuple[Part, Found, Any]:
+        part = _part(static, plan, given, index)
+        logits, pull = _with_pull(static, along(hidden, part.order), trained, frozen)
+        new = chunk_stats(logits, part, static.temperature, static.terms)
+        pulls = pull(
+            chunk_gradient(
+                logits, part, static.temperature, static.terms, _cut(cotangents, part), new.pop(LOG_Z), new["entropy"]
+            )
+        )
+        return part, new, pulls
+
+    def body(index: Array, carry: tuple[Found, _Sums]) -> tuple[Found, _Sums]:
+        part, new, pulls = of_chunk(index)
+        return _written(carry[0], new, part.start), carry[1].plus(part, pulls)
+
+    names = jax.eval_shape(lambda index: of_chunk(index)[1], jnp.int32(0))
+    start = ({name: jnp.zeros(plan.order.shape, jnp.float32) for name in names}, _Sums.zeros(hidden, trained))
+    found, sums = jax.lax.fori_loop(0, plan.num_chunks, body, start)
+    return (_inner(found, cotangents), found), (along(sums.hidden, plan.back), sums.parameters)
 
 
-def _times(p: Float[Array, "B C V"], log_p: Float[Array, "B C V"]) -> Float[Array, "B C V"]:
-    """p log p, and 0 where p is 0: a head that masks part of its vocabulary gives logits of -inf."""
-    # `p` itself is that 0. A constant would be lifted out of the loop over chunks, as one more array of their size.
-    return jnp.where(p > 0, p * log_p, p)
+def _pulled_backward(static: _Static, residuals: Any, cotangents: tuple[Array, Found]) -> tuple[Any, ...]:
+    of_hidden, of_parameters = jax.tree.map(lambda x: x * cotangents[0].astype(x.dtype), residuals)
+    return of_hidden, tuple(of_parameters), None, None, None
+
+
+class _Sums(NamedTuple):
+    """Gradients so far."""
+
+    hidden: Float[Array, "B Tp D"]
+    """In the order of the plan."""
+    parameters: list[Array | None]
+
+    @classmethod
+    def zeros(cls, hidden: Array, trained: list[Array | None]) -> _Sums:
+        return cls(jnp.zeros_like(hidden), jax.tree.map(jnp.zeros_like, trained))
+
+    def plus(self, part: Part, pulls: tuple[Array, list[Array | None]]) -> _Sums:
+        of_hidden = jax.lax.dynamic_update_slice_in_dim(self.hidden, pulls[0], part.start, axis=1)
+        return _Sums(of_hidden, jax.tree.map(jnp.add, self.parameters, pulls[1]))
+
+
+def _partition(arguments: Any) -> tuple[Any, list[Array | None], list[Array | None]]:
+    """Values; and of the head's parameters those that are trained, and the others.
+
+    Most of a frozen model's parameters get no gradient; to add one up would cost as much as to use it.
+    """
+    values = jax.tree.map(lambda leaf: leaf.value, arguments, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
+    trained = [p.value if p.perturbed else None for p in arguments[1]]
+    return values, trained, [None if p.perturbed else p.value for p in arguments[1]]
+
+
+def _with_pull(
+    static: _Static, hidden: Float[Array, "B C D"], trained: list[Array | None], frozen: list[Array | None]
+) -> tuple[Float[Array, "B C V"], Callable[[Array], tuple[Array, list[Array | None]]]]:
+    def head(x: Array, trained: list[Array | None]) -> Array:
+        parameters = [f if t is None else t for t, f in zip(trained, frozen, strict=True)]
+        return static.head(x, *parameters).astype(jnp.float32)
+
+    return jax.vjp(head, hidden, trained)
+
+
+def _cut(tree: Any, part: Part) -> Any:
+    size = part.order.shape[1]
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, part.start, size, axis=1), tree)
+
+
+def _written(found: Found, new: Found, start: Array) -> Found:
+    return {name: jax.lax.dynamic_update_slice_in_dim(x, new[name], start, axis=1) for name, x in found.items()}
+
+
+def _inner(found: Found, cotangents: Mapping[str, Array]) -> Array:
+    """sum(found * cotangents). Where a cotangent is 0 nothing counts, whatever was found."""
+    return sum((jnp.sum(jnp.where(ct != 0, found[name] * ct, 0.0)) for name, ct in cotangents.items()), jnp.zeros(()))
 
 
 _compute.defvjp(_compute_forward, _compute_backward, symbolic_zeros=True)
+_pulled.defvjp(_pulled_forward, _pulled_backward, symbolic_zeros=True)

@@ -10,8 +10,8 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import TopK
+from posttrain.kernels.chunks import along, chunk_length, of_tokens, plan_of
 from posttrain.kernels.divergence import NO_LOGIT
-from posttrain.kernels.token_stats import along, chunk_length, of_tokens, plan_of
 
 
 def top_k(

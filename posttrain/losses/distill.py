@@ -36,6 +36,11 @@ class DistillLoss:
                 "would be left of the teacher: use SFTLoss"
             )
 
+    @property
+    def linear_in(self) -> tuple[str, ...]:
+        others = {"logps": self.cross_entropy, "hidden_distance": self.hidden, "relation_divergence": self.attention}
+        return ("divergence", *(name for name, factor in others.items() if factor))
+
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
         """ValueError where the trainer has no teacher, or does not match what has a weight."""
         if stats.divergence is None or stats.teacher_kl is None or stats.teacher_logps is None:

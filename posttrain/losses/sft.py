@@ -28,6 +28,10 @@ class SFTLoss:
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"SFTLoss.label_smoothing={self.label_smoothing} must be at least 0 and less than 1")
 
+    @property
+    def linear_in(self) -> tuple[str, ...]:
+        return ("logps", "mean_logps") if self.label_smoothing else ("logps",)
+
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
         """ValueError where smoothing lacks `stats.mean_logps`."""
         metrics = likelihood_metrics(stats, batch)

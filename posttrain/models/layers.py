@@ -112,7 +112,7 @@ class Linear(Adaptable):
         graph, state = nnx.split(self)
         alone = nnx.merge(graph, jax.tree.map(lambda w: w[0], state))
         kernel = alone.frozen(hidden.dtype)
-        return alone._adapted(hidden, jnp.einsum("btd,dv->btv", hidden, kernel, preferred_element_type=jnp.float32))
+        return alone._adapted(hidden, matmul(hidden, kernel, jnp.float32))
 
     def _adapted(self, x: Float[Array, "B T in"], y: Float[Array, "B T out"]) -> Float[Array, "B T out"]:
         adapter = self.adapters.get("kernel")
@@ -173,7 +173,7 @@ class Embedding(Adaptable):
 
 
 def _transposed_product(x: Float[Array, "B T D"], table: Float[Array, "V D"]) -> Float[Array, "B T V"]:
-    return jnp.einsum("btd,vd->btv", x, table.astype(x.dtype), preferred_element_type=jnp.float32)
+    return matmul(x, table.astype(x.dtype).T, jnp.float32)
 
 
 class LayerInputs(nnx.Module):

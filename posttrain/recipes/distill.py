@@ -18,8 +18,8 @@ from posttrain.data.sources import Rows
 from posttrain.data.taught import Taught, teacher_shares
 from posttrain.data.teacher_cache import CacheFolder, TeacherCache, fill
 from posttrain.data.tokenizer import Tokenizer
+from posttrain.kernels.chunk_stats import Terms
 from posttrain.kernels.divergence import Divergence
-from posttrain.kernels.token_stats import Terms
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.models.decoder import Decoder
 from posttrain.recipes.aligning import aligned_scorer, aligned_tokenizer, theirs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
-from posttrain.kernels.token_stats import Terms
+from posttrain.kernels.chunk_stats import Terms
 from posttrain.metrics import Timer
 from posttrain.recipes.prepare_rl import OnlineInputs
 from posttrain.recipes.python import SampledPythonRun

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from posttrain.batch import Batch
 from posttrain.config import PreferenceSection
 from posttrain.data.comparisons import ComparisonBatches, Units
-from posttrain.kernels.token_stats import Terms
+from posttrain.kernels.chunk_stats import Terms
 from posttrain.losses.router import RouterLoss
 from posttrain.models.decoder import Decoder
 from posttrain.optim import make_optimizer

@@ -16,7 +16,7 @@ from posttrain.config import RLSection, SampledSection, SamplingSection
 from posttrain.console import console, printable
 from posttrain.data.pipeline import PromptBatches
 from posttrain.fit import Resumable
-from posttrain.kernels.token_stats import PLAIN, Terms
+from posttrain.kernels.chunk_stats import PLAIN, Terms
 from posttrain.losses.router import RouterLoss
 from posttrain.mesh import row_shards
 from posttrain.metrics import Sample, Timer, tables, to_host

@@ -9,7 +9,7 @@ from posttrain.config import DistillSection, SFTSection
 from posttrain.data.ahead import BatchStream
 from posttrain.data.pipeline import SFTBatches
 from posttrain.data.taught import Taught
-from posttrain.kernels.token_stats import Terms
+from posttrain.kernels.chunk_stats import Terms
 from posttrain.losses.router import RouterLoss
 from posttrain.models.decoder import Decoder
 from posttrain.optim import make_optimizer

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posttrain.kernels import token_stats as module
+from posttrain.kernels import chunks as module
+from posttrain.kernels.chunk_stats import Terms
+from posttrain.kernels.chunks import chunk_length
 from posttrain.kernels.divergence import Divergence
-from posttrain.kernels.token_stats import Teacher, Terms, chunk_length, token_stats, token_stats_reference
+from posttrain.kernels.token_stats import Teacher, token_stats, token_stats_reference
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "losses" / "logprobs_entropy"
 DIM, VOCAB = 8, 19

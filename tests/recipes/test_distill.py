@@ -15,8 +15,9 @@ import pytest
 import posttrain
 from posttrain.data.teacher_records import RecordFormat
 from posttrain.data.tokenizer import load_tokenizer
+from posttrain.kernels.chunk_stats import Terms
 from posttrain.kernels.divergence import Divergence
-from posttrain.kernels.token_stats import Teacher, Terms, token_stats
+from posttrain.kernels.token_stats import Teacher, token_stats
 from posttrain.kernels.top_k import top_k
 from posttrain.weights.load import init_model, load_model
 from posttrain.weights.save import save_model

@@ -13,8 +13,8 @@ from posttrain.config import ConfigError
 from posttrain.config_file import load_config
 from posttrain.data.pipeline import PromptBatches, SFTBatches, eval_batches
 from posttrain.fit import StopRequest
+from posttrain.kernels.chunk_stats import Terms
 from posttrain.kernels.divergence import Divergence
-from posttrain.kernels.token_stats import Terms
 from posttrain.losses.distill import DistillLoss
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.mesh import single_device_mesh

@@ -136,7 +136,8 @@ def _backward(plan: _Plan, saved: Any, d_out: Array) -> tuple[Array, Array, Arra
 
     blocks = (jnp.arange(q.shape[0]), q, log_total, d_out, delta, *_of_queries(places))
     # Sums [B, K, H, S]: of their products XLA:CPU transposes the first operand, here not the one of size t x s.
-    (dk, dv), dq = lax.scan(block, tuple(jnp.zeros(x.swapaxes(2, 3).shape) for x in (k, v)), blocks)
+    zeros = (jnp.zeros(k.swapaxes(2, 3).shape), jnp.zeros(v.swapaxes(2, 3).shape))
+    (dk, dv), dq = lax.scan(block, zeros, blocks)
     dk, dv = dk.swapaxes(2, 3), dv.swapaxes(2, 3)
     # The share of the sink is exp(sink - log_total), and its value is 0.
     d_sinks = -jnp.sum(jnp.exp(sinks[None] - log_total) * delta, axis=(0, 1, 4)).reshape(sinks.shape)

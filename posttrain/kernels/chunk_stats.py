@@ -1,0 +1,137 @@
+"""Statistics of one chunk of logits, and their gradient by the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from posttrain.batch import TopK
+from posttrain.kernels.divergence import FORWARD_KL, Divergence, divergence, divergence_gradient, token_logps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What is computed beside log-probabilities and entropies."""
+
+    mean_over: int | None = None
+    """`mean_logps` over the ids below this one: those that have a token."""
+    squares: bool = False
+    """`log_squares`."""
+    divergence: Divergence | None = None
+    """`divergence` from teachers, with `teacher_kl` and `teacher_logps`."""
+
+
+PLAIN = Terms()
+
+Found = dict[str, Array]
+LOG_Z = "log_z"
+"""Beside the statistics: log of the sum of exp(logits / temperature), for the backward pass."""
+
+
+class Part(NamedTuple):
+    """One chunk of the plan."""
+
+    start: Array
+    order: Int[Array, "B C"]
+    targets: Int[Array, "B C"]
+    teachers: list[tuple[Array | TopK, Array | float]]
+    """Unscaled logits or best ids, and what each counts."""
+
+
+def chunk_stats(logits: Float[Array, "B C V"], part: Part, temperature: float, terms: Terms) -> Found:
+    scaled = logits / temperature
+    # Everything is relative to the largest logit: a nearly certain token then has an exact log-prob and entropy.
+    top = jnp.max(scaled, axis=-1)
+    relative = scaled - top[..., None]
+    exps = jnp.exp(relative)
+    norm = jnp.sum(exps, axis=-1)
+    log_norm = jnp.log(norm)
+    found = {
+        "logps": jnp.take_along_axis(scaled, part.targets[..., None], axis=-1)[..., 0] - top - log_norm,
+        "entropy": log_norm - jnp.sum(_times(exps, relative), axis=-1) / norm,
+        LOG_Z: top + log_norm,
+    }
+    if terms.mean_over is not None:
+        known = _is_below(terms.mean_over, scaled)
+        found["mean_logps"] = jnp.sum(jnp.where(known, relative, 0.0), axis=-1) / terms.mean_over - log_norm
+    if terms.squares:
+        found["log_squares"] = jnp.log(jnp.sum(jnp.square(exps), axis=-1)) - 2 * log_norm
+    if terms.divergence is not None:
+        found["divergence"] = _divergence(logits, part, terms.divergence)
+        same = terms.divergence == FORWARD_KL
+        found["teacher_kl"] = found["divergence"] if same else _divergence(logits, part, FORWARD_KL)
+        found["teacher_logps"] = _sum_of(part, lambda said: token_logps(said, part.targets))
+    return found
+
+
+def _divergence(logits: Float[Array, "B C V"], part: Part, kind: Divergence) -> Float[Array, "B C"]:
+    return _sum_of(part, lambda said: divergence(logits, said, kind))
+
+
+def _sum_of(part: Part, function: Callable[[Any], Float[Array, "B C"]]) -> Float[Array, "B C"]:
+    """Over teachers, each as much as it counts."""
+    terms = [weight * function(said) for said, weight in part.teachers]
+    return sum(terms[1:], terms[0])
+
+
+def chunk_gradient(
+    logits: Float[Array, "B C V"],
+    part: Part,
+    temperature: float,
+    terms: Terms,
+    cotangents: Mapping[str, Array],
+    log_z: Float[Array, "B C"],
+    entropy: Float[Array, "B C"],
+) -> Float[Array, "B C V"]:
+    """Of sum(statistics * cotangents). What has no cotangent costs nothing."""
+    grad = jnp.zeros((1, 1, 1), jnp.float32)
+    if not cotangents.keys().isdisjoint(("logps", "mean_logps", "entropy")):
+        grad = _of_own(logits, part, temperature, terms, cotangents, log_z, entropy)
+    if "divergence" in cotangents:
+        assert terms.divergence is not None
+        for said, weight in part.teachers:
+            pull = divergence_gradient(logits, said, terms.divergence)
+            grad += (weight * cotangents["divergence"])[..., None] * pull
+    return jnp.broadcast_to(grad, logits.shape)
+
+
+def _of_own(
+    logits: Float[Array, "B C V"],
+    part: Part,
+    temperature: float,
+    terms: Terms,
+    cotangents: Mapping[str, Array],
+    log_z: Float[Array, "B C"],
+    entropy: Float[Array, "B C"],
+) -> Float[Array, "B C V"]:
+    """d logp = onehot - p; d mean = 1/n - p, over n ids; d entropy = -p (log p + entropy)."""
+    zero = jnp.zeros((1, 1, 1), jnp.float32)
+    d_logps, d_mean, d_entropy = (
+        cotangents[name][..., None] if name in cotangents else zero for name in ("logps", "mean_logps", "entropy")
+    )
+    log_probs = logits / temperature - log_z[..., None]
+    probs = jnp.exp(log_probs)
+    onehot = part.targets[..., None] == jax.lax.broadcasted_iota(part.targets.dtype, logits.shape, 2)
+    grad = d_logps * onehot - probs * (d_logps + d_mean)
+    if "mean_logps" in cotangents:
+        assert terms.mean_over is not None
+        grad += d_mean * _is_below(terms.mean_over, logits) / terms.mean_over
+    if "entropy" in cotangents:
+        grad -= d_entropy * (_times(probs, log_probs) + probs * entropy[..., None])
+    return grad / temperature
+
+
+def _is_below(count: int, logits: Float[Array, "B C V"]) -> Bool[Array, "1 1 V"]:
+    return jnp.arange(logits.shape[-1])[None, None] < count
+
+
+def _times(p: Float[Array, "B C V"], log_p: Float[Array, "B C V"]) -> Float[Array, "B C V"]:
+    """p log p, and 0 where p is 0: a head that masks part of its vocabulary gives logits of -inf."""
+    # `p` itself is that 0. A constant would be lifted out of the loop over chunks, as one more array of their size.
+    return jnp.where(p > 0, p * log_p, p)
