@@ -141,7 +141,9 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
                 prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
             elif isinstance(section, OnlinePreferenceSection):
                 check_cache(section, config.mesh.row_shards or 1)
-                prepared.stages.append(prepare_online(section, prepared.tokenizer, base_dir))
+                mixture = prepared.model is not None and bool(prepared.model.mixtures)
+                online = prepare_online(section, prepared.tokenizer, base_dir, config.model, mixture=mixture)
+                prepared.stages.append(online)
             elif isinstance(section, RLSection):
                 check_cache(section, config.mesh.row_shards or 1)
                 prompted, notes = prepare_rl(section, prepared.tokenizer, base_dir)
