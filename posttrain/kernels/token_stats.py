@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import HostArray, TokenStats, TopK
 from posttrain.kernels.divergence import FORWARD_KL, Divergence, divergence, divergence_gradient, token_logps
+from posttrain.kernels.spans import NAMED, SPAN_TERMS, check_groups, span_divergence, span_terms
 
 CHUNK_ELEMENTS = 1 << 20
 """Logits alive at once, in elements: 4 MiB in float32. Value and gradient hold about four such arrays."""
@@ -36,8 +37,12 @@ class Terms:
     """`mean_logps` over the ids below this one: those that have a token."""
     squares: bool = False
     """`log_squares`."""
+    sampling_temperature: float | None = None
+    """`sampling_logps`."""
     divergence: Divergence | None = None
     """`divergence` from teachers, with `teacher_kl` and `teacher_logps`."""
+    unshared: bytes | None = None
+    """Of one teacher whose tokens are merged in groups: bits of the student's ids that it has no token for."""
 
 
 PLAIN = Terms()
@@ -103,9 +108,13 @@ def token_stats(
         chunk, head, tuple(t.logits_of if isinstance(t, Teacher) else None for t in teachers), temperature, terms
     )
     found = _compute(static, _context(hidden, pad), tuple(parameters), plan, given)
-    if terms.squares:
-        found["log_squares"] = jax.lax.stop_gradient(found["log_squares"])
-    return TokenStats(**{name: of_tokens(x, plan, counts) for name, x in found.items()})
+    for name in ("log_squares", "sampling_logps"):
+        if name in found:
+            found[name] = jax.lax.stop_gradient(found[name])
+    stats = {name: of_tokens(x, plan, counts) for name, x in found.items()}
+    if NAMED in stats and terms.divergence is not None and isinstance(teachers[0], TopK):
+        stats |= span_divergence(stats, teachers[0], terms.divergence.beta, vocab_size)
+    return TokenStats(**{name: x for name, x in stats.items() if name not in SPAN_TERMS})
 
 
 def token_stats_reference(
@@ -199,6 +208,7 @@ def _weights(
     given = 1 if weights is None else weights.shape[2]
     if teachers and len(teachers) != given:
         raise ValueError(f"token_stats: {len(teachers)} teachers, but teacher_weights of {given}; give one for each")
+    check_groups(teachers, terms.unshared)
     return None if weights is None else jnp.asarray(weights)
 
 
@@ -281,12 +291,23 @@ def _of_chunk(static: _Static, logits: Float[Array, "B C V"], part: _Part) -> Fo
         found["mean_logps"] = jnp.sum(jnp.where(known, relative, 0.0), axis=-1) / terms.mean_over - log_norm
     if terms.squares:
         found["log_squares"] = jnp.log(jnp.sum(jnp.square(exps), axis=-1)) - 2 * log_norm
-    if terms.divergence is not None:
+    if terms.sampling_temperature is not None:
+        sampled = jax.nn.log_softmax(logits / terms.sampling_temperature, axis=-1)
+        found["sampling_logps"] = jnp.take_along_axis(sampled, part.targets[..., None], axis=-1)[..., 0]
+    if terms.unshared is not None and terms.divergence is not None:
+        found |= _span_terms(logits, part, terms)
+    elif terms.divergence is not None:
         found["divergence"] = _divergence(logits, part, terms.divergence)
         same = terms.divergence == FORWARD_KL
         found["teacher_kl"] = found["divergence"] if same else _divergence(logits, part, FORWARD_KL)
         found["teacher_logps"] = _sum_of(part, lambda said: token_logps(said, part.targets))
     return found
+
+
+def _span_terms(logits: Float[Array, "B C V"], part: _Part, terms: Terms) -> Found:
+    ((said, _),) = part.teachers
+    assert isinstance(said, TopK) and terms.divergence is not None and terms.unshared is not None
+    return span_terms(logits, part.targets, said, terms.divergence.beta, terms.unshared)
 
 
 def _divergence(logits: Float[Array, "B C V"], part: _Part, kind: Divergence) -> Float[Array, "B C"]:
@@ -357,6 +378,10 @@ def _gradient(
     if "entropy" in cotangents:
         grad -= d_entropy * (_times(probs, log_probs) + probs * entropy[..., None])
     grad /= static.temperature
+    if NAMED in cotangents:
+        of_groups, pull_groups = jax.vjp(lambda x: _span_terms(x, part, static.terms), logits)
+        zeros = jax.tree.map(jnp.zeros_like, of_groups)
+        grad += pull_groups({name: cotangents.get(name, zero) for name, zero in zeros.items()})[0]
     if "divergence" in cotangents:
         assert static.terms.divergence is not None
         for said, weight in part.teachers:

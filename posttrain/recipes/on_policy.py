@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from posttrain.data.ahead import BatchStream
 from posttrain.data.pipeline import PromptBatches
 from posttrain.data.taught import Taught
 from posttrain.mesh import row_shards
+from posttrain.metrics import Metrics, to_host
 from posttrain.recipes.prepare import SFTInputs
 from posttrain.recipes.prepare_rl import check_cache
 from posttrain.recipes.rollouts import make_engine, warm_up
@@ -24,6 +25,7 @@ from posttrain.rl.aio import run_async
 from posttrain.rl.assemble import assemble
 from posttrain.rl.collect import Sampler, collect
 from posttrain.rl.evaluate import evaluate
+from posttrain.rl.loop import LOGP_DIFFERENCE, check_agreement, sample_metrics
 from posttrain.rl.rewards import Rubric
 from posttrain.rl.teaching import Scorer, distances
 from posttrain.trainer import Trainer
@@ -60,6 +62,7 @@ class Samples:
             seed=stage.seed,
         )
         self._eval_renderer = inputs.eval_renderer
+        self._said: Mapping[str, float] = {}
         warm_up(engine, section.rollout, [(self._sampler, [*inputs.prompts.examples, *inputs.prompts.eval_examples])])
 
     def batch(self, step: int) -> Batch:
@@ -67,10 +70,20 @@ class Samples:
         self._sync()
         examples = [self._examples[index] for index in next(self.prompts)]
         groups = run_async(collect(self._sampler, examples, 1, step))
+        self._said = sample_metrics(groups, step)
         zeros = np.zeros((len(groups), 1), np.float32)
         rows, length = self._section.batch_rows, self._section.row_tokens
         made = assemble(groups, zeros, zeros == 0, row_tokens=length, num_rows=rows, shares=self._shares)
-        return self._taught.ask(changed(model_inputs(made), teacher_weights=made.teacher_weights))
+        kept = changed(model_inputs(made), teacher_weights=made.teacher_weights, sampler_logps=made.sampler_logps)
+        return self._taught.ask(kept)
+
+    def seen(self, metrics: Metrics) -> Mapping[str, float]:
+        """What the samples of a step say; nothing of one on given rows. RunError where sampler and trainer disagree."""
+        found = {name: value for name, value in metrics.items() if name == LOGP_DIFFERENCE}
+        if not found:
+            return {}
+        check_agreement({**to_host(found), **self._said}, self._trainer.step_number)
+        return self._said
 
     def evaluate(self) -> dict[str, float]:
         """The reverse KL from the teachers on samples of held-out prompts."""

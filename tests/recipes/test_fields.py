@@ -11,6 +11,7 @@ import pytest
 
 from posttrain.config import ConfigError
 from posttrain.config_file import load_config
+from posttrain.data.format import loss_on
 from posttrain.data.pipeline import PromptBatches, SFTBatches, eval_batches
 from posttrain.fit import StopRequest
 from posttrain.kernels.divergence import Divergence
@@ -116,6 +117,14 @@ def test_sampling(folder: Path) -> None:
     warm = rl(folder, "eval_sampling={max_tokens: 4, temperature: 0.5}").section
     assert eval_sampling(warm).temperature == 0.5
     assert inputs.max_prompt_tokens == 11 and rl(folder, "max_prompt_tokens=7").max_prompt_tokens == 7
+
+
+def test_last_turn_only(folder: Path) -> None:
+    assert loss_on(sft(folder).section) == "answers"
+    assert loss_on(sft(folder, "train_on_prompt=true").section) == "all"
+    assert loss_on(sft(folder, "last_turn_only=true").section) == "last"
+    with pytest.raises(ConfigError, match="with train_on_prompt every turn has loss"):
+        sft(folder, "last_turn_only=true", "train_on_prompt=true")
 
 
 def batch(inputs: SFTInputs, seed: int = 0) -> dict[str, Any]:
@@ -395,7 +404,7 @@ def test_distillation(folder: Path, tmp_path: Path) -> None:
         return found
 
     assert inputs().loss == DistillLoss(0.25)
-    assert terms_of(inputs().section) == Terms(divergence=Divergence(beta=0.3, temperature=2.0))
+    assert terms_of(inputs().section, {}) == Terms(divergence=Divergence(beta=0.3, temperature=2.0))
     assert [source.title for source in inputs().teachers] == ["t"]
     assert [source.title for source in inputs("stages.0.teachers.0.name=mine").teachers] == ["mine"]
     loaded = load_config(file).config
