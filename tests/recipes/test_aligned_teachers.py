@@ -90,7 +90,7 @@ def test_merged_groups_of_equal_tokens_are_the_ordinary_run(tmp_path: Path, teac
                 assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), (one["step"], key)
                 assert kept[key] == pytest.approx(one[key], rel=0.03, abs=0.01), (one["step"], key)
         if "distill/taught" in two:
-            assert two["distill/taught"] == 1 and two["distill/sorted_l1"] == kept["distill/sorted_l1"] == 0
+            assert two["distill/taught"] == 1 and two["distill/sorted_l1"] == 0 <= kept["distill/sorted_l1"] < 1e-10
 
 
 def test_what_check_says_and_refuses(tmp_path: Path, teacher: Path, shared: Path) -> None:

@@ -221,7 +221,7 @@ def test_a_sampler_that_is_not_the_student_ends_the_run(tmp_path: Path, teachers
     assert other != ENGINE
     (tmp_path / "engine_of_test.py").write_text("import dataclasses\n" + other)
     done = command("run", file)
-    assert done.code != 0 and "step 1: sampler and trainer disagree by" in done.error
+    assert done.code == 1 and "error: step 1: sampler and trainer disagree by" in done.err
 
 
 @pytest.mark.thorough
