@@ -40,7 +40,8 @@ class DistillSection(SequenceSection):
 
     on_policy: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the steps whose completions the student samples itself, one for each of `batch_rows` prompts; with 1
-    the dataset needs no completions, and evaluation too is on samples."""
+    the dataset needs no completions (but with a teacher of `tokenizer: gold`: they show what it teaches), and
+    evaluation too is on samples."""
     sampling: SamplingSection | None = None
     """How the student's completions are drawn; `max_tokens` at least."""
     rollout: RolloutSection = RolloutSection()
@@ -95,7 +96,7 @@ class DistillSection(SequenceSection):
                 f"top_k={self.top_k} is of a cache or of teachers outside of the step, and there is none; leave it out"
             )
         if self.sampling is not None:
-            check_teachers(self.teachers, self.teacher_column, self.sampling.temperature, samples=True)
+            check_teachers(self.teachers, self.teacher_column, self.sampling.temperature, samples=True, groups=True)
         return self
 
     def _check_groups(self) -> None:

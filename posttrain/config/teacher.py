@@ -66,17 +66,20 @@ class TeacherSection(Section):
 
 
 def check_teachers(
-    teachers: Sequence[TeacherSection], column: str | None, temperature: float, *, samples: bool
+    teachers: Sequence[TeacherSection], column: str | None, temperature: float, *, samples: bool, groups: bool = False
 ) -> None:
     """ValueError where nothing says which of several teachers a row belongs to, or a server cannot say what is asked.
 
-    `temperature`: at which the teachers are asked. `samples`: they are asked of the student's own.
+    `temperature`: at which the teachers are asked. `samples`: they are asked of the student's own; with `groups`
+    those of `tokenizer: gold` as well.
     """
-    if samples and any(teacher.aligned for teacher in teachers):
-        raise ValueError(
-            "teachers: tokenizer: align (or gold) is for the dataset's text, not for samples; take a teacher with the "
-            "same tokens"
-        )
+    for teacher in teachers:
+        if samples and teacher.aligned and not (groups and teacher.tokenizer == "gold"):
+            other = "gold, or " if groups else ""
+            raise ValueError(
+                f"teachers: tokenizer: {teacher.tokenizer} is for the dataset's text, not for samples; take {other}a "
+                "teacher with the same tokens"
+            )
     if temperature != 1.0 and any(teacher.url is not None for teacher in teachers):
         raise ValueError(f"teachers: a server (url) knows its distribution at temperature 1, not at {temperature}")
     if len(teachers) > 1 and column is None:

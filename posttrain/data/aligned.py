@@ -16,8 +16,8 @@ from jaxtyping import Int
 from posttrain.batch import TopK
 from posttrain.config import DatasetSection
 from posttrain.data.align import Pairs, pair, runs
-from posttrain.data.chat import Renderer
-from posttrain.data.format import LossOn, tokenize_example
+from posttrain.data.chat import Message, Renderer
+from posttrain.data.format import Example, LossOn, render_answer, tokenize_example
 from posttrain.data.merged import SharedTokens, back_of
 from posttrain.data.vocabulary import Vocabulary, VocabularyMap
 from posttrain.tree import replace
@@ -67,10 +67,24 @@ class Aligner:
         """Of the sequence that a row became. A token is taught where the teacher's there stands for it."""
         section, renderer = self.renderers[dataset]
         theirs = tokenize_example(row, section, renderer, self.loss_on)
-        tokens, mask = theirs.tokens[: self.row_tokens], theirs.loss_mask[: self.row_tokens]
-        mine = sequence["tokens"]
+        return self._paired(Example(sequence["tokens"], sequence["loss_weight"] > 0), theirs)
+
+    def align_sample(
+        self, dataset: int, messages: Sequence[Message], tokens: Sequence[int], sampled: Sequence[bool]
+    ) -> Aligned:
+        """Of what the student sampled, the last of the messages."""
+        *prompt, turn = messages
+        # A character of which the student sampled only the first bytes is no text.
+        answer: Message = {**turn, "content": str(turn["content"]).rstrip("\ufffd")}
+        theirs = render_answer(prompt, [answer], self.renderers[dataset][1])
+        mine = Example(np.asarray(tokens, np.int32), np.asarray(sampled, bool))
+        return self._paired(mine, Example(np.asarray(theirs.tokens, np.int32), np.asarray(theirs.mask, bool)))
+
+    def _paired(self, own: Example, its: Example) -> Aligned:
+        tokens, mask = its.tokens[: self.row_tokens], its.loss_mask[: self.row_tokens]
+        mine = own.tokens
         own_stops, its_stops = self.student.tokenizer.stop_ids, self.teacher.tokenizer.stop_ids
-        own_runs = runs(mine.tolist(), sequence["loss_weight"] > 0, self.student.pieces, own_stops)
+        own_runs = runs(mine.tolist(), own.loss_mask, self.student.pieces, own_stops)
         its_runs = runs(tokens.tolist(), mask, self.teacher.pieces, its_stops)
         pairs = pair(own_runs, its_runs)
         own_end = next((int(mine[run.end]) for run in own_runs if run.end is not None), own_stops[0])
@@ -114,6 +128,23 @@ class Aligner:
     def grouped(self, said: TopK, taught: Int[np.ndarray, "B T"]) -> TopK:
         """With the groups that the tokens are in, where the teacher speaks of groups."""
         return said if self.shared is None else replace(said, back=back_of(taught))
+
+
+class TeacherRows(NamedTuple):
+    """Sequences as a teacher reads them, one in a row."""
+
+    tokens: Int[np.ndarray, "N U"]
+    positions: Int[np.ndarray, "N U"]
+    segments: Int[np.ndarray, "N U"]
+    asked: Int[np.ndarray, "N U"]
+
+    @classmethod
+    def of(cls, sequences: Sequence[Aligned], row_tokens: int) -> TeacherRows:
+        made = np.zeros((4, len(sequences), row_tokens), np.int32)
+        for row, one in enumerate(sequences):
+            length = len(one.tokens)
+            made[:, row, :length] = one.tokens, np.arange(length), np.ones(length), one.asked
+        return cls(*made)
 
 
 def _inside(begins: Int[np.ndarray, " N"], stops: Int[np.ndarray, " N"]) -> Int[np.ndarray, " M"]:

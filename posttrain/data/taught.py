@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from posttrain.batch import Batch, TopK
 from posttrain.config import ConfigError
-from posttrain.data.aligned import Aligner
+from posttrain.data.aligned import Aligned, Aligner, TeacherRows
 from posttrain.data.teacher_cache import TeacherCache
 from posttrain.imports import did_you_mean
 from posttrain.tree import replace
@@ -98,12 +98,23 @@ class Taught:
         said = [self._said(first + n, teacher, batch, rows) for n, teacher in enumerate(self._outside)]
         return replace(batch, teachers=tuple(said))
 
+    def ask_samples(self, batch: Batch, samples: Sequence[Aligned]) -> Batch:
+        """As `ask`, where the one teacher has tokens of its own: the samples in the order in which rows hold them."""
+        ((number, aligner),) = self._aligners.items()
+        taught = np.zeros(batch.shape, np.int32)
+        taught[np.asarray(batch.segments) > 0] = np.concatenate([sample.taught for sample in samples])
+        tokens, asked = _of_teacher(number)
+        theirs = TeacherRows.of(samples, aligner.row_tokens)
+        rows = {"tokens": np.asarray(batch.tokens), f"taught_{number}": taught, tokens: theirs.tokens}
+        rows |= {f"{tokens}_positions": theirs.positions, f"{tokens}_segment_ids": theirs.segments, asked: theirs.asked}
+        return self.ask(replace(batch, teacher_weights=(taught != 0).astype(np.float32)[..., None]), rows)
+
     def _said(
         self, number: int, teacher: Callable[[Batch], TopK], batch: Batch, rows: Mapping[str, np.ndarray] | None
     ) -> TopK:
         if number not in self._aligners:
             return teacher(of_teacher(batch, number))
-        assert rows is not None, "samples are not aligned"
+        assert rows is not None, "samples are asked by ask_samples"
         tokens, asked = _of_teacher(number)
         theirs = Batch(
             tokens=rows[tokens],

@@ -27,7 +27,7 @@ from posttrain.rl.collect import Sampler, collect
 from posttrain.rl.evaluate import evaluate
 from posttrain.rl.loop import LOGP_DIFFERENCE, check_agreement, sample_metrics
 from posttrain.rl.rewards import Rubric
-from posttrain.rl.teaching import Scorer, distances
+from posttrain.rl.teaching import Scorer, distances, merged_distances
 from posttrain.trainer import Trainer
 from posttrain.tree import replace as changed
 
@@ -42,7 +42,7 @@ class Samples:
         assert isinstance(section, DistillSection) and section.sampling is not None and inputs.prompts is not None
         check_cache(section, row_shards(stage.mesh))
         self._section, self._inputs, self._examples = section, inputs.prompts, inputs.prompts.examples
-        self._shares = shares_of(section)
+        self._shares, self._aligner = shares_of(section), inputs.aligners.get(0)
         engine = make_engine(
             trainer.model,
             stage.tokenizer,
@@ -71,11 +71,17 @@ class Samples:
         examples = [self._examples[index] for index in next(self.prompts)]
         groups = run_async(collect(self._sampler, examples, 1, step))
         self._said = sample_metrics(groups, step)
-        zeros = np.zeros((len(groups), 1), np.float32)
+        # In the place of its advantage each sample carries its number through the packing.
+        numbers = np.arange(len(groups), dtype=np.float32)[:, None]
         rows, length = self._section.batch_rows, self._section.row_tokens
-        made = assemble(groups, zeros, zeros == 0, row_tokens=length, num_rows=rows, shares=self._shares)
+        made = assemble(groups, numbers, numbers >= 0, row_tokens=length, num_rows=rows, shares=self._shares)
         kept = changed(model_inputs(made), teacher_weights=made.teacher_weights, sampler_logps=made.sampler_logps)
-        return self._taught.ask(kept)
+        if self._aligner is None:
+            return self._taught.ask(kept)
+        carried = np.asarray(made.advantages)[np.asarray(made.loss_weight) > 0].astype(int)
+        samples = [groups[number][0] for number in dict.fromkeys(carried.tolist())]
+        read = [self._aligner.align_sample(0, s.messages, s.tokens, s.sampled) for s in samples]
+        return self._taught.ask_samples(kept, read)
 
     def seen(self, metrics: Metrics) -> Mapping[str, float]:
         """What the samples of a step say; nothing of one on given rows. RunError where sampler and trainer disagree."""
@@ -93,6 +99,9 @@ class Samples:
         length = self._section.row_tokens
 
         def measured(groups: Any) -> np.ndarray:
+            if self._aligner is not None:
+                # The last dataset is the one for evaluation.
+                return merged_distances(self._teachers[0], self._aligner, len(self._aligner.renderers) - 1, groups)
             return distances(self._teachers, groups, self._shares, length)
 
         found = run_async(evaluate(sampler, Rubric([]), self._inputs.eval_examples, distances=measured))

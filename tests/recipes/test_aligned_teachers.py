@@ -93,6 +93,26 @@ def test_merged_groups_of_equal_tokens_are_the_ordinary_run(tmp_path: Path, teac
             assert two["distill/taught"] == 1 and two["distill/sorted_l1"] == 0 <= kept["distill/sorted_l1"] < 1e-10
 
 
+@pytest.mark.thorough
+def test_samples_in_groups_of_equal_tokens_are_the_ordinary_run(tmp_path: Path, teacher: Path) -> None:
+    """The teacher reads the text of the student's own samples, here of letters, which are its tokens as well: in losses
+    and in the reverse KL on held-out prompts it is the run whose teacher sees the student's tokens."""
+    letters = {"max_tokens": 6, "temperature": 0.8, "allowed_token_ids": [*range(97, 123)]}
+    found = {}
+    for name, changes in {"ordinary": {}, "gold": {"tokenizer": "gold"}}.items():
+        made = stage(teacher, teachers=[{"path": str(teacher), **changes}], top_k=261 if changes else None)
+        file = write_run(tmp_path / name, {**made, "on_policy": 1.0, "sampling": letters, "num_steps": 2, "beta": 1.0})
+        done = posttrain("run", file)
+        assert done.code == 0, done.err
+        found[name] = lines(tmp_path / name / "out")
+    for one, two in zip(found["ordinary"], found["gold"], strict=True):
+        for key in one:
+            if key.startswith(("loss", "grad_norm", "distill/", "eval/distill/", "sampling/")):
+                assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), (one["step"], key)
+    assert [line["distill/taught"] for line in found["gold"] if "distill/taught" in line] == [1.0] * 2
+    assert sum("eval/distill/reverse_kl" in line for line in found["gold"]) == 2
+
+
 def test_what_check_says_and_refuses(tmp_path: Path, teacher: Path, shared: Path) -> None:
     stories = {"path": str(shared / STORIES)}
     refused = posttrain("check", write_run(tmp_path, stage(teacher, teachers=[stories], top_k=None))).error
@@ -109,7 +129,7 @@ def test_what_check_says_and_refuses(tmp_path: Path, teacher: Path, shared: Path
     sampled = {"on_policy": 0.5, "sampling": {"max_tokens": 4}}
     cases: list[tuple[dict[str, Any], str]] = [
         ({"train_on_prompt": True}, "(or gold) is for completions; set train_on_prompt to false"),
-        (sampled, "(or gold) is for the dataset's text, not for samples"),
+        (sampled, "take gold, or a teacher with the same tokens"),
         ({"uld_weight": 0.5}, "uld_weight=0.5 is of a teacher with tokenizer: gold"),
         ({"teachers": [gold], "temperature": 2.0}, "of a group (tokenizer: gold) are summed at temperature 1"),
         (
