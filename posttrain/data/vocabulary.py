@@ -157,5 +157,5 @@ def _reader(tokenizer: Tokenizer) -> Any:
         return lambda name: bytes([int(name[3:5], 16)]) if _is_byte(name) else name.replace("▁", " ").encode()
     raise ConfigError(
         f"tokenizer {tokenizer.name}: what its tokens say is not known (decoder {decoder[:80]}); "
-        "tokenizer: align is for byte-level and SentencePiece vocabularies"
+        "tokenizer: align (or gold) is for byte-level and SentencePiece vocabularies"
     )

@@ -41,7 +41,8 @@ def span_terms(
     `said`: ids of the student's are of tokens that both have, of which none is the group's first; others, of which only
     the probability counts, are the teacher's alone.
     """
-    log_p = jax.nn.log_softmax(jnp.maximum(logits, NO_LOGIT), axis=-1)
+    # What is impossible for the student stays so: there is no gradient.
+    log_p = jax.nn.log_softmax(jnp.where(logits > NO_LOGIT, logits, NO_LOGIT), axis=-1)
     ids, vocab = jnp.asarray(said.ids), logits.shape[-1]
     named, logps = ids < vocab, jnp.asarray(said.logps)
     log_t = jnp.where(named, logps - _norm(said, vocab)[..., None], NO_LOGIT)

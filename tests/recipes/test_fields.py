@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posttrain.config import ConfigError
+from posttrain.config import ConfigError, DistillSection
 from posttrain.config_file import load_config
 from posttrain.data.format import loss_on
 from posttrain.data.pipeline import PromptBatches, SFTBatches, eval_batches
@@ -22,6 +22,7 @@ from posttrain.mesh import single_device_mesh
 from posttrain.models.adapter import has_dropout
 from posttrain.optim import make_optimizer
 from posttrain.recipes.distill import cache_folders, terms_of
+from posttrain.recipes.features import distill_loss
 from posttrain.recipes.prepare import Prepared, SFTInputs, prepare
 from posttrain.recipes.prepare_rl import RLInputs
 from posttrain.recipes.sampled import eval_sampling
@@ -404,6 +405,10 @@ def test_distillation(folder: Path, tmp_path: Path) -> None:
         return found
 
     assert inputs().loss == DistillLoss(0.25)
+    gold = ["stages.0.teachers.0.tokenizer=gold", "stages.0.temperature=1"]
+    for more, weight in (([], 1.0), (["stages.0.uld_weight=0.5"], 0.5)):
+        section = load_config(file, [*gold, *more]).config.stages[0]
+        assert isinstance(section, DistillSection) and distill_loss(section) == DistillLoss(0.25, uld=weight)
     assert terms_of(inputs().section, {}) == Terms(divergence=Divergence(beta=0.3, temperature=2.0))
     assert [source.title for source in inputs().teachers] == ["t"]
     assert [source.title for source in inputs("stages.0.teachers.0.name=mine").teachers] == ["mine"]
