@@ -11,7 +11,7 @@ import pytest
 from posttrain.config_file import load_config
 from posttrain.recipes.run import run
 from tests.recipes.greedy import assert_same_greedy_text
-from tests.recipes.runs import ROOT, inside, posttrain
+from tests.recipes.runs import ROOT, inside, posttrain, start
 
 SMALL = (
     "num_steps=1",
@@ -63,10 +63,12 @@ def test_pairs_teach_which_answer_is_preferred(shared: Path, tmp_path: Path, mon
 
 
 @pytest.mark.thorough
-def test_online_pairs_teach_what_is_rewarded(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.optimized
+def test_online_pairs_teach_what_is_rewarded(shared: Path, tmp_path: Path) -> None:
     """A quarter of the steps: the reward on 48 held-out openings rises, by no accident."""
-    monkeypatch.chdir(ROOT)
     shorter = ("num_steps=8", "eval_dataset.args.limit=48", f"output={tmp_path / 'run'}")
-    loaded = load_config("configs/online_dpo_stories.yaml", shorter)
-    before, after = (run(loaded.config, loaded.base_dir).results[0][when] for when in ("before", "after"))
-    assert before["high"] < after["low"], (before["mean"], after["mean"])
+    process = start("run", ROOT / "configs" / "online_dpo_stories.yaml", *shorter)
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    result = json.loads((tmp_path / "run" / "0-online_preference" / "result.json").read_text())
+    assert result["before"]["high"] < result["after"]["low"], result["after"]["mean"]
