@@ -36,7 +36,10 @@ class TopK:
     scaled_tail: Float[Array | HostArray, "*B"]
     """Log of the sum of p^(1 / temperature) over all other ids, at the temperature of the divergence."""
     token_logps: Float[Array | HostArray, "*B"]
-    """Of the token itself."""
+    """Of the token itself; of the whole group where tokens are merged."""
+    back: Int[Array | HostArray, "*B"] | None = None
+    """Where the teacher's tokens are merged in groups with the student's: how many tokens before this one its group
+    begins; negative for a token in none."""
 
 
 @pytree
@@ -91,6 +94,8 @@ class TokenStats:
     logps: Float[Array, "B T"]
     entropy: Float[Array, "B T"] | None = None
     """Entropy in nats of the distribution that `tokens[b, t]` was drawn from."""
+    sampling_logps: Float[Array, "B T"] | None = None
+    """Log-probabilities at the temperature of the sampler, where that is another; without a gradient."""
     mean_logps: Float[Array, "B T"] | None = None
     """Mean log-probability of all tokens of the vocabulary in its place."""
     log_squares: Float[Array, "B T"] | None = None
@@ -100,14 +105,24 @@ class TokenStats:
     teacher_kl: Float[Array, "B T"] | None = None
     """KL(teacher || student) at temperature 1; without a gradient."""
     teacher_logps: Float[Array, "B T"] | None = None
-    """The teachers' log-probability of the token, at temperature 1."""
+    """The teachers' log-probability of the token, at temperature 1; of a group it stands at the first token."""
+    sorted_distance: Float[Array, "B T"] | None = None
+    """Of groups: the L1 distance of the sorted probabilities of tokens that only one vocabulary has."""
     hidden_distance: Float[Array, "B T"] | None = None
     """From a teacher's hidden states of the context that predicts the token."""
     relation_divergence: Float[Array, "B T"] | None = None
     """From a teacher's relations of that context to those before it."""
 
 
-DIFFERENTIABLE = ("logps", "entropy", "mean_logps", "divergence", "hidden_distance", "relation_divergence")
+DIFFERENTIABLE = (
+    "logps",
+    "entropy",
+    "mean_logps",
+    "divergence",
+    "sorted_distance",
+    "hidden_distance",
+    "relation_divergence",
+)
 """Statistics that have a gradient."""
 
 

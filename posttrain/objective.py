@@ -215,7 +215,8 @@ class Objective:
             return value, (output, routers)
 
         batch, keys = inputs
-        cotangents = known_cotangents(loss, batch)
+        # The divergence of a group of tokens is of several chunks.
+        cotangents = known_cotangents(loss, batch) if self.terms.unshared is None else None
 
         # With respect to float32 copies, so that what is added up over chunks and tokens is added up in float32.
         return jax.grad(total, has_aux=True)(jax.tree.map(lambda p: p.astype(jnp.float32), params))

@@ -27,17 +27,21 @@ class DistillSection(SequenceSection):
     """Of both distributions in the divergence."""
     cross_entropy: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the loss that is the log-likelihood of the text itself."""
+    uld_weight: Annotated[float, Field(ge=0)] | None = None
+    """With a teacher of `tokenizer: gold`, beside the divergence: of the L1 distance of the sorted probabilities of
+    tokens that only one vocabulary has; default 1."""
     features: FeaturesSection | None = None
     """Learn from the teacher's layers as well; one teacher, in the step."""
     cache: Text | None = None
     """Folder of what the teachers said, which `posttrain distill --cache` writes: training then needs no teacher."""
     top_k: PositiveInt | None = None
     """Most probable tokens of each place in a cache, or of a teacher outside of the step (`url`, `mesh`,
-    `tokenizer: align`); default 64; the others are there by their sum."""
+    `tokenizer: align` or `gold`); default 64; the others are there by their sum."""
 
     on_policy: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the steps whose completions the student samples itself, one for each of `batch_rows` prompts; with 1
-    the dataset needs no completions, and evaluation too is on samples."""
+    the dataset needs no completions (but with a teacher of `tokenizer: gold`: they show what it teaches), and
+    evaluation too is on samples."""
     sampling: SamplingSection | None = None
     """How the student's completions are drawn; `max_tokens` at least."""
     rollout: RolloutSection = RolloutSection()
@@ -69,7 +73,13 @@ class DistillSection(SequenceSection):
             raise ValueError(f"features: are of one teacher, and there are {len(self.teachers)}; keep one")
         teacher = self.teachers[0]
         if teacher.outside:
-            where = "url" if teacher.url is not None else "mesh" if teacher.mesh is not None else "tokenizer: align"
+            where = (
+                "url"
+                if teacher.url is not None
+                else "mesh"
+                if teacher.mesh is not None
+                else f"tokenizer: {teacher.tokenizer}"
+            )
             raise ValueError(
                 f"features: the layers of a teacher with {where} are not in the training step; remove one of both"
             )
@@ -79,11 +89,26 @@ class DistillSection(SequenceSection):
     def _which_teacher(self) -> DistillSection:
         check_teachers(self.teachers, self.teacher_column, self.temperature, samples=False)
         if self.train_on_prompt and any(teacher.aligned for teacher in self.teachers):
-            raise ValueError("teachers: tokenizer: align is for completions; set train_on_prompt to false")
+            raise ValueError("teachers: tokenizer: align (or gold) is for completions; set train_on_prompt to false")
+        self._check_groups()
         if self.top_k is not None and self.cache is None and not any(teacher.outside for teacher in self.teachers):
             raise ValueError(
                 f"top_k={self.top_k} is of a cache or of teachers outside of the step, and there is none; leave it out"
             )
         if self.sampling is not None:
-            check_teachers(self.teachers, self.teacher_column, self.sampling.temperature, samples=True)
+            check_teachers(self.teachers, self.teacher_column, self.sampling.temperature, samples=True, groups=True)
         return self
+
+    def _check_groups(self) -> None:
+        gold = any(teacher.tokenizer == "gold" for teacher in self.teachers)
+        if self.uld_weight is not None and not gold:
+            raise ValueError(f"uld_weight={self.uld_weight} is of a teacher with tokenizer: gold; leave it out")
+        if gold and len(self.teachers) > 1:
+            raise ValueError(
+                f"teachers: tokenizer: gold is for one teacher, and there are {len(self.teachers)}; use align"
+            )
+        if gold and self.temperature != 1.0:
+            raise ValueError(
+                f"temperature={self.temperature}: the log-probabilities of a group (tokenizer: gold) are summed at "
+                "temperature 1; leave it out, or use align"
+            )

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
+from posttrain.config.base import Flag
 from posttrain.config.rl import SampledSection, check_sampling
 
 
@@ -18,6 +19,8 @@ class OnlinePreferenceSection(SampledSection):
     loss: str | dict[str, Any] = "sigmoid"
     """A kind of DPO (`sigmoid`, `ipo`, ...), or `module:Class` of a loss on pairs and a reference; with settings
     `{kind: sigmoid, beta: 0.1}`."""
+    share_prompts: Flag | Literal["auto"] = "auto"
+    """The prompt of both answers is computed once; `auto` as in `kind: preference`."""
 
     @property
     def sequence_tokens(self) -> int:

@@ -16,9 +16,10 @@ class TeacherSection(Section):
     """A folder in Hugging Face layout or a hub id; of a teacher with `url` that of its tokenizer."""
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
     """What `teacher_column` calls it; by default the last part of `path`."""
-    tokenizer: Literal["same", "align"] = "same"
+    tokenizer: Literal["same", "align", "gold"] = "same"
     """`same`: a teacher with other tokens is refused. `align`: it reads the text in its own, and speaks where a token
-    begins in both, by its `top_k` ids translated by their texts."""
+    begins in both, by its `top_k` ids translated by their texts. `gold`: as in GOLD it speaks of groups of tokens with
+    one text, whose log-probabilities are summed; of tokens that both have; and of the others sorted (ULD)."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Storage of its parameters; by default that of the student."""
     quantize: Quantize = "none"
@@ -57,7 +58,7 @@ class TeacherSection(Section):
 
     @property
     def aligned(self) -> bool:
-        return self.tokenizer == "align"
+        return self.tokenizer != "same"
 
     @property
     def title(self) -> str:
@@ -65,16 +66,20 @@ class TeacherSection(Section):
 
 
 def check_teachers(
-    teachers: Sequence[TeacherSection], column: str | None, temperature: float, *, samples: bool
+    teachers: Sequence[TeacherSection], column: str | None, temperature: float, *, samples: bool, groups: bool = False
 ) -> None:
     """ValueError where nothing says which of several teachers a row belongs to, or a server cannot say what is asked.
 
-    `temperature`: at which the teachers are asked. `samples`: they are asked of the student's own.
+    `temperature`: at which the teachers are asked. `samples`: they are asked of the student's own; with `groups`
+    those of `tokenizer: gold` as well.
     """
-    if samples and any(teacher.aligned for teacher in teachers):
-        raise ValueError(
-            "teachers: tokenizer: align is for the dataset's text, not for samples; take a teacher with the same tokens"
-        )
+    for teacher in teachers:
+        if samples and teacher.aligned and not (groups and teacher.tokenizer == "gold"):
+            other = "gold, or " if groups else ""
+            raise ValueError(
+                f"teachers: tokenizer: {teacher.tokenizer} is for the dataset's text, not for samples; take {other}a "
+                "teacher with the same tokens"
+            )
     if temperature != 1.0 and any(teacher.url is not None for teacher in teachers):
         raise ValueError(f"teachers: a server (url) knows its distribution at temperature 1, not at {temperature}")
     if len(teachers) > 1 and column is None:

@@ -120,7 +120,15 @@ class SequenceSection(TrainSection):
     """Several sequences per row, kept apart by segment ids."""
     train_on_prompt: Flag = False
     """Put loss on prompts as well; by default only on completions and assistant turns."""
+    last_turn_only: Flag = False
+    """Of messages only the last turn of the assistant has loss."""
     overlong: Literal["truncate", "drop", "error"] = "error"
+
+    @model_validator(mode="after")
+    def _turns(self) -> SequenceSection:
+        if self.last_turn_only and self.train_on_prompt:
+            raise ValueError("last_turn_only: with train_on_prompt every turn has loss; set one of both to false")
+        return self
 
     @property
     def datasets(self) -> tuple[DatasetSection, ...]:

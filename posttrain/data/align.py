@@ -38,6 +38,13 @@ def groups(one: Int[np.ndarray, " N1"], other: Int[np.ndarray, " M1"]) -> list[G
     return [Group(a, b) for a, b in zip(*pairs, strict=True)]
 
 
+def common_prefix(one: Int[np.ndarray, " N"], other: Int[np.ndarray, " M"]) -> int:
+    """How many tokens both begin with."""
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if len(differ) else length
+
+
 @dataclass(frozen=True)
 class Run:
     """Tokens with loss that follow one another: an answer."""
@@ -69,6 +76,9 @@ class Pairs(NamedTuple):
 
     one: Int[np.ndarray, " N"]
     other: Int[np.ndarray, " N"]
+    one_stop: Int[np.ndarray, " N"]
+    """Where the tokens of that text end: behind the group's last one."""
+    other_stop: Int[np.ndarray, " N"]
     same_text: int
     """Bytes of the first sequence's runs that the other has as well."""
     single: int
@@ -79,20 +89,20 @@ class Pairs(NamedTuple):
 
 def pair(one: Sequence[Run], other: Sequence[Run]) -> Pairs:
     """The first run with the first, the second with the second. What two runs do not both say has no pair."""
-    places: list[tuple[int, int]] = []
+    places: list[tuple[int, int, int, int]] = []
     same_text = single = 0
     for a, b in zip(one, other, strict=False):
         shift = _shift(a.text, b.text)
         if shift is None:
             continue
         found = groups(a.bounds, b.bounds + shift)
-        places += [(a.first + g.one[0], b.first + g.other[0]) for g in found]
+        places += [(a.first + g.one[0], b.first + g.other[0], a.first + g.one[1], b.first + g.other[1]) for g in found]
         same_text += min(len(a.text), len(b.text) + shift) - max(0, shift)
         single += sum(int(a.bounds[g.one[1]] - a.bounds[g.one[0]]) for g in found if g.single)
         if a.end is not None and b.end is not None and len(a.text) == len(b.text) + shift:
-            places.append((a.end, b.end))
-    both = np.asarray(places, np.int64).reshape(-1, 2)
-    return Pairs(both[:, 0], both[:, 1], same_text, single, sum(len(run.text) for run in one))
+            places.append((a.end, b.end, a.end + 1, b.end + 1))
+    one_at, other_at, one_stop, other_stop = np.asarray(places, np.int64).reshape(-1, 4).T
+    return Pairs(one_at, other_at, one_stop, other_stop, same_text, single, sum(len(run.text) for run in one))
 
 
 def _shift(one: bytes, other: bytes) -> int | None:

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 
 from posttrain.batch import Batch
 from posttrain.config import ComparedSection, ConfigError, DatasetSection
+from posttrain.data.align import common_prefix
 from posttrain.data.chat import Masked, Renderer
 from posttrain.data.packing import pack, pad_rows
 from posttrain.data.pipeline import READ_AHEAD, Stream, fingerprint, order, token_fingerprint
@@ -130,9 +131,7 @@ class Units:
         if not self.share_prompts:
             return 0
         prompts = [one.tokens[: max(int(np.argmax(one.weight > 0)) - 1, 0)] for one in sequences]
-        length = min(map(len, prompts))
-        differ = np.flatnonzero(prompts[0][:length] != prompts[1][:length])
-        return int(differ[0]) if len(differ) else length
+        return common_prefix(*prompts)
 
 
 class Judged(NamedTuple):

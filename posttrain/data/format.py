@@ -5,18 +5,20 @@ from __future__ import annotations
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from jaxtyping import Bool, Int
 
-from posttrain.config import ConfigError, DatasetSection
+from posttrain.config import ConfigError, DatasetSection, SequenceSection
 from posttrain.data.chat import Masked, Message, Renderer, plain_text
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.imports import did_you_mean
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Row = Mapping[str, Any]
+LossOn = Literal["all", "answers", "last"]
+"""All tokens of a sequence, completions and assistant turns, or the last of these alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +38,13 @@ def use_chat(section: DatasetSection, tokenizer: Tokenizer, columns: Sequence[st
     return section.chat if section.chat is not None else tokenizer.chat_template is not None and not plain
 
 
-def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, train_on_prompt: bool) -> Example:
+def loss_on(section: SequenceSection) -> LossOn:
+    return "all" if section.train_on_prompt else "last" if section.last_turn_only else "answers"
+
+
+def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, loss: LossOn) -> Example:
     """Tokens and loss mask of a row: by templates, else of `messages`, `prompt` with `completion`, or `text`.
+
 
     Raises `ConfigError` where columns are missing or a value has the wrong type.
     """
@@ -48,13 +55,19 @@ def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, trai
             raise ConfigError(
                 "dataset.system has no place in the plain column text; give messages, or prompt and completion"
             )
+        if loss == "last":
+            raise ConfigError(
+                "last_turn_only has no effect on the plain column text; give messages, or prompt and completion"
+            )
         masked = renderer.text(_string(row, "text"))
     elif kind == "messages":
-        masked = renderer.conversation(_with_system(_messages(row["messages"], "messages"), section), tools=tools)
+        messages = _with_system(_messages(row["messages"], "messages"), section)
+        masked = renderer.conversation(messages, first=_first(messages, 0, loss), tools=tools)
     else:
-        masked = _prompt_completion(row, section, renderer, tools)
+        prompt, answer = prompt_messages(row, section), answer_messages(row, section.completion, "completion")
+        masked = render_answer(prompt, answer, renderer, tools, loss)
     tokens = np.asarray(masked.tokens, np.int32)
-    mask = np.arange(len(tokens)) > 0 if train_on_prompt else np.asarray(masked.mask, bool)
+    mask = np.arange(len(tokens)) > 0 if loss == "all" else np.asarray(masked.mask, bool)
     return Example(tokens, mask)
 
 
@@ -125,9 +138,10 @@ def _kind(section: DatasetSection, columns: Sequence[str]) -> str:
     )
 
 
-def _prompt_completion(row: Row, section: DatasetSection, renderer: Renderer, tools: Any) -> Masked:
-    prompt = prompt_messages(row, section)
-    return render_answer(prompt, answer_messages(row, section.completion, "completion"), renderer, tools)
+def _first(messages: Sequence[Message], first: int, loss: LossOn) -> int:
+    """Number of the first message that may have loss."""
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    return max(first, turns[-1]) if turns and loss == "last" else first
 
 
 def answer_messages(row: Row, template: str | None, column: str) -> list[Message]:
@@ -137,12 +151,17 @@ def answer_messages(row: Row, template: str | None, column: str) -> list[Message
 
 
 def render_answer(
-    prompt: Sequence[Message], answer: Sequence[Message], renderer: Renderer, tools: Any = None
+    prompt: Sequence[Message],
+    answer: Sequence[Message],
+    renderer: Renderer,
+    tools: Any = None,
+    loss: LossOn = "answers",
 ) -> Masked:
-    """Prompt and answer with loss on the answer."""
+    """Prompt and answer with loss on the answer, or on its last turn alone."""
     if not renderer.chat:
         return renderer.completion(plain_text(prompt), plain_text(answer))
-    return renderer.conversation([*prompt, *answer], first=len(prompt), tools=tools)
+    messages = [*prompt, *answer]
+    return renderer.conversation(messages, first=_first(messages, len(prompt), loss), tools=tools)
 
 
 def _value(row: Row, template: str | None, column: str) -> str | list[Any]:

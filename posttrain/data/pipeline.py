@@ -13,7 +13,7 @@ import numpy as np
 from posttrain.batch import Batch
 from posttrain.config import ConfigError, DatasetSection, SequenceSection
 from posttrain.data.chat import Renderer
-from posttrain.data.format import tokenize_example
+from posttrain.data.format import loss_on, tokenize_example
 from posttrain.data.packing import fit_to_row, pack, pad_rows, sequence, to_batch
 from posttrain.data.sources import Rows
 from posttrain.data.taught import Taught
@@ -199,7 +199,7 @@ def row_tokenizer(
 
     def tokenize(index: int) -> dict[str, np.ndarray] | None:
         with rows.named(index) as row:
-            example = tokenize_example(row, dataset, renderer, section.train_on_prompt)
+            example = tokenize_example(row, dataset, renderer, loss_on(section))
             kept = fit_to_row(example, section.row_tokens, section.overlong)
             if kept is None:
                 return None

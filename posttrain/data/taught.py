@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from posttrain.batch import Batch, TopK
 from posttrain.config import ConfigError
-from posttrain.data.aligned import Aligner
+from posttrain.data.aligned import Aligned, Aligner, TeacherRows
 from posttrain.data.format import no_column
 from posttrain.data.teacher_cache import TeacherCache
 from posttrain.imports import did_you_mean
@@ -42,9 +42,11 @@ class Taught:
     def lengths(self, row_tokens: int) -> dict[str, int]:
         """Of the arrays that `arrays` makes, in a row of so many of the student's tokens."""
         lengths = dict.fromkeys([*self._weights, *self._places], row_tokens)
-        if self._caches is None:
-            for n, aligner in self._aligners.items():
+        for n, aligner in self._aligners.items():
+            if self._caches is None:
                 lengths |= {f"taught_{n}": row_tokens} | dict.fromkeys(_of_teacher(n), aligner.row_tokens)
+            elif aligner.shared is not None:
+                lengths[f"taught_{n}"] = row_tokens
         return lengths
 
     def arrays(
@@ -56,17 +58,18 @@ class Taught:
         shares = np.ones(1, np.float32)
         if self._column is not None:
             shares = teacher_shares(row, self._column, self._titles)
-        spoken_of = [sequence] * len(shares)
+        spoken_of, where = [sequence] * len(shares), [np.ones(length, bool)] * len(shares)
         for n, aligner in self._aligners.items():
             aligned = aligner.align(dataset, row, sequence)
-            spoken_of[n] = aligned.part_of(sequence)
+            spoken_of[n], where[n] = aligned.part_of(sequence), aligned.taught != 0
             if self._caches is None:
                 keep = np.int32(shares[n] > 0)
                 arrays = (aligned.taught * keep, aligned.tokens, aligned.asked * keep)
                 made |= dict(zip((f"taught_{n}", *_of_teacher(n)), arrays, strict=True))
+            elif aligner.shared is not None:
+                made[f"taught_{n}"] = aligned.taught
         for n, name in enumerate(self._weights):
-            where = spoken_of[n]["loss_weight"] > 0 if n in self._aligners else np.ones(length, bool)
-            made[name] = np.where(where, shares[n], np.float32(0))
+            made[name] = np.where(where[n], shares[n], np.float32(0))
         if self._caches is not None:
             for name, cache, share, part in zip(self._places, self._caches, shares, spoken_of, strict=True):
                 # A teacher without a share was not asked.
@@ -79,6 +82,9 @@ class Taught:
             batch = replace(batch, teacher_weights=np.stack([rows[name] for name in self._weights], axis=-1))
         if self._caches is not None:
             said = [cache.read(rows[name]) for cache, name in zip(self._caches, self._places, strict=True)]
+            for n, aligner in self._aligners.items():
+                if aligner.shared is not None:
+                    said[n] = aligner.grouped(said[n], rows[f"taught_{n}"])
             batch = replace(batch, teachers=tuple(said))
         return self.ask(batch, rows)
 
@@ -93,20 +99,32 @@ class Taught:
         said = [self._said(first + n, teacher, batch, rows) for n, teacher in enumerate(self._outside)]
         return replace(batch, teachers=tuple(said))
 
+    def ask_samples(self, batch: Batch, samples: Sequence[Aligned]) -> Batch:
+        """As `ask`, where the one teacher has tokens of its own: the samples in the order in which rows hold them."""
+        ((number, aligner),) = self._aligners.items()
+        taught = np.zeros(batch.shape, np.int32)
+        taught[np.asarray(batch.segments) > 0] = np.concatenate([sample.taught for sample in samples])
+        tokens, asked = _of_teacher(number)
+        theirs = TeacherRows.of(samples, aligner.row_tokens)
+        rows = {"tokens": np.asarray(batch.tokens), f"taught_{number}": taught, tokens: theirs.tokens}
+        rows |= {f"{tokens}_positions": theirs.positions, f"{tokens}_segment_ids": theirs.segments, asked: theirs.asked}
+        return self.ask(replace(batch, teacher_weights=(taught != 0).astype(np.float32)[..., None]), rows)
+
     def _said(
         self, number: int, teacher: Callable[[Batch], TopK], batch: Batch, rows: Mapping[str, np.ndarray] | None
     ) -> TopK:
         if number not in self._aligners:
             return teacher(of_teacher(batch, number))
-        assert rows is not None, "samples are not aligned"
+        assert rows is not None, "samples are asked by ask_samples"
         tokens, asked = _of_teacher(number)
         theirs = Batch(
             tokens=rows[tokens],
             positions=rows[f"{tokens}_positions"],
             segments=rows[f"{tokens}_segment_ids"],
-            loss_weight=(rows[asked] > 0).astype(np.float32),
+            loss_weight=(rows[asked] != 0).astype(np.float32),
         )
-        return self._aligners[number].place(teacher(theirs), batch, rows[f"taught_{number}"], rows[asked])
+        mine, its = (rows["tokens"], rows[f"taught_{number}"]), (rows[tokens], rows[asked])
+        return self._aligners[number].place(teacher(theirs), mine, its)
 
 
 def _of_teacher(number: int) -> tuple[str, str]:

@@ -39,6 +39,14 @@ class Vocabulary:
         self.names = {number: name for name, number in self.by_name.items()}
         self._longest = max(map(len, self.by_text))
 
+    def same_as(self, other: Vocabulary, number: int) -> int | None:
+        """Its own token for one of another vocabulary: of the same text, and by the same name of several."""
+        name, text, control = other.names.get(number), other.pieces[number], number in other.controls
+        same = None if name is None else self.by_name.get(name)
+        if same is not None and self.pieces[same] == text and (same in self.controls) == control:
+            return same
+        return None if control or not text else self.by_text.get(text)
+
     def first_of(self, text: bytes) -> int:
         """The first token of a text that goes on from another; `NO_ID` where there is none."""
         if (same := self.by_text.get(text)) is not None:
@@ -73,13 +81,10 @@ class VocabularyMap:
         return self._table[at]
 
     def _find(self, number: int) -> int:
-        student, teacher = self._student, self._teacher
-        name, text = teacher.names.get(number), teacher.pieces[number]
-        same = None if name is None else student.by_name.get(name)
-        control = number in teacher.controls
-        if same is not None and student.pieces[same] == text and (same in student.controls) == control:
+        same, text = self._student.same_as(self._teacher, number), self._teacher.pieces[number]
+        if same is not None:
             return same
-        return NO_ID if control or not text else student.first_of(text)
+        return NO_ID if number in self._teacher.controls or not text else self._student.first_of(text)
 
     def top_k(
         self,
@@ -93,7 +98,7 @@ class VocabularyMap:
         ids = np.where(theirs == its[:, None], mine[:, None], self.ids(theirs))
         logps = np.asarray(said.logps)
         lost = ids == NO_ID
-        ids, logps_of_ids = _merged(ids, np.where(lost, np.float32(NO_LOGIT), logps))
+        ids, logps_of_ids = joined(ids, np.where(lost, np.float32(NO_LOGIT), logps))
         here = ids == tokens[:, None]
         own = np.where(here, logps_of_ids, NO_LOGIT).max(axis=1).astype(np.float32)
         return TopK(
@@ -113,7 +118,7 @@ def _with(tail: Any, logps: Float[np.ndarray, "N k"], lost: Any, temperature: fl
     return np.where(more > 0, added, tail).astype(np.float32)
 
 
-def _merged(
+def joined(
     ids: Int[np.ndarray, "N k"], logps: Float[np.ndarray, "N k"]
 ) -> tuple[Int[np.ndarray, "N k"], Float[np.ndarray, "N k"]]:
     """Each id once, where it was first, with the probability of all its places; the same bits where it has one."""
@@ -152,5 +157,5 @@ def _reader(tokenizer: Tokenizer) -> Any:
         return lambda name: bytes([int(name[3:5], 16)]) if _is_byte(name) else name.replace("▁", " ").encode()
     raise ConfigError(
         f"tokenizer {tokenizer.name}: what its tokens say is not known (decoder {decoder[:80]}); "
-        "tokenizer: align is for byte-level and SentencePiece vocabularies"
+        "tokenizer: align (or gold) is for byte-level and SentencePiece vocabularies"
     )

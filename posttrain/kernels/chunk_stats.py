@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import TopK
 from posttrain.kernels.divergence import FORWARD_KL, Divergence, divergence, divergence_gradient, token_logps
+from posttrain.kernels.spans import NAMED, span_terms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +24,12 @@ class Terms:
     """`mean_logps` over the ids below this one: those that have a token."""
     squares: bool = False
     """`log_squares`."""
+    sampling_temperature: float | None = None
+    """`sampling_logps`."""
     divergence: Divergence | None = None
     """`divergence` from teachers, with `teacher_kl` and `teacher_logps`."""
+    unshared: bytes | None = None
+    """Of one teacher whose tokens are merged in groups: bits of the student's ids that it has no token for."""
 
 
 PLAIN = Terms()
@@ -62,12 +67,23 @@ def chunk_stats(logits: Float[Array, "B C V"], part: Part, temperature: float, t
         found["mean_logps"] = jnp.sum(jnp.where(known, relative, 0.0), axis=-1) / terms.mean_over - log_norm
     if terms.squares:
         found["log_squares"] = jnp.log(jnp.sum(jnp.square(exps), axis=-1)) - 2 * log_norm
-    if terms.divergence is not None:
+    if terms.sampling_temperature is not None:
+        sampled = jax.nn.log_softmax(logits / terms.sampling_temperature, axis=-1)
+        found["sampling_logps"] = jnp.take_along_axis(sampled, part.targets[..., None], axis=-1)[..., 0]
+    if terms.unshared is not None and terms.divergence is not None:
+        found |= _span_terms(logits, part, terms)
+    elif terms.divergence is not None:
         found["divergence"] = _divergence(logits, part, terms.divergence)
         same = terms.divergence == FORWARD_KL
         found["teacher_kl"] = found["divergence"] if same else _divergence(logits, part, FORWARD_KL)
         found["teacher_logps"] = _sum_of(part, lambda said: token_logps(said, part.targets))
     return found
+
+
+def _span_terms(logits: Float[Array, "B C V"], part: Part, terms: Terms) -> Found:
+    ((said, _),) = part.teachers
+    assert isinstance(said, TopK) and terms.divergence is not None and terms.unshared is not None
+    return span_terms(logits, part.targets, said, terms.divergence.beta, terms.unshared)
 
 
 def _divergence(logits: Float[Array, "B C V"], part: Part, kind: Divergence) -> Float[Array, "B C"]:
@@ -93,6 +109,10 @@ def chunk_gradient(
     grad = jnp.zeros((1, 1, 1), jnp.float32)
     if not cotangents.keys().isdisjoint(("logps", "mean_logps", "entropy")):
         grad = _of_own(logits, part, temperature, terms, cotangents, log_z, entropy)
+    if NAMED in cotangents:
+        of_groups, pull_groups = jax.vjp(lambda x: _span_terms(x, part, terms), logits)
+        none = jax.tree.map(jnp.zeros_like, of_groups)
+        grad += pull_groups({name: cotangents.get(name, zero) for name, zero in none.items()})[0]
     if "divergence" in cotangents:
         assert terms.divergence is not None
         for said, weight in part.teachers:

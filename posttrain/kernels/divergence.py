@@ -92,14 +92,17 @@ def like_student(logits: Float[Array, "B C W"], vocab_size: int) -> Float[Array,
 
 
 def _generalized(log_s: Float[Array, "B C V"], log_t: Float[Array, "B C V"], beta: float) -> Float[Array, "B C"]:
+    return jnp.sum(outcome_terms(log_s, log_t, beta), axis=-1)
+
+
+def outcome_terms(log_s: Float[Array, "*B"], log_t: Float[Array, "*B"], beta: float) -> Float[Array, "*B"]:
+    """What each outcome adds to the divergence."""
     if beta == 0:
-        return jnp.sum(jnp.exp(log_t) * (log_t - log_s), axis=-1)
+        return jnp.exp(log_t) * (log_t - log_s)
     if beta == 1:
-        return jnp.sum(jnp.exp(log_s) * (log_s - log_t), axis=-1)
+        return jnp.exp(log_s) * (log_s - log_t)
     log_m = jnp.logaddexp(log_t + jnp.log(beta), log_s + jnp.log1p(-beta))
-    of_teacher = jnp.sum(jnp.exp(log_t) * (log_t - log_m), axis=-1)
-    of_student = jnp.sum(jnp.exp(log_s) * (log_s - log_m), axis=-1)
-    return beta * of_teacher + (1 - beta) * of_student
+    return beta * jnp.exp(log_t) * (log_t - log_m) + (1 - beta) * jnp.exp(log_s) * (log_s - log_m)
 
 
 def _pull(log_s: Float[Array, "B C V"], log_t: Float[Array, "B C V"], beta: float) -> Float[Array, "B C V"]:

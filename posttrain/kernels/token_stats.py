@@ -18,6 +18,10 @@ from jaxtyping import Bool, Float, Int
 from posttrain.batch import HostArray, TokenStats, TopK
 from posttrain.kernels.chunk_stats import LOG_Z, PLAIN, Found, Part, Terms, chunk_gradient, chunk_stats
 from posttrain.kernels.chunks import Plan, along, chunk_length, of_tokens, plan_of, predicting
+from posttrain.kernels.spans import NAMED, SPAN_TERMS, check_groups, span_divergence
+
+CONSTANTS = ("log_squares", "sampling_logps")
+"""Statistics without a gradient."""
 
 Head = Callable[[Float[Array, "B C D"]], Float[Array, "B C V"]]
 
@@ -51,7 +55,7 @@ def token_stats(
     problem = _problem(
         logits_of, hidden, tokens, segments, temperature, vocab_size, only, terms, teachers, teacher_weights
     )
-    return problem.statistics(_compute(problem.static, *problem.arguments))
+    return problem.statistics(_compute(problem.static, *problem.arguments), teachers, vocab_size)
 
 
 def pulled_stats(
@@ -71,14 +75,17 @@ def pulled_stats(
     """sum(statistics * cotangents) over the statistics that are named, and all of `token_stats` without a gradient.
 
     The gradient of the sum is made with its value, chunk by chunk: logits are computed once, and not once more in a
-    backward pass. Twin: the gradient through `token_stats`.
+    backward pass. Twin: the gradient through `token_stats`. ValueError for a teacher of groups, whose divergence is of
+    tokens in several chunks.
     """
+    if terms.unshared is not None:
+        raise ValueError("pulled_stats: of groups of tokens there is no gradient chunk by chunk; use token_stats")
     problem = _problem(
         logits_of, hidden, tokens, segments, temperature, vocab_size, only, terms, teachers, teacher_weights
     )
     given = {name: problem.gathered(ct) for name, ct in cotangents.items()}
     total, found = _pulled(problem.static, *problem.arguments, given)
-    return total, problem.statistics(jax.lax.stop_gradient(found))
+    return total, problem.statistics(jax.lax.stop_gradient(found), teachers, vocab_size)
 
 
 class _Problem(NamedTuple):
@@ -91,10 +98,13 @@ class _Problem(NamedTuple):
         """Of the tokens that the contexts predict, in order of the plan."""
         return _gathered(x, self.plan)
 
-    def statistics(self, found: Found) -> TokenStats:
-        if self.static.terms.squares:
-            found["log_squares"] = jax.lax.stop_gradient(found["log_squares"])
-        return TokenStats(**{name: of_tokens(x, self.plan, self.counts) for name, x in found.items()})
+    def statistics(self, found: Found, teachers: Sequence[Teacher | TopK], vocab_size: int) -> TokenStats:
+        constants = {name: jax.lax.stop_gradient(found[name]) for name in CONSTANTS if name in found}
+        stats = {name: of_tokens(x, self.plan, self.counts) for name, x in {**found, **constants}.items()}
+        kind = self.static.terms.divergence
+        if NAMED in stats and kind is not None and isinstance(teachers[0], TopK):
+            stats |= span_divergence(stats, teachers[0], kind.beta, vocab_size)
+        return TokenStats(**{name: x for name, x in stats.items() if name not in SPAN_TERMS})
 
 
 def _problem(
@@ -178,6 +188,7 @@ def _weights(
     given = 1 if weights is None else weights.shape[2]
     if teachers and len(teachers) != given:
         raise ValueError(f"token_stats: {len(teachers)} teachers, but teacher_weights of {given}; give one for each")
+    check_groups(teachers, terms.unshared)
     return None if weights is None else jnp.asarray(weights)
 
 

@@ -9,6 +9,7 @@ from jax import Array
 from jaxtyping import Float
 
 from posttrain.batch import Batch, LossOutput, TokenStats
+from posttrain.losses.policy import distance_metrics
 from posttrain.losses.reduce import token_mean
 from posttrain.losses.sft import likelihood_metrics, masked
 from posttrain.tree import Mean
@@ -18,7 +19,8 @@ from posttrain.tree import Mean
 class DistillLoss:
     """(1 - c) divergence + c nll per token, c = `cross_entropy`: sum(w x) / sum(w). GKD, arXiv:2306.13649.
 
-    To that come the distance of hidden states times `hidden` and the divergence of relations times `attention`.
+    To that come the distance of hidden states times `hidden` and the divergence of relations times `attention`; and of
+    groups of tokens (GOLD) the distance of what only one vocabulary has, times `uld`, to the divergence.
 
     Which divergence, and at which temperature, is the trainer's `terms.divergence`. A token that no teacher speaks of
     has only the second part, and does not count in the metrics `distill/...`; `distill/taught` is the share of the
@@ -28,6 +30,7 @@ class DistillLoss:
     cross_entropy: float
     hidden: float = 0.0
     attention: float = 0.0
+    uld: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.cross_entropy < 1:
@@ -38,7 +41,12 @@ class DistillLoss:
 
     @property
     def linear_in(self) -> tuple[str, ...]:
-        others = {"logps": self.cross_entropy, "hidden_distance": self.hidden, "relation_divergence": self.attention}
+        others = {
+            "logps": self.cross_entropy,
+            "sorted_distance": self.uld,
+            "hidden_distance": self.hidden,
+            "relation_divergence": self.attention,
+        }
         return ("divergence", *(name for name, factor in others.items() if factor))
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
@@ -48,6 +56,8 @@ class DistillLoss:
         weight, segments = jnp.asarray(batch.loss_weight), jnp.asarray(batch.segments)
         c = self.cross_entropy
         loss = (1 - c) * masked(stats.divergence, batch)
+        if self.uld:
+            loss += (1 - c) * self.uld * masked(self._sorted(stats), batch)
         if c:
             loss -= c * masked(stats.logps, batch)
         features = self._features(stats)
@@ -61,12 +71,23 @@ class DistillLoss:
             "distill/student_nll": Mean(total=_total(-stats.logps * teaching(batch), weight), weight=taught.sum()),
             "distill/teacher_nll": Mean(total=_total(-stats.teacher_logps, weight), weight=taught.sum()),
         }
+        if stats.sorted_distance is not None:
+            metrics["distill/sorted_l1"] = Mean(total=_total(stats.sorted_distance, weight), weight=taught.sum())
         metrics |= {n: Mean(total=_total(x, weight), weight=weight.sum()) for n, (_, x) in features.items()}
         if batch.teacher_weights is not None:
             metrics["distill/taught"] = Mean(total=taught.sum(), weight=weight.sum())
+        if batch.sampler_logps is not None:
+            metrics |= distance_metrics(stats, batch, weight > 0)
         return LossOutput(
-            loss=token_mean(loss, weight, segments), metrics={**likelihood_metrics(stats, batch), **metrics}
+            loss=token_mean(loss, weight, segments), metrics={**metrics, **likelihood_metrics(stats, batch)}
         )
+
+    def _sorted(self, stats: TokenStats) -> Float[Array, "B T"]:
+        if stats.sorted_distance is None:
+            raise ValueError(
+                f"DistillLoss.uld={self.uld}: nothing is known of it; give the trainer a teacher of groups"
+            )
+        return stats.sorted_distance
 
     def _features(self, stats: TokenStats) -> dict[str, tuple[float, Float[Array, "B T"]]]:
         """What has a weight, under the names of its metrics."""

@@ -166,6 +166,7 @@ def distance_metrics(stats: TokenStats, batch: Batch, mask: Bool[Array, "B T"]) 
     if stats.entropy is not None:
         values["entropy"] = stats.entropy
     if batch.sampler_logps is not None:
-        trainer = stats.logps if batch.old_logps is None else jnp.asarray(batch.old_logps)
+        now = stats.logps if stats.sampling_logps is None else stats.sampling_logps
+        trainer = now if batch.old_logps is None else jnp.asarray(batch.old_logps)
         values["sampling/logp_difference/mean"] = jnp.abs(trainer - jnp.asarray(batch.sampler_logps))
     return {name: token_mean(value, counted, segments) for name, value in values.items()}

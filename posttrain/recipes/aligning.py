@@ -11,7 +11,8 @@ from posttrain.batch import TopK
 from posttrain.config import ConfigError, DatasetSection, DistillSection
 from posttrain.data.aligned import Aligned, Aligner
 from posttrain.data.chat import Renderer
-from posttrain.data.format import use_chat
+from posttrain.data.format import loss_on, use_chat
+from posttrain.data.merged import SharedTokens
 from posttrain.data.pipeline import row_tokenizer
 from posttrain.data.sources import Rows
 from posttrain.data.tokenizer import Tokenizer
@@ -34,7 +35,7 @@ Data = tuple[DatasetSection, Rows, Renderer]
 def make_aligners(
     section: DistillSection, teachers: Sequence[TeacherSource], data: Sequence[Data], tokenizer: Tokenizer
 ) -> tuple[dict[int, Aligner], list[str]]:
-    """Of each teacher with `tokenizer: align`, by its number, and a line that says what share of the tokens it teaches.
+    """Of each teacher with tokens of its own, by its number, and a line that says what share of the tokens it teaches.
 
     ConfigError where the two do not read the same text.
     """
@@ -50,8 +51,11 @@ def make_aligners(
                 (dataset, Renderer(source.tokenizer, use_chat(dataset, source.tokenizer, rows.columns)))
                 for dataset, rows, _ in data
             ],
-            map=VocabularyMap(student, teacher, section.temperature),
+            map=SharedTokens.of(student, teacher)
+            if source.section.tokenizer == "gold"
+            else VocabularyMap(student, teacher, section.temperature),
             row_tokens=source.max_positions or LONGEST_ROW,
+            loss_on=loss_on(section),
         )
         found = _look(section, made, data)
         aligners[number] = replace(made, row_tokens=_row_tokens(section, source, found))
@@ -87,7 +91,7 @@ def _row_tokens(section: DistillSection, source: TeacherSource, found: Found) ->
 def _note(source: TeacherSource, aligner: Aligner, found: Found) -> str:
     """ConfigError where too little is aligned."""
     text, same, single = (sum(getattr(a.pairs, name) for _, a in found) for name in ("text", "same_text", "single"))
-    begin, spoken_of = sum(len(a.pairs.one) for _, a in found), sum(int((a.taught > 0).sum()) for _, a in found)
+    begin, spoken_of = sum(len(a.pairs.one) for _, a in found), sum(int((a.taught != 0).sum()) for _, a in found)
     taught = spoken_of / sum(count for count, _ in found)
     other, unaligned = 1 - spoken_of / max(begin, 1), 1 - same / max(text, 1)
     if unaligned > MOST_UNALIGNED or not taught:
@@ -96,6 +100,14 @@ def _note(source: TeacherSource, aligner: Aligner, found: Found) -> str:
             f"rows (at most {MOST_UNALIGNED:.0%} may be), and {taught:.1%} of the tokens are taught; compare the chat "
             "templates of both, or set dataset.chat to false"
         )
+    alike = f"{single / max(text, 1):.1%} of the text is in tokens that both have alike, {unaligned:.1%} is not aligned"
+    if aligner.shared is not None:
+        groups = spoken_of / max(begin, 1)
+        return (
+            f"teacher {source.title}: its own tokens, in rows of {aligner.row_tokens}; it teaches {taught:.1%} of the "
+            f"student's tokens, in groups of {groups:.2f} ({alike}); {aligner.shared.unshared.sum():,} of the "
+            f"student's {len(aligner.student.names):,} tokens are not its own"
+        )
     if other > MOST_OTHER:
         raise ConfigError(
             f"teachers: where a token begins in both, that of teacher {source.title} is another than the student's at "
@@ -103,9 +115,7 @@ def _note(source: TeacherSource, aligner: Aligner, found: Found) -> str:
         )
     return (
         f"teacher {source.title}: its own tokens, in rows of {aligner.row_tokens}; it teaches {taught:.1%} of the "
-        f"student's tokens ({single / max(text, 1):.1%} of the text is in tokens that both have alike, "
-        f"{unaligned:.1%} is not aligned); where a token begins in both, it is "
-        f"another at {other:.1%} of the places"
+        f"student's tokens ({alike}); where a token begins in both, it is another at {other:.1%} of the places"
     )
 
 
@@ -133,7 +143,7 @@ def aligned_tokenizer(
 
 def theirs(made: Mapping[str, np.ndarray]) -> Arrays:
     """The sequence as the teacher reads it."""
-    return {"tokens": made["teacher_tokens"], "loss_weight": (made["asked"] > 0).astype(np.float32)}
+    return {"tokens": made["teacher_tokens"], "loss_weight": (made["asked"] != 0).astype(np.float32)}
 
 
 def aligned_scorer(aligner: Aligner, score: Scorer) -> Callable[[Sequence[Mapping[str, np.ndarray]]], Iterator[TopK]]:
@@ -141,7 +151,7 @@ def aligned_scorer(aligner: Aligner, score: Scorer) -> Callable[[Sequence[Mappin
 
     def scored(sequences: Sequence[Mapping[str, np.ndarray]]) -> Iterator[TopK]:
         for made, said in zip(sequences, score([theirs(one) for one in sequences]), strict=True):
-            at, asked = made["taught"] > 0, made["asked"]
-            yield aligner.translate(said, made["tokens"][at], made["taught"][at], asked[asked > 0])
+            mine, its = (made["tokens"], made["taught"]), (made["teacher_tokens"], made["asked"])
+            yield aligner.translate(said, mine, its)
 
     return scored

@@ -20,6 +20,7 @@ from posttrain.data.teacher_cache import CacheFolder, TeacherCache, fill
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.kernels.chunk_stats import Terms
 from posttrain.kernels.divergence import Divergence
+from posttrain.kernels.spans import packed
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.models.decoder import Decoder
 from posttrain.recipes.aligning import aligned_scorer, aligned_tokenizer, theirs
@@ -75,7 +76,7 @@ def run_distill(stage: StageRun, inputs: SFTInputs) -> None:
         ]
     titles = [source.title for source in inputs.teachers]
     taught = Taught(titles, section.teacher_column, caches, [teacher.top_k for teacher in outside], inputs.aligners)
-    trainer = make_trainer(stage, inputs, terms=terms_of(section), teachers=teachers)
+    trainer = make_trainer(stage, inputs, terms=terms_of(section, inputs.aligners), teachers=teachers)
     sequences = None if section.on_policy == 1 else sequences_of(stage, inputs, taught)
     with ExitStack() as closing:
         batches: BatchStream | None = sequences
@@ -93,7 +94,8 @@ def run_distill(stage: StageRun, inputs: SFTInputs) -> None:
             of_rows = {} if sequences is None else evaluate(trainer, inputs, taught)
             return of_rows if samples is None else of_rows | samples.evaluate()
 
-        train_batches(stage, inputs, trainer, batches, evaluate_all)
+        seen = None if samples is None else samples.seen
+        train_batches(stage, inputs, trainer, batches, evaluate_all, seen)
 
 
 def _scorers(
@@ -106,8 +108,14 @@ def _scorers(
     return [*inside, *(teacher.at(section.sampling.temperature) for teacher in outside)]
 
 
-def terms_of(section: DistillSection) -> Terms:
-    return Terms(divergence=Divergence(beta=section.beta, temperature=section.temperature))
+def terms_of(section: DistillSection, aligners: Mapping[int, Aligner]) -> Terms:
+    shared = [aligner.shared for aligner in aligners.values() if aligner.shared is not None]
+    sampled = None if section.sampling is None else section.sampling.temperature
+    return Terms(
+        divergence=Divergence(beta=section.beta, temperature=section.temperature),
+        sampling_temperature=None if sampled == 1.0 else sampled,
+        unshared=packed(shared[0].unshared) if shared else None,
+    )
 
 
 Source = tuple[DatasetSection, Rows, Renderer]
@@ -143,7 +151,7 @@ def cache_folders(
             "teacher": teacher_digest(source, needed=to_write),
             "data": data,
             "tokens": token_fingerprint(rows, row_tokenizer(section, dataset, rows, renderer)),
-            "vocab_size": tokenizer.num_ids,
+            "vocab_size": tokenizer.num_ids + _alone(aligner_of(inputs, source)),
             "top_k": min(section.top_k or DEFAULT_TOP_K, num_ids(source, tokenizer)),
             "temperature": section.temperature,
             "teacher_column": section.teacher_column,
@@ -155,6 +163,11 @@ def cache_folders(
         folder = Path(section.cache) / source.title / data
         folders.append(((dataset, rows, renderer), CacheFolder(folder, identity, len(rows))))
     return folders
+
+
+def _alone(aligner: Aligner | None) -> int:
+    """An id more, for what only the teacher can say."""
+    return int(aligner is not None and aligner.shared is not None)
 
 
 def aligner_of(inputs: SFTInputs, source: TeacherSource) -> Aligner | None:

@@ -32,7 +32,14 @@ def distill_loss(section: DistillSection) -> DistillLoss:
         section.cross_entropy,
         hidden=0.0 if hidden is None else hidden.weight,
         attention=0.0 if attention is None else attention.weight,
+        uld=_uld_weight(section),
     )
+
+
+def _uld_weight(section: DistillSection) -> float:
+    if not any(teacher.tokenizer == "gold" for teacher in section.teachers):
+        return 0.0
+    return 1.0 if section.uld_weight is None else section.uld_weight
 
 
 def matching_of(features: FeaturesSection, student: ModelConfig, teacher: ModelConfig, seed: int) -> Matching:

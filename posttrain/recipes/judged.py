@@ -14,6 +14,7 @@ from posttrain.config import (
     ConfigError,
     DatasetSection,
     ModelSection,
+    OnlinePreferenceSection,
     PreferenceSection,
     RewardModelSection,
 )
@@ -111,7 +112,9 @@ def _named(
     return PreferenceLoss, {"kinds": tuple(names)}
 
 
-def shares_prompts(section: ComparedSection, needs: Needs, model: ModelSection, *, mixture: bool) -> bool:
+def shares_prompts(
+    section: ComparedSection | OnlinePreferenceSection, needs: Needs, model: ModelSection, *, mixture: bool
+) -> bool:
     """What `share_prompts` comes to. ConfigError where it is asked for and cannot be."""
     if needs.rows != "pairs" or needs.prompts:
         if section.share_prompts is True:

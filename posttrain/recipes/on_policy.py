@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from posttrain.data.ahead import BatchStream
 from posttrain.data.pipeline import PromptBatches
 from posttrain.data.taught import Taught
 from posttrain.mesh import row_shards
+from posttrain.metrics import Metrics, to_host
 from posttrain.recipes.prepare_rl import check_cache
 from posttrain.recipes.prepare_sequences import SFTInputs
 from posttrain.recipes.rollouts import make_engine, warm_up
@@ -24,8 +25,9 @@ from posttrain.rl.aio import run_async
 from posttrain.rl.assemble import assemble
 from posttrain.rl.collect import Sampler, collect
 from posttrain.rl.evaluate import evaluate
+from posttrain.rl.loop import LOGP_DIFFERENCE, check_agreement, sample_metrics
 from posttrain.rl.rewards import Rubric
-from posttrain.rl.teaching import Scorer, distances
+from posttrain.rl.teaching import Scorer, distances, merged_distances
 from posttrain.trainer import Trainer
 from posttrain.tree import replace as changed
 
@@ -40,7 +42,7 @@ class Samples:
         assert isinstance(section, DistillSection) and section.sampling is not None and inputs.prompts is not None
         check_cache(section, row_shards(stage.mesh))
         self._section, self._inputs, self._examples = section, inputs.prompts, inputs.prompts.examples
-        self._shares = shares_of(section)
+        self._shares, self._aligner = shares_of(section), inputs.aligners.get(0)
         engine = make_engine(
             trainer.model,
             stage.tokenizer,
@@ -60,6 +62,7 @@ class Samples:
             seed=stage.seed,
         )
         self._eval_renderer = inputs.eval_renderer
+        self._said: Mapping[str, float] = {}
         warm_up(engine, section.rollout, [(self._sampler, [*inputs.prompts.examples, *inputs.prompts.eval_examples])])
 
     def batch(self, step: int) -> Batch:
@@ -67,10 +70,26 @@ class Samples:
         self._sync()
         examples = [self._examples[index] for index in next(self.prompts)]
         groups = run_async(collect(self._sampler, examples, 1, step))
-        zeros = np.zeros((len(groups), 1), np.float32)
+        self._said = sample_metrics(groups, step)
+        # In the place of its advantage each sample carries its number through the packing.
+        numbers = np.arange(len(groups), dtype=np.float32)[:, None]
         rows, length = self._section.batch_rows, self._section.row_tokens
-        made = assemble(groups, zeros, zeros == 0, row_tokens=length, num_rows=rows, shares=self._shares)
-        return self._taught.ask(changed(model_inputs(made), teacher_weights=made.teacher_weights))
+        made = assemble(groups, numbers, numbers >= 0, row_tokens=length, num_rows=rows, shares=self._shares)
+        kept = changed(model_inputs(made), teacher_weights=made.teacher_weights, sampler_logps=made.sampler_logps)
+        if self._aligner is None:
+            return self._taught.ask(kept)
+        carried = np.asarray(made.advantages)[np.asarray(made.loss_weight) > 0].astype(int)
+        samples = [groups[number][0] for number in dict.fromkeys(carried.tolist())]
+        read = [self._aligner.align_sample(0, s.messages, s.tokens, s.sampled) for s in samples]
+        return self._taught.ask_samples(kept, read)
+
+    def seen(self, metrics: Metrics) -> Mapping[str, float]:
+        """What the samples of a step say; nothing of one on given rows. RunError where sampler and trainer disagree."""
+        found = {name: value for name, value in metrics.items() if name == LOGP_DIFFERENCE}
+        if not found:
+            return {}
+        check_agreement({**to_host(found), **self._said}, self._trainer.step_number)
+        return self._said
 
     def evaluate(self) -> dict[str, float]:
         """The reverse KL from the teachers on samples of held-out prompts."""
@@ -80,6 +99,9 @@ class Samples:
         length = self._section.row_tokens
 
         def measured(groups: Any) -> np.ndarray:
+            if self._aligner is not None:
+                # The last dataset is the one for evaluation.
+                return merged_distances(self._teachers[0], self._aligner, len(self._aligner.renderers) - 1, groups)
             return distances(self._teachers, groups, self._shares, length)
 
         found = run_async(evaluate(sampler, Rubric([]), self._inputs.eval_examples, distances=measured))

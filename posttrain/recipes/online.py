@@ -11,8 +11,8 @@ from posttrain.recipes.prepare_rl import OnlineInputs
 from posttrain.recipes.python import SampledPythonRun
 from posttrain.recipes.sampled import SampledRun, make_trainer, train
 from posttrain.recipes.stage import StageRun
-from posttrain.rl.loop import RowSettings, StepResult
-from posttrain.rl.online import OnlineLoss, online_step
+from posttrain.rl.loop import StepResult
+from posttrain.rl.online import OnlineLoss, PairSettings, online_step
 from posttrain.rl.types import Example
 
 
@@ -28,8 +28,11 @@ class _OnlineRun(SampledRun):
         super().__init__(
             stage, inputs, make_trainer(stage, section, OnlineLoss(pairs=inputs.loss), terms), keep_reference=True
         )
-        self.settings = RowSettings(
-            group_size=section.group_size, row_tokens=section.row_tokens, num_rows=section.step_rows
+        self.settings = PairSettings(
+            group_size=section.group_size,
+            row_tokens=section.row_tokens,
+            num_rows=section.step_rows,
+            share_prompts=inputs.share_prompts,
         )
 
     def learn(self, examples_P: Sequence[Example], timer: Timer) -> Coroutine[Any, Any, StepResult]:

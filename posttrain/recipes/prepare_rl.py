@@ -27,7 +27,7 @@ from posttrain.imports import describe_error
 from posttrain.losses.preference import KINDS
 from posttrain.models.heads import CLASSIFIER
 from posttrain.recipes.inputs import callable_of, each_row, rows_and_renderer
-from posttrain.recipes.judged import PREFERENCE_LOSSES, make_loss
+from posttrain.recipes.judged import PREFERENCE_LOSSES, make_loss, shares_prompts
 from posttrain.recipes.rollouts import EngineFactory, engine_of
 from posttrain.recipes.source import local_or_hub, read_model_config
 from posttrain.recipes.teachers import TeacherSource, find_teachers, shares_of
@@ -68,6 +68,7 @@ class OnlineInputs(Scored):
     section: OnlinePreferenceSection
     loss: Any
     """A `JudgedLoss` on pairs and a reference."""
+    share_prompts: bool
 
 
 def prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> tuple[RLInputs, list[str]]:
@@ -78,9 +79,13 @@ def prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> tupl
     return RLInputs(algorithm=algorithm, teachers=teachers, **vars(scored)), notes
 
 
-def prepare_online(section: OnlinePreferenceSection, tokenizer: Tokenizer, base_dir: Path) -> OnlineInputs:
+def prepare_online(
+    section: OnlinePreferenceSection, tokenizer: Tokenizer, base_dir: Path, model: ModelSection, *, mixture: bool
+) -> OnlineInputs:
+    """`mixture`: whether the model is one of experts."""
     loss = online_loss(section, base_dir)
-    return OnlineInputs(loss=loss, **vars(_prepare_scored(section, tokenizer, base_dir, None)))
+    share = shares_prompts(section, loss.needs, model, mixture=mixture)
+    return OnlineInputs(loss=loss, share_prompts=share, **vars(_prepare_scored(section, tokenizer, base_dir, None)))
 
 
 def _prepare_scored(section: SampledSection, tokenizer: Tokenizer, base_dir: Path, shares: Shares | None) -> Scored:

@@ -64,7 +64,7 @@ def first_tokens(path: str, tokenizer: Tokenizer) -> list[np.ndarray]:
     """The beginnings of the first rows of a dataset."""
     section = DatasetSection(path=path, limit=TEXT_ROWS)
     rows, renderer = rows_and_renderer(section, tokenizer, Path.cwd())
-    return [tokenize_example(rows[i], section, renderer, False).tokens[:TEXT_TOKENS] for i in range(len(rows))]
+    return [tokenize_example(rows[i], section, renderer, "all").tokens[:TEXT_TOKENS] for i in range(len(rows))]
 
 
 def expert_load(model: Decoder, sequences: Sequence[np.ndarray]) -> Float[np.ndarray, "L E"]:

@@ -11,6 +11,7 @@ from posttrain.data.pipeline import SFTBatches
 from posttrain.data.taught import Taught
 from posttrain.kernels.chunk_stats import Terms
 from posttrain.losses.router import RouterLoss
+from posttrain.metrics import Metrics
 from posttrain.models.decoder import Decoder
 from posttrain.optim import make_optimizer
 from posttrain.recipes.features import matching_of
@@ -76,15 +77,17 @@ def train_batches(
     trainer: Trainer,
     batches: BatchStream,
     evaluate_all: Callable[[], Record],
+    seen: Callable[[Metrics], Mapping[str, float]] | None = None,
 ) -> None:
-    """All steps and evaluations of a stage, and its model."""
+    """All steps and evaluations of a stage, and its model. `seen`: what is known of a step beside its metrics."""
     section = inputs.section
 
     # A row that does not fit is an error before the first step, where none may be left out.
     dropped = {} if section.overlong == "error" else {"data/dropped_ratio": inputs.dropped_ratio}
 
     def step() -> Mapping[str, Any]:
-        return {**with_perplexities(trainer.step(next(batches))), **dropped}
+        metrics = trainer.step(next(batches))
+        return {**with_perplexities(metrics), **dropped, **({} if seen is None else seen(metrics))}
 
     held_out = HeldOut(evaluate=evaluate_all, metrics=metrics_of)
     with stage.opened(trainer, batches, section.num_steps) as (sinks, checkpointer):

@@ -31,7 +31,7 @@ from posttrain.weights.lora import count_parameters
 
 DEFAULT_TOP_K = 64
 
-OTHER_TOKENS = "distil from a model with the student's tokenizer, or set the teacher's tokenizer: align"
+OTHER_TOKENS = "distil from a model with the student's tokenizer, or set the teacher's tokenizer: align (or gold)"
 
 SAME_TOKENS = 0.99
 """Share of the student's tokens that a teacher must know by the same ids."""
@@ -102,7 +102,9 @@ def _aligned(teacher: TeacherSection, path: str, config: ModelConfig | None) -> 
     try:
         own = load_tokenizer(path)
     except ConfigError as error:
-        raise ConfigError(f"teachers: tokenizer: align needs the teacher's own tokenizer: {error}") from error
+        raise ConfigError(
+            f"teachers: tokenizer: {teacher.tokenizer} needs the teacher's own tokenizer: {error}"
+        ) from error
     positions = None if config is None else config.max_positions
     return TeacherSource(section=teacher, path=path, tokenizer=own, max_positions=positions)
 
@@ -118,7 +120,7 @@ def _check_model(
     if tokenizer.num_ids > config.vocab_size:
         raise ConfigError(
             f"teachers: the student's tokenizer has {tokenizer.num_ids:,} token ids, the embedding of {teacher.path} "
-            f"only {config.vocab_size:,} rows; give a teacher with the student's tokens, or set its tokenizer: align"
+            f"only {config.vocab_size:,} rows; {OTHER_TOKENS}"
         )
 
 

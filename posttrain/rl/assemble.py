@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from posttrain.batch import Batch
+from posttrain.data.align import common_prefix
 from posttrain.rl.types import Example, Group, Trajectory
 
 Shares = Callable[[Example], Float[np.ndarray, " N"]]
@@ -47,31 +48,63 @@ def assemble(
             assert free[row] >= length, "num_rows must hold one trajectory per row"
             segments[row] += 1
             start = row_tokens - int(free[row])
-            _put(batch, row, start, int(segments[row]), trajectory, {"advantages": float(advantage)})
+            whole = Piece(trajectory, 0, length, {"advantages": float(advantage)})
+            _put(batch, row, start, int(segments[row]), whole)
             if shares is not None:
                 batch["teacher_weights"][row, start : start + length] = shares(trajectory.example)
             free[row] -= length
     return Batch(**batch)
 
 
-def assemble_pairs(pairs: Sequence[Pair], *, row_tokens: int, num_rows: int, groups_P: Sequence[Group]) -> Batch:
+class Piece(NamedTuple):
+    """The tokens `first .. stop` of a trajectory. `judged`: by array, what stands on the sampled ones alone."""
+
+    trajectory: Trajectory
+    first: int
+    stop: int
+    judged: Mapping[str, float]
+
+
+def assemble_pairs(
+    pairs: Sequence[Pair], *, row_tokens: int, num_rows: int, groups_P: Sequence[Group], share_prompts: bool
+) -> Batch:
     """Host rows [num_rows, row_tokens] with both sequences of a pair side by side; `roles` say which is the chosen.
 
-    `groups_P`: all samples of the step, which say what is recorded even where no pair is left.
+    `groups_P`: all samples of the step, which say what is recorded even where no pair is left. `share_prompts`: what
+    both begin with stands in the row once, as a sequence from which both go on.
     """
     batch = _empty(num_rows, row_tokens, [trajectory.experts for group in groups_P for trajectory in group])
     batch["roles"] = np.zeros((num_rows, row_tokens), np.int32)
+    if share_prompts:
+        batch["parents"] = np.zeros((num_rows, row_tokens), np.int32)
     free, segments = np.full(num_rows, row_tokens), np.zeros(num_rows, np.int32)
     for pair in pairs:
-        length = sum(len(trajectory.tokens) for trajectory in pair)
+        shared = _shared_tokens(pair) if share_prompts else 0
+        pieces = [
+            Piece(trajectory, shared, len(trajectory.tokens), {"roles": role})
+            for trajectory, role in zip(pair, (1.0, -1.0), strict=True)
+        ]
+        if shared:
+            pieces.insert(0, Piece(pair[0], 0, shared, {}))
+        length = sum(piece.stop - piece.first for piece in pieces)
         assert length <= row_tokens, (length, row_tokens)
         row = int(np.argmax(free >= length))
         assert free[row] >= length, "num_rows must hold one pair per row"
-        for trajectory, role in zip(pair, (1.0, -1.0), strict=True):
+        prompt = int(segments[row]) + 1
+        for piece in pieces:
             segments[row] += 1
-            _put(batch, row, row_tokens - int(free[row]), int(segments[row]), trajectory, {"roles": role})
-            free[row] -= len(trajectory.tokens)
+            start = row_tokens - int(free[row])
+            _put(batch, row, start, int(segments[row]), piece)
+            if piece.first:
+                batch["parents"][row, start : start + piece.stop - piece.first] = prompt
+            free[row] -= piece.stop - piece.first
     return Batch(**batch)
+
+
+def _shared_tokens(pair: Pair) -> int:
+    """Of the prompt all but its last token, which each answer has before it: as in rows of given pairs."""
+    first = [max(int(np.argmax(trajectory.sampled)) - 1, 0) for trajectory in pair]
+    return common_prefix(*(np.asarray(t.tokens[:length], np.int64) for t, length in zip(pair, first, strict=True)))
 
 
 def _empty(rows: int, length: int, recorded: Sequence[np.ndarray | None]) -> dict[str, Any]:
@@ -89,18 +122,17 @@ def _put(
     row: int,
     start: int,
     segment: int,
-    trajectory: Trajectory,
-    judged: Mapping[str, float],
+    piece: Piece,
 ) -> None:
-    """`judged`: by array, what stands on the sampled tokens alone."""
-    span = slice(start, start + len(trajectory.tokens))
-    sampled = np.asarray(trajectory.sampled)
-    batch["tokens"][row, span] = trajectory.tokens
-    batch["positions"][row, span] = np.arange(len(trajectory.tokens))
+    trajectory, part = piece.trajectory, slice(piece.first, piece.stop)
+    span = slice(start, start + piece.stop - piece.first)
+    sampled = np.asarray(trajectory.sampled)[part]
+    batch["tokens"][row, span] = trajectory.tokens[part]
+    batch["positions"][row, span] = np.arange(piece.first, piece.stop)
     batch["segments"][row, span] = segment
     batch["loss_weight"][row, span] = sampled
-    batch["sampler_logps"][row, span] = np.where(sampled, trajectory.logps, 0.0)
-    for name, value in judged.items():
+    batch["sampler_logps"][row, span] = np.where(sampled, trajectory.logps[part], 0.0)
+    for name, value in piece.judged.items():
         batch[name][row, span] = np.where(sampled, value, 0)
     if trajectory.experts is not None:
-        batch["experts"][row, span] = trajectory.experts
+        batch["experts"][row, span] = trajectory.experts[part]

@@ -23,6 +23,7 @@ from posttrain.rl.types import Example, Group, Rewards, Trajectory
 from posttrain.statistics import standard_error
 from posttrain.tree import replace
 
+LOGP_DIFFERENCE = "sampling/logp_difference/mean"
 MAX_LOGP_DIFFERENCE = 0.1
 """Nats per token. One model in float32 differs by 1e-6, in bfloat16 by 5e-3; a sampler of 260,000 parameters in int8 by
 0.02, in fp8 by 0.06."""
@@ -152,7 +153,7 @@ def _of_all(
 def check_agreement(metrics: Mapping[str, float], step: int) -> None:
     """RunError when sampler and trainer give the same tokens log-probabilities that are too far apart. A step with
     samples that began under earlier weights says nothing of that: they have a reason to be apart."""
-    gap = metrics["sampling/logp_difference/mean"]
+    gap = metrics[LOGP_DIFFERENCE]
     if gap > MAX_LOGP_DIFFERENCE and not metrics["sampling/staleness/mean"]:
         raise RunError(
             f"step {step}: sampler and trainer disagree by {gap:.3f} nats per token on average, more than "
@@ -183,13 +184,18 @@ class RewardWatch:
 
 
 def rollout_metrics(groups_P: Sequence[Group], rewards: Rewards, step: int) -> dict[str, float]:
+    """What the samples of a step and their rewards say."""
+    return sample_metrics(groups_P, step) | (_reward_metrics(rewards) if rewards.parts_PG else {})
+
+
+def sample_metrics(groups_P: Sequence[Group], step: int) -> dict[str, float]:
     """What the samples of a step say, under the names that practitioners search for. `staleness`: updates since a token
     was sampled."""
     samples = [trajectory for group in groups_P for trajectory in group]
     lengths = np.asarray([sample.num_sampled for sample in samples])
     clipped = np.asarray([sample.stop == "length" for sample in samples])
     ended = lengths[~clipped]
-    metrics = {
+    return {
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
@@ -199,7 +205,6 @@ def rollout_metrics(groups_P: Sequence[Group], rewards: Rewards, step: int) -> d
         "sampling/kept_mass/mean": _kept_mass(samples),
         "sampling/staleness/mean": _staleness(samples, step),
     }
-    return metrics | (_reward_metrics(rewards) if rewards.parts_PG else {})
 
 
 def _reward_metrics(rewards: Rewards) -> dict[str, float]:

@@ -43,6 +43,14 @@ class OnlineLoss:
         return LossOutput(loss=output.loss, metrics={**apart, **output.metrics})
 
 
+@dataclass(frozen=True, kw_only=True)
+class PairSettings(RowSettings):
+    """What `online_step` needs beside the objects."""
+
+    share_prompts: bool
+    """The prompt of a pair stands in its row once."""
+
+
 def best_and_worst(rewards_PG: Float[np.ndarray, "P G"]) -> Int[np.ndarray, "P G"]:
     """1 at the first sample of the greatest reward of a group, -1 at the first of the least, else 0.
 
@@ -70,7 +78,7 @@ async def online_step(
     rubric: Rubric,
     sampler: Sampler,
     examples_P: Sequence[Example],
-    settings: RowSettings,
+    settings: PairSettings,
     timer: Timer,
 ) -> StepResult:
     """Collect, score, pair, ask the reference, update, hand the weights to the engine.
@@ -82,7 +90,13 @@ async def online_step(
     rewards = await score(rubric, groups_P, step, timer)
     roles_PG = best_and_worst(rewards.total_PG)
     pairs = pairs_of_groups(groups_P, roles_PG)
-    batch = assemble_pairs(pairs, row_tokens=settings.row_tokens, num_rows=settings.num_rows, groups_P=groups_P)
+    batch = assemble_pairs(
+        pairs,
+        row_tokens=settings.row_tokens,
+        num_rows=settings.num_rows,
+        groups_P=groups_P,
+        share_prompts=settings.share_prompts,
+    )
     with timer("logps"), progress_bar(f"step {step + 1}: log-probabilities", closing=False):
         batch = replace(batch, ref_logps=cluster.logps(Role.REFERENCE, batch))
     metrics: Metrics = update(cluster, batch, timer)

@@ -11,6 +11,8 @@ import numpy as np
 from jaxtyping import Float
 
 from posttrain.batch import Batch
+from posttrain.config import RunError
+from posttrain.data.aligned import Aligner, TeacherRows
 from posttrain.data.taught import of_teacher
 from posttrain.metrics import Metrics
 from posttrain.rl.assemble import Shares, assemble
@@ -90,7 +92,30 @@ def distances(
     return (sums / np.bincount(owner, minlength=count)).reshape(shape).astype(np.float32)
 
 
+def merged_distances(
+    teacher: Scorer, aligner: Aligner, dataset: int, groups_P: Sequence[Group]
+) -> Float[np.ndarray, "P G"]:
+    """As `distances`, from a teacher with other tokens: over the student's tokens that it reads as well, in groups.
+
+    NaN for a sample without one. RunError where there is none at all. `dataset`: the number of that of the prompts.
+    """
+    samples = [sample for group in groups_P for sample in group]
+    read = [aligner.align_sample(dataset, s.messages, s.tokens, s.sampled) for s in samples]
+    theirs = TeacherRows.of(read, aligner.row_tokens)
+    asked = theirs.asked != 0
+    weight = asked.astype(np.float32)
+    batch = Batch(tokens=theirs.tokens, positions=theirs.positions, segments=theirs.segments, loss_weight=weight)
+    said = np.where(asked, teacher.logps(batch), 0.0).sum(axis=1)
+    of_student = np.asarray([np.asarray(s.logps)[r.taught != 0].sum() for s, r in zip(samples, read, strict=True)])
+    counts = np.asarray([np.count_nonzero(r.taught) for r in read], np.float64)
+    if not counts.any():
+        raise RunError("evaluation: the teacher reads none of the samples as the student does; see posttrain check")
+    found = (of_student - said) / np.where(counts > 0, counts, np.nan)
+    return found.reshape(len(groups_P), -1).astype(np.float32)
+
+
 def interval_of(distances_PG: Float[np.ndarray, "P G"]) -> Interval:
     """Of the mean over prompts."""
     prompts = np.broadcast_to(np.arange(len(distances_PG))[:, None], distances_PG.shape)
-    return mean_interval(distances_PG.ravel(), prompts.ravel())
+    known = ~np.isnan(distances_PG)
+    return mean_interval(distances_PG[known], prompts[known])

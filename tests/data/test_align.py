@@ -16,10 +16,12 @@ from posttrain.data.align import Run, groups, pair, runs
 from posttrain.data.aligned import Aligner
 from posttrain.data.chat import Renderer
 from posttrain.data.format import tokenize_example
+from posttrain.data.merged import SharedTokens, back_of
 from posttrain.data.packing import sequence
 from posttrain.data.sources import load_rows
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.data.vocabulary import NO_ID, Vocabulary, VocabularyMap
+from posttrain.tree import replace
 
 
 @st.composite
@@ -171,11 +173,18 @@ def test_the_error_of_the_best_ids_is_at_most_their_tail(vocabularies: dict[str,
     assert np.abs(exact - rough).sum() > 1e-3
 
 
-def aligner_of(student: Vocabulary, teacher: Vocabulary, dataset: DatasetSection, row_tokens: int = 4096) -> Aligner:
+def aligner_of(
+    student: Vocabulary, teacher: Vocabulary, dataset: DatasetSection, row_tokens: int = 4096, merged: bool = False
+) -> Aligner:
     renderer = Renderer(teacher.tokenizer, chat=False)
-    mapping = VocabularyMap(student, teacher, 1.0)
+    mapping = SharedTokens.of(student, teacher) if merged else VocabularyMap(student, teacher, 1.0)
     return Aligner(
-        student=student, teacher=teacher, renderers=[(dataset, renderer)], map=mapping, row_tokens=row_tokens
+        student=student,
+        teacher=teacher,
+        renderers=[(dataset, renderer)],
+        map=mapping,
+        row_tokens=row_tokens,
+        loss_on="answers",
     )
 
 
@@ -202,7 +211,7 @@ def test_real_answers(shared: Path, vocabularies: dict[str, Vocabulary], one: st
     own = Renderer(student.tokenizer, chat=False)
     taught = loss = text = same = single = begin = 0
     for index in range(300):
-        made = sequence(tokenize_example(rows[index], dataset, own, False))
+        made = sequence(tokenize_example(rows[index], dataset, own, "answers"))
         found = aligner.align(0, rows[index], made)
         places, asked = np.flatnonzero(found.taught), np.flatnonzero(found.asked)
         assert len(places) == len(asked)
@@ -222,11 +231,56 @@ def test_real_answers(shared: Path, vocabularies: dict[str, Vocabulary], one: st
     )
 
 
+@pytest.mark.parametrize(("one", "other"), [("qwen3", "mistral-7b-instruct"), ("bytes", "qwen3"), ("gpt2", "bytes")])
+def test_merged_groups_of_real_answers(shared: Path, vocabularies: dict[str, Vocabulary], one: str, other: str) -> None:
+    """All tokens are in groups, and the tokens of the n-th group on both sides have one text."""
+    dataset = DatasetSection(
+        path="data/math/gsm8k_train.jsonl", prompt="{question}\n", completion="{answer}", chat=False
+    )
+    rows = load_rows(dataset, base_dir=shared)
+    student, teacher = vocabularies[one], vocabularies[other]
+    aligner, own = aligner_of(student, teacher, dataset, merged=True), Renderer(student.tokenizer, chat=False)
+    for index in range(30):
+        made = sequence(tokenize_example(rows[index], dataset, own, "answers"))
+        found = aligner.align(0, rows[index], made)
+        assert (found.taught[made["loss_weight"] > 0] != 0).mean() > 0.97 and found.taught[-1] > 0 < found.asked[-1]
+        texts = []
+        for side, tokens, spoken in (
+            (student, made["tokens"], found.taught),
+            (teacher, found.tokens, found.asked),
+        ):
+            begins, group = spoken > 0, np.cumsum(spoken > 0)
+            assert not (back_of(spoken)[begins]).any() and (back_of(spoken)[spoken < 0] > 0).all()
+            inside = [tokens[(group == n) & (spoken != 0)] for n in range(1, begins.sum())]
+            texts.append([b"".join(side.pieces[token] for token in group) for group in inside])
+        assert texts[0] == texts[1] and all(texts[0])
+
+
+def test_shared_tokens_have_one_text(vocabularies: dict[str, Vocabulary]) -> None:
+    """Whatever their names; the others are marked on the student's side."""
+    student, teacher = vocabularies["qwen3"], vocabularies["mistral-7b-instruct"]
+    shared = SharedTokens.of(student, teacher)
+    numbers = np.flatnonzero(shared.table != NO_ID)
+    assert 10_000 < len(numbers) < len(teacher.pieces)
+    assert all(teacher.pieces[n] == student.pieces[shared.table[n]] for n in numbers.tolist())
+    assert not shared.unshared[shared.table[numbers]].any() and shared.unshared.sum() > 50_000
+    said = said_of(np.random.default_rng(0), np.asarray(sorted(student.names)), 6, 9, 1.0)
+    begins, first = np.asarray([0, 2, 3]), said.ids[:, 0].astype(np.int64)
+    said = replace(said, token_logps=said.logps[:, 0], tail=said.tail)
+    ends = (np.full(3, student.tokenizer.end_id),) * 2
+    found = SharedTokens.of(student, student).top_k(said, begins, (first[begins], first[begins]), ends)
+    np.testing.assert_allclose(found.token_logps, [said.logps[:2, 0].sum(), said.logps[2, 0], said.logps[3:, 0].sum()])
+    np.testing.assert_array_equal(found.ids[:, 1:], said.ids[begins, 1:])
+    assert (found.ids[:, 0] == NO_ID).all() and found.tail[1] == said.tail[2], "a single token changes no bit"
+    total = np.exp(found.logps).sum(axis=1) + np.exp(found.tail) + np.exp(found.token_logps)
+    np.testing.assert_allclose(total, 1.0, rtol=1e-5)
+
+
 def test_a_short_row_of_the_teacher_teaches_its_beginning(vocabularies: dict[str, Vocabulary]) -> None:
     student = vocabularies["bytes"]
     dataset = DatasetSection(path="none.jsonl", chat=False)
     row = {"prompt": "1+1=", "completion": "two, and that is all"}
-    made = sequence(tokenize_example(row, dataset, Renderer(student.tokenizer, chat=False), False))
+    made = sequence(tokenize_example(row, dataset, Renderer(student.tokenizer, chat=False), "answers"))
     whole = aligner_of(student, student, dataset).align(0, row, made)
     cut = aligner_of(student, student, dataset, row_tokens=12).align(0, row, made)
     np.testing.assert_array_equal(whole.taught > 0, made["loss_weight"] > 0)
@@ -246,8 +300,9 @@ def test_ends_of_texts_stand_for_one_another(vocabularies: dict[str, Vocabulary]
         renderers=[(dataset, Renderer(teacher, chat=True))],
         map=VocabularyMap(*sides, 1.0),
         row_tokens=64,
+        loss_on="answers",
     )
-    made = sequence(tokenize_example({"messages": talk}, dataset, Renderer(student, chat=True), False))
+    made = sequence(tokenize_example({"messages": talk}, dataset, Renderer(student, chat=True), "answers"))
     found = aligner.align(0, {"messages": talk}, made)
     ends = student.encode("<|im_end|>")[0], teacher.encode("<|im_end|>")[0]
     last = np.flatnonzero(found.taught)[-1], np.flatnonzero(found.asked)[-1]

@@ -6,6 +6,7 @@ import pytest
 from posttrain.config import ConfigError, DatasetSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import (
+    LossOn,
     fill,
     prompt_is_text,
     prompt_messages,
@@ -28,11 +29,11 @@ def section(**fields: Any) -> DatasetSection:
 
 
 def parts(
-    row: dict[str, Any], tokenizer: Tokenizer, data: DatasetSection, *, on_prompt: bool = False
+    row: dict[str, Any], tokenizer: Tokenizer, data: DatasetSection, *, loss_on: LossOn = "answers"
 ) -> tuple[str, str]:
     """The text of a row's sequence, and the part of it that has loss."""
     renderer = Renderer(tokenizer, use_chat(data, tokenizer, list(row)))
-    example = tokenize_example(row, data, renderer, on_prompt)
+    example = tokenize_example(row, data, renderer, loss_on)
     assert example.tokens.dtype == np.int32
     assert not example.loss_mask[0]
     texts = (example.tokens, example.tokens[example.loss_mask])
@@ -40,6 +41,26 @@ def parts(
 
 
 TURN = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
+
+
+TALK = [USER, ASSISTANT, {"role": "user", "content": "so?"}, {"role": "assistant", "content": "bye"}, USER]
+
+
+@pytest.mark.parametrize(
+    ("row", "both"),
+    [
+        ({"messages": TALK}, "yo<|im_end|>bye<|im_end|>"),
+        ({"prompt": TALK[:1], "completion": TALK[1:]}, "yo<|im_end|>bye<|im_end|>"),
+        ({"prompt": TALK[:3], "completion": "bye"}, "bye<|im_end|>"),
+    ],
+)
+def test_loss_on_the_last_turn_alone(tokenizer: Tokenizer, row: dict[str, Any], both: str) -> None:
+    (whole, answers), (same, last) = (parts(row, tokenizer, section(), loss_on=on) for on in ("answers", "last"))
+    assert whole == same and answers == both and last == "bye<|im_end|>"
+    plain = {"prompt": "1", "completion": "2"}
+    assert parts(plain, tokenizer, section(chat=False), loss_on="last")[1] == "2<eos>"
+    with pytest.raises(ConfigError, match="last_turn_only has no effect on the plain column text"):
+        parts({"text": "once"}, tokenizer, section(), loss_on="last")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +79,7 @@ def test_every_chat_form_is_the_same_sequence(
     tokenizer: Tokenizer, row: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     assert parts(row, tokenizer, section(**fields)) == (TURN, "yo<|im_end|>")
-    assert parts(row, tokenizer, section(**fields), on_prompt=True) == (TURN, TURN.removeprefix("<|im_start|>"))
+    assert parts(row, tokenizer, section(**fields), loss_on="all") == (TURN, TURN.removeprefix("<|im_start|>"))
     with_system = parts(row, tokenizer, section(system="S", **fields))
     assert with_system == ("<|im_start|>system\nS<|im_end|>\n" + TURN, "yo<|im_end|>")
 
@@ -66,7 +87,7 @@ def test_every_chat_form_is_the_same_sequence(
 def test_plain_forms(tokenizer: Tokenizer) -> None:
     row = {"prompt": "Q: {1} ", "completion": "two"}
     assert parts(row, tokenizer, section(chat=False)) == ("<bos>Q: {1} two<eos>", "two<eos>")
-    assert parts(row, tokenizer, section(chat=False), on_prompt=True)[1] == "Q: {1} two<eos>"
+    assert parts(row, tokenizer, section(chat=False), loss_on="all")[1] == "Q: {1} two<eos>"
     assert parts({"text": "Once"}, tokenizer, section()) == ("<bos>Once<eos>", "Once<eos>")
     assert not use_chat(section(), tokenizer, ["text"])
     assert use_chat(section(), tokenizer, ["prompt", "completion"])

@@ -64,6 +64,55 @@ def test_equal_tokens_are_the_ordinary_path(tmp_path: Path, teacher: Path, cache
     assert [line["distill/taught"] for line in found["aligned"] if "distill/taught" in line] == [1.0] * 2
 
 
+@pytest.mark.thorough
+def test_merged_groups_of_equal_tokens_are_the_ordinary_run(tmp_path: Path, teacher: Path) -> None:
+    """Each token is a group and every id is known: the run whose teacher is in the step. A cache says nearly the
+    same."""
+    gold = [{"path": str(teacher), "tokenizer": "gold"}]
+    cache = {"cache": str(tmp_path / "cache")}
+    stages = {
+        "ordinary": stage(teacher, teachers=[{"path": str(teacher)}], top_k=None),
+        "gold": stage(teacher, teachers=gold, top_k=261),
+        "cached": stage(teacher, teachers=gold, top_k=261, **cache),
+    }
+    found = {}
+    for name, made in stages.items():
+        file = write_run(tmp_path / name, {**made, "num_steps": 2, "beta": 0.5})
+        if name == "cached":
+            written = posttrain("distill", "--cache", file)
+            assert written.code == 0, written.err
+        done = posttrain("run", file)
+        assert done.code == 0, done.err
+        found[name] = lines(tmp_path / name / "out")
+    for one, two, kept in zip(found["ordinary"], found["gold"], found["cached"], strict=True):
+        for key in one:
+            if key.startswith(("loss", "grad_norm", "distill/", "eval/distill/")):
+                assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), (one["step"], key)
+                assert kept[key] == pytest.approx(one[key], rel=0.03, abs=0.01), (one["step"], key)
+        if "distill/taught" in two:
+            assert two["distill/taught"] == 1 and two["distill/sorted_l1"] == 0 <= kept["distill/sorted_l1"] < 1e-10
+
+
+@pytest.mark.thorough
+def test_samples_in_groups_of_equal_tokens_are_the_ordinary_run(tmp_path: Path, teacher: Path) -> None:
+    """The teacher reads the text of the student's own samples, here of letters, which are its tokens as well: in losses
+    and in the reverse KL on held-out prompts it is the run whose teacher sees the student's tokens."""
+    letters = {"max_tokens": 6, "temperature": 0.8, "allowed_token_ids": [*range(97, 123)]}
+    found = {}
+    for name, changes in {"ordinary": {}, "gold": {"tokenizer": "gold"}}.items():
+        made = stage(teacher, teachers=[{"path": str(teacher), **changes}], top_k=261 if changes else None)
+        file = write_run(tmp_path / name, {**made, "on_policy": 1.0, "sampling": letters, "num_steps": 2, "beta": 1.0})
+        done = posttrain("run", file)
+        assert done.code == 0, done.err
+        found[name] = lines(tmp_path / name / "out")
+    for one, two in zip(found["ordinary"], found["gold"], strict=True):
+        for key in one:
+            if key.startswith(("loss", "grad_norm", "distill/", "eval/distill/", "sampling/")):
+                assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), (one["step"], key)
+    assert [line["distill/taught"] for line in found["gold"] if "distill/taught" in line] == [1.0] * 2
+    assert sum("eval/distill/reverse_kl" in line for line in found["gold"]) == 2
+
+
 def test_what_check_says_and_refuses(tmp_path: Path, teacher: Path, shared: Path) -> None:
     stories = {"path": str(shared / STORIES)}
     refused = posttrain("check", write_run(tmp_path, stage(teacher, teachers=[stories], top_k=None))).error
@@ -73,10 +122,20 @@ def test_what_check_says_and_refuses(tmp_path: Path, teacher: Path, shared: Path
     assert checked.code == 0, checked.err
     said = " ".join(checked.out.split())
     assert "teacher stories260k: its own tokens, in rows of" in said and "0.0% is not aligned" in said
+    gold = {**stories, "tokenizer": "gold"}
+    merged = posttrain("check", write_run(tmp_path, stage(teacher, teachers=[gold], uld_weight=0.5)))
+    said = " ".join(merged.out.split())
+    assert "it teaches 100.0% of the student's tokens, in groups of" in said and "are not its own" in said, merged.err
     sampled = {"on_policy": 0.5, "sampling": {"max_tokens": 4}}
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"train_on_prompt": True}, "is for completions; set train_on_prompt to false"),
-        (sampled, "is for the dataset's text, not for samples"),
+        ({"train_on_prompt": True}, "(or gold) is for completions; set train_on_prompt to false"),
+        (sampled, "take gold, or a teacher with the same tokens"),
+        ({"uld_weight": 0.5}, "uld_weight=0.5 is of a teacher with tokenizer: gold"),
+        ({"teachers": [gold], "temperature": 2.0}, "of a group (tokenizer: gold) are summed at temperature 1"),
+        (
+            {"teachers": [gold, {**stories, "name": "other"}], "teacher_column": "who"},
+            "gold is for one teacher, and there are 2",
+        ),
     ]
     for changes, text in cases:
         assert text in posttrain("check", write_run(tmp_path, stage(teacher, **changes))).error, text
@@ -113,12 +172,14 @@ def test_a_teacher_of_shorter_tokens_is_refused(tmp_path: Path, teacher: Path, s
 
 @pytest.mark.thorough
 @pytest.mark.optimized
-def test_a_student_of_other_tokens_learns_from_an_aligned_teacher(tmp_path: Path, shared: Path) -> None:
+@pytest.mark.parametrize("tokenizer", ["align", "gold"])
+def test_a_student_of_other_tokens_learns_from_an_aligned_teacher(tmp_path: Path, shared: Path, tokenizer: str) -> None:
     """Of bytes, from a real model of pieces of words and from nothing else: on held-out stories it comes near what the
     teacher says, and finds the text itself more probable where it is taught."""
     text = str(shared / TEXT)
     made = stage(
         shared / STORIES,
+        teachers=[{"path": str(shared / STORIES), "tokenizer": tokenizer}],
         dataset={"path": text, "limit": 120},
         eval_dataset={"path": text, "skip": 1600, "limit": 8},
         top_k=64,
@@ -134,7 +195,7 @@ def test_a_student_of_other_tokens_learns_from_an_aligned_teacher(tmp_path: Path
     steps = lines(tmp_path / "out")
     before, after = steps[0], steps[-1]
     print({name: (before[name], after[name]) for name in before if "distill" in name})
-    assert 0.2 < steps[1]["distill/taught"] < 0.9
+    assert (0.2 if tokenizer == "align" else 0.95) < steps[1]["distill/taught"] < (0.9 if tokenizer == "align" else 1)
     assert after["eval/distill/kl"] < 0.6 * before["eval/distill/kl"]
     assert after["eval/distill/student_nll"] < 0.8 * before["eval/distill/student_nll"]
     assert after["eval/distill/student_nll"] > after["eval/distill/teacher_nll"]

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posttrain.config import ConfigError
+from posttrain.config import ConfigError, DistillSection
 from posttrain.config_file import load_config
+from posttrain.data.format import loss_on
 from posttrain.data.pipeline import PromptBatches, SFTBatches, eval_batches
 from posttrain.fit import StopRequest
 from posttrain.kernels.chunk_stats import Terms
@@ -21,6 +22,7 @@ from posttrain.mesh import single_device_mesh
 from posttrain.models.adapter import has_dropout
 from posttrain.optim import make_optimizer
 from posttrain.recipes.distill import cache_folders, terms_of
+from posttrain.recipes.features import distill_loss
 from posttrain.recipes.prepare import prepare
 from posttrain.recipes.prepare_rl import RLInputs
 from posttrain.recipes.prepare_sequences import SFTInputs
@@ -118,6 +120,14 @@ def test_sampling(folder: Path) -> None:
     warm = rl(folder, "eval_sampling={max_tokens: 4, temperature: 0.5}").section
     assert eval_sampling(warm).temperature == 0.5
     assert inputs.max_prompt_tokens == 11 and rl(folder, "max_prompt_tokens=7").max_prompt_tokens == 7
+
+
+def test_last_turn_only(folder: Path) -> None:
+    assert loss_on(sft(folder).section) == "answers"
+    assert loss_on(sft(folder, "train_on_prompt=true").section) == "all"
+    assert loss_on(sft(folder, "last_turn_only=true").section) == "last"
+    with pytest.raises(ConfigError, match="with train_on_prompt every turn has loss"):
+        sft(folder, "last_turn_only=true", "train_on_prompt=true")
 
 
 def batch(inputs: SFTInputs, seed: int = 0) -> dict[str, Any]:
@@ -397,7 +407,11 @@ def test_distillation(folder: Path, tmp_path: Path) -> None:
         return found
 
     assert inputs().loss == DistillLoss(0.25)
-    assert terms_of(inputs().section) == Terms(divergence=Divergence(beta=0.3, temperature=2.0))
+    gold = ["stages.0.teachers.0.tokenizer=gold", "stages.0.temperature=1"]
+    for more, weight in (([], 1.0), (["stages.0.uld_weight=0.5"], 0.5)):
+        section = load_config(file, [*gold, *more]).config.stages[0]
+        assert isinstance(section, DistillSection) and distill_loss(section) == DistillLoss(0.25, uld=weight)
+    assert terms_of(inputs().section, {}) == Terms(divergence=Divergence(beta=0.3, temperature=2.0))
     assert [source.title for source in inputs().teachers] == ["t"]
     assert [source.title for source in inputs("stages.0.teachers.0.name=mine").teachers] == ["mine"]
     loaded = load_config(file).config

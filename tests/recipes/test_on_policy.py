@@ -125,8 +125,10 @@ def gkd(folder: Path, **changes: Any) -> dict[str, Any]:
 def test_some_steps_on_samples_interrupted_and_resumed(
     tmp_path: Path, teachers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same coins, rows and samples; an evaluation has both the held-out rows and the student's own samples."""
-    whole, halves = (write_run(tmp_path / name, gkd(teachers)) for name in ("whole", "halves"))
+    """The same coins, rows and samples, with layers that are learned from; an evaluation has both the held-out rows and
+    the student's own samples."""
+    stage = gkd(teachers, features={"hidden": {}})
+    whole, halves = (write_run(tmp_path / name, stage) for name in ("whole", "halves"))
     assert "50% of the steps on the student's own samples" in command("check", whole).out
     seen: list[bool] = []
     decide = MixedBatches.sampled
@@ -144,7 +146,10 @@ def test_some_steps_on_samples_interrupted_and_resumed(
     assert command("run", halves).code == 0
     assert weights(tmp_path / "whole" / "out", "0-distill") == weights(tmp_path / "halves" / "out", "0-distill")
     of_steps = [line for line in lines(tmp_path / "whole" / "out") if "grad_norm" in line]
-    assert all(line["distill/divergence"] > 0.1 for line in of_steps)
+    for line, sampled in zip(of_steps, seen, strict=True):
+        assert min(line["distill/divergence"], line["distill/hidden"]) > 0.01
+        assert ("sampling/logp_difference/mean" in line) == ("completions/mean_length" in line) == sampled
+        assert not sampled or (line["sampling/logp_difference/mean"] < 1e-4 and line["sampling/staleness/mean"] == 0)
     before, after = (line for line in lines(tmp_path / "whole" / "out") if "grad_norm" not in line)
     for line in (before, after):
         assert line["eval/distill/kl"] > 0
@@ -152,16 +157,19 @@ def test_some_steps_on_samples_interrupted_and_resumed(
 
 
 def test_all_steps_on_samples_need_no_completions(tmp_path: Path, teachers: Path) -> None:
-    """Each row by its own teacher."""
+    """Each row by its own teacher. Sampled at a temperature that is not the divergence's, and compared at it."""
     (tmp_path / "rows_of_test.py").write_text(
         "def rows():\n    return [{'prompt': f'{i}+1=', 'who': ('teacher', 'other')[i % 2]} for i in range(24)]\n"
     )
     both = [{"path": str(teachers / name)} for name in ("teacher", "other")]
     rows = {"path": "rows_of_test.py:rows", "chat": False}
     stage = gkd(teachers, on_policy=1.0, num_steps=2, teachers=both, teacher_column="who", dataset=rows)
+    stage["sampling"] = {"max_tokens": 6, "temperature": 0.5}
     done = command("run", write_run(tmp_path, {**stage, "eval_dataset": {**rows, "limit": 3}}))
     assert done.code == 0, done.err
-    assert sum("eval/distill/reverse_kl" in line for line in lines(tmp_path / "out")) == 2
+    told = lines(tmp_path / "out")
+    assert sum("eval/distill/reverse_kl" in line for line in told) == 2
+    assert [line["sampling/logp_difference/mean"] < 1e-4 for line in told if "grad_norm" in line] == [True] * 2
 
 
 def test_what_samples_need(tmp_path: Path, teachers: Path) -> None:
@@ -202,6 +210,18 @@ class Engine:
     def close(self):
         self.inner.close()
 """
+
+
+@pytest.mark.thorough
+def test_a_sampler_that_is_not_the_student_ends_the_run(tmp_path: Path, teachers: Path) -> None:
+    """One that samples at another temperature than it is asked to."""
+    stage = gkd(teachers, on_policy=1.0, eval_dataset=None, num_steps=2, rollout={"engine": "engine_of_test.py:Engine"})
+    file = write_run(tmp_path, stage, model={"init": {**INIT, "initializer_range": 0.5}, "tokenizer": "bytes"})
+    other = ENGINE.replace("generate(prompt, params)", "generate(prompt, dataclasses.replace(params, temperature=9.0))")
+    assert other != ENGINE
+    (tmp_path / "engine_of_test.py").write_text("import dataclasses\n" + other)
+    done = command("run", file)
+    assert done.code == 1 and "error: step 1: sampler and trainer disagree by" in done.err
 
 
 @pytest.mark.thorough

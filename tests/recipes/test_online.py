@@ -40,6 +40,7 @@ def test_fields(tmp_path: Path) -> None:
     assert inputs_of(tmp_path, "max_prompt_tokens=7").max_prompt_tokens == 7
     assert rows_per_step(inputs_of(tmp_path, "prompts_per_step=3").section) == 3
     assert [reward.weight for reward in inputs_of(tmp_path, "rewards.0.weight=0.5").rubric.rewards] == [0.5]
+    assert inputs_of(tmp_path).share_prompts and not inputs_of(tmp_path, "share_prompts=false").share_prompts
     checked = posttrain("check", tmp_path / "run.yaml")
     assert "24 prompts, 4 steps of 2 prompts x 4 samples = 8" in checked.out, checked.err
     assert "the best against the worst by PreferenceLoss" in checked.out

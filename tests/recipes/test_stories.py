@@ -11,7 +11,7 @@ import pytest
 from posttrain.config_file import load_config
 from posttrain.recipes.run import run
 from tests.recipes.greedy import assert_same_greedy_text
-from tests.recipes.runs import ROOT, inside, posttrain
+from tests.recipes.runs import ROOT, inside, posttrain, start
 
 SMALL = (
     "num_steps=1",
@@ -60,3 +60,15 @@ def test_pairs_teach_which_answer_is_preferred(shared: Path, tmp_path: Path, mon
     before, after = (run(loaded.config, loaded.base_dir).results[0][when]["metrics"] for when in ("before", "after"))
     assert before["eval/rewards/margins"] == 0 < after["eval/rewards/margins"]
     assert after["eval/rewards/accuracies_low"] > 0.5, after
+
+
+@pytest.mark.thorough
+@pytest.mark.optimized
+def test_online_pairs_teach_what_is_rewarded(shared: Path, tmp_path: Path) -> None:
+    """A quarter of the steps: the reward on 48 held-out openings rises, by no accident."""
+    shorter = ("num_steps=8", "eval_dataset.args.limit=48", f"output={tmp_path / 'run'}")
+    process = start("run", ROOT / "configs" / "online_dpo_stories.yaml", *shorter)
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    result = json.loads((tmp_path / "run" / "0-online_preference" / "result.json").read_text())
+    assert result["before"]["high"] < result["after"]["low"], result["after"]["mean"]

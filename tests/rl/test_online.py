@@ -22,8 +22,8 @@ from posttrain.rl.aio import run_async
 from posttrain.rl.assemble import assemble_pairs
 from posttrain.rl.cluster import Cluster, Role
 from posttrain.rl.collect import Sampler
-from posttrain.rl.loop import RowSettings, StepResult
-from posttrain.rl.online import OnlineLoss, best_and_worst, online_step, pairs_of_groups
+from posttrain.rl.loop import StepResult
+from posttrain.rl.online import OnlineLoss, PairSettings, best_and_worst, online_step, pairs_of_groups
 from posttrain.rl.rewards import Reward, Rubric
 from posttrain.rollout.native import NativeEngine
 from posttrain.trainer import Trainer
@@ -53,7 +53,8 @@ def test_a_pair_stands_side_by_side_in_one_row() -> None:
     chosen = trajectory(tokens=[1, 2, 3], num_prompt=1)
     rejected = trajectory(tokens=[1, 5], num_prompt=1, sample=1)
     other = (trajectory(tokens=[7, 8], num_prompt=1), trajectory(tokens=[7, 9, 9], num_prompt=1, sample=1))
-    batch = assemble_pairs([(chosen, rejected), other], row_tokens=8, num_rows=2, groups_P=[[chosen, rejected], other])
+    pairs = [(chosen, rejected), other]
+    batch = assemble_pairs(pairs, row_tokens=8, num_rows=2, groups_P=pairs, share_prompts=False)
     assert_array_equal(batch.tokens, [[1, 2, 3, 1, 5, 0, 0, 0], [7, 8, 7, 9, 9, 0, 0, 0]])
     assert_array_equal(batch.positions, [[0, 1, 2, 0, 1, 0, 0, 0], [0, 1, 0, 1, 2, 0, 0, 0]])
     assert_array_equal(batch.segments, [[1, 1, 1, 2, 2, 0, 0, 0], [1, 1, 2, 2, 2, 0, 0, 0]])
@@ -64,6 +65,22 @@ def test_a_pair_stands_side_by_side_in_one_row() -> None:
     assert batch.advantages is None and batch.ref_logps is None
 
 
+def test_the_prompt_of_a_pair_stands_in_its_row_once() -> None:
+    """All but its last token, which each answer has before it; a prompt of one token is not shared."""
+    chosen = trajectory(tokens=[1, 2, 3, 4], num_prompt=3)
+    rejected = trajectory(tokens=[1, 2, 3, 5, 6], num_prompt=3, sample=1)
+    short = (trajectory(tokens=[7, 8], num_prompt=1), trajectory(tokens=[7, 9], num_prompt=1, sample=1))
+    pairs = [short, (chosen, rejected)]
+    batch = assemble_pairs(pairs, row_tokens=12, num_rows=2, groups_P=pairs, share_prompts=True)
+    assert_array_equal(batch.tokens[0], [7, 8, 7, 9, 1, 2, 3, 4, 3, 5, 6, 0])
+    assert_array_equal(batch.positions[0], [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 4, 0])
+    assert_array_equal(batch.segments[0], [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 5, 0])
+    assert batch.parents is not None and batch.roles is not None and not batch.segments[1].any()
+    assert_array_equal(batch.parents[0], [0, 0, 0, 0, 0, 0, 3, 3, 3, 3, 3, 0])
+    assert_array_equal(batch.roles[0], [0, 1, 0, -1, 0, 0, 0, 1, 0, -1, -1, 0])
+    assert_array_equal(batch.loss_weight, np.abs(batch.roles))
+
+
 def test_the_loss_sees_every_pair_once() -> None:
     """Each token's own number as its log-probability: the sums say which tokens a loss takes for a pair."""
     draw, number = np.random.default_rng(0), iter(range(1, 10_000))
@@ -72,7 +89,7 @@ def test_the_loss_sees_every_pair_once() -> None:
         return trajectory(tokens=[next(number) for _ in range(draw.integers(2, 9))], sample=which)
 
     pairs = [(sample(0), sample(1)) for _ in range(9)]
-    batch = assemble_pairs(pairs, row_tokens=24, num_rows=9, groups_P=pairs)
+    batch = assemble_pairs(pairs, row_tokens=24, num_rows=9, groups_P=pairs, share_prompts=False)
     found = pairs_of(sequences_of(TokenStats(logps=jnp.asarray(batch.tokens, jnp.float32)), batch))
     valid = np.asarray(found.valid)
     sums = zip(np.asarray(found.chosen.logps)[valid], np.asarray(found.rejected.logps)[valid], strict=True)
@@ -82,13 +99,13 @@ def test_the_loss_sees_every_pair_once() -> None:
 
 
 def test_no_pair_makes_an_empty_batch() -> None:
-    batch = assemble_pairs([], row_tokens=8, num_rows=2, groups_P=[[trajectory()]])
+    batch = assemble_pairs([], row_tokens=8, num_rows=2, groups_P=[[trajectory()]], share_prompts=False)
     assert batch.shape == (2, 8) and not np.asarray(batch.loss_weight).any() and batch.roles is not None
 
 
 def test_the_metrics_of_sampling_stand_beside_those_of_the_loss() -> None:
     pair = (trajectory(tokens=[1, 2, 3]), trajectory(tokens=[1, 4], sample=1))
-    made = assemble_pairs([pair], row_tokens=8, num_rows=1, groups_P=[pair])
+    made = assemble_pairs([pair], row_tokens=8, num_rows=1, groups_P=[pair], share_prompts=False)
     batch = Batch(**{**vars(made), "ref_logps": np.full((1, 8), -0.6, np.float32)})
     inner = PreferenceLoss(kinds=("sigmoid", "sft"))
     stats = TokenStats(logps=jnp.full((1, 8), -0.75))
@@ -107,7 +124,8 @@ def even(completion_tokens: Sequence[Sequence[int]], **_: Any) -> list[float]:
 class World:
     """A tiny model that samples, is compared with its start, and learns."""
 
-    def __init__(self, *, lora: bool = False, reward: Callable[..., Any] = even, rate: float = 0.5):
+    def __init__(self, *, lora: bool = False, share: bool = True, reward: Callable[..., Any] = even, rate: float = 0.5):
+        self.share = share
         tokenizer = load_tokenizer("bytes")
         model = tiny_model(num_layers=2, vocab_size=tokenizer.vocab_size, initializer_range=0.1)
         if lora:
@@ -128,7 +146,7 @@ class World:
         self.rubric = Rubric([Reward(function=reward, weight=1.0, timeout_s=60.0)])
 
     def step(self) -> tuple[StepResult, dict[str, float]]:
-        settings = RowSettings(group_size=GROUP, row_tokens=ROW, num_rows=len(PROMPTS))
+        settings = PairSettings(group_size=GROUP, row_tokens=ROW, num_rows=len(PROMPTS), share_prompts=self.share)
         call = online_step(self.cluster, self.rubric, self.sampler, examples(PROMPTS), settings, Timer())
         outcome = run_async(call)
         return outcome, to_host(outcome.metrics)
@@ -144,15 +162,17 @@ class World:
         return float((np.asarray(self.trainer.stats(batch, weights).logps) * weight).sum())
 
 
-@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_a_step_is_dpo_on_the_best_and_the_worst_against_the_start(lora: bool) -> None:
-    """At first policy and reference are one; then the loss is the one of every pair scored sequence by sequence."""
-    world = World(lora=lora)
+@pytest.mark.parametrize(("lora", "share"), [(False, True), pytest.param(True, False, marks=pytest.mark.thorough)])
+def test_a_step_is_dpo_on_the_best_and_the_worst_against_the_start(lora: bool, share: bool) -> None:
+    """At first policy and reference are one; then the loss is the one of every pair scored sequence by sequence,
+    whether their prompts stand in the row once or twice."""
+    world = World(lora=lora, share=share)
     start = jax.tree.map(jnp.copy, world.trainer.weights)
     first, metrics = world.step()
     assert_allclose(metrics["loss"], np.log(2), rtol=1e-5)
     assert metrics["rewards/accuracies"] == 0 and abs(metrics["kl"]) < 1e-6
     assert metrics["sampling/logp_difference/mean"] < 1e-4 and metrics["grad_norm"] > 0
+    assert (first.batch.parents is not None and first.batch.parents.any()) == share
     kept = first.batch.ref_logps
     programs = world.trainer.num_programs
 
@@ -190,7 +210,7 @@ def test_ties_are_left_out_and_counted() -> None:
     outcome, metrics = world.step()
     assert outcome.roles_PG is not None and outcome.roles_PG.any(axis=1).tolist() == [True, False, False]
     assert_allclose(metrics["frac_ties"], 2 / 3)
-    assert (np.asarray(outcome.batch.segments).max(axis=1) == [2, 0, 0]).all() and metrics["update_skipped"] == 0
+    assert (np.asarray(outcome.batch.segments).max(axis=1) == [3, 0, 0]).all() and metrics["update_skipped"] == 0
 
     world.rubric = Rubric([Reward(function=lambda prompts: [0.5] * len(prompts), weight=1.0, timeout_s=60.0)])
     before = jax.tree.map(np.asarray, world.trainer.params)
