@@ -27,6 +27,7 @@ from posttrain.batch import (
     TokenLoss,
     TokenStats,
     TopK,
+    filled_ratio,
     rows_per_pass,
 )
 from posttrain.console import progress_bar
@@ -421,6 +422,7 @@ class Trainer:
             "grad_norm": norm,
             "update_skipped": 1.0 - usable.astype(jnp.float32),
             "num_tokens": jnp.sum(micro.segments > 0),
+            "data/filled_ratio": filled_ratio(micro),
         }
         return new_params, jax.tree.map(keep, new_state, opt_state), metrics
 

@@ -46,6 +46,11 @@ class Taught:
                 lengths |= {f"taught_{n}": row_tokens} | dict.fromkeys(_of_teacher(n), aligner.row_tokens)
         return lengths
 
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Which of these arrays are tokens of their own."""
+        return () if self._caches is not None else tuple(_of_teacher(n)[0] for n in self._aligners)
+
     def arrays(
         self, dataset: int, index: int, row: Mapping[str, Any], sequence: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
@@ -102,7 +107,7 @@ class Taught:
         theirs = Batch(
             tokens=rows[tokens],
             positions=rows[f"{tokens}_positions"],
-            segments=rows[f"{tokens}_segment_ids"],
+            segments=rows[f"{tokens}_segments"],
             loss_weight=(rows[asked] > 0).astype(np.float32),
         )
         return self._aligners[number].place(teacher(theirs), batch, rows[f"taught_{number}"], rows[asked])

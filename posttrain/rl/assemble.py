@@ -1,4 +1,4 @@
-"""From groups and advantages, or from pairs, to a `Batch`: trajectories packed into rows, first fit, in order."""
+"""From groups and advantages, or from pairs, to a `Batch`: trajectories packed into rows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from posttrain.batch import Batch
+from posttrain.data.packing import places
 from posttrain.rl.types import Example, Group, Trajectory
 
 Shares = Callable[[Example], Float[np.ndarray, " N"]]
@@ -35,22 +36,19 @@ def assemble(
     batch = _empty(num_rows, row_tokens, recorded) | {"advantages": np.zeros((num_rows, row_tokens), np.float32)}
     if shares is not None:
         batch["teacher_weights"] = np.zeros((num_rows, row_tokens, len(shares(groups_P[0][0].example))), np.float32)
-    free = np.full(num_rows, row_tokens)
-    segments = np.zeros(num_rows, np.int32)
-    for group, advantages, valids in zip(groups_P, advantages_PG, valid_PG, strict=True):
-        for trajectory, advantage, valid in zip(group, advantages, valids, strict=True):
-            if not valid:
-                continue
-            length = len(trajectory.tokens)
-            assert length <= row_tokens, (length, row_tokens)
-            row = int(np.argmax(free >= length))
-            assert free[row] >= length, "num_rows must hold one trajectory per row"
-            segments[row] += 1
-            start = row_tokens - int(free[row])
-            _put(batch, row, start, int(segments[row]), trajectory, {"advantages": float(advantage)})
-            if shares is not None:
-                batch["teacher_weights"][row, start : start + length] = shares(trajectory.example)
-            free[row] -= length
+    kept = [
+        (trajectory, float(advantage))
+        for group, advantages, valids in zip(groups_P, advantages_PG, valid_PG, strict=True)
+        for trajectory, advantage, valid in zip(group, advantages, valids, strict=True)
+        if valid
+    ]
+    assert len(kept) <= num_rows, "num_rows must hold one trajectory per row"
+    where = places([len(trajectory.tokens) for trajectory, _ in kept], row_tokens)
+    for (trajectory, advantage), place in zip(kept, where, strict=True):
+        _put(batch, place.row, place.start, place.number, trajectory, {"advantages": advantage})
+        if shares is not None:
+            span = slice(place.start, place.start + len(trajectory.tokens))
+            batch["teacher_weights"][place.row, span] = shares(trajectory.example)
     return Batch(**batch)
 
 
@@ -61,16 +59,12 @@ def assemble_pairs(pairs: Sequence[Pair], *, row_tokens: int, num_rows: int, gro
     """
     batch = _empty(num_rows, row_tokens, [trajectory.experts for group in groups_P for trajectory in group])
     batch["roles"] = np.zeros((num_rows, row_tokens), np.int32)
-    free, segments = np.full(num_rows, row_tokens), np.zeros(num_rows, np.int32)
-    for pair in pairs:
-        length = sum(len(trajectory.tokens) for trajectory in pair)
-        assert length <= row_tokens, (length, row_tokens)
-        row = int(np.argmax(free >= length))
-        assert free[row] >= length, "num_rows must hold one pair per row"
-        for trajectory, role in zip(pair, (1.0, -1.0), strict=True):
-            segments[row] += 1
-            _put(batch, row, row_tokens - int(free[row]), int(segments[row]), trajectory, {"roles": role})
-            free[row] -= len(trajectory.tokens)
+    assert len(pairs) <= num_rows, "num_rows must hold one pair per row"
+    where = places([len(chosen.tokens) + len(rejected.tokens) for chosen, rejected in pairs], row_tokens)
+    for (chosen, rejected), place in zip(pairs, where, strict=True):
+        after = place.start + len(chosen.tokens)
+        _put(batch, place.row, place.start, 2 * place.number - 1, chosen, {"roles": 1.0})
+        _put(batch, place.row, after, 2 * place.number, rejected, {"roles": -1.0})
     return Batch(**batch)
 
 
