@@ -6,11 +6,15 @@ import json
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from posttrain.config import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from posttrain.data.tokenizer import Tokenizer
+    from posttrain.models.decoder import Decoder
 
 app = typer.Typer(
     help="Post-training of language models in JAX: fine-tune, then reinforce, from one YAML file.",
@@ -101,15 +105,12 @@ def generate(
     prompt_logprobs: Annotated[bool, typer.Option("--prompt-logprobs", help="The same of the prompt.")] = False,
 ) -> None:
     """Print completions of each prompt, with `--no-chat` or without a template after the prompt itself."""
-    _refuse_misspelt(model)
-    from posttrain.data.tokenizer import load_tokenizer
+    loaded, tokenizer = _load(model, adapter, family)
     from posttrain.recipes.generate import complete
-    from posttrain.weights.load import load_model
 
-    _add_family(family)
-    texts, tokenizer = prompts or [line.rstrip("\n") for line in sys.stdin], load_tokenizer(model)
+    texts = prompts or [line.rstrip("\n") for line in sys.stdin]
     answers = complete(
-        load_model(model, adapter=adapter),
+        loaded,
         tokenizer,
         texts,
         max_new_tokens=max_tokens,
@@ -138,19 +139,20 @@ def generate(
         print(json.dumps(answer.record(tokenizer.decode)) if recorded else text)
 
 
-def _add_family(file: str | None) -> None:
-    if file is not None:
-        from posttrain.models.hf import add_family
-
-        add_family(file)
-
-
-def _refuse_misspelt(model: str) -> None:
-    """ConfigError for what is written as a folder, and is none."""
+def _load(model: str, adapter: str | None, family: str | None) -> tuple[Decoder, Tokenizer]:
+    """ConfigError also for what is written as a folder, and is none."""
     if not Path(model).expanduser().exists() and model.startswith(("/", ".", "~")):
         from posttrain.config_file import did_you_mean_path
 
         raise ConfigError(f"model {model}: there is no such folder{did_you_mean_path(model)}")
+    from posttrain.data.tokenizer import load_tokenizer
+    from posttrain.models.hf import add_family
+    from posttrain.weights.load import load_model
+
+    if family is not None:
+        add_family(family)
+    tokenizer = load_tokenizer(model)
+    return load_model(model, adapter=adapter), tokenizer
 
 
 def _biases(texts: list[str]) -> dict[int, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from posttrain.config import RunConfig, Section
-from posttrain.imports import did_you_mean
+from posttrain.imports import did_you_mean, nearest_name
 
 Sections = tuple[type[Section], ...]
 Key = tuple[str | int, ...]
@@ -183,5 +182,5 @@ def _names(fields: Mapping[str, str]) -> str:
 def _nearest_field(word: str, fields: Mapping[str, str]) -> str | None:
     """A field of the section with a similar name, else one further down with the same name."""
     own = [name for name in fields if "." not in name]
-    similar = difflib.get_close_matches(word.lower().replace("-", "_"), own, 1)
-    return similar[0] if similar else next((name for name, last in fields.items() if last == word), None)
+    similar = nearest_name(word.lower().replace("-", "_"), own)
+    return similar or next((name for name, last in fields.items() if last == word), None)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,31 +15,26 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
-from posttrain.accumulate import Pulled, as_one, concatenated, num_micro, stack_over, sum_over
+from posttrain.accumulate import as_one, concatenated, stack_over
 from posttrain.batch import (
     Batch,
-    BatchLoss,
     LossOutput,
-    RouterStats,
     ScoreLoss,
     ScoreStats,
     TokenLoss,
     TokenStats,
-    TopK,
     filled_ratio,
     rows_per_pass,
 )
 from posttrain.console import progress_bar
-from posttrain.kernels.token_stats import PLAIN, Teacher, Terms, token_stats
-from posttrain.losses.reduce import sequence_sums, to_tokens
-from posttrain.losses.router import RouterLoss, check_weight, corrected, load_metrics, router_means, weight_of
+from posttrain.kernels.token_stats import PLAIN, Terms
+from posttrain.losses.router import RouterLoss, check_weight, corrected, load_metrics
 from posttrain.matching import Matching
 from posttrain.mesh import BATCH_SPEC, param_sharding, replicated, row_shards, single_device_mesh
 from posttrain.metrics import Metrics, merge
-from posttrain.models.adapter import drop, has_dropout
 from posttrain.models.decoder import Decoder
 from posttrain.models.moe import check_router, correction_paths
-from posttrain.models.taps import Features
+from posttrain.objective import Objective
 from posttrain.optim import clip_by_global_norm
 from posttrain.tree import Mean, replace
 from posttrain.weights.lora import has_lora
@@ -48,16 +42,6 @@ from posttrain.weights.quantize import is_quantized
 from posttrain.weights.state import ModelWeights, Weights
 
 StatsT = TypeVar("StatsT", TokenStats, ScoreStats)
-AnyLoss = Callable[[Any, Batch], LossOutput]
-"""On the statistics that the model gives: a `TokenLoss` or a `ScoreLoss`."""
-
-
-class _Keys(NamedTuple):
-    """Random keys of a micro-batch."""
-
-    dropout: Array | None
-    noise: Array | None
-    """One for each row."""
 
 
 class Trainer:
@@ -89,50 +73,49 @@ class Trainer:
         noise_alpha: float = 0.0,
         dropout_seed: int | None = None,
     ):
+        if is_quantized(model) and not has_lora(model):
+            raise ValueError("Trainer: quantized weights cannot be trained; give the model an adapter (lora)")
         self.model = model
-        self.loss: AnyLoss = loss
         self.mesh = single_device_mesh() if mesh is None else mesh
-        # The weights are put on this mesh below; kernels split their work by it.
-        model.compute = dataclasses.replace(model.compute, mesh=self.mesh)
         self.step_number = 0
         """Updates done so far; this is the one step counter."""
         self.num_programs = 0
         """Programs traced so far for steps, evaluation and statistics: one each for every shape of batch."""
         self._stepped = False
-        self._optimizer = optimizer
-        self._temperature = temperature
-        self._max_grad_norm = max_grad_norm
-        self._micro_batch_rows = micro_batch_rows
-        if is_quantized(model) and not has_lora(model):
-            raise ValueError("Trainer: quantized weights cannot be trained; give the model an adapter (lora)")
-        self._weights = ModelWeights(model)
+        self._optimizer, self._max_grad_norm = optimizer, max_grad_norm
+        self._micro_batch_rows, self._correction_rate = micro_batch_rows, correction_rate
+        self._weights = _structure(model, self.mesh)
         self._trainable = self._weights.trainable()
-        self._router_loss = router_loss if router_loss is not None and router_loss.on else None
-        self._correction_rate = correction_rate
-        self._terms = terms
-        self._teachers = [ModelWeights(teacher) for teacher in teachers]
-        if matching is not None and len(teachers) != 1:
-            raise ValueError(f"Trainer: matching is of one teacher in the step, and there are {len(teachers)}")
-        self._matching, at = matching, _projection_shardings(matching, self.mesh)
+        self._objective = Objective(
+            student=self._weights,
+            teachers=[_structure(teacher, self.mesh) for teacher in teachers],
+            loss=loss,
+            temperature=temperature,
+            terms=terms,
+            router_loss=router_loss if router_loss is not None and router_loss.on else None,
+            matching=matching,
+            noise_alpha=noise_alpha,
+            dropout_seed=dropout_seed,
+        )
+        balanced = self._objective.router_loss is not None
+        check_router(model.config, balanced, correction_rate, adapter=has_lora(model))
+        self._loss_checked = not balanced
+        at = _projection_shardings(matching, self.mesh)
         self._projections: Weights = {} if matching is None else jax.device_put(matching.projections(), at)
-        self._dropout, self._noise_alpha, self._dropout_seed = has_dropout(model), noise_alpha, dropout_seed
-        if (self._dropout or noise_alpha) and dropout_seed is None:
-            raise ValueError("Trainer: dropout of an adapter and noise_alpha draw random numbers; give dropout_seed")
-        check_router(model.config, self._router_loss is not None, correction_rate, adapter=has_lora(model))
-        self._loss_checked = self._router_loss is None
-        self._whole = isinstance(loss, BatchLoss) and loss.needs_whole_batch
-        placed = _place(self._weights, self.mesh) | at
-        for weights in self._teachers:
-            weights.model.compute = dataclasses.replace(weights.model.compute, mesh=self.mesh)
-            _place(weights, self.mesh)
+        for teacher in self._objective.teachers:
+            _place(teacher, self.mesh)
+        self._compile(_place(self._weights, self.mesh) | at)
+
+    def _compile(self, placed: dict[str, NamedSharding]) -> None:
+        """The optimiser's state and the programs, for parameters where they were placed."""
         state = self._opt_state_shardings(placed)
-        self._opt_state = jax.jit(optimizer.init, out_shardings=state)(self.params)
+        self._opt_state = jax.jit(self._optimizer.init, out_shardings=state)(self.params)
         # Results must lie where the arguments lay: another placement would be another program.
         trained = {path: placed[path] for path in self.params}
         self._step = jax.jit(self._step_program, donate_argnums=(0, 2), out_shardings=(trained, state, None))
         self._evaluate = jax.jit(self._evaluate_program)
         self._stats = jax.jit(self._stats_program)
-        self._loss_of_all = jax.jit(self.loss)
+        self._loss_of_all = jax.jit(self._objective.loss)
 
     @property
     def params(self) -> Weights:
@@ -151,7 +134,7 @@ class Trainer:
     @property
     def _taught(self) -> list[Weights]:
         """The teachers' parameters. Programs get them as arguments, as they lie; none is donated."""
-        return [teacher.read() for teacher in self._teachers]
+        return [teacher.read() for teacher in self._objective.teachers]
 
     def step(self, batch: Batch) -> Metrics:
         """One update from one batch of host rows. Metrics stay on the device.
@@ -161,7 +144,7 @@ class Trainer:
         micro, count = self._micro_batches(batch)
         if not self._loss_checked:
             first = jax.tree.map(lambda x: x[0], micro)
-            check_weight(self.loss, first, scores=self.model.config.scalar_head)
+            check_weight(self._objective.loss, first, scores=self.model.config.scalar_head)
             self._loss_checked = True
         arguments = micro, count, np.uint32(self.step_number), self._taught
         with progress_bar("compiling the update") if not self._stepped else contextlib.nullcontext():
@@ -177,7 +160,7 @@ class Trainer:
 
         `each` gets every batch and what the loss read of it, as host arrays.
         """
-        if self._whole:
+        if self._objective.needs_whole_batch:
             return self._evaluate_at_once(batches, each)
         totals: dict[str, Mean] = {}
         for batch in batches:
@@ -252,139 +235,6 @@ class Trainer:
             np.int32(count), replicated(self.mesh)
         )
 
-    def _keys(self, step: Array, micro: Batch) -> _Keys:
-        """Random keys of the step's micro-batches; those of the noise belong to rows, whatever the split."""
-        if self._dropout_seed is None:
-            return _Keys(None, None)
-        key, (num_micro, rows) = jax.random.fold_in(jax.random.key(self._dropout_seed), step), micro.tokens.shape[:2]
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_micro * rows)).reshape(num_micro, rows)
-        return _Keys(keys[:, 0] if self._dropout else None, keys if self._noise_alpha else None)
-
-    def _forward(
-        self, weights: Weights, batch: Batch, taught: list[Weights] | None = None, keys: _Keys | None = None
-    ) -> tuple[TokenStats | ScoreStats, RouterStats | None]:
-        """Statistics of the tokens that have a weight; without `taught` those of the student alone."""
-        model = self._weights.bind({path: w for path, w in weights.items() if path not in self._projections})
-        matching = None if taught is None else self._matching
-        if keys is not None and keys.dropout is not None:
-            drop(model, keys.dropout)
-        tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
-        experts = None if batch.experts is None else jnp.moveaxis(jnp.asarray(batch.experts, jnp.int32), 2, 0)
-        parents = None if batch.parents is None else jnp.asarray(batch.parents)
-        noise = None if keys is None or keys.noise is None else self._noise(keys.noise, segments)
-        assert matching is None or parents is None, "sequences that go on from others have no features to match"
-        inputs, taps = (tokens, positions, segments), None if matching is None else matching.student
-        hidden, routing, own = model.features(*inputs, taps, experts=experts, noise=noise, parents=parents)
-        if model.config.scalar_head:
-            scores = jnp.where(segments > 0, model.scores(hidden), 0.0)
-            return ScoreStats(scores=scores), None if routing is None else routing.stats
-        teachers: list[Teacher | TopK] = []
-        only, theirs = jnp.asarray(batch.loss_weight) != 0, Features()
-        for structure, arrays in zip(self._teachers, taught or [], strict=taught is not None):
-            teacher = structure.bind(jax.lax.stop_gradient(arrays))
-            taps = None if matching is None else matching.teacher
-            final, _, theirs = teacher.features(*inputs, taps, parents=parents)
-            teachers.append(Teacher(teacher.logits, final))
-        teachers += (batch.teachers or ()) if taught is not None else ()
-        stats = token_stats(
-            model.logits,
-            hidden,
-            tokens,
-            segments,
-            temperature=self._temperature,
-            vocab_size=model.config.vocab_size,
-            only=only,
-            terms=self._terms if taught is not None else dataclasses.replace(self._terms, divergence=None),
-            teachers=teachers,
-            teacher_weights=batch.teacher_weights if teachers else None,
-        )
-        if matching is not None:
-            stats = replace(stats, **matching(own, theirs, weights, segments, only))
-        return stats, None if routing is None else routing.stats
-
-    def _noise(self, keys: Array, segments: Array) -> Float[Array, "B T D"]:
-        """Of NEFTune: the shorter a sequence, the more of it."""
-        shape = (segments.shape[1], self.model.config.embed_dim)
-        lengths = to_tokens(sequence_sums(jnp.ones(segments.shape), segments), segments)
-        scale = self._noise_alpha / jnp.sqrt(jnp.maximum(lengths, 1.0) * shape[1])
-        return jax.vmap(lambda key: jax.random.uniform(key, shape, minval=-1.0, maxval=1.0))(keys) * scale[..., None]
-
-    def _loss_output(
-        self,
-        weights: Weights,
-        batch: Batch,
-        taught: list[Weights],
-        loss: AnyLoss,
-        keys: _Keys | None = None,
-    ) -> tuple[LossOutput, RouterStats | None, TokenStats | ScoreStats]:
-        stats, routers = self._forward(weights, batch, taught, keys)
-        output = loss(stats, batch)
-        if routers is None:
-            return output, None, stats
-        metrics = {**output.metrics, **router_means(routers, _num_tokens(batch))}
-        return LossOutput(loss=output.loss, metrics=metrics), routers, stats
-
-    def _gradients(
-        self,
-        params: Weights,
-        frozen: Weights,
-        taught: list[Weights],
-        router_weight: Array,
-        inputs: tuple[Batch, _Keys],
-        count: Array,
-    ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
-        """Of all micro-batches. A loss over the whole batch takes another forward pass where there are several."""
-        gradient_of = functools.partial(self._gradient, params, frozen, taught, router_weight)
-        if not self._whole or num_micro(inputs) == 1:
-            return sum_over(lambda one: gradient_of(one, self.loss), inputs, count)
-        stats = stack_over(lambda one: self._forward({**frozen, **params}, one[0], taught, one[1])[0], inputs, count)
-
-        def whole(stats: Any) -> tuple[Array, LossOutput]:
-            output = self.loss(as_one(stats), as_one(inputs[0]))
-            return jnp.asarray(output.loss.total), output
-
-        cotangents, output = jax.grad(whole, has_aux=True)(stats)
-        gradient, (of_routers, routers) = sum_over(
-            lambda one: gradient_of(one[0], Pulled(one[1])), (inputs, cotangents), count
-        )
-        metrics = {**output.metrics, **of_routers.metrics}
-        return gradient, (LossOutput(loss=output.loss, metrics=metrics), routers)
-
-    def _gradient(
-        self,
-        params: Weights,
-        frozen: Weights,
-        taught: list[Weights],
-        router_weight: Array,
-        inputs: tuple[Batch, _Keys],
-        loss: AnyLoss,
-    ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
-        def total(params: Weights) -> tuple[Array, tuple[LossOutput, RouterStats | None]]:
-            batch, keys = inputs
-            output, routers, _ = self._loss_output({**frozen, **params}, batch, taught, loss, keys)
-            value = jnp.asarray(output.loss.total)
-            if self._router_loss is not None and routers is not None:
-                value += router_weight * self._router_loss(routers)
-            return value, (output, routers)
-
-        # With respect to float32 copies, so that what is added up over chunks and tokens is added up in float32.
-        return jax.grad(total, has_aux=True)(jax.tree.map(lambda p: p.astype(jnp.float32), params))
-
-    def _router_weight(self, micro: Batch, count: Array) -> Array:
-        """What makes totals of the router's loss comparable to those of the loss: the quotient of their weights.
-
-        Of the whole batch, and so before the first backward pass: then the gradient is exact for any split.
-        """
-        if self._router_loss is None:
-            return jnp.zeros(())
-
-        def weights(batch: Batch) -> tuple[Array, Array]:
-            weight = weight_of(self.loss, batch, scores=self.model.config.scalar_head)
-            return weight, _num_tokens(batch) * len(self.model.config.mixtures)
-
-        of_loss, of_router = sum_over(weights, micro, count)
-        return jnp.where(of_router > 0, of_loss / jnp.maximum(of_router, 1.0), 0.0)
-
     def _step_program(
         self,
         params: Weights,
@@ -396,8 +246,9 @@ class Trainer:
         taught: list[Weights],
     ) -> tuple[Weights, Any, Metrics]:
         self.num_programs += 1
-        inputs, router_weight = (micro, self._keys(step, micro)), self._router_weight(micro, count)
-        gradient, (output, routers) = self._gradients(params, frozen, taught, router_weight, inputs, count)
+        objective = self._objective
+        inputs, router_weight = (micro, objective.keys(step, micro)), objective.router_weight(micro, count)
+        gradient, (output, routers) = objective.gradients(params, frozen, taught, router_weight, inputs, count)
         weight = output.loss.weight
         gradient = jax.tree.map(lambda g: g / jnp.where(weight > 0, weight, 1.0), gradient)
         gradient, norm = clip_by_global_norm(gradient, self._max_grad_norm)
@@ -432,7 +283,7 @@ class Trainer:
         self.num_programs += 1
 
         def one(batch: Batch) -> tuple[LossOutput, TokenStats | ScoreStats]:
-            output, _, stats = self._loss_output(weights, batch, taught, self.loss)
+            output, _, stats = self._objective.loss_output(weights, batch, taught, self._objective.loss)
             return output, stats
 
         outputs, stats = stack_over(one, micro, count)
@@ -443,7 +294,7 @@ class Trainer:
     ) -> TokenStats | ScoreStats:
         self.num_programs += 1
         stats: TokenStats | ScoreStats = stack_over(
-            lambda batch: self._forward(weights, batch, taught)[0], micro, count
+            lambda batch: self._objective.forward(weights, batch, taught)[0], micro, count
         )
         return stats
 
@@ -452,6 +303,12 @@ def _rows_on_host(stats: StatsT, batch: Batch) -> StatsT:
     """Statistics [M, rows, T] as host arrays of the rows of the batch, without those that filled the last pass."""
     arrays: StatsT = jax.tree.map(lambda x: as_one(np.asarray(x))[: batch.shape[0]], jax.device_get(stats))
     return arrays
+
+
+def _structure(model: Decoder, mesh: Mesh) -> ModelWeights:
+    """Of a model whose kernels split their work by the mesh, on which its weights are put."""
+    model.compute = dataclasses.replace(model.compute, mesh=mesh)
+    return ModelWeights(model)
 
 
 def _place(weights: ModelWeights, mesh: Mesh) -> dict[str, NamedSharding]:
@@ -465,10 +322,6 @@ def _place(weights: ModelWeights, mesh: Mesh) -> dict[str, NamedSharding]:
 def _projection_shardings(matching: Matching | None, mesh: Mesh) -> dict[str, NamedSharding]:
     shapes = {} if matching is None else matching.shapes()
     return {path: param_sharding(mesh, path, dims, shape) for path, (dims, shape) in shapes.items()}
-
-
-def _num_tokens(batch: Batch) -> Float[Array, ""]:
-    return jnp.sum(jnp.asarray(batch.segments) > 0, dtype=jnp.float32)
 
 
 def check_finite(metrics: dict[str, float], step: int) -> None:

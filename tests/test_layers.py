@@ -16,7 +16,7 @@ LAYERS = (
     {"mesh", "batch", "accumulate", "metrics", "statistics", "sinks", "console", "optim", "kernels"},
     {"models", "data", "losses", "checkpoint"},
     {"weights"},
-    {"trainer", "matching", "reference", "fit", "rollout", "plan"},
+    {"trainer", "objective", "matching", "reference", "fit", "rollout", "plan"},
     {"rl"},
     {"recipes", "view"},
     {"cli"},
@@ -35,7 +35,9 @@ SIDEWAYS = {
     ("console", "metrics"),
     ("fit", "trainer"),
     ("reference", "trainer"),
+    ("trainer", "objective"),
     ("trainer", "matching"),
+    ("objective", "matching"),
 }
 """Imports within a layer. There are none among models, data, losses and checkpoint, nor of trainer and rollout."""
 

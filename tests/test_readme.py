@@ -29,8 +29,8 @@ from posttrain.cli import app
 from posttrain.config import RLSection, RunConfig, SFTSection
 from posttrain.config_file import build_config, load_config
 from posttrain.recipes.check import check
-from posttrain.recipes.prepare import stage_names
 from posttrain.recipes.run import RunResult
+from posttrain.recipes.stages import stage_names
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent

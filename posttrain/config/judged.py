@@ -12,7 +12,7 @@ class ComparedSection(TrainSection):
     """Fields of the stages that learn from judged answers."""
 
     batch_rows: PositiveInt
-    """Rows of `row_tokens` in one optimiser step; a row holds both answers of a pair, each behind its prompt."""
+    """Rows of `row_tokens` in one optimiser step; a row holds both answers of a pair with their prompts."""
     packing: Flag = True
     """Several pairs per row."""
     share_prompts: Flag | Literal["auto"] = "auto"

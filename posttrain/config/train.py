@@ -19,7 +19,7 @@ class DatasetSection(Section):
     prompt: str | None = None
     """Template of the user's turn over the columns, such as `"{question}"`; by default the column `prompt`."""
     completion: str | None = None
-    """Template of the answer, for SFT; by default the column `completion`."""
+    """Template of the answer, of SFT and of answers with a `label`; by default the column `completion`."""
     system: str | None = None
     """A system message put before every prompt."""
     chat: Flag | None = None
@@ -87,6 +87,11 @@ class TrainSection(Section):
     def datasets(self) -> tuple[DatasetSection, ...]:
         """Those that are trained on."""
         return (self.dataset,)
+
+    @property
+    def all_datasets(self) -> tuple[DatasetSection, ...]:
+        """Those that are trained on, and last the one that is held out, if there is one."""
+        return self.datasets if self.eval_dataset is None else (*self.datasets, self.eval_dataset)
 
     @model_validator(mode="after")
     def _evaluation(self) -> TrainSection:

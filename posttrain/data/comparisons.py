@@ -51,7 +51,7 @@ class Units:
     @property
     def _per_row(self) -> int:
         """Pairs serve as two single answers."""
-        return 2 if self.kind.startswith("answers") and is_paired(self.rows.columns) else 1
+        return 2 if self.kind.startswith("answers") and is_paired(self.rows.columns, self.dataset) else 1
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -149,6 +149,12 @@ def _value(row: Row, template: str | None, column: str) -> str | list[Any]:
     """The text of a template or column; a message list where the column, or the template's only part, holds one."""
     source = f"{{{column}}}" if template is None else template
     columns = template_columns(source)
+    if template is None and column not in row:
+        example = "{question}" if column == "prompt" else "{answer}"
+        raise ConfigError(
+            f"dataset.{column} (by default): {no_column(column, row)}; "
+            f"give dataset.{column}, a template over the columns such as {example!r}"
+        )
     if source == f"{{{columns[0] if columns else ''}}}":
         value = _column(
             row, columns[0], f"dataset.{column}={source!r}" if template else f"dataset.{column} (by default)"
@@ -162,9 +168,14 @@ def _value(row: Row, template: str | None, column: str) -> str | list[Any]:
     return fill(source, row)
 
 
+def no_column(column: str, row: Row) -> str:
+    """That there is no such column, which there are, and whether one is spelled like it."""
+    return f"no column {column!r} among {', '.join(row)}{did_you_mean(column, row)}"
+
+
 def _column(row: Row, column: str, where: str) -> Any:
     if column not in row:
-        raise ConfigError(f"{where}: no column {column!r} among {', '.join(row)}{did_you_mean(column, row)}")
+        raise ConfigError(f"{where}: {no_column(column, row)}")
     if row[column] is None:
         raise ConfigError(f"{where}: column {column!r} is null; remove such rows")
     return row[column]

@@ -11,11 +11,12 @@ import numpy as np
 
 from posttrain.config import ConfigError, DatasetSection
 from posttrain.data.chat import Masked, Message, Renderer
-from posttrain.data.format import Row, answer_messages, prompt_messages, render_answer
+from posttrain.data.format import Row, answer_messages, no_column, prompt_messages, render_answer
 from posttrain.imports import did_you_mean
 
 CHOSEN, REJECTED, MISMATCHED = 1, -1, 2
 """Roles of an answer's tokens, as `Batch.roles` has them."""
+RENAME = "rename yours in the data, or with a function of your own (dataset.path: file.py:function)"
 
 
 class Answer(NamedTuple):
@@ -32,23 +33,24 @@ class Parts(NamedTuple):
     answers: list[tuple[list[Message], int]]
 
 
-def is_paired(columns: Sequence[str]) -> bool:
+def is_paired(columns: Sequence[str], section: DatasetSection) -> bool:
     """Whether rows hold pairs. ConfigError where they hold neither pairs nor judged completions."""
     if "chosen" in columns and "rejected" in columns:
         return True
-    if "completion" in columns and "label" in columns:
+    if ("completion" in columns or section.completion is not None) and "label" in columns:
         return False
-    wanted = ("prompt", "chosen", "rejected", "completion", "label")
-    near = [f"{name!r}{did_you_mean(name, columns)}" for name in wanted if name not in columns]
+    missing = [name for name in ("chosen", "rejected", "completion", "label") if name not in columns]
+    near = [f"{name!r}{hint}" for name in missing if (hint := did_you_mean(name, columns))]
     raise ConfigError(
         f"the row has columns {', '.join(columns)}; it needs chosen and rejected, or completion and label, "
-        f"beside the prompt; missing: {', '.join(near)}"
+        f"beside the prompt; missing: {', '.join(near) or ', '.join(map(repr, missing))}"
+        + ("" if near else f'; dataset.completion: "{{answer}}" makes a completion of another column, else {RENAME}')
     )
 
 
 def pair(row: Row, section: DatasetSection, renderer: Renderer) -> list[Answer] | None:
     """The chosen and the rejected sequence of a row; None where they are the same."""
-    if not is_paired(list(row)):
+    if not is_paired(list(row), section):
         raise ConfigError("the row holds one completion with a label; this loss needs pairs: chosen and rejected")
     parts = _pair_parts(row, section, renderer)
     made = [Answer(_render(parts.prompt, answer, renderer, row), role) for answer, role in parts.answers]
@@ -57,7 +59,7 @@ def pair(row: Row, section: DatasetSection, renderer: Renderer) -> list[Answer] 
 
 def judged(row: Row, section: DatasetSection, renderer: Renderer) -> list[Answer]:
     """The desirable or undesirable answer of a row; of a pair both."""
-    if is_paired(list(row)):
+    if is_paired(list(row), section):
         return pair(row, section, renderer) or []
     label = row["label"]
     if not isinstance(label, bool | np.bool_) and label not in (0, 1):
@@ -107,7 +109,7 @@ def steps(row: Row, section: DatasetSection, renderer: Renderer) -> tuple[Masked
 
 def _list(row: Row, column: str) -> list[Any]:
     if column not in row:
-        raise ConfigError(f"no column {column!r} among {', '.join(row)}{did_you_mean(column, row)}")
+        raise ConfigError(f"{no_column(column, row)}; {RENAME}")
     if not isinstance(row[column], list | tuple | np.ndarray):
         raise ConfigError(f"column {column!r} holds a {type(row[column]).__name__}; it must be a list")
     return list(row[column])

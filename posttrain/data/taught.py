@@ -11,6 +11,7 @@ from jaxtyping import Float
 from posttrain.batch import Batch, TopK
 from posttrain.config import ConfigError
 from posttrain.data.aligned import Aligner
+from posttrain.data.format import no_column
 from posttrain.data.teacher_cache import TeacherCache
 from posttrain.imports import did_you_mean
 from posttrain.tree import replace
@@ -129,7 +130,7 @@ def of_teacher(batch: Batch, number: int) -> Batch:
 def teacher_shares(row: Mapping[str, Any], column: str, titles: Sequence[str]) -> Float[np.ndarray, " N"]:
     """How much each teacher counts for a row: all of one, or shares of several that sum to 1. ConfigError."""
     if column not in row:
-        raise ConfigError(f"teacher_column: no column {column!r} among {', '.join(row)}{did_you_mean(column, row)}")
+        raise ConfigError(f"teacher_column: {no_column(column, row)}")
     value = row[column]
     given = {value: 1.0} if isinstance(value, str) else value
     if not isinstance(given, Mapping):

@@ -29,8 +29,10 @@ def _backward(
     x, w = saved
     lead = tuple(range(x.ndim - 1))
     dx = lax.dot_general(gradient, w, (((x.ndim - 1,), (1,)), ((), ())))
-    dw = lax.dot_general(x, gradient, ((lead, lead), ((), ())))
-    return dx.astype(x.dtype), dw.astype(w.dtype)
+    # XLA:CPU writes the first operand transposed: better the narrower one.
+    narrow = x.shape[-1] <= gradient.shape[-1]
+    dw = lax.dot_general(*((x, gradient) if narrow else (gradient, x)), ((lead, lead), ((), ())))
+    return dx.astype(x.dtype), (dw if narrow else dw.T).astype(w.dtype)
 
 
 matmul.defvjp(_forward, _backward)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from posttrain.config import ConfigError
+from posttrain.imports import did_you_mean
 
 T = TypeVar("T")
 
@@ -82,7 +82,5 @@ class Fields:
     def refuse_unread(self, *, allowed: Iterable[str] = ()) -> None:
         """ConfigError for a field that nobody asked for: it would be without effect."""
         for key in self._values.keys() - self.read.keys() - set(allowed):
-            near = difflib.get_close_matches(key, sorted(self.read), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
             where = "" if self.where == "config.json" else f"{self.where}: "
-            raise ConfigError(f"{where}{key}: unknown field{hint}")
+            raise ConfigError(f"{where}{key}: unknown field{did_you_mean(key, sorted(self.read))}")

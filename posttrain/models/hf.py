@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import json
@@ -15,6 +14,7 @@ from types import ModuleType
 from typing import Any, Protocol, cast, runtime_checkable
 
 from posttrain.config import ConfigError
+from posttrain.imports import did_you_mean
 from posttrain.models import families
 from posttrain.models.config import (
     Activation,
@@ -142,9 +142,8 @@ def family_module(model_type: str) -> Any:
     if model_type not in known:
         if model_type in UNSUPPORTED:
             raise ConfigError(f"model_type={model_type!r} is not supported: {UNSUPPORTED[model_type]}")
-        near = difflib.get_close_matches(model_type, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"model_type={model_type!r} is not supported; {hint}known: {', '.join(known)}")
+        near = did_you_mean(model_type, known)
+        raise ConfigError(f"model_type={model_type!r} is not supported{near}; known: {', '.join(known)}")
     return importlib.import_module(f"{families.__name__}.{model_type}")
 
 

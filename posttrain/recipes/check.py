@@ -7,8 +7,11 @@ from pathlib import Path
 from posttrain.batch import rows_per_pass
 from posttrain.config import ComparedSection, DistillSection, RunConfig, SampledSection, SequenceSection, TrainSection
 from posttrain.recipes.judged import JudgedInputs
-from posttrain.recipes.prepare import Inputs, SFTInputs, prepare, row_notes, stage_names
+from posttrain.recipes.prepare import prepare
 from posttrain.recipes.prepare_rl import OnlineInputs, Scored
+from posttrain.recipes.prepare_sequences import SFTInputs
+from posttrain.recipes.prepared import Inputs
+from posttrain.recipes.stages import row_notes, stage_names
 
 
 def check(config: RunConfig, base_dir: Path) -> list[str]:

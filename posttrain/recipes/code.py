@@ -10,16 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import (
-    ConfigError,
-    OnlinePreferenceSection,
-    PreferenceSection,
-    RewardModelSection,
-    RLSection,
-    RunConfig,
-    SampledSection,
-    SFTSection,
-)
+from posttrain.config import ConfigError, RunConfig, SampledSection
 from posttrain.imports import is_object_spec
 from posttrain.recipes.inputs import object_of
 from posttrain.recipes.source import local_or_hub, origin_of_folder
@@ -82,12 +73,12 @@ def _functions(section: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(section, SampledSection):
         rewards = enumerate(section.rewards)
         yield from ((f"rewards.{index}.fn", reward.fn) for index, reward in rewards if reward.fn is not None)
-    if isinstance(section, RLSection) and section.advantage is not None:
-        yield "advantage", section.advantage
-    if isinstance(section, SFTSection | PreferenceSection | OnlinePreferenceSection | RewardModelSection):
-        kind = section.loss.get("kind") if isinstance(section.loss, dict) else section.loss
-        if isinstance(kind, str) and is_object_spec(kind):
-            yield "loss", kind
+    for field in ("advantage", "loss"):
+        if field in type(section).model_fields:
+            named = getattr(section, field)
+            kind = named.get("kind") if isinstance(named, dict) else named
+            if isinstance(kind, str) and is_object_spec(kind):
+                yield field, kind
 
 
 def _file_text(spec: str, base_dir: Path) -> str:

@@ -24,8 +24,9 @@ from posttrain.mesh import make_mesh, row_shards
 from posttrain.models.decoder import Decoder
 from posttrain.recipes.aligning import aligned_scorer, aligned_tokenizer, theirs
 from posttrain.recipes.on_policy import MixedBatches, Samples
-from posttrain.recipes.prepare import SFTInputs, prepare
-from posttrain.recipes.python import PythonRun
+from posttrain.recipes.prepare import prepare
+from posttrain.recipes.prepare_sequences import SFTInputs
+from posttrain.recipes.python import GivenPythonRun
 from posttrain.recipes.sequence_evaluation import Record, evaluate
 from posttrain.recipes.sft import make_trainer, sequences_of, train_batches
 from posttrain.recipes.stage import StageRun
@@ -242,7 +243,7 @@ def _has_share(section: DistillSection, source: TeacherSource, rows: Rows, row: 
     return bool(teacher_shares(rows[row], section.teacher_column, titles)[titles.index(source.title)] > 0)
 
 
-class Distill(PythonRun):
+class Distill(GivenPythonRun):
     """Distillation from Python: `pt.Distill(model="student", teacher="teacher", dataset="data.jsonl").fit()`.
 
     Every field of `posttrain.config.DistillSection` is a keyword, as are `output`, `seed` and `mesh`. `teacher`: a path
@@ -251,11 +252,11 @@ class Distill(PythonRun):
 
     kind = "distill"
     defaults: ClassVar[Mapping[str, Any]] = {
-        "batch_rows": 8,
-        "overlong": "truncate",
+        **GivenPythonRun.defaults,
         "optimizer": {"learning_rate": 5e-5, "schedule": "cosine"},
     }
     lora_learning_rate = 2e-4
+    row_tokens = 1024
 
     def __init__(self, model: Any, teacher: Any = None, dataset: Any = None, **fields: Any):
         if teacher is not None:
@@ -263,8 +264,3 @@ class Distill(PythonRun):
                 raise ConfigError("pt.Distill: give teacher, or several as teachers")
             fields["teachers"] = [{"path": str(teacher)} if isinstance(teacher, str | Path) else teacher]
         super().__init__(model, dataset, **fields)
-
-    @classmethod
-    def lengths(cls, given: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
-        """Rows of 1024 tokens, or of the student's context where that is less."""
-        return {"row_tokens": min(1024, max_positions or 1024)}

@@ -17,7 +17,6 @@ from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.fit import StopRequest
 from posttrain.mesh import single_device_mesh
 from posttrain.models.decoder import Decoder
-from posttrain.recipes.prepare import stage_names
 from posttrain.recipes.proof import Proof, prove
 from posttrain.recipes.proof_readers import Reader, default_reader
 from posttrain.recipes.proof_tensors import compare_with_source
@@ -25,6 +24,7 @@ from posttrain.recipes.reward_model import load_reward_model
 from posttrain.recipes.run import CONFIG_NAME
 from posttrain.recipes.source import add_family, tokenizer_name
 from posttrain.recipes.stage import StageRun, read_source
+from posttrain.recipes.stages import stage_names
 from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.lora import has_lora
 from posttrain.weights.peft_save import save_adapter

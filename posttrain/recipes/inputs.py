@@ -18,6 +18,8 @@ from posttrain.recipes.source import path_exists
 
 T = TypeVar("T")
 
+CHECKED_ROWS = 20_000
+
 
 def rows_of(section: DatasetSection, base_dir: Path) -> Rows:
     """The rows of a dataset section, its path resolved like every path of a configuration."""
@@ -34,6 +36,11 @@ def rows_of(section: DatasetSection, base_dir: Path) -> Rows:
 def rows_and_renderer(section: DatasetSection, tokenizer: Tokenizer, base_dir: Path) -> tuple[Rows, Renderer]:
     rows = rows_of(section, base_dir)
     return rows, Renderer(tokenizer, use_chat(section, tokenizer, rows.columns))
+
+
+def checked_rows(length: int) -> range:
+    """Numbers of the rows that are read before a run begins: all, or `CHECKED_ROWS` spread evenly."""
+    return range(0, length, -(-length // CHECKED_ROWS))
 
 
 def each_row(rows: Rows, chosen: Sequence[int], what: str, read: Callable[[int], T]) -> Iterator[T]:

@@ -137,7 +137,7 @@ def units_of(
     share_prompts: bool,
 ) -> Units:
     needs = loss.needs
-    if dataset.completion is not None and (needs.rows in ("pairs", "steps") or is_paired(rows.columns)):
+    if dataset.completion is not None and (needs.rows in ("pairs", "steps") or is_paired(rows.columns, dataset)):
         raise ConfigError(
             f"dataset.completion={dataset.completion!r} has no effect on {rows.name}: the answers are the columns "
             + ("completions and labels" if needs.rows == "steps" else "chosen and rejected")

@@ -14,8 +14,8 @@ from posttrain.data.ahead import BatchStream
 from posttrain.data.pipeline import PromptBatches
 from posttrain.data.taught import Taught
 from posttrain.mesh import row_shards
-from posttrain.recipes.prepare import SFTInputs
 from posttrain.recipes.prepare_rl import check_cache
+from posttrain.recipes.prepare_sequences import SFTInputs
 from posttrain.recipes.rollouts import make_engine, warm_up
 from posttrain.recipes.stage import StageRun
 from posttrain.recipes.teachers import shares_of

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from posttrain.kernels.token_stats import Terms
 from posttrain.metrics import Timer
 from posttrain.recipes.prepare_rl import OnlineInputs
-from posttrain.recipes.python import PythonRun
-from posttrain.recipes.sampled import SampledRun, make_trainer, row_lengths, train
+from posttrain.recipes.python import SampledPythonRun
+from posttrain.recipes.sampled import SampledRun, make_trainer, train
 from posttrain.recipes.stage import StageRun
 from posttrain.rl.loop import RowSettings, StepResult
 from posttrain.rl.online import OnlineLoss, online_step
@@ -36,21 +36,12 @@ class _OnlineRun(SampledRun):
         return online_step(self.cluster, self.scored.rubric, self.sampler, examples_P, self.settings, timer)
 
 
-class OnlinePreference(PythonRun):
+class OnlinePreference(SampledPythonRun):
     """Online DPO from Python: `pt.OnlinePreference(model="path", dataset="data.jsonl", rewards=[correct]).fit()`.
 
     Every field of `posttrain.config.OnlinePreferenceSection` is a keyword, as are `output`, `seed` and `mesh`.
     """
 
     kind = "online_preference"
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "prompts_per_step": 8,
-        "group_size": 4,
-        "optimizer": {"learning_rate": 1e-6},
-    }
-    lora_learning_rate = 1e-5
-
-    @classmethod
-    def lengths(cls, given: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
-        """512 tokens for each of two prompts and answers, or a quarter of the row where the model's context is less."""
-        return row_lengths(given, max_positions, sequences=2)
+    defaults: ClassVar[Mapping[str, Any]] = {**SampledPythonRun.defaults, "group_size": 4}
+    sequences = 2

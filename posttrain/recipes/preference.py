@@ -14,7 +14,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.optim import make_optimizer
 from posttrain.recipes.judged import JudgedInputs
 from posttrain.recipes.judged_evaluation import Evaluation, metrics_of, with_margins
-from posttrain.recipes.python import PythonRun
+from posttrain.recipes.python import GivenPythonRun
 from posttrain.recipes.reference_cache import check_scored, model_key, with_reference, with_reference_of_all
 from posttrain.recipes.stage import HeldOut, StageRun
 from posttrain.reference import Reference
@@ -82,7 +82,7 @@ def _referenced(stage: StageRun, inputs: JudgedInputs, trainer: Trainer) -> tupl
     return known, held_out, check_scored
 
 
-class Preference(PythonRun):
+class Preference(GivenPythonRun):
     """Preference optimisation from Python: `pt.Preference(model="path", dataset="pairs.jsonl").fit()`.
 
     Every field of `posttrain.config.PreferenceSection` is a keyword, as are `output`, `seed` and `mesh`.
@@ -90,13 +90,9 @@ class Preference(PythonRun):
 
     kind = "preference"
     defaults: ClassVar[Mapping[str, Any]] = {
-        "batch_rows": 8,
-        "overlong": "truncate",
+        **GivenPythonRun.defaults,
         "optimizer": {"learning_rate": 1e-6, "schedule": "linear"},
     }
     lora_learning_rate = 1e-5
-
-    @classmethod
-    def lengths(cls, given: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
-        """Rows of 2048 tokens for both answers, or of the model's context where that is less."""
-        return {"row_tokens": min(2048, max_positions or 2048)}
+    row_tokens = 2048
+    """For both answers."""

@@ -104,6 +104,38 @@ class PythonRun(abc.ABC):
         return stage
 
 
+class GivenPythonRun(PythonRun):
+    """Of the stages that train on answers as they are given."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {"batch_rows": 8, "overlong": "truncate"}
+    row_tokens: ClassVar[int]
+    """Of a row, or the model's context where that is less."""
+
+    @classmethod
+    def lengths(cls, given: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
+        return {"row_tokens": min(cls.row_tokens, max_positions or cls.row_tokens)}
+
+
+class SampledPythonRun(PythonRun):
+    """Of the stages that sample answers to prompts."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {"prompts_per_step": 8, "optimizer": {"learning_rate": 1e-6}}
+    lora_learning_rate = 1e-5
+    sequences: ClassVar[int]
+    """Prompts, each with its answer, that a row must hold."""
+
+    @classmethod
+    def lengths(cls, given: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
+        """512 tokens for each prompt and each answer, or equal parts of the row where the model's context is less."""
+        sampling = given.get("sampling")
+        answer = sampling.get("max_tokens", 512) if isinstance(sampling, Mapping) else 512
+        row = given.get("row_tokens", cls.sequences * (512 + answer if isinstance(answer, int) else 1024))
+        if "row_tokens" not in given and max_positions is not None:
+            row = min(row, max_positions)
+        longest = min(512, row // (2 * cls.sequences)) if isinstance(row, int) else 512
+        return {"row_tokens": row, "sampling": {"max_tokens": longest}}
+
+
 def _model_fields(model: Any) -> dict[str, Any]:
     plain = _plain(model)
     if isinstance(plain, Mapping):

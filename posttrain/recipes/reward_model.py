@@ -55,8 +55,7 @@ class RewardModel(Preference):
 
     kind = "reward_model"
     defaults: ClassVar[Mapping[str, Any]] = {
-        "batch_rows": 8,
-        "overlong": "truncate",
+        **Preference.defaults,
         "optimizer": {"learning_rate": 1e-5, "schedule": "linear"},
     }
     lora_learning_rate = 1e-4

@@ -12,8 +12,8 @@ from posttrain.data.pipeline import PromptBatches
 from posttrain.metrics import Timer
 from posttrain.recipes.ahead import PromptsAhead
 from posttrain.recipes.prepare_rl import RLInputs
-from posttrain.recipes.python import PythonRun
-from posttrain.recipes.sampled import Distances, PromptSource, SampledRun, make_trainer, row_lengths, train
+from posttrain.recipes.python import SampledPythonRun
+from posttrain.recipes.sampled import Distances, PromptSource, SampledRun, make_trainer, train
 from posttrain.recipes.stage import StageRun
 from posttrain.recipes.teachers import OutsideTeacher, TeacherSource, load_teacher, outside_teacher, shares_of
 from posttrain.reference import FrozenModel
@@ -90,21 +90,12 @@ def _load_teachers(stage: StageRun, inputs: RLInputs) -> list[OutsideTeacher]:
     return [load(source) for source in inputs.teachers]
 
 
-class RL(PythonRun):
+class RL(SampledPythonRun):
     """Reinforcement learning from Python: `pt.RL(model="path", dataset="data.jsonl", rewards=[correct]).fit()`.
 
     Every field of `posttrain.config.RLSection` is a keyword, as are `output`, `seed` and `mesh`.
     """
 
     kind = "rl"
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "prompts_per_step": 8,
-        "group_size": 8,
-        "optimizer": {"learning_rate": 1e-6},
-    }
-    lora_learning_rate = 1e-5
-
-    @classmethod
-    def lengths(cls, given: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
-        """512 tokens for prompt and answer each, or half of the row where the model's context is less."""
-        return row_lengths(given, max_positions, sequences=1)
+    defaults: ClassVar[Mapping[str, Any]] = {**SampledPythonRun.defaults, "group_size": 8}
+    sequences = 1

@@ -21,13 +21,14 @@ from posttrain.recipes.distill import run_distill
 from posttrain.recipes.judged import JudgedInputs
 from posttrain.recipes.online import run_online
 from posttrain.recipes.preference import run_preference
-from posttrain.recipes.prepare import prepare, row_notes, stage_names
+from posttrain.recipes.prepare import prepare
 from posttrain.recipes.prepare_rl import OnlineInputs, RLInputs
 from posttrain.recipes.reward_model import run_reward_model
 from posttrain.recipes.rl import run_rl
 from posttrain.recipes.sft import run_sft
 from posttrain.recipes.source import local_or_hub
 from posttrain.recipes.stage import StageRun
+from posttrain.recipes.stages import row_notes, stage_names
 from posttrain.recipes.summary import print_summary
 from posttrain.recipes.teachers import training_devices
 from posttrain.weights.load import load_model

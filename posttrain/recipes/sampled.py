@@ -162,17 +162,6 @@ def train(stage: StageRun, run: SampledRun) -> None:
     stage.finish(run.trainer.model, result)
 
 
-def row_lengths(given: Mapping[str, Any], max_positions: int | None, *, sequences: int) -> dict[str, Any]:
-    """Defaults for rows of so many prompts and answers; `given` are the caller's fields."""
-    sampling = given.get("sampling")
-    answer = sampling.get("max_tokens", 512) if isinstance(sampling, Mapping) else 512
-    row = given.get("row_tokens", sequences * (512 + answer if isinstance(answer, int) else 1024))
-    if "row_tokens" not in given and max_positions is not None:
-        row = min(row, max_positions)
-    longest = min(512, row // (2 * sequences)) if isinstance(row, int) else 512
-    return {"row_tokens": row, "sampling": {"max_tokens": longest}}
-
-
 def _print_errors(when: str, rewards: Rewards, groups_P: Sequence[Group]) -> None:
     for line in error_lines(rewards, groups_P):
         console().print(printable(f"{when}: {line}", console().encoding), markup=False, soft_wrap=True)

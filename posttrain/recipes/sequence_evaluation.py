@@ -17,7 +17,7 @@ from posttrain.data.pipeline import eval_batches
 from posttrain.data.taught import Taught
 from posttrain.losses.distill import teaching
 from posttrain.metrics import Metrics, to_host
-from posttrain.recipes.prepare import SFTInputs
+from posttrain.recipes.prepare_sequences import SFTInputs
 from posttrain.statistics import paired_ratio_difference, ratio_interval
 from posttrain.trainer import Trainer
 from posttrain.tree import Mean

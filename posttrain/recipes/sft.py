@@ -14,8 +14,8 @@ from posttrain.losses.router import RouterLoss
 from posttrain.models.decoder import Decoder
 from posttrain.optim import make_optimizer
 from posttrain.recipes.features import matching_of
-from posttrain.recipes.prepare import SFTInputs
-from posttrain.recipes.python import PythonRun
+from posttrain.recipes.prepare_sequences import SFTInputs
+from posttrain.recipes.python import GivenPythonRun
 from posttrain.recipes.sequence_evaluation import Record, difference, evaluate, metrics_of, with_perplexities
 from posttrain.recipes.stage import HeldOut, StageRun
 from posttrain.trainer import Trainer
@@ -95,7 +95,7 @@ def train_batches(
     stage.finish(trainer.model, result)
 
 
-class SFT(PythonRun):
+class SFT(GivenPythonRun):
     """Supervised fine-tuning from Python: `pt.SFT(model="path", dataset="data.jsonl").fit()`.
 
     Every field of `posttrain.config.SFTSection` is a keyword, as are `output`, `seed` and `mesh`.
@@ -103,13 +103,8 @@ class SFT(PythonRun):
 
     kind = "sft"
     defaults: ClassVar[Mapping[str, Any]] = {
-        "batch_rows": 8,
-        "overlong": "truncate",
+        **GivenPythonRun.defaults,
         "optimizer": {"learning_rate": 2e-5, "schedule": "cosine"},
     }
     lora_learning_rate = 2e-4
-
-    @classmethod
-    def lengths(cls, given: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
-        """Rows of 1024 tokens, or of the model's context where that is less."""
-        return {"row_tokens": min(1024, max_positions or 1024)}
+    row_tokens = 1024

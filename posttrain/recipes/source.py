@@ -11,7 +11,9 @@ from typing import Any
 from posttrain.config import ConfigError, ModelSection
 from posttrain.config_file import did_you_mean_path, find_path, resolve_path
 from posttrain.data.hub import hub_is_reachable, is_hub_id
+from posttrain.data.sources import FILE_SUFFIXES
 from posttrain.fit import Origin
+from posttrain.imports import is_object_spec
 from posttrain.models import hf
 from posttrain.models.config import ModelConfig
 from posttrain.weights.files import read_json
@@ -36,6 +38,13 @@ def path_exists(name: str, base_dir: Path) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def unreachable(name: str) -> bool:
+    """Whether only the hub may have it, and cannot be asked."""
+    path = Path(name)
+    local = name == "bytes" or path.exists() or is_object_spec(name) or path.suffix in FILE_SUFFIXES
+    return not local and is_hub_id(name) and not hub_is_reachable()
 
 
 def refuse_misspelt(field: str, name: str, base_dir: Path) -> None:

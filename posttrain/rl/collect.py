@@ -12,7 +12,7 @@ from posttrain.data.chat import Message, Renderer
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.rl.types import Env, Example, Group, SingleTurn, Trajectory
 from posttrain.rollout.stopping import text_of
-from posttrain.rollout.types import Completion, ResumableEngine, RolloutEngine, SamplingParams, sample_key
+from posttrain.rollout.types import Call, Completion, ResumableEngine, RolloutEngine, SamplingParams, sample_key
 
 
 class Aborted(RuntimeError):
@@ -187,8 +187,8 @@ def _go_on(
 
     if are_enough([False] * len(todo)):
         return list(groups)
-    begun = [groups[i].completions.get(one.sample) for i, one in todo]
-    found = engine.generate_some([one.prompt for _, one in todo], [one.params for _, one in todo], begun, are_enough)
+    calls = [Call(one.prompt, one.params, groups[i].completions.get(one.sample)) for i, one in todo]
+    found = engine.generate_some(calls, are_enough)
     completions = [dict(group.completions) for group in groups]
     for (i, one), completion in zip(todo, found, strict=True):
         if completion.tokens:

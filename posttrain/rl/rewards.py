@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import inspect
 import math
 import numbers
@@ -18,7 +17,7 @@ import numpy as np
 from posttrain.config import ConfigError
 from posttrain.console import cut
 from posttrain.data.chat import Message
-from posttrain.imports import describe_error
+from posttrain.imports import describe_error, did_you_mean
 from posttrain.rl.types import Group, RewardError, RewardFunction, Rewards, Trajectory
 
 PROVIDED = ("prompts", "completions", "completion_tokens", "completion_ids", "trajectories", "log_metric", "log_extra")
@@ -51,9 +50,8 @@ def missing_arguments(reward: Reward, columns: Sequence[str]) -> list[str]:
         if p.kind is p.POSITIONAL_ONLY:
             lines.append(f"reward {reward.name}: parameter {name!r} is positional-only; arguments are passed by name")
         elif p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.default is p.empty and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            lines.append(f"reward {reward.name}: no column {name!r} in the dataset ({', '.join(columns)}){hint}")
+            near = did_you_mean(name, known)
+            lines.append(f"reward {reward.name}: no column {name!r} in the dataset ({', '.join(columns)}){near}")
     return lines + [
         f"reward {reward.name}: it takes no argument {name!r}, which rewards.args gives"
         for name in reward.args

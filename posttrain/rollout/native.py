@@ -18,7 +18,7 @@ from posttrain.rollout.request import Request
 from posttrain.rollout.runner import Dispatch, Outcome, Runner
 from posttrain.rollout.scheduler import Plan, Scheduler
 from posttrain.rollout.shapes import Expected, Shapes
-from posttrain.rollout.types import Completion, SamplingParams
+from posttrain.rollout.types import Call, Completion, SamplingParams
 from posttrain.weights.quantize import Copies
 from posttrain.weights.state import ADAPTER, ModelWeights
 
@@ -116,12 +116,9 @@ class NativeEngine:
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, *, begun: Completion | None = None
     ) -> Completion:
-        """One completion. Cancelling it frees its slot.
-
-        `begun`: an aborted completion of the same request, which is gone on with: what comes back begins with it.
-        """
+        """One completion, which goes on with what is `begun` of it. Cancelling it frees its slot."""
         self._check_loop()
-        request = self._submit(prompt, params, begun)
+        request = self._submit(Call(prompt, params, begun))
         self._start_driver()
         return await asyncio.wrap_future(request.future)
 
@@ -130,36 +127,24 @@ class NativeEngine:
 
         RuntimeError while `generate` is at work, and while the engine is paused.
         """
-        return self._generate_all(prompts, params, [None] * len(prompts), lambda _: False)
+        return self._generate_until([Call(*pair) for pair in zip(prompts, params, strict=True)], lambda _: False)
 
-    def generate_some(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: Sequence[SamplingParams],
-        begun: Sequence[Completion | None],
-        enough: Callable[[Sequence[bool]], bool],
-    ) -> list[Completion]:
+    def generate_some(self, calls: Sequence[Call], enough: Callable[[Sequence[bool]], bool]) -> list[Completion]:
         """As `generate_all`, until `enough` of which requests are done; the others end with what they have, as by
         `abort`, and can be `begun` of a later call. Nothing that was read before is shared: what is left depends on the
         arguments and the weights alone."""
         if not self._scheduler.busy:
             self._scheduler.forget()
-        return self._generate_all(prompts, params, begun, enough)
+        return self._generate_until(calls, enough)
 
-    def _generate_all(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: Sequence[SamplingParams],
-        begun: Sequence[Completion | None],
-        enough: Callable[[Sequence[bool]], bool],
-    ) -> list[Completion]:
+    def _generate_until(self, calls: Sequence[Call], enough: Callable[[Sequence[bool]], bool]) -> list[Completion]:
         if self._scheduler.busy:
             raise RuntimeError("generate_all: the engine is generating already; wait for that, or await generate")
         if self._paused:
             raise RuntimeError("generate_all: the engine is paused; call resume() first")
         requests: list[Request] = []
         try:
-            requests.extend(self._submit(*request) for request in zip(prompts, params, begun, strict=True))
+            requests.extend(map(self._submit, calls))
             while not enough([request.future.done() for request in requests]) and self.step():
                 pass
         except BaseException:
@@ -270,7 +255,8 @@ class NativeEngine:
             return Loaded.of(source, source.read(), version)
         return Loaded.of(*self._copies(model), version)
 
-    def _submit(self, prompt: Sequence[int], params: SamplingParams, begun: Completion | None) -> Request:
+    def _submit(self, call: Call) -> Request:
+        prompt, params, begun = call
         if self._closed:
             raise RuntimeError("the engine is closed")
         if len(prompt) == 0:

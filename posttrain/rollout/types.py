@@ -142,6 +142,15 @@ class Completion:
     """Of each token of the prompt after those before it, 0 for the first; None where the request does not ask."""
 
 
+class Call(NamedTuple):
+    """What an engine is asked for one completion."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    begun: Completion | None = None
+    """An aborted completion of the same request, which is gone on with: what comes back begins with it."""
+
+
 @runtime_checkable
 class RolloutEngine(Protocol):
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion: ...
@@ -155,15 +164,9 @@ class RolloutEngine(Protocol):
 class ResumableEngine(RolloutEngine, Protocol):
     """Whose samples can be left and gone on with, also under later weights."""
 
-    def generate_some(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: Sequence[SamplingParams],
-        begun: Sequence[Completion | None],
-        enough: Callable[[Sequence[bool]], bool],
-    ) -> list[Completion]:
-        """A completion of each prompt, which goes on with what is `begun` of it. As soon as `enough` of those that are
-        done, the others end as they are, by "abort"; which, depends on the arguments and the weights alone."""
+    def generate_some(self, calls: Sequence[Call], enough: Callable[[Sequence[bool]], bool]) -> list[Completion]:
+        """A completion for each call. As soon as `enough` of those that are done, the others end as they are, by
+        "abort"; which, depends on the arguments and the weights alone."""
         ...
 
 

@@ -107,6 +107,11 @@ def test_templates_take_values_as_they_are() -> None:
             r"no column 'qestion' among question, answer; did you mean 'q",
         ),
         ({"question": "q", "answer": "a"}, {"prompt": "{question}"}, r"dataset.completion .*no column 'completion'"),
+        (
+            {"prompt": "q", "answer": "a"},
+            {"system": "S", "prompt": "{prompt}"},
+            r"among prompt, answer; give dataset.completion, a template over the columns such as '\{answer\}'",
+        ),
         ({"question": "q"}, {}, r"columns question; SFT needs messages, or prompt and completion, or text"),
         ({"q": None, "completion": "a"}, {"prompt": "{q}"}, r"column 'q' is null"),
         ({"q": "q", "completion": "a"}, {"prompt": r"\boxed{}{q}"}, r"has empty braces"),

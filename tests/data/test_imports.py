@@ -78,3 +78,6 @@ def test_a_failed_import_is_tried_again(tmp_path: Path) -> None:
 
 def test_did_you_mean_says_nothing_without_resemblance() -> None:
     assert did_you_mean("prompt", ["zzz"]) == ""
+    assert did_you_mean("completion", ["prompt", "question"]) == did_you_mean("question", ["solution"]) == ""
+    assert did_you_mean("completion", ["prompt", "completions"]) == "; did you mean 'completions'?"
+    assert did_you_mean("sft", ["rl", "stf"]) == "; did you mean 'stf'?"

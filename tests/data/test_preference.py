@@ -108,12 +108,22 @@ def test_what_is_wrong_with_a_pair(row: dict[str, Any], message: str) -> None:
     ("row", "message"),
     [
         ({"prompt": "a", "completion": "b", "label": "good"}, "column 'label' must be true or false, got 'good'"),
-        ({"prompt": "a", "completion": "b"}, "missing: 'chosen'"),
+        ({"prompt": "a", "completion": "b"}, "missing: 'chosen', 'rejected', 'label'; dataset.completion: "),
+        (
+            {"prompt": "a", "label": True},
+            r"missing: 'chosen', 'rejected', 'completion'; .*\(dataset.path: file.py:func",
+        ),
     ],
 )
 def test_what_is_wrong_with_an_answer(row: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         judged(row, DATASET, PLAIN)
+
+
+def test_a_template_makes_a_judged_completion() -> None:
+    chosen = DATASET.model_copy(update={"prompt": "{q}=", "completion": "{a}"})
+    found = judged({"q": "1+1", "a": "2", "label": True}, chosen, PLAIN)
+    assert [(BYTES.decode(answer.masked.tokens), answer.role) for answer in found] == [("1+1=2", 1)]
 
 
 def units(table: list[dict[str, Any]], kind: str = "pairs", row_tokens: int = 40, **fields: Any) -> Units:

@@ -153,7 +153,7 @@ def test_the_run_chooses_the_set_of_longrope() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "qwen33"}, "model_type='qwen33' is not supported; did you mean 'qwen3'? known: "),
+        ({"model_type": "qwen33"}, "model_type='qwen33' is not supported; did you mean 'qwen3'?; known: "),
         ({"model_type": "qwen3_next"}, "model_type='qwen3_next' is not supported: its layers of linear attention keep"),
         ({"vocab_size": None}, "vocab_size: the model's config.json must have it"),
         ({"vocab_size": "96"}, "vocab_size: must be int, got '96'"),

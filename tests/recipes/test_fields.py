@@ -21,8 +21,10 @@ from posttrain.mesh import single_device_mesh
 from posttrain.models.adapter import has_dropout
 from posttrain.optim import make_optimizer
 from posttrain.recipes.distill import cache_folders, terms_of
-from posttrain.recipes.prepare import Prepared, SFTInputs, prepare
+from posttrain.recipes.prepare import prepare
 from posttrain.recipes.prepare_rl import RLInputs
+from posttrain.recipes.prepare_sequences import SFTInputs
+from posttrain.recipes.prepared import Prepared
 from posttrain.recipes.sampled import eval_sampling
 from posttrain.recipes.sequence_evaluation import counted
 from posttrain.recipes.stage import StageRun

@@ -13,8 +13,9 @@ import posttrain as pt
 from posttrain.config import ConfigError
 from posttrain.config_file import load_config
 from posttrain.losses.preference import PreferenceLoss
-from posttrain.recipes.prepare import prepare, rows_per_step
+from posttrain.recipes.prepare import prepare
 from posttrain.recipes.prepare_rl import OnlineInputs
+from posttrain.recipes.stages import rows_per_step
 from tests.recipes.runs import INIT, lines, posttrain, rl_stage, steps, weights, write_run
 
 STAGE = "0-online_preference"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from posttrain.config_file import load_config
-from posttrain.recipes.prepare import row_notes
 from posttrain.recipes.python import PythonRun
+from posttrain.recipes.stages import row_notes
 from posttrain.recipes.summary import _difference
 from tests.recipes.runs import lines, posttrain, rl_stage, sft_stage, write_run
 

@@ -19,7 +19,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.rollout import scheduler
 from posttrain.rollout.native import NativeEngine
 from posttrain.rollout.runner import Dispatch, Outcome
-from posttrain.rollout.types import Completion, SamplingParams
+from posttrain.rollout.types import Call, Completion, SamplingParams
 from posttrain.weights.lora import attach_lora
 from posttrain.weights.state import ModelWeights
 from tests.rollout.engines import LENGTH, NaiveEngine, assert_same, make_engine, params, requests, text_of
@@ -174,7 +174,7 @@ def test_new_weights_while_prompts_are_read(
     prompts = [[7, 8, 9], [*range(50)], [*range(100, 150)]]
     parameters = [params(i, max_tokens=8, prompt_logps=i > 0) for i in range(3)]
     engine.update_weights(model, 1)
-    requests = [engine._submit(*request, None) for request in zip(prompts, parameters, strict=True)]
+    requests = [engine._submit(Call(*request)) for request in zip(prompts, parameters, strict=True)]
     engine.step()
     assert engine._scheduler.running[requests[0].number].ready and not requests[0].tokens, "it waits for the others"
     assert 1 < len(requests[1].prompt_logps) < 50

@@ -127,15 +127,17 @@ def _backward(plan: _Plan, saved: Any, d_out: Array) -> tuple[Array, Array, Arra
             probs = jnp.exp(logits - log_total_i[..., None])
             d_probs = _product("bkgth,bksh->bkgts", d_out_i, v_j)
             d_logits = (probs * (d_probs - delta_i[..., None]) * slope).astype(q.dtype)
-            dv = _add(dv, j, _product("bkgts,bkgth->bksh", probs.astype(d_out_i.dtype), d_out_i))
-            dk = _add(dk, j, _product("bkgts,bkgth->bksh", d_logits, q_i))
+            dv = _add(dv, j, _product("bkgth,bkgts->bkhs", d_out_i, probs.astype(d_out_i.dtype)))
+            dk = _add(dk, j, _product("bkgth,bkgts->bkhs", q_i, d_logits))
             return dq_i + _product("bkgts,bksh->bkgth", d_logits, k_j), dk, dv
 
         dq_i, dk, dv = lax.fori_loop(*plan.keys_of(i), step, (jnp.zeros(q_i.shape), *carry))
         return (dk, dv), dq_i.astype(q.dtype)
 
     blocks = (jnp.arange(q.shape[0]), q, log_total, d_out, delta, *_of_queries(places))
-    (dk, dv), dq = lax.scan(block, (jnp.zeros(k.shape), jnp.zeros(v.shape)), blocks)
+    # Sums [B, K, H, S]: of their products XLA:CPU transposes the first operand, here not the one of size t x s.
+    (dk, dv), dq = lax.scan(block, tuple(jnp.zeros(x.swapaxes(2, 3).shape) for x in (k, v)), blocks)
+    dk, dv = dk.swapaxes(2, 3), dv.swapaxes(2, 3)
     # The share of the sink is exp(sink - log_total), and its value is 0.
     d_sinks = -jnp.sum(jnp.exp(sinks[None] - log_total) * delta, axis=(0, 1, 4)).reshape(sinks.shape)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), d_sinks if plan.sinks else None, None
@@ -174,5 +176,5 @@ def _slice(x: Array, j: Array, block: int) -> Array:
 
 
 def _add(x: Array, j: Array, block: Array) -> Array:
-    start = j * block.shape[2]
-    return lax.dynamic_update_slice_in_dim(x, _slice(x, j, block.shape[2]) + block, start, axis=2)
+    start, size = j * block.shape[3], block.shape[3]
+    return lax.dynamic_update_slice_in_dim(x, lax.dynamic_slice_in_dim(x, start, size, axis=3) + block, start, axis=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, get_args
 
@@ -30,14 +31,29 @@ from posttrain.kernels.platform import (
 
 Kernel: TypeAlias = Callable[[Operands], Float[Array, "B T N Hv"]]
 
-REFUSALS: Mapping[str, Callable[[Request], str | None]] = {
-    "reference": lambda _: None,
-    "blockwise": lambda _: None,
-    "splash": splash.refusal,
-    "tokamax": tokamax.refusal,
-    "cudnn": cudnn.refusal,
+
+@dataclass(frozen=True, kw_only=True)
+class Serves:
+    """What a kernel serves."""
+
+    parents: bool
+    """Segments that go on from others."""
+    other: Callable[[Request], str | None]
+    """Why it cannot serve a request, parents aside; None where it can."""
+
+    def refusal(self, request: Request) -> str | None:
+        if request.parents and not self.parents:
+            return "knows no sequence that goes on from another"
+        return self.other(request)
+
+
+SERVES: Mapping[str, Serves] = {
+    "reference": Serves(parents=True, other=lambda _: None),
+    "blockwise": Serves(parents=True, other=lambda _: None),
+    "splash": Serves(parents=False, other=splash.refusal),
+    "tokamax": Serves(parents=True, other=tokamax.refusal),
+    "cudnn": Serves(parents=True, other=cudnn.refusal),
 }
-"""Why a kernel cannot serve a request; None where it can."""
 
 PREFERRED: Mapping[str, tuple[str, ...]] = {"tpu": ("splash",), "gpu": ("tokamax", "cudnn")}
 """Fused kernels of a platform, the first that serves. On CPU blocks of XLA take half the time of splash, or less."""
@@ -107,18 +123,19 @@ def attention(
 
 
 def serves_parents(kernel: str, platform: str) -> bool:
-    """Whether segments that go on from others have the kernel that other rows have: all but splash know them."""
-    return kernel != "splash" and (kernel != "auto" or "splash" not in PREFERRED.get(platform, ()))
+    """Whether segments that go on from others have the kernel that other rows have."""
+    names = PREFERRED.get(platform, ()) if kernel == "auto" else (kernel,)
+    return all(SERVES[name].parents for name in names)
 
 
 def choose(request: Request) -> str:
     """The kernel of "auto"."""
     small = request.num_logits <= WHOLE_LOGITS
     if request.kind == "decode":
-        return "cudnn" if cudnn.refusal(request) is None else "reference"
+        return "cudnn" if SERVES["cudnn"].refusal(request) is None else "reference"
     if request.kind == "rows":
         for name in PREFERRED.get(request.platform, ()):
-            if REFUSALS[name](request) is None:
+            if SERVES[name].refusal(request) is None:
                 return name
         small = small and request.num_queries <= WHOLE_LENGTH
     return "reference" if small else "blockwise"
@@ -128,11 +145,11 @@ def select(kernel: str, request: Request) -> str:
     """The kernel to run. ConfigError where the one that is asked for cannot serve, with those that can."""
     if kernel == "auto":
         return choose(request)
-    if kernel not in REFUSALS:
+    if kernel not in SERVES:
         raise ConfigError(f"attention: no kernel {kernel!r}; use one of {', '.join(get_args(AttentionKernel))}")
-    refusal = REFUSALS[kernel](request)
+    refusal = SERVES[kernel].refusal(request)
     if refusal is not None:
-        others = ", ".join(name for name, refuse in REFUSALS.items() if refuse(request) is None)
+        others = ", ".join(name for name, serves in SERVES.items() if serves.refusal(request) is None)
         raise ConfigError(f"attention: kernel {kernel!r} {refusal}; use auto, {others}")
     return kernel
 

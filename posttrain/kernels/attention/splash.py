@@ -21,8 +21,6 @@ MAX_FUSED_BLOCKS = 8
 def refusal(request: Request) -> str | None:
     if request.platform not in ("cpu", "tpu"):
         return f"runs on TPU, and interpreted on CPU, got {request.platform}"
-    if request.parents:
-        return "knows no sequence that goes on from another"
     refusal = request.refusal_of_rows()
     if refusal is None and request.num_queries % LANES:
         refusal = f"takes rows of a multiple of {LANES} tokens, got {request.num_queries}"

@@ -1,0 +1,206 @@
+"""What a trainer minimises, and its gradient over all micro-batches, as pure functions of arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from posttrain.accumulate import Pulled, as_one, num_micro, stack_over, sum_over
+from posttrain.batch import Batch, BatchLoss, LossOutput, RouterStats, ScoreStats, TokenStats, TopK
+from posttrain.kernels.token_stats import Teacher, Terms, token_stats
+from posttrain.losses.reduce import sequence_sums, to_tokens
+from posttrain.losses.router import RouterLoss, router_means, weight_of
+from posttrain.matching import Matching
+from posttrain.models.adapter import drop, has_dropout
+from posttrain.models.taps import Features
+from posttrain.tree import replace
+from posttrain.weights.state import ModelWeights, Weights
+
+AnyLoss = Callable[[Any, Batch], LossOutput]
+"""On the statistics that the model gives: a `TokenLoss` or a `ScoreLoss`."""
+
+
+class Keys(NamedTuple):
+    """Random keys of a micro-batch."""
+
+    dropout: Array | None
+    noise: Array | None
+    """One for each row."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Objective:
+    """Of the structures of a student and its teachers; all arrays are arguments, so that programs may donate them."""
+
+    student: ModelWeights
+    teachers: Sequence[ModelWeights]
+    loss: AnyLoss
+    temperature: float
+    terms: Terms
+    router_loss: RouterLoss | None
+    matching: Matching | None
+    noise_alpha: float
+    dropout_seed: int | None
+
+    def __post_init__(self) -> None:
+        if self.matching is not None and len(self.teachers) != 1:
+            raise ValueError(f"Trainer: matching is of one teacher in the step, and there are {len(self.teachers)}")
+        if (self._dropout or self.noise_alpha) and self.dropout_seed is None:
+            raise ValueError("Trainer: dropout of an adapter and noise_alpha draw random numbers; give dropout_seed")
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        loss: object = self.loss
+        return isinstance(loss, BatchLoss) and loss.needs_whole_batch
+
+    @functools.cached_property
+    def _dropout(self) -> bool:
+        return has_dropout(self.student.model)
+
+    @functools.cached_property
+    def _projections(self) -> frozenset[str]:
+        return frozenset(() if self.matching is None else self.matching.shapes())
+
+    def keys(self, step: Array, micro: Batch) -> Keys:
+        """Random keys of the step's micro-batches; those of the noise belong to rows, whatever the split."""
+        if self.dropout_seed is None:
+            return Keys(None, None)
+        key, (num_micro, rows) = jax.random.fold_in(jax.random.key(self.dropout_seed), step), micro.tokens.shape[:2]
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_micro * rows)).reshape(num_micro, rows)
+        return Keys(keys[:, 0] if self._dropout else None, keys if self.noise_alpha else None)
+
+    def forward(
+        self, weights: Weights, batch: Batch, taught: list[Weights] | None = None, keys: Keys | None = None
+    ) -> tuple[TokenStats | ScoreStats, RouterStats | None]:
+        """Statistics of the tokens that have a weight; without `taught` those of the student alone."""
+        model = self.student.bind({path: w for path, w in weights.items() if path not in self._projections})
+        matching = None if taught is None else self.matching
+        if keys is not None and keys.dropout is not None:
+            drop(model, keys.dropout)
+        tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
+        experts = None if batch.experts is None else jnp.moveaxis(jnp.asarray(batch.experts, jnp.int32), 2, 0)
+        parents = None if batch.parents is None else jnp.asarray(batch.parents)
+        noise = None if keys is None or keys.noise is None else self._noise(keys.noise, segments)
+        assert matching is None or parents is None, "sequences that go on from others have no features to match"
+        inputs, taps = (tokens, positions, segments), None if matching is None else matching.student
+        hidden, routing, own = model.features(*inputs, taps, experts=experts, noise=noise, parents=parents)
+        if model.config.scalar_head:
+            scores = jnp.where(segments > 0, model.scores(hidden), 0.0)
+            return ScoreStats(scores=scores), None if routing is None else routing.stats
+        teachers: list[Teacher | TopK] = []
+        only, theirs = jnp.asarray(batch.loss_weight) != 0, Features()
+        for structure, arrays in zip(self.teachers, taught or [], strict=taught is not None):
+            teacher = structure.bind(jax.lax.stop_gradient(arrays))
+            taps = None if matching is None else matching.teacher
+            final, _, theirs = teacher.features(*inputs, taps, parents=parents)
+            teachers.append(Teacher(teacher.logits, final))
+        teachers += (batch.teachers or ()) if taught is not None else ()
+        stats = token_stats(
+            model.logits,
+            hidden,
+            tokens,
+            segments,
+            temperature=self.temperature,
+            vocab_size=model.config.vocab_size,
+            only=only,
+            terms=self.terms if taught is not None else dataclasses.replace(self.terms, divergence=None),
+            teachers=teachers,
+            teacher_weights=batch.teacher_weights if teachers else None,
+        )
+        if matching is not None:
+            stats = replace(stats, **matching(own, theirs, weights, segments, only))
+        return stats, None if routing is None else routing.stats
+
+    def _noise(self, keys: Array, segments: Array) -> Float[Array, "B T D"]:
+        """Of NEFTune: the shorter a sequence, the more of it."""
+        shape = (segments.shape[1], self.student.model.config.embed_dim)
+        lengths = to_tokens(sequence_sums(jnp.ones(segments.shape), segments), segments)
+        scale = self.noise_alpha / jnp.sqrt(jnp.maximum(lengths, 1.0) * shape[1])
+        return jax.vmap(lambda key: jax.random.uniform(key, shape, minval=-1.0, maxval=1.0))(keys) * scale[..., None]
+
+    def loss_output(
+        self,
+        weights: Weights,
+        batch: Batch,
+        taught: list[Weights],
+        loss: AnyLoss,
+        keys: Keys | None = None,
+    ) -> tuple[LossOutput, RouterStats | None, TokenStats | ScoreStats]:
+        stats, routers = self.forward(weights, batch, taught, keys)
+        output = loss(stats, batch)
+        if routers is None:
+            return output, None, stats
+        metrics = {**output.metrics, **router_means(routers, num_tokens(batch))}
+        return LossOutput(loss=output.loss, metrics=metrics), routers, stats
+
+    def gradients(
+        self,
+        params: Weights,
+        frozen: Weights,
+        taught: list[Weights],
+        router_weight: Array,
+        inputs: tuple[Batch, Keys],
+        count: Array,
+    ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
+        """Of all micro-batches. A loss over the whole batch takes another forward pass where there are several."""
+        gradient_of = functools.partial(self._gradient, params, frozen, taught, router_weight)
+        if not self.needs_whole_batch or num_micro(inputs) == 1:
+            return sum_over(lambda one: gradient_of(one, self.loss), inputs, count)
+        stats = stack_over(lambda one: self.forward({**frozen, **params}, one[0], taught, one[1])[0], inputs, count)
+
+        def whole(stats: Any) -> tuple[Array, LossOutput]:
+            output = self.loss(as_one(stats), as_one(inputs[0]))
+            return jnp.asarray(output.loss.total), output
+
+        cotangents, output = jax.grad(whole, has_aux=True)(stats)
+        gradient, (of_routers, routers) = sum_over(
+            lambda one: gradient_of(one[0], Pulled(one[1])), (inputs, cotangents), count
+        )
+        metrics = {**output.metrics, **of_routers.metrics}
+        return gradient, (LossOutput(loss=output.loss, metrics=metrics), routers)
+
+    def _gradient(
+        self,
+        params: Weights,
+        frozen: Weights,
+        taught: list[Weights],
+        router_weight: Array,
+        inputs: tuple[Batch, Keys],
+        loss: AnyLoss,
+    ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
+        def total(params: Weights) -> tuple[Array, tuple[LossOutput, RouterStats | None]]:
+            batch, keys = inputs
+            output, routers, _ = self.loss_output({**frozen, **params}, batch, taught, loss, keys)
+            value = jnp.asarray(output.loss.total)
+            if self.router_loss is not None and routers is not None:
+                value += router_weight * self.router_loss(routers)
+            return value, (output, routers)
+
+        # With respect to float32 copies, so that what is added up over chunks and tokens is added up in float32.
+        return jax.grad(total, has_aux=True)(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+
+    def router_weight(self, micro: Batch, count: Array) -> Array:
+        """What makes totals of the router's loss comparable to those of the loss: the quotient of their weights.
+
+        Of the whole batch, and so before the first backward pass: then the gradient is exact for any split.
+        """
+        if self.router_loss is None:
+            return jnp.zeros(())
+
+        def weights(batch: Batch) -> tuple[Array, Array]:
+            weight = weight_of(self.loss, batch, scores=self.student.model.config.scalar_head)
+            return weight, num_tokens(batch) * len(self.student.model.config.mixtures)
+
+        of_loss, of_router = sum_over(weights, micro, count)
+        return jnp.where(of_router > 0, of_loss / jnp.maximum(of_router, 1.0), 0.0)
+
+
+def num_tokens(batch: Batch) -> Float[Array, ""]:
+    return jnp.sum(jnp.asarray(batch.segments) > 0, dtype=jnp.float32)
