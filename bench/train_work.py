@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +21,8 @@ from jaxtyping import Int
 
 from posttrain.batch import Batch
 from posttrain.config import LoRA, OptimizerSection
+from posttrain.data.packing import to_batch
+from posttrain.data.windows import LOOK_AHEAD, PackedBatches
 from posttrain.kernels.chunk_stats import PLAIN, Terms
 from posttrain.kernels.divergence import Divergence
 from posttrain.losses.distill import DistillLoss
@@ -38,7 +41,7 @@ PAIRS, PROMPT, RESPONSE = 4, 64, 192
 TOKENS_OF_PAIRS = 2 * PAIRS * (PROMPT + RESPONSE)
 """With both prompts, as peers count them, also where a prompt is computed once."""
 RANK, TEMPERATURE = 16, 2.0
-SHORTEST = 32
+SHORTEST, SEQUENCES = 32, 4096
 SKIPPED = 2
 """Steps before those that count."""
 
@@ -93,31 +96,31 @@ def spread_lengths(rng: np.random.Generator, count: int) -> Int[np.ndarray, " N"
     return rng.integers(SHORTEST, TOKENS + 1, count)
 
 
-def packed(lengths: Iterator[int]) -> Iterator[list[list[int]]]:
-    """First fit in order, in windows of the rows of a step, as `posttrain.data.packing` does."""
-    rows: list[list[int]] = [[] for _ in range(ROWS)]
-    for length in lengths:
-        row = next((row for row in rows if sum(row) + length <= TOKENS), None)
-        if row is None:
-            yield rows
-            rows = [[] for _ in range(ROWS)]
-            row = rows[0]
-        row.append(length)
-
-
-def endless(rng: np.random.Generator) -> Iterator[int]:
-    while True:
-        yield from spread_lengths(rng, 1024).tolist()
+def packed(rng: np.random.Generator) -> Iterator[Batch]:
+    """As the product packs a shuffled dataset."""
+    examples = [
+        {
+            "tokens": rng.integers(FIRST, VOCAB, length, dtype=np.int32),
+            "loss_weight": (np.arange(length) > 0).astype(np.float32),
+        }
+        for length in spread_lengths(rng, SEQUENCES).tolist()
+    ]
+    batches = PackedBatches(
+        grain.MapDataset.source(examples).repeat(),
+        epoch=SEQUENCES,
+        window=LOOK_AHEAD,
+        batch_rows=ROWS,
+        lengths=dict.fromkeys(("tokens", "loss_weight"), TOKENS),
+    )
+    yield from map(to_batch, batches)
 
 
 def batches_of(name: str, rng: np.random.Generator) -> Iterator[Batch]:
-    stream = endless(rng)
-    rows = packed(stream)
+    if name == "spread":
+        yield from packed(rng)
     while True:
-        if name == "spread":
-            yield rows_of(next(rows), rng, TOKENS)
-        elif name == "spread-padded":
-            yield rows_of([[next(stream)] for _ in range(ROWS)], rng, TOKENS)
+        if name == "spread-padded":
+            yield rows_of(spread_lengths(rng, ROWS).reshape(-1, 1).tolist(), rng, TOKENS)
         elif name == "completion":
             yield rows_of([[TOKENS]] * ROWS, rng, TOKENS, unweighted=TOKENS * 3 // 4)
         elif name.startswith("dpo"):

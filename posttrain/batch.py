@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
@@ -85,6 +86,13 @@ def rows_per_pass(total: int, wanted: int | None, shards: int) -> int:
     """Rows of one forward pass over `total`: all or `wanted`, rounded up to a multiple of the devices they are on."""
     rows = total if wanted is None else min(wanted, total)
     return -(-rows // shards) * shards
+
+
+def filled_ratio(batch: Batch) -> Float[Array, ""]:
+    """Share of the places that hold a token, of the rows that hold any."""
+    filled = jnp.asarray(batch.segments) > 0
+    num_places = jnp.sum(filled.any(axis=-1)) * filled.shape[-1]
+    return jnp.sum(filled) / jnp.maximum(num_places, 1)
 
 
 @pytree

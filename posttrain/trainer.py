@@ -16,7 +16,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 from posttrain.accumulate import as_one, concatenated, stack_over
-from posttrain.batch import Batch, LossOutput, ScoreLoss, ScoreStats, TokenLoss, TokenStats, rows_per_pass
+from posttrain.batch import (
+    Batch,
+    LossOutput,
+    ScoreLoss,
+    ScoreStats,
+    TokenLoss,
+    TokenStats,
+    filled_ratio,
+    rows_per_pass,
+)
 from posttrain.console import progress_bar
 from posttrain.kernels.chunk_stats import PLAIN, Terms
 from posttrain.losses.router import RouterLoss, check_weight, corrected, load_metrics
@@ -264,6 +273,7 @@ class Trainer:
             "grad_norm": norm,
             "update_skipped": 1.0 - usable.astype(jnp.float32),
             "num_tokens": jnp.sum(micro.segments > 0),
+            "data/filled_ratio": filled_ratio(micro),
         }
         return new_params, jax.tree.map(keep, new_state, opt_state), metrics
 

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 from posttrain.batch import Batch
+from posttrain.data.packing import best_fit
 from posttrain.kernels.chunk_stats import Terms
 from posttrain.kernels.divergence import Divergence
 from posttrain.losses.distill import DistillLoss
@@ -110,9 +111,18 @@ def test_sft_of_a_mixture(arrays: dict[str, np.ndarray]) -> None:
     np.testing.assert_allclose(found["entropy"], golden["metrics"]["entropy"], rtol=1e-4)
 
 
+def test_the_same_sequences_share_a_row() -> None:
+    """As TRL's strategy `bfd` puts them together; of its others one splits sequences, and one pays no heed to them."""
+    golden = case("pack_bfd")
+    room = golden["args"]["seq_length"]
+    cut = [ids[:room] for ids in golden["args"]["input_ids"]]
+    rows = best_fit(np.asarray([[len(ids)] for ids in cut]), np.asarray([room]))
+    made = [sorted(token for member in row for token in cut[member]) for row in rows]
+    assert sorted(made) == sorted(map(sorted, golden["output"]["input_ids"]))
+
+
 def test_packed_documents_do_not_see_each_other(arrays: dict[str, np.ndarray]) -> None:
-    """Logits of TRL's packing without padding. Its strategies (`pack_bfd`, `pack_bfd_split`, `pack_wrapped`) are others
-    than our first fit, which keeps the order of the data: tests/data/test_packing.py."""
+    """Logits of TRL's packing without padding."""
     ids, positions = arrays["in/pack_input_ids"], arrays["in/pack_position_ids"]
     model = load_model(GOLDENS / "models" / "llama", dtype=jnp.float32)
     logits = np.asarray(forward(model, ids, positions, np.cumsum(positions == 0, axis=1)))

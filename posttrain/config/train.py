@@ -28,7 +28,8 @@ class DatasetSection(Section):
     limit: PositiveInt | None = None
     """Rows used after `skip`, before shuffling."""
     shuffle: Flag = True
-    """Draw training rows in a new random order each epoch; evaluation keeps the order."""
+    """Draw training rows in a new random order each epoch. Without it they keep theirs: packing then looks ahead by
+    about a step only, and fills less of the rows."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Share of the sequences that come from here, where a stage mixes several datasets (`mix`)."""
 

@@ -13,10 +13,10 @@ from posttrain.batch import Batch
 from posttrain.config import ComparedSection, ConfigError, DatasetSection
 from posttrain.data.align import common_prefix
 from posttrain.data.chat import Masked, Renderer
-from posttrain.data.packing import pack, pad_rows
-from posttrain.data.pipeline import READ_AHEAD, Stream, fingerprint, order, token_fingerprint
+from posttrain.data.pipeline import Stream, fingerprint, order, token_fingerprint, window_of
 from posttrain.data.preference import CHOSEN, Answer, is_paired, judged, margin, mismatched, pair, prompt_of, steps
 from posttrain.data.sources import Rows
+from posttrain.data.windows import PackedBatches, Window
 
 Unit = dict[str, np.ndarray]
 """Arrays over the tokens of one or two sequences that belong together."""
@@ -185,6 +185,7 @@ class ComparisonBatches(Stream):
 
     def __init__(self, units: Units, *, seed: int) -> None:
         section, dataset, self._units = units.section, units.dataset, units
+        window = window_of(section, [dataset])
         identity = {
             "dataset": fingerprint(dataset, units.rows),
             "tokens": token_fingerprint(units.rows, replace(units, ref_logps=None)),
@@ -196,9 +197,10 @@ class ComparisonBatches(Stream):
             "overlong": section.overlong,
             "units": units.kind,
             "share_prompts": units.share_prompts,
+            "window": str(window),
         }
         numbers = order(len(units), shuffle=dataset.shuffle, seed=seed)
-        super().__init__(iter(_packed(units, numbers.map(units)).batch(section.batch_rows)), identity)
+        super().__init__(_packed(units, numbers.map(units), window), identity)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -212,31 +214,24 @@ class ComparisonBatches(Stream):
 
 
 def all_rows(units: Units) -> Iterator[NumberedRows]:
-    """One pass over the units in their order; the last batch is filled with empty rows."""
+    """One pass over the units, always in the same order; the last batch is filled with empty rows."""
     import grain
 
-    rows = units.section.batch_rows
-    for made in _packed(units, grain.MapDataset.range(len(units)).map(units)).batch(rows, drop_remainder=False):
-        yield _to_batch(pad_rows(made, rows), units)
-
-
-def _packed(units: Units, examples: Any) -> Any:
-    import grain
-
-    ahead = examples.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD))
     section = units.section
-    return pack(
-        ahead,
-        row_tokens=section.row_tokens,
-        window_rows=section.batch_rows,
-        packing=section.packing,
-        more=dict.fromkeys((name for name in units.names if name not in ("tokens", "loss_weight")), section.row_tokens),
-    )
+    window = Window.of(packing=section.packing, ordered=False, batch_rows=section.batch_rows)
+    for made in _packed(units, grain.MapDataset.range(len(units)).map(units), window):
+        yield _to_batch(made, units)
+
+
+def _packed(units: Units, examples: Any, window: Window) -> PackedBatches:
+    section = units.section
+    lengths = dict.fromkeys(units.names, section.row_tokens)
+    return PackedBatches(examples, epoch=len(units), window=window, batch_rows=section.batch_rows, lengths=lengths)
 
 
 def _to_batch(rows: dict[str, np.ndarray], units: Units) -> NumberedRows:
     """Each packed unit is one segment of the packer; here each of its sequences becomes one."""
-    before = (3 if units.share_prompts else 2) * (rows["tokens_segment_ids"] - 1)
+    before = (3 if units.share_prompts else 2) * (rows["tokens_segments"] - 1)
     segments, parents = (np.where(rows[n] > 0, before + rows[n], 0).astype(np.int32) for n in ("part", "parent"))
     batch = Batch(
         tokens=rows["tokens"],

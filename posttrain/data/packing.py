@@ -1,11 +1,12 @@
-"""Sequences to rows: first-fit packing with positions and segments; unpacked is one sequence per row."""
+"""Sequences to rows: which share one, and where each stands."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
 from posttrain.batch import Batch
 from posttrain.config import ConfigError
@@ -32,24 +33,50 @@ def fit_to_row(example: Example, row_tokens: int, overlong: Overlong) -> Example
     return None
 
 
-def pack(
-    examples: Any, *, row_tokens: int, window_rows: int, packing: bool, more: Mapping[str, int] | None = None
-) -> Any:
-    """A grain `IterDataset` of rows from one of examples, dicts with `tokens`, `loss_weight` and what `more` names.
+def best_fit(lengths_ND: Int[np.ndarray, "N D"], room_D: Int[np.ndarray, " D"]) -> list[list[int]]:
+    """The numbers of the sequences that share a row: the longest first, each where the least room is left.
 
-    First-fit in windows of `window_rows` rows: a sequence goes to the first row that has room; when none has, the
-    window is emitted and the next begins. The order of sequences decides everything, so a stream can be resumed.
-    `more`: with the length of a row, which for other than the student's tokens may be another.
+    D lengths of a sequence must fit: its own, and those of what stands beside it in rows of other lengths.
+
+    The sequences of a row keep their order, and rows stand in the order of the first that was put into each: where
+    sequences come in a random order, early rows are as full and as long as late ones.
     """
-    import grain.experimental
+    assert (lengths_ND <= room_D).all(), (lengths_ND.max(axis=0), room_D)
+    free_ND = np.empty(lengths_ND.shape)
+    shares_ND = lengths_ND / room_D
+    rows: list[list[int]] = []
+    # Of equal lengths the first one put into a row finds more that fits beside it: it must not be the earlier one.
+    drawn = np.random.default_rng(0).permutation(len(lengths_ND))
+    for number in np.lexsort((drawn, -shares_ND.max(axis=1, initial=0.0))).tolist():
+        fits = (free_ND[: len(rows)] >= lengths_ND[number]).all(axis=1)
+        if fits.any():
+            row = int(np.argmin(np.where(fits, (free_ND[: len(rows)] / room_D).sum(axis=1), np.inf)))
+        else:
+            row = len(rows)
+            rows.append([])
+            free_ND[row] = room_D
+        rows[row].append(number)
+        free_ND[row] -= lengths_ND[number]
+    return [sorted(row) for row in sorted(rows, key=lambda row: row[0])]
 
-    return grain.experimental.FirstFitPackIterDataset(
-        examples,
-        length_struct={**dict.fromkeys(("tokens", "loss_weight"), row_tokens), **(more or {})},
-        num_packing_bins=window_rows,
-        shuffle_bins=False,
-        max_sequences_per_bin=None if packing else 1,
-    )
+
+class Place(NamedTuple):
+    row: int
+    number: int
+    """Among the sequences of the row, from 1."""
+    start: int
+
+
+def places(lengths: Sequence[int], row_tokens: int) -> list[Place]:
+    """Where each sequence stands, as `best_fit` says."""
+    found: dict[int, Place] = {}
+    numbers = np.asarray(lengths, np.int64).reshape(-1, 1)
+    for row, members in enumerate(best_fit(numbers, np.asarray([row_tokens]))):
+        start = 0
+        for number, member in enumerate(members, start=1):
+            found[member] = Place(row, number, start)
+            start += lengths[member]
+    return [found[member] for member in range(len(lengths))]
 
 
 def sequence(example: Example) -> dict[str, np.ndarray]:
@@ -58,16 +85,10 @@ def sequence(example: Example) -> dict[str, np.ndarray]:
 
 
 def to_batch(rows: Mapping[str, np.ndarray]) -> Batch:
-    """The packer's stacked rows as a host `Batch`."""
+    """The packer's rows as a host `Batch`."""
     return Batch(
         tokens=rows["tokens"],
         positions=rows["tokens_positions"],
-        segments=rows["tokens_segment_ids"],
+        segments=rows["tokens_segments"],
         loss_weight=rows["loss_weight"],
     )
-
-
-def pad_rows(rows: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
-    """The same rows with empty ones after them: no segment, no loss."""
-    missing = num_rows - len(rows["tokens"])
-    return {name: np.pad(array, ((0, missing), (0, 0))) for name, array in rows.items()}

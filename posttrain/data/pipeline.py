@@ -11,22 +11,21 @@ from typing import Any
 import numpy as np
 
 from posttrain.batch import Batch
-from posttrain.config import ConfigError, DatasetSection, SequenceSection
+from posttrain.config import ComparedSection, ConfigError, DatasetSection, SequenceSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import loss_on, tokenize_example
-from posttrain.data.packing import fit_to_row, pack, pad_rows, sequence, to_batch
+from posttrain.data.packing import fit_to_row, sequence, to_batch
 from posttrain.data.sources import Rows
 from posttrain.data.taught import Taught
+from posttrain.data.windows import PackedBatches, Window
 
 FINGERPRINT_ROWS = 64
-READ_AHEAD = 64
-"""Rows tokenized ahead of their use, in a thread."""
 
 State = dict[str, Any]
 
 
 class Stream:
-    """A grain iterator whose state says what it reads, so that it cannot go on over other data."""
+    """An iterator whose state says what it reads, so that it cannot go on over other data."""
 
     def __init__(self, iterator: Any, identity: Mapping[str, Any]) -> None:
         self._iterator = iterator
@@ -40,9 +39,10 @@ class Stream:
         """Go on where `state` was taken. Raises `ConfigError` where data, seed or row layout are other ones."""
         saved = state["identity"]
         for name, value in self._identity.items():
-            if saved[name] != value:
+            before = saved.get(name)
+            if before != value:
                 raise ConfigError(
-                    f"cannot resume: {name} was {saved[name]!r} when the checkpoint was written and is {value!r} now; "
+                    f"cannot resume: {name} was {before!r} when the checkpoint was written and is {value!r} now; "
                     "restore it, or start a new run with another output folder"
                 )
         self._iterator.set_state(state["position"])
@@ -51,8 +51,8 @@ class Stream:
 class SFTBatches(Stream):
     """Endless host batches of `batch_rows` rows; every epoch holds each row of a dataset once, in a new order.
 
-    Packing runs across epochs, so no row is lost at their ends. `mixed`: the rows of `section.mix`; as the weights of
-    the datasets say, sequences are drawn from them in turn. `taught`: what teachers say of the rows.
+    `mixed`: the rows of `section.mix`; as the weights of the datasets say, sequences are drawn from them in turn.
+    `taught`: what teachers say of the rows.
     """
 
     def __init__(
@@ -74,6 +74,8 @@ class SFTBatches(Stream):
             prints.append(fingerprint(dataset, source[0]))
             tokens.append(token_fingerprint(source[0], tokenize))
             streams.append(order(len(source[0]), shuffle=dataset.shuffle, seed=seed + number).map(tokenize))
+        self._taught = taught
+        window = window_of(section, section.datasets)
         identity = {
             "dataset": ", ".join(prints),
             "tokens": ", ".join(tokens),
@@ -83,21 +85,18 @@ class SFTBatches(Stream):
             "row_tokens": section.row_tokens,
             "packing": section.packing,
             "overlong": section.overlong,
+            "window": str(window),
         }
         weights = [dataset.weight for dataset in section.datasets]
         stream = streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, weights)
-        batches = _rows(section, stream, taught).batch(section.batch_rows).map(lambda rows: _finished(rows, taught))
-        if taught is not None:
-            # What a cache says is decoded while the step before runs.
-            batches = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=1)
-        super().__init__(iter(batches), identity)
+        epoch = len(rows) + sum(len(others) for others, _ in mixed)
+        super().__init__(_packed(section, stream, epoch, window, taught), identity)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        batch: Batch = next(self._iterator)
-        return batch
+        return _finished(next(self._iterator), self._taught)
 
 
 class PromptBatches(Stream):
@@ -127,14 +126,15 @@ class PromptBatches(Stream):
 def eval_batches(
     section: SequenceSection, dataset: DatasetSection, rows: Rows, renderer: Renderer, taught: Taught | None = None
 ) -> Iterator[Batch]:
-    """One pass over a dataset in its order; the last batch is filled with empty rows."""
+    """One pass over a dataset, always in the same order; the last batch is filled with empty rows."""
     import grain
 
     tokenize = row_tokenizer(section, dataset, rows, renderer, taught, len(section.datasets))
     require_one(rows, tokenize, section.row_tokens)
     examples = grain.MapDataset.range(len(rows)).map(tokenize)
-    for batch in _rows(section, examples, taught).batch(section.batch_rows, drop_remainder=False):
-        yield _finished(pad_rows(batch, section.batch_rows), taught)
+    window = Window.of(packing=section.packing, ordered=False, batch_rows=section.batch_rows)
+    for batch in _packed(section, examples, len(rows), window, taught):
+        yield _finished(batch, taught)
 
 
 def _finished(rows: Mapping[str, np.ndarray], taught: Taught | None) -> Batch:
@@ -171,16 +171,23 @@ def order(count: int, *, shuffle: bool, seed: int) -> Any:
     return (numbers.shuffle(seed=spread) if shuffle else numbers).repeat()
 
 
-def _rows(section: SequenceSection, examples: Any, taught: Taught | None) -> Any:
-    import grain
+def window_of(section: SequenceSection | ComparedSection, datasets: Sequence[DatasetSection]) -> Window:
+    """Of training rows: datasets that are not shuffled keep their order."""
+    ordered = not all(dataset.shuffle for dataset in datasets)
+    return Window.of(packing=section.packing, ordered=ordered, batch_rows=section.batch_rows)
 
-    ahead = examples.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD))
-    return pack(
-        ahead,
-        row_tokens=section.row_tokens,
-        window_rows=section.batch_rows,
-        packing=section.packing,
-        more=None if taught is None else taught.lengths(section.row_tokens),
+
+def _packed(
+    section: SequenceSection, examples: Any, epoch: int, window: Window, taught: Taught | None
+) -> PackedBatches:
+    lengths = dict.fromkeys(("tokens", "loss_weight"), section.row_tokens)
+    return PackedBatches(
+        examples,
+        epoch=epoch,
+        window=window,
+        batch_rows=section.batch_rows,
+        lengths=lengths if taught is None else lengths | taught.lengths(section.row_tokens),
+        numbered=("tokens", *(() if taught is None else taught.tokens)),
     )
 
 

@@ -49,6 +49,11 @@ class Taught:
                 lengths[f"taught_{n}"] = row_tokens
         return lengths
 
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Which of these arrays are tokens of their own."""
+        return () if self._caches is not None else tuple(_of_teacher(n)[0] for n in self._aligners)
+
     def arrays(
         self, dataset: int, index: int, row: Mapping[str, Any], sequence: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
@@ -107,7 +112,7 @@ class Taught:
         tokens, asked = _of_teacher(number)
         theirs = TeacherRows.of(samples, aligner.row_tokens)
         rows = {"tokens": np.asarray(batch.tokens), f"taught_{number}": taught, tokens: theirs.tokens}
-        rows |= {f"{tokens}_positions": theirs.positions, f"{tokens}_segment_ids": theirs.segments, asked: theirs.asked}
+        rows |= {f"{tokens}_positions": theirs.positions, f"{tokens}_segments": theirs.segments, asked: theirs.asked}
         return self.ask(replace(batch, teacher_weights=(taught != 0).astype(np.float32)[..., None]), rows)
 
     def _said(
@@ -120,7 +125,7 @@ class Taught:
         theirs = Batch(
             tokens=rows[tokens],
             positions=rows[f"{tokens}_positions"],
-            segments=rows[f"{tokens}_segment_ids"],
+            segments=rows[f"{tokens}_segments"],
             loss_weight=(rows[asked] != 0).astype(np.float32),
         )
         mine, its = (rows["tokens"], rows[f"taught_{number}"]), (rows[tokens], rows[asked])

@@ -80,7 +80,8 @@ def run_distill(stage: StageRun, inputs: SFTInputs) -> None:
     sequences = None if section.on_policy == 1 else sequences_of(stage, inputs, taught)
     with ExitStack() as closing:
         batches: BatchStream | None = sequences
-        if sequences is not None and outside:
+        if sequences is not None and (outside or caches is not None):
+            # A server answers, and a cache is decoded, while the step before runs.
             batches = Ahead(sequences)
             closing.callback(batches.close)
         samples = None

@@ -29,7 +29,7 @@ WEIGHTS = {"nll": "weight", "distill/kl": "taught"}
 
 
 def evaluate(trainer: Trainer, inputs: SFTInputs, taught: Taught | None) -> Record:
-    """One pass: metrics, and under `SEQUENCES` the sums of each sequence, in the order of the data."""
+    """One pass: metrics, and under `SEQUENCES` the sums of each sequence, always in the same order."""
     section, rows, renderer = inputs.section, inputs.eval_rows, inputs.eval_renderer
     assert section.eval_dataset is not None and rows is not None and renderer is not None
     parts: list[Mapping[str, np.ndarray]] = []

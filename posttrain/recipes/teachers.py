@@ -16,6 +16,7 @@ from posttrain.batch import Batch, TopK, rows_per_pass
 from posttrain.config import ConfigError, DistillSection, ModelSection, RLSection, RunConfig, TeacherSection
 from posttrain.console import console
 from posttrain.data.hub import hub_is_reachable
+from posttrain.data.packing import Place, places
 from posttrain.data.taught import teacher_shares
 from posttrain.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from posttrain.mesh import make_mesh
@@ -273,30 +274,27 @@ class Scorer:
 
     def __call__(self, sequences: Sequence[Mapping[str, np.ndarray]]) -> Iterator[TopK]:
         """Of each sequence in turn what is said of its tokens with loss, arrays [N, k] and [N]."""
-        free = np.full(self._rows, self._row_tokens)
-        window: list[tuple[Mapping[str, np.ndarray], int, int]] = []
-        for sequence in sequences:
-            length = len(sequence["tokens"])
-            if not (free >= length).any():
-                yield from self._pass(window)
-                window, free = [], np.full(self._rows, self._row_tokens)
-            row = int(np.argmax(free >= length))
-            window.append((sequence, row, self._row_tokens - int(free[row])))
-            free[row] -= length
-        if window:
-            yield from self._pass(window)
+        where = places([len(sequence["tokens"]) for sequence in sequences], self._row_tokens)
+        passes: dict[int, list[int]] = {}
+        for number, place in enumerate(where):
+            passes.setdefault(place.row // self._rows, []).append(number)
+        said: dict[int, TopK] = {}
+        for members in passes.values():
+            placed = [(sequences[number], where[number]) for number in members]
+            said |= zip(members, self._pass(placed), strict=True)
+        yield from (said[number] for number in range(len(sequences)))
 
-    def _pass(self, window: Sequence[tuple[Mapping[str, np.ndarray], int, int]]) -> Iterator[TopK]:
+    def _pass(self, placed: Sequence[tuple[Mapping[str, np.ndarray], Place]]) -> Iterator[TopK]:
         tokens, positions, segments, wanted = np.zeros((4, self._rows, self._row_tokens), np.int32)
-        for number, (sequence, row, start) in enumerate(window, start=1):
-            span = slice(start, start + len(sequence["tokens"]))
+        for sequence, place in placed:
+            row, span = place.row % self._rows, slice(place.start, place.start + len(sequence["tokens"]))
             tokens[row, span] = sequence["tokens"]
             positions[row, span] = np.arange(len(sequence["tokens"]))
-            segments[row, span] = number
+            segments[row, span] = place.number
             wanted[row, span] = sequence["loss_weight"] > 0
         found = self._teacher.top_k(
             Batch(tokens=tokens, positions=positions, segments=segments, loss_weight=wanted.astype(np.float32))
         )
-        for sequence, row, start in window:
-            at = start + np.flatnonzero(sequence["loss_weight"])
+        for sequence, place in placed:
+            row, at = place.row % self._rows, place.start + np.flatnonzero(sequence["loss_weight"])
             yield jax.tree.map(lambda x, row=row, at=at: x[row, at], found)

@@ -1,15 +1,17 @@
-"""From groups and advantages, or from pairs, to a `Batch`: trajectories packed into rows, first fit, in order."""
+"""From groups and advantages, or from pairs, to a `Batch`: trajectories packed into rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from posttrain.batch import Batch
 from posttrain.data.align import common_prefix
+from posttrain.data.packing import places
 from posttrain.rl.types import Example, Group, Trajectory
 
 Shares = Callable[[Example], Float[np.ndarray, " N"]]
@@ -36,33 +38,34 @@ def assemble(
     batch = _empty(num_rows, row_tokens, recorded) | {"advantages": np.zeros((num_rows, row_tokens), np.float32)}
     if shares is not None:
         batch["teacher_weights"] = np.zeros((num_rows, row_tokens, len(shares(groups_P[0][0].example))), np.float32)
-    free = np.full(num_rows, row_tokens)
-    segments = np.zeros(num_rows, np.int32)
-    for group, advantages, valids in zip(groups_P, advantages_PG, valid_PG, strict=True):
-        for trajectory, advantage, valid in zip(group, advantages, valids, strict=True):
-            if not valid:
-                continue
-            length = len(trajectory.tokens)
-            assert length <= row_tokens, (length, row_tokens)
-            row = int(np.argmax(free >= length))
-            assert free[row] >= length, "num_rows must hold one trajectory per row"
-            segments[row] += 1
-            start = row_tokens - int(free[row])
-            whole = Piece(trajectory, 0, length, {"advantages": float(advantage)})
-            _put(batch, row, start, int(segments[row]), whole)
-            if shares is not None:
-                batch["teacher_weights"][row, start : start + length] = shares(trajectory.example)
-            free[row] -= length
+    kept = [
+        (trajectory, float(advantage))
+        for group, advantages, valids in zip(groups_P, advantages_PG, valid_PG, strict=True)
+        for trajectory, advantage, valid in zip(group, advantages, valids, strict=True)
+        if valid
+    ]
+    assert len(kept) <= num_rows, "num_rows must hold one trajectory per row"
+    where = places([len(trajectory.tokens) for trajectory, _ in kept], row_tokens)
+    for (trajectory, advantage), place in zip(kept, where, strict=True):
+        whole = Piece(trajectory, 0, len(trajectory.tokens), {"advantages": advantage})
+        _put(batch, place.row, place.start, place.number, whole)
+        if shares is not None:
+            span = slice(place.start, place.start + len(trajectory.tokens))
+            batch["teacher_weights"][place.row, span] = shares(trajectory.example)
     return Batch(**batch)
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True)
+class Piece:
     """The tokens `first .. stop` of a trajectory. `judged`: by array, what stands on the sampled ones alone."""
 
     trajectory: Trajectory
     first: int
     stop: int
     judged: Mapping[str, float]
+
+    def __len__(self) -> int:
+        return self.stop - self.first
 
 
 def assemble_pairs(
@@ -77,28 +80,29 @@ def assemble_pairs(
     batch["roles"] = np.zeros((num_rows, row_tokens), np.int32)
     if share_prompts:
         batch["parents"] = np.zeros((num_rows, row_tokens), np.int32)
-    free, segments = np.full(num_rows, row_tokens), np.zeros(num_rows, np.int32)
-    for pair in pairs:
-        shared = _shared_tokens(pair) if share_prompts else 0
-        pieces = [
-            Piece(trajectory, shared, len(trajectory.tokens), {"roles": role})
-            for trajectory, role in zip(pair, (1.0, -1.0), strict=True)
-        ]
-        if shared:
-            pieces.insert(0, Piece(pair[0], 0, shared, {}))
-        length = sum(piece.stop - piece.first for piece in pieces)
-        assert length <= row_tokens, (length, row_tokens)
-        row = int(np.argmax(free >= length))
-        assert free[row] >= length, "num_rows must hold one pair per row"
+    assert len(pairs) <= num_rows, "num_rows must hold one pair per row"
+    parts = [_pieces(pair, _shared_tokens(pair) if share_prompts else 0) for pair in pairs]
+    where = places([sum(len(piece) for piece in pieces) for pieces in parts], row_tokens)
+    segments = np.zeros(num_rows, np.int32)
+    # A row's pairs stand in their order.
+    for pieces, (row, _, start) in zip(parts, where, strict=True):
         prompt = int(segments[row]) + 1
         for piece in pieces:
             segments[row] += 1
-            start = row_tokens - int(free[row])
             _put(batch, row, start, int(segments[row]), piece)
             if piece.first:
-                batch["parents"][row, start : start + piece.stop - piece.first] = prompt
-            free[row] -= piece.stop - piece.first
+                batch["parents"][row, start : start + len(piece)] = prompt
+            start += len(piece)
     return Batch(**batch)
+
+
+def _pieces(pair: Pair, shared: int) -> list[Piece]:
+    """What both begin with, if that is anything, and the rest of each."""
+    answers = [
+        Piece(trajectory, shared, len(trajectory.tokens), {"roles": role})
+        for trajectory, role in zip(pair, (1.0, -1.0), strict=True)
+    ]
+    return [Piece(pair[0], 0, shared, {}), *answers] if shared else answers
 
 
 def _shared_tokens(pair: Pair) -> int:

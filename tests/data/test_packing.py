@@ -3,63 +3,57 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.batch import Batch
 from posttrain.config import ConfigError
 from posttrain.data.format import Example
-from posttrain.data.packing import fit_to_row, pack, pad_rows, sequence, to_batch
-from tests.data.batches import efficiency, sequences
+from posttrain.data.packing import best_fit, fit_to_row, places
 
 ROW_TOKENS = 16
 
 
-def example(length: int, start: int = 1, prompt: int = 1) -> Example:
-    return Example(np.arange(start, start + length, dtype=np.int32), np.arange(length) >= prompt)
+def example(length: int, prompt: int = 1) -> Example:
+    return Example(np.arange(1, 1 + length, dtype=np.int32), np.arange(length) >= prompt)
 
 
-def packed(lengths: list[int], *, packing: bool, window_rows: int = 3) -> list[Batch]:
-    import grain
+def slow_best_fit(lengths: list[int], room: int) -> list[list[int]]:
+    """The lengths in each row: one sequence after the other, each row looked at by itself."""
+    rows: list[list[int]] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [row for row in rows if sum(row) + length <= room]
+        if fitting:
+            max(fitting, key=sum).append(length)
+        else:
+            rows.append([length])
+    return rows
 
-    data = [sequence(example(n, start=100 * i + 1, prompt=1 + n // 3)) for i, n in enumerate(lengths)]
-    source = grain.MapDataset.source(data).to_iter_dataset()
-    rows = pack(source, row_tokens=ROW_TOKENS, window_rows=window_rows, packing=packing).batch(2, drop_remainder=False)
-    return [to_batch(pad_rows(batch, 2)) for batch in rows]
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, ROW_TOKENS), max_size=30))
+def test_best_fit_is_its_slow_twin(lengths: list[int]) -> None:
+    rows = best_fit(np.asarray(lengths, int).reshape(-1, 1), np.asarray([ROW_TOKENS]))
+    made = sorted(sorted((lengths[member] for member in row), reverse=True) for row in rows)
+    assert made == sorted(slow_best_fit(lengths, ROW_TOKENS))
+    assert sorted(member for row in rows for member in row) == list(range(len(lengths)))
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(2, ROW_TOKENS), min_size=1, max_size=20), st.booleans())
-def test_packing_keeps_every_sequence_whole(lengths: list[int], packing: bool) -> None:
-    batches = packed(lengths, packing=packing)
-    found = {int(tokens[0]): (tokens, weight) for batch in batches for tokens, weight in sequences(batch)}
-    assert len(found) == sum(1 for batch in batches for _ in sequences(batch)) == len(lengths)
-    for i, length in enumerate(lengths):
-        tokens, weight = found[100 * i + 1]
-        np.testing.assert_array_equal(tokens, np.arange(100 * i + 1, 100 * i + 1 + length))
-        np.testing.assert_array_equal(weight, (np.arange(length) >= 1 + length // 3).astype(np.float32))
-    for batch in batches:
-        check_layout(batch)
-        assert packing or batch.segments.max() <= 1
+@given(st.lists(st.tuples(st.integers(1, 16), st.integers(0, 40)), max_size=20))
+def test_all_lengths_of_a_sequence_fit(lengths: list[tuple[int, int]]) -> None:
+    rows = best_fit(np.asarray(lengths, int).reshape(-1, 2), np.asarray([16, 40]))
+    assert sorted(member for row in rows for member in row) == list(range(len(lengths)))
+    assert all(sum(lengths[m][0] for m in row) <= 16 and sum(lengths[m][1] for m in row) <= 40 for row in rows)
 
 
-def check_layout(batch: Batch) -> None:
-    assert batch.shape == (2, ROW_TOKENS)
-    dtypes = [array.dtype for array in (batch.tokens, batch.positions, batch.segments, batch.loss_weight)]
-    assert dtypes == [np.int32, np.int32, np.int32, np.float32]
-    assert np.all(np.asarray(batch.loss_weight)[np.asarray(batch.segments) == 0] == 0)
-    assert np.all(np.asarray(batch.loss_weight)[np.asarray(batch.positions) == 0] == 0)
-    for segments, positions in zip(batch.segments, batch.positions, strict=True):
-        real = segments[segments > 0]
-        np.testing.assert_array_equal(segments[: len(real)], real)  # padding only at the end
-        assert list(dict.fromkeys(real.tolist())) == list(range(1, len(set(real.tolist())) + 1))
-        for segment in set(real.tolist()):
-            here = positions[segments == segment]
-            np.testing.assert_array_equal(here, np.arange(len(here)))
-
-
-def test_packing_fills_rows() -> None:
-    lengths = [4] * 24
-    assert [efficiency(batch) for batch in packed(lengths, packing=True, window_rows=2)] == [1.0, 1.0, 1.0]
-    assert len(packed(lengths, packing=False, window_rows=2)) == 12
-    assert efficiency(packed(lengths, packing=False)[0]) == 0.25
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, ROW_TOKENS), max_size=20))
+def test_places_stand_side_by_side(lengths: list[int]) -> None:
+    held: dict[int, list[tuple[int, int, int]]] = {}
+    for place, length in zip(places(lengths, ROW_TOKENS), lengths, strict=True):
+        held.setdefault(place.row, []).append((place.number, place.start, length))
+    assert sorted(held) == list(range(len(held)))
+    for row in held.values():
+        ends = np.cumsum([length for _, _, length in row])
+        assert [number for number, _, _ in row] == list(range(1, len(row) + 1)), "in the order of the sequences"
+        assert [start for _, start, _ in row] == [0, *ends[:-1]] and ends[-1] <= ROW_TOKENS
 
 
 def test_overlong_examples() -> None:

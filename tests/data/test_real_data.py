@@ -43,7 +43,7 @@ def test_gsm8k_through_the_qwen3_template(shared: Path) -> None:
     rows = load_rows(dataset, base_dir=shared)
     by_question = {rows[i]["question"]: rows[i]["answer"] for i in range(len(rows))}
     assert len(rows) == 7473
-    stream = batches(shared, tokenizer, dataset, row_tokens=512)
+    stream = batches(shared, tokenizer, dataset, row_tokens=512, overlong="drop")
     head, think = "<|im_start|>user\n", "<think>\n\n</think>\n\n"
     efficiencies = []
     for batch in islice(stream, 3):
@@ -54,7 +54,7 @@ def test_gsm8k_through_the_qwen3_template(shared: Path) -> None:
             assert answer == f"{think}{by_question[question]}<|im_end|>\n"
             with_loss = tokenizer.decode(tokens[weight > 0].tolist(), skip_special_tokens=False)
             assert with_loss == answer.removesuffix("\n")
-    assert min(efficiencies) > 0.75
+    assert min(efficiencies) > 0.9
 
 
 @pytest.mark.parametrize("packing", [True, False])

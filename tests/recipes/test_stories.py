@@ -56,6 +56,7 @@ def test_pairs_teach_which_answer_is_preferred(shared: Path, tmp_path: Path, mon
     """Half of the steps on fewer pairs: of 80 held-out pairs the reward of the chosen answer is the greater one more
     often than by chance, by no accident."""
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     loaded = load_config("configs/dpo_stories.yaml", [*SHORTER, f"output={tmp_path / 'run'}"])
     before, after = (run(loaded.config, loaded.base_dir).results[0][when]["metrics"] for when in ("before", "after"))
     assert before["eval/rewards/margins"] == 0 < after["eval/rewards/margins"]

@@ -1,0 +1,152 @@
+"""Batches of packed rows from a stream of sequences, which is read in windows: resumed by where its window begins."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from posttrain.data.packing import best_fit
+
+Arrays = dict[str, np.ndarray]
+State = dict[str, Any]
+
+READ_AHEAD = 512
+"""Sequences made ahead of their use, in a thread."""
+MOST_TOKENS = 2**24
+"""In a window: with long rows it ends before it has all its sequences, so that the host can hold it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """How many sequences are looked at together: at least so many, and at least as many as fill so many rows."""
+
+    sequences: int
+    rows: int
+
+    @classmethod
+    def of(cls, *, packing: bool, ordered: bool, batch_rows: int) -> Window:
+        """`ordered`: no sequence is trained on more than about a step before one that stands before it."""
+        if not packing:
+            return cls(sequences=1, rows=0)
+        return cls(sequences=1, rows=batch_rows) if ordered else LOOK_AHEAD
+
+
+LOOK_AHEAD = Window(sequences=2048, rows=64)
+"""Of lengths that are spread evenly from an eighth of a row to a whole one, 97.5 % of the places are filled; with 512
+sequences 96.3 %, with 4,096 97.7 %. Of sequences that are short beside a row only the last row of a window has room."""
+
+
+class PackedBatches:
+    """Batches of packed rows [batch_rows, length], arrays by name; rows that the last batch of all lacks are empty.
+
+    `examples`: a grain `MapDataset` of arrays by name, or None for one that is left out. `lengths`: of a row, by name.
+    Windows end with an epoch of `epoch` examples, so that every epoch holds each one once.
+    `numbered`: the names of tokens, beside which all else stands. Of each there is also where in its sequence a token
+    is (`_positions`), and in which sequence of the row, from 1 (`_segments`).
+    """
+
+    def __init__(
+        self,
+        examples: Any,
+        *,
+        epoch: int,
+        window: Window,
+        batch_rows: int,
+        lengths: Mapping[str, int],
+        numbered: Sequence[str] = ("tokens",),
+    ) -> None:
+        import grain
+
+        self._epoch, self._window, self._batch_rows = epoch, window, batch_rows
+        self._lengths, self._numbered = dict(lengths), tuple(numbered)
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=min(READ_AHEAD, epoch))
+        self._examples = iter(examples.to_iter_dataset(options, allow_nones=True))
+        self._start = self._row = 0
+        self._next_start = 0
+        self._rows: deque[list[Arrays]] = deque()
+
+    def __iter__(self) -> Iterator[Arrays]:
+        return self
+
+    def __next__(self) -> Arrays:
+        rows: list[list[Arrays]] = []
+        while len(rows) < self._batch_rows and (self._rows or self._read()):
+            rows.append(self._rows.popleft())
+            self._row += 1
+            if not self._rows:
+                self._start, self._row = self._next_start, 0
+        if not rows:
+            raise StopIteration
+        return self._filled(rows)
+
+    def get_state(self) -> State:
+        """Where the present window starts, and how many of its rows were taken."""
+        return {"start": self._start, "row": self._row}
+
+    def set_state(self, state: State) -> None:
+        self._start, row = state["start"], state["row"]
+        self._rows.clear()
+        self._examples.set_state({"next_index": self._start})
+        if row:
+            self._read()
+        for _ in range(row):
+            self._rows.popleft()
+        self._row = row
+
+    def _read(self) -> bool:
+        """The rows of the next window that has any; False at the end."""
+        while not self._rows:
+            kept, taken = self._sequences()
+            if not taken:
+                return False
+            self._next_start = self._start + taken
+            if not kept:
+                self._start = self._next_start
+                continue
+            lengths_ND = np.asarray([[len(one[name]) for name in self._numbered] for one in kept])
+            room_D = np.asarray([self._lengths[name] for name in self._numbered])
+            self._rows.extend([kept[member] for member in members] for members in best_fit(lengths_ND, room_D))
+        return True
+
+    def _sequences(self) -> tuple[list[Arrays], int]:
+        """Of the window at `_start`, and how many examples it has with those that are left out."""
+        left = self._epoch - self._start % self._epoch
+        kept: list[Arrays] = []
+        taken = tokens = 0
+        # What remains of the epoch after a window is never less than the window: the next one fills its rows as well.
+        while taken < left and not (self._is_enough(taken, tokens) and left - taken >= taken):
+            try:
+                example = next(self._examples)
+            except StopIteration:
+                break
+            taken += 1
+            if example is not None:
+                kept.append(example)
+                tokens += len(example["tokens"])
+        return kept, taken
+
+    def _is_enough(self, taken: int, tokens: int) -> bool:
+        fills = tokens >= self._window.rows * self._lengths["tokens"]
+        return (taken >= self._window.sequences and fills) or tokens >= MOST_TOKENS
+
+    def _filled(self, rows: Sequence[Sequence[Arrays]]) -> Arrays:
+        made: Arrays = {}
+        for name, length in self._lengths.items():
+            of_one, shape = rows[0][0][name], (self._batch_rows, length)
+            made[name] = np.zeros((*shape, *of_one.shape[1:]), of_one.dtype)
+            positions, segments = np.zeros((2, *shape), np.int32)
+            for row, members in enumerate(rows):
+                start = 0
+                for number, member in enumerate(members, start=1):
+                    span = slice(start, start + len(member[name]))
+                    made[name][row, span] = member[name]
+                    positions[row, span] = np.arange(len(member[name]))
+                    segments[row, span] = number
+                    start = span.stop
+            if name in self._numbered:
+                made |= {f"{name}_positions": positions, f"{name}_segments": segments}
+        return made
