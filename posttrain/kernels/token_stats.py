@@ -83,7 +83,9 @@ def pulled_stats(
     problem = _problem(
         logits_of, hidden, tokens, segments, temperature, vocab_size, only, terms, teachers, teacher_weights
     )
-    given = {name: problem.gathered(ct) for name, ct in cotangents.items()}
+    # A chunk may hold contexts that do not count.
+    counts = jnp.pad(problem.counts, ((0, 0), (1, 0)))
+    given = {name: _gathered(jnp.where(counts, ct, 0.0), problem.plan) for name, ct in cotangents.items()}
     total, found = _pulled(problem.static, *problem.arguments, given)
     return total, problem.statistics(jax.lax.stop_gradient(found), teachers, vocab_size)
 
@@ -93,10 +95,6 @@ class _Problem(NamedTuple):
     arguments: tuple[Any, ...]
     plan: Plan
     counts: Bool[Array, "B Tc"]
-
-    def gathered(self, x: Any) -> Array:
-        """Of the tokens that the contexts predict, in order of the plan."""
-        return _gathered(x, self.plan)
 
     def statistics(self, found: Found, teachers: Sequence[Teacher | TopK], vocab_size: int) -> TokenStats:
         constants = {name: jax.lax.stop_gradient(found[name]) for name in CONSTANTS if name in found}
@@ -140,6 +138,7 @@ def _problem(
 
 
 def _gathered(x: Any, plan: Plan) -> Array:
+    """Of the tokens that the contexts predict, in order of the plan."""
     pad = plan.order.shape[1] - (x.shape[1] - 1)
     return along(jnp.pad(x[:, 1:], ((0, 0), (0, pad), *((0, 0) for _ in x.shape[2:]))), plan.order)
 
@@ -308,8 +307,10 @@ def _pulled_forward(static: _Static, *arguments: Any) -> tuple[tuple[Array, Foun
     return (_inner(found, cotangents), found), (along(sums.hidden, plan.back), sums.parameters)
 
 
-def _pulled_backward(static: _Static, residuals: Any, cotangents: tuple[Array, Found]) -> tuple[Any, ...]:
-    of_hidden, of_parameters = jax.tree.map(lambda x: x * cotangents[0].astype(x.dtype), residuals)
+def _pulled_backward(static: _Static, residuals: Any, cotangents: tuple[Array | SymbolicZero, Any]) -> tuple[Any, ...]:
+    """The statistics are cut off by `pulled_stats`: only the sum has a cotangent."""
+    factor = jnp.zeros(()) if isinstance(cotangents[0], SymbolicZero) else cotangents[0]
+    of_hidden, of_parameters = jax.tree.map(lambda x: x * factor.astype(x.dtype), residuals)
     return of_hidden, tuple(of_parameters), None, None, None
 
 

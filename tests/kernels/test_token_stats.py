@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from posttrain.kernels import chunks as module
-from posttrain.kernels.chunk_stats import Terms
+from posttrain.kernels.chunk_stats import PLAIN, Terms
 from posttrain.kernels.chunks import chunk_length
 from posttrain.kernels.divergence import Divergence
-from posttrain.kernels.token_stats import Teacher, token_stats, token_stats_reference
+from posttrain.kernels.token_stats import Teacher, pulled_stats, token_stats, token_stats_reference
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "losses" / "logprobs_entropy"
 DIM, VOCAB = 8, 19
@@ -256,3 +256,100 @@ def test_no_array_of_a_teacher_either() -> None:
     program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)).lower(*shapes).compile()
     assert program.memory_analysis().temp_size_in_bytes < rows * length * vocab * 4 // 2
     assert largest_array(program.as_text()) < rows * (length - 1) * vocab // 2
+
+
+PULLED = {
+    "logps": PLAIN,
+    "logps mean_logps": Terms(mean_over=VOCAB - 2),
+    "logps entropy": PLAIN,
+    "divergence": Terms(divergence=Divergence(beta=0.0, temperature=2.0)),
+    "divergence logps": Terms(divergence=Divergence(beta=0.5, temperature=1.0)),
+}
+
+
+@pytest.mark.parametrize("names", PULLED)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_gradient_with_the_value_is_that_of_the_backward_pass(
+    monkeypatch: pytest.MonkeyPatch, names: str, frozen: bool
+) -> None:
+    """For any cotangents, several chunks, tokens that do not count, and a factor on the sum; the head is called once
+    for each chunk, where the backward pass calls it again."""
+    monkeypatch.setattr(module, "MIN_CHUNK_TOKENS", 1)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 9 * VOCAB)
+    hidden, head, tokens, segments = problem(12)
+    rng = np.random.default_rng(3)
+    taught, teacher_head = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 12, 5), (5, VOCAB)))
+    only = jnp.asarray(rng.random((3, 12)) < 0.7)
+    cotangents = {name: jnp.asarray(rng.normal(size=(3, 12)), jnp.float32) for name in names.split()}
+    calls: list[int] = []
+
+    def logits_of(x: jax.Array, head: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda: calls.append(1))
+        return x @ head
+
+    def found(function: Any, hidden: jax.Array, head: jax.Array, **more: Any) -> Any:
+        return function(
+            lambda x: logits_of(x, head),
+            hidden,
+            tokens,
+            segments,
+            temperature=0.7,
+            vocab_size=VOCAB,
+            only=only,
+            terms=PULLED[names],
+            teachers=[Teacher(lambda x: x @ teacher_head, taught)] if PULLED[names].divergence else [],
+            **more,
+        )
+
+    def slow(hidden: jax.Array, head: jax.Array) -> Any:
+        stats = found(token_stats, hidden, head)
+        return 3.0 * sum(jnp.sum(getattr(stats, name) * ct) for name, ct in cotangents.items()), stats
+
+    def fast(hidden: jax.Array, head: jax.Array) -> Any:
+        total, stats = found(pulled_stats, hidden, head, cotangents=cotangents)
+        return 3.0 * total, stats
+
+    arguments = (0,) if frozen else (0, 1)
+    counts = []
+    results = []
+    for function in (slow, fast):
+        calls.clear()
+        results.append(jax.jit(jax.value_and_grad(function, arguments, has_aux=True))(hidden, head))
+        jax.block_until_ready(results[-1])
+        jax.effects_barrier()
+        counts.append(len(calls))
+    ((expected, expected_stats), expected_grads), ((value, stats), grads) = results
+    assert counts[0] == 2 * counts[1] > 2
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for one, other in zip(jax.tree.leaves(stats), jax.tree.leaves(expected_stats), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(grad, expected_grad, rtol=1e-4, atol=1e-5)
+
+
+def test_statistics_beside_a_pulled_sum_have_no_gradient() -> None:
+    hidden, head, tokens, segments = problem(7)
+    ones = {"logps": jnp.ones((3, 7))}
+
+    def other(hidden: jax.Array) -> jax.Array:
+        _, stats = pulled_stats(
+            lambda x: x @ head, hidden, tokens, segments, cotangents=ones, temperature=1.0, vocab_size=VOCAB
+        )
+        return jnp.sum(stats.logps + stats.entropy)
+
+    assert not np.asarray(jax.grad(other)(hidden)).any()
+
+
+def test_groups_of_tokens_have_no_gradient_chunk_by_chunk() -> None:
+    hidden, head, tokens, segments = problem(7)
+    with pytest.raises(ValueError, match="of groups of tokens"):
+        pulled_stats(
+            lambda x: x @ head,
+            hidden,
+            tokens,
+            segments,
+            cotangents={},
+            temperature=1.0,
+            vocab_size=VOCAB,
+            terms=Terms(unshared=b""),
+        )
