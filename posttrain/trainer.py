@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -27,6 +26,7 @@ from posttrain.batch import (
     rows_per_pass,
 )
 from posttrain.console import progress_bar
+from posttrain.host_memory import release
 from posttrain.kernels.chunk_stats import PLAIN, Terms
 from posttrain.losses.router import RouterLoss, check_weight, corrected, load_metrics
 from posttrain.matching import Matching
@@ -146,10 +146,15 @@ class Trainer:
             first = jax.tree.map(lambda x: x[0], micro)
             check_weight(self._objective.loss, first, scores=self.model.config.scalar_head)
             self._loss_checked = True
-        arguments = micro, count, np.uint32(self.step_number), self._taught
-        with progress_bar("compiling the update") if not self._stepped else contextlib.nullcontext():
-            params, self._opt_state, metrics = self._step(self.params, self._frozen, self._opt_state, *arguments)
-        self._stepped = True
+        inputs = micro, count, np.uint32(self.step_number), self._taught
+        arguments = self.params, self._frozen, self._opt_state, *inputs
+        if not self._stepped:
+            # Ahead of the update, which then has the memory that this takes.
+            with progress_bar("compiling the update"):
+                self._step.lower(*arguments).compile()
+            release()
+            self._stepped = True
+        params, self._opt_state, metrics = self._step(*arguments)
         self._write(params)
         self.step_number += 1
         return metrics
