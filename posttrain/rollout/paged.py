@@ -53,7 +53,7 @@ class Pool:
         """Rows of W blocks each. Attention reads every row whole at every token: blocks next to each other cost a
         copy now and nothing then."""
 
-        def gathered(stored: Array, last: bool) -> Array:
+        def gathered(stored: Array, last: bool = False) -> Array:
             def lane(blocks: Array, table: Array) -> Array:
                 return self._rows(blocks[:, table], last=last)
 
@@ -61,11 +61,10 @@ class Pool:
             return rows.reshape(stored.shape[0], -1, *rows.shape[3:])
 
         if self.layout == "ragged":
-            both = [gathered(stored, False) for stored in self.keys if stored is not None]
-            keys, values = zip(*map(_apart, both, self.head_dims), strict=True)
-            return KVCache(keys=keys, values=values)
+            pairs = jax.tree.map(lambda both, size: _apart(gathered(both), size), self.keys, self.head_dims)
+            return KVCache(keys=tuple(keys for keys, _ in pairs), values=tuple(values for _, values in pairs))
         keys = jax.tree.map(gathered, self.keys, self._last)
-        return KVCache(keys=keys, values=jax.tree.map(lambda stored: gathered(stored, False), self.values))
+        return KVCache(keys=keys, values=jax.tree.map(gathered, self.values))
 
     @property
     def _last(self) -> tuple[bool | None, ...]:
@@ -78,7 +77,7 @@ class Pool:
         lanes, per_lane, count = targets.shape
         indices = first[:, :, None] + jnp.arange(count)[None, None]
 
-        def scattered(stored: Array, new: Array, last: bool) -> Array:
+        def scattered(stored: Array, new: Array, last: bool = False) -> Array:
             def lane(blocks: Array, rows: Array, indices: Array, targets: Array) -> Array:
                 axis = 4 if last else 3
                 split = rows.reshape(*rows.shape[:axis], -1, BLOCK, *rows.shape[axis + 1 :])
@@ -91,11 +90,11 @@ class Pool:
 
         if self.layout == "ragged":
             together = tuple(_together(*pair) for pair in zip(rows.keys, rows.values, strict=True))
-            return replace(self, keys=jax.tree.map(lambda *pair: scattered(*pair, False), self.keys, together))
+            return replace(self, keys=jax.tree.map(scattered, self.keys, together))
         return replace(
             self,
             keys=jax.tree.map(scattered, self.keys, rows.keys, self._last),
-            values=jax.tree.map(lambda *pair: scattered(*pair, False), self.values, rows.values),
+            values=jax.tree.map(scattered, self.values, rows.values),
         )
 
     def opened(
@@ -157,7 +156,9 @@ def _together(keys: Array | None, values: Array | None) -> Float[Array, "R B K2 
     return jnp.pad(both, [(0, 0)] * 4 + [(0, padded_head(values.shape[4]) - values.shape[4])])
 
 
-def _apart(both: Float[Array, "R B K2 S Hp"], size: int) -> tuple[Float[Array, "R B K H S"], Float[Array, "R B K S H"]]:
+def _apart(
+    both: Float[Array, "R B K2 S Hp"], size: int | None
+) -> tuple[Float[Array, "R B K H S"], Float[Array, "R B K S H"]]:
     keys, values = both[:, :, 0::2, :, :size], both[:, :, 1::2, :, :size]
     return keys.swapaxes(3, 4), values
 
