@@ -33,7 +33,7 @@ class NativeEngine:
     a mesh their number is rounded up, so that every shard of the rows has as many.
     `cache_tokens`: positions of keys and values in all, by default enough for `slots` sequences of `max_length`; what
     is not in use keeps prefixes for later requests. Where decoding works on rows, as on CPU, a copy of what they hold
-    comes on top.
+    comes on top, and one of the layers' weights where they are cut out of stacks, both only while samples run.
     Programs are compiled at the first request of each shape, or by `warm_up`.
 
     ValueError for a request that can never run. Log-probabilities that are not finite, and a tokenizer that raises at
