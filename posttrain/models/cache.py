@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +16,14 @@ from posttrain.tree import pytree, replace, static
 
 @pytree
 class KVCache:
-    """Keys and values of each block of the stages' patterns, [R, B, K, S, H] for its R repeats: position p of row b
-    stands at index p. None: a block that reuses another's, or whose values are part of its keys.
+    """Keys [R, B, K, H, S] and values [R, B, K, S, H] of each block of the stages' patterns, for its R repeats:
+    position p of row b stands at index p of S. So CPUs read both fastest. None: a block that reuses another's, or whose
+    values are part of its keys, which then stand as [R, B, K, S, H].
 
     A position is written before it is first read, so what an earlier sequence left behind never shows.
     """
 
-    keys: tuple[Float[Array, "_R B _K S _H"] | None, ...]
+    keys: tuple[Float[Array, "_R B _K _1 _2"] | None, ...]
     values: tuple[Float[Array, "_R B _K S _H"] | None, ...]
     fresh: bool = static(default=False)
     """All rows begin with the tokens that come, one after the other: attention need not look into the cache for them,
@@ -32,7 +32,7 @@ class KVCache:
     @property
     def width(self) -> int:
         """Positions of a row; attention reads all of them."""
-        return next(keys for keys in self.keys if keys is not None).shape[3]
+        return next(array for array in (*self.values, *self.keys) if array is not None).shape[3]
 
     def write(
         self,
@@ -42,44 +42,47 @@ class KVCache:
         values: Float[Array, "B K T Hv"] | None,
         positions: Int[Array, "B T"],
     ) -> KVCache:
-        def put(stored: tuple[Array | None, ...], new: Array) -> tuple[Array | None, ...]:
+        def put(stored: tuple[Array | None, ...], new: Array, *, last: bool) -> tuple[Array | None, ...]:
             array = stored[slot]
             assert array is not None
             if self.fresh:  # all places of the layer
-                padded = jnp.pad(new, [(0, 0)] * 2 + [(0, array.shape[3] - new.shape[2]), (0, 0)])
-                return (*stored[:slot], array.at[repeat].set(padded.astype(array.dtype)), *stored[slot + 1 :])
-            # Row by row: with row numbers among the indices, XLA would bring all rows to every device.
-            changed = jax.vmap(row, in_axes=(1, 0, 0), out_axes=1)(array, new.swapaxes(1, 2), positions)
+                padded = jnp.pad(new, [(0, 0)] * 2 + [(0, self.width - new.shape[2]), (0, 0)]).astype(array.dtype)
+                changed = array.at[repeat].set(padded.swapaxes(2, 3) if last else padded)
+            else:
+                # Row by row: with row numbers among the indices, XLA would bring all rows to every device.
+                place = partial(row, last=last)
+                changed = jax.vmap(place, in_axes=(1, 0, 0), out_axes=1)(array, new.swapaxes(1, 2), positions)
             return (*stored[:slot], changed, *stored[slot + 1 :])
 
-        def row(array: Array, new: Array, positions: Array) -> Array:
-            return array.at[repeat, :, positions].set(new.astype(array.dtype), mode="drop")
+        def row(array: Array, new: Array, positions: Array, *, last: bool) -> Array:
+            places = array.at[repeat, :, :, positions] if last else array.at[repeat, :, positions]
+            return places.set(new.astype(array.dtype), mode="drop")
 
-        return replace(
-            self, keys=put(self.keys, keys), values=self.values if values is None else put(self.values, values)
-        )
+        if values is None:
+            return replace(self, keys=put(self.keys, keys, last=False))
+        return replace(self, keys=put(self.keys, keys, last=True), values=put(self.values, values, last=False))
 
     def read(
         self, slot: int, repeat: int | Int[Array, ""]
     ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"] | None]:
         keys, values = self.keys[slot], self.values[slot]
         assert keys is not None
-        return keys[repeat], None if values is None else values[repeat]
+        return (keys[repeat], None) if values is None else (keys[repeat].swapaxes(2, 3), values[repeat])
 
 
 def empty_cache(config: ModelConfig, rows: int, length: int, dtype: np.dtype, *, fresh: bool = False) -> KVCache:
     """Zeros for `rows` sequences of up to `length` tokens."""
 
-    def zeros(size: Callable[[BlockConfig], int | None]) -> tuple[Any, ...]:
-        return tuple(
-            None
-            if size(block) is None
-            else jnp.zeros((stage.repeats, rows, block.attention.num_kv_heads, length, size(block)), dtype)
-            for stage in config.stages
-            for block in stage.blocks
-        )
-
-    return KVCache(keys=zeros(_key_size), values=zeros(_value_size), fresh=fresh)
+    keys: list[Array | None] = []
+    values: list[Array | None] = []
+    for stage in config.stages:
+        for block in stage.blocks:
+            key, value = _key_size(block), _value_size(block)
+            lead = stage.repeats, rows, block.attention.num_kv_heads
+            by_position = (length, key) if value is None else (key, length)
+            keys.append(None if key is None else jnp.zeros((*lead, *by_position), dtype))
+            values.append(None if value is None else jnp.zeros((*lead, length, value), dtype))
+    return KVCache(keys=tuple(keys), values=tuple(values), fresh=fresh)
 
 
 def _key_size(block: BlockConfig) -> int | None:

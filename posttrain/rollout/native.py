@@ -12,9 +12,9 @@ from posttrain.host_memory import release
 from posttrain.models.decoder import Decoder
 from posttrain.models.moe import check_recording
 from posttrain.rollout.blocks import BLOCK, blocks_for
+from posttrain.rollout.decoding import Loaded
 from posttrain.rollout.delivery import deliver
 from posttrain.rollout.paged import num_lanes
-from posttrain.rollout.programs import Loaded
 from posttrain.rollout.request import Request
 from posttrain.rollout.runner import Dispatch, Outcome, Runner
 from posttrain.rollout.scheduler import Plan, Scheduler
@@ -151,6 +151,8 @@ class NativeEngine:
         except BaseException:
             self._scheduler.drain()
             raise
+        finally:
+            self.programs.rest()
         self._end({request for request in requests if not request.future.done()})
         return [request.future.result() for request in requests]
 
@@ -312,3 +314,4 @@ class NativeEngine:
             raise
         finally:
             self._driver = None
+            self.programs.rest()

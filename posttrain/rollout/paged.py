@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -29,9 +30,10 @@ copies its own at every token. `ragged`: in place, by TPU's kernel."""
 
 @pytree
 class Pool:
-    """P blocks of keys and values in each of D lanes: [R, D, P, *block], where a block is [K, BLOCK, H] for `rows`,
-    [BLOCK, K, H] for `gather`; for `ragged` `keys` holds both, [BLOCK, 2 K, H] with heads padded. A lane is a shard of
-    the data axes: its rows use its blocks only, so that decoding needs no communication between lanes.
+    """P blocks of keys and values in each of D lanes: [R, D, P, *block]. For `rows` a block is what `KVCache` has of a
+    row, with its order of dimensions; for `gather` it is [BLOCK, K, H]; for `ragged` `keys` holds both, [BLOCK, 2 K, H]
+    with heads padded. A lane is a shard of the data axes: its rows use its blocks only, so that decoding needs no
+    communication between lanes.
 
     Other fields as in `KVCache`.
     """
@@ -51,20 +53,23 @@ class Pool:
         """Rows of W blocks each. Attention reads every row whole at every token: blocks next to each other cost a
         copy now and nothing then."""
 
-        def lane(blocks: Array, table: Array) -> Array:
-            return self._rows(blocks[:, table])
+        def gathered(stored: Array, last: bool = False) -> Array:
+            def lane(blocks: Array, table: Array) -> Array:
+                return self._rows(blocks[:, table], last=last)
 
-        def gathered(stored: Array) -> Array:
             rows = jax.vmap(lane, in_axes=(1, 0), out_axes=1)(stored, table)
             return rows.reshape(stored.shape[0], -1, *rows.shape[3:])
 
-        keys, values = jax.tree.map(gathered, self.keys), jax.tree.map(gathered, self.values)
-        if self.layout != "ragged":
-            return KVCache(keys=keys, values=values)
-        pairs = [
-            (k[:, :, 0::2, :, :size], k[:, :, 1::2, :, :size]) for k, size in zip(keys, self.head_dims, strict=True)
-        ]
-        return KVCache(keys=tuple(k for k, _ in pairs), values=tuple(v for _, v in pairs))
+        if self.layout == "ragged":
+            pairs = jax.tree.map(lambda both, size: _apart(gathered(both), size), self.keys, self.head_dims)
+            return KVCache(keys=tuple(keys for keys, _ in pairs), values=tuple(values for _, values in pairs))
+        keys = jax.tree.map(gathered, self.keys, self._last)
+        return KVCache(keys=keys, values=jax.tree.map(gathered, self.values))
+
+    @property
+    def _last(self) -> tuple[bool | None, ...]:
+        """Of which keys `KVCache` has positions last."""
+        return tuple(None if k is None else v is not None for k, v in zip(self.keys, self.values, strict=True))
 
     def scatter(self, rows: KVCache, first: Int[Array, "D n"], targets: Int[Array, "D n M"]) -> Pool:
         """Blocks `first`, `first` + 1, ... of each row into the blocks `targets`, which differ within a lane; what is
@@ -72,25 +77,24 @@ class Pool:
         lanes, per_lane, count = targets.shape
         indices = first[:, :, None] + jnp.arange(count)[None, None]
 
-        def lane(blocks: Array, rows: Array, indices: Array, targets: Array) -> Array:
-            repeats, _, heads, _, head_dim = rows.shape
-            split = rows.reshape(repeats, per_lane, heads, -1, BLOCK, head_dim)
-            places = jnp.minimum(indices, split.shape[3] - 1)
-            new = jax.vmap(lambda row, places: row[:, :, places], in_axes=(1, 0), out_axes=1)(split, places)
-            return blocks.at[:, targets].set(self._blocks(new), mode="drop")
+        def scattered(stored: Array, new: Array, last: bool = False) -> Array:
+            def lane(blocks: Array, rows: Array, indices: Array, targets: Array) -> Array:
+                axis = 4 if last else 3
+                split = rows.reshape(*rows.shape[:axis], -1, BLOCK, *rows.shape[axis + 1 :])
+                places = jnp.minimum(indices, split.shape[axis] - 1)
+                take = jax.vmap(lambda row, places: jnp.take(row, places, axis=axis - 1), in_axes=(1, 0), out_axes=1)
+                return blocks.at[:, targets].set(self._blocks(take(split, places), last=last), mode="drop")
 
-        def scattered(stored: Array, new: Array) -> Array:
             new = new.reshape(new.shape[0], lanes, per_lane, *new.shape[2:])
             return jax.vmap(lane, in_axes=(1, 1, 0, 0), out_axes=1)(stored, new, indices, targets)
 
-        new_keys, new_values = rows.keys, rows.values
         if self.layout == "ragged":
-            new_keys = tuple(_together(*pair) for pair in zip(rows.keys, rows.values, strict=True))
-            new_values = self.values
+            together = tuple(_together(*pair) for pair in zip(rows.keys, rows.values, strict=True))
+            return replace(self, keys=jax.tree.map(scattered, self.keys, together))
         return replace(
             self,
-            keys=jax.tree.map(scattered, self.keys, new_keys),
-            values=jax.tree.map(scattered, self.values, new_values),
+            keys=jax.tree.map(scattered, self.keys, rows.keys, self._last),
+            values=jax.tree.map(scattered, self.values, rows.values),
         )
 
     def opened(
@@ -129,20 +133,34 @@ class Pool:
             return self.scatter(cache, first, targets)
         return replace(self, keys=cache.keys, values=cache.values)
 
-    def _rows(self, blocks: Float[Array, "R n W _1 _2 H"]) -> Float[Array, "R n K S H"]:
+    def _rows(self, blocks: Float[Array, "R n W _1 _2 _3"], *, last: bool) -> Float[Array, "R n K _4 _5"]:
+        """Blocks side by side: [K, S, H], or with positions `last` [K, H, S]."""
         repeats, rows, _, *block = blocks.shape
-        if self.layout == "rows":
-            return blocks.swapaxes(2, 3).reshape(repeats, rows, block[0], -1, block[2])
-        return blocks.reshape(repeats, rows, -1, *block[1:]).swapaxes(2, 3)
+        if self.layout != "rows":
+            joined = blocks.reshape(repeats, rows, -1, *block[1:])
+            return jnp.moveaxis(joined, 2, 4 if last else 3)
+        if last:
+            return jnp.moveaxis(blocks, 2, 4).reshape(repeats, rows, *block[:2], -1)
+        return blocks.swapaxes(2, 3).reshape(repeats, rows, block[0], -1, block[2])
 
-    def _blocks(self, split: Float[Array, "R n K M S H"]) -> Float[Array, "R n M _1 _2 H"]:
-        return jnp.moveaxis(split, 2, 3 if self.layout == "rows" else 4)
+    def _blocks(self, split: Float[Array, "R n K _1 _2 _3"], *, last: bool) -> Float[Array, "R n M _4 _5 _6"]:
+        """Of [K, M, BLOCK, H], or with positions `last` [K, H, M, BLOCK]."""
+        if self.layout == "rows":
+            return jnp.moveaxis(split, 4 if last else 3, 2)
+        return split.transpose(0, 1, 4, 5, 2, 3) if last else jnp.moveaxis(split, 2, 4)
 
 
 def _together(keys: Array | None, values: Array | None) -> Float[Array, "R B K2 S Hp"]:
     assert keys is not None and values is not None
-    both = jax.vmap(interleaved)(keys, values)
-    return jnp.pad(both, [(0, 0)] * 4 + [(0, padded_head(keys.shape[4]) - keys.shape[4])])
+    both = jax.vmap(interleaved)(keys.swapaxes(3, 4), values)
+    return jnp.pad(both, [(0, 0)] * 4 + [(0, padded_head(values.shape[4]) - values.shape[4])])
+
+
+def _apart(
+    both: Float[Array, "R B K2 S Hp"], size: int | None
+) -> tuple[Float[Array, "R B K H S"], Float[Array, "R B K S H"]]:
+    keys, values = both[:, :, 0::2, :, :size], both[:, :, 1::2, :, :size]
+    return keys.swapaxes(3, 4), values
 
 
 def choose_layout(wanted: DecodeAttention, config: ModelConfig, compute: Compute, mesh: Mesh | None) -> Layout:
@@ -177,22 +195,23 @@ def empty_pool(
     """Zeros where the weights are: lanes over the data axes, heads over `tensor` where they divide."""
     like = jax.eval_shape(lambda: empty_cache(config, lanes * blocks, BLOCK, dtype))
 
-    def zeros(rows: jax.ShapeDtypeStruct) -> Array:
-        repeats, _, heads, size, head_dim = rows.shape
+    def zeros(rows: jax.ShapeDtypeStruct, head_dim: int) -> Array:
+        repeats, heads = rows.shape[0], rows.shape[2]
         block = {
-            "rows": (heads, size, head_dim),
-            "gather": (size, heads, head_dim),
-            "ragged": (size, 2 * heads, padded_head(head_dim)),
+            "rows": rows.shape[2:],
+            "gather": (BLOCK, heads, head_dim),
+            "ragged": (BLOCK, 2 * heads, padded_head(head_dim)),
         }[layout]
         place = _pool_sharding(placement, heads, dim=3 if layout == "rows" else 4)
         return jnp.zeros((repeats, lanes, blocks, *block), rows.dtype, device=place)
 
     none = (None,) * len(like.keys)
+    head_dims = tuple(None if keys is None else math.prod(keys.shape[3:]) // BLOCK for keys in like.keys)
     return Pool(
-        keys=jax.tree.map(zeros, like.keys),
-        values=none if layout == "ragged" else jax.tree.map(zeros, like.values),
+        keys=jax.tree.map(zeros, like.keys, head_dims),
+        values=none if layout == "ragged" else jax.tree.map(lambda rows: zeros(rows, rows.shape[4]), like.values),
         layout=layout,
-        head_dims=tuple(None if keys is None else keys.shape[4] for keys in like.keys),
+        head_dims=head_dims,
     )
 
 

@@ -6,14 +6,12 @@ import os
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
@@ -23,36 +21,14 @@ from posttrain.models.config import ModelConfig
 from posttrain.models.context import Routing
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.blocks import BLOCK
+from posttrain.rollout.decoding import DecodingWeights, Loaded, Readied
 from posttrain.rollout.lanes import by_rows, mesh_of, on_each_shard
 from posttrain.rollout.paged import Pool
 from posttrain.rollout.sampling import Sampling, TopLogps, sample, score, top_width
 from posttrain.tree import pytree
-from posttrain.weights.state import ModelWeights, Weights
 
 MAX_COMPILERS = 8
 """Programs that are compiled at once; each takes host memory meanwhile."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """The weights in use: references to a model's arrays, never copies."""
-
-    source: ModelWeights
-    arrays: Weights
-    version: int
-    layout: Hashable
-    """What compiled programs depend on."""
-
-    @classmethod
-    def of(cls, source: ModelWeights, arrays: Weights, version: int) -> Loaded:
-        layout = frozenset((path, w.shape, w.dtype, _devices(w)) for path, w in arrays.items())
-        return cls(source=source, arrays=arrays, version=version, layout=(nnx.graphdef(source.model), layout))
-
-
-def _devices(array: Array) -> Hashable:
-    """On one device every sharding is the same, whatever its type."""
-    devices = array.sharding.device_set
-    return array.sharding if len(devices) > 1 else frozenset(devices)
 
 
 @pytree
@@ -121,13 +97,15 @@ class Chunk:
 
 
 def prefill(model: Decoder, pool: Pool, prompts: Prompts, *, record: bool, mesh: Mesh | None) -> tuple[Pool, Prefilled]:
-    """Run pieces of prompts through the decoder, over what the pool holds of them, and put them into it."""
+    """Run pieces of prompts through the decoder, over what the pool holds of them, and put them into it.
+
+    The decoder is one of `Decoder.for_decoding`, here and in `decode`.
+    """
     rows, length = prompts.tokens.shape
     prompts = by_rows(prompts, mesh)
     offsets = jnp.arange(length, dtype=jnp.int32)[None]
     positions = prompts.starts[:, None] + offsets
     segments = (offsets < prompts.lengths[:, None]).astype(jnp.int32)
-    model = model.for_decoding()
     if prompts.context is None:
         near = by_rows(empty_cache(model.config, rows, length, model.compute.dtype, fresh=True), mesh, dim=1)
     else:
@@ -162,7 +140,7 @@ def decode(
 
     Works on the rows' blocks, or on a copy of them that is read whole at every token: as the pool's layout has it.
     """
-    model, rows = model.for_decoding(), by_rows(rows, mesh)
+    rows = by_rows(rows, mesh)
     num_rows = rows.tokens.shape[0]
     draw = on_each_shard(sample, mesh)
 
@@ -220,6 +198,7 @@ class Programs:
         self._prefill = partial(prefill, record=record)
         self._decode = partial(decode, steps=steps, record=record)
         self._compiled: dict[Hashable, Any] = {}
+        self._weights = DecodingWeights()
         self.compile_s = 0.0
         self.num_late = 0
         """Compiled at their first use."""
@@ -228,10 +207,14 @@ class Programs:
         return len(self._compiled)
 
     def prefill(self, loaded: Loaded, pool: Pool, prompts: Prompts) -> tuple[Pool, Prefilled]:
-        return self._program(loaded, pool, prompts)(loaded.arrays, pool, prompts)
+        return self._program(loaded, pool, prompts)(self._weights.of(loaded), pool, prompts)
 
     def decode(self, loaded: Loaded, pool: Pool, rows: Rows, stop_at: np.int32) -> tuple[Pool, Chunk]:
-        return self._program(loaded, pool, rows, stop_at)(loaded.arrays, pool, rows, stop_at)
+        return self._program(loaded, pool, rows, stop_at)(self._weights.of(loaded), pool, rows, stop_at)
+
+    def rest(self) -> None:
+        """No samples run: give up what was made for them."""
+        self._weights.forget()
 
     def compile(
         self, loaded: Loaded, pool: Pool, examples: Sequence[Prompts | Rows], advance: Callable[[int], None]
@@ -250,6 +233,7 @@ class Programs:
             for done in as_completed(waiting):
                 self._compiled[waiting[done]] = done.result()
                 advance(1)
+        self.rest()
         self.compile_s += time.perf_counter() - start
 
     def _program(self, loaded: Loaded, pool: Pool, inputs: Prompts | Rows, *rest: np.int32) -> Any:
@@ -263,15 +247,15 @@ class Programs:
 
     def _lower(self, loaded: Loaded, pool: Pool, inputs: Prompts | Rows, *rest: np.int32) -> jax.stages.Lowered:
         function: Callable[..., Any] = self._prefill if isinstance(inputs, Prompts) else self._decode
-        source = loaded.source  # not `loaded`, whose arrays would live as long as the program
         placed = jax.tree.map(lambda x: x.sharding, pool)
         mesh = mesh_of(jax.tree.leaves(placed)[0])
+        model_of = self._weights.model_of(loaded)
 
-        def bound(weights: Weights, pool: Pool, *args: Any) -> Any:
-            return function(source.bind(weights), pool, *args, mesh=mesh)
+        def bound(weights: Readied, pool: Pool, *args: Any) -> Any:
+            return function(model_of(weights), pool, *args, mesh=mesh)
 
         program = jax.jit(bound, donate_argnums=1, out_shardings=(placed, None))
-        return program.lower(loaded.arrays, pool, inputs, *rest)
+        return program.lower(self._weights.of(loaded), pool, inputs, *rest)
 
 
 def _key(loaded: Loaded, inputs: Prompts | Rows) -> Hashable:

@@ -12,10 +12,11 @@ import numpy as np
 
 from posttrain.models.decoder import decoding_config
 from posttrain.rollout.blocks import BLOCK, Chain
+from posttrain.rollout.decoding import Loaded
 from posttrain.rollout.lanes import mesh_of
 from posttrain.rollout.paged import Pool, choose_layout, empty_pool
 from posttrain.rollout.processors import Tables
-from posttrain.rollout.programs import Chunk, Loaded, Prefilled, Programs, Prompts, Rows, Scored
+from posttrain.rollout.programs import Chunk, Prefilled, Programs, Prompts, Rows, Scored
 from posttrain.rollout.request import Request
 from posttrain.rollout.sampling import Sampling
 from posttrain.rollout.scheduler import Piece, Plan, Row
@@ -101,6 +102,7 @@ class Runner:
 
     def close(self) -> None:
         self._closed, self._pool = True, None
+        self.programs.rest()
 
     def warm_up(self, loaded: Loaded, inputs: Sequence[Prompts | Rows], advance: Callable[[int], None]) -> None:
         """Compile the programs for inputs of these shapes. `advance(1)` after each."""

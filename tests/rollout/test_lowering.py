@@ -9,7 +9,8 @@ from jax import export
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
-from posttrain.rollout.programs import Loaded, Prompts, Rows, decode, prefill
+from posttrain.rollout.decoding import Loaded
+from posttrain.rollout.programs import Prompts, Rows, decode, prefill
 from posttrain.rollout.runner import Runner
 from posttrain.rollout.shapes import Expected, Shapes
 from posttrain.weights.state import ModelWeights
@@ -38,7 +39,7 @@ def lowered(runner: Runner, example: Prompts | Rows) -> str:
     assert pool.layout == "ragged"
 
     def program(weights: object, pool: object, inputs: object) -> object:
-        bound = source.bind(weights)  # type: ignore[arg-type]
+        bound = source.bind(weights).for_decoding()  # type: ignore[arg-type]
         if isinstance(inputs, Prompts):
             return prefill(bound, pool, inputs, record=False, mesh=None)  # type: ignore[arg-type]
         return decode(bound, pool, inputs, jnp.int32(0), steps=8, record=False, mesh=None)  # type: ignore[arg-type]

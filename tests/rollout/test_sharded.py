@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import pytest
@@ -28,8 +29,8 @@ CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
-def sharded_model(section: MeshSection) -> Decoder:
-    mesh, model = make_mesh(section), tiny_model()
+def sharded_model(section: MeshSection, **changes: Any) -> Decoder:
+    mesh, model = make_mesh(section), tiny_model(**changes)
     weights = ModelWeights(model)
     dims = weights.dims()
     weights.write({p: jax.device_put(w, param_sharding(mesh, p, dims[p], w.shape)) for p, w in weights.read().items()})

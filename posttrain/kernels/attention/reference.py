@@ -65,16 +65,25 @@ def single_query(
     soft_cap: float | None,
     sinks: Float[Array, " N"] | None,
 ) -> Float[Array, "B 1 N Hv"]:
-    """`whole` for one decoded token, with the operands of both products in the order that CPUs read fastest."""
+    """`whole` for one decoded token, with the operands of both products in the order that CPUs read fastest.
+
+    Keys as wide as the values come from a cache that holds them as [K, H, S]; those of latent attention, which the
+    values are part of, stand as [K, S, H].
+    """
     rows, _, num_heads, head_dim = q.shape
     num_kv_heads, value_dim = v.shape[1], v.shape[3]
     groups = num_heads // num_kv_heads
     q = q.reshape(rows, num_kv_heads, groups, head_dim)
-    # Scaled before the transpose: after it, XLA:CPU takes a fifth longer for a whole decoding step.
-    logits = jnp.einsum("bksh,bkgh->bksg", k, q, preferred_element_type=jnp.float32) * scale
-    logits = jnp.where(mask[:, None, None], capped(logits, soft_cap).swapaxes(2, 3), MASKED)
-    probs = softmax(logits, None if sinks is None else sinks.reshape(1, num_kv_heads, groups, 1)).astype(v.dtype)
-    return jnp.einsum("bkgs,bksh->bkgh", probs, v).reshape(rows, 1, num_heads, value_dim)
+    if head_dim == value_dim:
+        logits = jnp.einsum("bkgh,bksh->bkgs", q, k, preferred_element_type=jnp.float32) * scale
+    else:
+        # Scaled before the transpose: after it, XLA:CPU takes a fifth longer for a whole decoding step.
+        logits = jnp.einsum("bksh,bkgh->bksg", k, q, preferred_element_type=jnp.float32) * scale
+        logits = logits.swapaxes(2, 3)
+    logits = jnp.where(mask[:, None, None], capped(logits, soft_cap), MASKED)
+    exps, total = exponentials(logits, None if sinks is None else sinks.reshape(1, num_kv_heads, groups, 1))
+    out = jnp.einsum("bkgs,bksh->bkgh", exps.astype(v.dtype), v) / total
+    return out.astype(v.dtype).reshape(rows, 1, num_heads, value_dim)
 
 
 def capped(logits: Float[Array, "*B"], soft_cap: float | None) -> Float[Array, "*B"]:
@@ -86,7 +95,19 @@ def softmax(logits: Float[Array, "*B S"], sinks: Float[Array, "*#B 1"] | None) -
     """Softmax over the last dimension; a sink is one more logit, whose share goes to no value."""
     if sinks is None:
         return jax.nn.softmax(logits, axis=-1)
-    sinks = sinks.astype(logits.dtype)
-    top = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), sinks))
+    exps, total = exponentials(logits, sinks)
+    return exps / total
+
+
+def exponentials(
+    logits: Float[Array, "*B S"], sinks: Float[Array, "*#B 1"] | None
+) -> tuple[Float[Array, "*B S"], Float[Array, "*B 1"]]:
+    """What `softmax` divides, and by what: the largest is 1."""
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    if sinks is not None:
+        sinks = sinks.astype(logits.dtype)
+        top = jnp.maximum(top, sinks)
+    top = jax.lax.stop_gradient(top)
     exps = jnp.exp(logits - top)
-    return exps / (jnp.sum(exps, axis=-1, keepdims=True) + jnp.exp(sinks - top))
+    total = jnp.sum(exps, axis=-1, keepdims=True)
+    return exps, total if sinks is None else total + jnp.exp(sinks - top)
