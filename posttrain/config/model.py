@@ -39,7 +39,7 @@ class LoRA(Section):
     alpha: Annotated[float, Field(gt=0)] | None = None
     """The scale is alpha / rank, with `rslora` alpha / sqrt(rank); by default it is 2."""
     targets: Annotated[ListOf[str], Field(min_length=1)] = ("attention", "mlp")
-    """Patterns of the matrices that get an adapter; `all-linear`: all but embeddings and head."""
+    """Patterns of the matrices that get an adapter; `all-linear`: all but embeddings and head. Routers get none."""
     layers: ListOf[NonNegativeInt] | None = None
     """The only layers that get an adapter, from 0; embeddings and head belong to none."""
     rank_pattern: dict[str, PositiveInt] = {}

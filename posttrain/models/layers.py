@@ -182,11 +182,11 @@ class LayerInputs(nnx.Module):
     def __init__(self, model: ModelConfig, config: LayerInputsConfig, init: Init):
         size = model.num_layers * config.dim
         self.embed = Embedding(config.vocab_size, size, init, scale=math.sqrt(config.dim))
-        self.projection = param(normal(init, (model.embed_dim, size)), ("embed", "latent"))
+        self.projection = Linear(1, ("embed", "latent"), (model.embed_dim, size), init, bias=False)
         self.norm = RMSNorm((), "latent", config.dim, eps=model.norm_eps, dtype=init.dtype, offset=model.norm_offset)
 
     def __call__(self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]) -> Float[Array, "L B T P"]:
-        projected = matmul(x, self.projection[...].astype(x.dtype)) * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
+        projected = self.projection.logits(x).astype(x.dtype) * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
         split = (*tokens.shape, -1, self.norm.scale.shape[-1])
         total = self.norm(projected.reshape(split)) + self.embed(tokens, x.dtype).reshape(split)
         return jnp.moveaxis(total * jnp.asarray(2**-0.5, x.dtype), 2, 0)

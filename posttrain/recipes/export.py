@@ -28,6 +28,7 @@ from posttrain.recipes.stages import stage_names
 from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.lora import has_lora
 from posttrain.weights.peft_save import save_adapter
+from posttrain.weights.quantize import is_quantized
 from posttrain.weights.save import save_model
 from posttrain.weights.state import ModelWeights
 
@@ -53,6 +54,10 @@ def export(
     if out.exists():
         raise ConfigError(f"{out}: exists; give a new folder")
     stage = _stage(output, name, config, tokenizer)
+    quantized = stage.model.quantize
+    if to == "peft" and quantized != "none":
+        # The adapter goes on beside whatever base its reader has: the proof is beside the one that `base` names.
+        stage = replace(stage, model=stage.model.model_copy(update={"quantize": "none"}))
     model = _trained_model(stage, step)
     _check_target(model, to)
     base = str(stage.path) if to == "peft" and stage.path is not None else None
@@ -70,6 +75,8 @@ def export(
     proof = prove(model, unproved, tokenizer, reader or default_reader(adapter=base is not None), base=base)
     if base is None and stage.path is not None:
         proof = replace(proof, tensors=_compare_tensors(model, unproved, find_folder(stage.path)))
+    elif quantized != "none":
+        proof = replace(proof, tensors=f"both beside the base in full precision, not in {quantized} as in training")
     unproved.rename(out)
     return out, proof
 
@@ -78,6 +85,9 @@ def _compare_tensors(model: Decoder, folder: Path, source: Path) -> str:
     """Hold what was written against the files that the run began with; what was compared, in words."""
     if read_json(source / "config.json").get("model_type") != model.config.model_type:
         return "not compared with the source, which is a multimodal model"
+    if is_quantized(model):
+        told = compare_with_source(folder, source, None, trained=True)
+        return f"{told}; their values are not compared, for the base is quantized"
     with tempfile.TemporaryDirectory() as temporary:
         adapter = None
         if has_lora(model):

@@ -144,6 +144,9 @@ def _deltas(adapter: Path, written: Mapping[str, Stored]) -> Iterator[tuple[str,
             yield from _expert_deltas(param, a.values(), b.values(), config, written)
             continue
         named = f"{module}.weight" if f".{module}.weight".endswith(targets) else module
+        if f"{module}.weight" not in written:
+            # A router of Mixtral has another name in transformers.
+            module = module.replace(".mlp.", ".block_sparse_moe.")
         delta = _scale(config, named, a.shape[0]) * (b.values() @ a.values())
         yield module, delta.T if match[2] else delta
 

@@ -56,6 +56,11 @@ class Site:
         """Dropout acts here."""
         return isinstance(self.owner, Linear) and self.layers is not None
 
+    @property
+    def routes(self) -> bool:
+        """It decides on experts: only files of PEFT bring an adapter for it."""
+        return "router" in self.matrix.get_metadata("dims")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -84,12 +89,11 @@ def sites(model: Decoder) -> dict[str, Site]:
         if not isinstance(node, Adaptable):
             continue
         path, matrices = ".".join(map(str, where)), node.matrices()
-        for name, matrix in matrices.items():
-            if "router" not in matrix.get_metadata("dims"):
-                param = f"{path}.{name}"
-                found[param if len(matrices) > 1 else path] = Site(
-                    owner=node, name=name, param=param, layers=_layers(model, path), modules=modules[param]
-                )
+        for name in matrices:
+            param = f"{path}.{name}"
+            found[param if len(matrices) > 1 else path] = Site(
+                owner=node, name=name, param=param, layers=_layers(model, path), modules=modules[param]
+            )
     return dict(sorted(found.items()))
 
 
@@ -141,6 +145,7 @@ def planned_scales(model: Decoder, lora: LoRA) -> dict[str, tuple[float, ...]]:
 def _plans(lora: LoRA, every: Mapping[str, Site], num_layers: int) -> dict[str, Plan]:
     if unknown := [layer for layer in lora.layers or () if layer >= num_layers]:
         raise ConfigError(f"lora.layers: {unknown[0]} is no layer of the model, whose layers are 0 to {num_layers - 1}")
+    every = {path: site for path, site in every.items() if not site.routes}
     chosen = {path for target in lora.targets for path in _named(target, every)}
     if lora.dropout and (path := next((path for path in sorted(chosen) if not every[path].drops), None)):
         raise ConfigError(

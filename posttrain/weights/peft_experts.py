@@ -14,6 +14,15 @@ ALONE = re.compile(r"(.+)\.experts\.\d+\.(\w+)\.weight")
 """A matrix of one expert in a checkpoint."""
 
 
+ROUTER = re.compile(r".+\.mlp\.(gate|router)")
+"""A router in transformers 5, which PEFT takes for a parameter. That of Gemma 4 is a module."""
+
+
+def in_memory(name: str) -> str:
+    """What transformers calls what the checkpoint calls so: Mixtral's modules have other names in it."""
+    return name.replace(".block_sparse_moe.", ".mlp.")
+
+
 def expert_parameters(every: Iterable[Tensor]) -> dict[str, Tensor]:
     """By name, such as `model.layers.0.mlp.experts.gate_up_proj`, of shape [experts, out, in] or as the checkpoint's.
 
@@ -25,8 +34,7 @@ def expert_parameters(every: Iterable[Tensor]) -> dict[str, Tensor]:
         if len(tensor.shape) == 3 and ".experts." in tensor.parts[0].param:
             found[tensor.name] = tensor
         elif match := ALONE.fullmatch(tensor.name):
-            # Mixtral's module has another name in the checkpoint than in transformers.
-            stem = f"{match[1].replace('.block_sparse_moe', '.mlp')}.experts"
+            stem = in_memory(f"{match[1]}.experts")
             param = tensor.parts[0].param
             name = f"{stem}.{'down' if param.endswith('.down') else 'gate_up'}_proj"
             alone.setdefault(name, {}).setdefault(param, []).append(tensor)

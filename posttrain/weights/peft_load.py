@@ -20,7 +20,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.names import Tensor
 from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.lora import Plan, Site, attach, base_tensors, has_lora, module_of, sites
-from posttrain.weights.peft_experts import expert_parameters, shape_of, unstack, wrappers
+from posttrain.weights.peft_experts import expert_parameters, in_memory, shape_of, unstack, wrappers
 from posttrain.weights.pieces import Gather
 from posttrain.weights.quantize import plain_arrays
 from posttrain.weights.reward import add_scalar_head
@@ -105,7 +105,7 @@ def _find(
     config |= {"target_parameters": [text_name(t) or t for t in config.get("target_parameters") or []]}
     stored = _read(folder / WEIGHTS, text_name)
     tensors = {module_of(t): t for t in base_tensors(model) if not t.name.endswith(".bias")}
-    tensors |= expert_parameters(tensors.values())
+    tensors |= expert_parameters(tensors.values()) | {in_memory(name): t for name, t in tensors.items()}
     modules, whole = _sorted(folder, config, stored, tensors, model)
     plans = _plans(folder, sites(model), modules, tensors)
     return _Found(config=config, modules=modules, whole=whole, tensors=tensors, plans=plans)
@@ -118,7 +118,7 @@ def check_adapter(outline: Decoder, path: str | Path, *, text_name: Callable[[st
 
 def _check_config(folder: Path, config: Mapping[str, Any], model: Decoder) -> None:
     def refuse(what: str) -> None:
-        raise ConfigError(f"{folder / CONFIG}: {what} is not supported")
+        raise ConfigError(f"{folder / CONFIG}: {what} is not supported; merge it with PEFT, and load the merged model")
 
     if config.get("peft_type") != "LORA":
         refuse(f"peft_type={config.get('peft_type')!r}")
@@ -175,9 +175,8 @@ def _sorted(
         if match is not None and module is not None and module in tensors:
             parts.setdefault(module, {})[match[3] or "magnitude"] = array
         elif module is None and name in known and array.shape == known[name].shape:
-            if any(
-                re.fullmatch(rf"(.*\.)?{re.escape(m)}", module_of(known[name])) for m in config["modules_to_save"] or ()
-            ):
+            # As in PEFT, "norm" means every module whose name ends so: input_layernorm, too.
+            if module_of(known[name]).endswith(tuple(config.get("modules_to_save") or ())):
                 whole[name] = array
             elif not outlined and not np.array_equal(base.tensor(known[name]), array):
                 faults.append(f"{key} differs from the base's, and is not in modules_to_save")
@@ -234,11 +233,11 @@ def _missing(config: Mapping[str, Any], modules: Mapping[str, Any], whole: Mappi
     for target in config.get("target_parameters") or []:
         if not any(_ends(_named(config, module), target) for module in modules):
             faults.append(f"{target} of target_parameters is missing")
-    held = [f".{name.rsplit('.', 1)[0]}" for name in whole]
+    held = [name.rsplit(".", 1)[0] for name in whole]
     # PEFT lists every name that a classifier's head may have.
     optional = {"classifier", "score"} if config.get("task_type") == CLASSIFIER else set[str]()
     saved = [m for m in config.get("modules_to_save") or [] if m not in optional]
-    return faults + [f"{m} of modules_to_save is missing" for m in saved if not any(h.endswith(f".{m}") for h in held)]
+    return faults + [f"{m} of modules_to_save is missing" for m in saved if not any(h.endswith(m) for h in held)]
 
 
 def _scale(config: Mapping[str, Any], name: str, rank: int) -> float:

@@ -19,7 +19,16 @@ from posttrain.models.adapter import column_norms
 from posttrain.models.decoder import Decoder
 from posttrain.models.names import Part, Tensor
 from posttrain.weights.lora import base_tensors, has_lora, module_of, sites
-from posttrain.weights.peft_experts import ALONE, expert_parameters, shape_of, stack, words_of_experts, wrappers
+from posttrain.weights.peft_experts import (
+    ALONE,
+    ROUTER,
+    expert_parameters,
+    in_memory,
+    shape_of,
+    stack,
+    words_of_experts,
+    wrappers,
+)
 from posttrain.weights.peft_load import CLASSIFIER, CONFIG, PREFIX, WEIGHTS, Arrays
 from posttrain.weights.pieces import Gather
 from posttrain.weights.state import ModelWeights
@@ -63,7 +72,7 @@ def refusal(model: Decoder, scales: Mapping[str, Sequence[float]], *, dora: bool
             continue
         if dora and (param := tensor.parts[0].param).rsplit(".", 2)[-2] == "experts":
             return f"PEFT has no DoRA on experts ({param})"
-        if (dora or dropout) and _mistaken(module_of(tensor), words):
+        if (dora or dropout) and _is_parameter(module_of(tensor), words):
             return (
                 f"PEFT takes {module_of(tensor)} for a parameter, for which it has no {'DoRA' if dora else 'dropout'}"
             )
@@ -73,6 +82,11 @@ def refusal(model: Decoder, scales: Mapping[str, Sequence[float]], *, dora: bool
 def _mistaken(module: str, words: Collection[str]) -> bool:
     """Among `target_modules` PEFT would take the name for that of experts: it goes to `target_parameters`."""
     return module.rsplit(".", 1)[-1] in words and not ALONE.fullmatch(f"{module}.weight")
+
+
+def _is_parameter(module: str, words: Collection[str]) -> bool:
+    """It goes to `target_parameters`."""
+    return _mistaken(module, words) or ROUTER.fullmatch(in_memory(module)) is not None
 
 
 class _Export:
@@ -116,10 +130,12 @@ class _Export:
                     # PEFT asks for both of what is tied.
                     self.tensors[f"{PREFIX}lm_head.weight"] = self.tensors[PREFIX + tensor.name].copy()
             elif self._here(tensor) and (self.alone or ".experts." not in tensor.parts[0].param):
-                found, name = (
-                    (self.parameters, tensor.name) if _mistaken(module, self.words) else (self.targets, module)
-                )
-                found.append(name)
+                if _is_parameter(module, self.words):
+                    module, name = in_memory(module), in_memory(tensor.name)
+                    self.parameters.append(name)
+                else:
+                    name = module
+                    self.targets.append(name)
                 self._add(tensor, module, name)
         if not self.alone:
             for name, module in wrappers(name for name, tensor in experts.items() if self._here(tensor)).items():
@@ -128,7 +144,8 @@ class _Export:
 
     def _alone(self, experts: Iterable[Tensor]) -> bool:
         """PEFT can read the adapters of experts one by one, as those of its older versions: those of all layers are of
-        one rank and alpha, both of what it joins have one, and no other module has a name that ends as theirs."""
+        one rank and alpha, both of what it joins have one, no other module's name ends as theirs, and no router has
+        one."""
         ranks, here = set[tuple[int, float]](), dict[str, set[bool]]()
         for tensor in experts:
             for part in tensor.parts:
@@ -136,7 +153,8 @@ class _Export:
                 of_kind.add(found := self._scale(part) != 0.0)
                 if found:
                     ranks.add((int(self._used(part).sum()), self._scale(part)))
-        if self.rslora or len(ranks) != 1 or any(len(of_kind) > 1 for of_kind in here.values()):
+        routers = any(".router." in param for param in self.scales)
+        if routers or self.rslora or len(ranks) != 1 or any(len(of_kind) > 1 for of_kind in here.values()):
             return False
         return bool(self.words) and not any(_mistaken(module, self.words) for module in self.modules)
 
@@ -228,7 +246,7 @@ class _Export:
         }
 
     def _matrices(self) -> list[str]:
-        return [*expert_parameters(self.every), *(f"{module}.weight" for module in self.modules)]
+        return [*expert_parameters(self.every), *(f"{in_memory(module)}.weight" for module in self.modules)]
 
 
 def _short(meant: Collection[str], every: Collection[str], end: Callable[[str], str]) -> list[str]:

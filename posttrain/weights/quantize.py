@@ -38,7 +38,7 @@ Errors = dict[str, Float[Array, " 2"]]
 
 def quantizable(model: Decoder) -> dict[str, Site]:
     """The matrices of the layers, by parameter. Routers, embeddings, head, norms and biases stay as they are."""
-    return {site.param: site for site in sites(model).values() if site.layers is not None}
+    return {site.param: site for site in sites(model).values() if site.layers is not None and not site.routes}
 
 
 def is_quantized(model: Decoder) -> bool:

@@ -199,6 +199,17 @@ def test_a_run_is_exported(run: Path, tmp_path: Path, to: str) -> None:
         )
 
 
+@pytest.mark.thorough
+def test_a_run_over_a_quantized_base_is_exported(run: Path, tmp_path: Path) -> None:
+    """Merged it is what was trained; the adapter alone is proved beside the base as it is in its files."""
+    model = {"path": str(run.parent / "base"), "lora": {"rank": 2}, "quantize": "nf4"}
+    assert posttrain("run", write_run(tmp_path, sft_stage(num_steps=2), model=model)).code == 0
+    merged = posttrain("export", tmp_path / "out", "--to", "merged")
+    assert merged.code == 0 and "have the names and shapes of the source; their values are not" in merged.out, merged
+    peft = posttrain("export", tmp_path / "out", "--to", "peft")
+    assert peft.code == 0 and "both beside the base in full precision, not in nf4 as in training" in peft.out, peft
+
+
 def test_a_reward_model_is_exported_with_its_head(tmp_path: Path) -> None:
     model = {"init": {**INIT, "num_key_value_heads": 2}, "tokenizer": "bytes"}
     file = write_pairs(tmp_path, preference_stage(kind="reward_model", num_steps=1), model=model)

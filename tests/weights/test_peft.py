@@ -243,6 +243,69 @@ def test_layout_of_experts(name: str, order: str, tmp_path: Path) -> None:
     assert not stored
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "deepseek_v3", "gemma4_text"])
+@pytest.mark.filterwarnings("ignore")
+def test_all_linear_of_peft(name: str, tmp_path: Path) -> None:
+    """Routers, the gate of a shared expert and the projection of all layers' inputs are among it."""
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    transformers, folder = pytest.importorskip("transformers"), GOLDENS / "models" / name
+    tokens = np.random.default_rng(0).integers(1, 90, (2, 12))
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", init_lora_weights=False)
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(transformers_model(transformers, folder), config).eval()
+    adapted.save_pretrained(tmp_path / "theirs")
+    model = load_model(folder, adapter=tmp_path / "theirs")
+    save_adapter(model, tmp_path / "ours", base=str(folder))
+    again = peft.PeftModel.from_pretrained(transformers_model(transformers, folder), tmp_path / "ours").eval()
+    with torch.no_grad():
+        theirs, ours = (m(torch.tensor(tokens)).logits.numpy() for m in (adapted, again))
+    assert_allclose(logits_of(model, tokens), theirs, atol=5e-4)
+    assert_allclose(ours, theirs, atol=5e-4)
+
+
+@pytest.mark.parametrize(("name", "router"), [("mixtral", "block_sparse_moe.gate"), ("gpt_oss", "mlp.router")])
+def test_routers_take_what_files_bring(name: str, router: str, tmp_path: Path) -> None:
+    """Under the name of transformers, as a parameter; PEFT's `all-linear` has them."""
+    base, rng = load_model(GOLDENS / "models" / name), np.random.default_rng(0)
+    key = f"model.layers.1.{router}.weight"
+    wide = dict(hf_tensors(base))[key]
+    a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((2, wide.shape[1]), (wide.shape[0], 2)))
+    module = f"layers.1.mlp.{router.rsplit('.')[-1]}"
+    start = f"base_model.model.model.{module}.lora_"
+    stored = {f"{start}A.weight": a, f"{start}B.weight": b}
+    save_file(stored, tmp_path / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 3,
+        "target_modules": [],
+        "target_parameters": [f"{module}.weight"],
+    }
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    model = load_model(GOLDENS / "models" / name, adapter=tmp_path)
+    assert_allclose(dict(hf_tensors(merged(model)))[key], wide + 1.5 * b @ a, atol=1e-5)
+    save_adapter(model, tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "adapter_config.json").read_text())["target_parameters"] == [
+        f"model.{module}.weight"
+    ]
+    again = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    assert again.keys() == stored.keys()
+    for name, array in again.items():
+        assert_array_equal(array, stored[name])
+
+
+def test_modules_to_save_are_ends_of_names(tmp_path: Path) -> None:
+    """In PEFT `norm` stands for input_layernorm, too."""
+    names = ("model.norm.weight", "model.layers.0.input_layernorm.weight")
+    tensors = {f"base_model.model.{name}": np.full(32, i + 2, np.float32) for i, name in enumerate(names)}
+    model = load_model(
+        GOLDENS / "models" / "llama", adapter=changed(tmp_path, "lora", {"modules_to_save": ["norm"]}, tensors)
+    )
+    loaded = dict(hf_tensors(model))
+    assert [loaded[name][0] for name in names] == [2.0, 3.0]
+
+
 def test_fused_modules_take_an_adapter_apart(tmp_path: Path) -> None:
     """Of queries, keys and values as one module: A is shared, B falls into parts."""
     rng = np.random.default_rng(0)

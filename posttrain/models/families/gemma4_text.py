@@ -36,7 +36,7 @@ GATE_UP = ("mlp.experts.gate", "mlp.experts.up")
 NAMES = {
     **gemma2.NAMES,
     "layer_inputs.embed.embedding": Name("model.embed_tokens_per_layer.weight"),
-    "layer_inputs.projection": Name("model.per_layer_model_projection.weight", transpose=True),
+    "layer_inputs.projection.kernel": Name("model.per_layer_model_projection.weight", transpose=True),
     "layer_inputs.norm.scale": Name("model.per_layer_projection_norm.weight"),
     **linear("input_gate", f"{LAYER}.per_layer_input_gate"),
     **linear("input_projection", f"{LAYER}.per_layer_projection"),
