@@ -126,9 +126,11 @@ class Stage(nnx.Module):
             carry, routing = jax.lax.scan(pattern, carry, (weights, jnp.arange(self.repeats, dtype=jnp.int32)))
         else:
             routings = []
-            for repeat in range(self.repeats):
-                here = jax.tree.map(lambda w, repeat=repeat: w[repeat], weights)
-                carry, of_repeat = pattern(carry, (here, repeat))
+            # The gradient of a split is a concatenation, that of an index a sum of padded stacks.
+            leaves, tree = jax.tree.flatten(weights)
+            layers = [jax.lax.split(w, [1] * self.repeats) for w in leaves]
+            for repeat, here in enumerate(zip(*layers, strict=True)):
+                carry, of_repeat = pattern(carry, (jax.tree.unflatten(tree, [w[0] for w in here]), repeat))
                 routings.append(of_repeat)
             routing = jax.tree.map(lambda *repeats: jnp.stack(repeats), *routings)
         return carry[0], routing, {} if taps is None else taps.by_layer(carry[1])

@@ -148,11 +148,8 @@ def _plans(lora: LoRA, every: Mapping[str, Site], num_layers: int) -> dict[str, 
     every = {path: site for path, site in every.items() if not site.routes}
     chosen = {path for target in lora.targets for path in _named(target, every)}
     if lora.dropout and (path := next((path for path in sorted(chosen) if not every[path].drops), None)):
-        raise ConfigError(
-            f"lora.dropout={lora.dropout} does not act on {path}; leave it out of the targets, or dropout"
-        )
-    used: set[str] = set()
-    plans = {}
+        raise ConfigError(f"lora.dropout={lora.dropout} does not act on {path}; remove it from the targets, or dropout")
+    used, plans = set[str](), dict[str, Plan]()
     for path in sorted(chosen):
         site, ranks, scales = every[path], [], []
         for index, modules in enumerate(site.modules):
@@ -268,14 +265,10 @@ def _drawn(sites: Mapping[str, tuple[Array, Site, Plan]]) -> dict[str, Array]:
         groups.setdefault((normal, *lead, *((rank, after) if normal else (before, rank))), []).append(path)
     found: dict[str, Array] = {}
     for (normal, *shape), paths in groups.items():
-        draw = functools.partial(_normal if normal else _uniform, shape=tuple(shape))
+        draw = functools.partial(jax.random.normal if normal else _uniform, shape=tuple(shape))
         values = jax.vmap(draw)(jnp.stack([sites[path][0] for path in paths]))
         found |= {path: values[i] for i, path in enumerate(paths)}
     return found
-
-
-def _normal(key: Array, shape: tuple[int, ...]) -> Array:
-    return jax.random.normal(key, shape)
 
 
 def _uniform(key: Array, shape: tuple[int, ...]) -> Array:
