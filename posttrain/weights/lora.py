@@ -148,7 +148,7 @@ def _plans(lora: LoRA, every: Mapping[str, Site], num_layers: int) -> dict[str, 
     every = {path: site for path, site in every.items() if not site.routes}
     chosen = {path for target in lora.targets for path in _named(target, every)}
     if lora.dropout and (path := next((path for path in sorted(chosen) if not every[path].drops), None)):
-        raise ConfigError(f"lora.dropout={lora.dropout} does not act on {path}; remove it from the targets, or dropout")
+        raise ConfigError(f"lora.dropout={lora.dropout} does not act on {path}; leave it out of targets, or dropout")
     used, plans = set[str](), dict[str, Plan]()
     for path in sorted(chosen):
         site, ranks, scales = every[path], [], []
