@@ -26,8 +26,9 @@ from posttrain.batch import (
     rows_per_pass,
 )
 from posttrain.console import progress_bar
-from posttrain.host_memory import release
+from posttrain.host_memory import settle
 from posttrain.kernels.chunk_stats import PLAIN, Terms
+from posttrain.kernels.platform import platform_of
 from posttrain.losses.router import RouterLoss, check_weight, corrected, load_metrics
 from posttrain.matching import Matching
 from posttrain.mesh import BATCH_SPEC, param_sharding, replicated, row_shards, single_device_mesh
@@ -152,7 +153,7 @@ class Trainer:
             # Ahead of the update, which then has the memory that this takes.
             with progress_bar("compiling the update"):
                 self._step.lower(*arguments).compile()
-            release()
+            settle(platform_of(self.mesh))
             self._stepped = True
         params, self._opt_state, metrics = self._step(*arguments)
         self._write(params)
