@@ -51,7 +51,7 @@ import resource
 import jax
 import jax.numpy as jnp
 
-import posttrain.models
+import posttrain.models.decoder
 from posttrain.host_memory import settle
 
 
