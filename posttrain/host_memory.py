@@ -12,7 +12,8 @@ _LARGEST = 2**31 - 1
 
 
 def run_in_caller() -> None:
-    """Have programs for a CPU run in the thread that calls them, and take their memory from its part of the heap.
+    """Have programs for a CPU run in the thread that calls them, where all that they read is ready, and take their
+    memory from its part of the heap.
 
     XLA else runs each in any thread of a pool, whose parts of the heap hold at most 64 MiB in one piece. To be called
     before the first use of a device; later it changes nothing. Programs for other devices are not concerned.

@@ -61,17 +61,19 @@ def program(x):
     return rows @ x[:, None]
 
 
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def fewest_faults():
+    found = []
     for _ in range(20):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         program(x).block_until_ready()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return min(found)
 
 
 x = jnp.arange(4096.0)
-before = faults()
+before = fewest_faults()
 settle("cpu")
-print(before, faults())
+print(before, fewest_faults())
 """
 
 
@@ -80,6 +82,7 @@ def test_a_program_on_a_cpu_gets_the_memory_that_it_had() -> None:
         pytest.skip("needs glibc")
     done = subprocess.run([sys.executable, "-c", REPEATED], capture_output=True, text=True, check=True)
     before, after = map(int, done.stdout.split())
-    assert before > 20 * 2**26 / resource.getpagesize() / 2, done.stdout
-    # A few times the freed piece has been taken in part, before all is settled.
-    assert after < before / 4, done.stdout
+    # The fewest: on a busy machine some runs find what they wait for not ready, and go to another thread after all.
+    pages = 2**26 / resource.getpagesize()
+    assert before > pages / 2, done.stdout
+    assert after < pages / 20, done.stdout
