@@ -23,8 +23,8 @@ def run_in_caller() -> None:
 
 def settle(platform: str) -> None:
     """After a compilation: give back what was freed, hundreds of MiB that the allocator would keep beside what the
-    program wants. For a program of the `cpu`, keep up to 2 GiB of what is freed from now on: large pieces else come
-    from the system for every run, page by page and filled with zeros, about a seventh of a training step's time.
+    program wants. For a program of the `cpu`, keep what is freed from now on, at the heap's end up to 2 GiB: large
+    pieces else come from the system for every run, page by page and zeroed, a seventh of a training step's time.
 
     Only glibc can be told; nothing happens with another C library.
     """

@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import replace
 
-import jax
-
 from posttrain.config import ConfigError, RolloutQuantize
 from posttrain.console import progress_bar
 from posttrain.host_memory import settle
+from posttrain.kernels.platform import platform_of
 from posttrain.models.decoder import Decoder
 from posttrain.models.moe import check_recording
 from posttrain.rollout.blocks import BLOCK, blocks_for
@@ -220,7 +219,7 @@ class NativeEngine:
         examples = self._runner.examples(expected, rereads=rereads or self._scheduler.may_preempt)
         with progress_bar("compiling the rollout engine's programs", len(examples)) as advance:
             self._runner.warm_up(self._loaded, examples, advance)
-        settle(jax.default_backend())
+        settle(platform_of(self._loaded.source.model.compute.mesh))
 
     def metrics(self) -> dict[str, float]:
         """Since the last call, but for the number of programs; blocks as a share of all that there are. A late
