@@ -14,8 +14,8 @@ forward KL at temperature 2. `spread`: sequences of 32 to 256 tokens packed into
 
 Tokens are those of sequences, never padding. Each run is a process of its own, a peer in the Python that is given, and
 they take turns, so that what else the machine does falls on all. On a busy machine give `--cores 1` and compare tokens
-per CPU second. `first step` is with compilation. `peak` is the process's memory, `added` what compilation and steps
-took on top of the loaded model.
+per CPU second. `first step` is with compilation, until its result is there. `peak` is the process's memory, `added`
+what compilation and steps took on top of the loaded model.
 
 The limit is the time that the multiply-adds alone take at the rate of this machine's matrix products in the shape of
 the MLP, all of them wanted: of padding and of prompts without loss as well.
@@ -37,12 +37,13 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
+from start import AT_START
 from train_work import PAIRS, PROMPT, RESPONSE, ROWS, STUDENT, TEACHER, TOKENS, VOCAB
 
 HERE = Path(__file__).resolve().parent
 PEERS = HERE.parent.parent / "shared" / "peers"
 WORKS = ("sft", "lora", "dpo", "dpo-apart", "dpo-cached", "distill", "spread", "spread-padded", "completion")
-ITEMS = {"sft": "sft", "lora": "lora", "dpo": "dpo", "distill": "distill", "spread": "spread"}
+ITEMS = {"sft": "sft", "lora": "lora", "dpo": "dpo", "distill": "distill", "spread": "sft"}
 """What the peers' drivers do as well."""
 
 
@@ -90,16 +91,15 @@ def command(engine: str, work: str, arguments: argparse.Namespace) -> list[str]:
     if engine == "posttrain":
         return [sys.executable, str(HERE / "train_work.py"), work, *steps]
     python, driver = getattr(arguments, engine), f"peer_{engine}"
-    if work == "spread":
-        return [python, str(HERE / "peers" / "train_spread.py"), str(arguments.peers), driver, *steps]
-    return [python, str(Path(arguments.peers) / f"{driver}.py"), ITEMS[work], "--inproc", *steps]
+    item = [ITEMS[work], *(["--spread"] if work == "spread" else [])]
+    return [python, str(HERE / "peers" / "train_peer.py"), str(arguments.peers), driver, *item, *steps]
 
 
 def run(engine: str, work: str, arguments: argparse.Namespace) -> dict[str, float]:
     """One process of one engine. RuntimeError with the end of its output where it fails."""
     threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        command(engine, work, arguments), env=os.environ | threads, capture_output=True, text=True, check=False
+        command(engine, work, arguments), env=AT_START | threads, capture_output=True, text=True, check=False
     )
     line = next((line for line in reversed(done.stdout.splitlines()) if line.startswith("{")), None)
     if line is None:

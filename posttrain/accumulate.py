@@ -22,23 +22,25 @@ def sum_over(function: Callable[[Any], Any], micro: Micro, count: Array) -> Any:
     """The sum of a pytree-valued function over the first `count` micro-batches."""
     if num_micro(micro) == 1:
         return function(_at(micro, 0))
-    zeros = _zeros(jax.eval_shape(function, _at(micro, 0)))
+    function = jax.jit(function)
+    start = zeros(jax.eval_shape(function, _at(micro, 0)))
 
     def body(index: Array, total: Any) -> Any:
         return jax.tree.map(jnp.add, total, function(_at(micro, index)))
 
-    return jax.lax.fori_loop(0, count, body, zeros)
+    return jax.lax.fori_loop(0, count, body, start)
 
 
 def stack_over(function: Callable[[Any], Any], micro: Micro, count: Array) -> Any:
     """The values of a pytree-valued function as arrays [M, ...]; 0 beyond the first `count` micro-batches."""
+    function = jax.jit(function)
     shapes = jax.eval_shape(function, _at(micro, 0))
-    zeros = _zeros(jax.tree.map(lambda s: jax.ShapeDtypeStruct((num_micro(micro), *s.shape), s.dtype), shapes))
+    start = zeros(jax.tree.map(lambda s: jax.ShapeDtypeStruct((num_micro(micro), *s.shape), s.dtype), shapes))
 
     def body(index: Array, out: Any) -> Any:
         return jax.tree.map(lambda all, one: all.at[index].set(one), out, function(_at(micro, index)))
 
-    return jax.lax.fori_loop(0, count, body, zeros)
+    return jax.lax.fori_loop(0, count, body, start)
 
 
 def num_micro(micro: Micro) -> int:
@@ -74,5 +76,6 @@ def _at(micro: Micro, index: int | Array) -> Any:
     return jax.tree.map(lambda x: x[index], micro)
 
 
-def _zeros(shapes: Any) -> Any:
+def zeros(shapes: Any) -> Any:
+    """Arrays of these shapes."""
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)

@@ -4,21 +4,9 @@ from __future__ import annotations
 
 import ctypes
 
-import jax
-
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """Of `mallopt`, malloc.h of glibc."""
 _LARGEST = 2**31 - 1
-
-
-def run_in_caller() -> None:
-    """Have programs for a CPU run in the thread that calls them, where all that they read is ready, and take their
-    memory from its part of the heap.
-
-    XLA else runs each in any thread of a pool, whose parts of the heap hold at most 64 MiB in one piece. To be called
-    before the first use of a device; later it changes nothing. Programs for other devices are not concerned.
-    """
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 def settle(platform: str) -> None:

@@ -25,6 +25,7 @@ from posttrain.batch import (
     TopK,
 )
 from posttrain.kernels.chunk_stats import Terms
+from posttrain.kernels.platform import platform_of
 from posttrain.kernels.token_stats import Teacher, pulled_stats, token_stats
 from posttrain.losses.reduce import sequence_sums, to_tokens
 from posttrain.losses.router import RouterLoss, router_means, weight_of
@@ -33,6 +34,10 @@ from posttrain.models.adapter import drop, has_dropout
 from posttrain.models.taps import Features
 from posttrain.tree import replace
 from posttrain.weights.state import ModelWeights, Weights
+
+UNROLLED_LAYERS_ON_CPU = 8
+"""Up to this depth XLA:CPU computes a gradient sooner through layers one after the other than through a loop, which
+must lay all that the backward pass wants into stacks, and compiles them soon enough."""
 
 AnyLoss = Callable[[Any, Batch], LossOutput]
 """On the statistics that the model gives: a `TokenLoss` or a `ScoreLoss`."""
@@ -88,6 +93,13 @@ class Objective:
     def _projections(self) -> frozenset[str]:
         return frozenset(() if self.matching is None else self.matching.shapes())
 
+    @functools.cached_property
+    def _unrolled(self) -> bool:
+        config, compute = self.student.model.config, self.student.model.compute
+        # XLA:CPU joins what is computed again with the first computation, but not across a loop.
+        few = config.num_layers <= UNROLLED_LAYERS_ON_CPU and compute.remat == "none"
+        return few and platform_of(compute.mesh) == "cpu"
+
     def keys(self, step: Array, micro: Batch) -> Keys:
         """Random keys of the step's micro-batches; those of the noise belong to rows, whatever the split."""
         if self.dropout_seed is None:
@@ -103,12 +115,16 @@ class Objective:
         taught: list[Weights] | None = None,
         keys: Keys | None = None,
         cotangents: Mapping[str, Array] | None = None,
+        *,
+        backward: bool = False,
     ) -> Passed:
         """Statistics of the tokens that have a weight; without `taught` those of the student alone.
 
-        With the statistics' `cotangents` their sum of products, which alone then has a gradient.
+        With the statistics' `cotangents` their sum of products, which alone then has a gradient. `backward`: for a
+        gradient, which changes the program and not the result.
         """
         model = self.student.bind({path: w for path, w in weights.items() if path not in self._projections})
+        model.unroll = backward and self._unrolled
         matching = None if taught is None else self.matching
         if keys is not None and keys.dropout is not None:
             drop(model, keys.dropout)
@@ -164,8 +180,10 @@ class Objective:
         loss: AnyLoss,
         keys: Keys | None = None,
         cotangents: Mapping[str, Array] | None = None,
+        *,
+        backward: bool = False,
     ) -> tuple[LossOutput, Passed]:
-        passed = self.forward(weights, batch, taught, keys, cotangents)
+        passed = self.forward(weights, batch, taught, keys, cotangents, backward=backward)
         output = loss(passed.stats, batch)
         if passed.routers is None:
             return output, passed
@@ -208,7 +226,9 @@ class Objective:
         loss: AnyLoss,
     ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
         def total(params: Weights) -> tuple[Array, tuple[LossOutput, RouterStats | None]]:
-            output, (_, routers, pulled) = self.loss_output({**frozen, **params}, batch, taught, loss, keys, cotangents)
+            weights = {**frozen, **params}
+            output, passed = self.loss_output(weights, batch, taught, loss, keys, cotangents, backward=True)
+            _, routers, pulled = passed
             value = jnp.asarray(output.loss.total if pulled is None else pulled)
             if self.router_loss is not None and routers is not None:
                 value += router_weight * self.router_loss(routers)

@@ -104,10 +104,20 @@ def clip_by_global_norm(grads: Tree, max_norm: float) -> tuple[Tree, Float[Array
 
     A gradient within `max_norm` comes back bitwise. A norm that is not finite makes every gradient NaN.
     """
+    norm = global_norm(grads)
+    return clipped(grads, norm, max_norm), norm
+
+
+def global_norm(grads: Tree) -> Float[Array, ""]:
+    """The square root of all squares in float32."""
     squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
-    norm = jnp.sqrt(jnp.sum(jnp.stack(squares)))
+    return jnp.sqrt(jnp.sum(jnp.stack(squares)))
+
+
+def clipped(grads: Tree, norm: Float[Array, ""], max_norm: float) -> Tree:
+    """`clip_by_global_norm` of gradients of this norm."""
     factor = jnp.where(jnp.isfinite(norm), max_norm / jnp.maximum(norm, max_norm), jnp.nan)
-    return jax.tree.map(lambda g: (g.astype(jnp.float32) * factor).astype(g.dtype), grads), norm
+    return jax.tree.map(lambda g: (g.astype(jnp.float32) * factor).astype(g.dtype), grads)
 
 
 def _is_low(parameter: Any) -> bool:

@@ -36,7 +36,7 @@ from posttrain.metrics import Metrics, merge
 from posttrain.models.decoder import Decoder
 from posttrain.models.moe import check_router, correction_paths
 from posttrain.objective import Objective
-from posttrain.optim import clip_by_global_norm
+from posttrain.optim import clipped, global_norm
 from posttrain.tree import Mean, replace
 from posttrain.weights.lora import has_lora
 from posttrain.weights.quantize import is_quantized
@@ -256,22 +256,20 @@ class Trainer:
         inputs, router_weight = (micro, objective.keys(step, micro)), objective.router_weight(micro, count)
         gradient, (output, routers) = objective.gradients(params, frozen, taught, router_weight, inputs, count)
         weight = output.loss.weight
-        gradient = jax.tree.map(lambda g: g / jnp.where(weight > 0, weight, 1.0), gradient)
-        gradient, norm = clip_by_global_norm(gradient, self._max_grad_norm)
+        norm = global_norm(_mean(gradient, weight))
         usable = jnp.isfinite(norm) & (weight > 0)
-        updates, new_state = self._optimizer.update(gradient, opt_state, params)
 
-        def keep(new: Array, old: Array) -> Array:
-            return jnp.where(usable, new, old)
+        def update(gradient: Weights, params: Weights, opt_state: Any) -> tuple[Weights, Any]:
+            gradient = clipped(_mean(gradient, weight), norm, self._max_grad_norm)
+            updates, opt_state = self._optimizer.update(gradient, opt_state, params)
+            sums = {path: p.astype(jnp.float32) + updates[path].astype(jnp.float32) for path, p in params.items()}
+            return {path: sums[path].astype(p.dtype) for path, p in params.items()}, opt_state
 
-        new_params = {
-            path: keep((p.astype(jnp.float32) + updates[path].astype(jnp.float32)).astype(p.dtype), p)
-            for path, p in params.items()
-        }
+        new_params, new_state = self._if(usable, update, gradient, params, opt_state)
         if self._correction_rate and routers is not None:
             for path, numbers in correction_paths(self.model.config).items():
                 changed = corrected(params[path], routers.load[jnp.asarray(numbers)], self._correction_rate)
-                new_params[path] = keep(changed, params[path])
+                new_params[path] = jnp.where(usable, changed, params[path])
         metrics: Metrics = {
             "loss": output.loss,
             **output.metrics,
@@ -281,7 +279,17 @@ class Trainer:
             "num_tokens": jnp.sum(micro.segments > 0),
             "data/filled_ratio": filled_ratio(micro),
         }
-        return new_params, jax.tree.map(keep, new_state, opt_state), metrics
+        return new_params, new_state, metrics
+
+    def _if(
+        self, usable: Array, update: Callable[..., tuple[Weights, Any]], gradient: Weights, *old: Any
+    ) -> tuple[Weights, Any]:
+        """What `update` makes of the old, or the old."""
+        if platform_of(self.mesh) == "cpu":
+            # XLA:CPU would copy what leads to the condition into every kernel. The host of a GPU waits for a branch.
+            return jax.lax.cond(usable, update, lambda _, *old: old, gradient, *old)
+        new: tuple[Weights, Any] = jax.tree.map(lambda n, o: jnp.where(usable, n, o), update(gradient, *old), old)
+        return new
 
     def _evaluate_program(
         self, weights: Weights, micro: Batch, count: Array, taught: list[Weights]
@@ -309,6 +317,10 @@ def _rows_on_host(stats: StatsT, batch: Batch) -> StatsT:
     """Statistics [M, rows, T] as host arrays of the rows of the batch, without those that filled the last pass."""
     arrays: StatsT = jax.tree.map(lambda x: as_one(np.asarray(x))[: batch.shape[0]], jax.device_get(stats))
     return arrays
+
+
+def _mean(gradient: Weights, weight: Array | float) -> Weights:
+    return jax.tree.map(lambda g: g / jnp.where(weight > 0, weight, 1.0), gradient)
 
 
 def _structure(model: Decoder, mesh: Mesh) -> ModelWeights:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "posttrain"
 
 LAYERS = (
-    {"tree", "config", "config_errors", "config_file", "host_memory", "imports"},
+    {"tree", "config", "config_errors", "config_file", "cpu", "host_memory", "imports"},
     {"mesh", "batch", "accumulate", "metrics", "statistics", "sinks", "console", "optim", "kernels"},
     {"models", "data", "losses", "checkpoint"},
     {"weights"},

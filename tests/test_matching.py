@@ -25,7 +25,6 @@ from posttrain.losses.distill import DistillLoss
 from posttrain.matching import Matching, Relation
 from posttrain.mesh import make_mesh
 from posttrain.metrics import to_host
-from posttrain.models import decoder
 from posttrain.models.decoder import Decoder
 from posttrain.models.taps import HIDDEN, Taps
 from posttrain.trainer import Trainer
@@ -241,27 +240,25 @@ def test_equal_features_are_at_no_distance(tapped: list[Any]) -> None:
         assert_allclose(values, 0.0, atol=1e-6)
 
 
-def scanned_and_unrolled(monkeypatch: pytest.MonkeyPatch, remat: Any, gradients: bool) -> tuple[Decoder, list[Any]]:
+def scanned_and_unrolled(remat: Any, gradients: bool) -> tuple[Decoder, list[Any]]:
     """What some of the repeats of a pattern hand out, with gradients or without."""
     model = tiny_model(0, num_layers=4, windows=(None, 5), remat=remat)
     weights, batch = ModelWeights(model), packed()
     inputs = tuple(map(jnp.asarray, (batch.tokens, batch.positions, batch.segments)))
     taps = Taps(layers={HIDDEN: frozenset((0, 1, 3)), "k": frozenset((2,))})
 
-    def total(arrays: Any) -> Any:
-        final, _, found = weights.bind(arrays).features(*inputs, taps)
+    def total(arrays: Any, unroll: bool) -> Any:
+        bound = weights.bind(arrays)
+        bound.unroll = unroll
+        final, _, found = bound.features(*inputs, taps)
         return sum(jnp.sum(jnp.sin(x)) for given in found.values() for x in given.values()), (final, found)
 
-    results = []
-    for unrolled in (0, 8):
-        monkeypatch.setattr(decoder, "UNROLLED_LAYERS_ON_CPU", unrolled)
-        program = jax.value_and_grad(total, has_aux=True) if gradients else total
-        results.append(jax.jit(program)(weights.read()))
-    return model, results
+    program = jax.jit(jax.value_and_grad(total, has_aux=True) if gradients else total, static_argnums=1)
+    return model, [program(weights.read(), unroll) for unroll in (False, True)]
 
 
-def test_scanned_layers_hand_out_what_unrolled_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ((_, one), (_, other)) = scanned_and_unrolled(monkeypatch, "none", gradients=False)
+def test_scanned_layers_hand_out_what_unrolled_ones_do() -> None:
+    model, ((_, one), (_, other)) = scanned_and_unrolled("none", gradients=False)
     names = {layer: tuple(given) for layer, given in one[1].items()}
     assert names == {0: (HIDDEN,), 1: (HIDDEN,), 2: ("k",), 3: (HIDDEN,)}
     jax.tree.map(lambda a, b: assert_allclose(a, b, atol=1e-5), one, other)
@@ -270,8 +267,8 @@ def test_scanned_layers_hand_out_what_unrolled_ones_do(monkeypatch: pytest.Monke
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_scanned_layers_have_the_gradients_of_unrolled_ones(monkeypatch: pytest.MonkeyPatch, remat: Any) -> None:
-    _, ((_, one), (_, other)) = scanned_and_unrolled(monkeypatch, remat, gradients=True)
+def test_scanned_layers_have_the_gradients_of_unrolled_ones(remat: Any) -> None:
+    _, ((_, one), (_, other)) = scanned_and_unrolled(remat, gradients=True)
     jax.tree.map(lambda a, b: assert_allclose(a, b, atol=1e-4), one, other)
 
 
@@ -282,11 +279,7 @@ def test_a_model_that_is_not_tapped_is_the_program_that_it_was() -> None:
     weights = ModelWeights(model)
 
     def carried(taps: Taps | None) -> int:
-        decoder.UNROLLED_LAYERS_ON_CPU, before = 0, decoder.UNROLLED_LAYERS_ON_CPU
-        try:
-            traced = jax.make_jaxpr(lambda arrays: weights.bind(arrays).features(*inputs, taps)[0])(weights.read())
-        finally:
-            decoder.UNROLLED_LAYERS_ON_CPU = before
+        traced = jax.make_jaxpr(lambda arrays: weights.bind(arrays).features(*inputs, taps)[0])(weights.read())
         (scan,) = [equation for equation in traced.eqns if equation.primitive.name == "scan"]
         return len(scan.outvars)
 

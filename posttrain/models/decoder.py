@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
 from posttrain.batch import RouterStats
+from posttrain.kernels.layout import computed_once, layers_of
 from posttrain.models.attention import Attention
 from posttrain.models.cache import KVCache
 from posttrain.models.config import BlockConfig, Compute, LatentAttentionConfig, ModelConfig, MoEConfig, Rope
@@ -28,9 +29,6 @@ from posttrain.models.pages import PagedCache
 from posttrain.models.remat import BLOCK_INPUT, rematerialized
 from posttrain.models.rope import rope_tables
 from posttrain.models.taps import HIDDEN, Features, Given, StageTaps, Taps
-
-UNROLLED_LAYERS_ON_CPU = 8
-"""Up to this depth XLA:CPU runs unrolled layers faster than a scan, and compiles them soon enough."""
 
 SPLIT_LAYERS_ON_CPU = 32
 """Up to this depth decoding on a CPU unrolls the layers: a scan copies weights and cache at every token."""
@@ -125,12 +123,13 @@ class Stage(nnx.Module):
         if self.repeats > 1 and not unroll:
             carry, routing = jax.lax.scan(pattern, carry, (weights, jnp.arange(self.repeats, dtype=jnp.int32)))
         else:
-            routings = []
-            # The gradient of a split is a concatenation, that of an index a sum of padded stacks.
             leaves, tree = jax.tree.flatten(weights)
-            layers = [jax.lax.split(w, [1] * self.repeats) for w in leaves]
-            for repeat, here in enumerate(zip(*layers, strict=True)):
-                carry, of_repeat = pattern(carry, (jax.tree.unflatten(tree, [w[0] for w in here]), repeat))
+            layers = zip(*(layers_of(w, jnp.minimum(context.segments[0, 0], 0)) for w in leaves), strict=True)
+            # Traced once for all of several.
+            one, number = (pattern, int) if self.repeats == 1 else (jax.jit(pattern), jnp.int32)
+            routings = []
+            for repeat, here in enumerate(layers):
+                carry, of_repeat = one(carry, (jax.tree.unflatten(tree, here), number(repeat)))
                 routings.append(of_repeat)
             routing = jax.tree.map(lambda *repeats: jnp.stack(repeats), *routings)
         return carry[0], routing, {} if taps is None else taps.by_layer(carry[1])
@@ -188,6 +187,8 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, compute: Compute, *, dtype: np.dtype, rngs: nnx.Rngs):
         self.config = config
         self.compute = compute
+        self.unroll = False
+        """Repeats of a pattern one after the other, and not in a loop."""
         init = Init(config.initializer_range, dtype, rngs)
         self.embed = Embedding(config.vocab_size, config.embed_dim, init, scale=config.embed_scale)
         self.layer_inputs = LayerInputs(config, config.layer_inputs, init) if config.layer_inputs else None
@@ -265,7 +266,11 @@ class Decoder(nnx.Module):
             positions=positions,
             segments=segments,
             parents=parents,
-            rope={rope: rope_tables(rope, positions) for rope in _ropes(self.config)},
+            rope=computed_once(
+                lambda: {rope: rope_tables(rope, positions) for rope in _ropes(self.config)},
+                segments[0, 0] >= 0,
+                self.compute.mesh,
+            ),
             compute=self.compute,
             experts=experts,
             layer_inputs=None if self.layer_inputs is None else self.layer_inputs(tokens, x),
@@ -273,7 +278,7 @@ class Decoder(nnx.Module):
         )
         passed, routings, features = Passed(x, cache, {}), [], Features()
         for stage in self.stages:
-            passed, routing, found = stage(passed, context, unroll=self._unroll)
+            passed, routing, found = stage(passed, context, unroll=self.unroll)
             features |= found
             if routing:
                 # [R, pattern, ...] -> [layers, ...]
@@ -303,12 +308,6 @@ class Decoder(nnx.Module):
             stage.first = first
         sliced.config = config
         return sliced
-
-    @property
-    def _unroll(self) -> bool:
-        # XLA:CPU joins what is computed again with the first computation, but not across a loop.
-        few = self.compute.remat == "none" and self.config.num_layers <= UNROLLED_LAYERS_ON_CPU
-        return jax.default_backend() == "cpu" and few
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """float32 logits; for log-probabilities of long rows use `token_stats`, which never holds all of them."""

@@ -230,13 +230,12 @@ class GoldenChecks:
             tokens, logits = decode(golden.model, prompts, 12, chunk=chunk)
             assert_array_equal(tokens, golden.arrays["gen_tokens"])
             assert_allclose(logits, golden.arrays["gen_logits"], atol=golden.atol, rtol=0)
-            monkeypatch.setattr(decoder, "UNROLLED_LAYERS_ON_CPU", 0)
             monkeypatch.setattr(decoder, "SPLIT_LAYERS_ON_CPU", 0)
 
     def test_scanned_is_unrolled(self, golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
-        unrolled = golden.outputs.logits
-        monkeypatch.setattr(decoder, "UNROLLED_LAYERS_ON_CPU", 0)
-        assert_allclose(logits_of(golden.model, golden.batch), unrolled, atol=golden.atol, rtol=0)
+        scanned = golden.outputs.logits
+        monkeypatch.setattr(golden.model, "unroll", True)
+        assert_allclose(logits_of(golden.model, golden.batch), scanned, atol=golden.atol, rtol=0)
 
     def test_both_styles_of_config_mean_the_same(self, golden: Golden) -> None:
         loaded = golden.model.config

@@ -13,11 +13,11 @@ from jax import Array
 from jax.sharding import Mesh
 from numpy.testing import assert_allclose, assert_array_equal
 
+from posttrain import objective
 from posttrain.batch import Batch
 from posttrain.config import ConfigError, LoRA, MeshSection, OptimizerSection
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
-from posttrain.models import decoder
 from posttrain.models.adapter import drop
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
@@ -46,7 +46,7 @@ from tests.tiny import forward, random_model, tiny_config, tiny_model
 @pytest.fixture(autouse=True)
 def scanned(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator, and compiled in less time: short stacks are not unrolled either."""
-    monkeypatch.setattr(decoder, "UNROLLED_LAYERS_ON_CPU", 0)
+    monkeypatch.setattr(objective, "UNROLLED_LAYERS_ON_CPU", 0)
 
 
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 10))
