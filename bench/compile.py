@@ -21,6 +21,7 @@ from rich.table import Table
 from posttrain.kernels.token_stats import token_stats
 from posttrain.models import decoder
 from posttrain.models.cache import empty_cache
+from posttrain.objective import UNROLLED_LAYERS_ON_CPU
 from posttrain.weights.load import init_model
 from posttrain.weights.state import ModelWeights
 
@@ -92,12 +93,15 @@ def main() -> None:
     parser.add_argument("--best-of", type=int, default=2)
     best_of = parser.parse_args().best_of
     table = Table("program", "pattern", "stages", "few layers: trace + compile s", f"{MANY} layers", "ratio")
-    defaults = decoder.UNROLLED_LAYERS_ON_CPU, decoder.SPLIT_LAYERS_ON_CPU
+    default = decoder.SPLIT_LAYERS_ON_CPU
     for name, make in {"training": training, "decoding": decoding}.items():
         for pattern, few in FEW.items():
-            for stages, limits in {"scanned": (0, 0), "as on CPU": defaults}.items():
-                decoder.UNROLLED_LAYERS_ON_CPU, decoder.SPLIT_LAYERS_ON_CPU = limits
-                times = [seconds(*make(make_model(pattern, n)), best_of) for n in (few, MANY)]
+            for stages, limit in {"scanned": 0, "as on CPU": default}.items():
+                decoder.SPLIT_LAYERS_ON_CPU = limit
+                models = [make_model(pattern, num_layers) for num_layers in (few, MANY)]
+                for model in models:
+                    model.unroll = limit > 0 and model.config.num_layers <= UNROLLED_LAYERS_ON_CPU
+                times = [seconds(*make(model), best_of) for model in models]
                 shown = [f"{trace:.2f} + {compiled:.2f}" for trace, compiled in times]
                 row = name, pattern, stages, f"{few}: {shown[0]}", shown[1], f"{sum(times[1]) / sum(times[0]):.2f}"
                 table.add_row(*row)

@@ -112,16 +112,15 @@ def assert_same_gradients(one: tuple[Any, dict[str, np.ndarray]], two: tuple[Any
         assert_allclose(two[1][path], gradient, atol=1e-5 * np.abs(gradient).max(), rtol=1e-4, err_msg=path)
 
 
-def test_scanned_is_unrolled_and_remat_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scanned_is_unrolled_and_remat_changes_nothing() -> None:
     tokens = rows(4, 2, 12)
     pattern: dict[str, Any] = {"num_layers": 4, "windows": (None, WINDOW)}
     plain = tiny_model(**pattern)
     assert [(len(stage.blocks), stage.repeats) for stage in plain.config.stages] == [(2, 2)]
-    unrolled = gradients(plain, tokens)
-    assert_same_gradients(unrolled, gradients(tiny_model(remat="full", **pattern), tokens))
-    monkeypatch.setattr(decoder, "UNROLLED_LAYERS_ON_CPU", 0)
-    assert_same_gradients(unrolled, gradients(plain, tokens))
-    assert_same_gradients(unrolled, gradients(tiny_model(remat="full", **pattern), tokens))
+    scanned = gradients(plain, tokens)
+    assert_same_gradients(scanned, gradients(tiny_model(remat="full", **pattern), tokens))
+    plain.unroll = True
+    assert_same_gradients(scanned, gradients(plain, tokens))
 
 
 def test_cached_decode_is_full_forward(model: Decoder) -> None:
@@ -174,13 +173,12 @@ QWEN3 = {
 }
 
 
-@pytest.mark.parametrize("scan", [False, True])
-def test_eight_devices_are_one(monkeypatch: pytest.MonkeyPatch, scan: bool) -> None:
-    if scan:
-        monkeypatch.setattr(decoder, "UNROLLED_LAYERS_ON_CPU", 0)
+@pytest.mark.parametrize("unroll", [False, True])
+def test_eight_devices_are_one(unroll: bool) -> None:
     mesh = make_mesh(MeshSection(fsdp=4, tensor=2))
     alone = init_model(QWEN3, dtype=jnp.float32, seed=3)
     spread = init_model(QWEN3, dtype=jnp.float32, seed=3, mesh=mesh)
+    spread.unroll = unroll
     kernel = spread.stages[0].blocks[0].mlp.up.kernel[...]
     assert kernel.addressable_shards[0].data.shape == (2, 32 // 4, 48 // 2)
     tokens = rows(6, 8, 10)

@@ -81,7 +81,6 @@ class TestGoldens(GoldenChecks):
             super().test_greedy_tokens_through_the_cache(golden, monkeypatch)
             return
         # Programs of mixtures compile slowly: the other families go through a single one, with scanned layers.
-        monkeypatch.setattr(decoder, "UNROLLED_LAYERS_ON_CPU", 0)
         monkeypatch.setattr(decoder, "SPLIT_LAYERS_ON_CPU", 0)
         ids, mask = golden.arrays["gen_prompt_ids"], golden.arrays["gen_prompt_mask"]
         prompts = [row[keep.astype(bool)] for row, keep in zip(ids, mask, strict=True)]
