@@ -262,15 +262,15 @@ class Decoder(nnx.Module):
         x = self.embed(tokens, self.compute.dtype)
         if noise is not None:
             x = x + noise.astype(x.dtype)
+        ropes = list(_ropes(self.config))
+        tables = computed_once(
+            lambda: [rope_tables(rope, positions) for rope in ropes], segments[0, 0] >= 0, self.compute.mesh
+        )
         context = Context(
             positions=positions,
             segments=segments,
             parents=parents,
-            rope=computed_once(
-                lambda: {rope: rope_tables(rope, positions) for rope in _ropes(self.config)},
-                segments[0, 0] >= 0,
-                self.compute.mesh,
-            ),
+            rope=dict(zip(ropes, tables, strict=True)),
             compute=self.compute,
             experts=experts,
             layer_inputs=None if self.layer_inputs is None else self.layer_inputs(tokens, x),

@@ -60,7 +60,7 @@ def router_probs(model: Decoder, inputs: Any, monkeypatch: pytest.MonkeyPatch) -
         return seen[-1]
 
     def run(arrays: Any, *inputs: Any) -> Any:
-        weights.bind(arrays)(*inputs)
+        weights.bind(arrays).for_decoding()(*inputs)  # layers apart, and in no loop
         return jax.nn.softmax(jnp.stack(seen), axis=-1)
 
     monkeypatch.setattr(Router, "logits", recorded)
