@@ -37,7 +37,6 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
-from start import AT_START
 from train_work import PAIRS, PROMPT, RESPONSE, ROWS, STUDENT, TEACHER, TOKENS, VOCAB
 
 HERE = Path(__file__).resolve().parent
@@ -99,7 +98,7 @@ def run(engine: str, work: str, arguments: argparse.Namespace) -> dict[str, floa
     """One process of one engine. RuntimeError with the end of its output where it fails."""
     threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        command(engine, work, arguments), env=AT_START | threads, capture_output=True, text=True, check=False
+        command(engine, work, arguments), env=os.environ | threads, capture_output=True, text=True, check=False
     )
     line = next((line for line in reversed(done.stdout.splitlines()) if line.startswith("{")), None)
     if line is None:

@@ -26,6 +26,7 @@ from posttrain.batch import (
     rows_per_pass,
 )
 from posttrain.console import progress_bar
+from posttrain.cpu import compiled_sooner
 from posttrain.host_memory import settle
 from posttrain.kernels.chunk_stats import PLAIN, Terms
 from posttrain.kernels.platform import platform_of
@@ -113,9 +114,12 @@ class Trainer:
         self._opt_state = jax.jit(self._optimizer.init, out_shardings=state)(self.params)
         # Results must lie where the arguments lay: another placement would be another program.
         trained = {path: placed[path] for path in self.params}
-        self._step = jax.jit(self._step_program, donate_argnums=(0, 2), out_shardings=(trained, state, None))
-        self._evaluate = jax.jit(self._evaluate_program)
-        self._stats = jax.jit(self._stats_program)
+        options = compiled_sooner(platform_of(self.mesh))
+        self._step = jax.jit(
+            self._step_program, donate_argnums=(0, 2), out_shardings=(trained, state, None), compiler_options=options
+        )
+        self._evaluate = jax.jit(self._evaluate_program, compiler_options=options)
+        self._stats = jax.jit(self._stats_program, compiler_options=options)
         self._loss_of_all = jax.jit(self._objective.loss)
 
     @property

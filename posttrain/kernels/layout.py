@@ -19,8 +19,8 @@ T = TypeVar("T")
 def computed_once(make: Callable[[], T], always: Bool[Array, ""], mesh: Mesh | None) -> T:
     """The value of `make`, which on a CPU lies in memory for all its readers.
 
-    XLA:CPU else fuses it into each of them and computes it there again. `always`: True, of which the compiler must not
-    know that it is.
+    XLA:CPU else fuses it into each of them and computes it there again, which costs more than a branch unless it is of
+    a few numbers. `always`: True, of which the compiler must not know that it is.
     """
     if platform_of(mesh) != "cpu":
         return make()

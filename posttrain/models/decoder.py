@@ -27,7 +27,7 @@ from posttrain.models.layers import MLP, Adaptable, Embedding, Init, LayerInputs
 from posttrain.models.moe import MoE
 from posttrain.models.pages import PagedCache
 from posttrain.models.remat import BLOCK_INPUT, rematerialized
-from posttrain.models.rope import rope_tables
+from posttrain.models.rope import Tables, rope_tables
 from posttrain.models.taps import HIDDEN, Features, Given, StageTaps, Taps
 
 SPLIT_LAYERS_ON_CPU = 32
@@ -187,8 +187,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, compute: Compute, *, dtype: np.dtype, rngs: nnx.Rngs):
         self.config = config
         self.compute = compute
-        self.unroll = False
-        """Repeats of a pattern one after the other, and not in a loop."""
+        self.unroll = False  # repeats of a pattern one after the other, and not in a loop
         init = Init(config.initializer_range, dtype, rngs)
         self.embed = Embedding(config.vocab_size, config.embed_dim, init, scale=config.embed_scale)
         self.layer_inputs = LayerInputs(config, config.layer_inputs, init) if config.layer_inputs else None
@@ -263,9 +262,11 @@ class Decoder(nnx.Module):
         if noise is not None:
             x = x + noise.astype(x.dtype)
         ropes = list(_ropes(self.config))
-        tables = computed_once(
-            lambda: [rope_tables(rope, positions) for rope in ropes], segments[0, 0] >= 0, self.compute.mesh
-        )
+
+        def make() -> list[Tables]:
+            return [rope_tables(rope, positions) for rope in ropes]
+
+        tables = computed_once(make, segments[0, 0] >= 0, self.compute.mesh) if cache is None else make()
         context = Context(
             positions=positions,
             segments=segments,
