@@ -23,7 +23,7 @@ def sum_over(function: Callable[[Any], Any], micro: Micro, count: Array) -> Any:
     if num_micro(micro) == 1:
         return function(_at(micro, 0))
     function = jax.jit(function)
-    start = zeros(jax.eval_shape(function, _at(micro, 0)))
+    start = jax.tree.map(jnp.zeros_like, jax.eval_shape(function, _at(micro, 0)))
 
     def body(index: Array, total: Any) -> Any:
         return jax.tree.map(jnp.add, total, function(_at(micro, index)))
@@ -35,7 +35,7 @@ def stack_over(function: Callable[[Any], Any], micro: Micro, count: Array) -> An
     """The values of a pytree-valued function as arrays [M, ...]; 0 beyond the first `count` micro-batches."""
     function = jax.jit(function)
     shapes = jax.eval_shape(function, _at(micro, 0))
-    start = zeros(jax.tree.map(lambda s: jax.ShapeDtypeStruct((num_micro(micro), *s.shape), s.dtype), shapes))
+    start = jax.tree.map(lambda s: jnp.zeros((num_micro(micro), *s.shape), s.dtype), shapes)
 
     def body(index: Array, out: Any) -> Any:
         return jax.tree.map(lambda all, one: all.at[index].set(one), out, function(_at(micro, index)))
@@ -74,8 +74,3 @@ class Pulled:
 
 def _at(micro: Micro, index: int | Array) -> Any:
     return jax.tree.map(lambda x: x[index], micro)
-
-
-def zeros(shapes: Any) -> Any:
-    """Arrays of these shapes."""
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)

@@ -25,7 +25,7 @@ def computed_once(make: Callable[[], T], always: Bool[Array, ""], mesh: Mesh | N
     if platform_of(mesh) != "cpu":
         return make()
     make = jax.jit(make)  # traced once
-    nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(make))
+    nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(make))
     value: T = jax.lax.cond(always, make, lambda: nothing)
     return value
 
