@@ -18,26 +18,23 @@ from posttrain.kernels.top_k import top_k
 from posttrain.mesh import BATCH_SPEC, row_shards
 from posttrain.models.decoder import Decoder
 from posttrain.trainer import Trainer
-from posttrain.weights.state import ADAPTER, ModelWeights, Weights, without_adapter
+from posttrain.weights.state import ModelWeights, Weights
 
 
 class Reference:
     """The actor as it is when this is made.
 
-    With an adapter it is the actor without it, so no second copy of the base exists, only of what is trained in full
-    beside the adapter; without one, the weights are copied.
+    Only what is trained is copied: of an actor with an adapter the adapter, which need not be a new one, and what is
+    trained in full beside it. No second copy of the base exists.
     """
 
     def __init__(self, actor: Trainer):
         self._actor = actor
-        self._has_adapter = any(path.endswith(".lora_b") for path in actor.params)
-        own = {path: w for path, w in actor.params.items() if ADAPTER not in path}
-        self._weights: Weights = jax.tree.map(jnp.copy, own if self._has_adapter else actor.weights)
+        self._weights: Weights = jax.tree.map(jnp.copy, actor.params)
 
     def logps(self, batch: Batch) -> Float[np.ndarray, "B T"]:
         """Log-probabilities of the batch's tokens, at the actor's temperature."""
-        base = without_adapter(self._actor.weights) if self._has_adapter else {}
-        return np.asarray(self._actor.stats(model_inputs(batch), {**base, **self._weights}).logps)
+        return np.asarray(self._actor.stats(model_inputs(batch), {**self._actor.weights, **self._weights}).logps)
 
 
 def model_inputs(batch: Batch) -> Batch:

@@ -20,10 +20,11 @@ from posttrain.mesh import make_mesh
 from posttrain.metrics import to_host
 from posttrain.models.decoder import Decoder
 from posttrain.optim import make_optimizer
+from posttrain.reference import Reference
 from posttrain.trainer import Trainer, check_finite
 from posttrain.tree import Mean, replace
 from posttrain.weights.lora import attach_lora
-from tests.tiny import WINDOW, tiny_model
+from tests.tiny import WINDOW, shake, tiny_model
 
 ROWS, LENGTH = 8, 24
 
@@ -109,6 +110,23 @@ def test_only_the_adapter_is_trained() -> None:
     changed = {path for path, delta in update.items() if np.abs(delta).max() > 0}
     assert changed
     assert all(path.endswith((".lora_a", ".lora_b")) for path in changed)
+
+
+@pytest.mark.parametrize("continued", [False, True])
+def test_the_reference_is_the_actor_at_the_start(continued: bool) -> None:
+    """Also of an adapter that was trained before: then it is not the base."""
+    model, batch = small(), rows(0)
+    base = trainer(model=model).stats(batch).logps
+    attach_lora(model, LoRA(rank=4), seed=0)
+    if continued:
+        shake(model, 1)
+    actor = trainer(model=model)
+    start, reference = actor.stats(batch).logps, Reference(actor)
+    assert (np.abs(start - base).max() < 1e-5) != continued
+    for _ in range(2):
+        assert_array_equal(reference.logps(batch), start)
+        actor.step(batch)
+    assert np.abs(actor.stats(batch).logps - start).max() > 1e-3
 
 
 def test_a_batch_without_weight_or_with_a_broken_gradient_changes_nothing() -> None:

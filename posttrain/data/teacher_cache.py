@@ -15,7 +15,7 @@ from jaxtyping import Int
 
 from posttrain.batch import TopK
 from posttrain.config import ConfigError
-from posttrain.data.teacher_records import RecordFormat
+from posttrain.data.teacher_records import FORMAT, RecordFormat
 
 SHARD_ROWS = 256
 """Rows that a stop loses at most."""
@@ -36,7 +36,7 @@ class CacheFolder:
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], num_rows: int):
         self.folder = folder
-        self.identity = {**identity, "num_rows": num_rows, "shard_rows": SHARD_ROWS}
+        self.identity = {**identity, "record_format": FORMAT, "num_rows": num_rows, "shard_rows": SHARD_ROWS}
         self.num_rows = num_rows
         self.format = RecordFormat(identity["vocab_size"], identity["top_k"])
 

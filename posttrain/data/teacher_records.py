@@ -1,7 +1,8 @@
 """A teacher's best ids of one token in few bytes: fixed length, so that any token's record is found at once.
 
-Ids take as many bits as the vocabulary needs, log-probabilities 12 bits each: -logp = 32 (u / 4095)^2, so that the
-probable ones are exact to 1e-4 nat. Both tails and the log-probability of the token itself are float16.
+Ids take as many bits as the vocabulary needs with one code more, which stands for no token of it; log-probabilities
+take 12 bits each: -logp = 32 (u / 4095)^2, so that the probable ones are exact to 1e-4 nat. Both tails and the
+log-probability of the token itself are float16.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ import numpy as np
 from jaxtyping import UInt8
 
 from posttrain.batch import TopK
+from posttrain.data.vocabulary import NO_ID
+from posttrain.kernels.divergence import NO_LOGIT
 
+FORMAT = 2
+"""Of the records. 1 had no code for `NO_ID`."""
 LOGP_BITS = 12
 LOWEST = -32.0
 """Lower log-probabilities and tails are kept as this one."""
@@ -27,20 +32,21 @@ class RecordFormat:
 
     @property
     def id_bits(self) -> int:
-        return max(1, (self.vocab_size - 1).bit_length())
+        return self.vocab_size.bit_length()
 
     @property
     def num_bytes(self) -> int:
         return _num_bytes(self.k, self.id_bits) + _num_bytes(self.k, LOGP_BITS) + 6
 
     def encode(self, said: TopK) -> UInt8[np.ndarray, "N bytes"]:
-        """Of arrays [N, k] and [N]."""
+        """Of arrays [N, k] and [N]. Ids beyond the vocabulary are `NO_ID` when they are decoded."""
         steps = (1 << LOGP_BITS) - 1
         lost = np.clip(-np.asarray(said.logps, np.float64), 0.0, -LOWEST)
         logps = np.rint(np.sqrt(lost / -LOWEST) * steps).astype(np.uint32)
         scalars = np.stack([said.tail, said.scaled_tail, said.token_logps], axis=1)
         halves = np.maximum(scalars, LOWEST).astype("<f2").view(np.uint8)
-        return np.concatenate([_pack(np.asarray(said.ids), self.id_bits), _pack(logps, LOGP_BITS), halves], axis=1)
+        codes = np.minimum(np.asarray(said.ids), self.vocab_size)
+        return np.concatenate([_pack(codes, self.id_bits), _pack(logps, LOGP_BITS), halves], axis=1)
 
     def decode(self, records: UInt8[np.ndarray, "*B bytes"]) -> TopK:
         """Records of zeros stand for nothing that was said; what they decode to must not be used."""
@@ -50,10 +56,14 @@ class RecordFormat:
         ids, logps, halves = np.split(flat, ends, axis=1)
         steps = (1 << LOGP_BITS) - 1
         scalars = np.ascontiguousarray(halves).view("<f2").astype(np.float32).reshape(*shape, 3)
-        lost = LOWEST * np.square(_unpack(logps, LOGP_BITS, self.k).astype(np.float32) / steps)
+        found = LOWEST * np.square(_unpack(logps, LOGP_BITS, self.k).astype(np.float32) / steps)
+        codes = _unpack(ids, self.id_bits, self.k)
+        known = codes < self.vocab_size
+        # An impossible outcome of no name is no outcome: the student's probability of it is 0, too.
+        found = np.where(known | (found > LOWEST), found, np.float32(NO_LOGIT))
         return TopK(
-            ids=_unpack(ids, self.id_bits, self.k).reshape(*shape, self.k),
-            logps=lost.reshape(*shape, self.k),
+            ids=np.where(known, codes, np.int32(NO_ID)).reshape(*shape, self.k),
+            logps=found.reshape(*shape, self.k),
             tail=scalars[..., 0],
             scaled_tail=scalars[..., 1],
             token_logps=scalars[..., 2],

@@ -152,7 +152,7 @@ def cache_folders(
             "teacher": teacher_digest(source, needed=to_write),
             "data": data,
             "tokens": token_fingerprint(rows, row_tokenizer(section, dataset, rows, renderer)),
-            "vocab_size": tokenizer.num_ids + _alone(aligner_of(inputs, source)),
+            "vocab_size": tokenizer.num_ids,
             "top_k": min(section.top_k or DEFAULT_TOP_K, num_ids(source, tokenizer)),
             "temperature": section.temperature,
             "teacher_column": section.teacher_column,
@@ -164,11 +164,6 @@ def cache_folders(
         folder = Path(section.cache) / source.title / data
         folders.append(((dataset, rows, renderer), CacheFolder(folder, identity, len(rows))))
     return folders
-
-
-def _alone(aligner: Aligner | None) -> int:
-    """An id more, for what only the teacher can say."""
-    return int(aligner is not None and aligner.shared is not None)
 
 
 def aligner_of(inputs: SFTInputs, source: TeacherSource) -> Aligner | None:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,6 +17,8 @@ from posttrain.data import teacher_cache
 from posttrain.data.taught import Taught, teacher_shares
 from posttrain.data.teacher_cache import CacheFolder, TeacherCache, fill
 from posttrain.data.teacher_records import RecordFormat
+from posttrain.data.vocabulary import NO_ID
+from posttrain.kernels.divergence import NO_LOGIT, Divergence, divergence
 
 IDENTITY = {"teacher": "t", "data": "d", "vocab_size": 512, "top_k": 4, "temperature": 1.0}
 
@@ -46,6 +50,26 @@ def test_records(vocab_size: int) -> None:
     assert lost.sum(axis=1).max() < 2e-3
     for name in ("tail", "scaled_tail", "token_logps"):
         np.testing.assert_allclose(getattr(found, name).ravel(), getattr(said, name), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("vocab_size", [261, 512])
+def test_ids_of_no_token_stay_so(vocab_size: int, beta: float) -> None:
+    """As they come from a teacher of other tokens; 512 ids would fill 9 bits, and the student likes the last."""
+    said = said_of(np.arange(6), 8, vocab_size)
+    said.ids[:, 2:5] = NO_ID
+    said.logps[:, 2:4] = NO_LOGIT
+    form = RecordFormat(vocab_size, 8)
+    found = form.decode(form.encode(said))
+    np.testing.assert_array_equal(found.ids, said.ids)
+    np.testing.assert_array_equal(found.logps[:, 2:4], said.logps[:, 2:4])
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, vocab_size)), jnp.float32).at[:, :, -1].set(8.0)
+    kind = Divergence(beta=beta, temperature=1.0)
+    # What only `gold` keeps: the share of a token that the student has not.
+    said.logps[:, 4] = found.logps[:, 4] = NO_LOGIT
+    before, after = (divergence(logits, jax.tree.map(lambda x: jnp.asarray(x)[None], t), kind) for t in (said, found))
+    np.testing.assert_allclose(after, before, rtol=5e-3, atol=5e-3)
+    assert np.all(np.isfinite(after)) and np.all(np.asarray(after) < 50)
 
 
 def test_what_is_too_improbable_is_kept_as_the_least() -> None:
