@@ -121,7 +121,7 @@ class Objective:
         """Statistics of the tokens that have a weight; without `taught` those of the student alone.
 
         With the statistics' `cotangents` their sum of products, which alone then has a gradient. `backward`: for a
-        gradient, which changes the program and not the result.
+        gradient, which changes the program and, but for rounding, not the result.
         """
         model = self.student.bind({path: w for path, w in weights.items() if path not in self._projections})
         model.unroll = backward and self._unrolled

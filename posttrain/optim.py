@@ -51,7 +51,7 @@ def make_schedule(section: OptimizerSection, num_steps: int) -> optax.Schedule:
 def make_optimizer(section: OptimizerSection, num_steps: int) -> optax.GradientTransformation:
     """AdamW, arXiv:1711.05101, with the section's schedule; moments and masters are float32.
 
-    Gradients are not clipped here: `clip_by_global_norm` also gives the norm, which is a metric.
+    Gradients are not clipped here but by the trainer, with `clipped`, for which the norm must be known: it is a metric.
     """
     return with_master_weights(
         optax.adamw(
@@ -99,23 +99,17 @@ def with_master_weights(tx: optax.GradientTransformation) -> optax.GradientTrans
     return optax.GradientTransformation(init, update)
 
 
-def clip_by_global_norm(grads: Tree, max_norm: float) -> tuple[Tree, Float[Array, ""]]:
-    """Gradients times min(1, max_norm / norm), and the norm before: the square root of all squares in float32.
-
-    A gradient within `max_norm` comes back bitwise. A norm that is not finite makes every gradient NaN.
-    """
-    norm = global_norm(grads)
-    return clipped(grads, norm, max_norm), norm
-
-
-def global_norm(grads: Tree) -> Float[Array, ""]:
-    """The square root of all squares in float32."""
+def global_norm(grads: Any) -> Float[Array, ""]:
+    """The square root of the sum of all squares, in float32."""
     squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
     return jnp.sqrt(jnp.sum(jnp.stack(squares)))
 
 
 def clipped(grads: Tree, norm: Float[Array, ""], max_norm: float) -> Tree:
-    """`clip_by_global_norm` of gradients of this norm."""
+    """Gradients of this global norm times min(1, max_norm / norm).
+
+    A gradient within `max_norm` comes back bitwise. A norm that is not finite makes every gradient NaN.
+    """
     factor = jnp.where(jnp.isfinite(norm), max_norm / jnp.maximum(norm, max_norm), jnp.nan)
     return jax.tree.map(lambda g: (g.astype(jnp.float32) * factor).astype(g.dtype), grads)
 

@@ -265,9 +265,11 @@ class Trainer:
 
         def update(gradient: Weights, params: Weights, opt_state: Any) -> tuple[Weights, Any]:
             gradient = clipped(_mean(gradient, weight), norm, self._max_grad_norm)
-            updates, opt_state = self._optimizer.update(gradient, opt_state, params)
+            updates, new_state = self._optimizer.update(gradient, opt_state, params)
             sums = {path: p.astype(jnp.float32) + updates[path].astype(jnp.float32) for path, p in params.items()}
-            return {path: sums[path].astype(p.dtype) for path, p in params.items()}, opt_state
+            # An optimiser may take on the gradient's dtype; with another one the next step would be another program.
+            new_state = jax.tree.map(lambda new, old: jnp.asarray(new).astype(old.dtype), new_state, opt_state)
+            return {path: sums[path].astype(p.dtype) for path, p in params.items()}, new_state
 
         new_params, new_state = self._if(usable, update, gradient, params, opt_state)
         if self._correction_rate and routers is not None:

@@ -156,6 +156,21 @@ def test_the_model_shows_the_new_weights_and_their_type_stays() -> None:
     assert np.abs(np.asarray(model.final_norm.scale[...], np.float32) - before).max() > 0
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_optimizers_of_a_library_keep_the_type_of_their_state(name: str) -> None:
+    """Moments that began as bfloat16 ones, and float32 gradients: one program, also where an update is skipped."""
+    import optax
+
+    optimizer = {"adamw": optax.adamw(1e-2), "sgd": optax.sgd(1e-2, momentum=0.9)}[name]
+    t = trainer(model=small(dtype=jnp.bfloat16, compute_dtype=jnp.float32), optimizer=optimizer)
+    kinds = [jax.tree.map(lambda x: x.dtype, t.state()["opt_state"]) for _ in range(2) if to_host(t.step(rows(0)))]
+    assert kinds[0] == kinds[1] and t.num_programs == 1
+    before = jax.device_get(t.state()["opt_state"])
+    nothing = rows(0)
+    assert to_host(t.step(replace(nothing, loss_weight=np.zeros_like(nothing.loss_weight))))["update_skipped"] == 1
+    jax.tree.map(assert_array_equal, t.state()["opt_state"], before)
+
+
 @pytest.mark.thorough
 def test_twenty_steps_compile_once_per_row_length() -> None:
     t = trainer(optimizer=make_optimizer(OptimizerSection(learning_rate=1e-3), 20), micro_batch_rows=2)

@@ -48,7 +48,7 @@ class Context:
 
 
 class Place(NamedTuple):
-    """Where a layer stands. Traced where layers are scanned, but for `slot`."""
+    """Where a layer stands. Traced where a stage has several repeats, but for `slot`."""
 
     slot: int
     """In the cache: the number of its block among the blocks of all stages."""
