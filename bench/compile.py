@@ -3,8 +3,8 @@
     python bench/compile.py [--best-of 2]
 
 The process's own seconds, so that other work on the machine does not count. Layers of hidden size 128; `pattern`: all
-alike, or five with a window and one without, as in gemma3. Stages are scanned as on an accelerator; `as on CPU` is what
-a CPU does with short stacks, for comparison.
+alike, or five with a window and one without, as in gemma3. Stages are scanned as on an accelerator; `as on CPU` are
+short stacks as a CPU's programs have them, gradient and decoding, for comparison.
 """
 
 from __future__ import annotations
