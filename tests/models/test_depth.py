@@ -62,9 +62,10 @@ def gradient_of(model: Decoder) -> Any:
         noise_alpha=0.0,
         dropout_seed=None,
     )
-    ones, weight = jnp.ones((1, 2, 16), jnp.int32), jnp.ones((1, 2, 16))
+    ones = jnp.ones((2, 16), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(16, dtype=jnp.int32), ones.shape)
-    batch = Batch(tokens=ones, positions=positions, segments=ones, loss_weight=weight)
+    rows = Batch(tokens=ones, positions=positions, segments=ones, loss_weight=jnp.ones((2, 16)))
+    batch = jax.tree.map(lambda x: x[None], rows)
 
     def gradient(params: Any) -> Any:
         return objective.gradients(params, {}, [], jnp.zeros(()), (batch, Keys(None, None)), jnp.int32(1))[0]
