@@ -40,8 +40,8 @@ def test_integers_have_layers_too() -> None:
 
 
 @pytest.mark.optimized
-def test_equal_layers_have_the_same_kernels() -> None:
-    """One program's places are not in its kernels: they are given to them."""
+def test_places_are_given_to_kernels() -> None:
+    """A place that the compiler knew would be part of a kernel, and so a kernel of its own."""
 
     @jax.jit
     def program(stack: Array, nought: Array) -> list[Array]:

@@ -140,7 +140,7 @@ def test_applied_is_merged_and_off_is_base(kind: str) -> None:
     assert_allclose(fresh, base, atol=2e-5)
     drawn = [w for path, w in weights.read().items() if path.endswith((".lora_a", ".lora_b")) and w.any()]
     assert drawn and all(w.std() > 0.04 for w in drawn)
-    # What a reference is: at the first update it is bitwise the actor, later still the base.
+    # Switched off it is bitwise the new adapter's model, later still the base.
     assert_array_equal(with_adapter(without_adapter(weights.read())), fresh)
     disturb(model)
     applied = with_adapter(weights.read())
