@@ -132,7 +132,7 @@ def run_steps(
 ) -> None:
     """Call `step` until the trainer has done `num_steps` updates. Each call does one update and returns its metrics.
 
-    Metrics that are on the device are fetched when the next step has been dispatched, those on the host at once.
+    Metrics of a step that still runs are fetched when the next one has been dispatched, others at once.
     Raises Interrupted after a checkpoint when `stop` is requested, FloatingPointError when a gradient is not finite.
     """
     lines = _StepLines(sink)
@@ -185,12 +185,15 @@ class _StepLines:
         self._started = time.perf_counter()
 
     def add(self, step: int, metrics: Mapping[str, Any], learning_rate: Any) -> None:
-        """A step that was dispatched: the step before is written, and this one too if its metrics are on the host."""
+        """A step that was dispatched: the step before is written, and this one too if it is done.
+
+        It is where its metrics are on the host, and where programs run in the thread that calls them, as on a CPU.
+        """
         compiled = self._compiles.metrics()
         self.flush()
         shown = {**metrics, "learning_rate": learning_rate}
         self._pending = _Pending(step=step, metrics=shown, started=self._started, compiled=compiled)
-        if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(metrics)):
+        if _are_ready(metrics):
             self.flush()
 
     def flush(self) -> None:
@@ -208,6 +211,11 @@ class _StepLines:
 
     def close(self) -> None:
         self._compiles.close()
+
+
+def _are_ready(metrics: Mapping[str, Any]) -> bool:
+    arrays: list[Any] = [leaf for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array)]
+    return all(array.is_ready() for array in arrays)
 
 
 def _performance(metrics: Mapping[str, float], seconds: float) -> dict[str, float]:

@@ -114,6 +114,24 @@ def paired_ratio_difference(before: ArrayLike, after: ArrayLike, weights: ArrayL
     return PairedDifference(found.mean, found.low, found.high, found.n, p_value)
 
 
+def difference_of_ratios(
+    totals: ArrayLike, weights: ArrayLike, other_totals: ArrayLike, other_weights: ArrayLike
+) -> Interval:
+    """sum(totals) / sum(weights) - sum(other_totals) / sum(other_weights), one of each for every prompt, with its 95 %
+    interval from the residuals of both ratios (see `ratio_interval`); a prompt may have a weight in one of them only.
+    """
+    parts = []
+    for total, weight in ((totals, weights), (other_totals, other_weights)):
+        _weighted(total, weight)
+        total, weight = np.asarray(total, np.float64), np.asarray(weight, np.float64)
+        ratio = total.sum() / weight.sum()
+        parts.append((ratio, (total - ratio * weight) / weight.sum(), weight > 0))
+    (one, first, counted), (other, second, as_well) = parts
+    n, mean = int((counted | as_well).sum()), float(one - other)
+    half = _t_quantile(n - 1) * math.sqrt(n / (n - 1) * float(np.square(first - second).sum())) if n > 1 else math.inf
+    return Interval(mean, mean - half, mean + half, n)
+
+
 def standard_error(rewards_PG: Iterable[ArrayLike]) -> float:
     """Standard error of a step's mean reward, clustered by prompt: sd(prompt means) / sqrt(P).
 

@@ -69,6 +69,20 @@ def test_an_sft_step_leads_with_the_nll_and_evaluations_have_their_own_line():
     ]
 
 
+def test_evaluations_of_judged_answers_have_intervals():
+    output = capture()
+    sink = ConsoleSink("preference", 5, output)
+    margins = {"eval/rewards/margins": 0.0512, "eval/rewards/margins_low": 0.04, "eval/rewards/margins_high": 0.0625}
+    accuracy = dict(zip(("", "_low", "_high"), (0.6, 0.55, 0.65), strict=True))
+    of_pairs = {f"eval/rewards/accuracies{end}": value for end, value in accuracy.items()}
+    sink.write(0, {"eval/loss": 0.5, **margins, **of_pairs, "eval/logps/chosen": -3.0})
+    sink.write(5, {"eval/loss": 0.5, **margins})
+    assert text_of(output).splitlines() == [
+        " 0/5  held-out accuracy 0.600 (0.550 to 0.650), margin 0.0512 (0.04 to 0.0625), loss 0.5000",
+        " 5/5  held-out margin 0.0512 (0.04 to 0.0625), loss 0.5000",
+    ]
+
+
 def test_the_header_comes_again():
     output = capture()
     sink = ConsoleSink("sft", 45, output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 
+from posttrain import fit
 from posttrain.batch import Batch
 from posttrain.checkpoint import Checkpointer
 from posttrain.config import ConfigError
@@ -124,8 +126,12 @@ def test_what_happens_when(tmp_path: Path) -> None:
     assert loop.data.taken == 5
 
 
-def test_a_line_waits_for_the_dispatch_of_the_next_step_and_says_the_same(tmp_path: Path) -> None:
-    """Steps 1 and 2 wait; 3 comes before its evaluation, 4 before its checkpoint, 5 before the end."""
+def test_a_line_waits_for_the_dispatch_of_the_next_step_and_says_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where steps still run when they were dispatched, as on an accelerator: 1 and 2 wait; 3 comes before its
+    evaluation, 4 before its checkpoint, 5 before the end."""
+    monkeypatch.setattr(fit, "_are_ready", lambda metrics: False)
     loop, by_hand = Loop(tmp_path), Loop(tmp_path / "other")
     loop.run(5, checkpoint=4, evaluation=3)
     written = zip(loop.sink.lines, loop.sink.taken, strict=True)
@@ -138,12 +144,22 @@ def test_a_line_waits_for_the_dispatch_of_the_next_step_and_says_the_same(tmp_pa
             assert metrics["step_time"] > 0
 
 
-def test_metrics_on_the_host_are_written_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_step_that_is_done_is_written_at_once_with_its_own_time(tmp_path: Path, on_host: bool) -> None:
+    """On a CPU programs run in the thread that calls them: a line that waited would tell the time of the next step."""
     loop = Loop(tmp_path)
     on_device = loop.step
-    loop.step = lambda: to_host(on_device())  # type: ignore[method-assign]
-    loop.run(3)
-    assert loop.sink.taken == [1, 2, 3]
+
+    def step() -> Mapping[str, Any]:
+        metrics = on_device()
+        time.sleep(3.0 if loop.data.taken == 2 else 0.0)
+        return to_host(metrics) if on_host else metrics
+
+    loop.step = step  # type: ignore[method-assign]
+    loop.run(4)
+    assert loop.sink.taken == [1, 2, 3, 4]
+    _, second, *later = (metrics["step_time"] for _, metrics in loop.sink.lines)
+    assert second > 3.0 > max(later)
 
 
 def test_what_was_done_before_an_error_is_written(tmp_path: Path) -> None:
@@ -222,7 +238,7 @@ def test_gradient_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
             evaluate=None,
             stop=loop.stop,
         )
-    assert loop.trainer.step_number == 3  # dispatched before the gradient of step 2 was known
+    assert loop.trainer.step_number == 2
     assert not [entry for entry in (tmp_path / "other").iterdir() if entry.name.isdigit()]
 
 

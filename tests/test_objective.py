@@ -100,3 +100,29 @@ def test_the_update_is_that_of_the_same_loss_without_its_promise(name: str, micr
         assert metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
     for path, array in expected.items():
         np.testing.assert_allclose(weights[path], array, rtol=1e-4, atol=1e-5, err_msg=path)
+
+
+def test_noise_on_embeddings() -> None:
+    """NEFTune, arXiv:2310.05914 algorithm 1: uniform in +-alpha / sqrt(L D), L the length of the sequence, also in a
+    packed row; other noise in every row and step; none in an evaluation."""
+    model, alpha, lengths = tiny_model(num_layers=1), 5.0, (3, 9, 20)
+    segments = np.repeat([1, 2, 3, 0], [*lengths, 4])[None].repeat(2, axis=0).astype(np.int32)
+    ones = np.where(segments > 0, 1.0, 0.0).astype(np.float32)
+    positions = np.concatenate([np.arange(n) for n in (*lengths, 4)])[None].repeat(2, axis=0).astype(np.int32)
+    packed = Batch(tokens=segments + 7, positions=positions, segments=segments, loss_weight=ones)
+    given: dict[str, Any] = {"temperature": 1.0, "max_grad_norm": 1.0, "dropout_seed": 0}
+    noisy, plain = (Trainer(model, SFTLoss(), optax.sgd(0.0), noise_alpha=x, **given) for x in (alpha, 0.0))
+    objective, micro = noisy._objective, jax.tree.map(lambda x: x[None], packed)
+    drawn = [objective.keys(jnp.asarray(step), micro).noise for step in (0, 1)]
+    assert drawn[0] is not None and drawn[1] is not None
+    first, other = (np.asarray(objective._noise(keys[0], jnp.asarray(segments))) for keys in drawn)
+    for number, length in enumerate(lengths, start=1):
+        bound, found = alpha / np.sqrt(length * model.config.embed_dim), first[segments == number]
+        assert 0.95 * bound < np.abs(found).max() <= bound
+        np.testing.assert_allclose(found.std(), bound / np.sqrt(3), rtol=0.1)
+        assert abs(found.mean()) < 4 * found.std() / np.sqrt(found.size)
+    assert np.abs(first[0] - first[1]).max() > 0.1 < np.abs(first - other).max()
+    quiet, loud = (to_host(trainer.step(packed))["nll"] for trainer in (plain, noisy))
+    assert abs(loud - quiet) > 1e-3
+    found, expected = (to_host(trainer.evaluate([packed]))["nll"] for trainer in (noisy, plain))
+    assert found == pytest.approx(expected, rel=1e-6) == quiet

@@ -10,6 +10,7 @@ from scipy import stats
 
 from posttrain.statistics import (
     Interval,
+    difference_of_ratios,
     mean_interval,
     paired_difference,
     paired_ratio_difference,
@@ -153,6 +154,37 @@ RATIO_LENGTH = float((LENGTHS**2).sum() / LENGTHS.sum())
 
 def test_coverage_of_a_ratio_of_sums():
     assert 0.92 <= coverage([ratio_interval(*sequences(seed)) for seed in range(SIMULATIONS)], 2.0) <= 0.97
+
+
+def test_coverage_of_a_difference_of_two_means():
+    """Of prompts with answers of either kind or both, which are then alike."""
+    rng, found = np.random.default_rng(6), []
+    for _ in range(SIMULATIONS):
+        weights = rng.integers(0, 3, (2, 60)).astype(float)
+        of_prompt = rng.normal(size=60)
+        first, second = (
+            w * (mean + of_prompt) + np.sqrt(w) * rng.normal(size=60)
+            for w, mean in zip(weights, (0.7, 0.2), strict=True)
+        )
+        found.append(difference_of_ratios(first, weights[0], second, weights[1]))
+    assert 0.93 <= coverage(found, 0.5) <= 0.97
+
+
+def test_a_difference_of_two_means_is_the_paired_or_the_unpaired_one():
+    rng = np.random.default_rng(7)
+    first, second, ones = rng.normal(size=9), rng.normal(size=9), np.ones(9)
+    paired, found = paired_difference(second, first), difference_of_ratios(first, ones, second, ones)
+    np.testing.assert_allclose((found.mean, found.low, found.high), (paired.mean, paired.low, paired.high))
+    assert found.n == 9
+    none = np.zeros(9)
+    apart = difference_of_ratios(np.r_[first, none], np.r_[ones, none], np.r_[none, second], np.r_[none, ones])
+    assert apart.n == 18
+    error = np.sqrt(18 / 17 * (first.var() + second.var()) / 9)
+    np.testing.assert_allclose((apart.high - apart.low) / 2, stats.t.ppf(0.975, 17) * error)
+    one = difference_of_ratios([1.0], [1.0], [0.5], [1.0])
+    assert (one.mean, one.low, one.high) == (0.5, -math.inf, math.inf)
+    with pytest.raises(ValueError, match="some weight positive"):
+        difference_of_ratios(first, none, second, ones)
 
 
 def test_a_ratio_of_equal_weights_is_a_mean():

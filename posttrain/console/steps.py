@@ -21,16 +21,20 @@ HEADER_EVERY = 20
 
 
 def _evaluation(metrics: Mapping[str, float]) -> str:
-    """A held-out reward or accuracy with its interval in words; other evaluations as they are named."""
-    if "eval/rewards/accuracies" in metrics:
-        share, low, high = (metrics[f"eval/rewards/accuracies{end}"] for end in ("", "_low", "_high"))
-        margin = f", margin {metrics['eval/rewards/margins']:.4g}" if "eval/rewards/margins" in metrics else ""
-        return f"held-out accuracy {share:.3f} ({low:.3f} to {high:.3f}){margin}, loss {metrics['eval/loss']:.4f}"
-    if "eval/reward" not in metrics:
-        return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-    mean, low, high = (metrics[f"eval/reward{end}"] for end in ("", "_low", "_high"))
-    length, clipped = (metrics[f"eval/completions/{name}"] for name in ("mean_length", "clipped_ratio"))
-    return f"held-out reward {mean:.3f} ({low:.3f} to {high:.3f}), length {length:.1f}, clipped {clipped:.0%}"
+    """A held-out reward, accuracy or margin with its interval in words; other evaluations as they are named."""
+    if "eval/reward" in metrics:
+        length, clipped = (metrics[f"eval/completions/{name}"] for name in ("mean_length", "clipped_ratio"))
+        return f"held-out reward {_with_interval(metrics, 'reward')}, length {length:.1f}, clipped {clipped:.0%}"
+    judged = (("accuracy", "rewards/accuracies", ".3f"), ("margin", "rewards/margins", ".3g"))
+    found = [f"{word} {_with_interval(metrics, n, digits)}" for word, n, digits in judged if f"eval/{n}_low" in metrics]
+    if found:
+        return f"held-out {', '.join(found)}, loss {metrics['eval/loss']:.4f}"
+    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+
+
+def _with_interval(metrics: Mapping[str, float], name: str, digits: str = ".3f") -> str:
+    mean, low, high = (format(metrics[f"eval/{name}{end}"], digits) for end in ("", "_low", "_high"))
+    return f"{mean} ({low} to {high})"
 
 
 def _remarks(metrics: Mapping[str, float]) -> Iterator[str]:

@@ -54,6 +54,10 @@ class Units:
         """Pairs serve as two single answers."""
         return 2 if self.kind.startswith("answers") and is_paired(self.rows.columns, self.dataset) else 1
 
+    def example(self, unit: Int[np.ndarray, "*N"]) -> Int[np.ndarray, "*N"]:
+        """The number of the row of the dataset that a unit is of."""
+        return unit // self._per_row
+
     @property
     def names(self) -> tuple[str, ...]:
         """Of the arrays of a unit."""

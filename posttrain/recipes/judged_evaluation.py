@@ -17,6 +17,7 @@ from posttrain.data.comparisons import Units, all_rows
 from posttrain.losses.pairs import Pairs, pairs_of, sequences_of
 from posttrain.losses.reward_model import reward_pairs
 from posttrain.metrics import merge, to_host
+from posttrain.recipes.judged_units import Sums, UnitSums, intervals, joined
 from posttrain.reference import model_inputs
 from posttrain.statistics import mean_interval
 from posttrain.trainer import Trainer
@@ -33,6 +34,7 @@ class Evaluation:
     def __init__(self, trainer: Trainer, loss: Any, units: Units, complete: Callable[[Batch], Batch]):
         self._trainer, self._units, self._complete = trainer, units, complete
         self._whole = isinstance(loss, BatchLoss) and loss.needs_whole_batch
+        self._unit_sums = UnitSums(loss, only=("rewards/", "logps/") if self._whole else ("",))
         self._loss, self._compared = jax.jit(loss), jax.jit(_compared)
 
     def __call__(self) -> Record:
@@ -41,6 +43,7 @@ class Evaluation:
         units = self._units
         totals: dict[str, Mean] = {}
         parts: list[tuple[Stats, Batch]] = []
+        sums: list[Sums] = []
         margins: dict[int, float] = {}
         steps: list[tuple[np.ndarray, np.ndarray]] = []
         with progress_bar(f"evaluating {len(units):,} held-out units of {units.rows.name}", len(units)) as advance:
@@ -51,6 +54,7 @@ class Evaluation:
                     parts.append((stats, batch))
                 else:
                     totals = merge(totals, self._totals(stats, batch))
+                sums.append(self._unit_sums(stats, batch, units.example(unit), unit))
                 if units.kind == "steps":
                     steps.append(_steps(stats, batch, unit))
                 else:
@@ -58,7 +62,7 @@ class Evaluation:
                 advance(len(np.unique(unit[np.asarray(batch.segments) > 0])))
         if self._whole:
             totals = self._totals(*concatenated(parts))
-        record: Record = {"metrics": _metrics(totals)}
+        record: Record = {"metrics": intervals(joined(sums)) | _metrics(totals)}
         if margins:
             ordered = np.asarray([margins[index] for index in sorted(margins)])
             record["preferred"] = [float(margin > 0) for margin in ordered]
@@ -122,9 +126,7 @@ def _steps(stats: Stats, batch: Batch, unit: np.ndarray) -> tuple[np.ndarray, np
 
 
 def _metrics(totals: Mapping[str, Mean]) -> dict[str, float]:
-    metrics = {f"eval/{name}": value for name, value in to_host(totals).items()}
-    if "rewards/margins" not in totals and "rewards/chosen" in totals:
-        metrics["eval/rewards/margins"] = metrics["eval/rewards/chosen"] - metrics["eval/rewards/rejected"]
+    metrics = {f"eval/{name}": value for name, value in to_host(with_margins(totals)).items()}
     accuracy = totals.get("rewards/accuracies")
     if accuracy is not None:
         right, count = round(float(accuracy.total)), round(float(accuracy.weight))

@@ -10,7 +10,7 @@ from posttrain.data.comparisons import ComparisonBatches
 from posttrain.models.decoder import Decoder
 from posttrain.models.heads import with_padding
 from posttrain.recipes.judged import JudgedInputs
-from posttrain.recipes.judged_evaluation import Evaluation, metrics_of
+from posttrain.recipes.judged_evaluation import Evaluation, metrics_of, with_margins
 from posttrain.recipes.preference import Preference, make_trainer
 from posttrain.recipes.stage import HeldOut, StageRun
 from posttrain.weights.reward import add_scalar_head
@@ -24,7 +24,7 @@ def run_reward_model(stage: StageRun, inputs: JudgedInputs) -> None:
     dropped = {"data/dropped_ratio": inputs.dropped_ratio} if inputs.dropped_ratio else {}
 
     def step() -> Mapping[str, Any]:
-        return {**trainer.step(next(batches)), **dropped}
+        return {**with_margins(trainer.step(next(batches))), **dropped}
 
     def as_it_is(batch: Batch) -> Batch:
         return batch

@@ -21,8 +21,8 @@ def print_summary(output: Path, names: Sequence[str], results: Sequence[Mapping[
     for name, result in zip(names, results, strict=True):
         if "samples" in result.get("after", {}):
             _print_answers(name, result)
-        elif "preferred" in result.get("after", {}):
-            _print_preferred(name, result)
+        elif "metrics" in result.get("after", {}):
+            _print_judged(name, result)
         elif "eval/perplexity" in result.get("after", {}):
             _print_sequences(name, result)
     files = [
@@ -77,16 +77,23 @@ def _in_words(what: str, found: PairedDifference) -> str:
     return f"{what}: {interval}, {chance}, {words}"
 
 
-def _print_preferred(name: str, result: Mapping[str, Any]) -> None:
-    """Of how many held-out pairs the model prefers the chosen answer, before and after."""
-    before, after = (result[key]["preferred"] for key in ("before", "after"))
-    shares = " -> ".join(_share(result[key]["metrics"], "eval/preferred_ratio") for key in ("before", "after"))
-    out = console()
-    out.print(f"{name}: chosen answer preferred, {len(after)} held-out pairs: {shares}", markup=False, soft_wrap=True)
-    if len(after) > 1:
-        out.print(_in_words("difference over the same pairs", paired_difference(before, after)), markup=False)
-    accuracy = _share(result["after"]["metrics"], "eval/rewards/accuracies")
-    out.print(f"{name}: chosen answer has the greater reward: {accuracy}", markup=False, soft_wrap=True)
+def _print_judged(name: str, result: Mapping[str, Any]) -> None:
+    """Of how many held-out pairs the model prefers the chosen answer, before and after; and its rewards."""
+    out, metrics = console(), result["after"]["metrics"]
+    if "preferred" in result["after"]:
+        before, after = (result[key]["preferred"] for key in ("before", "after"))
+        shares = " -> ".join(_share(result[key]["metrics"], "eval/preferred_ratio") for key in ("before", "after"))
+        what = f"{name}: chosen answer preferred, {len(after)} held-out pairs: {shares}"
+        out.print(what, markup=False, soft_wrap=True)
+        if len(after) > 1:
+            out.print(_in_words("difference over the same pairs", paired_difference(before, after)), markup=False)
+    pairs = "eval/preferred_ratio" in metrics or "eval/rewards/accuracies" not in metrics
+    if "eval/rewards/accuracies" in metrics:
+        what = "the chosen answer has the greater reward" if pairs else "steps judged rightly"
+        out.print(f"{name}: {what}: {_share(metrics, 'eval/rewards/accuracies')}", markup=False, soft_wrap=True)
+    if "eval/rewards/margins_low" in metrics:
+        what = f"by how much rewards of {'chosen answers' if pairs else 'right steps'} are greater"
+        out.print(f"{name}: {what}: {_share(metrics, 'eval/rewards/margins', '.3g')}", markup=False, soft_wrap=True)
 
 
 def _print_sequences(name: str, result: Mapping[str, Any]) -> None:
@@ -101,9 +108,9 @@ def _print_sequences(name: str, result: Mapping[str, Any]) -> None:
         console().print(_in_words(what, found), markup=False, soft_wrap=True)
 
 
-def _share(metrics: Mapping[str, float], what: str) -> str:
-    mean, low, high = (metrics[f"{what}{end}"] for end in ("", "_low", "_high"))
-    return f"{mean:.3f} ({low:.3f} to {high:.3f})"
+def _share(metrics: Mapping[str, float], what: str, digits: str = ".3f") -> str:
+    mean, low, high = (format(metrics[f"{what}{end}"], digits) for end in ("", "_low", "_high"))
+    return f"{mean} ({low} to {high})"
 
 
 def _interval(evaluation: Mapping[str, Any]) -> str:

@@ -15,41 +15,60 @@ from posttrain.losses.kto import KTOLoss
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
 from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss
+from posttrain.recipes.judged import PREFERENCE_LOSSES, REWARD_LOSSES
+from posttrain.recipes.judged_units import Sums, UnitSums
 from posttrain.tree import replace
 from tests.losses.conftest import read_golden
 
 ROLES = (1, -1, 1, -1, 1, -1)
-EVERY = {
-    "dpo": PreferenceLoss(),
+SMOOTHING = {"exo_pair": 0.1, "robust": 0.2}
+FORMS = {
     "several": PreferenceLoss(kinds=("ipo", "bco_pair"), weights=(0.5, 2.0), tail_weight=0.5),
-    "simpo": SimPOLoss(),
+    "cdpo": PreferenceLoss(label_smoothing=0.1),
+    "sigmoid_norm smoothed": PreferenceLoss(kinds=("sigmoid_norm",), label_smoothing=0.1),
+    "forward_kl": PreferenceLoss(divergence="forward_kl"),
+    "js_divergence": PreferenceLoss(kinds=("hinge",), divergence="js_divergence"),
+    "alpha_divergence": PreferenceLoss(kinds=("ipo",), divergence="alpha_divergence", alpha=0.5),
+    "wpo": PreferenceLoss(use_weighting=True),
+    "aot smoothed": PreferenceLoss(kinds=("aot",), label_smoothing=0.1),
+    "with sft": PreferenceLoss(kinds=("sigmoid", "sft"), weights=(1.0, 0.5), use_weighting=True),
+    "kto weighted": KTOLoss(desirable_weight=1.3, undesirable_weight=0.7),
     "cpo without nll": CPOLoss(nll_coef=0.0),
-    "apo_zero_unpaired": KTOLoss(kind="apo_zero_unpaired"),
-    "bradley_terry": BradleyTerryLoss(center_coef=0.1),
-    "process": ProcessLoss(),
+    "cpo_hinge without nll": CPOLoss(kind="hinge", nll_coef=0.0),
+    "simpo smoothed": SimPOLoss(label_smoothing=0.1),
+    "alphapo": SimPOLoss(alpha=0.25),
+    "cpo_simpo": SimPOLoss(nll_coef=0.5),
+    "centred": BradleyTerryLoss(center_coef=0.1),
 }
-WHOLE = {
-    "aot": PreferenceLoss(kinds=("aot",)),
-    "aot_unpaired": PreferenceLoss(kinds=("aot_unpaired",), label_smoothing=0.1),
-    "sft": PreferenceLoss(kinds=("sigmoid", "sft")),
-    "kto": KTOLoss(),
-    "cpo": CPOLoss(),
-    "orpo": ORPOLoss(),
-}
+"""Losses with other settings than their defaults."""
 
 
-def sequences(count: int = 6) -> list[dict[str, np.ndarray]]:
+def named(kind: str) -> Any:
+    """The loss that a configuration means by a kind."""
+    made, fixed = (PREFERENCE_LOSSES | REWARD_LOSSES)[kind]
+    return made(**fixed, **({"label_smoothing": SMOOTHING[kind]} if kind in SMOOTHING else {}))
+
+
+LOSSES = {kind: named(kind) for kind in (*PREFERENCE_LOSSES, *REWARD_LOSSES)} | FORMS
+WHOLE = {n for n, x in LOSSES.items() if isinstance(x, BatchLoss) and x.needs_whole_batch}
+"""Those that compare, or average over, a whole batch; the trainer then calls them once."""
+PROMPTS = {n for n, x in LOSSES.items() if x.needs.prompts}
+
+
+def sequences(name: str = "") -> list[dict[str, np.ndarray]]:
+    """Three pairs; of their answers KTO takes the last two for those to other prompts."""
     rng = np.random.default_rng(1)
     made = []
-    for number, (prompt, answer) in enumerate([(2, 3), (2, 5), (1, 4), (1, 2), (3, 2), (3, 6)][:count]):
+    for number, (prompt, answer) in enumerate([(4, 3), (4, 5), (1, 4), (1, 2), (3, 2), (3, 6)]):
         answers = np.arange(prompt + answer) >= prompt
         logps = -rng.exponential(1.0, prompt + answer)
-        role = ROLES[number]
+        role = 2 if name.startswith("kto") and number > 3 else ROLES[number]
         made.append(
             {
                 "logps": logps,
                 "ref_logps": logps + rng.normal(0, 0.5, logps.shape),
-                "loss_weight": answers * 1.0,
+                "log_squares": 0.3 * logps,
+                "loss_weight": (answers | (name in PROMPTS and role == 1)) * 1.0,
                 "roles": answers * role,
                 "margins": answers * 0.3 * (role == 1),
             }
@@ -57,9 +76,9 @@ def sequences(count: int = 6) -> list[dict[str, np.ndarray]]:
     return made
 
 
-def lay_out(made: Sequence[dict[str, np.ndarray]], layout: Sequence[Sequence[int]], width: int = 34) -> Any:
+def lay_out(made: Sequence[dict[str, np.ndarray]], layout: Sequence[Sequence[int]], width: int = 38) -> Any:
     """Statistics and batch with these sequences in these rows."""
-    names = ("logps", "ref_logps", "loss_weight", "roles", "margins", "segments", "positions")
+    names = ("logps", "log_squares", "ref_logps", "loss_weight", "roles", "margins", "segments", "positions")
     arrays = {name: np.zeros((len(layout), width)) for name in names}
     for row, numbers in enumerate(layout):
         start = 0
@@ -70,24 +89,28 @@ def lay_out(made: Sequence[dict[str, np.ndarray]], layout: Sequence[Sequence[int
                 arrays[name][row, place] = values[name]
             start = place.stop
     integers = {name: arrays.pop(name).astype(np.int32) for name in ("roles", "segments", "positions")}
-    logps = jnp.asarray(arrays.pop("logps"))
-    return logps, Batch(tokens=np.zeros(logps.shape, np.int32), **integers, **arrays)
+    stats = TokenStats(**{name: jnp.asarray(arrays.pop(name)) for name in ("logps", "log_squares")})
+    return stats, Batch(tokens=np.zeros(stats.logps.shape, np.int32), **integers, **arrays)
 
 
-def apply(loss: Any, logps: jax.Array, batch: Batch) -> LossOutput:
-    scored = isinstance(loss, BradleyTerryLoss | ProcessLoss)
-    return loss(ScoreStats(scores=logps) if scored else TokenStats(logps=logps), batch)
+def apply(loss: Any, stats: TokenStats, batch: Batch) -> LossOutput:
+    return loss(given_to(loss, stats), batch)
+
+
+def given_to(loss: Any, stats: TokenStats) -> TokenStats | ScoreStats:
+    return ScoreStats(scores=stats.logps) if isinstance(loss, BradleyTerryLoss | ProcessLoss) else stats
 
 
 def value(loss: Any, made: Any, layout: Any) -> Any:
     """Mean loss, its weight, and the gradient of each sequence in turn."""
 
-    def total(logps: jax.Array, batch: Batch) -> Any:
-        out = apply(loss, logps, batch).loss
+    stats, batch = lay_out(made, layout)
+
+    def total(logps: jax.Array) -> Any:
+        out = apply(loss, replace(stats, logps=logps), batch).loss
         return out.total / out.weight, out.weight
 
-    logps, batch = lay_out(made, layout)
-    (mean, weight), gradient = jax.value_and_grad(total, has_aux=True)(logps, batch)
+    (mean, weight), gradient = jax.value_and_grad(total, has_aux=True)(stats.logps)
     parts = {}
     for row, numbers in enumerate(layout):
         start = 0
@@ -100,37 +123,66 @@ def value(loss: Any, made: Any, layout: Any) -> Any:
 PACKED, APART = [[0, 1, 2, 3, 4, 5]], [[4, 5], [0, 1], [2, 3], []]
 
 
-@pytest.mark.parametrize("name", [*EVERY, *WHOLE])
+@pytest.mark.parametrize("name", LOSSES)
 def test_packing_does_not_matter(name: str) -> None:
-    loss = (EVERY | WHOLE)[name]
-    assert (isinstance(loss, BatchLoss) and loss.needs_whole_batch) == (name in WHOLE)
+    loss, made = LOSSES[name], sequences(name)
     with jax.enable_x64(True):
-        packed, apart = value(loss, sequences(), PACKED), value(loss, sequences(), APART)
+        packed, apart = value(loss, made, PACKED), value(loss, made, APART)
     for one, other in zip(packed, apart, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
     assert np.abs(packed[2]).sum() > 0
 
 
-@pytest.mark.parametrize("name", EVERY)
+def parts_of(stats: TokenStats, batch: Batch) -> list[Any]:
+    return [jax.tree.map(lambda x, part=part: x[part], (stats, batch)) for part in (slice(0, 1), slice(1, 4))]
+
+
+@pytest.mark.parametrize("name", LOSSES)
 def test_splits_add_up(name: str) -> None:
-    """For losses over the whole batch the trainer sees to it: tests/test_preference_e2e.py."""
+    """Every metric, and the loss if it does not ask for the whole batch; of that the trainer sees to it, see
+    tests/test_preference_e2e.py."""
+    loss = LOSSES[name]
     with jax.enable_x64(True):
-        logps, batch = lay_out(sequences(), APART)
-        whole = apply(EVERY[name], logps, batch)
-        parts = [
-            apply(EVERY[name], logps[part], jax.tree.map(lambda x, part=part: x[part], batch))
-            for part in (slice(0, 1), slice(1, 4))
-        ]
-        for metric, mean in {"loss": whole.loss, **whole.metrics}.items():
-            halves = [out.loss if metric == "loss" else out.metrics[metric] for out in parts]
-            added = halves[0] + halves[1]
+        stats, batch = lay_out(sequences(name), APART)
+        whole = apply(loss, stats, batch)
+        parts = [apply(loss, *part) for part in parts_of(stats, batch)]
+        summed = {} if name in WHOLE else {"loss": (whole.loss, *(part.loss for part in parts))}
+        summed |= {metric: (mean, *(part.metrics[metric] for part in parts)) for metric, mean in whole.metrics.items()}
+        for mean, first, second in summed.values():
+            added = first + second
             np.testing.assert_allclose((added.total, added.weight), (mean.total, mean.weight), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["dpo", "aot", "orpo", "kto"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_sums_of_units(name: str) -> None:
+    """What the intervals of an evaluation come from: the sum over units is the metric of the batch, in any packing."""
+    loss, only = LOSSES[name], ("rewards/", "logps/") if name in WHOLE else ("",)
+    alone = loss.needs.rows in ("answers", "answers_and_others", "steps")
+
+    def sums(layout: Sequence[Sequence[int]]) -> Sums:
+        stats, batch = lay_out(sequences(name), layout)
+        units = np.zeros(batch.shape, np.int32)
+        for row, numbers in enumerate(layout):
+            for segment, number in enumerate(numbers, start=1):
+                units[row][batch.segments[row] == segment] = number if alone else number // 2
+        return UnitSums(loss, only)(given_to(loss, stats), batch, units + 7, units)
+
+    with jax.enable_x64(True):
+        packed, apart = sums(PACKED), sums(APART)
+        whole = apply(loss, *lay_out(sequences(name), PACKED))
+    np.testing.assert_array_equal(np.sort(packed.examples), np.arange(7, 13 if alone else 10))
+    expected = {n: mean for n, mean in {"loss": whole.loss, **whole.metrics}.items() if n.startswith(only)}
+    assert packed.metrics.keys() == apart.metrics.keys() == expected.keys() >= {"rewards/chosen"}
+    for metric, mean in expected.items():
+        np.testing.assert_allclose(packed.metrics[metric].sum(axis=1), (mean.total, mean.weight), rtol=1e-9, atol=1e-12)
+        by_unit = [one.metrics[metric][:, np.argsort(one.examples)] for one in (packed, apart)]
+        np.testing.assert_allclose(*by_unit, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "aot", "orpo", "kto"])
 def test_masked_is_removed(name: str) -> None:
     """A pair without weights may hold anything."""
-    loss, made = (EVERY | WHOLE)[name], sequences()
+    loss, made = LOSSES[name], sequences(name)
     for number in (2, 3):
         made[number]["loss_weight"] = np.zeros_like(made[number]["logps"])
         made[number]["logps"] = np.full_like(made[number]["logps"], -np.inf)
@@ -154,6 +206,7 @@ def test_reward_goldens() -> None:
                     # Only the last token's score counts.
                     "logps": np.array([9.0, scores[row]]),
                     "ref_logps": np.zeros(2),
+                    "log_squares": np.zeros(2),
                     "loss_weight": np.array([0.0, 1.0]),
                     "roles": np.array([0, 1 if row < half else -1]),
                     "margins": np.array([0.0, margin[row] if case["args"]["margin"] and row < half else 0.0]),
@@ -168,15 +221,15 @@ def test_reward_goldens() -> None:
 
 
 def test_what_is_missing() -> None:
-    logps, batch = lay_out(sequences(), PACKED)
+    stats, batch = lay_out(sequences(), PACKED)
     for loss in (PreferenceLoss(), KTOLoss(), ORPOLoss(), BradleyTerryLoss(), ProcessLoss()):
         with pytest.raises(ValueError, match="roles is None"):
-            apply(loss, logps, replace(batch, roles=None))
+            apply(loss, stats, replace(batch, roles=None))
     for loss in (PreferenceLoss(), KTOLoss()):
         with pytest.raises(ValueError, match="ref_logps is None"):
-            apply(loss, logps, replace(batch, ref_logps=None))
+            apply(loss, stats, replace(batch, ref_logps=None))
     with pytest.raises(ValueError, match="margins is None"):
-        apply(BradleyTerryLoss(), logps, replace(batch, margins=None))
+        apply(BradleyTerryLoss(), stats, replace(batch, margins=None))
 
 
 @pytest.mark.parametrize(
