@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from posttrain import Batch, Decoder, TokenStats, Trainer, load_model
+from posttrain import Batch, Decoder, Trainer, load_model
 from posttrain.config import OptimizerSection
+from posttrain.kernels.chunk_stats import Terms
 from posttrain.kernels.token_stats import token_stats_reference
 from posttrain.losses.kto import KTOLoss
 from posttrain.losses.preference import PreferenceLoss
@@ -24,6 +24,7 @@ from posttrain.recipes.judged_evaluation import with_margins
 from posttrain.reference import Reference
 from posttrain.tree import replace
 from posttrain.weights.state import ModelWeights
+from tests.gradients import assert_gradients, gradient_for_weights
 from tests.losses.conftest import FOLDER, Golden, read_golden
 from tests.tiny import forward
 
@@ -89,45 +90,40 @@ DPO_CASES = {
 }
 
 
-def test_dpo_from_token_ids(e2e: Golden, policy: Decoder, reference: Decoder) -> None:
+OF_PAIRS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("dpo_sigmoid", "dpo_wpo") else pytest.param(n, marks=pytest.mark.thorough) for n in DPO_CASES]
+)
+def test_dpo_from_token_ids(e2e: Golden, reference: Decoder, name: str) -> None:
+    """Loss, metrics and the gradient of every tensor, over a micro-batch of two pairs and one of one."""
+    case, loss, model = case_of(e2e, name), DPO_CASES[name], load_model(MODELS / "llama")
     sequences = given(e2e, "dpo")
     half = len(sequences) // 2
     ordered = [(*sequences[row], role) for pair in range(half) for row, role in ((pair, 1), (pair + half, -1))]
     batch = pair_rows(ordered, 28)
     batch = replace(batch, ref_logps=logps_of(reference, batch))
-    weights = ModelWeights(policy)
-
-    def logps(params: Any) -> tuple[jax.Array, jax.Array]:
-        model = weights.bind(params)
-        inputs = [jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segments)]
-        logits = model.logits(model(*inputs)[0])
-        squares = jax.nn.logsumexp(2 * jax.nn.log_softmax(logits), axis=-1)
-        stats = token_stats_reference(logits, inputs[0], inputs[2], temperature=1.0)
-        return stats.logps, jnp.pad(squares[:, :-1], ((0, 0), (1, 0)))
-
-    @jax.jit
-    def norms(params: Any) -> Any:
-        """One forward pass for all losses."""
-        found, pull, squares = jax.vjp(logps, params, has_aux=True)
-
-        def value(logps: jax.Array, loss: PreferenceLoss) -> jax.Array:
-            out = loss(TokenStats(logps=logps, log_squares=squares), batch).loss
-            return out.total / out.weight
-
-        made = [jax.value_and_grad(value)(found, loss) for loss in DPO_CASES.values()]
-        gradients = jax.vmap(lambda cotangent: pull(cotangent)[0])(jnp.stack([grad for _, grad in made]))
-        squares = [jnp.sum(jnp.square(g).reshape(len(made), -1), axis=1) for g in jax.tree.leaves(gradients)]
-        return jnp.stack([loss for loss, _ in made]), jnp.sqrt(sum(squares))
-
-    for name, loss, norm in zip(DPO_CASES, *jax.device_get(norms(weights.read())), strict=True):
-        case = case_of(e2e, name)
-        np.testing.assert_allclose(loss, case["loss"], rtol=1e-4, err_msg=name)
-        np.testing.assert_allclose(norm, case["grad_norm_total"], rtol=1e-3, err_msg=name)
+    trainer = Trainer(
+        model,
+        loss,
+        gradient_for_weights(),
+        temperature=1.0,
+        max_grad_norm=1e9,
+        micro_batch_rows=2,
+        terms=Terms(squares=loss.needs.squares),
+    )
+    found = to_host(trainer.step(batch))
+    np.testing.assert_allclose(found["loss"], case["loss"], rtol=1e-4)
+    np.testing.assert_allclose(found["grad_norm"], case["grad_norm_total"], rtol=1e-3)
+    for metric in ("entropy", "logps/chosen", "logps/rejected", *OF_PAIRS):
+        np.testing.assert_allclose(found[metric], case["metrics"][metric], rtol=1e-4, err_msg=metric)
+    assert_gradients(model, case, e2e.arrays)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["kto", "apo_zero_unpaired"])
-def test_kto_over_micro_batches(e2e: Golden, policy: Decoder, reference: Decoder, kind: Any) -> None:
+def test_kto_over_micro_batches(e2e: Golden, reference: Decoder, kind: Any) -> None:
     """The KL is that of the whole batch, however few rows the model takes at once."""
     answers, others = given(e2e, "dpo"), given(e2e, "kto_KL")
     labels = e2e.arrays["in/kto_label"]
@@ -137,11 +133,16 @@ def test_kto_over_micro_batches(e2e: Golden, policy: Decoder, reference: Decoder
     batch = replace(batch, ref_logps=logps_of(reference, batch))
     case = case_of(e2e, f"kto_{kind}")
     loss = KTOLoss(kind=kind, beta=0.1, undesirable_weight=1.2)
-    trainer = Trainer(policy, loss, optax.sgd(0.0), temperature=1.0, max_grad_norm=1e9, micro_batch_rows=2)
-    found = to_host(trainer.step(batch))
+    model = load_model(MODELS / "llama")
+    given_to: dict[str, Any] = {"temperature": 1.0, "max_grad_norm": 1e9, "micro_batch_rows": 2}
+    trainer = Trainer(model, loss, gradient_for_weights(), **given_to)
+    halves = [jax.tree.map(lambda x, part=part: x[part::2], batch) for part in (0, 1)]
+    np.testing.assert_allclose(to_host(trainer.evaluate(halves))["loss"], case["loss"], rtol=1e-4)
+    found = to_host(with_margins(trainer.evaluate([batch])))
+    found |= to_host(trainer.step(batch))
     np.testing.assert_allclose(found["loss"], case["loss"], rtol=1e-4)
     np.testing.assert_allclose(found["grad_norm"], case["grad_norm_total"], rtol=1e-3)
-    found |= to_host(with_margins(trainer.evaluate([batch])))
+    assert_gradients(model, case, e2e.arrays)
     for name in (
         "rewards/margins",
         *(["kl"] if kind == "kto" else []),
@@ -151,8 +152,6 @@ def test_kto_over_micro_batches(e2e: Golden, policy: Decoder, reference: Decoder
         "logps/rejected",
     ):
         np.testing.assert_allclose(found[name], case["metrics"][name], rtol=1e-4, err_msg=name)
-    halves = [jax.tree.map(lambda x, part=part: x[part::2], batch) for part in (0, 1)]
-    np.testing.assert_allclose(to_host(trainer.evaluate(halves))["loss"], case["loss"], rtol=1e-4)
 
 
 def test_reward_model_from_token_ids(e2e: Golden) -> None:
@@ -164,7 +163,7 @@ def test_reward_model_from_token_ids(e2e: Golden) -> None:
     ordered = [(*sequences[row], role) for pair in range(half) for row, role in ((pair, 1), (pair + half, -1))]
     batch = replace(pair_rows(ordered, 28), margins=np.zeros((half, 28), np.float32))
     case = case_of(e2e, "reward_bt")
-    trainer = Trainer(model, BradleyTerryLoss(), optax.sgd(0.0), temperature=1.0, max_grad_norm=1e9)
+    trainer = Trainer(model, BradleyTerryLoss(), gradient_for_weights(), temperature=1.0, max_grad_norm=1e9)
     scores = trainer.scores(batch)
     segments = np.asarray(batch.segments)
     last = [scores[row, np.flatnonzero(segments[row] == part)[-1]] for part in (1, 2) for row in range(half)]
@@ -174,6 +173,7 @@ def test_reward_model_from_token_ids(e2e: Golden) -> None:
     np.testing.assert_allclose(found["grad_norm"], case["grad_norm_total"], rtol=1e-3)
     np.testing.assert_allclose(found["rewards/accuracies"], case["metrics"]["accuracy"], rtol=1e-5)
     np.testing.assert_allclose(found["rewards/margins"], case["metrics"]["margin"], rtol=1e-4)
+    assert_gradients(model, case, e2e.arrays)
 
 
 TRL_LOG = [

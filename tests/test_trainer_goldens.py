@@ -21,7 +21,9 @@ from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.metrics import to_host
 from posttrain.trainer import Trainer
 from posttrain.weights.load import load_model
+from posttrain.weights.save import hf_tensors
 from posttrain.weights.state import ModelWeights
+from tests.gradients import assert_gradients, gradient_for_weights
 from tests.tiny import forward
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -84,6 +86,9 @@ def test_trajectory_of_sft(arrays: dict[str, np.ndarray], name: str) -> None:
     probe = forward(model, arrays["in/run_probe_ids"])
     expected = arrays[f"out/{name.replace('run_sft', 'run')}/final_probe_logits"]
     np.testing.assert_allclose(probe, expected, atol=2e-2)
+    ends_of = {name: np.linalg.norm(array) for name, array in hf_tensors(model)}
+    for tensor, norm in golden["final_param_l2"].items():
+        np.testing.assert_allclose(ends_of[tensor], norm, rtol=1e-4, err_msg=tensor)
 
 
 @pytest.mark.parametrize(("name", "loss"), [("sft_nll", SFTLoss()), ("sft_dft", DFTLoss())])
@@ -91,11 +96,12 @@ def test_sft_from_token_ids(arrays: dict[str, np.ndarray], name: str, loss: Any)
     golden = case(name)
     ids, mask, completion = (arrays[f"in/dpo_{n}"] for n in ("input_ids", "attention_mask", "completion_mask"))
     model = load_model(GOLDENS / "models" / "llama", dtype=jnp.float32)
-    trainer = Trainer(model, loss, optax.sgd(0.0), temperature=1.0, max_grad_norm=1e9)
+    trainer = Trainer(model, loss, gradient_for_weights(), temperature=1.0, max_grad_norm=1e9)
     metrics = to_host(trainer.step(batch(ids, mask > 0, completion)))
     np.testing.assert_allclose(metrics["loss"], golden["loss"], rtol=1e-4)
     np.testing.assert_allclose(metrics["grad_norm"], golden["grad_norm_total"], rtol=1e-3)
     np.testing.assert_allclose(metrics["entropy"], golden["metrics"]["entropy"], rtol=1e-4)
+    assert_gradients(model, golden, arrays)
 
 
 def test_sft_of_a_mixture(arrays: dict[str, np.ndarray]) -> None:
@@ -132,16 +138,17 @@ def test_packed_documents_do_not_see_each_other(arrays: dict[str, np.ndarray]) -
     np.testing.assert_allclose(nll.mean(), case("pack_equivalence")["packed_mean_nll"], rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gkd_beta0.5", "gkd_beta1.0"])
+@pytest.mark.parametrize("name", ["gkd_beta0.0", "gkd_beta0.5", "gkd_beta1.0"])
 def test_gkd(arrays: dict[str, np.ndarray], name: str) -> None:
     """Student and teacher of two families in one step; the teacher's arrays stay where and what they are."""
     golden = case(name)
     teacher = load_model(GOLDENS / "models" / "qwen3", dtype=jnp.float32)
     before = {path: np.asarray(w) for path, w in ModelWeights(teacher).read().items()}
+    model = load_model(GOLDENS / "models" / "llama", dtype=jnp.float32)
     trainer = Trainer(
-        load_model(GOLDENS / "models" / "llama", dtype=jnp.float32),
+        model,
         DistillLoss(cross_entropy=0.0),
-        optax.sgd(1e-3),
+        gradient_for_weights(),
         temperature=1.0,
         max_grad_norm=1e9,
         micro_batch_rows=4,
@@ -157,3 +164,4 @@ def test_gkd(arrays: dict[str, np.ndarray], name: str) -> None:
     for path, array in ModelWeights(teacher).read().items():
         assert array is there[path] and not array.is_deleted()
         np.testing.assert_array_equal(array, before[path])
+    assert_gradients(model, golden, arrays)
