@@ -22,8 +22,11 @@ from posttrain.data.merged import SharedTokens, back_of
 from posttrain.data.vocabulary import Vocabulary, VocabularyMap
 from posttrain.tree import replace
 
-Spoken = tuple[Int[np.ndarray, "*B"], Int[np.ndarray, "*B"]]
-"""Tokens, and which of them are spoken of."""
+Mine = tuple[Int[np.ndarray, "*B"], Int[np.ndarray, "*B"]]
+"""The student's tokens, and which of them are spoken of."""
+
+Its = tuple[Int[np.ndarray, "*C"], Int[np.ndarray, "*C"]]
+"""The teacher's, in rows of another length."""
 
 
 class Aligned(NamedTuple):
@@ -100,7 +103,7 @@ class Aligner:
         taught[one], asked[other] = 1 + own_end, 1 + its_end
         return Aligned(taught, tokens, asked, pairs)
 
-    def translate(self, said: TopK, mine: Spoken, its: Spoken) -> TopK:
+    def translate(self, said: TopK, mine: Mine, its: Its) -> TopK:
         """What the teacher said where it was asked, arrays [N, k] and [N], in the student's tokens.
 
         `mine`, `its`: the tokens of both sides with `Aligned.taught` and `asked`.
@@ -112,7 +115,7 @@ class Aligner:
             return self.map.top_k(said, begins, (tokens, theirs), ends)
         return self.map.top_k(said, tokens, ends)
 
-    def place(self, said: TopK, mine: Spoken, its: Spoken) -> TopK:
+    def place(self, said: TopK, mine: Mine, its: Its) -> TopK:
         """What the teacher said of its rows, at the student's tokens in theirs; elsewhere it is zeros."""
         taught = mine[1]
         there, at = np.nonzero(taught > 0), np.nonzero(its[1])

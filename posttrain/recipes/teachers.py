@@ -32,6 +32,9 @@ from posttrain.weights.lora import count_parameters
 
 DEFAULT_TOP_K = 64
 
+MAX_LOGPROBS_OF_VLLM = 20
+"""Its default, docs.vllm.ai, vllm.config.model."""
+
 OTHER_TOKENS = "distil from a model with the student's tokenizer, or set the teacher's tokenizer: align (or gold)"
 
 SAME_TOKENS = 0.99
@@ -82,10 +85,12 @@ def find_teachers(
                 found.append(_aligned(teacher, teacher.path, None))
                 continue
             found.append(TeacherSource(section=teacher, path=teacher.path))
+            notes += _check_limit(section, teacher)
             what = "its cache alone is used" if cached else "not checked: whether its tokens are the student's"
             notes.append(f"teacher {teacher.title} is not there: {what}")
             continue
         found.append(TeacherSource(section=teacher, path=path))
+        notes += _check_limit(section, teacher)
         if config is None or tokenizer is None:
             notes.append(f"not checked, no network: the teacher {teacher.path}")
             continue
@@ -97,6 +102,16 @@ def find_teachers(
         _check_model(section, teacher, config, tokenizer)
         notes += _check_tokens(teacher, path, config, tokenizer)
     return found, notes
+
+
+def _check_limit(section: DistillSection | RLSection, teacher: TeacherSection) -> list[str]:
+    """What a server must be started with, which shows at the first request only."""
+    if teacher.url is None or teacher.server != "vllm" or not isinstance(section, DistillSection):
+        return []
+    k = section.top_k or DEFAULT_TOP_K
+    if k <= MAX_LOGPROBS_OF_VLLM:
+        return []
+    return [f"teacher {teacher.title} at its server gives {k} log-probabilities of a place: --max-logprobs {k} of vLLM"]
 
 
 def _aligned(teacher: TeacherSection, path: str, config: ModelConfig | None) -> TeacherSource:

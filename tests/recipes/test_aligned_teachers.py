@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.weights.load import init_model
 from posttrain.weights.save import save_model
-from tests.recipes.runs import INIT, lines, posttrain, start, write_run
+from tests.recipes.runs import INIT, lines, posttrain, rl_stage, start, write_run
+from tests.recipes.test_outside_teachers import Server, serving
 
 STORIES = "models/stories260k"
 TEXT = "data/text/tinystories_v2gpt4_train_head.jsonl"
@@ -111,6 +113,59 @@ def test_samples_in_groups_of_equal_tokens_are_the_ordinary_run(tmp_path: Path, 
                 assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), (one["step"], key)
     assert [line["distill/taught"] for line in found["gold"] if "distill/taught" in line] == [1.0] * 2
     assert sum("eval/distill/reverse_kl" in line for line in found["gold"]) == 2
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("tokenizer", ["align", "gold"])
+def test_all_ways_to_a_teacher_of_other_tokens_are_alike(
+    tmp_path: Path, shared: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of pieces of words, where the student's tokens are bytes: on the devices of training and on others, at a server,
+    and in caches that one in this process and the server filled, up to the rounding of a cache."""
+    folder, cache = tmp_path / "big", {"cache": str(tmp_path / "cache")}
+    pieces = load_tokenizer(str(shared / STORIES))
+    model = init_model({**INIT, "vocab_size": pieces.num_ids, "initializer_range": 0.5}, dtype=jnp.float32, seed=0)
+    save_model(model, folder, tokenizer=pieces)
+    here = {"path": str(folder), "tokenizer": tokenizer}
+    rows = [{"prompt": f"Say {n}.", "completion": f"Once upon a time there were {n} girls."} for n in range(24)]
+    losses: dict[str, list[list[float]]] = {}
+    with serving(Server(model, row=64), monkeypatch) as server:
+        there = {**here, "model": "big", "url": f"{server.url}/v1", "api_key_env": "KEY_OF_TEST"}
+        ways: dict[str, dict[str, Any]] = {
+            "here": {"teachers": [here]},
+            "apart": {"teachers": [{**here, "mesh": {"fsdp": 4}}]},
+            "served": {"teachers": [there]},
+            "cached": {"teachers": [here], **cache},
+            "cached from a server": {"teachers": [there], "cache": f"{cache['cache']} of a server"},
+        }
+        for name, changes in ways.items():
+            made = stage(folder, **changes, row_tokens=64, num_steps=2, top_k=40)
+            file = write_run(tmp_path / name, made)
+            (tmp_path / name / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            if name.startswith("cached"):
+                assert posttrain("distill", "--cache", file).code == 0
+            done = posttrain("run", file)
+            assert done.code == 0, done.err
+            told = lines(tmp_path / name / "out")
+            losses[name] = [
+                [line[f"{when}loss"], line[f"{when}distill/kl"], line[f"{when}distill/teacher_nll"]]
+                for line in told
+                for when in ("eval/", "")
+                if f"{when}loss" in line
+            ]
+        assert len(server.bodies) > 20
+    assert len(losses["here"]) == 4 and losses["here"][1] != losses["here"][2]
+    for name in ("apart", "served", "cached", "cached from a server"):
+        near = 0.02 if name.startswith("cached") else 1e-3
+        np.testing.assert_allclose(losses[name], losses["here"], rtol=near, err_msg=name)
+
+
+def test_samples_need_a_teacher_that_reads_them(tmp_path: Path, shared: Path) -> None:
+    """In reinforcement learning the teacher gives the log-probability of each sampled token."""
+    for tokenizer in ("align", "gold"):
+        teachers = [{"path": str(shared / STORIES), "tokenizer": tokenizer}]
+        error = posttrain("check", write_run(tmp_path, rl_stage(teachers=teachers))).error
+        assert f"tokenizer: {tokenizer} is for the dataset's text, not for samples" in error
 
 
 def test_what_check_says_and_refuses(tmp_path: Path, teacher: Path, shared: Path) -> None:

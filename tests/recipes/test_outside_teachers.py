@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ VOCAB, ROW = 261, 16
 class Server(ThreadingHTTPServer):
     """Answers as vLLM and SGLang do, from a real model; the first requests of a test may fail."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, row: int = ROW):
         super().__init__(("127.0.0.1", 0), Handler)
         weights = ModelWeights(model)
 
@@ -43,10 +44,10 @@ class Server(ThreadingHTTPServer):
         def said(arrays: Any, tokens: jax.Array) -> jax.Array:
             bound = weights.bind(arrays)
             ones = jnp.ones_like(tokens)
-            return jax.nn.log_softmax(bound.logits(bound(tokens, jnp.arange(ROW)[None], ones)[0])[0])
+            return jax.nn.log_softmax(bound.logits(bound(tokens, jnp.arange(row)[None], ones)[0])[0])
 
         self.logps = lambda tokens: np.asarray(
-            said(weights.read(), jnp.asarray([tokens + [0] * (ROW - len(tokens))], jnp.int32))
+            said(weights.read(), jnp.asarray([tokens + [0] * (row - len(tokens))], jnp.int32))
         )
         self.failures: list[int] = []
         self.bodies: list[dict[str, Any]] = []
@@ -105,16 +106,23 @@ def model() -> Any:
 
 @pytest.fixture
 def server(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(served, "FIRST_WAIT_S", 0.01)
+    with serving(Server(model), monkeypatch) as made:
+        yield made
+
+
+@contextmanager
+def serving(made: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setenv("KEY_OF_TEST", "secret")
-    monkeypatch.setattr(served, "FIRST_WAIT_S", 0.01)
-    made = Server(model)
     thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    yield made
-    made.shutdown()
-    thread.join()
-    made.server_close()
+    try:
+        yield made
+    finally:
+        made.shutdown()
+        thread.join()
+        made.server_close()
 
 
 def section(at: Server, **changes: Any) -> TeacherSection:
@@ -252,7 +260,9 @@ def test_a_teacher_on_other_devices_leaves_nothing_on_those_of_training(tmp_path
 
 def test_settings_of_outside_teachers(tmp_path: Path, teacher: Path) -> None:
     file = write_run(tmp_path, distill(teacher, teachers=[{"path": str(teacher), "url": "http://127.0.0.1:1/v1"}]))
-    assert "in the step, but for big" in command("check", file).out
+    said = command("check", file).out
+    assert "in the step, but for big" in said
+    assert f"at its server gives {VOCAB} log-probabilities of a place: --max-logprobs {VOCAB}" in " ".join(said.split())
     cases = {
         "stages.0.temperature=2": "knows its distribution at temperature 1, not at 2.0",
         "stages.0.teachers.0.dtype=bfloat16": "dtype is of a teacher without url",
