@@ -144,8 +144,8 @@ def test_from_python(folder: Path) -> None:
 
 @pytest.mark.thorough
 def test_runs_from_a_cache_of_64_ids_are_those_with_the_teacher(shared: Path, tmp_path: Path) -> None:
-    """On real stories, of the same student: the loss within 1 %, the held-out KL within 0.01 nat; a reverse KL is a
-    lower bound."""
+    """On real stories, through training: losses and the held-out KL within 1 %, that of the same student within 0.01 nat;
+    a reverse KL is a lower bound."""
     student = {**INIT, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 256}
     text = str(shared / TEXT)
     stage = distill_stage(
@@ -155,6 +155,8 @@ def test_runs_from_a_cache_of_64_ids_are_those_with_the_teacher(shared: Path, tm
         overlong="truncate",
         num_steps=12,
         row_tokens=192,
+        # Far below what makes steps jump, so that what the cache leaves out is not multiplied.
+        optimizer={"learning_rate": 3e-3},
     )
     model = {"model": {"init": student, "tokenizer": str(shared / STORIES)}}
     found: dict[str, list[dict[str, Any]]] = {}
@@ -178,10 +180,11 @@ def test_runs_from_a_cache_of_64_ids_are_those_with_the_teacher(shared: Path, tm
     losses = [(one["loss"], other["loss"]) for one, other in pairs if "loss" in one]
     held_out = [(one["eval/distill/kl"], other["eval/distill/kl"]) for one, other in pairs if "eval/distill/kl" in one]
     print(f"losses {losses}; held-out KL {held_out}")
-    # The same weights: later ones are of students that learned from the one and from the other.
-    assert losses[0][1] == pytest.approx(losses[0][0], rel=0.01)
+    # At first of the same weights; later of students that learned from the one and from the other.
+    for live, cached in (*losses, *held_out):
+        assert cached == pytest.approx(live, rel=0.01)
     assert held_out[0][1] == pytest.approx(held_out[0][0], abs=0.01)
-    assert losses[-1][1] == pytest.approx(losses[-1][0], rel=0.05)
+    assert losses[-1][0] < 0.95 * losses[0][0]
     live, cached = (found[f"{name}-reverse"][0]["eval/distill/divergence"] for name in ("live", "cached"))
     print(f"reverse KL of a student of random weights: {live:.3f} nat, from the cache {cached:.3f}")
     assert 0.3 * live < cached < live

@@ -75,6 +75,20 @@ def test_without_rewards_interrupted_and_resumed(
             assert line["eval/distill/kl_low"] < line["eval/distill/kl"] < line["eval/distill/kl_high"]
 
 
+def test_the_reverse_kl_falls_without_any_reward(tmp_path: Path, teachers: Path) -> None:
+    """Pure on-policy distillation through the RL loop: on held-out prompts by no accident."""
+    stage = taught(teachers, num_steps=60, group_size=8, prompts_per_step=4, optimizer={"learning_rate": 2e-2})
+    done = command("run", write_run(tmp_path, {**stage, "eval_dataset": {**HELD_OUT, "limit": 24}}))
+    assert done.code == 0, done.err
+    told = lines(tmp_path / "out")
+    before, *steps, after = told
+    kl = "eval/distill/kl"
+    widths = [(line[f"{kl}_high"] - line[f"{kl}_low"]) / 2 for line in (before, after)]
+    assert before[kl] - after[kl] > np.hypot(*widths), (before, after)
+    first, last = (np.mean([line["distill/kl"] for line in part]) for part in (steps[:5], steps[-5:]))
+    assert last < first - 0.2
+
+
 def test_rows_with_teachers_of_their_own_beside_rewards(tmp_path: Path, teachers: Path) -> None:
     both = [{"path": str(teachers / name)} for name in ("teacher", "other")]
     stage = rl_stage(teachers=both, teacher_column="who", teacher_coef=0.5, num_steps=2)
