@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from posttrain.batch import TopK
 from posttrain.kernels import chunks as module
 from posttrain.kernels.chunk_stats import PLAIN, Terms
 from posttrain.kernels.chunks import chunk_length
@@ -232,12 +233,14 @@ def test_prompts_cost_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.optimized
-def test_no_array_of_a_teacher_either() -> None:
-    """As above, with a divergence from a live teacher of another width."""
-    rows, length, vocab, dim = 4, 512, 8192, 32
-    kind = Divergence(beta=0.5, temperature=2.0)
+@pytest.mark.parametrize("kind", ["live", "best ids", "groups"])
+def test_no_array_of_a_teacher_either(kind: str) -> None:
+    """As above, with a divergence from a live teacher of another width, from its best ids, and from merged tokens."""
+    rows, length, vocab, dim, k = 4, 1024, 8192, 32, 64
 
-    def loss(hidden: Any, head: Any, taught: Any, teacher_head: Any, tokens: Any, segments: Any) -> Any:
+    def loss(hidden: Any, head: Any, taught: Any, teacher_head: Any, tokens: Any, segments: Any, said: Any) -> Any:
+        groups = kind == "groups"
+        divergence = Divergence(beta=0.5, temperature=1.0 if groups else 2.0)
         stats = token_stats(
             lambda x: x @ head,
             hidden,
@@ -245,15 +248,25 @@ def test_no_array_of_a_teacher_either() -> None:
             segments,
             temperature=1.0,
             vocab_size=vocab,
-            terms=Terms(divergence=kind),
-            teachers=[Teacher(lambda x: x @ teacher_head, taught)],
+            terms=Terms(divergence=divergence, unshared=bytes([0b10101010] * (vocab // 8)) if groups else None),
+            teachers=[Teacher(lambda x: x @ teacher_head, taught) if kind == "live" else said],
         )
-        return jnp.sum(stats.divergence), (stats.teacher_kl, stats.logps)
+        total = jnp.sum(stats.divergence)
+        return total + jnp.sum(stats.sorted_distance) if groups else total, (stats.teacher_kl, stats.logps)
 
     floats = [(rows, length, dim), (dim, vocab), (rows, length, 2 * dim), (2 * dim, vocab)]
-    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in floats]
+    shapes: list[Any] = [jax.ShapeDtypeStruct(s, jnp.float32) for s in floats]
     shapes += [jax.ShapeDtypeStruct((rows, length), jnp.int32)] * 2
-    program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)).lower(*shapes).compile()
+    of_ids, of_tokens = np.zeros((rows, length, k), np.float32), np.zeros((rows, length), np.float32)
+    said = TopK(
+        ids=of_ids.astype(np.int32),
+        logps=of_ids,
+        tail=of_tokens,
+        scaled_tail=of_tokens,
+        token_logps=of_tokens,
+        back=of_tokens.astype(np.int32) if kind == "groups" else None,
+    )
+    program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)).lower(*shapes, said).compile()
     assert program.memory_analysis().temp_size_in_bytes < rows * length * vocab * 4 // 2
     assert largest_array(program.as_text()) < rows * (length - 1) * vocab // 2
 

@@ -194,6 +194,31 @@ def test_all_ids_say_what_the_teacher_says(problem: dict[str, Any]) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("outside", [False, True])
+def test_metrics_are_at_temperature_1(problem: dict[str, Any], outside: bool) -> None:
+    """Perplexities of student and teacher, and the KL, whatever the temperature of the divergence."""
+    live = {**problem, "teacher_head": problem["teacher_head"][:, :VOCAB]}
+    student = np.asarray(jax.nn.log_softmax(live["student"] @ live["head"]))[:, :-1]
+    teacher = np.asarray(jax.nn.log_softmax(live["teacher"] @ live["teacher_head"]))[:, :-1]
+    weight, targets = problem["loss_weight"][:, 1:], problem["tokens"][:, 1:, None]
+    divergences = set()
+    for temperature in (0.7, 2.0):
+        kind = Divergence(beta=1.0, temperature=temperature)
+        taught = (
+            said_by(live, "teacher", VOCAB - 1, temperature)
+            if outside
+            else Teacher(lambda x: x @ live["teacher_head"], jnp.asarray(live["teacher"]))
+        )
+        metrics = distilled(live, [taught], kind=kind)[0].metrics
+        for who, log_p in (("student", student), ("teacher", teacher)):
+            nll = -np.sum(weight * np.take_along_axis(log_p, targets, -1)[..., 0])
+            np.testing.assert_allclose(metrics[f"distill/{who}_nll"].total, nll, rtol=1e-4, err_msg=who)
+        kl = np.sum(weight * np.sum(np.exp(teacher) * (teacher - student), axis=-1))
+        np.testing.assert_allclose(metrics["distill/kl"].total, kl, rtol=1e-4)
+        divergences.add(round(float(metrics["distill/divergence"].total), 3))
+    assert len(divergences) == 2
+
+
 def test_best_ids_are_found_only_where_they_are_wanted(problem: dict[str, Any]) -> None:
     head, hidden, tokens = problem["teacher_head"], jnp.asarray(problem["teacher"]), jnp.asarray(problem["tokens"])
     wanted = jnp.asarray(problem["loss_weight"] > 0)

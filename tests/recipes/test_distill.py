@@ -144,7 +144,7 @@ def test_from_python(folder: Path) -> None:
 
 @pytest.mark.thorough
 def test_runs_from_a_cache_of_64_ids_are_those_with_the_teacher(shared: Path, tmp_path: Path) -> None:
-    """On real stories, through training: losses and the held-out KL within 1 %, that of the same student within 0.01 nat;
+    """On real stories, through training: losses and held-out KL within 1 %, that of the same student within 0.01 nat;
     a reverse KL is a lower bound."""
     student = {**INIT, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 256}
     text = str(shared / TEXT)
