@@ -442,6 +442,18 @@ def test_dropout_keeps_the_mean_and_differs_by_layer_and_micro_batch() -> None:
     assert float(trainer.step(batch_of(BATCH.tokens[:1]))["loss"].value()) != twice
 
 
+@pytest.mark.thorough
+def test_dropout_is_the_same_where_layers_are_unrolled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer loses what it loses in the loop."""
+    scanned = trainer_of(with_dropout(), rows=2)
+    expected, updates = losses(scanned, 2), changed(scanned)
+    monkeypatch.setattr(objective, "UNROLLED_LAYERS_ON_CPU", 8)
+    unrolled = trainer_of(with_dropout(), rows=2)
+    assert_allclose(losses(unrolled, 2), expected, rtol=1e-6)
+    for path, update in changed(unrolled).items():
+        assert_allclose(update, updates[path], rtol=1e-4, atol=1e-7, err_msg=path)
+
+
 SPLIT = {"q": "tensor", "o": "fsdp", "gate": "tensor", "down": "fsdp", "embed": "fsdp", "head": "tensor"}
 """Mesh axis of the outputs of what an adapter stands beside."""
 
