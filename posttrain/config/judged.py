@@ -16,9 +16,9 @@ class ComparedSection(TrainSection):
     packing: Flag = True
     """Several pairs per row."""
     share_prompts: Flag | Literal["auto"] = "auto"
-    """What both prompts of a pair begin with is computed once. `auto`: where the attention kernel knows such rows (on
-    TPU splash does not), the loss has no weight on prompts, and the model is no mixture of experts, whose balance would
-    count the tokens of prompts once."""
+    """What both prompts of a pair, or of KTO's two answers, begin with is computed once. `auto`: where the attention
+    kernel knows such rows (on TPU splash does not), the loss has no weight on prompts, and the model is no mixture of
+    experts, whose balance would count the tokens of prompts once."""
     overlong: Literal["truncate", "drop", "error"] = "error"
     """What becomes of a pair that no row holds."""
 

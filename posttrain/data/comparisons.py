@@ -43,8 +43,8 @@ class Units:
     margins: bool = False
     ref_logps: KnownLogps | None = None
     share_prompts: bool = False
-    """What both sequences of a pair begin with stands in the row once, as a sequence from which both go on. Of pairs
-    without weights on prompts."""
+    """What both sequences of a unit begin with stands in the row once, as a sequence from which both go on. Of units of
+    two, without weights on prompts."""
 
     def __len__(self) -> int:
         return len(self.rows) * self._per_row

@@ -116,9 +116,9 @@ def shares_prompts(
     section: ComparedSection | OnlinePreferenceSection, needs: Needs, model: ModelSection, *, mixture: bool
 ) -> bool:
     """What `share_prompts` comes to. ConfigError where it is asked for and cannot be."""
-    if needs.rows != "pairs" or needs.prompts:
+    if needs.rows not in ("pairs", "answers_and_others") or needs.prompts:
         if section.share_prompts is True:
-            why = "has a weight on prompts" if needs.prompts else "compares no pairs"
+            why = "has a weight on prompts" if needs.prompts else "takes one answer to a prompt"
             raise ConfigError(f"share_prompts: true has no effect: the loss {why}; remove it")
         return False
     known = serves_parents(model.attention, jax.default_backend())

@@ -88,11 +88,11 @@ def test_cached_and_live_reference_are_the_same(tmp_path: Path, own_cache: Path)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["preference", "reward_model"])
-def test_shared_prompts_change_no_loss(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "loss"), [("preference", "sigmoid"), ("preference", "kto"), ("reward_model", None)])
+def test_shared_prompts_change_no_loss(tmp_path: Path, kind: str, loss: str | None) -> None:
     """Three steps, so that gradients are the same too; over micro-batches and a window that does not hold a prompt."""
     init = INIT | {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["sliding_attention"] * 2}
-    loss = {"preference": "sigmoid", "reward_model": "bradley_terry"}[kind]
+    loss = loss or "bradley_terry"
 
     def found(name: str, share: bool) -> list[float]:
         model = {"init": init | {"num_hidden_layers": 2}}
@@ -199,7 +199,11 @@ def test_what_is_wrong_with_a_loss(tmp_path: Path, loss: Any, message: str) -> N
         ({"loss": "orpo", "reference": "cached"}, "reference: cached has no effect: ORPOLoss needs no reference"),
         ({"dataset": {"path": "pairs.jsonl", "completion": "{chosen}"}}, "the answers are the columns chosen and"),
         ({"dataset": {"path": "pairs.jsonl", "weight": 2.0}}, "dataset.weight=2.0 has no effect"),
-        ({"loss": "kto", "share_prompts": True}, "share_prompts: true has no effect: the loss compares no pairs"),
+        ({"loss": "apo_zero_unpaired", "share_prompts": True}, "has no effect: the loss takes one answer to a prompt"),
+        (
+            {"loss": "orpo", "share_prompts": True},
+            "share_prompts: true has no effect: the loss has a weight on prompts",
+        ),
     ],
 )
 def test_what_has_no_effect_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
