@@ -4,6 +4,7 @@ from posttrain.config.base import (
     AttentionKernel,
     ConfigError,
     DecodeAttention,
+    Flag,
     Fraction,
     GroupedKernel,
     ListOf,
@@ -22,7 +23,7 @@ from posttrain.config.judged import ComparedSection, PreferenceSection, RewardMo
 from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, ModelSection
 from posttrain.config.online import OnlinePreferenceSection
 from posttrain.config.rl import RewardSection, RLSection, RolloutSection, SampledSection, SamplingSection
-from posttrain.config.run import RunConfig, Stage
+from posttrain.config.run import RunConfig, Stage, is_sampled
 from posttrain.config.teacher import TeacherSection
 from posttrain.config.train import (
     DatasetSection,
@@ -44,6 +45,7 @@ __all__ = [
     "DecodeAttention",
     "DistillSection",
     "FeaturesSection",
+    "Flag",
     "Fraction",
     "GroupedKernel",
     "HiddenFeatures",
@@ -76,4 +78,5 @@ __all__ = [
     "TeacherSection",
     "Text",
     "TrainSection",
+    "is_sampled",
 ]

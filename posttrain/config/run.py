@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeGuard
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,11 @@ Stage = Annotated[
     SFTSection | DistillSection | RLSection | PreferenceSection | OnlinePreferenceSection | RewardModelSection,
     Field(discriminator="kind"),
 ]
+
+
+def is_sampled(stage: Section) -> TypeGuard[SampledSection | DistillSection]:
+    """Whether a stage learns from what its model itself samples, wholly or in a share of its steps."""
+    return isinstance(stage, SampledSection) or (isinstance(stage, DistillSection) and stage.on_policy > 0)
 
 
 class RunConfig(Section):
@@ -52,9 +57,9 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _dropout(self) -> RunConfig:
         lora = self.model.lora
-        if lora is not None and lora.dropout and any(isinstance(stage, SampledSection) for stage in self.stages):
+        if lora is not None and lora.dropout and any(map(is_sampled, self.stages)):
             raise ValueError(
-                f"model.lora.dropout={lora.dropout}: RL has none, nor has online preference: the trainer would be "
-                "another model than the sampler and the first update's ratio not 1; set it to 0"
+                f"model.lora.dropout={lora.dropout}: RL has none, nor have online preference and on-policy "
+                "distillation: the trainer would be another model than the sampler; set it to 0"
             )
         return self

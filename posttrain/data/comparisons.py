@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -13,6 +14,7 @@ from posttrain.batch import Batch
 from posttrain.config import ComparedSection, ConfigError, DatasetSection
 from posttrain.data.align import common_prefix
 from posttrain.data.chat import Masked, Renderer
+from posttrain.data.format import prompt_messages
 from posttrain.data.pipeline import Stream, fingerprint, order, token_fingerprint, window_of
 from posttrain.data.preference import CHOSEN, Answer, is_paired, judged, margin, mismatched, pair, prompt_of, steps
 from posttrain.data.sources import Rows
@@ -54,9 +56,12 @@ class Units:
         """Pairs serve as two single answers."""
         return 2 if self.kind.startswith("answers") and is_paired(self.rows.columns, self.dataset) else 1
 
-    def example(self, unit: Int[np.ndarray, "*N"]) -> Int[np.ndarray, "*N"]:
-        """The number of the row of the dataset that a unit is of."""
-        return unit // self._per_row
+    def prompt(self, index: int) -> Hashable:
+        """What units with the same prompt have in common; without a column for it those of one row of the dataset."""
+        row = index // self._per_row
+        if self.dataset.prompt is None and "prompt" not in self.rows.columns:
+            return row
+        return json.dumps(prompt_messages(self.rows[row], self.dataset), default=str)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -98,6 +98,8 @@ def steps(row: Row, section: DatasetSection, renderer: Renderer) -> tuple[Masked
     for text, label in zip(texts, labels, strict=True):
         if not isinstance(text, str) or not text.strip():
             raise ConfigError(f"column 'completions' must hold the texts of steps, got {text!r}")
+        if "\n" in text.rstrip():
+            raise ConfigError(f"column 'completions': a step ends with its first newline, and {text!r} has one within")
         if not isinstance(label, bool | np.bool_) and label not in (0, 1):
             raise ConfigError(f"column 'labels' must hold true or false, got {label!r}")
         ids = renderer.tokenizer.encode_spans(f"{text.rstrip()}\n", continues=True)[0]

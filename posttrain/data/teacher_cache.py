@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,15 @@ class CacheFolder:
         """Shards that are not written yet."""
         return [shard for shard in self.shards if not self._index(shard).exists()]
 
+    def unfit(self, tokenize: Callable[[int], Sequence_ | None]) -> list[int]:
+        """Shards that are not written yet, or of other rows than the dataset has now."""
+        return [shard for shard in self.shards if not self._is_of(shard, tokenize)]
+
+    def _is_of(self, shard: int, tokenize: Callable[[int], Sequence_ | None]) -> bool:
+        if not self._index(shard).exists():
+            return False
+        return np.array_equal(np.load(self._index(shard))["digests"], digests_of(map(tokenize, self.rows(shard))))
+
     def claim(self) -> None:
         """Begin to write, or go on."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -80,8 +89,9 @@ class CacheFolder:
         assert records.dtype == np.uint8 and records.shape[1] == self.format.num_bytes
         counts = np.asarray([0 if s is None else np.count_nonzero(s["loss_weight"]) for s in sequences])
         assert counts.sum() == len(records) and len(counts) == len(self.rows(shard))
+        self._index(shard).unlink(missing_ok=True)
         np.save(self._records(shard), records)
-        digests = np.asarray([0 if s is None else digest(s) for s in sequences], np.uint64)
+        digests = digests_of(sequences)
         partial = self._index(shard).with_suffix(".tmp")
         with partial.open("wb") as file:
             np.savez(file, counts=counts, digests=digests)
@@ -150,6 +160,11 @@ class TeacherCache:
         return said
 
 
+def digests_of(sequences: Iterable[Sequence_ | None]) -> np.ndarray:
+    """One for each row; 0 for a row of which nothing is said."""
+    return np.asarray([0 if s is None else digest(s) for s in sequences], np.uint64)
+
+
 def digest(sequence: Sequence_) -> np.uint64:
     """Of the tokens of a sequence, and which of them have loss."""
     hashed = hashlib.sha256(np.ascontiguousarray(sequence["tokens"], "<i4").tobytes())
@@ -159,13 +174,14 @@ def digest(sequence: Sequence_) -> np.uint64:
 
 def fill(
     cache: CacheFolder,
+    shards: Iterable[int],
     tokenize: Callable[[int], Sequence_ | None],
     score: Callable[[Sequence[Sequence_]], Iterator[TopK]],
     advance: Callable[[int], None],
 ) -> None:
-    """Write the shards that are missing. `score` gives each sequence's [N, k] records of its tokens with loss."""
+    """Write these shards. `score` gives each sequence's [N, k] records of its tokens with loss."""
     cache.claim()
-    for shard in cache.missing():
+    for shard in shards:
         sequences = [tokenize(row) for row in cache.rows(shard)]
         there = [sequence for sequence in sequences if sequence is not None]
         parts = [cache.format.encode(said) for said in score(there)]

@@ -92,9 +92,14 @@ class PreferenceLoss:
             if kind not in KINDS:
                 known = f"{did_you_mean(kind, KINDS)}; there are {', '.join(KINDS)}"
                 raise ValueError(f"PreferenceLoss.kinds: {kind!r} is unknown{known}")
-        if not self.kinds or (self.weights and len(self.weights) != len(self.kinds)):
+        if (
+            not self.kinds
+            or (self.weights and len(self.weights) != len(self.kinds))
+            or min(self.weights, default=0) < 0
+        ):
             raise ValueError(
-                f"PreferenceLoss.weights={self.weights} must be one number for each of kinds={self.kinds}, at least one"
+                f"PreferenceLoss.weights={self.weights} must be one number for each of kinds={self.kinds}, at least "
+                "one and none negative"
             )
         if self.divergence not in get_args(Divergence):
             raise ValueError(

@@ -67,7 +67,7 @@ class ProcessLoss:
         signed = jnp.where(weight > 0, stats.scores, 0.0) * jnp.sign(roles)
 
         def mean(values: Float[Array, "B T"], kept: Float[Array, "B T"] = weight) -> Mean:
-            return Mean(total=(values * kept).sum(), weight=kept.sum())
+            return Mean(total=jnp.where(kept > 0, values * kept, 0.0).sum(), weight=kept.sum())
 
         right, wrong = weight * (roles > 0), weight * (roles < 0)
         metrics = {

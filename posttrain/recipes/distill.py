@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
@@ -148,10 +148,11 @@ def cache_folders(
     folders = []
     for number, (dataset, rows, renderer) in enumerate(sources(inputs)):
         data = fingerprint(dataset, rows)
+        tokens = token_fingerprint(rows, row_tokenizer(section, dataset, rows, renderer))
         identity = {
             "teacher": teacher_digest(source, needed=to_write),
             "data": data,
-            "tokens": token_fingerprint(rows, row_tokenizer(section, dataset, rows, renderer)),
+            "tokens": tokens,
             "vocab_size": tokenizer.num_ids,
             "top_k": min(section.top_k or DEFAULT_TOP_K, num_ids(source, tokenizer)),
             "temperature": section.temperature,
@@ -161,7 +162,8 @@ def cache_folders(
         aligner = aligner_of(inputs, source)
         if aligner is not None:
             identity["aligned"] = token_fingerprint(rows, _read_by(section, aligner, number, (dataset, rows, renderer)))
-        folder = Path(section.cache) / source.title / data
+        # One file may be read through several templates.
+        folder = Path(section.cache) / source.title / f"{data}-{tokens}"
         folders.append(((dataset, rows, renderer), CacheFolder(folder, identity, len(rows))))
     return folders
 
@@ -184,6 +186,8 @@ def write_caches(config: RunConfig, base_dir: Path) -> None:
     """Write what is missing of the caches of all stages. ConfigError where no stage has one."""
     prepared = prepare(config, base_dir, offline_ok=False)
     assert prepared.tokenizer is not None
+    for note in prepared.notes:
+        console().print(note, markup=False, soft_wrap=True)
     mesh = make_mesh(config.mesh, training_devices(config))
     cached = [section for section in config.stages if isinstance(section, DistillSection) and section.cache is not None]
     if not cached:
@@ -196,7 +200,13 @@ def write_caches(config: RunConfig, base_dir: Path) -> None:
             folders = cache_folders(inputs, source, config.model, prepared.tokenizer, to_write=True)
             for _, folder in folders:
                 folder.claim()
-            left = [(n, data, folder) for n, (data, folder) in enumerate(folders) if folder.missing()]
+            left = []
+            for number, (data, folder) in enumerate(folders):
+                reader = _reader(inputs, source, number, data)
+                with progress_bar(f"comparing {folder.folder}"):
+                    shards = folder.unfit(reader)
+                if shards:
+                    left.append((folder, shards, reader))
             if left:
                 section = inputs.section
                 assert isinstance(section, DistillSection)
@@ -212,7 +222,7 @@ def write_caches(config: RunConfig, base_dir: Path) -> None:
                     )
                 else:
                     model = load_teacher(source, config.model, prepared.tokenizer, mesh)
-                    k = left[0][2].format.k
+                    k = left[0][0].format.k
                     teacher = FrozenModel(model, mesh, temperature=section.temperature, k=k)
                 aligner = aligner_of(inputs, source)
                 length = section.row_tokens if aligner is None else aligner.row_tokens
@@ -220,27 +230,31 @@ def write_caches(config: RunConfig, base_dir: Path) -> None:
             console().print(f"teacher {source.title}: its cache is whole", markup=False)
 
 
-def _write(
-    inputs: SFTInputs, source: TeacherSource, scorer: Scorer, left: Sequence[tuple[int, Source, CacheFolder]]
-) -> None:
-    section = inputs.section
+RowReader = Callable[[int], Any]
+"""Of the number of a row; None where nothing is said of it."""
+
+
+def _reader(inputs: SFTInputs, source: TeacherSource, number: int, data: Source) -> RowReader:
+    """What a teacher is asked of a dataset."""
+    section, aligner = inputs.section, aligner_of(inputs, source)
     assert isinstance(section, DistillSection)
+    if aligner is None:
+        tokenize: RowReader = row_tokenizer(section, *data)
+    else:
+        tokenize = aligned_tokenizer(section, aligner, number, data)
+    return lambda row: tokenize(row) if _has_share(section, source, data[1], row) else None
+
+
+def _write(
+    inputs: SFTInputs, source: TeacherSource, scorer: Scorer, left: Sequence[tuple[CacheFolder, list[int], RowReader]]
+) -> None:
     aligner = aligner_of(inputs, source)
     score = scorer if aligner is None else aligned_scorer(aligner, scorer)
-    for number, data, folder in left:
-        rows = data[1]
-        if aligner is None:
-            tokenize = row_tokenizer(section, *data)
-        else:
-            tokenize = aligned_tokenizer(section, aligner, number, data)
-
-        def sequence(row: int, tokenize: Any = tokenize, rows: Rows = rows) -> Any:
-            return tokenize(row) if _has_share(section, source, rows, row) else None
-
-        with progress_bar(f"{source.title} on {rows.name}", len(rows)) as advance:
-            fill(folder, sequence, score, advance)
+    for folder, shards, reader in left:
+        with progress_bar(f"{source.title} into {folder.folder}", sum(len(folder.rows(s)) for s in shards)) as advance:
+            fill(folder, shards, reader, score, advance)
         size = folder.format.num_bytes
-        line = f"{folder.folder}: {len(rows):,} rows, {size} bytes for each token"
+        line = f"{folder.folder}: {folder.num_rows:,} rows, {size} bytes for each token"
         console().print(line, markup=False, soft_wrap=True)
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 import jax
 
 from posttrain.checkpoint import Checkpointer
-from posttrain.config import ConfigError, RunConfig
+from posttrain.config import ConfigError, RunConfig, is_sampled
 from posttrain.config_file import load_config
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.fit import StopRequest
@@ -137,6 +137,7 @@ def _stage(output: Path, name: str, config: RunConfig, tokenizer: Tokenizer) -> 
     return StageRun(
         name=name,
         kind=config.stages[index].kind,
+        sampled=is_sampled(config.stages[index]),
         folder=output / name,
         output=output,
         model=config.model,

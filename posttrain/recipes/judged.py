@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 import jax
+from pydantic import TypeAdapter, ValidationError
 
 from posttrain.config import (
     ComparedSection,
     ConfigError,
     DatasetSection,
+    Flag,
     ModelSection,
     OnlinePreferenceSection,
     PreferenceSection,
@@ -74,7 +76,7 @@ def make_loss(
                 raise ConfigError(
                     f"loss: {name!r} is no setting of {kind}{did_you_mean(name, fields)}; known: {', '.join(fields)}"
                 )
-    values = {name: _plain(value) for name, value in settings.items()}
+    values = {name: _as_declared(made, name, value) for name, value in settings.items()}
     try:
         loss = made(**fixed, **values)
     except (TypeError, ValueError) as error:
@@ -82,6 +84,20 @@ def make_loss(
     if not isinstance(loss, JudgedLoss):
         raise ConfigError(f"loss: {kind} does not say what it needs; give it a property needs -> posttrain.Needs")
     return loss
+
+
+def _as_declared(made: Any, name: str, value: Any) -> Any:
+    """The value as the type of the field, of a dataclass: YAML calls words and numbers such as `off` and 1e-3 texts."""
+    if not dataclasses.is_dataclass(made):
+        return _plain(value)
+    try:
+        declared = get_type_hints(made)[name]
+    except NameError:  # a type of the user's that is not there at run time
+        return _plain(value)
+    try:
+        return TypeAdapter(Flag if declared is bool else declared).validate_python(value)
+    except ValidationError as error:
+        raise ConfigError(f"loss: {name}={value!r}: {error.errors()[0]['msg']}") from error
 
 
 def _plain(value: Any) -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from posttrain.accumulate import concatenated
 from posttrain.batch import Batch, BatchLoss, ScoreStats, TokenStats
@@ -17,9 +17,8 @@ from posttrain.data.comparisons import Units, all_rows
 from posttrain.losses.pairs import Pairs, pairs_of, sequences_of
 from posttrain.losses.reward_model import reward_pairs
 from posttrain.metrics import merge, to_host
-from posttrain.recipes.judged_units import Sums, UnitSums, intervals, joined
+from posttrain.recipes.judged_units import Sums, UnitSums, interval_of, intervals, joined
 from posttrain.reference import model_inputs
-from posttrain.statistics import mean_interval
 from posttrain.trainer import Trainer
 from posttrain.tree import Mean
 
@@ -34,7 +33,7 @@ class Evaluation:
     def __init__(self, trainer: Trainer, loss: Any, units: Units, complete: Callable[[Batch], Batch]):
         self._trainer, self._units, self._complete = trainer, units, complete
         self._whole = isinstance(loss, BatchLoss) and loss.needs_whole_batch
-        self._unit_sums = UnitSums(loss, only=("rewards/", "logps/") if self._whole else ("",))
+        self._unit_sums = UnitSums(loss)
         self._loss, self._compared = jax.jit(loss), jax.jit(_compared)
 
     def __call__(self) -> Record:
@@ -45,7 +44,7 @@ class Evaluation:
         parts: list[tuple[Stats, Batch]] = []
         sums: list[Sums] = []
         margins: dict[int, float] = {}
-        steps: list[tuple[np.ndarray, np.ndarray]] = []
+        steps: list[np.ndarray] = []
         with progress_bar(f"evaluating {len(units):,} held-out units of {units.rows.name}", len(units)) as advance:
             for rows, unit in all_rows(units):
                 batch = self._complete(rows)
@@ -54,26 +53,32 @@ class Evaluation:
                     parts.append((stats, batch))
                 else:
                     totals = merge(totals, self._totals(stats, batch))
-                sums.append(self._unit_sums(stats, batch, units.example(unit), unit))
+                sums.append(self._unit_sums(stats, batch, unit))
                 if units.kind == "steps":
-                    steps.append(_steps(stats, batch, unit))
+                    steps.append(_steps(stats, batch))
                 else:
                     margins |= _by_unit(batch, unit, *jax.device_get(self._compared(stats, batch)))
                 advance(len(np.unique(unit[np.asarray(batch.segments) > 0])))
         if self._whole:
             totals = self._totals(*concatenated(parts))
-        record: Record = {"metrics": intervals(joined(sums)) | _metrics(totals)}
+        whole = joined(sums)
+        metrics = {f"eval/{name}": value for name, value in to_host(with_margins(totals)).items()}
+        record: Record = {"metrics": metrics | intervals(whole, self._prompts(whole.units), totals)}
         if margins:
-            ordered = np.asarray([margins[index] for index in sorted(margins)])
+            numbers = np.asarray(sorted(margins))
+            ordered = np.asarray([margins[number] for number in numbers])
             record["preferred"] = [float(margin > 0) for margin in ordered]
-            record["metrics"] |= _interval("eval/preferred_ratio", record["preferred"])
+            record["metrics"] |= _interval("eval/preferred_ratio", record["preferred"], self._prompts(numbers))
             if units.margins:
                 record["metrics"]["eval/calibration/ece"] = calibration_error(ordered)
         if steps:
-            signed, examples = (np.concatenate(column) for column in zip(*steps, strict=True))
-            record["metrics"] |= _interval("eval/rewards/accuracies", (signed > 0).astype(float), examples)
-            record["metrics"]["eval/calibration/ece"] = calibration_error(signed)
+            record["metrics"]["eval/calibration/ece"] = calibration_error(np.concatenate(steps))
         return record
+
+    def _prompts(self, units: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
+        """Of each unit the number of its prompt."""
+        numbers: dict[Hashable, int] = {}
+        return np.asarray([numbers.setdefault(self._units.prompt(int(unit)), len(numbers)) for unit in units])
 
     def _totals(self, stats: Stats, batch: Batch) -> dict[str, Mean]:
         output = self._loss(stats, batch)
@@ -118,25 +123,15 @@ def _compared(stats: Stats, batch: Batch) -> tuple[Bool[Any, "B S"], Float[Any, 
     return pairs.valid, pairs.chosen.logps - pairs.rejected.logps
 
 
-def _steps(stats: Stats, batch: Batch, unit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of every judged step: its score, negative where the label says wrong, and the number of its example."""
+def _steps(stats: Stats, batch: Batch) -> np.ndarray:
+    """Of every judged step its score, negative where the label says wrong."""
     assert isinstance(stats, ScoreStats)
-    judged = np.asarray(batch.loss_weight) > 0
-    return (np.asarray(stats.scores) * np.sign(np.asarray(batch.roles)))[judged], unit[judged]
+    return (np.asarray(stats.scores) * np.sign(np.asarray(batch.roles)))[np.asarray(batch.loss_weight) > 0]
 
 
-def _metrics(totals: Mapping[str, Mean]) -> dict[str, float]:
-    metrics = {f"eval/{name}": value for name, value in to_host(with_margins(totals)).items()}
-    accuracy = totals.get("rewards/accuracies")
-    if accuracy is not None:
-        right, count = round(float(accuracy.total)), round(float(accuracy.weight))
-        metrics |= _interval("eval/rewards/accuracies", np.repeat([1.0, 0.0], [right, count - right]))
-    return metrics
-
-
-def _interval(name: str, outcomes: Any, clusters: np.ndarray | None = None) -> dict[str, float]:
-    """A share with its 95 % interval; outcomes of one cluster are not independent."""
-    found = mean_interval(outcomes, clusters)
+def _interval(name: str, outcomes: Sequence[float], prompts: Int[np.ndarray, " N"]) -> dict[str, float]:
+    """A share with its 95 % interval."""
+    found = interval_of(np.asarray(outcomes), np.ones(len(outcomes)), prompts)
     return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
 
 

@@ -1,4 +1,4 @@
-"""95 % intervals of the metrics of held-out judged answers: rows of the dataset are independent, their tokens not."""
+"""95 % intervals of the metrics of held-out judged answers: prompts are independent, answers to one prompt not."""
 
 from __future__ import annotations
 
@@ -12,42 +12,38 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from posttrain.batch import Batch, ScoreStats, TokenStats
-from posttrain.statistics import difference_of_ratios, ratio_interval
+from posttrain.metrics import to_host
+from posttrain.statistics import Interval, difference_of_ratios, mean_interval, ratio_interval
 from posttrain.tree import Mean, replace
 
 Stats = TokenStats | ScoreStats
 
 
 class Sums(NamedTuple):
-    """Of N units: of which row of the dataset they are, and by name of the metric its totals and weights."""
+    """Of N units: their numbers, and by name of the metric its totals and weights."""
 
-    examples: Int[np.ndarray, " N"]
+    units: Int[np.ndarray, " N"]
     metrics: Mapping[str, Float[np.ndarray, "2 N"]]
 
 
 class UnitSums:
-    """What each unit adds to the metrics of a loss: those of a batch in which only this unit has weights.
+    """What each unit adds to the metrics of a loss: those of a batch in which only this unit has weights."""
 
-    `only`: what names of metrics begin with that are sums over units.
-    """
-
-    def __init__(self, loss: Any, only: tuple[str, ...]):
-        self._loss, self._only = loss, only
+    def __init__(self, loss: Any):
+        self._loss = loss
         self._at = jax.jit(self._at_place)
 
-    def __call__(
-        self, stats: Stats, batch: Batch, examples: Int[np.ndarray, "B T"], units: Int[np.ndarray, "B T"]
-    ) -> Sums:
-        """Of all units of a batch, by one program whatever their number; `examples` and `units` number them."""
+    def __call__(self, stats: Stats, batch: Batch, units: Int[np.ndarray, "B T"]) -> Sums:
+        """Of all units of a batch, by one program whatever their number; `units` numbers them."""
         real = np.asarray(batch.segments) > 0
         places = np.cumsum((np.diff(units, axis=1, prepend=-1) != 0) & real, axis=1) * real
-        found = []
+        inputs, found = jax.device_put((stats, batch, places)), []
         for place in range(1, int(places.max()) + 1):
             there = (places == place).any(axis=1)
             first = (places == place).argmax(axis=1)
-            means = jax.device_get(self._at(stats, batch, places, place))
+            means = jax.device_get(self._at(*inputs, place))
             sums = {name: np.stack([mean.total, mean.weight])[:, there] for name, mean in means.items()}
-            found.append(Sums(examples[there, first[there]], sums))
+            found.append(Sums(units[there, first[there]], sums))
         return joined(found)
 
     def _at_place(
@@ -58,29 +54,52 @@ class UnitSums:
 
         def of_row(row_stats: Stats, row: Batch) -> dict[str, Mean]:
             output = self._loss(*jax.tree.map(lambda x: jnp.asarray(x)[None], (row_stats, row)))
-            named = {"loss": output.loss, **output.metrics}
-            return {name: mean for name, mean in named.items() if name.startswith(self._only)}
+            return {"loss": output.loss, **output.metrics}
 
         return jax.vmap(of_row)(stats, replace(batch, loss_weight=weight))
 
 
 def joined(parts: Sequence[Sums]) -> Sums:
     metrics = {name: np.concatenate([part.metrics[name] for part in parts], axis=1) for name in parts[0].metrics}
-    return Sums(np.concatenate([part.examples for part in parts]), metrics)
+    return Sums(np.concatenate([part.units for part in parts]), metrics)
 
 
-def intervals(sums: Sums) -> dict[str, float]:
-    """The ends of the interval of each metric; of `rewards/margins` also where it is a difference of two means."""
-    _, rows = np.unique(sums.examples, return_inverse=True)
-    by_row = {name: np.stack([np.bincount(rows, x) for x in both]) for name, both in sums.metrics.items()}
-    # A run that has diverged has no interval.
-    known = {name: both for name, both in by_row.items() if both[1].any() and np.isfinite(both).all()}
-    found = {name: ratio_interval(*both) for name, both in known.items()}
+def intervals(sums: Sums, prompts: Int[np.ndarray, " N"], totals: Mapping[str, Mean]) -> dict[str, float]:
+    """The ends of the interval of each metric that is a sum over units, of which `prompts` names the prompt; of
+    `rewards/margins` also where it is a difference of two means.
+
+    `totals`: the metrics of all units at once. What their parts do not add up to, such as a loss that compares across
+    the batch, has no interval; nor has what one prompt alone says, or a model that has diverged.
+    """
+    known = {name: both for name, both in sums.metrics.items() if _adds_up(both, totals[name])}
+    found = {name: interval_of(both[0], both[1], prompts) for name, both in known.items()}
     sides = [known[name] for name in ("rewards/chosen", "rewards/rejected") if name in known]
-    if "rewards/margins" not in by_row and len(sides) == 2:
-        found["rewards/margins"] = difference_of_ratios(*sides[0], *sides[1])
+    if "rewards/margins" not in sums.metrics and len(sides) == 2:
+        found["rewards/margins"] = difference_of_ratios(*(_by_prompt(x, prompts) for side in sides for x in side))
     return {
         f"eval/{name}_{end}": value
         for name, interval in found.items()
         for end, value in (("low", interval.low), ("high", interval.high))
+        if np.isfinite(value)
     }
+
+
+def interval_of(totals: np.ndarray, weights: np.ndarray, prompts: Int[np.ndarray, " N"]) -> Interval:
+    """Of sum(totals) / sum(weights): Wilson's for a share of units that have prompts of their own."""
+    share = np.isin(totals, (0.0, 1.0)).all() and (weights == 1).all()
+    if share and len(np.unique(prompts)) in (1, len(prompts)):
+        return mean_interval(totals, prompts)
+    found = ratio_interval(_by_prompt(totals, prompts), _by_prompt(weights, prompts))
+    is_share = ((totals >= 0) & (totals <= weights)).all()
+    return replace(found, low=max(found.low, 0.0), high=min(found.high, 1.0)) if is_share else found
+
+
+def _adds_up(parts: Float[np.ndarray, "2 N"], whole: Mean) -> bool:
+    total, weight = to_host({"total": whole.total, "weight": whole.weight}).values()
+    size = np.abs(parts).sum(axis=1)
+    exact = np.abs(parts.sum(axis=1) - (total, weight)) <= 1e-4 * size
+    return bool(np.isfinite(parts).all() and (parts[1] >= 0).all() and size[1] > 0 and exact.all())
+
+
+def _by_prompt(values: np.ndarray, prompts: Int[np.ndarray, " N"]) -> np.ndarray:
+    return np.bincount(np.unique(prompts, return_inverse=True)[1], weights=values)

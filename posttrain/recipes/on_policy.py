@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.batch import Batch
-from posttrain.config import DistillSection
+from posttrain.config import DistillSection, RunError
 from posttrain.data.ahead import BatchStream
 from posttrain.data.pipeline import PromptBatches
 from posttrain.data.taught import Taught
@@ -30,6 +30,9 @@ from posttrain.rl.rewards import Rubric
 from posttrain.rl.teaching import Scorer, distances, merged_distances
 from posttrain.trainer import Trainer
 from posttrain.tree import replace as changed
+
+UNREAD_STEPS = 3
+"""After so many steps in a row of whose samples the teacher reads nothing, the run ends."""
 
 
 class Samples:
@@ -63,6 +66,7 @@ class Samples:
         )
         self._eval_renderer = inputs.eval_renderer
         self._said: Mapping[str, float] = {}
+        self._unread_steps = 0
         warm_up(engine, section.rollout, [(self._sampler, [*inputs.prompts.examples, *inputs.prompts.eval_examples])])
 
     def batch(self, step: int) -> Batch:
@@ -81,6 +85,12 @@ class Samples:
         carried = np.asarray(made.advantages)[np.asarray(made.loss_weight) > 0].astype(int)
         samples = [groups[number][0] for number in dict.fromkeys(carried.tolist())]
         read = [self._aligner.align_sample(0, s.messages, s.tokens, s.sampled) for s in samples]
+        self._unread_steps = 0 if any(one.taught.any() for one in read) else self._unread_steps + 1
+        if self._unread_steps >= UNREAD_STEPS:
+            raise RunError(
+                f"step {step + 1}: the teacher reads none of the samples as the student does, in {UNREAD_STEPS} steps "
+                "in a row, and so nothing is learned; compare the chat templates of both, and see a sample"
+            )
         return self._taught.ask_samples(kept, read)
 
     def seen(self, metrics: Metrics) -> Mapping[str, float]:

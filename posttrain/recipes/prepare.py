@@ -14,6 +14,7 @@ from posttrain.config import (
     SampledSection,
     SFTSection,
     TrainSection,
+    is_sampled,
 )
 from posttrain.config_file import find_path
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
@@ -74,7 +75,7 @@ def _prepare_stage(prepared: Prepared, index: int, tokenizer: Tokenizer, *, offl
         prepared.notes.append(f"stages.{index}: not checked, no network: dataset {names}, if it is on the hub")
         _check_offline(section, base_dir)
         return
-    if isinstance(section, SampledSection) or (isinstance(section, DistillSection) and section.on_policy):
+    if is_sampled(section):
         check_cache(section, config.mesh.row_shards or 1)
     inputs, notes = _inputs_of(prepared, section, tokenizer)
     prepared.stages.append(inputs)

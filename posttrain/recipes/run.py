@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import ConfigError, DistillSection, RunConfig
+from posttrain.config import ConfigError, DistillSection, RunConfig, is_sampled
 from posttrain.config_file import diff_config, dump_config, load_config
 from posttrain.console import console
 from posttrain.fit import Interrupted, stop_on_signals
@@ -74,6 +74,7 @@ def run(config: RunConfig, base_dir: Path) -> RunResult:
             stage = StageRun(
                 name=name,
                 kind=inputs.section.kind,
+                sampled=is_sampled(inputs.section),
                 folder=folder,
                 output=output,
                 model=config.model,

@@ -30,9 +30,6 @@ from posttrain.weights.load import init_model, load_model
 from posttrain.weights.lora import ParameterCount, count_parameters, has_lora, parameter_rows
 from posttrain.weights.save import save_model
 
-SAMPLING = ("rl", "rl_distill", "online_preference")
-"""Kinds of stages that learn from their model's own samples alone."""
-
 Record = dict[str, Any]
 """An evaluation as JSON can hold it."""
 
@@ -51,6 +48,8 @@ class StageRun:
 
     name: str
     kind: str
+    sampled: bool
+    """Whether it learns from what its model itself samples."""
     folder: Path
     """Below the run's output; holds checkpoints and, when the stage is done, `model/` and `result.json`."""
     output: Path
@@ -92,7 +91,7 @@ class StageRun:
             num_tokens = self._num_tokens(self.path)
             own: dict[str, Any] = {"long_context": m.long_context, "num_tokens": num_tokens, "adapter": self.adapter}
             model = load_model(self.path, **own, **common)
-            if self.kind in SAMPLING:
+            if self.sampled:
                 # The trainer would be another model than the sampler.
                 without_dropout(model)
         print_parameters(model)

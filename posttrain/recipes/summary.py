@@ -87,12 +87,14 @@ def _print_judged(name: str, result: Mapping[str, Any]) -> None:
         out.print(what, markup=False, soft_wrap=True)
         if len(after) > 1:
             out.print(_in_words("difference over the same pairs", paired_difference(before, after)), markup=False)
-    pairs = "eval/preferred_ratio" in metrics or "eval/rewards/accuracies" not in metrics
-    if "eval/rewards/accuracies" in metrics:
-        what = "the chosen answer has the greater reward" if pairs else "steps judged rightly"
+    judged = "steps" if "eval/calibration/ece" in metrics else "answers"
+    pairs = "eval/preferred_ratio" in metrics
+    if "eval/rewards/accuracies_low" in metrics:
+        what = "the chosen answer has the greater reward" if pairs else f"{judged} judged rightly"
         out.print(f"{name}: {what}: {_share(metrics, 'eval/rewards/accuracies')}", markup=False, soft_wrap=True)
     if "eval/rewards/margins_low" in metrics:
-        what = f"by how much rewards of {'chosen answers' if pairs else 'right steps'} are greater"
+        better = "right steps" if judged == "steps" and not pairs else "chosen answers"
+        what = f"by how much rewards of {better} are greater"
         out.print(f"{name}: {what}: {_share(metrics, 'eval/rewards/margins', '.3g')}", markup=False, soft_wrap=True)
 
 

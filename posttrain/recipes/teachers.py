@@ -73,6 +73,7 @@ def find_teachers(
             "student that divides it otherwise than its teacher is not held to that; exact with the teacher in the step"
         )
     for teacher in in_order(section):
+        notes += _check_limit(section, teacher)
         try:
             path = local_or_hub(teacher.path, base_dir)
             if not Path(path).exists() and not hub_is_reachable():
@@ -85,15 +86,15 @@ def find_teachers(
                 found.append(_aligned(teacher, teacher.path, None))
                 continue
             found.append(TeacherSource(section=teacher, path=teacher.path))
-            notes += _check_limit(section, teacher)
             what = "its cache alone is used" if cached else "not checked: whether its tokens are the student's"
             notes.append(f"teacher {teacher.title} is not there: {what}")
             continue
         found.append(TeacherSource(section=teacher, path=path))
-        notes += _check_limit(section, teacher)
         if config is None or tokenizer is None:
             notes.append(f"not checked, no network: the teacher {teacher.path}")
             continue
+        if config.scalar_head:
+            raise ConfigError(f"teachers: {teacher.path} is a reward model, which scores answers and writes none")
         if not cached and teacher.url is None and Path(path).is_dir():
             check_weights(Path(path))
         if teacher.aligned:

@@ -25,9 +25,10 @@ MIN_WIDTH = 64
 
 class ModelReward:
     """The score of a sequence's last token, as transformers' sequence classifiers read it; of a process reward model
-    the least or the mean score of its steps, each ending with a newline (`reduce`).
+    the least or the mean score of its steps, each ending with a newline (`reduce`), which the last one gets.
 
-    A model with the tokenizer of the policy sees the tokens as sampled; another one sees the messages rendered anew.
+    A model with the tokenizer of the policy sees the tokens as sampled, and after a token that stops what the template
+    writes there, as in its training; another one sees the messages rendered anew.
     `load` must be called before the first score; `name` stands in metrics.
     """
 
@@ -41,6 +42,9 @@ class ModelReward:
         model = load_model(self.path, mesh=mesh)
         self._renderer = policy if _same(tokenizer, policy.tokenizer) else _renderer(tokenizer, policy)
         self._as_sampled = self._renderer is policy
+        self._stops = frozenset(self._renderer.tokenizer.stop_ids)
+        self._tail = _tail(self._renderer)
+        self._newline = self._renderer.tokenizer.encode_spans("\n", continues=True)[0]
         self._longest = model.config.max_positions
         self._rows = -(-rows // row_shards(mesh)) * row_shards(mesh)
         self._sharding = NamedSharding(mesh, BATCH_SPEC)
@@ -64,10 +68,20 @@ class ModelReward:
     def _sequence(self, trajectory: Trajectory) -> tuple[list[int], int]:
         """Tokens, and where the answer starts."""
         if self._as_sampled:
-            return list(trajectory.tokens), list(trajectory.sampled).index(True)
-        prompt, answer = trajectory.messages[:-1], trajectory.messages[-1:]
-        masked = render_answer(prompt, answer, self._renderer)
-        return masked.tokens, masked.mask.index(True)
+            tokens, start = list(trajectory.tokens), list(trajectory.sampled).index(True)
+            tokens += self._tail if tokens[-1] in self._stops else []
+        else:
+            prompt, answer = trajectory.messages[:-1], trajectory.messages[-1:]
+            masked = render_answer(prompt, answer, self._renderer)
+            tokens, start = list(masked.tokens), masked.mask.index(True)
+        return (tokens if self.reduce == "last" else self._with_last_step(tokens, start)), start
+
+    def _with_last_step(self, tokens: list[int], start: int) -> list[int]:
+        """Without what ends the answer, and with the end of a last step that has none."""
+        decode = self._renderer.tokenizer.decode
+        while len(tokens) > start + 1 and (tokens[-1] in self._stops or not decode(tokens[-1:]).strip()):
+            tokens.pop()
+        return tokens if "\n" in decode(tokens[-1:]) else tokens + self._newline
 
     def _of_rows(self, sequences: Sequence[tuple[list[int], int]]) -> list[float]:
         lengths = [len(tokens) for tokens, _ in sequences]
@@ -90,8 +104,16 @@ class ModelReward:
             return scores[last]
         decode = self._renderer.tokenizer.decode
         ends = [at for at in range(start, last + 1) if "\n" in decode([tokens[at]])]
-        steps = scores[ends or [last]]
+        steps = scores[ends]
         return steps.min() if self.reduce == "min" else steps.mean()
+
+
+def _tail(renderer: Renderer) -> list[int]:
+    """What follows the token that ends an answer."""
+    if not renderer.chat:
+        return []
+    masked = render_answer([{"role": "user", "content": "?"}], [{"role": "assistant", "content": "!"}], renderer)
+    return list(masked.tokens[len(masked.mask) - masked.mask[::-1].index(True) :])
 
 
 def _same(one: Tokenizer, other: Tokenizer) -> bool:

@@ -86,6 +86,8 @@ def test_steps() -> None:
     assert [BYTES.decode([masked.tokens[i]]) for i in ends] == ["\n", "\n"]
     assert [roles[i] for i in ends] == [1, -1] and sum(map(abs, roles)) == 2
     assert BYTES.decode(masked.tokens) == "Q1+1=2\n2+2=5\n"
+    with pytest.raises(ConfigError, match="a step ends with its first newline"):
+        steps({**row, "completions": ["1+1\n=2", "2+2=5"]}, DATASET, PLAIN)
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_written_in_parts_and_read_by_row(tmp_path: Path, small_shards: None) ->
         return sequence_of(row)
 
     with pytest.raises(KeyboardInterrupt):
-        fill(cache, stopped, score, done.append)
+        fill(cache, cache.shards, stopped, score, done.append)
     assert done == [4] and cache.missing() == [1, 2]
     with pytest.raises(ConfigError, match="lacks 2 of 3 shards"):
         TeacherCache([cache])
@@ -119,11 +119,11 @@ def test_written_in_parts_and_read_by_row(tmp_path: Path, small_shards: None) ->
         asked.append(row)
         return sequence_of(row)
 
-    fill(cache, counted, score, done.append)
+    fill(cache, cache.missing(), counted, score, done.append)
     assert asked == list(range(4, 10)) and sum(done) == 10
 
     other = CacheFolder(tmp_path / "other", {**IDENTITY, "data": "e"}, 2)
-    fill(other, sequence_of, score, done.append)
+    fill(other, other.shards, sequence_of, score, done.append)
     whole = TeacherCache([cache, other])
     rows = [(0, 9), (0, 1), (1, 1), (0, 4)]
     places = np.zeros((len(rows), 8), np.int64)
@@ -142,6 +142,30 @@ def test_written_in_parts_and_read_by_row(tmp_path: Path, small_shards: None) ->
     changed = {"tokens": np.asarray([1, 2, 3, 4], np.int32), "loss_weight": np.asarray([0, 0, 1, 1], np.float32)}
     with pytest.raises(ConfigError, match="not those that"):
         whole.places(0, 1, changed)
+
+
+def test_shards_of_rows_that_changed_are_written_anew(tmp_path: Path, small_shards: None) -> None:
+    """And no others; one that is being written anew does not count until it is whole."""
+    cache = CacheFolder(tmp_path, IDENTITY, 10)
+    fill(cache, cache.unfit(sequence_of), sequence_of, score, lambda _: None)
+    assert cache.unfit(sequence_of) == [] == cache.missing()
+
+    def changed(row: int) -> Any:
+        return sequence_of(row + 1) if row == 5 else sequence_of(row)
+
+    assert cache.unfit(changed) == [1]
+
+    def stopped(sequences: Sequence[Any]) -> Iterator[TopK]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fill(cache, [1], changed, stopped, lambda _: None)
+    assert cache.unfit(changed) == [1]
+    fill(cache, [1], changed, score, lambda _: None)
+    assert cache.unfit(changed) == [] and cache.unfit(sequence_of) == [1]
+    sequence = changed(5)
+    places = TeacherCache([cache]).places(0, 5, sequence)
+    assert (places > 0).tolist() == (sequence["loss_weight"] > 0).tolist()
 
 
 def test_a_cache_of_other_things_is_refused(tmp_path: Path) -> None:
@@ -173,7 +197,7 @@ def test_arrays_of_a_row(tmp_path: Path, small_shards: None) -> None:
     caches = []
     for name in ("small", "large"):
         folder = CacheFolder(tmp_path / name, IDENTITY, 10)
-        fill(folder, sequence_of, score, lambda _: None)
+        fill(folder, folder.shards, sequence_of, score, lambda _: None)
         caches.append(TeacherCache([folder]))
     taught = Taught(["small", "large"], "t", caches)
     sequence = sequence_of(4)

@@ -16,8 +16,9 @@ from posttrain.losses.preference import PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
 from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss
 from posttrain.recipes.judged import PREFERENCE_LOSSES, REWARD_LOSSES
-from posttrain.recipes.judged_units import Sums, UnitSums
-from posttrain.tree import replace
+from posttrain.recipes.judged_units import Sums, UnitSums, intervals
+from posttrain.statistics import mean_interval, ratio_interval
+from posttrain.tree import Mean, replace
 from tests.losses.conftest import read_golden
 
 ROLES = (1, -1, 1, -1, 1, -1)
@@ -156,7 +157,7 @@ def test_splits_add_up(name: str) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_sums_of_units(name: str) -> None:
     """What the intervals of an evaluation come from: the sum over units is the metric of the batch, in any packing."""
-    loss, only = LOSSES[name], ("rewards/", "logps/") if name in WHOLE else ("",)
+    loss = LOSSES[name]
     alone = loss.needs.rows in ("answers", "answers_and_others", "steps")
 
     def sums(layout: Sequence[Sequence[int]]) -> Sums:
@@ -165,23 +166,28 @@ def test_sums_of_units(name: str) -> None:
         for row, numbers in enumerate(layout):
             for segment, number in enumerate(numbers, start=1):
                 units[row][batch.segments[row] == segment] = number if alone else number // 2
-        return UnitSums(loss, only)(given_to(loss, stats), batch, units + 7, units)
+        return UnitSums(loss)(given_to(loss, stats), batch, units)
 
     with jax.enable_x64(True):
         packed, apart = sums(PACKED), sums(APART)
         whole = apply(loss, *lay_out(sequences(name), PACKED))
-    np.testing.assert_array_equal(np.sort(packed.examples), np.arange(7, 13 if alone else 10))
-    expected = {n: mean for n, mean in {"loss": whole.loss, **whole.metrics}.items() if n.startswith(only)}
-    assert packed.metrics.keys() == apart.metrics.keys() == expected.keys() >= {"rewards/chosen"}
+    np.testing.assert_array_equal(np.sort(packed.units), np.arange(6 if alone else 3))
+    # The KL of KTO is at least 0, of each answer as of all.
+    expected = {metric: mean for metric, mean in whole.metrics.items() if metric != "kl"}
+    expected |= {} if name in WHOLE else {"loss": whole.loss}
+    assert packed.metrics.keys() == apart.metrics.keys() == {"loss", *whole.metrics} >= {"rewards/chosen"}
+    told = intervals(packed, np.arange(len(packed.units)), {"loss": whole.loss, **whole.metrics})
+    counted = {metric for metric, mean in expected.items() if float(mean.weight)}
+    assert {f"eval/{metric}_low" for metric in counted} <= told.keys()
     for metric, mean in expected.items():
         np.testing.assert_allclose(packed.metrics[metric].sum(axis=1), (mean.total, mean.weight), rtol=1e-9, atol=1e-12)
-        by_unit = [one.metrics[metric][:, np.argsort(one.examples)] for one in (packed, apart)]
+        by_unit = [one.metrics[metric][:, np.argsort(one.units)] for one in (packed, apart)]
         np.testing.assert_allclose(*by_unit, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["sigmoid", "aot", "orpo", "kto"])
+@pytest.mark.parametrize("name", LOSSES)
 def test_masked_is_removed(name: str) -> None:
-    """A pair without weights may hold anything."""
+    """A pair without weights may hold anything, in the loss, its gradient and its metrics."""
     loss, made = LOSSES[name], sequences(name)
     for number in (2, 3):
         made[number]["loss_weight"] = np.zeros_like(made[number]["logps"])
@@ -189,8 +195,44 @@ def test_masked_is_removed(name: str) -> None:
     rest = [*made[:2], *made[4:]]
     with jax.enable_x64(True):
         masked, removed = value(loss, made, PACKED), value(loss, rest, [[0, 1, 2, 3]])
+        both = [apply(loss, *lay_out(*given)).metrics for given in ((made, PACKED), (rest, [[0, 1, 2, 3]]))]
     assert np.isfinite(masked[2]).all()
     np.testing.assert_allclose(masked[:2], removed[:2], rtol=1e-9)
+    assert both[0].keys() == both[1].keys()
+    for metric, mean in both[1].items():
+        np.testing.assert_allclose(
+            (both[0][metric].total, both[0][metric].weight), (mean.total, mean.weight), rtol=1e-9
+        )
+
+
+@pytest.mark.parametrize("side", [2, 3])
+def test_a_pair_of_which_one_answer_has_no_weight_is_none(side: int) -> None:
+    made = sequences()
+    made[side]["loss_weight"] = np.zeros_like(made[side]["logps"])
+    with jax.enable_x64(True):
+        found = value(PreferenceLoss(), made, PACKED)
+        expected = value(PreferenceLoss(), [*made[:2], *made[4:]], [[0, 1, 2, 3]])
+    np.testing.assert_allclose(found[:2], expected[:2], rtol=1e-9)
+
+
+def test_intervals_by_prompt() -> None:
+    """Units of one prompt are added up first; what does not add up, or is of one prompt alone, has no interval."""
+    rng = np.random.default_rng(0)
+    totals, weights = rng.normal(size=12), np.ones(12)
+    prompts = np.repeat([3, 1, 2], 4)
+    outcomes = (totals > 0).astype(float)
+    given = {"rewards/chosen": totals, "rewards/accuracies": outcomes, "loss": totals}
+    whole = {name: Mean(total=values.sum() + (name == "loss"), weight=12.0) for name, values in given.items()}
+    sums = Sums(np.arange(12), {name: np.stack([values, weights]) for name, values in given.items()})
+    found = intervals(sums, prompts, whole)
+    by_hand = ratio_interval(totals.reshape(3, 4).sum(axis=1), [4, 4, 4])
+    assert found["eval/rewards/chosen_low"] == pytest.approx(by_hand.low)
+    assert found["eval/rewards/chosen_high"] == pytest.approx(by_hand.high)
+    assert 0 <= found["eval/rewards/accuracies_low"] < outcomes.mean() < found["eval/rewards/accuracies_high"] <= 1
+    assert found.keys() == {f"eval/rewards/{n}_{end}" for n in ("chosen", "accuracies") for end in ("low", "high")}
+    alone = intervals(sums, np.arange(12), whole)
+    assert alone["eval/rewards/accuracies_low"] == mean_interval(outcomes).low != found["eval/rewards/accuracies_low"]
+    assert intervals(sums, np.zeros(12, int), whole).keys() == {f"eval/rewards/accuracies_{e}" for e in ("low", "high")}
 
 
 def test_reward_goldens() -> None:

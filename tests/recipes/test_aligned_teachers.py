@@ -12,6 +12,7 @@ import pytest
 
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.weights.load import init_model
+from posttrain.weights.reward import add_scalar_head
 from posttrain.weights.save import save_model
 from tests.recipes.runs import INIT, lines, posttrain, rl_stage, start, write_run
 from tests.recipes.test_outside_teachers import Server, serving
@@ -158,6 +159,42 @@ def test_all_ways_to_a_teacher_of_other_tokens_are_alike(
     for name in ("apart", "served", "cached", "cached from a server"):
         near = 0.02 if name.startswith("cached") else 1e-3
         np.testing.assert_allclose(losses[name], losses["here"], rtol=near, err_msg=name)
+
+
+def test_samples_that_the_teacher_never_reads_end_the_run(tmp_path: Path, teacher: Path) -> None:
+    """Bytes that are no text, so the teacher has nothing of the same text: no loss of 0 for ever."""
+    broken = {"max_tokens": 4, "allowed_token_ids": [*range(128, 160)]}
+    gold = [{"path": str(teacher), "tokenizer": "gold"}]
+    made = stage(teacher, teachers=gold, on_policy=1.0, sampling=broken, num_steps=6, eval_dataset=None)
+    done = posttrain("run", write_run(tmp_path, made))
+    assert done.code != 0 and "step 3: the teacher reads none of the samples" in done.err, done.err
+
+
+def test_a_reward_model_is_no_teacher(tmp_path: Path) -> None:
+    model = init_model({**INIT, "vocab_size": 261}, dtype=jnp.float32, seed=0)
+    add_scalar_head(model, seed=0)
+    save_model(model, tmp_path / "judge", tokenizer=load_tokenizer("bytes"))
+    for tokenizer in ("same", "gold"):
+        made = stage(tmp_path, teachers=[{"path": str(tmp_path / "judge"), "tokenizer": tokenizer}], top_k=None)
+        error = posttrain("check", write_run(tmp_path, made)).error
+        assert "judge is a reward model, which scores answers and writes none" in error
+
+
+def test_one_file_through_two_templates_has_two_caches(tmp_path: Path, teacher: Path) -> None:
+    other = {"path": "rows.jsonl", "chat": False, "completion": "{completion}!"}
+    made = stage(
+        teacher,
+        teachers=[{"path": str(teacher)}],
+        cache=str(tmp_path / "cache"),
+        mix=[other],
+        eval_dataset={**other, "limit": 5},
+        num_steps=2,
+    )
+    file = write_run(tmp_path, made)
+    for command in (("distill", "--cache"), ("run",)):
+        done = posttrain(*command, file)
+        assert done.code == 0, done.err
+    assert len(list((tmp_path / "cache").glob("*/*/cache.json"))) == 3
 
 
 def test_samples_need_a_teacher_that_reads_them(tmp_path: Path, shared: Path) -> None:

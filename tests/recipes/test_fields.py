@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,7 @@ def model_of(tmp_path: Path, **model: Any) -> Any:
     fields: dict[str, Any] = {
         "name": "0-sft",
         "kind": "sft",
+        "sampled": False,
         "folder": tmp_path,
         "output": tmp_path,
         "stop": StopRequest(),
@@ -307,6 +309,11 @@ def test_adapter(tmp_path: Path) -> None:
     assert has_dropout(adapted(", dropout: 0.1")) and not has_dropout(adapted(""))
     with pytest.raises(ConfigError, match="model.lora.dropout=0.1: RL has none"):
         load_config(write_run(tmp_path, sft_stage(), rl_stage()), ["model.lora={rank: 2, dropout: 0.1}"])
+    gkd = {"kind": "distill", "teachers": [{"path": "x"}], "sampling": {"max_tokens": 4}}
+    for share, refused in ((0.5, True), (0.0, False)):
+        made = gkd | {"on_policy": share} if refused else {"kind": "distill", "teachers": [{"path": "x"}]}
+        with pytest.raises(ConfigError, match="on-policy distillation") if refused else nullcontext():
+            load_config(write_run(tmp_path, sft_stage(**made)), ["model.lora={rank: 2, dropout: 0.1}"])
     whole = ModelWeights(adapted(", modules_to_save: [embed]"))
     assert "embed.embedding" in whole.trainable()
 

@@ -263,6 +263,8 @@ def test_settings_of_outside_teachers(tmp_path: Path, teacher: Path) -> None:
     said = command("check", file).out
     assert "in the step, but for big" in said
     assert f"at its server gives {VOCAB} log-probabilities of a place: --max-logprobs {VOCAB}" in " ".join(said.split())
+    for override, told in (("top_k=20", False), ("top_k=21", True), ("teachers.0.server=sglang", False)):
+        assert ("--max-logprobs" in command("check", file, f"stages.0.{override}").out) == told, override
     cases = {
         "stages.0.temperature=2": "knows its distribution at temperature 1, not at 2.0",
         "stages.0.teachers.0.dtype=bfloat16": "dtype is of a teacher without url",

@@ -168,6 +168,9 @@ def test_settings_of_losses(tmp_path: Path) -> None:
         kinds=("sigmoid", "sft"), weights=(1.0, 0.1), beta=0.2
     )
     assert inputs_of(tmp_path, loss={"kind": "cpo_hinge", "nll_coef": 0.5}).loss == CPOLoss(kind="hinge", nll_coef=0.5)
+    for word, on in (("off", False), ("no", False), ("on", True), (True, True)):
+        made = inputs_of(tmp_path, loss={"kind": "sigmoid", "use_weighting": word, "beta": "1e-1"}).loss
+        assert made == PreferenceLoss(use_weighting=on) and made.use_weighting is on
     own = inputs_of(tmp_path, loss={"kind": "posttrain.losses.preference:PreferenceLoss", "beta": 0.3}).loss
     assert own == PreferenceLoss(beta=0.3)
 
@@ -182,6 +185,9 @@ def test_settings_of_losses(tmp_path: Path) -> None:
         ({"kind": "exo_pair"}, "exo_pair needs label_smoothing > 0"),
         ({"beta": 0.1}, "kind None is unknown"),
         ({"kind": "ipo", "beta": -1}, "beta=-1.0 must be positive"),
+        ({"kind": "ipo", "beta": "much"}, "beta='much': Input should be a valid number"),
+        ({"kind": "sigmoid", "use_weighting": "maybe"}, "use_weighting='maybe': Input should be a valid boolean"),
+        ({"kind": ["sigmoid", "ipo"], "weights": [1, -1]}, "weights=(1.0, -1.0) must be one number for each"),
         ({"kind": "aot", "divergence": "js_divergence"}, "divergence=js_divergence has no effect on aot"),
         ({"kind": "sft", "use_weighting": True}, "it has no effect on sft"),
         ("posttrain.losses.sft:SFTLoss", "does not say what it needs"),
@@ -327,6 +333,20 @@ def test_held_out_losses_do_not_depend_on_batch_rows(tmp_path: Path) -> None:
     assert found[0].keys() == found[1].keys() and found[0]["eval/loss"] > 0
     for name, value in found[0].items():
         np.testing.assert_allclose(found[1][name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def test_prompts_are_what_is_independent(tmp_path: Path) -> None:
+    """Both answers of a row, and rows with the same prompt."""
+    rows = [{"prompt": f"{i % 5}+1=", "chosen": str(i), "rejected": f"{i}no"} for i in range(10)]
+    for loss, per_row in (("sigmoid", 1), ("kto", 2)):
+        made = inputs_of(tmp_path, loss=loss)
+        (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        made = prepare(load_config(tmp_path / "run.yaml").config, tmp_path, offline_ok=False).stages[0]
+        assert isinstance(made, JudgedInputs)
+        model = init_model({**INIT, "vocab_size": 261}, dtype=jnp.float32, seed=0)
+        trainer = Trainer(model, made.loss, optax.sgd(0.0), temperature=1.0, max_grad_norm=1.0)
+        found = Evaluation(trainer, made.loss, made.units, lambda batch: batch)._prompts(np.arange(len(made.units)))
+        np.testing.assert_array_equal(found, np.repeat(np.arange(10) % 5, per_row))
 
 
 def test_calibration_error() -> None:

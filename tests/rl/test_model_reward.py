@@ -7,11 +7,13 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from posttrain import save_model
+from posttrain import Batch, Trainer, save_model
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import load_tokenizer
+from posttrain.losses.reward_model import BradleyTerryLoss
 from posttrain.mesh import single_device_mesh
 from posttrain.models.heads import with_padding
 from posttrain.rl.model_reward import ModelReward
@@ -71,11 +73,46 @@ def test_scores_are_those_of_transformers(folder: Path) -> None:
     last = [scores[-1] for scores in expected]
     assert np.ptp(last) > 1e-2
     np.testing.assert_allclose(loaded(folder)(SAMPLES), last, rtol=1e-4, atol=1e-5)
-    ends = [at for at, token in enumerate(SAMPLES[1].tokens) if token == ord("\n")]
-    assert len(ends) == 2
-    for reduce, value in (("min", expected[1][ends].min()), ("mean", expected[1][ends].mean())):
-        found = loaded(folder, reduce)(SAMPLES)
-        np.testing.assert_allclose(found, [last[0], value, last[2]], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("end", [(), (BYTES.end_id,), (ord("\n"), BYTES.end_id), (ord(" "), ord("\n"))])
+def test_every_step_counts_whatever_follows_it(folder: Path, end: tuple[int, ...]) -> None:
+    """Also the last, which gets the newline that ended each step in training."""
+    before = PLAIN.prompt([{"role": "user", "content": "what?"}])
+    text = "a long\nanswer\nin lines"
+    tokens = [*before, *BYTES.encode(text)]
+    sample = trajectory(text, prompt="what?", tokens=[*tokens, *end], num_prompt=len(before))
+    (expected,) = theirs(folder, [[*tokens, ord("\n")]])
+    ends = [at for at, token in enumerate([*tokens, ord("\n")]) if token == ord("\n")]
+    assert len(ends) == 3
+    for reduce, value in (("min", expected[ends].min()), ("mean", expected[ends].mean())):
+        np.testing.assert_allclose(loaded(folder, reduce)([sample]), [value], rtol=1e-4, atol=1e-5)
+
+
+def test_it_is_read_where_it_was_trained(tmp_path: Path) -> None:
+    """The template writes a newline behind the token that stops: so ends every answer that it was trained on."""
+    fields = {**INIT, "vocab_size": BYTES.vocab_size, "initializer_range": 0.3}
+    model = init_model(fields, dtype=jnp.float32, seed=5)
+    add_scalar_head(model, seed=6)
+    model.config = with_padding(model.config, BYTES.hf.pad_token_id, BYTES.stop_ids)
+    save_model(model, tmp_path / "rm", tokenizer=BYTES)
+    chat = Renderer(BYTES, chat=True)
+    question, answer = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+    whole, before = chat.conversation([question, answer], first=1).tokens, chat.prompt([question])
+    stop = max(at for at, token in enumerate(whole) if token in BYTES.stop_ids)
+    assert len(whole) > stop + 1, "something follows"
+    sample = trajectory("2", prompt="1+1=", tokens=list(whole[: stop + 1]), num_prompt=len(before))
+    reward = ModelReward(str(tmp_path / "rm"), "last", "reward_model")
+    reward.load(single_device_mesh(), chat, 2)
+    trainer = Trainer(model, BradleyTerryLoss(), optax.sgd(0.0), temperature=1.0, max_grad_norm=1.0)
+    ids = np.asarray([whole], np.int32)
+    ones = np.ones_like(ids)
+    trained = Batch(
+        tokens=ids, positions=np.arange(len(whole))[None].astype(np.int32), segments=ones, loss_weight=ones * 1.0
+    )
+    np.testing.assert_allclose(reward([sample]), trainer.scores(trained)[0, -1:], rtol=1e-5)
+    cut = trajectory("2", prompt="1+1=", tokens=list(whole[:stop]), num_prompt=len(before))
+    assert abs(reward([cut])[0] - reward([sample])[0]) > 1e-4
 
 
 def test_another_tokenizer_sees_the_messages(folder: Path, tmp_path: Path) -> None:
