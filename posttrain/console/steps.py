@@ -20,15 +20,27 @@ if TYPE_CHECKING:
 HEADER_EVERY = 20
 
 
+HELD_OUT = (
+    ("rewards/accuracies", "accuracy", ".3f"),
+    ("rewards/margins", "margin", ".3g"),
+    ("perplexity", "perplexity", ".4g"),
+    ("distill/kl", "KL", ".4g"),
+    ("distill/teacher_perplexity", "the teacher's perplexity", ".4g"),
+)
+"""What the line of an evaluation says where it has an interval: its name, the word for it and its digits."""
+
+
 def _evaluation(metrics: Mapping[str, float]) -> str:
-    """A held-out reward, accuracy or margin with its interval in words; other evaluations as they are named."""
+    """What is held out with its interval in words; evaluations that have none as they are named."""
     if "eval/reward" in metrics:
         length, clipped = (metrics[f"eval/completions/{name}"] for name in ("mean_length", "clipped_ratio"))
         return f"held-out reward {_with_interval(metrics, 'reward')}, length {length:.1f}, clipped {clipped:.0%}"
-    judged = (("accuracy", "rewards/accuracies", ".3f"), ("margin", "rewards/margins", ".3g"))
-    found = [f"{word} {_with_interval(metrics, n, digits)}" for word, n, digits in judged if f"eval/{n}_low" in metrics]
+    found = [
+        f"{word} {_with_interval(metrics, n, digits)}" for n, word, digits in HELD_OUT if f"eval/{n}_low" in metrics
+    ]
     if found:
-        return f"held-out {', '.join(found)}, loss {metrics['eval/loss']:.4f}"
+        found += [f"loss {metrics['eval/loss']:.4f}"] if "eval/loss" in metrics else []
+        return f"held-out {', '.join(found)}"
     return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
 

@@ -24,8 +24,18 @@ from posttrain.tree import Mean
 
 Record = dict[str, Any]
 SEQUENCES = "sequences"
-WEIGHTS = {"nll": "weight", "distill/kl": "taught"}
+WEIGHTS = {
+    "nll": "weight",
+    "distill/kl": "taught",
+    "distill/divergence": "taught",
+    "distill/student_nll": "taught",
+    "distill/teacher_nll": "taught",
+}
 """Metrics with an interval, and by which sum of weights each is divided."""
+PERPLEXITIES = {"nll": "perplexity"} | {
+    f"distill/{who}_nll": f"distill/{who}_perplexity" for who in ("student", "teacher")
+}
+"""What the exponentials of metrics are called."""
 
 
 def evaluate(trainer: Trainer, inputs: SFTInputs, taught: Taught | None) -> Record:
@@ -59,8 +69,7 @@ def difference(before: Record, after: Record) -> dict[str, Any]:
 
 def with_perplexities(metrics: Metrics) -> Metrics:
     """Those of student and teachers at temperature 1 over the same tokens, of a step that has teachers."""
-    names = {f"distill/{who}_nll": f"distill/{who}_perplexity" for who in ("student", "teacher")}
-    means = {name: metrics[source] for source, name in names.items() if source in metrics}
+    means = {name: metrics[n] for n, name in PERPLEXITIES.items() if n in metrics and n.startswith("distill/")}
     found = {name: jnp.exp(jnp.asarray(m.total) / m.weight) for name, m in means.items() if isinstance(m, Mean)}
     return {**metrics, **found}
 
@@ -76,10 +85,10 @@ def _intervals(sums: Mapping[str, Float[np.ndarray, " n"]]) -> dict[str, float]:
     for name, weight in WEIGHTS.items():
         if name in sums and sums[weight].any():
             found = ratio_interval(sums[name], sums[weight])
-            made |= {f"eval/{name}_low": found.low, f"eval/{name}_high": found.high}
-            if name == "nll":
-                ends = {"": found.mean, "_low": found.low, "_high": found.high}
-                made |= {f"eval/perplexity{end}": _exp(value) for end, value in ends.items()}
+            ends = {"": found.mean, "_low": found.low, "_high": found.high}
+            made |= {f"eval/{name}{end}": value for end, value in ends.items() if end}
+            if name in PERPLEXITIES:
+                made |= {f"eval/{PERPLEXITIES[name]}{end}": _exp(value) for end, value in ends.items()}
     return made
 
 
@@ -92,8 +101,11 @@ def _sums(batch: Batch, stats: TokenStats) -> dict[str, Float[np.ndarray, " n"]]
     segments, weight = np.asarray(batch.segments), np.asarray(batch.loss_weight, np.float64)
     values = {"weight": weight, "nll": -weight * np.where(weight > 0, stats.logps, 0.0)}
     if stats.teacher_kl is not None:
-        values["taught"] = weight * np.asarray(teaching(batch))
-        values["distill/kl"] = weight * np.where(weight > 0, stats.teacher_kl, 0.0)
+        shares = np.asarray(teaching(batch))
+        said = {"kl": stats.teacher_kl, "divergence": stats.divergence, "student_nll": -shares * stats.logps}
+        said["teacher_nll"] = None if stats.teacher_logps is None else -stats.teacher_logps
+        values["taught"] = weight * shares
+        values |= {f"distill/{n}": weight * np.where(weight > 0, x, 0.0) for n, x in said.items() if x is not None}
     width = segments.shape[1] + 1
     places = (np.arange(len(segments))[:, None] * width + segments).ravel()
     summed = {name: np.bincount(places, array.ravel(), len(segments) * width) for name, array in values.items()}
