@@ -30,6 +30,10 @@ class Table(Protocol):
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
+class RowError(ConfigError):
+    """What is wrong with a row, said with its number."""
+
+
 @dataclass(frozen=True)
 class Rows:
     """The rows `start .. stop` of a table; a row is read when it is asked for."""
@@ -58,8 +62,10 @@ class Rows:
         """A row; what is wrong with it is said with its number in the source."""
         try:
             yield self[index]
+        except RowError:  # of a row that was asked for within
+            raise
         except ConfigError as error:
-            raise ConfigError(f"{self.name} row {self.start + index}: {error}") from error
+            raise RowError(f"{self.name} row {self.start + index}: {error}") from error
 
 
 def load_rows(section: DatasetSection, *, base_dir: Path | None) -> Rows:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 import jax
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from posttrain.config import (
     ComparedSection,
@@ -92,10 +92,11 @@ def _as_declared(made: Any, name: str, value: Any) -> Any:
         return _plain(value)
     try:
         declared = get_type_hints(made)[name]
-    except NameError:  # a type of the user's that is not there at run time
+        checked = TypeAdapter(Flag if declared is bool else declared)
+    except (NameError, PydanticUserError):  # a type of the user's that is not there at run time, or unknown to pydantic
         return _plain(value)
     try:
-        return TypeAdapter(Flag if declared is bool else declared).validate_python(value)
+        return checked.validate_python(value)
     except ValidationError as error:
         raise ConfigError(f"loss: {name}={value!r}: {error.errors()[0]['msg']}") from error
 
@@ -181,7 +182,7 @@ def check_units(units: Units, left_out: Iterable[bool]) -> tuple[float, list[str
     if dropped == len(found):
         raise ConfigError(
             f"every row of {units.rows.name} is left out: longer than row_tokens={units.section.row_tokens}, or with "
-            "answers that are the same; raise row_tokens"
+            "answers that are the same; raise row_tokens, or give answers that differ"
         )
     note = (
         f"{dropped:,} of {len(found):,} examples looked at of {units.rows.name} are left out: they do not fit "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -63,17 +63,24 @@ class Evaluation:
             totals = self._totals(*concatenated(parts))
         whole = joined(sums)
         metrics = {f"eval/{name}": value for name, value in to_host(with_margins(totals)).items()}
-        record: Record = {"metrics": metrics | intervals(whole, self._prompts(whole.units), totals)}
-        if margins:
-            numbers = np.asarray(sorted(margins))
-            ordered = np.asarray([margins[number] for number in numbers])
-            record["preferred"] = [float(margin > 0) for margin in ordered]
-            record["metrics"] |= _interval("eval/preferred_ratio", record["preferred"], self._prompts(numbers))
-            if units.margins:
-                record["metrics"]["eval/calibration/ece"] = calibration_error(ordered)
+        metrics |= intervals(whole, self._prompts(whole.units), totals)
         if steps:
-            record["metrics"]["eval/calibration/ece"] = calibration_error(np.concatenate(steps))
-        return record
+            metrics["eval/calibration/ece"] = calibration_error(np.concatenate(steps))
+        return {"metrics": metrics, **self._preferred(margins, metrics)}
+
+    def _preferred(self, margins: Mapping[int, float], metrics: dict[str, float]) -> Record:
+        """Of every pair whether the chosen answer leads; what that says of all pairs goes to `metrics`."""
+        if not margins:
+            return {}
+        numbers = np.asarray(sorted(margins))
+        ordered = np.asarray([margins[number] for number in numbers])
+        outcomes = (ordered > 0).astype(float)
+        found = interval_of(outcomes, np.ones(len(outcomes)), self._prompts(numbers))
+        ends = {"": found.mean, "_low": found.low, "_high": found.high}
+        metrics |= {f"eval/preferred_ratio{end}": value for end, value in ends.items()}
+        if self._units.margins:
+            metrics["eval/calibration/ece"] = calibration_error(ordered)
+        return {"preferred": outcomes.tolist()}
 
     def _prompts(self, units: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
         """Of each unit the number of its prompt."""
@@ -127,12 +134,6 @@ def _steps(stats: Stats, batch: Batch) -> np.ndarray:
     """Of every judged step its score, negative where the label says wrong."""
     assert isinstance(stats, ScoreStats)
     return (np.asarray(stats.scores) * np.sign(np.asarray(batch.roles)))[np.asarray(batch.loss_weight) > 0]
-
-
-def _interval(name: str, outcomes: Sequence[float], prompts: Int[np.ndarray, " N"]) -> dict[str, float]:
-    """A share with its 95 % interval."""
-    found = interval_of(np.asarray(outcomes), np.ones(len(outcomes)), prompts)
-    return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
 
 
 def _by_unit(batch: Batch, unit: np.ndarray, valid: np.ndarray, values: np.ndarray) -> dict[int, float]:

@@ -72,6 +72,8 @@ def find_teachers(
             f"beta={section.beta:g} from a cache is a lower bound: the mass beyond top_k counts as one outcome, so a "
             "student that divides it otherwise than its teacher is not held to that; exact with the teacher in the step"
         )
+    if isinstance(section, DistillSection) and section.cache is not None and not Path(section.cache).is_dir():
+        notes.append(f"cache: {section.cache} is not there yet; posttrain distill --cache writes it")
     for teacher in in_order(section):
         notes += _check_limit(section, teacher)
         try:

@@ -244,6 +244,19 @@ def test_check_and_overrides(tmp_path: Path) -> None:
     assert "rows.jsonl row 0: the row has columns prompt, completion, answer" in wrong
 
 
+def test_what_is_wrong_with_rows_is_said_once(tmp_path: Path) -> None:
+    file = write_pairs(tmp_path, preference_stage(loss="kto", dataset={"path": "judged.jsonl", "chat": False}))
+    (tmp_path / "judged.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b", "label": "good"}) + "\n")
+    error = posttrain("check", file).error
+    assert error.count("row 0") == 1 and "'label' must be true or false, got 'good'" in error
+    same = [{"prompt": f"{i}+1=", "chosen": "1", "rejected": "1"} for i in range(4)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in same))
+    error = posttrain(
+        "check", file, "stages.preference.loss=sigmoid", "stages.preference.dataset.path=pairs.jsonl"
+    ).error
+    assert "give answers that differ" in error
+
+
 def test_a_reward_model_writes_nothing(tmp_path: Path) -> None:
     reward = preference_stage(kind="reward_model")
     write_pairs(tmp_path, reward)
