@@ -2,6 +2,6 @@
 
 from posttrain.console.bars import progress, progress_bar
 from posttrain.console.screen import console, cut, printable, shown_log
-from posttrain.console.steps import ConsoleSink
+from posttrain.console.steps import ConsoleSink, with_interval
 
-__all__ = ["ConsoleSink", "console", "cut", "printable", "progress", "progress_bar", "shown_log"]
+__all__ = ["ConsoleSink", "console", "cut", "printable", "progress", "progress_bar", "shown_log", "with_interval"]

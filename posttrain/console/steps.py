@@ -34,9 +34,9 @@ def _evaluation(metrics: Mapping[str, float]) -> str:
     """What is held out with its interval in words; evaluations that have none as they are named."""
     if "eval/reward" in metrics:
         length, clipped = (metrics[f"eval/completions/{name}"] for name in ("mean_length", "clipped_ratio"))
-        return f"held-out reward {_with_interval(metrics, 'reward')}, length {length:.1f}, clipped {clipped:.0%}"
+        return f"held-out reward {with_interval(metrics, 'reward')}, length {length:.1f}, clipped {clipped:.0%}"
     found = [
-        f"{word} {_with_interval(metrics, n, digits)}" for n, word, digits in HELD_OUT if f"eval/{n}_low" in metrics
+        f"{word} {with_interval(metrics, n, digits)}" for n, word, digits in HELD_OUT if f"eval/{n}_low" in metrics
     ]
     if found:
         found += [f"loss {metrics['eval/loss']:.4f}"] if "eval/loss" in metrics else []
@@ -44,7 +44,8 @@ def _evaluation(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
 
-def _with_interval(metrics: Mapping[str, float], name: str, digits: str = ".3f") -> str:
+def with_interval(metrics: Mapping[str, float], name: str, digits: str = ".3f") -> str:
+    """An evaluation's number with its interval."""
     mean, low, high = (format(metrics[f"eval/{name}{end}"], digits) for end in ("", "_low", "_high"))
     return f"{mean} ({low} to {high})"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -33,7 +34,7 @@ class Evaluation:
     def __init__(self, trainer: Trainer, loss: Any, units: Units, complete: Callable[[Batch], Batch]):
         self._trainer, self._units, self._complete = trainer, units, complete
         self._whole = isinstance(loss, BatchLoss) and loss.needs_whole_batch
-        self._unit_sums = UnitSums(loss)
+        self._unit_sums, self._prompt = UnitSums(loss), functools.cache(units.prompt)
         self._loss, self._compared = jax.jit(loss), jax.jit(_compared)
 
     def __call__(self) -> Record:
@@ -66,26 +67,27 @@ class Evaluation:
         metrics |= intervals(whole, self._prompts(whole.units), totals)
         if steps:
             metrics["eval/calibration/ece"] = calibration_error(np.concatenate(steps))
-        return {"metrics": metrics, **self._preferred(margins, metrics)}
-
-    def _preferred(self, margins: Mapping[int, float], metrics: dict[str, float]) -> Record:
-        """Of every pair whether the chosen answer leads; what that says of all pairs goes to `metrics`."""
         if not margins:
-            return {}
+            return {"metrics": metrics}
+        preferred, of_pairs = self._preferred(margins)
+        return {"metrics": metrics | of_pairs, "preferred": preferred}
+
+    def _preferred(self, margins: Mapping[int, float]) -> tuple[list[float], dict[str, float]]:
+        """Of every pair whether the chosen answer leads, and what that says of all."""
         numbers = np.asarray(sorted(margins))
         ordered = np.asarray([margins[number] for number in numbers])
         outcomes = (ordered > 0).astype(float)
         found = interval_of(outcomes, np.ones(len(outcomes)), self._prompts(numbers))
         ends = {"": found.mean, "_low": found.low, "_high": found.high}
-        metrics |= {f"eval/preferred_ratio{end}": value for end, value in ends.items()}
+        metrics = {f"eval/preferred_ratio{end}": value for end, value in ends.items()}
         if self._units.margins:
             metrics["eval/calibration/ece"] = calibration_error(ordered)
-        return {"preferred": outcomes.tolist()}
+        return outcomes.tolist(), metrics
 
     def _prompts(self, units: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
         """Of each unit the number of its prompt."""
         numbers: dict[Hashable, int] = {}
-        return np.asarray([numbers.setdefault(self._units.prompt(int(unit)), len(numbers)) for unit in units])
+        return np.asarray([numbers.setdefault(self._prompt(int(unit)), len(numbers)) for unit in units])
 
     def _totals(self, stats: Stats, batch: Batch) -> dict[str, Mean]:
         output = self._loss(stats, batch)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import RunConfig
-from posttrain.console import console, cut, printable
+from posttrain.console import console, cut, printable, with_interval
 from posttrain.statistics import PairedDifference, paired_difference
 
 NUM_ANSWERS = 6
@@ -82,7 +82,7 @@ def _print_judged(name: str, result: Mapping[str, Any]) -> None:
     out, metrics = console(), result["after"]["metrics"]
     if "preferred" in result["after"]:
         before, after = (result[key]["preferred"] for key in ("before", "after"))
-        shares = " -> ".join(_share(result[key]["metrics"], "eval/preferred_ratio") for key in ("before", "after"))
+        shares = " -> ".join(with_interval(result[key]["metrics"], "preferred_ratio") for key in ("before", "after"))
         what = f"{name}: chosen answer preferred, {len(after)} held-out pairs: {shares}"
         out.print(what, markup=False, soft_wrap=True)
         if len(after) > 1:
@@ -91,11 +91,11 @@ def _print_judged(name: str, result: Mapping[str, Any]) -> None:
     pairs = "eval/preferred_ratio" in metrics
     if "eval/rewards/accuracies_low" in metrics:
         what = "the chosen answer has the greater reward" if pairs else f"{judged} judged rightly"
-        out.print(f"{name}: {what}: {_share(metrics, 'eval/rewards/accuracies')}", markup=False, soft_wrap=True)
+        out.print(f"{name}: {what}: {with_interval(metrics, 'rewards/accuracies')}", markup=False, soft_wrap=True)
     if "eval/rewards/margins_low" in metrics:
         better = "right steps" if judged == "steps" and not pairs else "chosen answers"
         what = f"by how much rewards of {better} are greater"
-        out.print(f"{name}: {what}: {_share(metrics, 'eval/rewards/margins', '.3g')}", markup=False, soft_wrap=True)
+        out.print(f"{name}: {what}: {with_interval(metrics, 'rewards/margins', '.3g')}", markup=False, soft_wrap=True)
 
 
 def _print_sequences(name: str, result: Mapping[str, Any]) -> None:
@@ -103,16 +103,11 @@ def _print_sequences(name: str, result: Mapping[str, Any]) -> None:
     for metric, difference in (("eval/distill/kl", "eval/distill/kl"), ("eval/perplexity", "eval/nll")):
         if metric not in result["after"]:
             continue
-        shares = " -> ".join(_share(result[key], metric) for key in ("before", "after"))
+        shares = " -> ".join(with_interval(result[key], metric.removeprefix("eval/")) for key in ("before", "after"))
         console().print(f"{name}: held-out {metric.removeprefix('eval/')} {shares}", markup=False, soft_wrap=True)
         what = f"difference of {difference.removeprefix('eval/')} over the same sequences"
         found = PairedDifference(**result["difference"][difference])
         console().print(_in_words(what, found), markup=False, soft_wrap=True)
-
-
-def _share(metrics: Mapping[str, float], what: str, digits: str = ".3f") -> str:
-    mean, low, high = (format(metrics[f"{what}{end}"], digits) for end in ("", "_low", "_high"))
-    return f"{mean} ({low} to {high})"
 
 
 def _interval(evaluation: Mapping[str, Any]) -> str:

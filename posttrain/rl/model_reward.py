@@ -43,7 +43,7 @@ class ModelReward:
         self._renderer = policy if _same(tokenizer, policy.tokenizer) else _renderer(tokenizer, policy)
         self._as_sampled = self._renderer is policy
         self._stops = frozenset(self._renderer.tokenizer.stop_ids)
-        self._tail = _tail(self._renderer)
+        self._tail = _tail(policy) if self._as_sampled and self.reduce == "last" else []
         self._newline = self._renderer.tokenizer.encode_spans("\n", continues=True)[0]
         self._longest = model.config.max_positions
         self._rows = -(-rows // row_shards(mesh)) * row_shards(mesh)
@@ -112,8 +112,9 @@ def _tail(renderer: Renderer) -> list[int]:
     """What follows the token that ends an answer."""
     if not renderer.chat:
         return []
-    masked = render_answer([{"role": "user", "content": "?"}], [{"role": "assistant", "content": "!"}], renderer)
-    return list(masked.tokens[len(masked.mask) - masked.mask[::-1].index(True) :])
+    tokens = render_answer([{"role": "user", "content": "?"}], [{"role": "assistant", "content": "!"}], renderer).tokens
+    ends = [at for at, token in enumerate(tokens) if token in renderer.tokenizer.stop_ids]
+    return list(tokens[ends[-1] + 1 :]) if ends else []
 
 
 def _same(one: Tokenizer, other: Tokenizer) -> bool:
