@@ -182,9 +182,7 @@ def make(name: str) -> Work:
             one = next(batches)
             said = reference.logps(one)
             return Work(trainer=trainer, batches=batches, complete=lambda batch: replace(batch, ref_logps=said))
-        return Work(
-            trainer=trainer, batches=batches, complete=lambda batch: replace(batch, ref_logps=reference.logps(batch))
-        )
+        return Work(trainer=trainer, batches=batches, complete=reference.for_step)
     return Work(trainer=trainer_of(SFTLoss()), batches=batches)
 
 

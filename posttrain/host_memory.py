@@ -1,8 +1,11 @@
-"""Memory of the host that the C library keeps for later, which is where XLA's programs for a CPU have theirs."""
+"""Memory of the host: what the C library keeps for later, where XLA's programs for a CPU have theirs, and Python's."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """Of `mallopt`, malloc.h of glibc."""
@@ -23,3 +26,16 @@ def settle(platform: str) -> None:
     if platform == "cpu":
         library.mallopt(_M_MMAP_MAX, 0)
         library.mallopt(_M_TRIM_THRESHOLD, _LARGEST)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Python looks for garbage in cycles only afterwards: tracing makes so many objects, and keeps them, that it would
+    look through all that live again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

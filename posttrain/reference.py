@@ -18,6 +18,7 @@ from posttrain.kernels.top_k import top_k
 from posttrain.mesh import BATCH_SPEC, row_shards
 from posttrain.models.decoder import Decoder
 from posttrain.trainer import Trainer
+from posttrain.tree import replace
 from posttrain.weights.state import ModelWeights, Weights
 
 
@@ -35,6 +36,15 @@ class Reference:
     def logps(self, batch: Batch) -> Float[np.ndarray, "B T"]:
         """Log-probabilities of the batch's tokens, at the actor's temperature."""
         return np.asarray(self._actor.stats(model_inputs(batch), {**self._actor.weights, **self._weights}).logps)
+
+    def added_to(self, batch: Batch) -> Batch:
+        """The batch with its log-probabilities."""
+        return replace(batch, ref_logps=self.logps(batch))
+
+    def for_step(self, batch: Batch) -> Batch:
+        """The same for the actor's next step, which, where it is the first, is compiled meanwhile."""
+        self._actor.compile_ahead(replace(batch, ref_logps=np.zeros(batch.shape, np.float32)))
+        return self.added_to(batch)
 
 
 def model_inputs(batch: Batch) -> Batch:

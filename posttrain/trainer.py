@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import jax
@@ -27,7 +28,7 @@ from posttrain.batch import (
 )
 from posttrain.console import progress_bar
 from posttrain.cpu import compiled_sooner
-from posttrain.host_memory import settle
+from posttrain.host_memory import settle, uncollected
 from posttrain.kernels.chunk_stats import PLAIN, Terms
 from posttrain.kernels.platform import platform_of
 from posttrain.losses.router import RouterLoss, check_weight, corrected, load_metrics
@@ -84,6 +85,7 @@ class Trainer:
         self.num_programs = 0
         """Programs traced so far for steps, evaluation and statistics: one each for every shape of batch."""
         self._stepped = False
+        self._compiling: Future[Any] | None = None
         self._optimizer, self._max_grad_norm = optimizer, max_grad_norm
         self._micro_batch_rows, self._correction_rate = micro_batch_rows, correction_rate
         self._weights = _structure(model, self.mesh)
@@ -146,23 +148,45 @@ class Trainer:
 
         A gradient that is not finite, or a batch without any weight, changes nothing and shows as `update_skipped` = 1.
         """
+        arguments = self._arguments(batch)
+        if not self._stepped:
+            # Ahead of the update, which then has the memory that this takes.
+            with progress_bar("compiling the update"):
+                if self._compiling is None:
+                    self._lower(arguments).compile()
+                else:
+                    self._compiling.result()
+            settle(platform_of(self.mesh))
+            self._stepped, self._compiling = True, None
+        params, self._opt_state, metrics = self._step(*arguments)
+        self._write(params)
+        self.step_number += 1
+        return metrics
+
+    def compile_ahead(self, batch: Batch) -> None:
+        """Compile the first update, of a batch of this shape, in a thread, so that others can run or compile meanwhile.
+
+        `step` waits for it. Does nothing where that is done or under way.
+        """
+        if not self._stepped and self._compiling is None:
+            lowered = self._lower(self._arguments(batch))
+            thread = ThreadPoolExecutor(max_workers=1)
+            self._compiling = thread.submit(lowered.compile)
+            thread.shutdown(wait=False)
+
+    def _arguments(self, batch: Batch) -> tuple[Any, ...]:
+        """Of `_step_program`."""
         micro, count = self._micro_batches(batch)
         if not self._loss_checked:
             first = jax.tree.map(lambda x: x[0], micro)
             check_weight(self._objective.loss, first, scores=self.model.config.scalar_head)
             self._loss_checked = True
         inputs = micro, count, np.uint32(self.step_number), self._taught
-        arguments = self.params, self._frozen, self._opt_state, *inputs
-        if not self._stepped:
-            # Ahead of the update, which then has the memory that this takes.
-            with progress_bar("compiling the update"):
-                self._step.lower(*arguments).compile()
-            settle(platform_of(self.mesh))
-            self._stepped = True
-        params, self._opt_state, metrics = self._step(*arguments)
-        self._write(params)
-        self.step_number += 1
-        return metrics
+        return self.params, self._frozen, self._opt_state, *inputs
+
+    def _lower(self, arguments: tuple[Any, ...]) -> jax.stages.Lowered:
+        with uncollected():
+            return self._step.lower(*arguments)
 
     def evaluate(self, batches: Iterable[Batch], each: Callable[[Batch, Any], None] | None = None) -> Metrics:
         """The loss and its metrics over all batches, without an update. Of a loss over the whole batch that is all of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import resource
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.host_memory import settle
+from posttrain.host_memory import settle, uncollected
 
 BLOCK, BLOCKS = 4096, 20_000
 
@@ -43,6 +44,22 @@ def test_freed_blocks_below_one_in_use_go_back() -> None:
 def test_another_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     settle("cpu")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_as_it_was(enabled: bool) -> None:
+    assert gc.isenabled()
+    try:
+        if not enabled:
+            gc.disable()
+        with uncollected():
+            assert not gc.isenabled()
+        assert gc.isenabled() == enabled
+        with pytest.raises(ZeroDivisionError), uncollected():
+            1 / 0  # noqa: B018
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
 
 
 REPEATED = """

@@ -17,7 +17,7 @@ from posttrain.batch import Batch, LossOutput, TokenStats
 from posttrain.config import LoRA, MeshSection, OptimizerSection
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
-from posttrain.metrics import to_host
+from posttrain.metrics import CompileCounter, to_host
 from posttrain.models.decoder import Decoder
 from posttrain.optim import make_optimizer
 from posttrain.reference import Reference
@@ -129,6 +129,30 @@ def test_the_reference_is_the_actor_at_the_start(continued: bool) -> None:
     assert np.abs(actor.stats(batch).logps - start).max() > 1e-3
 
 
+def test_the_reference_scores_while_the_first_update_is_compiled(update: dict[str, np.ndarray]) -> None:
+    t, batch = trainer(), rows(0)
+    ready, before = Reference(t).for_step(batch), {path: np.asarray(w) for path, w in t.weights.items()}
+    assert ready.ref_logps is not None
+    assert_array_equal(ready.ref_logps, t.stats(batch).logps)
+    assert t._compiling is not None
+    t._compiling.result()
+    counter = CompileCounter()
+    t.step(ready)
+    assert counter.metrics()["perf/compilations"] == 0
+    assert t.num_programs == 2
+    assert_same_update(update, {path: np.asarray(w) - before[path] for path, w in t.weights.items()}, 1e-6)
+    assert t._compiling is None
+    t.compile_ahead(rows(1, ROWS // 2))
+    assert t._compiling is None
+    counter.close()
+
+
+def test_a_batch_of_another_shape_than_the_one_compiled_ahead(update: dict[str, np.ndarray]) -> None:
+    t = trainer()
+    t.compile_ahead(rows(1, ROWS // 2))
+    assert_same_update(update, moved(t, rows(0)), 1e-6)
+
+
 def test_a_batch_without_weight_or_with_a_broken_gradient_changes_nothing() -> None:
     @dataclass(frozen=True)
     class Broken:
@@ -223,3 +247,6 @@ def test_its_programs_get_the_options_of_the_platform(monkeypatch: pytest.Monkey
     for program in (lambda: t.step(batch), lambda: t.stats(batch), lambda: t.evaluate([batch])):
         with pytest.raises(jax.errors.JaxRuntimeError, match="no_option_of_cpu"):
             program()
+    t.compile_ahead(batch)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_option_of_cpu"):
+        t.step(batch)

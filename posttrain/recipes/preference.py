@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from posttrain.batch import Batch
@@ -19,7 +20,6 @@ from posttrain.recipes.reference_cache import check_scored, model_key, with_refe
 from posttrain.recipes.stage import HeldOut, StageRun
 from posttrain.reference import Reference
 from posttrain.trainer import Trainer
-from posttrain.tree import replace
 
 AddReference = Callable[[Batch], Batch]
 
@@ -28,16 +28,18 @@ def run_preference(stage: StageRun, inputs: JudgedInputs) -> None:
     """Train one preference stage to its end, from its newest checkpoint if there is one."""
     section = inputs.section
     trainer = make_trainer(stage, inputs, stage.load_model())
-    units, eval_units, complete = _referenced(stage, inputs, trainer)
-    batches = ComparisonBatches(units, seed=stage.seed)
+    referenced = _referenced(stage, inputs, trainer)
+    batches, eval_units = ComparisonBatches(referenced.units, seed=stage.seed), referenced.eval_units
     dropped = {"data/dropped_ratio": inputs.dropped_ratio} if inputs.dropped_ratio else {}
 
     def step() -> Mapping[str, Any]:
-        return {**with_margins(trainer.step(complete(next(batches)))), **dropped}
+        return {**with_margins(trainer.step(referenced.for_step(next(batches)))), **dropped}
 
     held_out = None
     if eval_units is not None:
-        held_out = HeldOut(evaluate=Evaluation(trainer, inputs.loss, eval_units, complete), metrics=metrics_of)
+        held_out = HeldOut(
+            evaluate=Evaluation(trainer, inputs.loss, eval_units, referenced.complete), metrics=metrics_of
+        )
     with stage.opened(trainer, batches, section.num_steps) as (sinks, checkpointer):
         result = stage.train(trainer, step, batches, sinks, checkpointer, section, held_out)
     stage.finish(trainer.model, result)
@@ -60,15 +62,24 @@ def make_trainer(stage: StageRun, inputs: JudgedInputs, model: Decoder) -> Train
     )
 
 
-def _referenced(stage: StageRun, inputs: JudgedInputs, trainer: Trainer) -> tuple[Units, Units | None, AddReference]:
+@dataclass(frozen=True, kw_only=True)
+class _Referenced:
     """The units, and what adds the reference's log-probabilities to a batch if the units do not bring them."""
+
+    units: Units
+    eval_units: Units | None
+    complete: AddReference
+    for_step: AddReference
+
+
+def _referenced(stage: StageRun, inputs: JudgedInputs, trainer: Trainer) -> _Referenced:
     section, units, eval_units = inputs.section, inputs.units, inputs.eval_units
     assert isinstance(section, PreferenceSection)
     if not inputs.loss.needs.reference:
-        return units, eval_units, lambda batch: batch
+        return _Referenced(units=units, eval_units=eval_units, complete=_as_it_is, for_step=_as_it_is)
     if section.reference == "live":
         reference = Reference(trainer)
-        return units, eval_units, lambda batch: replace(batch, ref_logps=reference.logps(batch))
+        return _Referenced(units=units, eval_units=eval_units, complete=reference.added_to, for_step=reference.for_step)
     key = model_key(
         trainer,
         stage.origin.parts,
@@ -79,7 +90,11 @@ def _referenced(stage: StageRun, inputs: JudgedInputs, trainer: Trainer) -> tupl
     )
     known = with_reference(units, trainer, key, seed=stage.seed, num_steps=section.num_steps)
     held_out = None if eval_units is None else with_reference_of_all(eval_units, trainer, key)
-    return known, held_out, check_scored
+    return _Referenced(units=known, eval_units=held_out, complete=check_scored, for_step=check_scored)
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
 
 
 class Preference(GivenPythonRun):
