@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -77,15 +78,20 @@ def test_without_rewards_interrupted_and_resumed(
 
 def test_the_reverse_kl_falls_without_any_reward(tmp_path: Path, teachers: Path) -> None:
     """Pure on-policy distillation through the RL loop: on held-out prompts by no accident."""
-    stage = taught(teachers, num_steps=60, group_size=8, prompts_per_step=4, optimizer={"learning_rate": 2e-2})
-    done = command("run", write_run(tmp_path, {**stage, "eval_dataset": {**HELD_OUT, "limit": 24}}))
+    stage = taught(teachers, num_steps=200, group_size=8, prompts_per_step=4, optimizer={"learning_rate": 1e-2})
+    for name, first in (("learned", 0), ("held_out", 1)):
+        prompts = [{"prompt": f"{number}+1="} for number in range(first, 400, 2)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+        stage["dataset" if name == "learned" else "eval_dataset"] = {"path": f"{name}.jsonl", "chat": False}
+    file = write_run(tmp_path, stage)
+    done = command("run", file)
     assert done.code == 0, done.err
     told = lines(tmp_path / "out")
     before, *steps, after = told
     kl = "eval/distill/kl"
     widths = [(line[f"{kl}_high"] - line[f"{kl}_low"]) / 2 for line in (before, after)]
     assert before[kl] - after[kl] > np.hypot(*widths), (before, after)
-    first, last = (np.mean([line["distill/kl"] for line in part]) for part in (steps[:5], steps[-5:]))
+    first, last = (np.mean([line["distill/kl"] for line in part]) for part in (steps[:20], steps[-20:]))
     assert last < first - 0.2
 
 
