@@ -15,7 +15,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.config import AttentionKernel
 from posttrain.kernels.attention import attention
-from posttrain.kernels.attention.dispatch import choose, select
+from posttrain.kernels.attention.dispatch import block_size, choose, select
 from posttrain.kernels.attention.request import Request
 from posttrain.kernels.platform import log_choice
 from tests.kernels.attention_cases import CASES, HEADS, Case, Rows, rows
@@ -199,6 +199,24 @@ ROWS_2048 = Request(
     tokamax=False,
     compute_capability=9.0,
 )
+
+
+@pytest.mark.parametrize(
+    ("changes", "block"),
+    [
+        ({}, 512),
+        ({"platform": "cpu"}, 128),
+        ({"platform": "cpu", "rows": 5}, 64),
+        ({"platform": "cpu", "rows": 4, "num_heads": 9}, 64),
+        ({"platform": "cpu", "rows": 8, "row_shards": 2}, 128),
+        ({"platform": "cpu", "rows": 8, "head_shards": 2}, 128),
+        ({"platform": "cpu", "rows": 8, "same_tokens": False}, 128),
+    ],
+)
+def test_blocks_that_fit_the_cache(changes: dict[str, Any], block: int) -> None:
+    assert block_size(replace(ROWS_2048, **changes)) == block
+
+
 DECODE: dict[str, Any] = {"num_queries": 1, "same_tokens": False}
 PREFILL: dict[str, Any] = {"num_queries": 512, "same_tokens": False}
 

@@ -64,8 +64,12 @@ WHOLE_LENGTH = 128
 WHOLE_LOGITS = 1 << 24
 """Logits of all rows and heads that may exist at once: 64 MiB."""
 
-BLOCK: Mapping[str, int] = {"cpu": 128}
-"""Queries and keys of a block of logits: what fits a CPU's cache; 512 elsewhere."""
+BLOCK, CPU_BLOCKS = 512, (128, 64)
+"""Queries and keys of a block of logits. Of whole rows on a CPU the smaller, where the larger block of all rows and
+heads does not fit its cache."""
+
+CPU_CACHE = 2 << 20
+"""Bytes of the second-level caches of two cores."""
 
 
 def attention(
@@ -160,14 +164,24 @@ def run(name: str, operands: Operands, variant: Variant, request: Request, mesh:
         case "reference":
             return _reference(operands, variant)
         case "blockwise":
-            block = BLOCK.get(request.platform, 512)
-            return blockwise(operands, variant, same_tokens=request.same_tokens, block=block)
+            return blockwise(operands, variant, same_tokens=request.same_tokens, block=block_size(request))
         case "splash":
             return _split(partial(splash.splash, variant=variant, interpret=interpret), operands, request, mesh)
         case "tokamax":
             return _split(partial(tokamax.tokamax, variant=variant), operands, request, mesh)
         case _:
             return _split(partial(cudnn.cudnn, variant=variant), operands, request, mesh)
+
+
+def block_size(request: Request) -> int:
+    """Queries and keys of a block of logits of `blockwise`."""
+    if request.platform != "cpu":
+        return BLOCK
+    large, small = CPU_BLOCKS
+    if request.kind != "rows":
+        return large
+    rows, heads = -(-request.rows // request.row_shards), -(-request.num_heads // request.head_shards)
+    return large if 4 * rows * heads * large * large <= CPU_CACHE else small
 
 
 def _reference(operands: Operands, variant: Variant) -> Array:
