@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import jax
@@ -87,22 +89,30 @@ def decoding_step(model: Decoder) -> Any:
     return jax.jit(step, donate_argnums=1).lower(weights.read(), cache)
 
 
+def calls(program: Callable[[Decoder], Any], model: Decoder) -> int:
+    """Python functions called to trace and lower ``program``: the same on a busy machine, which its seconds are not."""
+    count = 0
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    jax.clear_caches()
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        program(model)
+    finally:
+        sys.setprofile(before)
+    return count
+
+
 @pytest.mark.parametrize("program", [training_step, decoding_step])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_48_layers_are_traced_as_soon_as_few(program: Any, pattern: str) -> None:
-    """In seconds of this process, of which other work takes none; the best of several."""
+def test_48_layers_are_no_more_to_trace_than_few(program: Callable[[Decoder], Any], pattern: str) -> None:
     windows, few = PATTERNS[pattern]
-    seconds = {}
-    for num_layers in (few, 48):
-        model = tiny_model(num_layers=num_layers, windows=windows)
-        times = []
-        for _ in range(4):
-            jax.clear_caches()
-            start = time.process_time()
-            program(model)
-            times.append(time.process_time() - start)
-        seconds[num_layers] = min(times)
-    assert seconds[48] <= 1.2 * seconds[few] + 0.02
+    counts = [calls(program, tiny_model(num_layers=num_layers, windows=windows)) for num_layers in (few, 48)]
+    assert counts[1] <= 1.01 * counts[0]
 
 
 @pytest.mark.optimized
