@@ -14,7 +14,7 @@ from jaxtyping import UInt8
 
 from posttrain.batch import TopK
 from posttrain.data.vocabulary import NO_ID
-from posttrain.kernels.divergence import NO_LOGIT
+from posttrain.kernels.softmax import NO_LOGIT
 
 FORMAT = 2
 """Of the records. 1 had no code for `NO_ID`."""

@@ -12,7 +12,7 @@ from posttrain.batch import TopK
 from posttrain.config import ConfigError
 from posttrain.data.byte_tokenizer import byte_characters
 from posttrain.data.tokenizer import Tokenizer
-from posttrain.kernels.divergence import NO_LOGIT
+from posttrain.kernels.softmax import NO_LOGIT
 
 NO_ID = 2**31 - 1
 """In the place of ids that stand for no token of the student."""

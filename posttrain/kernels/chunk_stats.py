@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import TopK
 from posttrain.kernels.divergence import FORWARD_KL, Divergence, divergence, divergence_gradient, token_logps
+from posttrain.kernels.softmax import Softmax
 from posttrain.kernels.spans import NAMED, span_terms
 
 
@@ -35,8 +36,8 @@ class Terms:
 PLAIN = Terms()
 
 Found = dict[str, Array]
-LOG_Z = "log_z"
-"""Beside the statistics: log of the sum of exp(logits / temperature), for the backward pass."""
+INNER = TOP, NORM = "top", "norm"
+"""Beside the statistics, those of `Softmax`, for the backward pass."""
 
 
 class Part(NamedTuple):
@@ -50,26 +51,21 @@ class Part(NamedTuple):
 
 
 def chunk_stats(logits: Float[Array, "B C V"], part: Part, temperature: float, terms: Terms) -> Found:
-    scaled = logits / temperature
-    # Everything is relative to the largest logit: a nearly certain token then has an exact log-prob and entropy.
-    top = jnp.max(scaled, axis=-1)
-    relative = scaled - top[..., None]
-    exps = jnp.exp(relative)
-    norm = jnp.sum(exps, axis=-1)
-    log_norm = jnp.log(norm)
+    own, chosen = Softmax.of(logits, temperature), jnp.take_along_axis(logits, part.targets[..., None], axis=-1)
+    relative, log_norm, norm = own.centred / temperature, own.log_norm[..., 0], own.norm[..., 0]
     found = {
-        "logps": jnp.take_along_axis(scaled, part.targets[..., None], axis=-1)[..., 0] - top - log_norm,
-        "entropy": log_norm - jnp.sum(_times(exps, relative), axis=-1) / norm,
-        LOG_Z: top + log_norm,
+        "logps": own.log_of(chosen)[..., 0],
+        "entropy": log_norm - jnp.sum(own.exps * relative, axis=-1) / norm,
+        TOP: own.top[..., 0],
+        NORM: norm,
     }
     if terms.mean_over is not None:
-        known = _is_below(terms.mean_over, scaled)
+        known = _is_below(terms.mean_over, logits)
         found["mean_logps"] = jnp.sum(jnp.where(known, relative, 0.0), axis=-1) / terms.mean_over - log_norm
     if terms.squares:
-        found["log_squares"] = jnp.log(jnp.sum(jnp.square(exps), axis=-1)) - 2 * log_norm
+        found["log_squares"] = jnp.log(jnp.sum(jnp.square(own.exps), axis=-1)) - 2 * log_norm
     if terms.sampling_temperature is not None:
-        sampled = jax.nn.log_softmax(logits / terms.sampling_temperature, axis=-1)
-        found["sampling_logps"] = jnp.take_along_axis(sampled, part.targets[..., None], axis=-1)[..., 0]
+        found["sampling_logps"] = Softmax.of(logits, terms.sampling_temperature).log_of(chosen)[..., 0]
     if terms.unshared is not None and terms.divergence is not None:
         found |= _span_terms(logits, part, terms)
     elif terms.divergence is not None:
@@ -102,13 +98,15 @@ def chunk_gradient(
     temperature: float,
     terms: Terms,
     cotangents: Mapping[str, Array],
-    log_z: Float[Array, "B C"],
-    entropy: Float[Array, "B C"],
+    found: Found,
 ) -> Float[Array, "B C V"]:
-    """Of sum(statistics * cotangents). What has no cotangent costs nothing."""
+    """Of sum(statistics * cotangents). What has no cotangent costs nothing.
+
+    `found`: of `chunk_stats` the entropy and what is `INNER`.
+    """
     grad = jnp.zeros((1, 1, 1), jnp.float32)
     if not cotangents.keys().isdisjoint(("logps", "mean_logps", "entropy")):
-        grad = _of_own(logits, part, temperature, terms, cotangents, log_z, entropy)
+        grad = _of_own(logits, part, temperature, terms, cotangents, found)
     if NAMED in cotangents:
         of_groups, pull_groups = jax.vjp(lambda x: _span_terms(x, part, terms), logits)
         none = jax.tree.map(jnp.zeros_like, of_groups)
@@ -127,31 +125,24 @@ def _of_own(
     temperature: float,
     terms: Terms,
     cotangents: Mapping[str, Array],
-    log_z: Float[Array, "B C"],
-    entropy: Float[Array, "B C"],
+    found: Found,
 ) -> Float[Array, "B C V"]:
     """d logp = onehot - p; d mean = 1/n - p, over n ids; d entropy = -p (log p + entropy)."""
     zero = jnp.zeros((1, 1, 1), jnp.float32)
     d_logps, d_mean, d_entropy = (
         cotangents[name][..., None] if name in cotangents else zero for name in ("logps", "mean_logps", "entropy")
     )
-    log_probs = logits / temperature - log_z[..., None]
-    probs = jnp.exp(log_probs)
+    own = Softmax.again(logits, temperature, found[TOP][..., None], found[NORM][..., None])
+    probs = own.probs
     onehot = part.targets[..., None] == jax.lax.broadcasted_iota(part.targets.dtype, logits.shape, 2)
     grad = d_logps * onehot - probs * (d_logps + d_mean)
     if "mean_logps" in cotangents:
         assert terms.mean_over is not None
         grad += d_mean * _is_below(terms.mean_over, logits) / terms.mean_over
     if "entropy" in cotangents:
-        grad -= d_entropy * (_times(probs, log_probs) + probs * entropy[..., None])
+        grad -= d_entropy * probs * (own.logs + found["entropy"][..., None])
     return grad / temperature
 
 
 def _is_below(count: int, logits: Float[Array, "B C V"]) -> Bool[Array, "1 1 V"]:
     return jnp.arange(logits.shape[-1])[None, None] < count
-
-
-def _times(p: Float[Array, "B C V"], log_p: Float[Array, "B C V"]) -> Float[Array, "B C V"]:
-    """p log p, and 0 where p is 0: a head that masks part of its vocabulary gives logits of -inf."""
-    # `p` itself is that 0. A constant would be lifted out of the loop over chunks, as one more array of their size.
-    return jnp.where(p > 0, p * log_p, p)

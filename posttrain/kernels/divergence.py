@@ -11,9 +11,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from posttrain.batch import TopK
-
-NO_LOGIT = -1e30
-"""In place of logits of -inf: their probability is 0, and no product with it is NaN."""
+from posttrain.kernels.softmax import NO_LOGIT, Softmax
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +46,15 @@ def divergence(
     Of a `TopK` the ids beyond the best are one outcome: by the data-processing inequality the result is a lower bound,
     and it is exact where the student divides that mass as the teacher does.
     """
-    logits = jnp.maximum(logits, NO_LOGIT)
     if isinstance(teacher, TopK):
-        found = _outcomes(logits, teacher, kind.temperature)
-        return _generalized(found.log_s, found.log_t, kind.beta)
-    return _generalized(*_both(logits, teacher, kind.temperature), kind.beta)
+        found = _outcomes(jnp.maximum(logits, NO_LOGIT), teacher, kind.temperature)
+        return jnp.sum(outcome_terms(found.log_s, found.log_t, kind.beta), axis=-1)
+    student, theirs = _both(logits, teacher, kind.temperature)
+    if kind.beta == 0:
+        return _kl(theirs, student)
+    if kind.beta == 1:
+        return _kl(student, theirs)
+    return jnp.sum(outcome_terms(student.logs, theirs.logs, kind.beta), axis=-1)
 
 
 def divergence_gradient(
@@ -63,15 +65,20 @@ def divergence_gradient(
     beta 0: s - t. Else g = (1 - beta) log(s / m), with log(s / t) for beta 1. The ids beyond a teacher's best share the
     pull on their sum as the student divides it. Twin: the gradient of `divergence` by the library.
     """
-    bounded = jnp.maximum(logits, NO_LOGIT)
     if isinstance(teacher, TopK):
-        found = _outcomes(bounded, teacher, kind.temperature)
+        found = _outcomes(jnp.maximum(logits, NO_LOGIT), teacher, kind.temperature)
         pull = _pull(found.log_s, found.log_t, kind.beta)
         rows, places = (x[..., None] for x in jnp.indices(found.ids.shape[:2]))
         gradient = jnp.exp(found.others - found.rest) * pull[..., -1:]
         gradient = gradient.at[rows, places, found.ids].set(pull[..., :-1], mode="drop")
     else:
-        gradient = _pull(*_both(bounded, teacher, kind.temperature), kind.beta)
+        student, theirs = _both(logits, teacher, kind.temperature)
+        if kind.beta == 0:
+            gradient = student.probs - theirs.probs
+        elif kind.beta == 1:
+            gradient = student.probs * (student.logs - theirs.logs - _kl(student, theirs)[..., None])
+        else:
+            gradient = _pull(student.logs, theirs.logs, kind.beta)
     # What is impossible for the student stays so.
     return jnp.where(logits > NO_LOGIT, gradient / kind.temperature, 0.0)
 
@@ -80,8 +87,8 @@ def token_logps(teacher: Float[Array, "B C W"] | TopK, targets: Int[Array, "B C"
     """The teacher's log-probability of the tokens themselves, at temperature 1."""
     if isinstance(teacher, TopK):
         return jnp.asarray(teacher.token_logps)
-    chosen = jnp.take_along_axis(teacher, targets[..., None], axis=-1)[..., 0]
-    return chosen - jax.nn.logsumexp(teacher, axis=-1)
+    chosen = jnp.take_along_axis(teacher, targets[..., None], axis=-1)
+    return Softmax.of(teacher, 1.0).log_of(chosen)[..., 0]
 
 
 def like_student(logits: Float[Array, "B C W"], vocab_size: int) -> Float[Array, "B C V"]:
@@ -91,8 +98,10 @@ def like_student(logits: Float[Array, "B C W"], vocab_size: int) -> Float[Array,
     return jnp.pad(cut, ((0, 0), (0, 0), (0, missing)), constant_values=NO_LOGIT) if missing else cut
 
 
-def _generalized(log_s: Float[Array, "B C V"], log_t: Float[Array, "B C V"], beta: float) -> Float[Array, "B C"]:
-    return jnp.sum(outcome_terms(log_s, log_t, beta), axis=-1)
+def _kl(p: Softmax, q: Softmax) -> Float[Array, "B C"]:
+    """sum(p log(p / q)), of two of the same temperature."""
+    apart = jnp.sum(p.exps * (p.centred - q.centred), axis=-1, keepdims=True) / p.temperature
+    return (apart / p.norm - (p.log_norm - q.log_norm))[..., 0]
 
 
 def outcome_terms(log_s: Float[Array, "*B"], log_t: Float[Array, "*B"], beta: float) -> Float[Array, "*B"]:
@@ -106,7 +115,7 @@ def outcome_terms(log_s: Float[Array, "*B"], log_t: Float[Array, "*B"], beta: fl
 
 
 def _pull(log_s: Float[Array, "B C V"], log_t: Float[Array, "B C V"], beta: float) -> Float[Array, "B C V"]:
-    """Gradient of `_generalized` by the logarithms of the student's unnormalised probabilities."""
+    """Gradient of the divergence by the logarithms of the student's unnormalised probabilities."""
     s = jnp.exp(log_s)
     if beta == 0:
         return s - jnp.exp(log_t)
@@ -117,12 +126,8 @@ def _pull(log_s: Float[Array, "B C V"], log_t: Float[Array, "B C V"], beta: floa
     return s * (g - jnp.sum(s * g, axis=-1, keepdims=True))
 
 
-def _both(
-    logits: Float[Array, "B C V"], teacher: Float[Array, "B C W"], temperature: float
-) -> tuple[Float[Array, "B C V"], Float[Array, "B C V"]]:
-    """Log-probabilities of student and teacher."""
-    theirs = like_student(teacher, logits.shape[-1])
-    return jax.nn.log_softmax(logits / temperature, axis=-1), jax.nn.log_softmax(theirs / temperature, axis=-1)
+def _both(logits: Float[Array, "B C V"], teacher: Float[Array, "B C W"], temperature: float) -> tuple[Softmax, Softmax]:
+    return Softmax.of(logits, temperature), Softmax.of(like_student(teacher, logits.shape[-1]), temperature)
 
 
 class _Outcomes(NamedTuple):

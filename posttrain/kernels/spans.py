@@ -18,7 +18,8 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import TopK
-from posttrain.kernels.divergence import NO_LOGIT, NOTHING_LEFT, outcome_terms
+from posttrain.kernels.divergence import NOTHING_LEFT, outcome_terms
+from posttrain.kernels.softmax import NO_LOGIT
 
 SPAN_TERMS = ("named", "named_kl", "left", "sorted")
 NAMED, NAMED_KL, LEFT, SORTED = SPAN_TERMS

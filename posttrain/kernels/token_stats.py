@@ -16,7 +16,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import HostArray, TokenStats, TopK
-from posttrain.kernels.chunk_stats import LOG_Z, PLAIN, Found, Part, Terms, chunk_gradient, chunk_stats
+from posttrain.kernels.chunk_stats import INNER, PLAIN, Found, Part, Terms, chunk_gradient, chunk_stats
 from posttrain.kernels.chunks import Plan, along, chunk_length, of_tokens, plan_of, predicting
 from posttrain.kernels.spans import NAMED, SPAN_TERMS, check_groups, span_divergence
 
@@ -223,15 +223,13 @@ def _part(static: _Static, plan: Plan, given: _Given, index: Array) -> Part:
 def _compute(
     static: _Static, hidden: Float[Array, "B Tp D"], parameters: tuple[Array, ...], plan: Plan, given: _Given
 ) -> Found:
-    found = _computed(static, hidden, parameters, plan, given)
-    del found[LOG_Z]
-    return found
+    return _outer(_computed(static, hidden, parameters, plan, given))
 
 
 def _computed(
     static: _Static, hidden: Float[Array, "B Tp D"], parameters: tuple[Array, ...], plan: Plan, given: _Given
 ) -> Found:
-    """All statistics in the order of the plan, and `LOG_Z`; 0 beyond the chunks that count."""
+    """All statistics in the order of the plan, with those that are `INNER`; 0 beyond the chunks that count."""
 
     def of_chunk(index: Array) -> tuple[Array, Found]:
         part = _part(static, plan, given, index)
@@ -250,21 +248,19 @@ def _compute_forward(static: _Static, *arguments: Any) -> tuple[Found, Any]:
     values, trained, frozen = _partition(arguments)
     hidden, _, plan, given = values
     found = _computed(static, *values)
-    log_z = found.pop(LOG_Z)
-    return found, (hidden, trained, frozen, plan, given, log_z, found["entropy"])
+    saved = {name: found[name] for name in (*INNER, "entropy")}
+    return _outer(found), (hidden, trained, frozen, plan, given, saved)
 
 
 def _compute_backward(static: _Static, residuals: Any, cotangents: Mapping[str, Any]) -> tuple[Any, ...]:
-    hidden, trained, frozen, plan, given, log_z, entropy = residuals
+    hidden, trained, frozen, plan, given, saved = residuals
     known = {name: ct for name, ct in cotangents.items() if not isinstance(ct, SymbolicZero)}
 
     def body(index: Array, sums: _Sums) -> _Sums:
         part = _part(static, plan, given, index)
         logits, pull = _with_pull(static, along(hidden, part.order), trained, frozen)
-        log_z_of, entropy_of, known_of = _cut((log_z, entropy, known), part)
-        return sums.plus(
-            part, pull(chunk_gradient(logits, part, static.temperature, static.terms, known_of, log_z_of, entropy_of))
-        )
+        known_of, saved_of = _cut((known, saved), part)
+        return sums.plus(part, pull(chunk_gradient(logits, part, static.temperature, static.terms, known_of, saved_of)))
 
     sums = jax.lax.fori_loop(0, plan.num_chunks, body, _Sums.zeros(hidden, trained))
     return along(sums.hidden, plan.back), tuple(sums.parameters), None, None
@@ -290,12 +286,8 @@ def _pulled_forward(static: _Static, *arguments: Any) -> tuple[tuple[Array, Foun
         part = _part(static, plan, given, index)
         logits, pull = _with_pull(static, along(hidden, part.order), trained, frozen)
         new = chunk_stats(logits, part, static.temperature, static.terms)
-        pulls = pull(
-            chunk_gradient(
-                logits, part, static.temperature, static.terms, _cut(cotangents, part), new.pop(LOG_Z), new["entropy"]
-            )
-        )
-        return part, new, pulls
+        gradient = chunk_gradient(logits, part, static.temperature, static.terms, _cut(cotangents, part), new)
+        return part, _outer(new), pull(gradient)
 
     def body(index: Array, carry: tuple[Found, _Sums]) -> tuple[Found, _Sums]:
         part, new, pulls = of_chunk(index)
@@ -357,6 +349,10 @@ def _cut(tree: Any, part: Part) -> Any:
 
 def _written(found: Found, new: Found, start: Array) -> Found:
     return {name: jax.lax.dynamic_update_slice_in_dim(x, new[name], start, axis=1) for name, x in found.items()}
+
+
+def _outer(found: Found) -> Found:
+    return {name: x for name, x in found.items() if name not in INNER}
 
 
 def _inner(found: Found, cotangents: Mapping[str, Array]) -> Array:

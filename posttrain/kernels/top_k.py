@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import TopK
 from posttrain.kernels.chunks import along, chunk_length, of_tokens, plan_of
-from posttrain.kernels.divergence import NO_LOGIT
+from posttrain.kernels.softmax import NO_LOGIT
 
 
 def top_k(

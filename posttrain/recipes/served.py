@@ -18,7 +18,7 @@ from jaxtyping import Float
 from posttrain.batch import Batch, TopK
 from posttrain.config import ConfigError, RunError, TeacherSection
 from posttrain.data.vocabulary import NO_ID
-from posttrain.kernels.divergence import NO_LOGIT
+from posttrain.kernels.softmax import NO_LOGIT
 
 ATTEMPTS = 5
 FIRST_WAIT_S = 0.5

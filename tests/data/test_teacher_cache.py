@@ -18,7 +18,8 @@ from posttrain.data.taught import Taught, teacher_shares
 from posttrain.data.teacher_cache import CacheFolder, TeacherCache, fill
 from posttrain.data.teacher_records import RecordFormat
 from posttrain.data.vocabulary import NO_ID
-from posttrain.kernels.divergence import NO_LOGIT, Divergence, divergence
+from posttrain.kernels.divergence import Divergence, divergence
+from posttrain.kernels.softmax import NO_LOGIT
 
 IDENTITY = {"teacher": "t", "data": "d", "vocab_size": 512, "top_k": 4, "temperature": 1.0}
 
