@@ -117,6 +117,20 @@ def test_large_logits_do_not_overflow(kernel: AttentionKernel) -> None:
     assert np.isfinite(np.asarray(call(large, CASES["sinks"], kernel=kernel))).all()
 
 
+@pytest.mark.parametrize("length", [384, 300])
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_without_a_gradient(name: str, length: int) -> None:
+    """Of which short rows are computed without a loop on a CPU."""
+    data = rows(lengths=((170, 90), (length,)), length=length)
+
+    def out(q: jax.Array) -> jax.Array:
+        return call(data._replace(q=q), CASES[name], kernel="blockwise")
+
+    assert "while" not in str(jax.make_jaxpr(out)(data.q))
+    expected, _ = jax.jit(lambda q: jax.vjp(out, q))(data.q)
+    assert_allclose(jax.jit(out)(data.q), expected, atol=2e-6)
+
+
 @pytest.mark.parametrize("kernel", ["blockwise", "splash"])
 def test_low_precision_as_the_reference(kernel: AttentionKernel) -> None:
     data = rows(lengths=((200, 50), (256,)), length=256)

@@ -68,8 +68,10 @@ def test_answers_go_on_from_one_prompt(name: str, case: str) -> None:
 
     gradients, out = jax.jit(jax.grad(shared, argnums=(0, 1, 2), has_aux=True))(*arrays)
     expected, outs = jax.jit(jax.grad(apart, argnums=(0, 1, 2), has_aux=True))(*arrays)
+    _, without_gradient = jax.jit(shared)(*arrays)
     for own, places in OWN.items():
         np.testing.assert_allclose(out[:, places], outs[own], atol=1e-5)
+        np.testing.assert_allclose(without_gradient[:, places], outs[own], atol=1e-5)
     for got, want in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-4)
 

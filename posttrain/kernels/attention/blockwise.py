@@ -19,7 +19,7 @@ FLOOR = 0.1 * MASKED
 """Least running maximum: beside it even the masked logits of a query that sees nothing have weight 0."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Plan:
     variant: Variant
     same_tokens: bool
@@ -28,25 +28,31 @@ class _Plan:
     block_q: int
     block_k: int
     num_blocks_k: int
+    written_out: bool
 
-    def keys_of(self, i: Array) -> tuple[Array | int, Array | int]:
-        """First and last + 1 block of keys that queries of block `i` can see.
+    def keys_of(self, i: Array | int) -> tuple[Array | int, Array | int]:
+        """First and last + 1 block of keys that queries of block `i` can see; numbers where `i` is one.
 
         Where queries and keys are the same tokens, that is neither after the diagonal nor before the window.
         """
         if not self.same_tokens:
             return 0, self.num_blocks_k
+        least, most = (jnp.minimum, jnp.maximum) if isinstance(i, Array) else (min, max)
         first: Array | int = 0
         # What a segment goes on from may lie before others: anywhere in the row.
         if self.variant.window is not None and not self.parents:
-            first = jnp.maximum(i * self.block_q - self.variant.window + 1, 0) // self.block_k
-        return first, jnp.minimum(((i + 1) * self.block_q - 1) // self.block_k + 1, self.num_blocks_k)
+            first = most(i * self.block_q - self.variant.window + 1, 0) // self.block_k
+        return first, least(((i + 1) * self.block_q - 1) // self.block_k + 1, self.num_blocks_k)
 
 
-def blockwise(operands: Operands, variant: Variant, *, same_tokens: bool, block: int) -> Float[Array, "B T N Hv"]:
+def blockwise(
+    operands: Operands, variant: Variant, *, same_tokens: bool, block: int, written_out: bool
+) -> Float[Array, "B T N Hv"]:
     """softmax(scale q k) v with a running maximum and sum. FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
 
-    `block`: queries and keys of one block of logits.
+    `block`: queries and keys of one block of logits. `written_out`: where no gradient is wanted, blocks of queries are
+    computed without a loop, each with one softmax over all keys that it can see: faster on a CPU, but a program that
+    grows with the row.
     """
     q, k, v, places, sinks = operands
     rows, length, num_heads, head_dim = q.shape
@@ -67,7 +73,14 @@ def blockwise(operands: Operands, variant: Variant, *, same_tokens: bool, block:
     )
     per_head = jnp.zeros(num_heads) if sinks is None else sinks.astype(jnp.float32)
     plan = _Plan(
-        variant, same_tokens, places.q_parents is not None, sinks is not None, block_q, block_k, k.shape[2] // block_k
+        variant=variant,
+        same_tokens=same_tokens,
+        parents=places.q_parents is not None,
+        sinks=sinks is not None,
+        block_q=block_q,
+        block_k=block_k,
+        num_blocks_k=k.shape[2] // block_k,
+        written_out=written_out,
     )
     out = _attend(plan, q, k, v, per_head.reshape(1, num_kv_heads, groups, 1), places)
     out = out.transpose(1, 0, 4, 2, 3, 5).reshape(rows, length + pad_q, num_heads, value_dim)
@@ -85,7 +98,31 @@ def _blocks(x: Array, pad: int, block: int, value: int) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan: _Plan, q: Array, k: Array, v: Array, sinks: Array, places: Places) -> Array:
-    return _forward(plan, q, k, v, sinks, places)[0]
+    if not plan.written_out:
+        return _forward(plan, q, k, v, sinks, places)[0]
+    blocks = range(q.shape[0])
+    of_queries = [jax.tree.map(lambda x, i=i: x[i], _of_queries(places)) for i in blocks]
+    return jnp.stack([_written_out(plan, i, q[i], k, v, sinks, of_queries[i], places) for i in blocks])
+
+
+def _written_out(
+    plan: _Plan, i: int, q: Array, k: Array, v: Array, sinks: Array, q_places: Sequence[Any], places: Places
+) -> Array:
+    """A block of queries [B, K, G, t, H] with one softmax over all keys that they can see."""
+    first, stop = plan.keys_of(i)
+    keys = slice(first * plan.block_k, stop * plan.block_k)
+    positions, segments, parents = q_places
+    known = places.k_positions[:, keys], places.k_segments[:, keys]
+    mask = visible(positions, known[0], segments, known[1], parents, plan.variant.window)
+    # Added, not chosen in their place: XLA:CPU then computes product, mask and softmax in one piece.
+    logits = _unmasked(plan.variant, q, k[:, :, keys])[0] + jnp.where(mask, 0.0, MASKED)[:, None, None]
+    sinks = jnp.maximum(sinks, FLOOR) if plan.sinks else jnp.full_like(sinks, FLOOR)
+    top = jnp.maximum(jnp.max(logits, axis=-1), sinks)
+    exps = jnp.exp(logits - top[..., None])
+    total = jnp.sum(exps, axis=-1)
+    total = total + jnp.exp(sinks - top) if plan.sinks else jnp.where(total > 0, total, 1.0)
+    out = _product("bkgts,bksh->bkgth", exps.astype(v.dtype), v[:, :, keys])
+    return (out / total[..., None]).astype(q.dtype)
 
 
 def _forward(plan: _Plan, q: Array, k: Array, v: Array, sinks: Array, places: Places) -> tuple[Array, Any]:
@@ -149,12 +186,17 @@ _attend.defvjp(_forward, _backward)
 
 def _logits(plan: _Plan, q: Array, k: Array, mask: Array) -> tuple[Array, Array | float]:
     """Masked logits, and their derivative by q k."""
-    scale, cap = plan.variant.scale, plan.variant.soft_cap
+    logits, slope = _unmasked(plan.variant, q, k)
+    return jnp.where(mask, logits, MASKED), slope
+
+
+def _unmasked(variant: Variant, q: Array, k: Array) -> tuple[Array, Array | float]:
+    scale, cap = variant.scale, variant.soft_cap
     logits = _product("bkgth,bksh->bkgts", q, k) * scale
     if cap is None:
-        return jnp.where(mask, logits, MASKED), scale
+        return logits, scale
     tanh = jnp.tanh(logits / cap)
-    return jnp.where(mask, cap * tanh, MASKED), scale * (1 - tanh * tanh)
+    return cap * tanh, scale * (1 - tanh * tanh)
 
 
 def _of_queries(places: Places) -> tuple[Array | None, ...]:

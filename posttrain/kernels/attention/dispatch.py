@@ -68,6 +68,9 @@ BLOCK, CPU_BLOCKS = 512, (128, 64)
 """Queries and keys of a block of logits. Of whole rows on a CPU the smaller, where the larger block of all rows and
 heads does not fit its cache."""
 
+SHORT_ROW = 4
+"""Blocks of queries up to which a CPU computes a row without a loop, where no gradient is wanted."""
+
 CPU_CACHE = 2 << 20
 """Bytes of the second-level caches of two cores."""
 
@@ -164,7 +167,9 @@ def run(name: str, operands: Operands, variant: Variant, request: Request, mesh:
         case "reference":
             return _reference(operands, variant)
         case "blockwise":
-            return blockwise(operands, variant, same_tokens=request.same_tokens, block=block_size(request))
+            block = block_size(request)
+            short = request.platform == "cpu" and request.kind == "rows" and request.num_queries <= SHORT_ROW * block
+            return blockwise(operands, variant, same_tokens=request.same_tokens, block=block, written_out=short)
         case "splash":
             return _split(partial(splash.splash, variant=variant, interpret=interpret), operands, request, mesh)
         case "tokamax":
