@@ -132,12 +132,13 @@ def test_another_tokenizer_sees_the_messages(folder: Path, tmp_path: Path) -> No
 
 @pytest.mark.thorough
 def test_reinforcement_learning_raises_the_score(folder: Path, tmp_path: Path) -> None:
-    stage = rl_stage(rewards=[{"model": str(folder)}], num_steps=25, group_size=8, optimizer={"learning_rate": 5e-2})
+    size = {"num_steps": 40, "prompts_per_step": 4, "group_size": 8}
+    stage = rl_stage(rewards=[{"model": str(folder)}], **size, optimizer={"learning_rate": 5e-2})
     done = posttrain("run", write_run(tmp_path, stage))
     assert done.code == 0, done.err
     told = [line for line in lines(tmp_path / "out") if "grad_norm" in line]
     rewards = [line["reward"] for line in told]
-    # A mean of four steps, 64 samples with a deviation of 1, has one of 0.13.
+    # A mean of four steps, 128 samples with a deviation of 1, has one of 0.09. Other seeds: it rose by 1.3 to 2.4.
     assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.5
     assert told[0]["rewards/reward_model/mean"] == pytest.approx(told[0]["reward"])
 
