@@ -77,8 +77,9 @@ def through_jax(operands: Operands, variant: Variant) -> jax.Array:
 
 IMPLEMENTATIONS: dict[str, Callable[[Operands, Variant], jax.Array]] = {
     "reference": reference,
-    "blockwise": functools.partial(blockwise.blockwise, same_tokens=True, block=128, written_out=True),
-    "blockwise_uneven": functools.partial(blockwise.blockwise, same_tokens=False, block=100, written_out=False),
+    "blockwise": functools.partial(blockwise.blockwise, same_tokens=True, block=128, short=False),
+    "short_rows": functools.partial(blockwise.blockwise, same_tokens=True, block=128, short=True),
+    "blockwise_uneven": functools.partial(blockwise.blockwise, same_tokens=False, block=100, short=False),
     "splash": functools.partial(splash.splash, interpret=True),
     "splash_split": functools.partial(splash.splash, interpret=True),
     "cudnn": through_jax,

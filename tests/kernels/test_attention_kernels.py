@@ -14,6 +14,7 @@ from tests.kernels.attention_cases import CASES, HEADS, LENGTH, VALUE_DIM, Rows,
 SERVED = {
     "reference": tuple(CASES),
     "blockwise": tuple(CASES),
+    "short_rows": tuple(CASES),
     "splash": tuple(CASES),
     "cudnn": ("full", "window"),
     "tokamax": ("full", "window", "soft_cap"),
@@ -57,7 +58,10 @@ def test_blocks_that_do_not_divide_the_row(variant: str) -> None:
     assert_same("blockwise_uneven", variant, DATA)
 
 
-@pytest.mark.parametrize(("name", "kv_heads"), [("blockwise", 1), ("blockwise", HEADS), ("splash", 1)])
+@pytest.mark.parametrize(
+    ("name", "kv_heads"),
+    [("blockwise", 1), ("blockwise", HEADS), ("short_rows", 1), ("short_rows", HEADS), ("splash", 1)],
+)
 def test_one_group_and_no_groups(name: str, kv_heads: int) -> None:
     assert_same(name, "all", rows(kv_heads=kv_heads))
 

@@ -39,6 +39,7 @@ def shared_places() -> Places:
         ("reference", "all"),
         ("blockwise", "full"),
         ("blockwise", "all"),
+        ("short_rows", "all"),
         ("blockwise_uneven", "window"),
         ("cudnn", "window"),
     ],
@@ -76,13 +77,12 @@ def test_answers_go_on_from_one_prompt(name: str, case: str) -> None:
         np.testing.assert_allclose(got, want, atol=1e-4)
 
 
-def test_one_answer_does_not_see_the_other() -> None:
+@pytest.mark.parametrize("name", ["blockwise", "short_rows"])
+def test_one_answer_does_not_see_the_other(name: str) -> None:
     *arrays, _ = drawn()
 
     def second(k: Array) -> Array:
-        out = IMPLEMENTATIONS["blockwise"](
-            Operands(arrays[0], k, arrays[2], shared_places(), None), CASES["full"].variant
-        )
+        out = IMPLEMENTATIONS[name](Operands(arrays[0], k, arrays[2], shared_places(), None), CASES["full"].variant)
         return jnp.sum(out[:, STARTS[1] :])
 
     gradient = np.asarray(jax.jit(jax.grad(second))(arrays[1]))

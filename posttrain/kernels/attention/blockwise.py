@@ -1,9 +1,8 @@
-"""Attention in blocks of queries and keys in plain XLA: no array of size T x S, forward or backward."""
+"""Attention in blocks of queries and keys in plain XLA: in loops, no array of size T x S, forward or backward."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,47 +11,19 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
+from posttrain.kernels.attention.blocks import FLOOR, Plan, of_queries, product, unmasked
 from posttrain.kernels.attention.reference import MASKED, visible
 from posttrain.kernels.attention.request import Operands, Places, Variant
-
-FLOOR = 0.1 * MASKED
-"""Least running maximum: beside it even the masked logits of a query that sees nothing have weight 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    variant: Variant
-    same_tokens: bool
-    parents: bool
-    sinks: bool
-    block_q: int
-    block_k: int
-    num_blocks_k: int
-    written_out: bool
-
-    def keys_of(self, i: Array | int) -> tuple[Array | int, Array | int]:
-        """First and last + 1 block of keys that queries of block `i` can see; numbers where `i` is one.
-
-        Where queries and keys are the same tokens, that is neither after the diagonal nor before the window.
-        """
-        if not self.same_tokens:
-            return 0, self.num_blocks_k
-        least, most = (jnp.minimum, jnp.maximum) if isinstance(i, Array) else (min, max)
-        first: Array | int = 0
-        # What a segment goes on from may lie before others: anywhere in the row.
-        if self.variant.window is not None and not self.parents:
-            first = most(i * self.block_q - self.variant.window + 1, 0) // self.block_k
-        return first, least(((i + 1) * self.block_q - 1) // self.block_k + 1, self.num_blocks_k)
+from posttrain.kernels.attention.short_rows import attend_short_rows
 
 
 def blockwise(
-    operands: Operands, variant: Variant, *, same_tokens: bool, block: int, written_out: bool
+    operands: Operands, variant: Variant, *, same_tokens: bool, block: int, short: bool
 ) -> Float[Array, "B T N Hv"]:
     """softmax(scale q k) v with a running maximum and sum. FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
 
-    `block`: queries and keys of one block of logits. `written_out`: where no gradient is wanted, blocks of queries are
-    computed without a loop, each with one softmax over all keys that it can see: faster on a CPU, but a program that
-    grows with the row.
+    `block`: queries and keys of one block of logits. `short`: blocks of queries are computed without a loop, each with
+    one softmax over all keys that it can see, `short_rows`: faster on a CPU, but a program that grows with the row.
     """
     q, k, v, places, sinks = operands
     rows, length, num_heads, head_dim = q.shape
@@ -72,7 +43,7 @@ def blockwise(
         None if places.q_parents is None else _blocks(places.q_parents, pad_q, block_q, 0),
     )
     per_head = jnp.zeros(num_heads) if sinks is None else sinks.astype(jnp.float32)
-    plan = _Plan(
+    plan = Plan(
         variant=variant,
         same_tokens=same_tokens,
         parents=places.q_parents is not None,
@@ -80,9 +51,9 @@ def blockwise(
         block_q=block_q,
         block_k=block_k,
         num_blocks_k=k.shape[2] // block_k,
-        written_out=written_out,
     )
-    out = _attend(plan, q, k, v, per_head.reshape(1, num_kv_heads, groups, 1), places)
+    attend = attend_short_rows if short else _attend
+    out = attend(plan, q, k, v, per_head.reshape(1, num_kv_heads, groups, 1), places)
     out = out.transpose(1, 0, 4, 2, 3, 5).reshape(rows, length + pad_q, num_heads, value_dim)
     return out[:, :length]
 
@@ -97,35 +68,11 @@ def _blocks(x: Array, pad: int, block: int, value: int) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(plan: _Plan, q: Array, k: Array, v: Array, sinks: Array, places: Places) -> Array:
-    if not plan.written_out:
-        return _forward(plan, q, k, v, sinks, places)[0]
-    blocks = range(q.shape[0])
-    of_queries = [jax.tree.map(lambda x, i=i: x[i], _of_queries(places)) for i in blocks]
-    return jnp.stack([_written_out(plan, i, q[i], k, v, sinks, of_queries[i], places) for i in blocks])
+def _attend(plan: Plan, q: Array, k: Array, v: Array, sinks: Array, places: Places) -> Array:
+    return _forward(plan, q, k, v, sinks, places)[0]
 
 
-def _written_out(
-    plan: _Plan, i: int, q: Array, k: Array, v: Array, sinks: Array, q_places: Sequence[Any], places: Places
-) -> Array:
-    """A block of queries [B, K, G, t, H] with one softmax over all keys that they can see."""
-    first, stop = plan.keys_of(i)
-    keys = slice(first * plan.block_k, stop * plan.block_k)
-    positions, segments, parents = q_places
-    known = places.k_positions[:, keys], places.k_segments[:, keys]
-    mask = visible(positions, known[0], segments, known[1], parents, plan.variant.window)
-    # Added, not chosen in their place: XLA:CPU then computes product, mask and softmax in one piece.
-    logits = _unmasked(plan.variant, q, k[:, :, keys])[0] + jnp.where(mask, 0.0, MASKED)[:, None, None]
-    sinks = jnp.maximum(sinks, FLOOR) if plan.sinks else jnp.full_like(sinks, FLOOR)
-    top = jnp.maximum(jnp.max(logits, axis=-1), sinks)
-    exps = jnp.exp(logits - top[..., None])
-    total = jnp.sum(exps, axis=-1)
-    total = total + jnp.exp(sinks - top) if plan.sinks else jnp.where(total > 0, total, 1.0)
-    out = _product("bkgts,bksh->bkgth", exps.astype(v.dtype), v[:, :, keys])
-    return (out / total[..., None]).astype(q.dtype)
-
-
-def _forward(plan: _Plan, q: Array, k: Array, v: Array, sinks: Array, places: Places) -> tuple[Array, Any]:
+def _forward(plan: Plan, q: Array, k: Array, v: Array, sinks: Array, places: Places) -> tuple[Array, Any]:
     def block(inputs: tuple[Any, ...]) -> tuple[Array, Array]:
         i, q_i, *q_places = inputs
 
@@ -135,7 +82,7 @@ def _forward(plan: _Plan, q: Array, k: Array, v: Array, sinks: Array, places: Pl
             logits, _ = _logits(plan, q_i, k_j, _visible(plan, j, q_places, places))
             new_top = jnp.maximum(top, jnp.max(logits, axis=-1))
             exps, keep = jnp.exp(logits - new_top[..., None]), jnp.exp(top - new_top)
-            added = _product("bkgts,bksh->bkgth", exps.astype(v.dtype), v_j)
+            added = product("bkgts,bksh->bkgth", exps.astype(v.dtype), v_j)
             return new_top, total * keep + jnp.sum(exps, axis=-1), out * keep[..., None] + added
 
         # A sink is a key that came first, without a value.
@@ -146,11 +93,11 @@ def _forward(plan: _Plan, q: Array, k: Array, v: Array, sinks: Array, places: Pl
         total = jnp.where(total > 0, total, 1.0)
         return (out / total[..., None]).astype(q.dtype), top + jnp.log(total)
 
-    out, log_total = lax.map(block, (jnp.arange(q.shape[0]), q, *_of_queries(places)))
+    out, log_total = lax.map(block, (jnp.arange(q.shape[0]), q, *of_queries(places)))
     return out, (q, k, v, sinks, places, out, log_total)
 
 
-def _backward(plan: _Plan, saved: Any, d_out: Array) -> tuple[Array, Array, Array, Array | None, None]:
+def _backward(plan: Plan, saved: Any, d_out: Array) -> tuple[Array, Array, Array, Array | None, None]:
     q, k, v, sinks, places, out, log_total = saved
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
 
@@ -162,16 +109,16 @@ def _backward(plan: _Plan, saved: Any, d_out: Array) -> tuple[Array, Array, Arra
             k_j, v_j = _slice(k, j, plan.block_k), _slice(v, j, plan.block_k)
             logits, slope = _logits(plan, q_i, k_j, _visible(plan, j, q_places, places))
             probs = jnp.exp(logits - log_total_i[..., None])
-            d_probs = _product("bkgth,bksh->bkgts", d_out_i, v_j)
+            d_probs = product("bkgth,bksh->bkgts", d_out_i, v_j)
             d_logits = (probs * (d_probs - delta_i[..., None]) * slope).astype(q.dtype)
-            dv = _add(dv, j, _product("bkgth,bkgts->bkhs", d_out_i, probs.astype(d_out_i.dtype)))
-            dk = _add(dk, j, _product("bkgth,bkgts->bkhs", q_i, d_logits))
-            return dq_i + _product("bkgts,bksh->bkgth", d_logits, k_j), dk, dv
+            dv = _add(dv, j, product("bkgth,bkgts->bkhs", d_out_i, probs.astype(d_out_i.dtype)))
+            dk = _add(dk, j, product("bkgth,bkgts->bkhs", q_i, d_logits))
+            return dq_i + product("bkgts,bksh->bkgth", d_logits, k_j), dk, dv
 
         dq_i, dk, dv = lax.fori_loop(*plan.keys_of(i), step, (jnp.zeros(q_i.shape), *carry))
         return (dk, dv), dq_i.astype(q.dtype)
 
-    blocks = (jnp.arange(q.shape[0]), q, log_total, d_out, delta, *_of_queries(places))
+    blocks = (jnp.arange(q.shape[0]), q, log_total, d_out, delta, *of_queries(places))
     # Sums [B, K, H, S]: of their products XLA:CPU transposes the first operand, here not the one of size t x s.
     zeros = (jnp.zeros(k.swapaxes(2, 3).shape), jnp.zeros(v.swapaxes(2, 3).shape))
     (dk, dv), dq = lax.scan(block, zeros, blocks)
@@ -184,34 +131,17 @@ def _backward(plan: _Plan, saved: Any, d_out: Array) -> tuple[Array, Array, Arra
 _attend.defvjp(_forward, _backward)
 
 
-def _logits(plan: _Plan, q: Array, k: Array, mask: Array) -> tuple[Array, Array | float]:
+def _logits(plan: Plan, q: Array, k: Array, mask: Array) -> tuple[Array, Array | float]:
     """Masked logits, and their derivative by q k."""
-    logits, slope = _unmasked(plan.variant, q, k)
+    logits, slope = unmasked(plan.variant, q, k)
     return jnp.where(mask, logits, MASKED), slope
 
 
-def _unmasked(variant: Variant, q: Array, k: Array) -> tuple[Array, Array | float]:
-    scale, cap = variant.scale, variant.soft_cap
-    logits = _product("bkgth,bksh->bkgts", q, k) * scale
-    if cap is None:
-        return logits, scale
-    tanh = jnp.tanh(logits / cap)
-    return cap * tanh, scale * (1 - tanh * tanh)
-
-
-def _of_queries(places: Places) -> tuple[Array | None, ...]:
-    return places.q_positions, places.q_segments, places.q_parents
-
-
-def _visible(plan: _Plan, j: Array, q_places: Sequence[Any], places: Places) -> Array:
+def _visible(plan: Plan, j: Array, q_places: Sequence[Any], places: Places) -> Array:
     keys = (places.k_positions, places.k_segments)
     k_positions, k_segments = (lax.dynamic_slice_in_dim(x, j * plan.block_k, plan.block_k, axis=1) for x in keys)
     positions, segments, parents = q_places
     return visible(positions, k_positions, segments, k_segments, parents, plan.variant.window)[:, None, None]
-
-
-def _product(spec: str, x: Array, y: Array) -> Array:
-    return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
 
 
 def _slice(x: Array, j: Array, block: int) -> Array:

@@ -69,7 +69,7 @@ BLOCK, CPU_BLOCKS = 512, (128, 64)
 heads does not fit its cache."""
 
 SHORT_ROW = 4
-"""Blocks of queries up to which a CPU computes a row without a loop, where no gradient is wanted."""
+"""Blocks of queries up to which a CPU computes a row without a loop."""
 
 CPU_CACHE = 2 << 20
 """Bytes of the second-level caches of two cores."""
@@ -169,7 +169,7 @@ def run(name: str, operands: Operands, variant: Variant, request: Request, mesh:
         case "blockwise":
             block = block_size(request)
             short = request.platform == "cpu" and request.kind == "rows" and request.num_queries <= SHORT_ROW * block
-            return blockwise(operands, variant, same_tokens=request.same_tokens, block=block, written_out=short)
+            return blockwise(operands, variant, same_tokens=request.same_tokens, block=block, short=short)
         case "splash":
             return _split(partial(splash.splash, variant=variant, interpret=interpret), operands, request, mesh)
         case "tokamax":
