@@ -119,16 +119,20 @@ def test_large_logits_do_not_overflow(kernel: AttentionKernel) -> None:
 
 @pytest.mark.parametrize("length", [384, 300])
 @pytest.mark.parametrize("name", CASES)
-def test_the_same_without_a_gradient(name: str, length: int) -> None:
-    """Of which short rows are computed without a loop on a CPU."""
+def test_short_rows_without_a_loop(name: str, length: int) -> None:
+    """On a CPU, with and without a gradient."""
     data = rows(lengths=((170, 90), (length,)), length=length)
 
-    def out(q: jax.Array) -> jax.Array:
-        return call(data._replace(q=q), CASES[name], kernel="blockwise")
+    def run(q: jax.Array, kernel: AttentionKernel) -> tuple[jax.Array, jax.Array]:
+        out, pull = jax.vjp(lambda q: call(data._replace(q=q), CASES[name], kernel=kernel), q)
+        return out, pull(out)[0]
 
-    assert "while" not in str(jax.make_jaxpr(out)(data.q))
-    expected, _ = jax.jit(lambda q: jax.vjp(out, q))(data.q)
-    assert_allclose(jax.jit(out)(data.q), expected, atol=2e-6)
+    assert "while" not in str(jax.make_jaxpr(lambda q: run(q, "blockwise"))(data.q))
+    one, other = (jax.jit(run, static_argnums=1)(data.q, kernel) for kernel in ("blockwise", "reference"))
+    # Of padding, finite numbers are all that is promised.
+    real = data.segments > 0
+    assert_allclose(one[0][real], other[0][real], atol=1e-5)
+    assert_allclose(one[1][real], other[1][real], atol=1e-4)
 
 
 @pytest.mark.parametrize("kernel", ["blockwise", "splash"])
