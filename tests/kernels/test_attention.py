@@ -120,7 +120,7 @@ def test_large_logits_do_not_overflow(kernel: AttentionKernel) -> None:
 @pytest.mark.parametrize("length", [384, 300])
 @pytest.mark.parametrize("name", CASES)
 def test_short_rows_without_a_loop(name: str, length: int) -> None:
-    """On a CPU, with and without a gradient."""
+    """On a CPU, in the gradient neither."""
     data = rows(lengths=((170, 90), (length,)), length=length)
 
     def run(q: jax.Array, kernel: AttentionKernel) -> tuple[jax.Array, jax.Array]:

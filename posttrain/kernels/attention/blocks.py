@@ -16,6 +16,8 @@ FLOOR = 0.1 * MASKED
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
+    """Static facts of one call, padded to whole blocks."""
+
     variant: Variant
     same_tokens: bool
     parents: bool
@@ -37,15 +39,6 @@ class Plan:
         if self.variant.window is not None and not self.parents:
             first = most(i * self.block_q - self.variant.window + 1, 0) // self.block_k
         return first, least(((i + 1) * self.block_q - 1) // self.block_k + 1, self.num_blocks_k)
-
-
-def unmasked(variant: Variant, q: Array, k: Array) -> tuple[Array, Array | float]:
-    scale, cap = variant.scale, variant.soft_cap
-    logits = product("bkgth,bksh->bkgts", q, k) * scale
-    if cap is None:
-        return logits, scale
-    tanh = jnp.tanh(logits / cap)
-    return cap * tanh, scale * (1 - tanh * tanh)
 
 
 def of_queries(places: Places) -> tuple[Array | None, ...]:

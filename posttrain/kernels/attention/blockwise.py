@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from posttrain.kernels.attention.blocks import FLOOR, Plan, of_queries, product, unmasked
+from posttrain.kernels.attention.blocks import FLOOR, Plan, of_queries, product
 from posttrain.kernels.attention.reference import MASKED, visible
 from posttrain.kernels.attention.request import Operands, Places, Variant
 from posttrain.kernels.attention.short_rows import attend_short_rows
@@ -133,8 +133,12 @@ _attend.defvjp(_forward, _backward)
 
 def _logits(plan: Plan, q: Array, k: Array, mask: Array) -> tuple[Array, Array | float]:
     """Masked logits, and their derivative by q k."""
-    logits, slope = unmasked(plan.variant, q, k)
-    return jnp.where(mask, logits, MASKED), slope
+    scale, cap = plan.variant.scale, plan.variant.soft_cap
+    logits = product("bkgth,bksh->bkgts", q, k) * scale
+    if cap is None:
+        return jnp.where(mask, logits, MASKED), scale
+    tanh = jnp.tanh(logits / cap)
+    return jnp.where(mask, cap * tanh, MASKED), scale * (1 - tanh * tanh)
 
 
 def _visible(plan: Plan, j: Array, q_places: Sequence[Any], places: Places) -> Array:

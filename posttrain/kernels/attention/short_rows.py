@@ -31,17 +31,17 @@ def attend_short_rows(plan: Plan, q: Array, k: Array, v: Array, sinks: Array, pl
 
 
 def _forward(plan: Plan, q: Array, k: Array, v: Array, sinks: Array, places: Places) -> tuple[Array, Any]:
-    outs, kept = [], []
+    outs, kept, least = [], [], _sinks(plan, q, sinks)
     for i in range(q.shape[0]):
-        keys, sinks_i = _keys(plan, i), _sinks(plan, q, sinks)
+        keys = _keys(plan, i)
         mask = jnp.where(_mask(plan, i, places), 0.0, MASKED)
         # Bound to these queries: else layers share one mask with all heads in it, too large for a cache.
         scaled, mask = jax.lax.optimization_barrier((_scaled(plan, q[i]), mask))
         logits = capped(_product_of(scaled, k[:, :, keys]), plan.variant.soft_cap)
         logits = _merged(logits.reshape(*q.shape[1:-1], -1) + mask[:, None, None])
-        top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), sinks_i)
+        top = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), least)
         exps = jnp.exp(logits - top)
-        of_sinks = jnp.exp(sinks_i - top) if plan.sinks else None
+        of_sinks = jnp.exp(least - top) if plan.sinks else None
         outs.append(product("bkrs,bksh->bkrh", exps.astype(v.dtype), v[:, :, keys]) / _total(exps, of_sinks))
         kept.append((exps, of_sinks))
     out = jnp.stack(outs).astype(q.dtype).reshape(*q.shape[:-1], v.shape[-1])
