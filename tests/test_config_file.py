@@ -2,83 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from posttrain import config_file
-from posttrain.config import ConfigError, LoRA, RLSection, RunConfig, SFTSection
-from posttrain.config_file import build_config, diff_config, dump_config, find_path, load_config, resolve_path
+from posttrain.config import ConfigError, LoRA, RLSection, SFTSection
+from posttrain.config_file import build_config, find_path, load_config, resolve_path
+from tests.config_files import LONG, SHORT, Write, fresh_folder, mistakes, read, rl
 
 KINDS = "'sft' or 'distill' or 'rl' or 'preference' or 'online_preference' or 'reward_model'"
-LONG = """\
-output: runs/x
-seed: 0
-model:
-  init: {model_type: llama, rms_norm_eps: 1e-6, rope_theta: 1e4}
-  tokenizer: bytes
-stages:
-  - kind: sft
-    dataset: {path: a.jsonl}
-    num_steps: 10
-    row_tokens: 64
-    batch_rows: 4
-    optimizer: {learning_rate: 1e-4}
-  - kind: rl
-    name: words
-    dataset: {path: b.jsonl, chat: no}
-    num_steps: 20
-    row_tokens: 64
-    rewards: [{fn: "rewards/length.py:short"}, {fn: "rewards/length.py:long", weight: -0.5}]
-    prompts_per_step: 4
-    group_size: 8
-    optimizer: {learning_rate: 0.001}
-    sampling: {max_tokens: 32}
-"""
-
-SHORT = """\
-kind: sft
-output: runs/x
-seed: 0
-model: {path: some/model}
-dataset: {path: a.jsonl}
-num_steps: 10
-row_tokens: 64
-batch_rows: 4
-optimizer: {learning_rate: 1e-4}
-"""
-
-Write = Callable[[str], Path]
 
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Writes `run.yaml` into the current folder, which is a fresh one."""
-    monkeypatch.chdir(tmp_path)
-
-    def _write(text: str) -> Path:
-        Path("run.yaml").write_text(text)
-        return Path("run.yaml")
-
-    return _write
-
-
-def read(file: Path, *overrides: str) -> RunConfig:
-    return load_config(file, overrides).config
-
-
-def mistakes(file: Path | str, *overrides: str) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load_config(file, overrides)
-    return str(caught.value).splitlines()
-
-
-def rl(config: RunConfig) -> RLSection:
-    stage = config.stages[-1]
-    assert isinstance(stage, RLSection)
-    return stage
+    return fresh_folder(tmp_path, monkeypatch)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -378,64 +316,3 @@ def test_an_installed_package_finds_only_its_own_folders(tmp_path: Path, monkeyp
     monkeypatch.setattr(config_file, "INSTALLED", {"configs": tmp_path / "posttrain", "rewards": tmp_path})
     assert find_path("configs") == tmp_path / "posttrain" / "configs"
     assert find_path("numpy") is None
-
-
-# --- writing and comparing --------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Judge:
-    strictness: float
-
-    def __call__(self, completions: list[str]) -> list[float]:
-        return [self.strictness] * len(completions)
-
-
-def short_answers(completions: list[str]) -> list[float]:
-    return [1.0 / (1 + len(text)) for text in completions]
-
-
-def test_dump_reads_back_equal(write: Write) -> None:
-    awkward = {"text": "a\nb\n", "number": "1e-4", "no": "no", "none": "null", "small": 1e-8, "unicode": "é: #", "": []}
-    config = read(write(LONG), "model.lora.rank=8", "stages.rl.sampling.stop=['\n\n', 'yes', '1_0']")
-    config = config.model_copy(update={"model": config.model.model_copy(update={"init": awkward})})
-    again = read(write(dump_config(config)))
-    assert again == config
-    assert dump_config(again) == dump_config(config)
-    assert again.model.init is not None
-    assert {word: type(value) for word, value in again.model.init.items()} == {w: type(v) for w, v in awkward.items()}
-
-
-def test_dump_is_readable(write: Write) -> None:
-    head = dump_config(read(write(SHORT))).splitlines()[:18]
-    assert head == [
-        "output: runs/x", "seed: 0", "model:", "  path: some/model", "  init: null", "  family: null",
-        "  tokenizer: null", "  stop_tokens: []", "  dtype: float32", "  compute_dtype: null", "  lora: null",
-        "  adapter: null", "  quantize: none", "  remat: none", "  attention: auto", "  decode_attention: auto",
-        "  grouped_matmul: auto", "  long_context: false",
-    ]  # fmt: skip
-
-
-def test_functions_dump_by_name(write: Write) -> None:
-    config = read(write(LONG))
-    rewards = [{"fn": short_answers}, {"fn": Judge(0.5)}, {"fn": Path("rewards/length.py")}]
-    stage = RLSection.model_validate({**dict(rl(config)), "rewards": rewards})
-    text = dump_config(config.model_copy(update={"stages": (stage,)}))
-    assert f"fn: {__name__}:short_answers\n" in text
-    assert f"fn: {__name__}:Judge\n" in text
-    assert "fn: rewards/length.py\n" in text
-
-
-def test_diff_names_what_changed(write: Write) -> None:
-    config = read(write(LONG))
-    assert diff_config(config, read(write(LONG))) == []
-    changed = read(
-        write(LONG), "seed=1", "model.lora.rank=8", "stages.rl.rewards=[{fn: a}]", "stages.0.optimizer.eps=1",
-        "model.init.extra=1",
-    )  # fmt: skip
-    expected = [
-        "seed", "model.init.extra", "model.lora", "stages.0.optimizer.eps", "stages.1.rewards.0.fn",
-        "stages.1.rewards.1",
-    ]  # fmt: skip
-    assert diff_config(config, changed) == expected
-    assert sorted(diff_config(changed, config)) == sorted(expected)

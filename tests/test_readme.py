@@ -1,22 +1,20 @@
 """What README and configs/ say can be done: commands parse, configurations pass their check, Python runs, links exist.
 
 A `bash` block of README holds commands of the forms in `FORMS`. A `python` block is run, but where it would train, the
-run is only checked (`Checked`), and checkpoints and data that are not here are tiny ones. A `yaml` block is a part of a
-file, a whole configuration, or fields of one. A block without a language is output or a tree of files.
+run is only checked (`tests/snippets.py`), and checkpoints and data that are not here are tiny ones. A `yaml` block is a
+part of a file, a whole configuration, or fields of one. A block without a language is output or a tree of files.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
 import itertools
-import json
 import re
 import shlex
 import textwrap
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +22,12 @@ import pytest
 import typer
 import yaml
 
-import posttrain as pt
 from posttrain.cli import app
 from posttrain.config import RLSection, RunConfig, SFTSection
 from posttrain.config_file import build_config, load_config
 from posttrain.recipes.check import check
-from posttrain.recipes.run import RunResult
 from posttrain.recipes.stages import stage_names
-from tests.tiny import tiny_model
+from tests.snippets import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -236,60 +232,6 @@ def test_commands(block: Block, offline: None) -> None:
 
 
 # --- Python -----------------------------------------------------------------------------------------------------------
-
-ROWS = [
-    {"prompt": f"{n}+1=", "question": f"{n}+1=", "completion": str(n + 1), "answer": str(n + 1), "text": f"{n}+1"}
-    for n in range(8)
-]
-
-
-@dataclass
-class Checked(ast.NodeTransformer):
-    """Rewrites a block so that it ends soon: `X.fit()` checks X; a checkpoint that is not here is a tiny one."""
-
-    model: Path
-    data: list[str] = field(default_factory=list)
-    """Files of rows that the block names."""
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if name == "fit" and isinstance(node.func, ast.Attribute):
-            return ast.Call(ast.Name("_fit", ast.Load()), [node.func.value], [])
-        if name in ("load_model", "load_tokenizer") and node.args and isinstance(node.args[0], ast.Constant):
-            node.args[0] = ast.Constant(str(self.model))
-        for keyword in node.keywords:
-            if keyword.arg == "model" and isinstance(keyword.value, ast.Constant):
-                keyword.value = ast.Constant(str(self.model))
-        return node
-
-    def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        if isinstance(node.value, str) and re.fullmatch(r"[\w./-]+\.jsonl?", node.value):
-            self.data.append(node.value)
-        return node
-
-
-def run_python(text: str, folder: Path) -> dict[str, Any]:
-    """Execute a block in an empty folder; the names that it leaves."""
-    model = folder / "tiny" / "model"
-    tokenizer = pt.load_tokenizer("bytes")
-    pt.save_model(tiny_model(windows=(None,), max_positions=4096), model, tokenizer=tokenizer)
-    rewrite = Checked(model)
-    tree = ast.fix_missing_locations(rewrite.visit(ast.parse(text)))
-    for name in rewrite.data:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        rows = "".join(json.dumps(row) + "\n" for row in ROWS) if name.endswith("l") else json.dumps(ROWS)
-        (folder / name).write_text(rows)
-
-    def fit(run: pt.SFT | pt.RL) -> RunResult:
-        check(run.config, folder)
-        # What a run leaves, with a result that every evaluation has.
-        result = {when: {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 8, "samples": []} for when in ("before", "after")}
-        return RunResult(output=folder, stages=["tiny"], results=[result])
-
-    names: dict[str, Any] = {"__name__": "readme", "_fit": fit}
-    exec(compile(tree, "README.md", "exec"), names)
-    return names
 
 
 def is_part_of_a_file(text: str, *patterns: str) -> bool:

@@ -15,6 +15,11 @@ from typing import Any
 import yaml
 
 from posttrain import cli
+from posttrain.config_file import load_config
+from posttrain.fit import StopRequest
+from posttrain.mesh import single_device_mesh
+from posttrain.recipes.prepare import prepare
+from posttrain.recipes.stage import StageRun
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -155,3 +160,25 @@ def inside(folder: Path) -> Iterator[None]:
     """`folder` as the working directory."""
     with contextlib.chdir(folder):
         yield
+
+
+def model_of(tmp_path: Path, **model: Any) -> Any:
+    """The model of the configuration as a stage loads it."""
+    loaded = load_config(write_run(tmp_path, sft_stage()), [f"model.{key}={value}" for key, value in model.items()])
+    ready = prepare(loaded.config, loaded.base_dir, offline_ok=False)
+    fields: dict[str, Any] = {
+        "name": "0-sft",
+        "kind": "sft",
+        "sampled": False,
+        "folder": tmp_path,
+        "output": tmp_path,
+        "stop": StopRequest(),
+    }
+    fields |= {
+        "source": None,
+        "source_name": None,
+        "adapter": None,
+        "seed": loaded.config.seed,
+        "mesh": single_device_mesh(),
+    }
+    return StageRun(model=loaded.config.model, tokenizer=ready.tokenizer, tensorboard=False, **fields).load_model()

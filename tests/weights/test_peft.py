@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from jax import Array
 from numpy.testing import assert_allclose, assert_array_equal
 from safetensors.numpy import load_file, save_file
 
-from posttrain.config import ConfigError, LoRA
+from posttrain.config import LoRA
 from posttrain.models.decoder import Decoder
 from posttrain.weights.load import load_model
 from posttrain.weights.lora import base_tensors, has_lora, merged
@@ -26,7 +25,7 @@ from posttrain.weights.pieces import Gather
 from posttrain.weights.save import hf_tensors
 from posttrain.weights.state import ModelWeights, Weights
 from tests.models.goldens import COMPILER_OPTIONS
-from tests.weights.test_lora import disturb
+from tests.weights.adapted import disturb
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 CASES = ("lora", "lora_all", "all_linear", "rslora", "dora", "lm_head_embed", "modules_to_save", "patterns")
@@ -295,17 +294,6 @@ def test_routers_take_what_files_bring(name: str, router: str, tmp_path: Path) -
         assert_array_equal(array, stored[name])
 
 
-def test_modules_to_save_are_ends_of_names(tmp_path: Path) -> None:
-    """In PEFT `norm` stands for input_layernorm, too."""
-    names = ("model.norm.weight", "model.layers.0.input_layernorm.weight")
-    tensors = {f"base_model.model.{name}": np.full(32, i + 2, np.float32) for i, name in enumerate(names)}
-    model = load_model(
-        GOLDENS / "models" / "llama", adapter=changed(tmp_path, "lora", {"modules_to_save": ["norm"]}, tensors)
-    )
-    loaded = dict(hf_tensors(model))
-    assert [loaded[name][0] for name in names] == [2.0, 3.0]
-
-
 def test_fused_modules_take_an_adapter_apart(tmp_path: Path) -> None:
     """Of queries, keys and values as one module: A is shared, B falls into parts."""
     rng = np.random.default_rng(0)
@@ -325,95 +313,3 @@ def test_fused_modules_take_an_adapter_apart(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "again" / "adapter_model.safetensors")
     assert_array_equal(stored[f"{start}A.weight"], a)
     assert_array_equal(stored[f"{start}B.weight"], b)
-
-
-def changed(tmp_path: Path, case: str, config: dict[str, Any], tensors: dict[str, np.ndarray | None]) -> Path:
-    """A golden adapter with other fields and tensors; None takes one away."""
-    folder = tmp_path / "changed"
-    shutil.copytree(GOLDENS / "lora" / case, folder)
-    fields = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(fields | config))
-    file = folder / "adapter_model.safetensors"
-    stored = {key: value for key, value in (load_file(file) | tensors).items() if value is not None}
-    save_file(stored, file)
-    return folder
-
-
-FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"peft_type": "LOHA"}, "adapter_config.json: peft_type='LOHA' is not supported"),
-        ({"bias": "all"}, "adapter_config.json: bias='all' is not supported"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa', which changes the base, is not supported"),
-        ({"target_parameters": ["a.b"]}, "adapter_config.json: target_parameters='a.b' is no matrix of the model"),
-        ({"target_parameters": ["up_proj.weight"]}, "safetensors: up_proj.weight of target_parameters is missing"),
-        ({"trainable_token_indices": [1]}, "adapter_config.json: trainable_token_indices=[1] is not supported"),
-        ({"target_modules": ["q_proj", "v_proj", "up_proj"]}, "safetensors: up_proj of target_modules is missing"),
-        ({"modules_to_save": ["lm_head"]}, "safetensors: lm_head of modules_to_save is missing"),
-        (
-            {"use_dora": True},
-            "safetensors: model.layers.0.self_attn.q_proj has {'A': (4, 32), 'B': (64, 4)}, must have",
-        ),
-    ],
-)
-def test_fields_that_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as raised:
-        load_model(GOLDENS / "models" / "llama", adapter=changed(tmp_path, "lora", config, {}))
-    assert message in str(raised.value)
-
-
-def test_tensors_that_do_not_fit_are_listed(tmp_path: Path) -> None:
-    tensors = {
-        f"{FIRST}A.weight": np.zeros((4, 31), np.float32),
-        f"{FIRST}B.weight".replace("layers.0", "layers.1"): None,
-        "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": np.zeros((4, 32), np.float32),
-        "base_model.model.model.norm.weight": np.ones(32, np.float32) * 7,
-    }
-    with pytest.raises(ConfigError) as raised:
-        load_model(GOLDENS / "models" / "llama", adapter=changed(tmp_path, "lora", {}, tensors))
-    for fault in (
-        "model.layers.0.self_attn.q_proj has {'A': (4, 31), 'B': (64, 4)}, must have {'A': (4, 32), 'B': (64, 4)}",
-        "model.layers.1.self_attn.q_proj has {'A': (4, 32)}, must have",
-        "model.layers.7.self_attn.q_proj.lora_A.weight (4, 32) is not the model's",
-        "model.norm.weight differs from the base's, and is not in modules_to_save",
-    ):
-        assert fault in str(raised.value), raised.value
-
-
-def test_embeddings_kept_beside_the_adapter_must_be_the_base(tmp_path: Path) -> None:
-    embedding = dict(hf_tensors(load_model(GOLDENS / "models" / "llama")))["model.embed_tokens.weight"]
-    key = "base_model.model.model.embed_tokens.base_layer.weight"
-    folder = changed(tmp_path, "lm_head_embed", {}, {key: embedding})
-    assert has_lora(load_model(GOLDENS / "models" / "llama", adapter=folder))
-
-
-def test_a_tied_head_needs_to_be_said(tmp_path: Path) -> None:
-    folder = changed(tmp_path, "all_linear", {"target_modules": ["embed_tokens"]}, {})
-    with pytest.raises(
-        ConfigError, match="embed_tokens of a model whose head is the embedding, without ensure_weight_"
-    ):
-        load_model(GOLDENS / "models" / "qwen3", adapter=folder)
-
-
-def test_what_cannot_be_written(tmp_path: Path) -> None:
-    def write(name: str, **fields: Any) -> None:
-        lora = LoRA(**({"rank": 2} | fields)) if fields else None
-        save_adapter(load_model(GOLDENS / "models" / name, lora=lora, seed=0), tmp_path / "out")
-
-    with pytest.raises(ConfigError, match="save_adapter: the model has no adapter; use save_model"):
-        write("llama")
-    with pytest.raises(ConfigError, match="PEFT has no DoRA on an embedding that is also the head"):
-        write("qwen3", targets=("embed",), dora=True)
-    with pytest.raises(ConfigError, match="PEFT has no DoRA on experts"):
-        write("qwen3_moe", targets=("experts",), dora=True)
-    with pytest.raises(ConfigError, match="PEFT takes .*mlp.down_proj for a parameter, for which it has no dropout"):
-        write("qwen3_moe", targets=("mlp.down",), dropout=0.1)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ConfigError, match="out is not an adapter's folder; give a new or empty folder"):
-        write("llama", targets=("q_proj",))
-    with pytest.raises(ConfigError, match="lora makes a new adapter, adapter loads one; give one of them"):
-        load_model(GOLDENS / "models" / "llama", lora=LoRA(rank=2), adapter=tmp_path)

@@ -1,0 +1,69 @@
+"""Python of documents, run so that it ends soon."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import posttrain as pt
+from posttrain.recipes.check import check
+from posttrain.recipes.run import RunResult
+from tests.tiny import tiny_model
+
+ROWS = [
+    {"prompt": f"{n}+1=", "question": f"{n}+1=", "completion": str(n + 1), "answer": str(n + 1), "text": f"{n}+1"}
+    for n in range(8)
+]
+
+
+@dataclass
+class Checked(ast.NodeTransformer):
+    """Rewrites a block so that it ends soon: `X.fit()` checks X; a checkpoint that is not here is a tiny one."""
+
+    model: Path
+    data: list[str] = field(default_factory=list)
+    """Files of rows that the block names."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if name == "fit" and isinstance(node.func, ast.Attribute):
+            return ast.Call(ast.Name("_fit", ast.Load()), [node.func.value], [])
+        if name in ("load_model", "load_tokenizer") and node.args and isinstance(node.args[0], ast.Constant):
+            node.args[0] = ast.Constant(str(self.model))
+        for keyword in node.keywords:
+            if keyword.arg == "model" and isinstance(keyword.value, ast.Constant):
+                keyword.value = ast.Constant(str(self.model))
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if isinstance(node.value, str) and re.fullmatch(r"[\w./-]+\.jsonl?", node.value):
+            self.data.append(node.value)
+        return node
+
+
+def run_python(text: str, folder: Path) -> dict[str, Any]:
+    """Execute a block in an empty folder; the names that it leaves."""
+    model = folder / "tiny" / "model"
+    tokenizer = pt.load_tokenizer("bytes")
+    pt.save_model(tiny_model(windows=(None,), max_positions=4096), model, tokenizer=tokenizer)
+    rewrite = Checked(model)
+    tree = ast.fix_missing_locations(rewrite.visit(ast.parse(text)))
+    for name in rewrite.data:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        rows = "".join(json.dumps(row) + "\n" for row in ROWS) if name.endswith("l") else json.dumps(ROWS)
+        (folder / name).write_text(rows)
+
+    def fit(run: pt.SFT | pt.RL) -> RunResult:
+        check(run.config, folder)
+        # What a run leaves, with a result that every evaluation has.
+        result = {when: {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 8, "samples": []} for when in ("before", "after")}
+        return RunResult(output=folder, stages=["tiny"], results=[result])
+
+    names: dict[str, Any] = {"__name__": "readme", "_fit": fit}
+    exec(compile(tree, "README.md", "exec"), names)
+    return names
