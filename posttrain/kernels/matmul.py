@@ -5,9 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float
+
+from posttrain.kernels.platform import platform_of
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -30,13 +33,29 @@ def _backward(
     dtype: DTypeLike | None, saved: tuple[Float[Array, "*B D"], Float[Array, "D F"]], gradient: Float[Array, "*B F"]
 ) -> tuple[Float[Array, "*B D"], Float[Array, "D F"]]:
     x, w = saved
-    lead = tuple(range(x.ndim - 1))
     dx = lax.dot_general(gradient, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
     # XLA:CPU writes the first operand transposed: better the narrower one.
-    narrow = x.shape[-1] <= gradient.shape[-1]
-    pair = (x, gradient) if narrow else (gradient, x)
-    dw = lax.dot_general(*pair, ((lead, lead), ((), ())), preferred_element_type=dtype)
-    return dx.astype(x.dtype), (dw if narrow else dw.T).astype(w.dtype)
+    if x.shape[-1] <= gradient.shape[-1]:
+        dw = _over_tokens(x, gradient, dtype)
+    elif platform_of(None) == "cpu":
+        dw = _turned(gradient, x, dtype)
+    else:
+        dw = _over_tokens(gradient, x, dtype).T
+    return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+def _over_tokens(x: Float[Array, "*B D"], y: Float[Array, "*B F"], dtype: DTypeLike | None) -> Float[Array, "D F"]:
+    tokens = tuple(range(x.ndim - 1))
+    return lax.dot_general(x, y, ((tokens, tokens), ((), ())), preferred_element_type=dtype)
+
+
+def _turned(x: Float[Array, "*B D"], y: Float[Array, "*B F"], dtype: DTypeLike | None) -> Float[Array, "F D"]:
+    """The same, transposed, with x turned first and the product after it. Of both XLA would make one product with y as
+    its transposed operand, the wider one, which the library YNN does not take."""
+    first = lax.optimization_barrier(jnp.moveaxis(x, -1, 0))
+    tokens = tuple(range(x.ndim - 1))
+    along = tuple(n + 1 for n in tokens), tokens
+    return lax.optimization_barrier(lax.dot_general(first, y, (along, ((), ())), preferred_element_type=dtype)).T
 
 
 matmul.defvjp(_forward, _backward)

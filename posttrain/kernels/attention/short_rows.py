@@ -50,7 +50,8 @@ def _forward(plan: Plan, q: Array, k: Array, v: Array, sinks: Array, places: Pla
 
 def _backward(plan: Plan, saved: Any, d_out: Array) -> tuple[Array, Array, Array, Array | None, None]:
     q, k, v, sinks, kept = saved
-    dqs, dk, dv, d_sinks = [], jnp.zeros(()), jnp.zeros(()), jnp.zeros(())
+    dqs, d_sinks = [], jnp.zeros(())
+    dk, dv = (jnp.zeros((*x.shape[:2], x.shape[3], x.shape[2])) for x in (k, v))
     for i, of_block in enumerate(kept):
         # A value of its own: the forward pass has its sum in one piece with a product.
         exps, of_sinks = jax.lax.optimization_barrier(of_block)
@@ -64,9 +65,8 @@ def _backward(plan: Plan, saved: Any, d_out: Array) -> tuple[Array, Array, Array
         if plan.variant.soft_cap is not None:
             d_logits *= 1 - jnp.square(jnp.tanh(_product_of(scaled, k[:, :, keys]) / plan.variant.soft_cap))
         dqs.append(plan.variant.scale * product("bkrs,bksh->bkrh", d_logits, k[:, :, keys]))
-        around = ((0, 0), (0, 0), (0, 0), (keys.start, k.shape[2] - keys.stop))
-        dk += jnp.pad(product("bkrh,bkrs->bkhs", scaled, d_logits), around)
-        dv += jnp.pad(product("bkrh,bkrs->bkhs", d_out_i, exps), around)
+        dk = _plus(dk, product("bkrh,bkrs->bkhs", scaled, d_logits), keys)
+        dv = _plus(dv, product("bkrh,bkrs->bkhs", d_out_i, exps), keys)
         if of_sinks is not None:
             # The share of the sink, whose value is 0.
             d_sinks -= jnp.sum((of_sinks / total * delta).reshape(q.shape[1:-1]), axis=(0, 3))
@@ -81,6 +81,11 @@ attend_short_rows.defvjp(_forward, _backward)
 def _keys(plan: Plan, i: int) -> slice:
     first, stop = map(int, plan.keys_of(i))
     return slice(first * plan.block_k, stop * plan.block_k)
+
+
+def _plus(sums: Array, new: Array, keys: slice) -> Array:
+    """In place: what reads the sums reads one array."""
+    return jax.lax.dynamic_update_slice_in_dim(sums, sums[..., keys] + new, keys.start, axis=3)
 
 
 def _mask(plan: Plan, i: int, places: Places) -> Array:
