@@ -1,4 +1,4 @@
-"""Reading, overriding, refusing, writing and comparing run configurations."""
+"""Finding, reading, overriding and refusing run configurations."""
 
 from __future__ import annotations
 

@@ -44,6 +44,10 @@ KINDS: dict[str, LoRA] = {
     "layers and ranks": LoRA(
         rank=2, targets=("all-linear",), layers=(0, 2), rank_pattern={"q_proj": 4, "layers.2.mlp.up_proj": 1}, dora=True
     ),
+    "tied": LoRA(rank=3, targets=("attention", "embed")),
+    "tied with dora": LoRA(rank=3, targets=("attention", "embed"), dora=True),
+    "experts": LoRA(rank=3, targets=("attention", "experts")),
+    "experts with dora": LoRA(rank=3, targets=("experts",), dora=True),
 }
 
 
@@ -52,14 +56,6 @@ def model_of(kind: str, seed: int = 0) -> Decoder:
     if kind.startswith("experts"):
         return random_model(config_from_init(MOE), Compute.of(jnp.float32), dtype=jnp.float32, seed=seed)
     return tiny_model(seed, vocab_size=96, tie_embeddings=kind.startswith("tied"), windows=(None,))
-
-
-KINDS |= {
-    "tied": LoRA(rank=3, targets=("attention", "embed")),
-    "tied with dora": LoRA(rank=3, targets=("attention", "embed"), dora=True),
-    "experts": LoRA(rank=3, targets=("attention", "experts")),
-    "experts with dora": LoRA(rank=3, targets=("experts",), dora=True),
-}
 
 
 def disturb(model: Decoder) -> None:

@@ -23,11 +23,7 @@ from posttrain.rl.cluster import Cluster, Role
 from posttrain.rollout.native import NativeEngine
 from posttrain.trainer import Trainer
 from posttrain.weights.load import init_model
-from posttrain.weights.lora import (
-    attach_lora,
-    merged,
-    sites,
-)
+from posttrain.weights.lora import attach_lora, merged, sites
 from posttrain.weights.state import ModelWeights
 from tests.tiny import forward
 from tests.weights.adapted import DENSE, KINDS, MOE, TOKENS, model_of, trained
