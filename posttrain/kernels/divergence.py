@@ -93,7 +93,7 @@ def token_logps(teacher: Float[Array, "B C W"] | TopK, targets: Int[Array, "B C"
 
 def like_student(logits: Float[Array, "B C W"], vocab_size: int) -> Float[Array, "B C V"]:
     """A teacher's logits over the rows of the student's vocabulary; both families' surplus rows hold no tokens."""
-    cut = jnp.maximum(logits[..., :vocab_size], NO_LOGIT)
+    cut = logits[..., :vocab_size]
     missing = vocab_size - cut.shape[-1]
     return jnp.pad(cut, ((0, 0), (0, 0), (0, missing)), constant_values=NO_LOGIT) if missing else cut
 

@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from posttrain.batch import HostArray, TokenStats, TopK
 from posttrain.kernels.chunk_stats import INNER, PLAIN, Found, Part, Terms, chunk_gradient, chunk_stats
 from posttrain.kernels.chunks import Plan, along, chunk_length, of_tokens, plan_of, predicting
+from posttrain.kernels.platform import platform_of
 from posttrain.kernels.spans import NAMED, SPAN_TERMS, check_groups, span_divergence
 
 CONSTANTS = ("log_squares", "sampling_logps")
@@ -263,7 +264,7 @@ def _compute_backward(static: _Static, residuals: Any, cotangents: Mapping[str, 
         return sums.plus(part, pull(chunk_gradient(logits, part, static.temperature, static.terms, known_of, saved_of)))
 
     sums = jax.lax.fori_loop(0, plan.num_chunks, body, _Sums.zeros(hidden, trained))
-    return along(sums.hidden, plan.back), tuple(sums.parameters), None, None
+    return along(sums.hidden, plan.back), tuple(sums.of_parameters(trained)), None, None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -296,7 +297,8 @@ def _pulled_forward(static: _Static, *arguments: Any) -> tuple[tuple[Array, Foun
     names = jax.eval_shape(lambda index: of_chunk(index)[1], jnp.int32(0))
     start = ({name: jnp.zeros(plan.order.shape, jnp.float32) for name in names}, _Sums.zeros(hidden, trained))
     found, sums = jax.lax.fori_loop(0, plan.num_chunks, body, start)
-    return (_inner(found, cotangents), found), (along(sums.hidden, plan.back), sums.parameters)
+    of_parameters = sums.of_parameters(trained)
+    return (_inner(found, cotangents), found), (along(sums.hidden, plan.back), of_parameters)
 
 
 def _pulled_backward(static: _Static, residuals: Any, cotangents: tuple[Array | SymbolicZero, Any]) -> tuple[Any, ...]:
@@ -315,11 +317,20 @@ class _Sums(NamedTuple):
 
     @classmethod
     def zeros(cls, hidden: Array, trained: list[Array | None]) -> _Sums:
-        return cls(jnp.zeros_like(hidden), jax.tree.map(jnp.zeros_like, trained))
+        return cls(jnp.zeros_like(hidden), jax.tree.map(lambda x: jnp.zeros_like(_lying(x)), trained))
 
     def plus(self, part: Part, pulls: tuple[Array, list[Array | None]]) -> _Sums:
         of_hidden = jax.lax.dynamic_update_slice_in_dim(self.hidden, pulls[0], part.start, axis=1)
-        return _Sums(of_hidden, jax.tree.map(jnp.add, self.parameters, pulls[1]))
+        return _Sums(of_hidden, jax.tree.map(lambda x, new: x + _lying(new), self.parameters, pulls[1]))
+
+    def of_parameters(self, trained: list[Array | None]) -> list[Array | None]:
+        return jax.tree.map(lambda x, like: x if x.shape == like.shape else x.T, self.parameters, trained)
+
+
+def _lying(x: Array) -> Array:
+    """A table of tokens as XLA:CPU adds up its gradient: by the product whose first operand is the narrow one."""
+    tall = x.ndim == 2 and x.shape[0] > x.shape[1]
+    return x.T if tall and platform_of(None) == "cpu" else x
 
 
 def _partition(arguments: Any) -> tuple[Any, list[Array | None], list[Array | None]]:

@@ -77,6 +77,34 @@ def test_equals_the_slow_twin(
         np.testing.assert_allclose(grad, expected_grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("pulled", [False, True])
+def test_a_table_of_tokens_has_the_gradient_of_a_head(
+    monkeypatch: pytest.MonkeyPatch, platform: str, pulled: bool
+) -> None:
+    """On a CPU it is added up transposed; the embedding's own use of the table is beside it."""
+    monkeypatch.setattr(module, "MIN_CHUNK_TOKENS", 1)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 9 * VOCAB)
+    monkeypatch.setattr("posttrain.kernels.token_stats.platform_of", lambda mesh: platform)
+    hidden, head, tokens, segments = problem(12)
+    weight = jnp.cos(jnp.arange(tokens.size, dtype=jnp.float32)).reshape(tokens.shape)
+    given = {"temperature": 0.7, "vocab_size": VOCAB}
+
+    def loss(table: jax.Array, hidden: jax.Array) -> jax.Array:
+        hidden, logits_of = hidden + jnp.take(table, tokens, axis=0), lambda x: x @ table.T
+        if pulled:
+            return pulled_stats(logits_of, hidden, tokens, segments, cotangents={"logps": weight}, **given)[0]
+        return jnp.sum(weight * token_stats(logits_of, hidden, tokens, segments, **given).logps)
+
+    def slow(table: jax.Array, hidden: jax.Array) -> jax.Array:
+        hidden = hidden + jnp.take(table, tokens, axis=0)
+        return jnp.sum(weight * whole(hidden, table.T, tokens, segments, 0.7).logps)
+
+    found, expected = (jax.jit(jax.grad(f, argnums=(0, 1)))(head.T, hidden) for f in (loss, slow))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
 def test_zero_where_nothing_is_predicted() -> None:
     hidden, head, tokens, segments = problem(7)
     stats = chunked(hidden, head, tokens, segments, 1.0)
