@@ -43,7 +43,7 @@ class Reference:
 
     def for_step(self, batch: Batch) -> Batch:
         """The same for the actor's next step, which, where it is the first, is compiled meanwhile."""
-        self._actor.compile_ahead(replace(batch, ref_logps=np.zeros(batch.shape, np.float32)))
+        self._actor.compile_ahead(replace(batch, ref_logps=np.zeros(batch.shape, np.float32)), model_inputs(batch))
         return self.added_to(batch)
 
 

@@ -163,16 +163,22 @@ class Trainer:
         self.step_number += 1
         return metrics
 
-    def compile_ahead(self, batch: Batch) -> None:
+    def compile_ahead(self, batch: Batch, scored: Batch) -> None:
         """Compile the first update, of a batch of this shape, in a thread, so that others can run or compile meanwhile.
 
-        `step` waits for it. Does nothing where that is done or under way.
+        `step` waits for it. What `stats` wants for `scored` is compiled when this returns. Does nothing where that is
+        done or under way.
         """
-        if not self._stepped and self._compiling is None:
-            lowered = self._lower(self._arguments(batch))
-            thread = ThreadPoolExecutor(max_workers=1)
-            self._compiling = thread.submit(lowered.compile)
-            thread.shutdown(wait=False)
+        if self._stepped or self._compiling is not None:
+            return
+        threads = ThreadPoolExecutor(max_workers=2)
+        with uncollected():
+            lowered = self._stats.lower(self.weights, *self._micro_batches(scored))
+        # That of the statistics first, as it is traced sooner, and while it compiles the update is traced.
+        scoring = threads.submit(lowered.compile)
+        self._compiling = threads.submit(self._lower(self._arguments(batch)).compile)
+        threads.shutdown(wait=False)
+        scoring.result()
 
     def _arguments(self, batch: Batch) -> tuple[Any, ...]:
         """Of `_step_program`."""

@@ -142,14 +142,21 @@ def test_the_reference_scores_while_the_first_update_is_compiled(update: dict[st
     assert t.num_programs == 2
     assert_same_update(update, {path: np.asarray(w) - before[path] for path, w in t.weights.items()}, 1e-6)
     assert t._compiling is None
-    t.compile_ahead(rows(1, ROWS // 2))
+    other = rows(1, ROWS // 2)
+    t.compile_ahead(other, other)
     assert t._compiling is None
     counter.close()
 
 
 def test_a_batch_of_another_shape_than_the_one_compiled_ahead(update: dict[str, np.ndarray]) -> None:
-    t = trainer()
-    t.compile_ahead(rows(1, ROWS // 2))
+    t, other = trainer(), rows(1, ROWS // 2)
+    t.compile_ahead(other, other)
+    assert t._compiling is not None
+    t._compiling.result()
+    counter = CompileCounter()
+    t.stats(other)
+    assert counter.metrics()["perf/compilations"] == 0
+    counter.close()
     assert_same_update(update, moved(t, rows(0)), 1e-6)
 
 
@@ -247,6 +254,6 @@ def test_its_programs_get_the_options_of_the_platform(monkeypatch: pytest.Monkey
     for program in (lambda: t.step(batch), lambda: t.stats(batch), lambda: t.evaluate([batch])):
         with pytest.raises(jax.errors.JaxRuntimeError, match="no_option_of_cpu"):
             program()
-    t.compile_ahead(batch)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="no_option_of_cpu"):
-        t.step(batch)
+    for program in (lambda: t.compile_ahead(batch, batch), lambda: t.step(batch)):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="no_option_of_cpu"):
+            program()
