@@ -15,7 +15,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.config import AttentionKernel
 from posttrain.kernels.attention import attention
-from posttrain.kernels.attention.dispatch import block_size, choose, select
+from posttrain.kernels.attention.dispatch import block_size, choose, even_block, select
 from posttrain.kernels.attention.request import Request
 from posttrain.kernels.platform import log_choice
 from tests.kernels.attention_cases import CASES, HEADS, Case, Rows, rows
@@ -233,6 +233,19 @@ ROWS_2048 = Request(
 )
 def test_blocks_that_fit_the_cache(changes: dict[str, Any], block: int) -> None:
     assert block_size(replace(ROWS_2048, **changes)) == block
+
+
+@pytest.mark.parametrize(
+    ("length", "block", "even"),
+    [
+        # Two blocks of 128 would have more logits than four of 64, three of 176 more than four of 128.
+        *((256, 64, 64), (512, 128, 128), (384, 128, 128)),
+        *((449, 128, 232), (300, 128, 152), (130, 128, 72), (200, 64, 104)),
+        *((128, 128, 128), (100, 128, 128)),
+    ],
+)
+def test_short_rows_are_cut_into_few_equal_blocks(length: int, block: int, even: int) -> None:
+    assert even_block(length, block) == even
 
 
 DECODE: dict[str, Any] = {"num_queries": 1, "same_tokens": False}

@@ -71,6 +71,9 @@ heads does not fit its cache."""
 SHORT_ROW = 4
 """Blocks of queries up to which a CPU computes a row without a loop."""
 
+LANES = 8
+"""The size of equal blocks of a short row is a multiple of them."""
+
 CPU_CACHE = 2 << 20
 """Bytes of the second-level caches of two cores."""
 
@@ -169,6 +172,8 @@ def run(name: str, operands: Operands, variant: Variant, request: Request, mesh:
         case "blockwise":
             block = block_size(request)
             short = request.platform == "cpu" and request.kind == "rows" and request.num_queries <= SHORT_ROW * block
+            if short:
+                block = even_block(request.num_queries, block)
             return blockwise(operands, variant, same_tokens=request.same_tokens, block=block, short=short)
         case "splash":
             return _split(partial(splash.splash, variant=variant, interpret=interpret), operands, request, mesh)
@@ -187,6 +192,20 @@ def block_size(request: Request) -> int:
         return large
     rows, heads = -(-request.rows // request.row_shards), -(-request.num_heads // request.head_shards)
     return large if 4 * rows * heads * large * large <= CPU_CACHE else small
+
+
+def even_block(length: int, block: int) -> int:
+    """The size of the fewest equal blocks of a row, two at least, with no more logits than blocks of `block` have.
+
+    A row shorter than `block` is one. What runs without a loop is compiled for every block.
+    """
+
+    def num_logits(size: int) -> int:
+        count = -(-length // size)
+        return count * (count + 1) // 2 * size**2
+
+    sizes = (-(-length // (LANES * count)) * LANES for count in range(2, -(-length // block) + 1))
+    return next((size for size in sizes if num_logits(size) <= num_logits(block)), block)
 
 
 def _reference(operands: Operands, variant: Variant) -> Array:
