@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
@@ -88,11 +87,12 @@ def rows_per_pass(total: int, wanted: int | None, shards: int) -> int:
     return -(-rows // shards) * shards
 
 
-def filled_ratio(batch: Batch) -> Float[Array, ""]:
-    """Share of the places that hold a token, of the rows that hold any."""
-    filled = jnp.asarray(batch.segments) > 0
-    num_places = jnp.sum(filled.any(axis=-1)) * filled.shape[-1]
-    return jnp.sum(filled) / jnp.maximum(num_places, 1)
+def filled(batch: Batch) -> dict[str, float]:
+    """Of host rows the metrics `num_tokens` and `data/filled_ratio`: the share of the places that hold a token, of the
+    rows that hold any."""
+    held = np.asarray(batch.segments) > 0
+    num_tokens, num_places = int(held.sum()), int(held.any(axis=1).sum()) * held.shape[1]
+    return {"num_tokens": float(num_tokens), "data/filled_ratio": num_tokens / max(num_places, 1)}
 
 
 @pytree

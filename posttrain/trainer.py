@@ -23,7 +23,7 @@ from posttrain.batch import (
     ScoreStats,
     TokenLoss,
     TokenStats,
-    filled_ratio,
+    filled,
     rows_per_pass,
 )
 from posttrain.console import progress_bar
@@ -144,7 +144,7 @@ class Trainer:
         return [teacher.read() for teacher in self._objective.teachers]
 
     def step(self, batch: Batch) -> Metrics:
-        """One update from one batch of host rows. Metrics stay on the device.
+        """One update from one batch of host rows. Metrics of the device stay there.
 
         A gradient that is not finite, or a batch without any weight, changes nothing and shows as `update_skipped` = 1.
         """
@@ -161,7 +161,7 @@ class Trainer:
         params, self._opt_state, metrics = self._step(*arguments)
         self._write(params)
         self.step_number += 1
-        return metrics
+        return {**metrics, **filled(batch)}
 
     def compile_ahead(self, batch: Batch, scored: Batch) -> None:
         """Compile the first update, of a batch of this shape, in a thread, so that others can run or compile meanwhile.
@@ -312,8 +312,6 @@ class Trainer:
             **({} if routers is None else load_metrics(routers.load)),
             "grad_norm": norm,
             "update_skipped": 1.0 - usable.astype(jnp.float32),
-            "num_tokens": jnp.sum(micro.segments > 0),
-            "data/filled_ratio": filled_ratio(micro),
         }
         return new_params, new_state, metrics
 

@@ -59,5 +59,6 @@ def of_tokens(x: Array, plan: Plan, counts: Bool[Array, "B Tc"]) -> Array:
 
 
 def along(x: Array, order: Int[Array, "B C"]) -> Array:
-    """Of each row the places in this order."""
-    return jnp.take_along_axis(x, order.reshape(*order.shape, *(1 for _ in x.shape[2:])), axis=1)
+    """Of each row the places in this order, all of which exist."""
+    order = order.reshape(*order.shape, *(1 for _ in x.shape[2:]))
+    return jnp.take_along_axis(x, order, axis=1, mode="promise_in_bounds")
