@@ -79,6 +79,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Operands, Variant], jax.Array]] = {
     "reference": reference,
     "blockwise": functools.partial(blockwise.blockwise, same_tokens=True, block=128, short=False),
     "short_rows": functools.partial(blockwise.blockwise, same_tokens=True, block=128, short=True),
+    "short_rows_uneven": functools.partial(blockwise.blockwise, same_tokens=True, block=152, short=True),
     "blockwise_uneven": functools.partial(blockwise.blockwise, same_tokens=False, block=100, short=False),
     "splash": functools.partial(splash.splash, interpret=True),
     "splash_split": functools.partial(splash.splash, interpret=True),

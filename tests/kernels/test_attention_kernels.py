@@ -56,6 +56,7 @@ def test_equals_the_reference(name: str, variant: str) -> None:
 @pytest.mark.parametrize("variant", ["full", "all"])
 def test_blocks_that_do_not_divide_the_row(variant: str) -> None:
     assert_same("blockwise_uneven", variant, DATA)
+    assert_same("short_rows_uneven", variant, DATA)
 
 
 @pytest.mark.parametrize(
