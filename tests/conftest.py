@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
         )
     os.environ["JAX_PLATFORMS"] = "cuda,cpu" if config.getoption("--gpu") else "cpu"
     # Virtual devices that wait for each other on a busy machine: after 40 seconds XLA would end the process.
-    patience = "--xla_cpu_collective_call_terminate_timeout_seconds=900 --xla_cpu_collective_timeout_seconds=900"
+    patience = "--xla_cpu_collective_call_terminate_timeout_seconds=300 --xla_cpu_collective_timeout_seconds=300"
     devices = f"--xla_force_host_platform_device_count={DEVICES}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices} {patience}"
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"

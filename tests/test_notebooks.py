@@ -55,7 +55,7 @@ def test_notebooks_name_no_machine(script: Path) -> None:
 
 def kernel_environment(folder: Path) -> dict[str, str]:
     """As of a user: one device, this checkout importable, no settings of Jupyter from the home folder."""
-    own = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    own = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PJRT_NPROC")}
     return own | {"PYTHONPATH": str(ROOT), "IPYTHONDIR": str(folder / "ipython")}
 
 

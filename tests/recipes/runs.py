@@ -132,7 +132,8 @@ def posttrain(*arguments: str | Path) -> Outcome:
 
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
     """The command line in a process of its own, on one device."""
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    environment = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
+    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
     command = [sys.executable, "-m", "posttrain", *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True)
