@@ -236,16 +236,20 @@ def test_blocks_that_fit_the_cache(changes: dict[str, Any], block: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "block", "even"),
+    ("length", "rows", "even"),
     [
-        # Two blocks of 128 would have more logits than four of 64, three of 176 more than four of 128.
-        *((256, 64, 64), (512, 128, 128), (384, 128, 128)),
-        *((449, 128, 232), (300, 128, 152), (130, 128, 72), (200, 64, 104)),
-        *((128, 128, 128), (100, 128, 128)),
+        # Three blocks of 176 would have more logits than four of 128.
+        *((512, 1, 128), (384, 1, 128), (449, 1, 232), (300, 1, 152), (130, 1, 72), (128, 1, 128), (100, 1, 128)),
+        # Of eight rows a block of 128 does not fit the cache: what is short is shorter.
+        *((256, 8, 128), (200, 8, 104), (100, 8, 128), (257, 8, None)),
+        *((513, 1, None), (2048, 1, None)),
     ],
 )
-def test_short_rows_are_cut_into_few_equal_blocks(length: int, block: int, even: int) -> None:
-    assert even_block(length, block) == even
+def test_short_rows_are_cut_into_few_equal_blocks(length: int, rows: int, even: int | None) -> None:
+    row = replace(ROWS_2048, platform="cpu", rows=rows, num_queries=length, num_keys=length)
+    assert even_block(row) == even
+    assert even_block(replace(row, platform="tpu")) is None
+    assert even_block(replace(row, same_tokens=False)) is None
 
 
 DECODE: dict[str, Any] = {"num_queries": 1, "same_tokens": False}
