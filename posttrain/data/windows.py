@@ -14,8 +14,9 @@ from posttrain.data.packing import best_fit
 Arrays = dict[str, np.ndarray]
 State = dict[str, Any]
 
-READ_AHEAD = 512
-"""Sequences made ahead of their use, in a thread."""
+READ_AHEAD = 64
+"""Sequences made ahead of their use, in a thread. For each that is taken grain looks through all of them: 512 cost four
+times as much as making the sequences of `bench/train.py spread`."""
 MOST_TOKENS = 2**24
 """In a window: with long rows it ends before it has all its sequences, so that the host can hold it."""
 
