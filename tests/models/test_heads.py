@@ -20,7 +20,13 @@ from tests.models.checkpoints import GOLDENS, assert_same
 TOKENS = np.array([[7, 10, 72, 41, 16, 48, 18, 2]], np.int32)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+OTHERS = (
+    *("mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "olmo2", "olmo3"),
+    *("smollm3", "glm4", "gpt_oss", "deepseek_v3"),
+)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", *(pytest.param(f, marks=pytest.mark.thorough) for f in OTHERS)])
 def test_transformers_gives_the_same_scores(tmp_path: Path, family: str) -> None:
     torch = pytest.importorskip("torch", reason="needs torch, which the extra [test] installs on Python 3.11")
     from transformers import AutoModelForSequenceClassification
@@ -32,7 +38,7 @@ def test_transformers_gives_the_same_scores(tmp_path: Path, family: str) -> None
     positions = np.arange(TOKENS.shape[1])[None]
     hidden, _ = model(jnp.asarray(TOKENS), jnp.asarray(positions), jnp.ones_like(jnp.asarray(TOKENS)))
     ours = np.asarray(model.scores(hidden))[:, -1]
-    other = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm")
+    other = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", experts_implementation="eager")
     with torch.no_grad():
         theirs = other(torch.tensor(np.pad(TOKENS, ((0, 0), (0, 3))), dtype=torch.long)).logits.numpy()
     assert theirs.shape == (1, 1)

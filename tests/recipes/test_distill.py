@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,22 +98,45 @@ def test_with_a_teacher_in_the_step_and_from_its_cache(folder: Path) -> None:
         if not name.endswith("perplexity"):
             assert result["difference"][name]["mean"] == pytest.approx(last[name] - first[name], rel=1e-3)
             assert result["difference"][name]["n"] == 5
-    assert last["eval/perplexity_low"] == pytest.approx(np.exp(last["eval/nll_low"]))
+    for end in ("", "_low"):
+        assert last[f"eval/perplexity{end}"] == pytest.approx(np.exp(last[f"eval/nll{end}"]))
 
 
 def test_several_teachers(folder: Path) -> None:
-    """Each row's own, in the step; one of them has more rows in its vocabulary than there are tokens."""
-    rows = [{**row, "who": ("teacher", {"teacher": 1, "other": 3})[i % 2]} for i, row in enumerate(ROWS)]
-    both = {"teachers": [{"path": "teacher"}, {"path": "other"}]}
-    refused = write_run(folder, distill_stage(**both))
+    """Each row's own, in the step, in whatever order; one has more rows in its vocabulary than there are tokens."""
+    names = ("teacher", "other")
+
+    def stage(listed: Sequence[str], **changes: Any) -> dict[str, Any]:
+        sections = [{"path": name} for name in listed]
+        return distill_stage(teachers=sections, eval_dataset=None, num_steps=1, **changes)
+
+    def give(of_row: Any) -> None:
+        rows = [{**row, "who": of_row} for row in ROWS]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def first_kl(of_row: Any, listed: Sequence[str]) -> float:
+        """Of the untrained student, before the first update; `of_row`: the column."""
+        column = {"teacher_column": "who"} if len(listed) > 1 else {}
+        output = folder / f"out-{len(list(folder.iterdir()))}"
+        file = write_run(folder, stage(listed, **column), output=str(output))
+        give(of_row)
+        outcome = command("run", file)
+        assert outcome.code == 0, outcome.err
+        return next(line["distill/kl"] for line in lines(output) if "distill/kl" in line)
+
+    alone = {name: first_kl(name, [name]) for name in names}
+    assert alone["teacher"] != pytest.approx(alone["other"], rel=0.01)
+    assert first_kl("other", names[::-1]) == pytest.approx(alone["other"], rel=1e-5)
+    both = first_kl({"teacher": 1, "other": 3}, names)
+    assert both == pytest.approx(0.25 * alone["teacher"] + 0.75 * alone["other"], rel=1e-5)
+
+    refused = write_run(folder, stage(names))
     assert "several teachers need teacher_column" in command("check", refused).error
-    file = write_run(folder, distill_stage(**both, teacher_column="who", eval_dataset=None, num_steps=2))
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write_run(folder, stage(names, teacher_column="who"))
+    give("other")
     checked = command("check", file)
     assert checked.code == 0, checked.err
     assert "teacher other: 3 rows of its vocabulary stand for no token of the student" in checked.out
-    assert command("run", file).code == 0
-    assert all(line["distill/kl"] > 0 for line in lines(folder / "out"))
 
 
 def test_pairs_that_do_not_fit(folder: Path, shared: Path) -> None:
