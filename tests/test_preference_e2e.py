@@ -191,8 +191,9 @@ TRL_LOG = [
 ]
 """What `DPOTrainer.train()` of trl 1.16.0 (torch 2.13.0, transformers 5.23.0) logs on the data of the golden `run_dpo`.
 
-Its `prompt_ids`, `chosen_ids` and `rejected_ids` go to the collator as they are, the sampler is sequential, and weights
-and arguments are the golden's. The golden's own `log` is not that of its data, see `test_the_log_of_run_dpo`.
+Made by `bench/peers/trl_dpo_run.py`: `prompt_ids`, `chosen_ids` and `rejected_ids` go to the collator as they are, in
+order, and weights and arguments are the golden's. The golden's own `log` is not that of its data, see
+`test_the_log_of_run_dpo`.
 """
 
 
