@@ -103,7 +103,10 @@ def test_with_a_teacher_in_the_step_and_from_its_cache(folder: Path) -> None:
 
 
 def test_several_teachers(folder: Path) -> None:
-    """Each row's own, in the step, in whatever order; one has more rows in its vocabulary than there are tokens."""
+    """One of them, or shares of both, in the step; one has more rows in its vocabulary than there are tokens.
+
+    Which row of the dataset says so: `test_whose_a_row_is`, `test_arrays_of_a_row`.
+    """
     names = ("teacher", "other")
 
     def stage(listed: Sequence[str], **changes: Any) -> dict[str, Any]:

@@ -69,8 +69,8 @@ BLOCK, CPU_BLOCKS = 512, (128, 64)
 heads does not fit its cache."""
 
 SHORT_ROW, SHORT_BLOCK = 4, 128
-"""Blocks of queries up to which a CPU computes a row without a loop; and their size then, whether it fits the cache or
-not: of 256 tokens two blocks in place of four shorten a first step by a tenth, and lengthen later ones by 3 %."""
+"""Blocks of `block_size` up to which a CPU computes a row without a loop; and the size that blocks have there, whether
+it fits the cache or not: two of 128 in place of four of 64 make a first step a tenth shorter, others 3 % longer."""
 
 LANES = 8
 """The size of equal blocks of a short row is a multiple of them."""
