@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from posttrain.config import ConfigError as ConfigError
     from posttrain.config import LoRA as LoRA
     from posttrain.data.tokenizer import load_tokenizer as load_tokenizer
+    from posttrain.generate import complete as complete
+    from posttrain.generate import generate as generate
     from posttrain.losses.pairs import Needs as Needs
     from posttrain.models.decoder import Decoder as Decoder
-    from posttrain.recipes.distill import Distill as Distill
-    from posttrain.recipes.generate import complete as complete
-    from posttrain.recipes.generate import generate as generate
-    from posttrain.recipes.online import OnlinePreference as OnlinePreference
-    from posttrain.recipes.preference import Preference as Preference
-    from posttrain.recipes.reward_model import RewardModel as RewardModel
-    from posttrain.recipes.rl import RL as RL
-    from posttrain.recipes.sft import SFT as SFT
-    from posttrain.rollout.native import NativeEngine as NativeEngine
+    from posttrain.rollout.engine import NativeEngine as NativeEngine
     from posttrain.rollout.shapes import Expected as Expected
     from posttrain.rollout.types import SamplingParams as SamplingParams
-    from posttrain.trainer import Trainer as Trainer
+    from posttrain.stages.distill import Distill as Distill
+    from posttrain.stages.online_preference import OnlinePreference as OnlinePreference
+    from posttrain.stages.preference import Preference as Preference
+    from posttrain.stages.reward_model import RewardModel as RewardModel
+    from posttrain.stages.rl import RL as RL
+    from posttrain.stages.sft import SFT as SFT
+    from posttrain.train.trainer import Trainer as Trainer
     from posttrain.tree import Mean as Mean
     from posttrain.weights.load import load_model as load_model
     from posttrain.weights.peft_save import save_adapter as save_adapter
@@ -40,23 +40,23 @@ _MODULES = {
     "Batch": "posttrain.batch",
     "ConfigError": "posttrain.config",
     "Decoder": "posttrain.models.decoder",
-    "Distill": "posttrain.recipes.distill",
+    "Distill": "posttrain.stages.distill",
     "Expected": "posttrain.rollout.shapes",
     "LoRA": "posttrain.config",
     "LossOutput": "posttrain.batch",
     "Mean": "posttrain.tree",
-    "NativeEngine": "posttrain.rollout.native",
+    "NativeEngine": "posttrain.rollout.engine",
     "Needs": "posttrain.losses.pairs",
-    "OnlinePreference": "posttrain.recipes.online",
-    "Preference": "posttrain.recipes.preference",
-    "RL": "posttrain.recipes.rl",
-    "RewardModel": "posttrain.recipes.reward_model",
-    "SFT": "posttrain.recipes.sft",
+    "OnlinePreference": "posttrain.stages.online_preference",
+    "Preference": "posttrain.stages.preference",
+    "RL": "posttrain.stages.rl",
+    "RewardModel": "posttrain.stages.reward_model",
+    "SFT": "posttrain.stages.sft",
     "SamplingParams": "posttrain.rollout.types",
     "TokenStats": "posttrain.batch",
-    "Trainer": "posttrain.trainer",
-    "complete": "posttrain.recipes.generate",
-    "generate": "posttrain.recipes.generate",
+    "Trainer": "posttrain.train.trainer",
+    "complete": "posttrain.generate",
+    "generate": "posttrain.generate",
     "load_model": "posttrain.weights.load",
     "load_tokenizer": "posttrain.data.tokenizer",
     "save_adapter": "posttrain.weights.peft_save",

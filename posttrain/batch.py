@@ -109,7 +109,7 @@ class TokenStats:
     log_squares: Float[Array, "B T"] | None = None
     """Log of the sum of squared probabilities in its place; without a gradient."""
     divergence: Float[Array, "B T"] | None = None
-    """From the teachers' distribution, as `posttrain.kernels.divergence.Divergence` says."""
+    """From the teachers' distribution, as `posttrain.kernels.logits.divergence.Divergence` says."""
     teacher_kl: Float[Array, "B T"] | None = None
     """KL(teacher || student) at temperature 1; without a gradient."""
     teacher_logps: Float[Array, "B T"] | None = None

@@ -115,13 +115,13 @@ def test_rewards_import_only_the_types_of_rl() -> None:
         ("models", "posttrain.models", "from . import layers\nfrom posttrain.models.layers import x", 0),
         ("models", "posttrain.models.families", "from ..layers import x\nfrom ...losses import kl", 1),
         ("models", "posttrain.models", "def f():\n    import posttrain.losses.kl", 1),
-        ("models", "posttrain.models", "import_module('posttrain.checkpoint')", 1),
+        ("models", "posttrain.models", "import_module('posttrain.train.checkpoint')", 1),
         ("trainer", "posttrain", "from posttrain.rollout.engine import E", 1),
         ("trainer", "posttrain", "from posttrain import losses, rl", 1),
         ("tree", "posttrain", "import posttrain", 1),
         ("tree", "posttrain", "import posttrain.brandnew", 1),
         ("rl", "posttrain.rl", "import rewards.gsm8k", 1),
-        ("cli", "posttrain", "from posttrain import __version__\nfrom posttrain.recipes.sft import SFT", 0),
+        ("cli", "posttrain", "from posttrain import __version__\nfrom posttrain.stages.sft import SFT", 0),
     ],
 )
 def test_the_check_finds(unit: str, package: str, text: str, count: int) -> None:
@@ -152,7 +152,7 @@ def test_heavy_packages_are_imported_inside_functions() -> None:
     assert found == []
 
 
-INDEPENDENT_READER = PACKAGE / "recipes" / "proof_readers.py"
+INDEPENDENT_READER = PACKAGE / "export" / "readers.py"
 """Reads what was written with another implementation, where that is installed."""
 
 

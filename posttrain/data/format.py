@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int
 from posttrain.config import ConfigError, DatasetSection, SequenceSection
 from posttrain.data.chat import Masked, Message, Renderer, plain_text
 from posttrain.data.tokenizer import Tokenizer
-from posttrain.imports import did_you_mean
+from posttrain.user_code import did_you_mean
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Row = Mapping[str, Any]

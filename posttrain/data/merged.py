@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import TopK
-from posttrain.data.vocabulary import NO_ID, Vocabulary, joined
-from posttrain.kernels.softmax import NO_LOGIT
+from posttrain.distill.cross_tokenizer.vocabulary import NO_ID, Vocabulary, joined
+from posttrain.kernels.logits.softmax import NO_LOGIT
 
 LEAST = 1e-30
 """Probability that stands for none, so that its logarithm is finite."""

@@ -16,8 +16,8 @@ from posttrain.data.chat import Renderer
 from posttrain.data.format import loss_on, tokenize_example
 from posttrain.data.packing import fit_to_row, sequence, to_batch
 from posttrain.data.sources import Rows
-from posttrain.data.taught import Taught
 from posttrain.data.windows import PackedBatches, Window
+from posttrain.distill.targets import Taught
 
 FINGERPRINT_ROWS = 64
 

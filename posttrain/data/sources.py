@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from posttrain.config import ConfigError, DatasetSection
-from posttrain.config_file import did_you_mean_path, resolve_path
-from posttrain.data.hub import hub_is_reachable, is_hub_id
-from posttrain.imports import describe_error, did_you_mean, import_object, is_object_spec, missing_path
+from posttrain.config.yaml_file import did_you_mean_path, resolve_path
+from posttrain.runtime.hub import hub_is_reachable, is_hub_id
+from posttrain.user_code import describe_error, did_you_mean, import_object, is_object_spec, missing_path
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from posttrain.config import ConfigError
-from posttrain.imports import did_you_mean
+from posttrain.user_code import did_you_mean
 
 T = TypeVar("T")
 

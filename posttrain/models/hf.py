@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any, Protocol, cast, runtime_checkable
 
 from posttrain.config import ConfigError
-from posttrain.imports import did_you_mean
 from posttrain.models import families
 from posttrain.models.config import (
     Activation,
@@ -31,6 +30,7 @@ from posttrain.models.fields import Fields
 from posttrain.models.heads import is_classifier
 from posttrain.models.names import Names
 from posttrain.models.rope import max_positions
+from posttrain.user_code import did_you_mean
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",

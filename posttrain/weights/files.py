@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posttrain.config import ConfigError
-from posttrain.config_file import did_you_mean_path
+from posttrain.config.yaml_file import did_you_mean_path
 from posttrain.models.config import AttentionConfig, ModelConfig
 from posttrain.models.names import LAYER, Names, Tensor
 from posttrain.weights.fp8 import unblocked

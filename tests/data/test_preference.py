@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.config import ConfigError, DatasetSection, OptimizerSection, PreferenceSection
 from posttrain.data.chat import Renderer
-from posttrain.data.comparisons import ComparisonBatches, Units, all_rows
+from posttrain.data.pairs import ComparisonBatches, Units, all_rows
 from posttrain.data.preference import judged, pair, steps
 from posttrain.data.sources import Rows
 from posttrain.data.tokenizer import load_tokenizer

@@ -21,8 +21,8 @@ from posttrain.mesh import make_mesh
 from posttrain.metrics import tables, to_host
 from posttrain.models.config import ModelConfig, RouterConfig
 from posttrain.models.moe import check_router
-from posttrain.optim import make_optimizer
-from posttrain.trainer import Trainer
+from posttrain.train.optim import make_optimizer
+from posttrain.train.trainer import Trainer
 from posttrain.tree import Mean
 from posttrain.weights.state import ModelWeights
 from tests.mixtures import MIXTURE, mixture_config, mixture_model

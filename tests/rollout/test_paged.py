@@ -12,7 +12,7 @@ from posttrain.config import ConfigError, DecodeAttention, MeshSection
 from posttrain.mesh import make_mesh, param_sharding
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
-from posttrain.rollout.native import NativeEngine
+from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.paged import choose_layout
 from posttrain.weights.state import ModelWeights
 from tests.rollout.engines import assert_same, make_engine, params, requests
