@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from posttrain.batch import Batch as Batch
     from posttrain.batch import LossOutput as LossOutput
     from posttrain.batch import TokenStats as TokenStats
-    from posttrain.config import ConfigError as ConfigError
     from posttrain.config import LoRA as LoRA
     from posttrain.data.tokenizer import load_tokenizer as load_tokenizer
+    from posttrain.errors import ConfigError as ConfigError
     from posttrain.generate import complete as complete
     from posttrain.generate import generate as generate
     from posttrain.losses.pairs import Needs as Needs
@@ -38,7 +38,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "Batch": "posttrain.batch",
-    "ConfigError": "posttrain.config",
+    "ConfigError": "posttrain.errors",
     "Decoder": "posttrain.models.decoder",
     "Distill": "posttrain.stages.distill",
     "Expected": "posttrain.rollout.shapes",

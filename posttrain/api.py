@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import ValidationError
 
-from posttrain.config import ConfigError, ModelSection, RunConfig, SampledSection, Section
+from posttrain.config import ModelSection, RunConfig, SampledSection, Section
 from posttrain.config.yaml_file import build_config, dump_config, load_config
+from posttrain.errors import ConfigError
 from posttrain.runs.code_identity import source_of
 from posttrain.weights.locate import read_model_config
 

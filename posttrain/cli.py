@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from posttrain.config import ConfigError, RunError
+from posttrain.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from posttrain.data.tokenizer import Tokenizer

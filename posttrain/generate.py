@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
-from posttrain.config import ConfigError
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer
+from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.stopping import text_of

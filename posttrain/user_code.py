@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -11,26 +10,12 @@ import pkgutil
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from posttrain.config import ConfigError
-
-SIMILAR = 0.65
-"""Of `difflib`'s ratio: a slip of the finger has more, as `stf` for `sft`; two words that share a syllable less."""
-
-
-def nearest_name(name: str, options: Iterable[str]) -> str | None:
-    """The option that is spelled most like the name, if any is a misspelling of it."""
-    return next(iter(difflib.get_close_matches(name, list(options), n=1, cutoff=SIMILAR)), None)
-
-
-def did_you_mean(name: str, options: Iterable[str]) -> str:
-    """`; did you mean 'nearest'?`, or nothing where no option is spelled like the name."""
-    near = nearest_name(name, options)
-    return "" if near is None else f"; did you mean {near!r}?"
+from posttrain.errors import ConfigError, did_you_mean
 
 
 def missing_path(path: Path) -> str:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import posttrain as pt
-from posttrain.config import ConfigError
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer
+from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.types import SamplingParams
 from tests.rollout.engines import NaiveEngine, assert_same

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config import ConfigError
-from posttrain.user_code import did_you_mean, import_object
+from posttrain.errors import ConfigError, did_you_mean
+from posttrain.user_code import import_object
 
 
 def write(folder: Path, name: str, text: str) -> None:

@@ -16,8 +16,9 @@ import numpy as np
 from jaxtyping import Float
 
 from posttrain.batch import Batch, TopK
-from posttrain.config import ConfigError, RunError, TeacherSection
+from posttrain.config import TeacherSection
 from posttrain.distill.cross_tokenizer.vocabulary import NO_ID
+from posttrain.errors import ConfigError, RunError
 from posttrain.kernels.logits.softmax import NO_LOGIT
 
 ATTEMPTS = 5

@@ -17,9 +17,9 @@ from jaxtyping import Float
 
 from posttrain.batch import Batch
 from posttrain.cluster.scorers import model_inputs
-from posttrain.config import ConfigError
 from posttrain.data.pairs import ComparisonBatches, NumberedRows, Unit, Units, all_rows
 from posttrain.data.pipeline import fingerprint, token_fingerprint
+from posttrain.errors import ConfigError
 from posttrain.tracking.console import console, progress_bar
 from posttrain.train.trainer import Trainer
 

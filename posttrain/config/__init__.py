@@ -2,7 +2,6 @@
 
 from posttrain.config.base import (
     AttentionKernel,
-    ConfigError,
     DecodeAttention,
     Flag,
     Fraction,
@@ -13,7 +12,6 @@ from posttrain.config.base import (
     Quantize,
     Remat,
     RolloutQuantize,
-    RunError,
     Section,
     Text,
 )
@@ -40,7 +38,6 @@ __all__ = [
     "AttentionFeatures",
     "AttentionKernel",
     "ComparedSection",
-    "ConfigError",
     "DatasetSection",
     "DecodeAttention",
     "DistillSection",
@@ -68,7 +65,6 @@ __all__ = [
     "RolloutSection",
     "RouterSection",
     "RunConfig",
-    "RunError",
     "SFTSection",
     "SampledSection",
     "SamplingSection",

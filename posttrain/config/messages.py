@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from posttrain.config import RunConfig, Section
-from posttrain.user_code import did_you_mean, nearest_name
+from posttrain.errors import did_you_mean, nearest_name
 
 Sections = tuple[type[Section], ...]
 Key = tuple[str | int, ...]

@@ -15,8 +15,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from posttrain.config import ConfigError, RunConfig, Section
+from posttrain.config import RunConfig, Section
 from posttrain.config.messages import FIRST_STAGE, Key, Source, messages, show
+from posttrain.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parent.parent
 CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").is_file() else None

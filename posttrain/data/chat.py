@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Required, TypedDict
 
-from posttrain.config import ConfigError
 from posttrain.data.tokenizer import Tokenizer
+from posttrain.errors import ConfigError
 from posttrain.user_code import import_transformers
 
 Span = tuple[int, int]

@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Int
 
 from posttrain.batch import Batch
-from posttrain.config import ConfigError
 from posttrain.data.format import Example
+from posttrain.errors import ConfigError
 
 Overlong = Literal["truncate", "drop", "error"]
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from posttrain.batch import Batch
-from posttrain.config import ComparedSection, ConfigError, DatasetSection
+from posttrain.config import ComparedSection, DatasetSection
 from posttrain.data.chat import Masked, Renderer
 from posttrain.data.format import prompt_messages
 from posttrain.data.pipeline import Stream, fingerprint, order, token_fingerprint, window_of
@@ -19,6 +19,7 @@ from posttrain.data.preference import CHOSEN, Answer, is_paired, judged, margin,
 from posttrain.data.sources import Rows
 from posttrain.data.windows import PackedBatches, Window
 from posttrain.distill.cross_tokenizer.align import common_prefix
+from posttrain.errors import ConfigError
 
 Unit = dict[str, np.ndarray]
 """Arrays over the tokens of one or two sequences that belong together."""

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from posttrain.batch import Batch
-from posttrain.config import ComparedSection, ConfigError, DatasetSection, SequenceSection
+from posttrain.config import ComparedSection, DatasetSection, SequenceSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import loss_on, tokenize_example
 from posttrain.data.packing import fit_to_row, sequence, to_batch
 from posttrain.data.sources import Rows
 from posttrain.data.windows import PackedBatches, Window
 from posttrain.distill.targets import Taught
+from posttrain.errors import ConfigError
 
 FINGERPRINT_ROWS = 64
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from posttrain.config import ConfigError, DatasetSection
+from posttrain.config import DatasetSection
 from posttrain.config.yaml_file import did_you_mean_path, resolve_path
+from posttrain.errors import ConfigError, did_you_mean
 from posttrain.runtime.hub import hub_is_reachable, is_hub_id
-from posttrain.user_code import describe_error, did_you_mean, import_object, is_object_spec, missing_path
+from posttrain.user_code import describe_error, import_object, is_object_spec, missing_path
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")

@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Int
 
 from posttrain.batch import TopK
-from posttrain.config import ConfigError
 from posttrain.distill.cache_records import FORMAT, RecordFormat
+from posttrain.errors import ConfigError
 
 SHARD_ROWS = 256
 """Rows that a stop loses at most."""

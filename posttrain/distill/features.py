@@ -6,16 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from posttrain.config import (
-    AttentionFeatures,
-    ConfigError,
-    DistillSection,
-    FeaturesSection,
-    HiddenFeatures,
-    LayerMap,
-    ModelSection,
-)
+from posttrain.config import AttentionFeatures, DistillSection, FeaturesSection, HiddenFeatures, LayerMap, ModelSection
 from posttrain.distill.teachers import TeacherSource
+from posttrain.errors import ConfigError
 from posttrain.losses.distill import DistillLoss
 from posttrain.models.config import ModelConfig
 from posttrain.train.layer_matching import Matching, Relation

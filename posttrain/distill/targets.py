@@ -9,12 +9,11 @@ import numpy as np
 from jaxtyping import Float
 
 from posttrain.batch import Batch, TopK
-from posttrain.config import ConfigError
 from posttrain.data.format import no_column
 from posttrain.distill.cache import TeacherCache
 from posttrain.distill.cross_tokenizer.rows import Aligned, Aligner, TeacherRows
+from posttrain.errors import ConfigError, did_you_mean
 from posttrain.tree import replace
-from posttrain.user_code import did_you_mean
 
 
 class Taught:

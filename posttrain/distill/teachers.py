@@ -15,10 +15,11 @@ from jax.sharding import Mesh
 from posttrain.batch import Batch, TopK, rows_per_pass
 from posttrain.cluster.http_teacher import ServedTeacher
 from posttrain.cluster.scorers import FrozenModel
-from posttrain.config import ConfigError, DistillSection, ModelSection, RLSection, RunConfig, TeacherSection
+from posttrain.config import DistillSection, ModelSection, RLSection, RunConfig, TeacherSection
 from posttrain.data.packing import Place, places
 from posttrain.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from posttrain.distill.targets import teacher_shares
+from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh
 from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from posttrain.config import ConfigError
+from posttrain.errors import ConfigError
 from posttrain.rl.rewards import Rubric
 from posttrain.rl.sampler import Sampler, collect
 from posttrain.rl.teachers import interval_of

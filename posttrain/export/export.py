@@ -10,9 +10,10 @@ from typing import Literal
 
 import jax
 
-from posttrain.config import ConfigError, RunConfig, is_sampled
+from posttrain.config import RunConfig, is_sampled
 from posttrain.config.yaml_file import load_config
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.errors import ConfigError
 from posttrain.export.proof import Proof, prove
 from posttrain.export.readers import Reader, default_reader
 from posttrain.export.tensors import compare_with_source

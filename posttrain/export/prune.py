@@ -10,9 +10,10 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from posttrain.config import ConfigError, DatasetSection
+from posttrain.config import DatasetSection
 from posttrain.data.format import tokenize_example
 from posttrain.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from posttrain.errors import ConfigError
 from posttrain.export.proof import prove
 from posttrain.export.readers import Reader, default_reader
 from posttrain.models.decoder import Decoder

@@ -15,8 +15,8 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
-from posttrain.config import ConfigError
 from posttrain.data.tokenizer import Tokenizer
+from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
 from posttrain.weights.files import find_folder, read_json

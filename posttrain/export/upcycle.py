@@ -6,8 +6,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.config import ConfigError
 from posttrain.data.tokenizer import TOKENIZER_FILES, load_tokenizer
+from posttrain.errors import ConfigError
 from posttrain.export.proof import Proof, prove
 from posttrain.export.readers import Reader, default_reader
 from posttrain.models.config import MoEConfig

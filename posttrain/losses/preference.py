@@ -12,6 +12,7 @@ from jax import Array
 from jaxtyping import Float
 
 from posttrain.batch import Batch, LossOutput, TokenStats
+from posttrain.errors import did_you_mean
 from posttrain.losses.kl import MAX_LOG_RATIO
 from posttrain.losses.pairs import (
     Needs,
@@ -25,7 +26,6 @@ from posttrain.losses.pairs import (
     with_nll,
 )
 from posttrain.tree import Mean, replace
-from posttrain.user_code import did_you_mean
 
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 Values = Float[Array, "B S"]

@@ -10,7 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from posttrain.config import AttentionKernel, ConfigError, DecodeAttention, GroupedKernel, Remat
+from posttrain.config import AttentionKernel, DecodeAttention, GroupedKernel, Remat
+from posttrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from posttrain.models.decoder import Block

@@ -13,7 +13,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from posttrain.config import ConfigError
+from posttrain.errors import ConfigError
 from posttrain.models.config import ModelConfig
 from posttrain.models.layers import Init, normal, param
 

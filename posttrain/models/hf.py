@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, cast, runtime_checkable
 
-from posttrain.config import ConfigError
+from posttrain.errors import ConfigError, did_you_mean
 from posttrain.models import families
 from posttrain.models.config import (
     Activation,
@@ -30,7 +30,6 @@ from posttrain.models.fields import Fields
 from posttrain.models.heads import is_classifier
 from posttrain.models.names import Names
 from posttrain.models.rope import max_positions
-from posttrain.user_code import did_you_mean
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",

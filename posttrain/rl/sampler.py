@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from posttrain.config import ConfigError, SamplingSection
+from posttrain.config import SamplingSection
 from posttrain.data.chat import Message, Renderer
 from posttrain.data.tokenizer import Tokenizer
+from posttrain.errors import ConfigError
 from posttrain.rl.types import Env, Example, Group, SingleTurn, Trajectory
 from posttrain.rollout.stopping import text_of
 from posttrain.rollout.types import Call, Completion, ResumableEngine, RolloutEngine, SamplingParams, sample_key

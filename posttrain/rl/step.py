@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 
 from posttrain.batch import Batch
 from posttrain.cluster.cluster import Cluster, Role
-from posttrain.config import RunError
+from posttrain.errors import RunError
 from posttrain.metrics import Metrics, Timer
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.assemble import assemble

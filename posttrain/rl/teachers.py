@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Float
 
 from posttrain.batch import Batch
-from posttrain.config import RunError
 from posttrain.distill.cross_tokenizer.rows import Aligner, TeacherRows
 from posttrain.distill.targets import of_teacher
+from posttrain.errors import RunError
 from posttrain.metrics import Metrics
 from posttrain.rl.assemble import Shares, assemble
 from posttrain.rl.types import Group

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import replace
 
-from posttrain.config import ConfigError, RolloutQuantize
+from posttrain.config import RolloutQuantize
+from posttrain.errors import ConfigError
 from posttrain.kernels.platform import platform_of
 from posttrain.models.decoder import Decoder
 from posttrain.models.moe import check_recording

@@ -5,14 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from posttrain.config import (
-    ConfigError,
-    DistillSection,
-    ModelSection,
-    RewardModelSection,
-    SampledSection,
-    TrainSection,
-)
+from posttrain.config import DistillSection, ModelSection, RewardModelSection, SampledSection, TrainSection
+from posttrain.errors import ConfigError
 from posttrain.models.config import ModelConfig
 from posttrain.models.moe import check_recording, check_router
 from posttrain.runs.kernels import check_kernels

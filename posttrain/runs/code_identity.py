@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import ConfigError, RunConfig, SampledSection
+from posttrain.config import RunConfig, SampledSection
+from posttrain.errors import ConfigError
 from posttrain.stages.inputs import object_of
 from posttrain.user_code import is_object_spec
 from posttrain.weights.locate import local_or_hub, origin_of_folder

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from posttrain.config import ConfigError, RunConfig
+from posttrain.config import RunConfig
+from posttrain.errors import ConfigError
 from posttrain.kernels import grouped_matmul
 from posttrain.kernels.attention import dispatch
 from posttrain.kernels.attention.request import Request

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import ConfigError, DistillSection, RunConfig, is_sampled
+from posttrain.config import DistillSection, RunConfig, is_sampled
 from posttrain.config.yaml_file import diff_config, dump_config, load_config
 from posttrain.distill.teachers import training_devices
+from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.models.decoder import Decoder
 from posttrain.runs.code_identity import check_code, remember_code

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from posttrain.api import GivenPythonRun
 from posttrain.batch import rows_per_pass
 from posttrain.cluster.scorers import FrozenModel
-from posttrain.config import ConfigError, DatasetSection, DistillSection, ModelSection, RunConfig
+from posttrain.config import DatasetSection, DistillSection, ModelSection, RunConfig
 from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import fingerprint, row_tokenizer, token_fingerprint
 from posttrain.data.prefetch import Ahead, BatchStream
@@ -32,6 +32,7 @@ from posttrain.distill.teachers import (
     teacher_digest,
     training_devices,
 )
+from posttrain.errors import ConfigError
 from posttrain.evaluation.sequences import Record, evaluate
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.divergence import Divergence

@@ -10,11 +10,12 @@ import numpy as np
 
 from posttrain.batch import Batch
 from posttrain.cluster.scorers import model_inputs
-from posttrain.config import DistillSection, RunError
+from posttrain.config import DistillSection
 from posttrain.data.pipeline import PromptBatches
 from posttrain.data.prefetch import BatchStream
 from posttrain.distill.targets import Taught
 from posttrain.distill.teachers import shares_of
+from posttrain.errors import RunError
 from posttrain.evaluation.rollouts import evaluate
 from posttrain.mesh import row_shards
 from posttrain.metrics import Metrics, to_host

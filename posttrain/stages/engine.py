@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import ConfigError, RolloutSection
+from posttrain.config import RolloutSection
 from posttrain.data.tokenizer import Tokenizer
+from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.types import Example

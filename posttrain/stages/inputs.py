@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from posttrain.config import ConfigError, DatasetSection
+from posttrain.config import DatasetSection
 from posttrain.config.yaml_file import resolve_path
 from posttrain.data.chat import Renderer
 from posttrain.data.format import use_chat
 from posttrain.data.sources import Rows, load_rows
 from posttrain.data.tokenizer import Tokenizer
+from posttrain.errors import ConfigError
 from posttrain.tracking.console import progress
 from posttrain.user_code import import_object, is_object_spec
 from posttrain.weights.locate import path_exists

@@ -12,7 +12,6 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from posttrain.config import (
     ComparedSection,
-    ConfigError,
     DatasetSection,
     Flag,
     ModelSection,
@@ -22,13 +21,14 @@ from posttrain.config import (
 )
 from posttrain.data.pairs import Units
 from posttrain.data.preference import is_paired
+from posttrain.errors import ConfigError, did_you_mean
 from posttrain.kernels.attention import serves_parents
 from posttrain.losses.kto import KTOLoss
 from posttrain.losses.pairs import JudgedLoss, Needs
 from posttrain.losses.preference import KINDS, PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
 from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss
-from posttrain.user_code import did_you_mean, is_object_spec
+from posttrain.user_code import is_object_spec
 
 PREFERENCE_LOSSES: Mapping[str, tuple[type, Mapping[str, Any]]] = {
     **{kind: (PreferenceLoss, {"kinds": (kind,)}) for kind in KINDS},

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from posttrain.config import (
-    ConfigError,
     DatasetSection,
     DistillSection,
     ModelSection,
@@ -24,6 +23,7 @@ from posttrain.data.format import prompt_is_text, prompt_messages
 from posttrain.data.sources import Rows
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.distill.teachers import TeacherSource, find_teachers, shares_of
+from posttrain.errors import ConfigError
 from posttrain.losses.preference import KINDS
 from posttrain.models.heads import CLASSIFIER
 from posttrain.rl.algorithms import Algorithm, make_algorithm

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from posttrain.batch import TokenLoss
-from posttrain.config import ConfigError, DatasetSection, DistillSection, SFTSection
+from posttrain.config import DatasetSection, DistillSection, SFTSection
 from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import require_one, row_tokenizer
 from posttrain.data.sources import Rows
@@ -17,10 +17,11 @@ from posttrain.distill.cross_tokenizer.teachers import make_aligners
 from posttrain.distill.features import distill_loss
 from posttrain.distill.targets import Taught
 from posttrain.distill.teachers import TeacherSource, find_teachers
+from posttrain.errors import ConfigError, did_you_mean
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.stages.inputs import callable_of, checked_rows, each_row, rows_and_renderer
 from posttrain.stages.prompts import PromptInputs, prepare_prompts
-from posttrain.user_code import describe_error, did_you_mean, is_object_spec
+from posttrain.user_code import describe_error, is_object_spec
 
 SFT_LOSSES: dict[str, Callable[[], TokenLoss]] = {"nll": SFTLoss, "dft": DFTLoss}
 

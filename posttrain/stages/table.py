@@ -6,15 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from posttrain.batch import rows_per_pass
-from posttrain.config import (
-    ROW_AXES,
-    ComparedSection,
-    ConfigError,
-    RunConfig,
-    SampledSection,
-    SequenceSection,
-    TrainSection,
-)
+from posttrain.config import ROW_AXES, ComparedSection, RunConfig, SampledSection, SequenceSection, TrainSection
+from posttrain.errors import ConfigError
 
 ROW_DEVICES = " x ".join(f"mesh.{axis}" for axis in ROW_AXES)
 

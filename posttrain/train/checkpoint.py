@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from posttrain.config import ConfigError
+from posttrain.errors import ConfigError
 from posttrain.tree import path_str
 
 Tree = TypeVar("Tree")

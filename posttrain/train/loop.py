@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import optax
 
-from posttrain.config import ConfigError
+from posttrain.errors import ConfigError
 from posttrain.metrics import CompileCounter, peak_memory_gib, tables, to_host
 from posttrain.tracking.console import progress_bar
 from posttrain.tracking.sinks import Sink

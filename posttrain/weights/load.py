@@ -17,7 +17,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from posttrain.config import AttentionKernel, ConfigError, DecodeAttention, GroupedKernel, LoRA, Quantize, Remat
+from posttrain.config import AttentionKernel, DecodeAttention, GroupedKernel, LoRA, Quantize, Remat
+from posttrain.errors import ConfigError
 from posttrain.mesh import param_sharding
 from posttrain.models import hf
 from posttrain.models.config import Compute, LatentAttentionConfig, ModelConfig

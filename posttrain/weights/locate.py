@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import ConfigError, ModelSection
+from posttrain.config import ModelSection
 from posttrain.config.yaml_file import did_you_mean_path, find_path, resolve_path
 from posttrain.data.sources import FILE_SUFFIXES
+from posttrain.errors import ConfigError
 from posttrain.models import hf
 from posttrain.models.config import ModelConfig
 from posttrain.runtime.hub import hub_is_reachable, is_hub_id

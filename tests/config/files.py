@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config import ConfigError, RLSection, RunConfig
+from posttrain.config import RLSection, RunConfig
 from posttrain.config.yaml_file import load_config
+from posttrain.errors import ConfigError
 
 LONG = """\
 output: runs/x

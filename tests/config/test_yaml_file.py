@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config import ConfigError, LoRA, RLSection, SFTSection
+from posttrain.config import LoRA, RLSection, SFTSection
 from posttrain.config import yaml_file as config_file
 from posttrain.config.yaml_file import build_config, find_path, load_config, resolve_path
+from posttrain.errors import ConfigError
 from tests.config.files import LONG, SHORT, Write, fresh_folder, mistakes, read, rl
 
 KINDS = "'sft' or 'distill' or 'rl' or 'preference' or 'online_preference' or 'reward_model'"

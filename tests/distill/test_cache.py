@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from posttrain.batch import Batch, TopK
-from posttrain.config import ConfigError
 from posttrain.distill import cache as teacher_cache
 from posttrain.distill.cache import CacheFolder, TeacherCache, fill
 from posttrain.distill.cache_records import RecordFormat
 from posttrain.distill.cross_tokenizer.vocabulary import NO_ID
 from posttrain.distill.targets import Taught, teacher_shares
+from posttrain.errors import ConfigError
 from posttrain.kernels.logits.divergence import Divergence, divergence
 from posttrain.kernels.logits.softmax import NO_LOGIT
 

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import pytest
 from safetensors.numpy import load_file
 
-from posttrain.config import ConfigError, DistillSection
+from posttrain.config import DistillSection
 from posttrain.config.yaml_file import load_config
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.distill.features import distill_loss, matching_of
+from posttrain.errors import ConfigError
 from posttrain.losses.distill import DistillLoss
 from posttrain.models.hf import config_from_init
 from posttrain.train.layer_matching import Matching, Relation

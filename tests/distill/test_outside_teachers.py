@@ -19,10 +19,11 @@ from posttrain.batch import Batch, TopK
 from posttrain.cluster import http_teacher as served
 from posttrain.cluster.http_teacher import ServedTeacher, ServedTeacherError
 from posttrain.cluster.scorers import FrozenModel
-from posttrain.config import ConfigError, DistillSection, ModelSection, TeacherSection
+from posttrain.config import DistillSection, ModelSection, TeacherSection
 from posttrain.config.yaml_file import load_config
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.distill.teachers import TeacherSource, outside_teacher, training_devices
+from posttrain.errors import ConfigError
 from posttrain.mesh import single_device_mesh
 from posttrain.weights.load import init_model
 from posttrain.weights.save import save_model

@@ -13,7 +13,8 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch, LossOutput, RouterStats, TokenStats
-from posttrain.config import ConfigError, MeshSection, OptimizerSection
+from posttrain.config import MeshSection, OptimizerSection
+from posttrain.errors import ConfigError
 from posttrain.losses.policy import DAPO, GRPO, GSPO, RLOO, dr_grpo
 from posttrain.losses.router import RouterLoss, check_weight, corrected, load_metrics, weight_of
 from posttrain.losses.sft import DFTLoss, SFTLoss

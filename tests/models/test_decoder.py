@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import NamedSharding
 from numpy.testing import assert_allclose, assert_array_equal
 
-from posttrain.config import AttentionKernel, ConfigError, MeshSection
+from posttrain.config import AttentionKernel, MeshSection
+from posttrain.errors import ConfigError
 from posttrain.kernels.attention import dispatch
 from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.mesh import BATCH_SPEC, make_mesh

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from posttrain.config import ConfigError, RunError
+from posttrain.errors import ConfigError, RunError
 from posttrain.rl.rewards import Reward, Rubric, error_lines, missing_arguments
 from posttrain.rl.step import RewardWatch
 from posttrain.rl.types import Rewards

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from posttrain.config import ConfigError, SamplingSection
+from posttrain.config import SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import load_tokenizer
+from posttrain.errors import ConfigError
 from posttrain.rl.sampler import Aborted, Sampler, collect, collect_some, resumable
 from posttrain.rl.types import Example
 from posttrain.rollout.engine import NativeEngine

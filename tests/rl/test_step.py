@@ -13,9 +13,10 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.cluster.cluster import Cluster, Role
-from posttrain.config import ConfigError, LoRA, OptimizerSection, SamplingSection
+from posttrain.config import LoRA, OptimizerSection, SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.errors import ConfigError
 from posttrain.evaluation.rollouts import evaluate
 from posttrain.metrics import Timer, to_host
 from posttrain.rl.algorithms import ALGORITHMS, make_algorithm

@@ -14,7 +14,8 @@ import pytest
 
 from bench.soak import soak
 from posttrain import tree
-from posttrain.config import ConfigError, LoRA
+from posttrain.config import LoRA
+from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
 from posttrain.rollout import scheduler
 from posttrain.rollout.engine import NativeEngine

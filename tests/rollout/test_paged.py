@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from posttrain.config import ConfigError, DecodeAttention, MeshSection
+from posttrain.config import DecodeAttention, MeshSection
+from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh, param_sharding
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from posttrain.config import ConfigError, MeshSection
+from posttrain.config import MeshSection
+from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.engine import NativeEngine

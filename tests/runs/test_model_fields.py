@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posttrain.config import ConfigError
 from posttrain.config.yaml_file import load_config
+from posttrain.errors import ConfigError
 from posttrain.models.adapter import has_dropout
 from posttrain.weights.load import init_model, load_model
 from posttrain.weights.lora import count_parameters

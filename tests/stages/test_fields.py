@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posttrain.config import ConfigError, DistillSection
+from posttrain.config import DistillSection
 from posttrain.config.yaml_file import load_config
 from posttrain.data.format import loss_on
 from posttrain.data.pipeline import PromptBatches, SFTBatches, eval_batches
 from posttrain.distill.features import distill_loss
 from posttrain.distill.teachers import load_teacher
+from posttrain.errors import ConfigError
 from posttrain.evaluation.sequences import counted
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.divergence import Divergence

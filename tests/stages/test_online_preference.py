@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import posttrain as pt
-from posttrain.config import ConfigError
 from posttrain.config.yaml_file import load_config
+from posttrain.errors import ConfigError
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.runs.prepare import prepare
 from posttrain.stages.prompts import OnlineInputs

@@ -16,9 +16,10 @@ from posttrain.batch import Batch, TokenStats
 from posttrain.cluster import reference_cache
 from posttrain.cluster.reference_cache import check_scored, with_reference
 from posttrain.cluster.scorers import Reference
-from posttrain.config import ConfigError, ModelSection, PreferenceSection
+from posttrain.config import ModelSection, PreferenceSection
 from posttrain.config.yaml_file import load_config
 from posttrain.data.pairs import ComparisonBatches, Units
+from posttrain.errors import ConfigError
 from posttrain.evaluation.pairs import Evaluation, calibration_error
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss

@@ -16,7 +16,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from posttrain.config import ConfigError
+from posttrain.errors import ConfigError
 from posttrain.train.checkpoint import Checkpointer
 
 

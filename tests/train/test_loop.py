@@ -16,7 +16,7 @@ import optax
 import pytest
 
 from posttrain.batch import Batch
-from posttrain.config import ConfigError
+from posttrain.errors import ConfigError
 from posttrain.losses.sft import SFTLoss
 from posttrain.metrics import Sample, to_host
 from posttrain.train import loop as fit

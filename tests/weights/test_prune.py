@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posttrain.config import ConfigError
 from posttrain.data.tokenizer import load_tokenizer
+from posttrain.errors import ConfigError
 from posttrain.export.prune import expert_load, prune
 from posttrain.models.config import AttentionConfig
 from posttrain.models.decoder import Decoder

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from posttrain.config import ConfigError
+from posttrain.errors import ConfigError
 from posttrain.export.readers import default_reader
 from posttrain.export.upcycle import upcycle
 from posttrain.kernels.logits.token_stats import token_stats

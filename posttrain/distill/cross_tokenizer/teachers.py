@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from posttrain.batch import TopK
-from posttrain.config import ConfigError, DatasetSection, DistillSection
+from posttrain.config import DatasetSection, DistillSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import loss_on, use_chat
 from posttrain.data.merged import SharedTokens
@@ -18,6 +18,7 @@ from posttrain.data.tokenizer import Tokenizer
 from posttrain.distill.cross_tokenizer.rows import Aligned, Aligner
 from posttrain.distill.cross_tokenizer.vocabulary import Vocabulary, VocabularyMap
 from posttrain.distill.teachers import Scorer, TeacherSource
+from posttrain.errors import ConfigError
 from posttrain.stages.inputs import each_row
 
 LOOKED_AT = 300

@@ -9,9 +9,9 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from posttrain.batch import TopK
-from posttrain.config import ConfigError
 from posttrain.data.byte_tokenizer import byte_characters
 from posttrain.data.tokenizer import Tokenizer
+from posttrain.errors import ConfigError
 from posttrain.kernels.logits.softmax import NO_LOGIT
 
 NO_ID = 2**31 - 1
