@@ -8,7 +8,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import ValidationError
 
@@ -16,10 +16,8 @@ from posttrain.config import ModelSection, RunConfig, SampledSection, Section
 from posttrain.config.yaml_file import build_config, dump_config, load_config
 from posttrain.errors import ConfigError
 from posttrain.runs.code_identity import source_of
+from posttrain.runs.run import RunResult, run
 from posttrain.weights.locate import read_model_config
-
-if TYPE_CHECKING:
-    from posttrain.runs.run import RunResult
 
 NUM_STEPS = 100
 MODEL_FIELDS = frozenset(ModelSection.model_fields) - {"path"}
@@ -76,8 +74,6 @@ class PythonRun(abc.ABC):
 
     def fit(self) -> RunResult:
         """Train to the end."""
-        from posttrain.runs.run import run
-
         for file, text in self._files.items():
             _write_rows(file, text)
         return run(self.config, Path.cwd())
@@ -135,6 +131,97 @@ class SampledPythonRun(PythonRun):
             row = min(row, max_positions)
         longest = min(512, row // (2 * cls.sequences)) if isinstance(row, int) else 512
         return {"row_tokens": row, "sampling": {"max_tokens": longest}}
+
+
+class SFT(GivenPythonRun):
+    """Supervised fine-tuning from Python: `pt.SFT(model="path", dataset="data.jsonl").fit()`.
+
+    Every field of `posttrain.config.SFTSection` is a keyword, as are `output`, `seed` and `mesh`.
+    """
+
+    kind = "sft"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **GivenPythonRun.defaults,
+        "optimizer": {"learning_rate": 2e-5, "schedule": "cosine"},
+    }
+    lora_learning_rate = 2e-4
+    row_tokens = 1024
+
+
+class Distill(GivenPythonRun):
+    """Distillation from Python: `pt.Distill(model="student", teacher="teacher", dataset="data.jsonl").fit()`.
+
+    Every field of `posttrain.config.DistillSection` is a keyword, as are `output`, `seed` and `mesh`. `teacher`: a path
+    or hub id, or a mapping of `TeacherSection`; for several give `teachers`.
+    """
+
+    kind = "distill"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **GivenPythonRun.defaults,
+        "optimizer": {"learning_rate": 5e-5, "schedule": "cosine"},
+    }
+    lora_learning_rate = 2e-4
+    row_tokens = 1024
+
+    def __init__(self, model: Any, teacher: Any = None, dataset: Any = None, **fields: Any):
+        if teacher is not None:
+            if "teachers" in fields:
+                raise ConfigError("pt.Distill: give teacher, or several as teachers")
+            fields["teachers"] = [{"path": str(teacher)} if isinstance(teacher, str | Path) else teacher]
+        super().__init__(model, dataset, **fields)
+
+
+class Preference(GivenPythonRun):
+    """Preference optimisation from Python: `pt.Preference(model="path", dataset="pairs.jsonl").fit()`.
+
+    Every field of `posttrain.config.PreferenceSection` is a keyword, as are `output`, `seed` and `mesh`.
+    """
+
+    kind = "preference"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **GivenPythonRun.defaults,
+        "optimizer": {"learning_rate": 1e-6, "schedule": "linear"},
+    }
+    lora_learning_rate = 1e-5
+    row_tokens = 2048
+    """For both answers."""
+
+
+class RewardModel(Preference):
+    """A reward model from Python: `pt.RewardModel(model="path", dataset="pairs.jsonl").fit()`.
+
+    Every field of `posttrain.config.RewardModelSection` is a keyword, as are `output`, `seed` and `mesh`. The result is
+    a sequence classifier, which transformers loads.
+    """
+
+    kind = "reward_model"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **Preference.defaults,
+        "optimizer": {"learning_rate": 1e-5, "schedule": "linear"},
+    }
+    lora_learning_rate = 1e-4
+
+
+class RL(SampledPythonRun):
+    """Reinforcement learning from Python: `pt.RL(model="path", dataset="data.jsonl", rewards=[correct]).fit()`.
+
+    Every field of `posttrain.config.RLSection` is a keyword, as are `output`, `seed` and `mesh`.
+    """
+
+    kind = "rl"
+    defaults: ClassVar[Mapping[str, Any]] = {**SampledPythonRun.defaults, "group_size": 8}
+    sequences = 1
+
+
+class OnlinePreference(SampledPythonRun):
+    """Online DPO from Python: `pt.OnlinePreference(model="path", dataset="data.jsonl", rewards=[correct]).fit()`.
+
+    Every field of `posttrain.config.OnlinePreferenceSection` is a keyword, as are `output`, `seed` and `mesh`.
+    """
+
+    kind = "online_preference"
+    defaults: ClassVar[Mapping[str, Any]] = {**SampledPythonRun.defaults, "group_size": 4}
+    sequences = 2
 
 
 def _model_fields(model: Any) -> dict[str, Any]:

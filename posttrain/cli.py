@@ -70,7 +70,7 @@ def distill(
     loaded = load_config(config, overrides or [])
     if not cache:
         raise ConfigError("distill: give --cache to write what the teachers say; posttrain run trains the student")
-    from posttrain.stages.distill import write_caches
+    from posttrain.runs.write_teacher_cache import write_caches
     from posttrain.tracking.console import shown_log
 
     with shown_log():

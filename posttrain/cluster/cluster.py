@@ -9,8 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from posttrain.batch import Batch
-from posttrain.cluster.scorers import Reference, model_inputs
-from posttrain.rl.teachers import Scorer, teacher_logps
+from posttrain.cluster.scorers import Reference, Scorer, model_inputs, teacher_logps
 from posttrain.rollout.types import RolloutEngine
 from posttrain.train.trainer import Trainer
 

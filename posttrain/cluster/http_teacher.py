@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from posttrain.batch import Batch, TopK
+from posttrain.batch import NO_ID, Batch, TopK
 from posttrain.config import TeacherSection
-from posttrain.distill.cross_tokenizer.vocabulary import NO_ID
 from posttrain.errors import ConfigError, RunError
 from posttrain.kernels.logits.softmax import NO_LOGIT
 

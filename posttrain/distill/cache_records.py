@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import UInt8
 
-from posttrain.batch import TopK
-from posttrain.distill.cross_tokenizer.vocabulary import NO_ID
+from posttrain.batch import NO_ID, TopK
 from posttrain.kernels.logits.softmax import NO_LOGIT
 
 FORMAT = 2

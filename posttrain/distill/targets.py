@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from posttrain.batch import Batch, TopK
+from posttrain.batch import Batch, TopK, of_teacher
 from posttrain.data.format import no_column
 from posttrain.distill.cache import TeacherCache
 from posttrain.distill.cross_tokenizer.rows import Aligned, Aligner, TeacherRows
@@ -134,14 +134,6 @@ class Taught:
 def _of_teacher(number: int) -> tuple[str, str]:
     """Names of its own tokens, and of where it is asked."""
     return f"teacher_tokens_{number}", f"teacher_asked_{number}"
-
-
-def of_teacher(batch: Batch, number: int) -> Batch:
-    """The batch with loss only where this teacher counts."""
-    if batch.teacher_weights is None:
-        return batch
-    counts = np.asarray(batch.teacher_weights)[..., number] > 0
-    return replace(batch, loss_weight=np.where(counts, batch.loss_weight, 0.0))
 
 
 def teacher_shares(row: Mapping[str, Any], column: str, titles: Sequence[str]) -> Float[np.ndarray, " N"]:

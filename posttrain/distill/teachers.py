@@ -18,12 +18,10 @@ from posttrain.cluster.scorers import FrozenModel
 from posttrain.config import DistillSection, ModelSection, RLSection, RunConfig, TeacherSection
 from posttrain.data.packing import Place, places
 from posttrain.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
-from posttrain.distill.targets import teacher_shares
 from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh
 from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
-from posttrain.rl.assemble import Shares
 from posttrain.runtime.hub import hub_is_reachable
 from posttrain.tracking.console import console
 from posttrain.weights.files import find_folder
@@ -223,14 +221,6 @@ def teacher_digest(source: TeacherSource, *, needed: bool) -> str | None:
 def in_order(section: DistillSection | RLSection) -> list[TeacherSection]:
     """Those in the training step first, as the step takes them."""
     return sorted(section.teachers, key=lambda teacher: teacher.outside)
-
-
-def shares_of(section: DistillSection | RLSection) -> Shares | None:
-    """How much each teacher counts for an example; None where there is only one."""
-    if section.teacher_column is None:
-        return None
-    column, titles = section.teacher_column, [teacher.title for teacher in in_order(section)]
-    return lambda example: teacher_shares(example.row, column, titles)
 
 
 OutsideTeacher = FrozenModel | ServedTeacher

@@ -14,10 +14,10 @@ from jaxtyping import Bool, Float, Int
 from posttrain.batch import Batch, BatchLoss, ScoreStats, TokenStats
 from posttrain.cluster.scorers import model_inputs
 from posttrain.data.pairs import Units, all_rows
+from posttrain.evaluation.unit_sums import Sums, UnitSums, interval_of, intervals, joined
 from posttrain.losses.pairs import Pairs, pairs_of, sequences_of
 from posttrain.losses.reward_model import reward_pairs
 from posttrain.metrics import merge, to_host
-from posttrain.stages.judged_units import Sums, UnitSums, interval_of, intervals, joined
 from posttrain.tracking.console import progress_bar
 from posttrain.train.accumulate import concatenated
 from posttrain.train.trainer import Trainer

@@ -12,11 +12,13 @@ import numpy as np
 from jaxtyping import Float
 
 from posttrain.batch import Batch, TokenStats
+from posttrain.config import SequenceSection
+from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import eval_batches
+from posttrain.data.sources import Rows
 from posttrain.distill.targets import Taught
 from posttrain.losses.distill import teaching
 from posttrain.metrics import Metrics, to_host
-from posttrain.stages.sequences import SFTInputs
 from posttrain.statistics import paired_ratio_difference, ratio_interval
 from posttrain.tracking.console import progress_bar
 from posttrain.train.trainer import Trainer
@@ -38,10 +40,11 @@ PERPLEXITIES = {"nll": "perplexity"} | {
 """What the exponentials of metrics are called."""
 
 
-def evaluate(trainer: Trainer, inputs: SFTInputs, taught: Taught | None) -> Record:
-    """One pass: metrics, and under `SEQUENCES` the sums of each sequence, always in the same order."""
-    section, rows, renderer = inputs.section, inputs.eval_rows, inputs.eval_renderer
-    assert section.eval_dataset is not None and rows is not None and renderer is not None
+def evaluate(
+    trainer: Trainer, section: SequenceSection, rows: Rows, renderer: Renderer, taught: Taught | None
+) -> Record:
+    """One pass over held-out rows: metrics, and under `SEQUENCES` the sums of each sequence, in a fixed order."""
+    assert section.eval_dataset is not None
     parts: list[Mapping[str, np.ndarray]] = []
     with progress_bar(f"evaluating {len(rows):,} held-out rows", len(rows)) as advance:
         held_out = counted(eval_batches(section, section.eval_dataset, rows, renderer, taught), advance)

@@ -21,12 +21,12 @@ from posttrain.models.hf import config_from_hf
 from posttrain.tracking.console import console, progress_bar
 from posttrain.tracking.sinks import Sinks, open_sinks
 from posttrain.train.checkpoint import Checkpointer
-from posttrain.train.loop import Every, Origin, Resumable, StopRequest, check_origin, restore_latest, run_steps
+from posttrain.train.loop import Every, Resumable, StopRequest, check_origin, restore_latest, run_steps
 from posttrain.train.optim import make_schedule
 from posttrain.train.trainer import Trainer
 from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.load import init_model, load_model
-from posttrain.weights.locate import RANDOM_WEIGHTS, origin_of_adapter, origin_of_folder, origin_of_init
+from posttrain.weights.locate import RANDOM_WEIGHTS, Origin, origin_of_adapter, origin_of_folder, origin_of_init
 from posttrain.weights.lora import ParameterCount, count_parameters, has_lora, parameter_rows
 from posttrain.weights.save import save_model
 

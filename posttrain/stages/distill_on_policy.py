@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from posttrain.batch import Batch
-from posttrain.cluster.scorers import model_inputs
+from posttrain.cluster.scorers import Scorer, model_inputs
 from posttrain.config import DistillSection
 from posttrain.data.pipeline import PromptBatches
 from posttrain.data.prefetch import BatchStream
 from posttrain.distill.targets import Taught
-from posttrain.distill.teachers import shares_of
 from posttrain.errors import RunError
 from posttrain.evaluation.rollouts import evaluate
 from posttrain.mesh import row_shards
@@ -23,7 +22,7 @@ from posttrain.rl.assemble import assemble
 from posttrain.rl.rewards import Rubric
 from posttrain.rl.sampler import Sampler, collect
 from posttrain.rl.step import LOGP_DIFFERENCE, check_agreement, sample_metrics
-from posttrain.rl.teachers import Scorer, distances, merged_distances
+from posttrain.rl.teachers import distances, merged_distances, shares_of
 from posttrain.runtime.run_async import run_async
 from posttrain.stages.context import StageRun
 from posttrain.stages.engine import make_engine, warm_up

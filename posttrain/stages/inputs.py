@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from posttrain.config import DatasetSection
 from posttrain.config.yaml_file import resolve_path
@@ -13,13 +12,8 @@ from posttrain.data.format import use_chat
 from posttrain.data.sources import Rows, load_rows
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
-from posttrain.tracking.console import progress
 from posttrain.user_code import import_object, is_object_spec
 from posttrain.weights.locate import path_exists
-
-T = TypeVar("T")
-
-CHECKED_ROWS = 20_000
 
 
 def rows_of(section: DatasetSection, base_dir: Path) -> Rows:
@@ -37,17 +31,6 @@ def rows_of(section: DatasetSection, base_dir: Path) -> Rows:
 def rows_and_renderer(section: DatasetSection, tokenizer: Tokenizer, base_dir: Path) -> tuple[Rows, Renderer]:
     rows = rows_of(section, base_dir)
     return rows, Renderer(tokenizer, use_chat(section, tokenizer, rows.columns))
-
-
-def checked_rows(length: int) -> range:
-    """Numbers of the rows that are read before a run begins: all, or `CHECKED_ROWS` spread evenly."""
-    return range(0, length, -(-length // CHECKED_ROWS))
-
-
-def each_row(rows: Rows, chosen: Sequence[int], what: str, read: Callable[[int], T]) -> Iterator[T]:
-    """What `read` makes of each chosen row, with a bar where that takes long."""
-    for index in progress(chosen, f"checking {what} of {rows.name}", len(chosen)):
-        yield read(index)
 
 
 def callable_of(spec: str, field: str, base_dir: Path) -> Any:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
-from posttrain.api import SampledPythonRun
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.metrics import Timer
 from posttrain.rl.online_dpo import OnlineLoss, PairSettings, online_step
@@ -37,14 +36,3 @@ class _OnlineRun(SampledRun):
 
     def learn(self, examples_P: Sequence[Example], timer: Timer) -> Coroutine[Any, Any, StepResult]:
         return online_step(self.cluster, self.scored.rubric, self.sampler, examples_P, self.settings, timer)
-
-
-class OnlinePreference(SampledPythonRun):
-    """Online DPO from Python: `pt.OnlinePreference(model="path", dataset="data.jsonl", rewards=[correct]).fit()`.
-
-    Every field of `posttrain.config.OnlinePreferenceSection` is a keyword, as are `output`, `seed` and `mesh`.
-    """
-
-    kind = "online_preference"
-    defaults: ClassVar[Mapping[str, Any]] = {**SampledPythonRun.defaults, "group_size": 4}
-    sequences = 2

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from posttrain.api import GivenPythonRun
 from posttrain.batch import Batch
 from posttrain.cluster.reference_cache import check_scored, model_key, with_reference, with_reference_of_all
 from posttrain.cluster.scorers import Reference
@@ -95,19 +94,3 @@ def _referenced(stage: StageRun, inputs: JudgedInputs, trainer: Trainer) -> _Ref
 
 def _as_it_is(batch: Batch) -> Batch:
     return batch
-
-
-class Preference(GivenPythonRun):
-    """Preference optimisation from Python: `pt.Preference(model="path", dataset="pairs.jsonl").fit()`.
-
-    Every field of `posttrain.config.PreferenceSection` is a keyword, as are `output`, `seed` and `mesh`.
-    """
-
-    kind = "preference"
-    defaults: ClassVar[Mapping[str, Any]] = {
-        **GivenPythonRun.defaults,
-        "optimizer": {"learning_rate": 1e-6, "schedule": "linear"},
-    }
-    lora_learning_rate = 1e-5
-    row_tokens = 2048
-    """For both answers."""

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import PreferenceSection, RewardModelSection
+from posttrain.data.sources import checked_rows, each_row
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
-from posttrain.stages.inputs import callable_of, checked_rows, each_row, rows_and_renderer
+from posttrain.stages.inputs import callable_of, rows_and_renderer
 from posttrain.stages.pairs import LOSSES, JudgedInputs, check_units, make_loss, shares_prompts, units_of
 from posttrain.stages.prepared import Prepared
 

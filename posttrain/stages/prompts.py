@@ -20,9 +20,9 @@ from posttrain.config import (
 )
 from posttrain.data.chat import Renderer
 from posttrain.data.format import prompt_is_text, prompt_messages
-from posttrain.data.sources import Rows
+from posttrain.data.sources import Rows, each_row
 from posttrain.data.tokenizer import Tokenizer
-from posttrain.distill.teachers import TeacherSource, find_teachers, shares_of
+from posttrain.distill.teachers import TeacherSource, find_teachers
 from posttrain.errors import ConfigError
 from posttrain.losses.preference import KINDS
 from posttrain.models.heads import CLASSIFIER
@@ -31,10 +31,11 @@ from posttrain.rl.assemble import Shares
 from posttrain.rl.reward_model import ModelReward
 from posttrain.rl.rewards import Reward, Rubric, missing_arguments
 from posttrain.rl.sampler import sampling_params
+from posttrain.rl.teachers import shares_of
 from posttrain.rl.types import Example
 from posttrain.rollout.blocks import BLOCK, least_cache
 from posttrain.stages.engine import EngineFactory, engine_of
-from posttrain.stages.inputs import callable_of, each_row, rows_and_renderer
+from posttrain.stages.inputs import callable_of, rows_and_renderer
 from posttrain.stages.pairs import PREFERENCE_LOSSES, make_loss, shares_prompts
 from posttrain.user_code import describe_error
 from posttrain.weights.locate import local_or_hub, read_model_config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from posttrain.batch import Batch
 from posttrain.data.pairs import ComparisonBatches
@@ -12,7 +12,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.heads import with_padding
 from posttrain.stages.context import HeldOut, StageRun
 from posttrain.stages.pairs import JudgedInputs
-from posttrain.stages.preference import Preference, make_trainer
+from posttrain.stages.preference import make_trainer
 from posttrain.weights.scalar_head import add_scalar_head
 
 
@@ -44,18 +44,3 @@ def load_reward_model(stage: StageRun) -> Decoder:
     tokenizer = stage.tokenizer
     model.config = with_padding(model.config, tokenizer.hf.pad_token_id, tokenizer.stop_ids)
     return model
-
-
-class RewardModel(Preference):
-    """A reward model from Python: `pt.RewardModel(model="path", dataset="pairs.jsonl").fit()`.
-
-    Every field of `posttrain.config.RewardModelSection` is a keyword, as are `output`, `seed` and `mesh`. The result is
-    a sequence classifier, which transformers loads.
-    """
-
-    kind = "reward_model"
-    defaults: ClassVar[Mapping[str, Any]] = {
-        **Preference.defaults,
-        "optimizer": {"learning_rate": 1e-5, "schedule": "linear"},
-    }
-    lora_learning_rate = 1e-4

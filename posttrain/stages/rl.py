@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
-from posttrain.api import SampledPythonRun
 from posttrain.cluster.scorers import FrozenModel
 from posttrain.config import RLSection
 from posttrain.data.pipeline import PromptBatches
-from posttrain.distill.teachers import OutsideTeacher, TeacherSource, load_teacher, outside_teacher, shares_of
+from posttrain.distill.teachers import OutsideTeacher, TeacherSource, load_teacher, outside_teacher
 from posttrain.metrics import Timer
 from posttrain.rl.partial import PromptsAhead
 from posttrain.rl.sampler import resumable
 from posttrain.rl.step import StepResult, StepSettings, rl_step
-from posttrain.rl.teachers import Teaching, distances
+from posttrain.rl.teachers import Teaching, distances, shares_of
 from posttrain.rl.types import Example
 from posttrain.stages.context import StageRun
 from posttrain.stages.prompts import RLInputs
@@ -88,14 +87,3 @@ def _load_teachers(stage: StageRun, inputs: RLInputs) -> list[OutsideTeacher]:
         return FrozenModel(model, stage.mesh, temperature=temperature, rows=rows)
 
     return [load(source) for source in inputs.teachers]
-
-
-class RL(SampledPythonRun):
-    """Reinforcement learning from Python: `pt.RL(model="path", dataset="data.jsonl", rewards=[correct]).fit()`.
-
-    Every field of `posttrain.config.RLSection` is a keyword, as are `output`, `seed` and `mesh`.
-    """
-
-    kind = "rl"
-    defaults: ClassVar[Mapping[str, Any]] = {**SampledPythonRun.defaults, "group_size": 8}
-    sequences = 1

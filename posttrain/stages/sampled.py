@@ -13,6 +13,7 @@ import numpy as np
 
 from posttrain.batch import TokenLoss
 from posttrain.cluster.cluster import Cluster
+from posttrain.cluster.scorers import Scorer
 from posttrain.config import RLSection, SampledSection, SamplingSection
 from posttrain.data.pipeline import PromptBatches
 from posttrain.evaluation.rollouts import Evaluation, evaluate
@@ -24,7 +25,6 @@ from posttrain.rl.reward_model import ModelReward
 from posttrain.rl.rewards import error_lines
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.step import RewardWatch, StepResult, check_agreement
-from posttrain.rl.teachers import Scorer
 from posttrain.rl.types import Example, Group, Rewards
 from posttrain.runtime.run_async import run_async
 from posttrain.stages.context import HeldOut, StageRun

@@ -10,7 +10,7 @@ from posttrain.batch import TokenLoss
 from posttrain.config import DatasetSection, DistillSection, SFTSection
 from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import require_one, row_tokenizer
-from posttrain.data.sources import Rows
+from posttrain.data.sources import Rows, checked_rows, each_row
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.distill.cross_tokenizer.rows import Aligner
 from posttrain.distill.cross_tokenizer.teachers import make_aligners
@@ -19,7 +19,7 @@ from posttrain.distill.targets import Taught
 from posttrain.distill.teachers import TeacherSource, find_teachers
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.losses.sft import DFTLoss, SFTLoss
-from posttrain.stages.inputs import callable_of, checked_rows, each_row, rows_and_renderer
+from posttrain.stages.inputs import callable_of, rows_and_renderer
 from posttrain.stages.prompts import PromptInputs, prepare_prompts
 from posttrain.user_code import describe_error, is_object_spec
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-from posttrain.api import GivenPythonRun
 from posttrain.config import DistillSection, SFTSection
 from posttrain.data.pipeline import SFTBatches
 from posttrain.data.prefetch import BatchStream
@@ -29,6 +28,12 @@ def run_sft(stage: StageRun, inputs: SFTInputs) -> None:
     mean_over = stage.tokenizer.num_ids if section.label_smoothing else None
     trainer = make_trainer(stage, inputs, terms=Terms(mean_over=mean_over), noise_alpha=section.noise_alpha)
     train_sequences(stage, inputs, trainer, None)
+
+
+def evaluate_held_out(trainer: Trainer, inputs: SFTInputs, taught: Taught | None) -> Record:
+    """Evaluate the stage's held-out rows."""
+    assert inputs.eval_rows is not None and inputs.eval_renderer is not None
+    return evaluate(trainer, inputs.section, inputs.eval_rows, inputs.eval_renderer, taught)
 
 
 def make_trainer(
@@ -63,7 +68,7 @@ def make_trainer(
 def train_sequences(stage: StageRun, inputs: SFTInputs, trainer: Trainer, taught: Taught | None) -> None:
     """All steps and evaluations of a stage, and its model. `taught`: what teachers say of the rows."""
     batches = sequences_of(stage, inputs, taught)
-    train_batches(stage, inputs, trainer, batches, lambda: evaluate(trainer, inputs, taught))
+    train_batches(stage, inputs, trainer, batches, lambda: evaluate_held_out(trainer, inputs, taught))
 
 
 def sequences_of(stage: StageRun, inputs: SFTInputs, taught: Taught | None) -> SFTBatches:
@@ -96,18 +101,3 @@ def train_batches(
     if result:
         result["difference"] = difference(result["before"], result["after"])
     stage.finish(trainer.model, result)
-
-
-class SFT(GivenPythonRun):
-    """Supervised fine-tuning from Python: `pt.SFT(model="path", dataset="data.jsonl").fit()`.
-
-    Every field of `posttrain.config.SFTSection` is a keyword, as are `output`, `seed` and `mesh`.
-    """
-
-    kind = "sft"
-    defaults: ClassVar[Mapping[str, Any]] = {
-        **GivenPythonRun.defaults,
-        "optimizer": {"learning_rate": 2e-5, "schedule": "cosine"},
-    }
-    lora_learning_rate = 2e-4
-    row_tokens = 1024

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posttrain.batch import Batch, TopK
+from posttrain.batch import NO_ID, Batch, TopK
 from posttrain.distill import cache as teacher_cache
 from posttrain.distill.cache import CacheFolder, TeacherCache, fill
 from posttrain.distill.cache_records import RecordFormat
-from posttrain.distill.cross_tokenizer.vocabulary import NO_ID
 from posttrain.distill.targets import Taught, teacher_shares
 from posttrain.errors import ConfigError
 from posttrain.kernels.logits.divergence import Divergence, divergence

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posttrain.batch import Batch, TopK
-from posttrain.data.merged import SharedTokens, back_of
-from posttrain.distill.cross_tokenizer.vocabulary import NO_ID
+from posttrain.batch import NO_ID, Batch, TopK
+from posttrain.distill.cross_tokenizer.merged import SharedTokens, back_of
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.divergence import Divergence, divergence
 from posttrain.kernels.logits.spans import packed

@@ -38,13 +38,6 @@ def groups(one: Int[np.ndarray, " N1"], other: Int[np.ndarray, " M1"]) -> list[G
     return [Group(a, b) for a, b in zip(*pairs, strict=True)]
 
 
-def common_prefix(one: Int[np.ndarray, " N"], other: Int[np.ndarray, " M"]) -> int:
-    """How many tokens both begin with."""
-    length = min(len(one), len(other))
-    differ = np.flatnonzero(one[:length] != other[:length])
-    return int(differ[0]) if len(differ) else length
-
-
 @dataclass(frozen=True)
 class Run:
     """Tokens with loss that follow one another: an answer."""

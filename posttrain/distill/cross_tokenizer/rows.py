@@ -17,8 +17,8 @@ from posttrain.batch import TopK
 from posttrain.config import DatasetSection
 from posttrain.data.chat import Message, Renderer
 from posttrain.data.format import Example, LossOn, render_answer, tokenize_example
-from posttrain.data.merged import SharedTokens, back_of
 from posttrain.distill.cross_tokenizer.align import Pairs, pair, runs
+from posttrain.distill.cross_tokenizer.merged import SharedTokens, back_of
 from posttrain.distill.cross_tokenizer.vocabulary import Vocabulary, VocabularyMap
 from posttrain.tree import replace
 

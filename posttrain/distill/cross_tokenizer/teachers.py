@@ -11,15 +11,14 @@ from posttrain.batch import TopK
 from posttrain.config import DatasetSection, DistillSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import loss_on, use_chat
-from posttrain.data.merged import SharedTokens
 from posttrain.data.pipeline import row_tokenizer
-from posttrain.data.sources import Rows
+from posttrain.data.sources import Rows, each_row
 from posttrain.data.tokenizer import Tokenizer
+from posttrain.distill.cross_tokenizer.merged import SharedTokens
 from posttrain.distill.cross_tokenizer.rows import Aligned, Aligner
 from posttrain.distill.cross_tokenizer.vocabulary import Vocabulary, VocabularyMap
 from posttrain.distill.teachers import Scorer, TeacherSource
 from posttrain.errors import ConfigError
-from posttrain.stages.inputs import each_row
 
 LOOKED_AT = 300
 """Rows of each dataset, spread evenly."""

@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from posttrain.batch import TopK
+from posttrain.batch import NO_ID, TopK
 from posttrain.data.byte_tokenizer import byte_characters
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.kernels.logits.softmax import NO_LOGIT
 
-NO_ID = 2**31 - 1
-"""In the place of ids that stand for no token of the student."""
 UNKNOWN = -1
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from posttrain.batch import TopK
-from posttrain.distill.cross_tokenizer.vocabulary import NO_ID, Vocabulary, joined
+from posttrain.batch import NO_ID, TopK
+from posttrain.distill.cross_tokenizer.vocabulary import Vocabulary, joined
 from posttrain.kernels.logits.softmax import NO_LOGIT
 
 LEAST = 1e-30
