@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from posttrain.config import LoRA as LoRA
     from posttrain.data.tokenizer import load_tokenizer as load_tokenizer
     from posttrain.errors import ConfigError as ConfigError
-    from posttrain.generate import complete as complete
-    from posttrain.generate import generate as generate
+    from posttrain.generation import complete as complete
+    from posttrain.generation import generate as generate
     from posttrain.losses.pairs import Needs as Needs
     from posttrain.models.decoder import Decoder as Decoder
     from posttrain.rollout.engine import NativeEngine as NativeEngine
@@ -55,8 +55,8 @@ _MODULES = {
     "SamplingParams": "posttrain.rollout.types",
     "TokenStats": "posttrain.batch",
     "Trainer": "posttrain.train.trainer",
-    "complete": "posttrain.generate",
-    "generate": "posttrain.generate",
+    "complete": "posttrain.generation",
+    "generate": "posttrain.generation",
     "load_model": "posttrain.weights.load",
     "load_tokenizer": "posttrain.data.tokenizer",
     "save_adapter": "posttrain.weights.peft_save",

@@ -106,7 +106,7 @@ def generate(
 ) -> None:
     """Print completions of each prompt, with `--no-chat` or without a template after the prompt itself."""
     loaded, tokenizer = _load(model, adapter, family)
-    from posttrain.generate import complete
+    from posttrain.generation import complete
 
     texts = prompts or [line.rstrip("\n") for line in sys.stdin]
     answers = complete(

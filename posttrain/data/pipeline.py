@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -24,6 +24,7 @@ FINGERPRINT_ROWS = 64
 State = dict[str, Any]
 
 
+@runtime_checkable
 class RowTargets(Protocol):
     """Per-token training targets beside the tokens of a row, such as a teacher's, packed together with them."""
 
