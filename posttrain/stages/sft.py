@@ -21,7 +21,7 @@ from posttrain.train.optim import make_optimizer
 from posttrain.train.trainer import Trainer
 
 
-def run_sft(stage: StageRun, inputs: SFTInputs) -> None:
+def run(stage: StageRun, inputs: SFTInputs) -> None:
     """Train one SFT stage to its end, from its newest checkpoint if there is one."""
     section = inputs.section
     assert isinstance(section, SFTSection)

@@ -1,11 +1,10 @@
-"""What stages share that sample answers to prompts, score them and learn from them: RL and online preference."""
+"""Online stages (RL, online preference): trainer, cluster and sampler, and the training loop around one step."""
 
 from __future__ import annotations
 
-import abc
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -25,7 +24,7 @@ from posttrain.rl.reward_model import ModelReward
 from posttrain.rl.rewards import error_lines
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.step import RewardWatch, StepResult, check_agreement
-from posttrain.rl.types import Example, Group, Rewards
+from posttrain.rl.types import Group, Rewards
 from posttrain.runtime.run_async import run_async
 from posttrain.stages.context import HeldOut, StageRun
 from posttrain.stages.engine import engine_metrics, make_engine, warm_up
@@ -37,86 +36,75 @@ from posttrain.train.trainer import Trainer
 
 NUM_SHOWN = 6
 """Samples in a table."""
-STEPS_WITHOUT_REWARD = 3
-"""So many in a row end a run."""
+MAX_STEPS_WITHOUT_REWARD = 3
+"""Abort the run after this many consecutive steps without any valid reward."""
+
 Distances = Callable[[Sequence[Group]], np.ndarray]
+"""Measure of sampled groups beside their rewards: [P, G]."""
+Step = Callable[[Timer], Coroutine[Any, Any, StepResult]]
 
 
 class PromptSource(Resumable, Protocol):
     def __next__(self) -> list[int]:
-        """Numbers of the rows that a step begins with."""
+        """Row numbers of the prompts of the next step."""
         ...
 
 
-class SampledRun(abc.ABC):
-    """The objects of a running stage. The reference, if kept, is the model at the start of the stage."""
+@dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """Cluster and sampler of an online stage, with its inputs."""
 
-    def __init__(
-        self,
-        stage: StageRun,
-        inputs: Scored,
-        trainer: Trainer,
-        *,
-        keep_reference: bool,
-        teachers: Sequence[Scorer] = (),
-    ):
-        section = inputs.section
-        samples = section.prompts_per_step * section.group_size
-        self.scored, self.trainer = inputs, trainer
-        self.engine = make_engine(
-            trainer.model,
-            stage.tokenizer,
-            section.rollout,
-            inputs.make_engine,
-            slots=section.samples_in_flight,
-            max_length=section.sequence_tokens,
-        )
-        self.cluster = Cluster(trainer, self.engine, keep_reference=keep_reference, teachers=teachers)
-        for reward in inputs.rubric.rewards:
-            if isinstance(reward.function, ModelReward):
-                reward.function.load(stage.mesh, inputs.renderer, samples)
-        self.prompts = self.new_prompts(stage.seed)
-        self.sampler = Sampler(
-            engine=self.engine,
-            renderer=inputs.renderer,
-            sampling=section.sampling,
-            max_prompt_tokens=inputs.max_prompt_tokens,
-            seed=stage.seed,
-        )
-        prompts = [(self.sampler, inputs.examples)]
-        if inputs.eval_examples:
-            prompts.append((self._eval_sampler(), inputs.eval_examples))
-        warm_up(self.engine, section.rollout, prompts, rereads=section.samples_in_flight > samples)
+    inputs: Scored
+    cluster: Cluster
+    sampler: Sampler
 
-    def new_prompts(self, seed: int) -> PromptSource:
-        section = self.scored.section
-        return PromptBatches(section.dataset, self.scored.rows, prompts_per_step=section.prompts_per_step, seed=seed)
+    @property
+    def eval_sampler(self) -> Sampler:
+        """The sampler with the settings of held-out prompts."""
+        assert self.inputs.eval_renderer is not None
+        return replace(self.sampler, renderer=self.inputs.eval_renderer, sampling=eval_sampling(self.inputs.section))
 
-    @abc.abstractmethod
-    def learn(self, examples_P: Sequence[Example], timer: Timer) -> Coroutine[Any, Any, StepResult]:
-        """One step on these prompts."""
 
-    def distances(self) -> Distances | None:
-        """What an evaluation measures beside rewards."""
-        return None
+def open_rollouts(
+    stage: StageRun, inputs: Scored, trainer: Trainer, *, keep_reference: bool, teachers: Sequence[Scorer] = ()
+) -> Rollouts:
+    """Make engine, cluster and sampler, load reward models, and compile the sampling programs.
 
-    def step(self, timer: Timer) -> StepResult:
-        examples = [self.scored.examples[index] for index in next(self.prompts)]
-        outcome = run_async(self.learn(examples, timer))
-        _print_errors(f"step {self.trainer.step_number}", outcome.rewards, outcome.groups_P)
-        return outcome
+    The reference, if kept, is the model at the start of the stage.
+    """
+    section = inputs.section
+    samples = section.prompts_per_step * section.group_size
+    engine = make_engine(
+        trainer.model,
+        stage.tokenizer,
+        section.rollout,
+        inputs.make_engine,
+        slots=section.samples_in_flight,
+        max_length=section.sequence_tokens,
+    )
+    cluster = Cluster(trainer, engine, keep_reference=keep_reference, teachers=teachers)
+    for reward in inputs.rubric.rewards:
+        if isinstance(reward.function, ModelReward):
+            reward.function.load(stage.mesh, inputs.renderer, samples)
+    sampler = Sampler(
+        engine=engine,
+        renderer=inputs.renderer,
+        sampling=section.sampling,
+        max_prompt_tokens=inputs.max_prompt_tokens,
+        seed=stage.seed,
+    )
+    rollouts = Rollouts(inputs=inputs, cluster=cluster, sampler=sampler)
+    prompts = [(sampler, inputs.examples)]
+    if inputs.eval_examples:
+        prompts.append((rollouts.eval_sampler, inputs.eval_examples))
+    warm_up(engine, section.rollout, prompts, rereads=section.samples_in_flight > samples)
+    return rollouts
 
-    def evaluate(self) -> Evaluation:
-        inputs = self.scored
-        found = run_async(
-            evaluate(self._eval_sampler(), inputs.rubric, inputs.eval_examples, distances=self.distances())
-        )
-        _print_errors("evaluation", found.rewards, found.groups_P)
-        return found
 
-    def _eval_sampler(self) -> Sampler:
-        assert self.scored.eval_renderer is not None
-        return replace(self.sampler, renderer=self.scored.eval_renderer, sampling=eval_sampling(self.scored.section))
+def prompt_batches(inputs: Scored, seed: int) -> PromptBatches:
+    """`prompts_per_step` row numbers at a time."""
+    section = inputs.section
+    return PromptBatches(section.dataset, inputs.rows, prompts_per_step=section.prompts_per_step, seed=seed)
 
 
 def make_trainer(stage: StageRun, section: SampledSection, loss: TokenLoss, terms: Terms = PLAIN) -> Trainer:
@@ -136,30 +124,55 @@ def make_trainer(stage: StageRun, section: SampledSection, loss: TokenLoss, term
     )
 
 
-def train(stage: StageRun, run: SampledRun) -> None:
-    """To the end of the stage, from its newest checkpoint if there is one."""
-    section = run.scored.section
-    held_out = HeldOut(evaluate=lambda: _record(run.evaluate()), metrics=itemgetter("metrics"))
-    with stage.opened(run.trainer, run.prompts, section.num_steps) as (sinks, checkpointer):
-        run.cluster.sync_weights()
-        watch = RewardWatch(min(STEPS_WITHOUT_REWARD, section.num_steps))
+def describe_steps(section: SampledSection, inputs: Scored | None, compared: str = "") -> str:
+    """Summarise an online stage in one line. `compared`: how samples are compared, where they are."""
+    prompts = "" if inputs is None else f"{len(inputs.examples):,} prompts, "
+    text = (
+        f"{prompts}{section.num_steps} steps of {section.prompts_per_step} prompts x {section.group_size} samples "
+        f"= {section.prompts_per_step * section.group_size}, up to {section.sampling.max_tokens} new tokens each"
+    )
+    held_out = f"; {len(inputs.eval_examples)} held-out prompts" if inputs is not None and inputs.eval_examples else ""
+    return text + compared + held_out
 
-        def step() -> Mapping[str, Any]:
+
+def train(
+    stage: StageRun, rollouts: Rollouts, prompts: PromptSource, step: Step, distances: Distances | None = None
+) -> None:
+    """Train to the end of the stage, from its newest checkpoint if there is one.
+
+    `step`: one update, from prompts to weights. `distances`: what an evaluation measures beside rewards.
+    """
+    inputs, section, trainer = rollouts.inputs, rollouts.inputs.section, rollouts.cluster.actor
+    held_out = HeldOut(evaluate=lambda: _record(_evaluate(rollouts, distances)), metrics=itemgetter("metrics"))
+    with stage.opened(trainer, prompts, section.num_steps) as (sinks, checkpointer):
+        rollouts.cluster.sync_weights()
+        watch = RewardWatch(min(MAX_STEPS_WITHOUT_REWARD, section.num_steps))
+
+        def one_step() -> Mapping[str, Any]:
             timer = Timer()
-            outcome = run.step(timer)
-            watch.see(run.trainer.step_number, outcome.rewards)
-            if run.trainer.step_number % section.samples_every == 0 or run.trainer.step_number == 1:
-                sinks.samples(run.trainer.step_number, step_samples(outcome, section.group_size))
+            outcome = run_async(step(timer))
+            number = trainer.step_number
+            _print_errors(f"step {number}", outcome.rewards, outcome.groups_P)
+            watch.see(number, outcome.rewards)
+            if number % section.samples_every == 0 or number == 1:
+                sinks.samples(number, step_samples(outcome, section.group_size))
             metrics = to_host(outcome.metrics)
-            check_agreement(metrics, run.trainer.step_number)
-            return {**metrics, **engine_metrics(run.engine), **timer.metrics(), **tables(outcome.metrics)}
+            check_agreement(metrics, number)
+            return {**metrics, **engine_metrics(rollouts.cluster.engine), **timer.metrics(), **tables(outcome.metrics)}
 
-        evaluated = held_out if run.scored.eval_examples else None
+        evaluated = held_out if inputs.eval_examples else None
         try:
-            result = stage.train(run.trainer, step, run.prompts, sinks, checkpointer, section, evaluated)
+            result = stage.train(trainer, one_step, prompts, sinks, checkpointer, section, evaluated)
         finally:
-            run.engine.close()
-    stage.finish(run.trainer.model, result)
+            rollouts.cluster.engine.close()
+    stage.finish(trainer.model, result)
+
+
+def _evaluate(rollouts: Rollouts, distances: Distances | None) -> Evaluation:
+    inputs = rollouts.inputs
+    found = run_async(evaluate(rollouts.eval_sampler, inputs.rubric, inputs.eval_examples, distances=distances))
+    _print_errors("evaluation", found.rewards, found.groups_P)
+    return found
 
 
 def _print_errors(when: str, rewards: Rewards, groups_P: Sequence[Group]) -> None:
