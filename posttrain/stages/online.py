@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -44,6 +44,7 @@ Distances = Callable[[Sequence[Group]], np.ndarray]
 Step = Callable[[Timer], Coroutine[Any, Any, StepResult]]
 
 
+@runtime_checkable
 class PromptSource(Resumable, Protocol):
     def __next__(self) -> list[int]:
         """Row numbers of the prompts of the next step."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from posttrain.config import RunConfig
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.models.config import ModelConfig
 
 
+@runtime_checkable
 class Inputs(Protocol):
     """Inputs of one stage; each kind of stage has its own class."""
 
