@@ -99,7 +99,7 @@ def _inherit_routing(row: Row) -> None:
 
 
 def _deliver_tokens(chunk: Chunk, index: int, request: Request, version: int) -> int:
-    """How many there are."""
+    """Append the new tokens of a row to its request, and return their number."""
     count = int(chunk.counts[index])
     if chunk.experts is not None:
         request.record_routing(request.position, np.asarray(chunk.experts[:count, index]))

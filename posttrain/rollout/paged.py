@@ -25,8 +25,8 @@ from posttrain.rollout.blocks import BLOCK
 from posttrain.tree import pytree, replace, static
 
 Layout = Literal["rows", "gather", "ragged"]
-"""Layout in which decoding reads blocks. `rows`: from a copy of its rows that is made once per dispatch. `gather`: each layer
-copies its own at every token. `ragged`: in place, by TPU's kernel."""
+"""Cache layout for decoding. `rows`: rows copied out of the blocks once per dispatch. `gather`: each layer gathers its
+blocks at every token. `ragged`: in place, by the TPU kernel."""
 
 
 @pytree

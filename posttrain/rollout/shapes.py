@@ -56,7 +56,7 @@ class PromptShape(NamedTuple):
     """Shape of a prefill call."""
 
     rows: int
-    """Of a lane."""
+    """Rows in each lane."""
     tokens: int
     context: int
     """Positions that its rows see; 0: they start a sequence and see but themselves."""
@@ -64,7 +64,7 @@ class PromptShape(NamedTuple):
 
 class DecodeShape(NamedTuple):
     rows: int
-    """Of a lane."""
+    """Rows in each lane."""
     width: int
 
 
