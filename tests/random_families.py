@@ -113,10 +113,14 @@ def _gemma2(d: Draw, f: Fields) -> Fields:
 
 
 def _gemma3(d: Draw, f: Fields) -> Fields:
-    return d.biases() | d.kinds(f["num_hidden_layers"]) | {
-        "final_logit_softcapping": d.one(None, d.number(3.0, 40.0)),
-        "query_pre_attn_scalar": d.one(6, 16, 31),
-    }
+    return (
+        d.biases()
+        | d.kinds(f["num_hidden_layers"])
+        | {
+            "final_logit_softcapping": d.one(None, d.number(3.0, 40.0)),
+            "query_pre_attn_scalar": d.one(6, 16, 31),
+        }
+    )
 
 
 def _gemma4(d: Draw, f: Fields) -> Fields:
@@ -164,11 +168,15 @@ def _qwen3_moe(d: Draw, f: Fields) -> Fields:
 def _gpt_oss(d: Draw, f: Fields) -> Fields:
     number, top_k = d.experts()
     yarn = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
-    return d.biases() | d.kinds(f["num_hidden_layers"]) | {
-        "num_local_experts": number,
-        "num_experts_per_tok": top_k,
-        "rope_parameters": {**yarn, "beta_fast": 4.0, "truncate": False},
-    }
+    return (
+        d.biases()
+        | d.kinds(f["num_hidden_layers"])
+        | {
+            "num_local_experts": number,
+            "num_experts_per_tok": top_k,
+            "rope_parameters": {**yarn, "beta_fast": 4.0, "truncate": False},
+        }
+    )
 
 
 def _grouped(d: Draw) -> Fields:

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from jax.typing import DTypeLike
 
-from posttrain.kernels.token_stats import token_stats
+from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.models import families
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import Family, family_module
-from posttrain.rollout.native import NativeEngine
+from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.types import Completion
 from posttrain.weights.state import ModelWeights
 from tests.models.goldens import COMPILER_OPTIONS
@@ -86,13 +86,13 @@ def assert_engine_is_the_trainer(family: str, seed: int, *, dtype: DTypeLike = j
             assert all(-3.0 < kept <= 0.0 for kept in completion.kept_logps)
 
 
-class _Passed(NamedTuple):
+class ForwardOutput(NamedTuple):
     logits: np.ndarray
     logps: np.ndarray
 
 
-def _forward(model: Decoder, prompts: list[list[int]], completions: list[Completion]) -> _Passed:
-    """What the trainer computes of prompts with their completions."""
+def _forward(model: Decoder, prompts: list[list[int]], completions: list[Completion]) -> ForwardOutput:
+    """Run the forward pass of the trainer over prompts with their completions."""
     rows = [[*prompt, *completion.tokens] for prompt, completion in zip(prompts, completions, strict=True)]
     tokens = np.stack([np.pad(row, (0, LENGTH - len(row))) for row in rows]).astype(np.int32)
     segments = (np.arange(LENGTH) < np.asarray([len(row) for row in rows])[:, None]).astype(np.int32)
@@ -106,4 +106,4 @@ def _forward(model: Decoder, prompts: list[list[int]], completions: list[Complet
         return bound.logits(hidden), stats.logps
 
     compiled = jax.jit(run, compiler_options=COMPILER_OPTIONS)
-    return _Passed(*map(np.asarray, compiled(weights.read(), *map(jnp.asarray, (tokens, positions, segments)))))
+    return ForwardOutput(*map(np.asarray, compiled(weights.read(), *map(jnp.asarray, (tokens, positions, segments)))))
