@@ -37,12 +37,12 @@ def _describe(section: TrainSection, inputs: Inputs | None, shards: int) -> str:
         if isinstance(inputs, JudgedInputs):
             rows = f"{len(inputs.units.rows):,} dataset rows, {type(inputs.loss).__name__}, "
         passes = -(-section.batch_rows // rows_per_pass(section.batch_rows, section.micro_batch_rows, shards))
-        text = f"{rows}{section.num_steps} steps of {section.batch_rows} x {tokens} tokens ({passes} micro-batches)"
+        text = f"{rows}{section.steps} steps of {section.batch_rows} x {tokens} tokens ({passes} micro-batches)"
         return text + (_teachers(section) if isinstance(section, DistillSection) else "")
     assert isinstance(section, SampledSection)
     prompts = "" if not isinstance(inputs, Scored) else f"{len(inputs.examples):,} prompts, "
     text = (
-        f"{prompts}{section.num_steps} steps of {section.prompts_per_step} prompts x {section.group_size} samples "
+        f"{prompts}{section.steps} steps of {section.prompts_per_step} prompts x {section.group_size} samples "
         f"= {section.prompts_per_step * section.group_size}, up to {section.sampling.max_tokens} new tokens each"
     )
     if isinstance(inputs, OnlineInputs):

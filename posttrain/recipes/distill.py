@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from posttrain.batch import rows_per_pass
 from posttrain.config import ConfigError, DatasetSection, DistillSection, ModelSection, RunConfig
@@ -27,7 +27,7 @@ from posttrain.recipes.aligning import aligned_scorer, aligned_tokenizer, theirs
 from posttrain.recipes.on_policy import MixedBatches, Samples
 from posttrain.recipes.prepare import prepare
 from posttrain.recipes.prepare_sequences import SFTInputs
-from posttrain.recipes.python import GivenPythonRun
+from posttrain.recipes.python import PythonRun
 from posttrain.recipes.sequence_evaluation import Record, evaluate
 from posttrain.recipes.sft import make_trainer, sequences_of, train_batches
 from posttrain.recipes.stage import StageRun
@@ -185,6 +185,7 @@ def _read_by(section: DistillSection, aligner: Aligner, number: int, data: Sourc
 def write_caches(config: RunConfig, base_dir: Path) -> None:
     """Write what is missing of the caches of all stages. ConfigError where no stage has one."""
     prepared = prepare(config, base_dir, offline_ok=False)
+    config = prepared.config
     assert prepared.tokenizer is not None
     for note in prepared.notes:
         console().print(note, markup=False, soft_wrap=True)
@@ -265,7 +266,7 @@ def _has_share(section: DistillSection, source: TeacherSource, rows: Rows, row: 
     return bool(teacher_shares(rows[row], section.teacher_column, titles)[titles.index(source.title)] > 0)
 
 
-class Distill(GivenPythonRun):
+class Distill(PythonRun):
     """Distillation from Python: `pt.Distill(model="student", teacher="teacher", dataset="data.jsonl").fit()`.
 
     Every field of `posttrain.config.DistillSection` is a keyword, as are `output`, `seed` and `mesh`. `teacher`: a path
@@ -273,12 +274,6 @@ class Distill(GivenPythonRun):
     """
 
     kind = "distill"
-    defaults: ClassVar[Mapping[str, Any]] = {
-        **GivenPythonRun.defaults,
-        "optimizer": {"learning_rate": 5e-5, "schedule": "cosine"},
-    }
-    lora_learning_rate = 2e-4
-    row_tokens = 1024
 
     def __init__(self, model: Any, teacher: Any = None, dataset: Any = None, **fields: Any):
         if teacher is not None:

@@ -235,9 +235,7 @@ def _without_padding(model: Decoder, tokenizer: Tokenizer) -> Decoder:
     return copy
 
 
-def _check_lengths(
-    model: Decoder, names: Sequence[str], prompts: Sequence[Sequence[int]], max_new_tokens: int
-) -> None:
+def _check_lengths(model: Decoder, names: Sequence[str], prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     longest = model.config.max_positions
     for name, prompt in zip(names, prompts, strict=True):
         if not prompt:

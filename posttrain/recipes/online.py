@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from posttrain.kernels.chunk_stats import Terms
 from posttrain.metrics import Timer
 from posttrain.recipes.prepare_rl import OnlineInputs
-from posttrain.recipes.python import SampledPythonRun
+from posttrain.recipes.python import PythonRun
 from posttrain.recipes.sampled import SampledRun, make_trainer, train
 from posttrain.recipes.stage import StageRun
 from posttrain.rl.loop import StepResult
@@ -39,12 +39,10 @@ class _OnlineRun(SampledRun):
         return online_step(self.cluster, self.scored.rubric, self.sampler, examples_P, self.settings, timer)
 
 
-class OnlinePreference(SampledPythonRun):
+class OnlinePreference(PythonRun):
     """Online DPO from Python: `pt.OnlinePreference(model="path", dataset="data.jsonl", rewards=[correct]).fit()`.
 
     Every field of `posttrain.config.OnlinePreferenceSection` is a keyword, as are `output`, `seed` and `mesh`.
     """
 
     kind = "online_preference"
-    defaults: ClassVar[Mapping[str, Any]] = {**SampledPythonRun.defaults, "group_size": 4}
-    sequences = 2

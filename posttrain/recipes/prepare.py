@@ -19,6 +19,7 @@ from posttrain.config import (
 from posttrain.config_file import find_path
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.recipes.features import check_features
+from posttrain.recipes.lengths import with_steps
 from posttrain.recipes.prepare_judged import judged_loss, prepare_judged
 from posttrain.recipes.prepare_model import read_model
 from posttrain.recipes.prepare_rl import (
@@ -78,8 +79,9 @@ def _prepare_stage(prepared: Prepared, index: int, tokenizer: Tokenizer, *, offl
     if is_sampled(section):
         check_cache(section, config.mesh.row_shards or 1)
     inputs, notes = _inputs_of(prepared, section, tokenizer)
-    prepared.stages.append(inputs)
-    prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
+    inputs, more = with_steps(inputs, config.seed)
+    prepared.add(index, inputs)
+    prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in [*more, *notes]]
 
 
 def _inputs_of(prepared: Prepared, section: TrainSection, tokenizer: Tokenizer) -> tuple[Inputs, list[str]]:

@@ -16,6 +16,7 @@ from posttrain.config import (
 from posttrain.models.config import ModelConfig
 from posttrain.models.moe import check_recording, check_router
 from posttrain.recipes.kernels import check_kernels
+from posttrain.recipes.lengths import fit_lengths
 from posttrain.recipes.prepared import Prepared
 from posttrain.recipes.source import local_or_hub, read_model_config, read_wrapper, refuse_misspelt, unreachable
 from posttrain.recipes.stages import naming_stage
@@ -36,6 +37,7 @@ def read_model(prepared: Prepared, *, offline_ok: bool) -> None:
         prepared.notes.append(f"not checked, no network: the model {config.model.path}, if it is on the hub")
         return
     prepared.model = model
+    config = prepared.config = fit_lengths(config, model.max_positions)
     _check_weights(config.model, prepared.base_dir)
     if model.scalar_head and not all(isinstance(section, RewardModelSection) for section in config.stages):
         raise ConfigError(f"model.path: {config.model.path} is a reward model, which scores answers and writes none")

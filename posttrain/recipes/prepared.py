@@ -18,6 +18,7 @@ Inputs = SFTInputs | RLInputs | OnlineInputs | JudgedInputs
 @dataclass
 class Prepared:
     config: RunConfig
+    """Run with what depends on its model and data filled in: lengths, steps."""
     base_dir: Path
     tokenizer: Tokenizer | None = None
     """None only where `notes` say that the hub could not be asked."""
@@ -26,3 +27,10 @@ class Prepared:
     stages: list[Inputs] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What could not be checked, and why; and what is done otherwise than the configuration says."""
+
+    def add(self, index: int, inputs: Inputs) -> None:
+        """Inputs of stage `index`, whose section may have more filled in than the configuration's."""
+        self.stages.append(inputs)
+        stages = list(self.config.stages)
+        stages[index] = inputs.section
+        self.config = self.config.model_copy(update={"stages": tuple(stages)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from posttrain.batch import Batch
 from posttrain.data.comparisons import ComparisonBatches
@@ -11,7 +11,8 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.heads import with_padding
 from posttrain.recipes.judged import JudgedInputs
 from posttrain.recipes.judged_evaluation import Evaluation, metrics_of, with_margins
-from posttrain.recipes.preference import Preference, make_trainer
+from posttrain.recipes.preference import make_trainer
+from posttrain.recipes.python import PythonRun
 from posttrain.recipes.stage import HeldOut, StageRun
 from posttrain.weights.reward import add_scalar_head
 
@@ -32,7 +33,7 @@ def run_reward_model(stage: StageRun, inputs: JudgedInputs) -> None:
     held_out = None
     if (units := inputs.eval_units) is not None:
         held_out = HeldOut(evaluate=Evaluation(trainer, inputs.loss, units, as_it_is), metrics=metrics_of)
-    with stage.opened(trainer, batches, section.num_steps) as (sinks, checkpointer):
+    with stage.opened(trainer, batches, section.steps) as (sinks, checkpointer):
         result = stage.train(trainer, step, batches, sinks, checkpointer, section, held_out)
     stage.finish(trainer.model, result)
 
@@ -46,7 +47,7 @@ def load_reward_model(stage: StageRun) -> Decoder:
     return model
 
 
-class RewardModel(Preference):
+class RewardModel(PythonRun):
     """A reward model from Python: `pt.RewardModel(model="path", dataset="pairs.jsonl").fit()`.
 
     Every field of `posttrain.config.RewardModelSection` is a keyword, as are `output`, `seed` and `mesh`. The result is
@@ -54,8 +55,3 @@ class RewardModel(Preference):
     """
 
     kind = "reward_model"
-    defaults: ClassVar[Mapping[str, Any]] = {
-        **Preference.defaults,
-        "optimizer": {"learning_rate": 1e-5, "schedule": "linear"},
-    }
-    lora_learning_rate = 1e-4

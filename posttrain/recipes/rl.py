@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from posttrain.config import RLSection
 from posttrain.data.pipeline import PromptBatches
 from posttrain.metrics import Timer
 from posttrain.recipes.ahead import PromptsAhead
 from posttrain.recipes.prepare_rl import RLInputs
-from posttrain.recipes.python import SampledPythonRun
+from posttrain.recipes.python import PythonRun
 from posttrain.recipes.sampled import Distances, PromptSource, SampledRun, make_trainer, train
 from posttrain.recipes.stage import StageRun
 from posttrain.recipes.teachers import OutsideTeacher, TeacherSource, load_teacher, outside_teacher, shares_of
@@ -90,12 +90,10 @@ def _load_teachers(stage: StageRun, inputs: RLInputs) -> list[OutsideTeacher]:
     return [load(source) for source in inputs.teachers]
 
 
-class RL(SampledPythonRun):
+class RL(PythonRun):
     """Reinforcement learning from Python: `pt.RL(model="path", dataset="data.jsonl", rewards=[correct]).fit()`.
 
     Every field of `posttrain.config.RLSection` is a keyword, as are `output`, `seed` and `mesh`.
     """
 
     kind = "rl"
-    defaults: ClassVar[Mapping[str, Any]] = {**SampledPythonRun.defaults, "group_size": 8}
-    sequences = 1

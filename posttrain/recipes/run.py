@@ -60,6 +60,7 @@ class RunResult:
 def run(config: RunConfig, base_dir: Path) -> RunResult:
     """Do what is left of a run. Raises ConfigError for what is wrong, before any work, and Interrupted."""
     prepared = prepare(config, base_dir, offline_ok=False)
+    config = prepared.config
     mesh = make_mesh(config.mesh, training_devices(config))
     assert prepared.tokenizer is not None
     output = Path(config.output)
@@ -93,7 +94,7 @@ def run(config: RunConfig, base_dir: Path) -> RunResult:
                 continue
             if stop.requested:
                 raise Interrupted(f"stopped before {name}")
-            console().rule(f"{name}: {inputs.section.num_steps} steps", align="left")
+            console().rule(f"{name}: {inputs.section.steps} steps", align="left")
             if isinstance(inputs, JudgedInputs):
                 RUN_JUDGED[inputs.section.kind](stage, inputs)
             elif isinstance(inputs, OnlineInputs):

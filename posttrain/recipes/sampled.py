@@ -125,7 +125,7 @@ def make_trainer(stage: StageRun, section: SampledSection, loss: TokenLoss, term
     return Trainer(
         stage.load_model(),
         loss,
-        make_optimizer(section.optimizer, section.num_steps),
+        make_optimizer(section.optimizer, section.steps),
         temperature=section.sampling.temperature,
         max_grad_norm=section.optimizer.max_grad_norm,
         micro_batch_rows=section.micro_batch_rows or -(-section.step_rows // 8),
@@ -140,9 +140,9 @@ def train(stage: StageRun, run: SampledRun) -> None:
     """To the end of the stage, from its newest checkpoint if there is one."""
     section = run.scored.section
     held_out = HeldOut(evaluate=lambda: _record(run.evaluate()), metrics=itemgetter("metrics"))
-    with stage.opened(run.trainer, run.prompts, section.num_steps) as (sinks, checkpointer):
+    with stage.opened(run.trainer, run.prompts, section.steps) as (sinks, checkpointer):
         run.cluster.sync_weights()
-        watch = RewardWatch(min(STEPS_WITHOUT_REWARD, section.num_steps))
+        watch = RewardWatch(min(STEPS_WITHOUT_REWARD, section.steps))
 
         def step() -> Mapping[str, Any]:
             timer = Timer()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from posttrain.config import DistillSection, SFTSection
 from posttrain.data.ahead import BatchStream
@@ -16,7 +16,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.optim import make_optimizer
 from posttrain.recipes.features import matching_of
 from posttrain.recipes.prepare_sequences import SFTInputs
-from posttrain.recipes.python import GivenPythonRun
+from posttrain.recipes.python import PythonRun
 from posttrain.recipes.sequence_evaluation import Record, difference, evaluate, metrics_of, with_perplexities
 from posttrain.recipes.stage import HeldOut, StageRun
 from posttrain.trainer import Trainer
@@ -45,7 +45,7 @@ def make_trainer(
     return Trainer(
         model,
         inputs.loss,
-        make_optimizer(section.optimizer, section.num_steps),
+        make_optimizer(section.optimizer, section.steps),
         temperature=1.0,
         max_grad_norm=section.optimizer.max_grad_norm,
         micro_batch_rows=section.micro_batch_rows,
@@ -90,7 +90,7 @@ def train_batches(
         return {**with_perplexities(metrics), **dropped, **({} if seen is None else seen(metrics))}
 
     held_out = HeldOut(evaluate=evaluate_all, metrics=metrics_of)
-    with stage.opened(trainer, batches, section.num_steps) as (sinks, checkpointer):
+    with stage.opened(trainer, batches, section.steps) as (sinks, checkpointer):
         evaluation = held_out if section.eval_dataset is not None else None
         result = stage.train(trainer, step, batches, sinks, checkpointer, section, evaluation)
     if result:
@@ -98,16 +98,10 @@ def train_batches(
     stage.finish(trainer.model, result)
 
 
-class SFT(GivenPythonRun):
+class SFT(PythonRun):
     """Supervised fine-tuning from Python: `pt.SFT(model="path", dataset="data.jsonl").fit()`.
 
     Every field of `posttrain.config.SFTSection` is a keyword, as are `output`, `seed` and `mesh`.
     """
 
     kind = "sft"
-    defaults: ClassVar[Mapping[str, Any]] = {
-        **GivenPythonRun.defaults,
-        "optimizer": {"learning_rate": 2e-5, "schedule": "cosine"},
-    }
-    lora_learning_rate = 2e-4
-    row_tokens = 1024

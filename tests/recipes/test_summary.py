@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from posttrain.config_file import load_config
-from posttrain.recipes.python import PythonRun
 from posttrain.recipes.stages import row_notes
 from posttrain.recipes.summary import _difference
 from tests.recipes.runs import lines, posttrain, rl_stage, sft_stage, write_run
@@ -67,8 +66,3 @@ def test_rows_left_out_are_counted_and_said_once(tmp_path: Path) -> None:
     assert outcome.out.count(train) == outcome.out.count(held_out) == 1, outcome.out
     found = [line["data/dropped_ratio"] for line in lines(tmp_path / "out") if "grad_norm" in line]
     assert found == [15 / 24] * 2
-
-
-def test_a_run_from_python_is_a_kind_of_its_own() -> None:
-    with pytest.raises(TypeError, match="abstract"):
-        PythonRun("model", "data.jsonl")  # type: ignore[abstract]
