@@ -156,11 +156,6 @@ class OfflineSection(TrainSection):
             )
         return self
 
-    @property
-    def epochs(self) -> float:
-        """`num_epochs` where the steps are not given."""
-        return 1.0 if self.num_epochs is None else self.num_epochs
-
 
 class SequenceSection(OfflineSection):
     """Fields of stages that train on given sequences."""

@@ -65,18 +65,19 @@ def with_steps(inputs: Inputs, seed: int) -> tuple[Inputs, list[str]]:
     section = inputs.section
     if not isinstance(section, OfflineSection) or section.num_steps is not None:
         return inputs, []
-    num_steps = math.ceil(_num_rows(inputs, section, seed) / section.batch_rows)
+    num_epochs = 1.0 if section.num_epochs is None else section.num_epochs
+    num_steps = math.ceil(_num_rows(inputs, section, num_epochs, seed) / section.batch_rows)
     try:
         section.check_warmup(num_steps)
     except ValueError as error:
-        raise ConfigError(f"{error}, which num_epochs={section.epochs:g} makes of the data") from error
-    note = f"num_epochs={section.epochs:g} is num_steps={num_steps:,} of {section.batch_rows} rows"
+        raise ConfigError(f"{error}, which num_epochs={num_epochs:g} makes of the data") from error
+    note = f"num_epochs={num_epochs:g} is num_steps={num_steps:,} of {section.batch_rows} rows"
     counted = section.model_copy(update={"num_steps": num_steps, "num_epochs": None})
     resolved: Any = inputs
     return replace(resolved, section=counted), [note]
 
 
-def _num_rows(inputs: Inputs, section: OfflineSection, seed: int) -> int:
+def _num_rows(inputs: Inputs, section: OfflineSection, num_epochs: float, seed: int) -> int:
     """Rows that hold `num_epochs` passes over the data of a stage."""
     sources: list[tuple[DatasetSection, Rows, int, Callable[[int], Any]]]
     if isinstance(inputs, JudgedInputs):
@@ -85,7 +86,7 @@ def _num_rows(inputs: Inputs, section: OfflineSection, seed: int) -> int:
     else:
         assert isinstance(inputs, SFTInputs)
         if inputs.prompts is not None:
-            return math.ceil(section.epochs * len(inputs.prompts.examples))
+            return math.ceil(num_epochs * len(inputs.prompts.examples))
         data = [(inputs.rows, inputs.renderer), *inputs.mixed]
         sources = [
             (dataset, rows, len(rows), row_tokenizer(inputs.section, dataset, rows, renderer))
@@ -94,7 +95,7 @@ def _num_rows(inputs: Inputs, section: OfflineSection, seed: int) -> int:
     datasets = [dataset for dataset, *_ in sources]
     lengths = [_lengths(tokenize, count, rows.name) for _, rows, count, tokenize in sources]
     return rows_of_epochs(
-        section, datasets, lengths, window=window_of(section, datasets), num_epochs=section.epochs, seed=seed
+        section, datasets, lengths, window=window_of(section, datasets), num_epochs=num_epochs, seed=seed
     )
 
 
