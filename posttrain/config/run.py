@@ -9,9 +9,9 @@ from pydantic import Field, model_validator
 
 from posttrain.config.base import Flag, ListOf, LocalPath, Section
 from posttrain.config.distill import DistillSection
-from posttrain.config.judged import PreferenceSection, RewardModelSection
 from posttrain.config.model import MeshSection, ModelSection
-from posttrain.config.online import OnlinePreferenceSection
+from posttrain.config.online_preference import OnlinePreferenceSection
+from posttrain.config.pairs import PreferenceSection, RewardModelSection
 from posttrain.config.rl import RLSection, SampledSection
 from posttrain.config.train import ADAPTER_RATE_FACTOR, SFTSection, TrainSection
 
@@ -21,7 +21,7 @@ Stage = Annotated[
 ]
 
 
-STAGES: Mapping[str, type[TrainSection]] = {
+SECTIONS: Mapping[str, type[TrainSection]] = {
     section.model_fields["kind"].default: section
     for section in (
         SFTSection,
@@ -37,7 +37,7 @@ STAGES: Mapping[str, type[TrainSection]] = {
 
 def with_adapter_rate(stage: Any) -> Any:
     """Raw stage whose optimizer has the default learning rate of adapters, if it has none."""
-    section = STAGES.get(stage.get("kind", "")) if isinstance(stage, Mapping) else None
+    section = SECTIONS.get(stage.get("kind", "")) if isinstance(stage, Mapping) else None
     given = {} if section is None else stage.get("optimizer", {})
     if section is None or not isinstance(given, Mapping) or "learning_rate" in given:
         return stage

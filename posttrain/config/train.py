@@ -179,6 +179,10 @@ class SequenceSection(OfflineSection):
         return self
 
     @property
+    def step_rows(self) -> int:
+        return self.batch_rows
+
+    @property
     def datasets(self) -> tuple[DatasetSection, ...]:
         return (self.dataset, *self.mix)
 

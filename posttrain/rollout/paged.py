@@ -13,7 +13,8 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Float, Int
 
-from posttrain.config import ROW_AXES, ConfigError, DecodeAttention
+from posttrain.config import ROW_AXES, DecodeAttention
+from posttrain.errors import ConfigError
 from posttrain.kernels.attention import padded_head, ragged_refusal
 from posttrain.kernels.platform import head_shards, platform_of
 from posttrain.mesh import row_shards
