@@ -44,14 +44,20 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def check(config: ConfigPath, overrides: Overrides = None) -> None:
+def check(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Devices of the machine that will run it; by default those of this one.")
+    ] = None,
+) -> None:
     """Validate everything that can be validated without loading weights."""
     from posttrain.config.yaml_file import load_config
 
     loaded = load_config(config, overrides or [])
     from posttrain.runs import check as recipe
 
-    for line in recipe.check(loaded.config, loaded.base_dir):
+    for line in recipe.check(loaded.config, loaded.base_dir, devices):
         print(line)
     print("ok")
 
