@@ -16,8 +16,8 @@ def check(config: RunConfig, base_dir: Path, num_devices: int | None = None) -> 
 
     `num_devices`: of the machine that will run it; None: of this one.
     """
+    mesh = mesh_of_run(config, num_devices)
     prepared = prepare(config, base_dir, offline_ok=True)
-    mesh = mesh_of_run(prepared.config, num_devices)
     shards = math.prod(mesh[axis] for axis in ROW_AXES)
     lines = [f"output: {config.output}{' (exists)' if Path(config.output).exists() else ''}"]
     if prepared.model is not None:
