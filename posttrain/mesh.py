@@ -44,10 +44,11 @@ def make_mesh(section: MeshSection, devices: Sequence[jax.Device] | None = None)
 
 def mesh_sizes(section: MeshSection, num_devices: int) -> tuple[int, ...]:
     """Sizes of `MESH_AXES` for so many devices. ConfigError where they do not multiply to that number."""
-    fixed = math.prod(size for size in section.sizes if size != -1)
-    sizes = tuple(num_devices // fixed if size == -1 else size for size in section.sizes)
+    given = (section.data, section.fsdp, section.expert, section.tensor)
+    fixed = math.prod(size for size in given if size != -1)
+    sizes = tuple(num_devices // fixed if size == -1 else size for size in given)
     if math.prod(sizes) != num_devices:
-        named = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, section.sizes, strict=True))
+        named = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, given, strict=True))
         raise ConfigError(f"mesh: {named} must multiply to the number of devices, {num_devices}")
     return sizes
 
