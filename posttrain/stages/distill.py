@@ -163,7 +163,7 @@ def sources(inputs: SFTInputs) -> list[Source]:
 def cache_folders(
     inputs: SFTInputs, source: TeacherSource, model: ModelSection, tokenizer: Tokenizer, *, to_write: bool
 ) -> list[tuple[Source, CacheFolder]]:
-    """Of each dataset the folder of what a teacher says of it, named after the data. `model`: the student's."""
+    """Cache folder of each dataset for a teacher, named by a digest of the data. `model`: the student's."""
     section = inputs.section
     assert isinstance(section, DistillSection) and section.cache is not None
     folders = []
