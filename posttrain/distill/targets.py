@@ -16,7 +16,7 @@ from posttrain.errors import ConfigError, did_you_mean
 from posttrain.tree import replace
 
 
-class Taught:
+class TeacherTargets:
     """Fills `teachers` and `teacher_weights` of batches.
 
     `column`: of the dataset, says whose a row is. `caches`: one for each teacher, where none is in the training step.

@@ -16,7 +16,7 @@ from posttrain.config import SequenceSection
 from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import eval_batches
 from posttrain.data.sources import Rows
-from posttrain.distill.targets import Taught
+from posttrain.distill.targets import TeacherTargets
 from posttrain.losses.distill import teaching
 from posttrain.metrics import Metrics, to_host
 from posttrain.statistics import paired_ratio_difference, ratio_interval
@@ -41,7 +41,7 @@ PERPLEXITIES = {"nll": "perplexity"} | {
 
 
 def evaluate(
-    trainer: Trainer, section: SequenceSection, rows: Rows, renderer: Renderer, taught: Taught | None
+    trainer: Trainer, section: SequenceSection, rows: Rows, renderer: Renderer, taught: TeacherTargets | None
 ) -> Record:
     """One pass over held-out rows: metrics, and under `SEQUENCES` the sums of each sequence, in a fixed order."""
     assert section.eval_dataset is not None

@@ -20,7 +20,7 @@ from posttrain.distill.cache import CacheFolder, TeacherCache
 from posttrain.distill.cross_tokenizer.rows import Aligner
 from posttrain.distill.cross_tokenizer.teachers import aligned_tokenizer, theirs
 from posttrain.distill.features import check_features
-from posttrain.distill.targets import Taught
+from posttrain.distill.targets import TeacherTargets
 from posttrain.distill.teachers import (
     DEFAULT_TOP_K,
     OutsideTeacher,
@@ -96,7 +96,9 @@ def run(stage: StageRun, inputs: SFTInputs) -> None:
             for source in inputs.teachers
         ]
     titles = [source.title for source in inputs.teachers]
-    taught = Taught(titles, section.teacher_column, caches, [teacher.top_k for teacher in outside], inputs.aligners)
+    taught = TeacherTargets(
+        titles, section.teacher_column, caches, [teacher.top_k for teacher in outside], inputs.aligners
+    )
     trainer = make_trainer(stage, inputs, terms=terms_of(section, inputs.aligners), teachers=teachers)
     given = None if section.on_policy == 1 else sequences_of(stage, inputs, taught)
     with ExitStack() as closing:

@@ -13,7 +13,7 @@ from posttrain.cluster.scorers import Scorer, model_inputs
 from posttrain.config import DistillSection
 from posttrain.data.pipeline import PromptBatches
 from posttrain.data.prefetch import BatchStream
-from posttrain.distill.targets import Taught
+from posttrain.distill.targets import TeacherTargets
 from posttrain.errors import RunError
 from posttrain.evaluation.rollouts import evaluate
 from posttrain.mesh import row_shards
@@ -39,7 +39,7 @@ class Samples:
     """Student samples of a dataset's prompts as training rows; `teachers` evaluate them."""
 
     def __init__(
-        self, stage: StageRun, inputs: SFTInputs, trainer: Trainer, taught: Taught, teachers: Sequence[Scorer]
+        self, stage: StageRun, inputs: SFTInputs, trainer: Trainer, taught: TeacherTargets, teachers: Sequence[Scorer]
     ):
         section = inputs.section
         assert isinstance(section, DistillSection) and section.sampling is not None and inputs.prompts is not None
