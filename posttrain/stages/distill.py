@@ -21,7 +21,7 @@ from posttrain.distill.cache import CacheFolder, TeacherCache
 from posttrain.distill.cross_tokenizer.rows import Aligner
 from posttrain.distill.cross_tokenizer.teachers import aligned_tokenizer, theirs
 from posttrain.distill.features import check_features
-from posttrain.distill.targets import Taught
+from posttrain.distill.targets import TeacherTargets
 from posttrain.distill.teachers import (
     DEFAULT_TOP_K,
     OutsideTeacher,
@@ -106,7 +106,9 @@ def run(stage: StageRun, inputs: SFTInputs) -> None:
             for source in inputs.teachers
         ]
     titles = [source.title for source in inputs.teachers]
-    taught = Taught(titles, section.teacher_column, caches, [teacher.top_k for teacher in outside], inputs.aligners)
+    taught = TeacherTargets(
+        titles, section.teacher_column, caches, [teacher.top_k for teacher in outside], inputs.aligners
+    )
     trainer = make_trainer(stage, inputs, terms=terms_of(section, inputs.aligners), teachers=teachers)
     given = None if section.on_policy == 1 else sequences_of(stage, inputs, taught)
     with ExitStack() as closing:
@@ -173,7 +175,7 @@ def sources(inputs: SFTInputs) -> list[Source]:
 def cache_folders(
     inputs: SFTInputs, source: TeacherSource, model: ModelSection, tokenizer: Tokenizer, *, to_write: bool
 ) -> list[tuple[Source, CacheFolder]]:
-    """Of each dataset the folder of what a teacher says of it, named after the data. `model`: the student's."""
+    """Cache folder of each dataset for a teacher, named by a digest of the data. `model`: the student's."""
     section = inputs.section
     assert isinstance(section, DistillSection) and section.cache is not None
     folders = []

@@ -1,4 +1,4 @@
-"""What a configuration names: rows, and functions of users."""
+"""Inputs named in a configuration: dataset rows and Python objects."""
 
 from __future__ import annotations
 
