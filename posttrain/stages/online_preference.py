@@ -11,7 +11,7 @@ from posttrain.rl.online_dpo import OnlineLoss, PairSettings, online_step
 from posttrain.rl.step import StepResult
 from posttrain.stages.context import StageRun
 from posttrain.stages.online import describe_steps, make_trainer, open_rollouts, prompt_batches, train
-from posttrain.stages.pairs import shares_prompts
+from posttrain.stages.pairs import loss_name, shares_prompts
 from posttrain.stages.prepared import Prepared
 from posttrain.stages.prompts import OnlineInputs, check_rewards, online_loss, prepare_scored
 
@@ -32,7 +32,7 @@ def check_offline(section: OnlinePreferenceSection, base_dir: Path) -> None:
 
 def describe(section: OnlinePreferenceSection, inputs: OnlineInputs | None, shards: int) -> str:
     """Summarise the stage in one line."""
-    compared = "" if inputs is None else f"; the best against the worst by {type(inputs.loss).__name__}"
+    compared = "" if inputs is None else f"; the best against the worst by loss {loss_name(section.loss)}"
     return describe_steps(section, inputs, compared)
 
 

@@ -42,7 +42,7 @@ def test_fields(tmp_path: Path) -> None:
     assert inputs_of(tmp_path).share_prompts and not inputs_of(tmp_path, "share_prompts=false").share_prompts
     checked = posttrain("check", tmp_path / "run.yaml")
     assert "24 prompts, 4 steps of 2 prompts x 4 samples = 8" in checked.out, checked.err
-    assert "the best against the worst by PreferenceLoss" in checked.out
+    assert "the best against the worst by loss sigmoid" in checked.out
 
 
 @pytest.mark.parametrize(
