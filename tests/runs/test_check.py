@@ -45,7 +45,10 @@ def test_lines(tmp_path: Path) -> None:
     file = write_run(tmp_path, sft_stage(), rl_stage())
     out = posttrain("check", file, "--devices", "16").out
     assert "mesh: data=1, fsdp=16, expert=1, tensor=1 (16 devices)" in out
-    assert "parameters: 6,544, all trained\nmemory: 102.2 KiB = weights 25.6 KiB, gradient 25.6 KiB, optimiser 51.1 KiB" in out
+    assert (
+        "parameters: 6,544, all trained\nmemory: 102.2 KiB = weights 25.6 KiB, gradient 25.6 KiB, optimiser 51.1 KiB"
+        in out
+    )
     assert "0-sft: 24 dataset rows, 4 steps of 4 x 16 tokens\n" in out
     served = {"teachers": [{"path": "big/one", "url": "http://host:8000/v1"}, {"path": "b"}], "teacher_column": "t"}
     section = DistillSection.model_validate({"dataset": {"path": "a"}, "num_steps": 3, **served})
