@@ -18,8 +18,8 @@ from posttrain.weights.locate import refuse_misspelt, tokenizer_name, unreachabl
 def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool, estimate: bool = False) -> Prepared:
     """Load and validate all inputs of a run. ConfigError for the first mistake.
 
-    With `offline_ok`, what only the hub can answer becomes a note when there is no network. `estimate`: of `num_epochs` over a
-    large dataset there is a note in place of `num_steps`.
+    With `offline_ok`, what only the hub can answer becomes a note when there is no network. `estimate`: of
+    `num_epochs` over a large dataset there is a note in place of `num_steps`.
     """
     prepared = Prepared(config=config, base_dir=base_dir, counts=read_counts(Path(config.output)))
     name = tokenizer_name(config.model, base_dir)

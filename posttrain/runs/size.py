@@ -55,7 +55,7 @@ def mesh_of_run(config: RunConfig, num_devices: int | None) -> dict[str, int]:
     except ConfigError as error:
         if num_devices is not None:
             raise
-        raise ConfigError(f"{error}; those are of this machine: check --devices N checks for another") from error
+        raise ConfigError(f"{error}, of this machine; for another give check --devices N") from error
 
 
 def describe_size(config: RunConfig, model: ModelConfig, mesh: Mapping[str, int], base_dir: Path) -> list[str]:

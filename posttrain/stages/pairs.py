@@ -93,7 +93,8 @@ def judged_loss(section: PreferenceSection | RewardModelSection, base_dir: Path)
     loss = make_loss(section.loss, LOSSES[section.kind], lambda spec: callable_of(spec, "loss", base_dir))
     if isinstance(section, PreferenceSection) and section.reference is not None and not loss.needs.reference:
         raise ConfigError(
-            f"reference: {section.reference} has no effect: the loss {loss_name(section.loss)} needs no reference; remove it"
+            f"reference: {section.reference} has no effect: the loss {loss_name(section.loss)} needs no reference; "
+            "remove it"
         )
     return loss
 
@@ -237,9 +238,10 @@ def check_units(units: Units, left_out: Iterable[bool]) -> tuple[float, list[str
             f"every row of {units.rows.name} is left out: longer than row_tokens={units.section.row_tokens}, or with "
             "answers that are the same; raise row_tokens, or give answers that differ"
         )
+    what = "rows" if len(units) == len(units.rows) else "answers"
     checked = "" if len(found) == len(units) else " checked"
     note = (
-        f"{dropped:,} of {len(found):,} {'rows' if len(units) == len(units.rows) else 'answers'}{checked} of {units.rows.name} are left out: longer than "
+        f"{dropped:,} of {len(found):,} {what}{checked} of {units.rows.name} are left out: longer than "
         f"row_tokens={units.section.row_tokens} (overlong: {units.section.overlong}), or both answers are the same"
     )
     return dropped / len(found), [note] if dropped else []

@@ -29,7 +29,7 @@ ONE = dict.fromkeys(("data", "fsdp", "expert", "tensor"), 1)
         (["output=gs://bucket/run"], "output: gs://bucket/run is a URL, and runs write to folders only; give a folder"),
         (
             ["mesh={data: 1, fsdp: 3}"],
-            "fsdp=3, expert=1, tensor=1 must multiply to the number of devices, 8; those",
+            "fsdp=3, expert=1, tensor=1 must multiply to the number of devices, 8, of this machine",
         ),
         (["mesh={fsdp: 1, tensor: 8}"], "mesh.tensor=8 must divide num_kv_heads=1 of qwen3; use 1"),
         (["mesh={fsdp: 3}", "--devices", "3"], "mesh.fsdp=3 must divide hidden_size=16 of qwen3; use 1, 2, 4, 8 or 16"),
@@ -38,7 +38,7 @@ ONE = dict.fromkeys(("data", "fsdp", "expert", "tensor"), 1)
 )
 def test_mistakes(tmp_path: Path, overrides: list[str], words: str) -> None:
     error = posttrain("check", write_run(tmp_path, sft_stage()), *overrides).error
-    assert words in error and ("--devices N" in error) == (words.endswith("those"))
+    assert words in error and ("--devices N" in error) == (words.endswith("machine"))
 
 
 def test_lines(tmp_path: Path) -> None:
