@@ -39,6 +39,7 @@ from posttrain.kernels.logits.divergence import Divergence
 from posttrain.kernels.logits.spans import packed
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.models.decoder import Decoder
+from posttrain.rl.guards import sampler_disagrees
 from posttrain.rl.teachers import Scorer as LogpsOf
 from posttrain.runs.prepare import prepare
 from posttrain.stages.context import StageRun
@@ -77,7 +78,8 @@ def run_distill(stage: StageRun, inputs: SFTInputs) -> None:
         ]
     titles = [source.title for source in inputs.teachers]
     taught = Taught(titles, section.teacher_column, caches, [teacher.top_k for teacher in outside], inputs.aligners)
-    trainer = make_trainer(stage, inputs, terms=terms_of(section, inputs.aligners), teachers=teachers)
+    refuse = None if section.sampling is None else sampler_disagrees
+    trainer = make_trainer(stage, inputs, terms=terms_of(section, inputs.aligners), teachers=teachers, refuse=refuse)
     sequences = None if section.on_policy == 1 else sequences_of(stage, inputs, taught)
     with ExitStack() as closing:
         batches: BatchStream | None = sequences

@@ -43,9 +43,11 @@ class _RLRun(SampledRun):
             group_size=section.group_size,
             row_tokens=section.row_tokens,
             num_rows=section.step_rows,
-            recompute_old_logps=section.recompute_old_logps,
+            old_logps=section.old_logps,
+            zero_advantage=section.zero_advantage,
             teaching=Teaching(coef=section.teacher_coef, shares=shares_of(section)) if section.teachers else None,
             enough=section.prompts_per_step if section.prompts_ahead else None,
+            max_staleness=section.max_staleness,
         )
 
     def new_prompts(self, seed: int) -> PromptSource:

@@ -20,10 +20,11 @@ from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.losses.router import RouterLoss
 from posttrain.mesh import row_shards
 from posttrain.metrics import Sample, Timer, tables, to_host
+from posttrain.rl.guards import check_agreement, sampler_disagrees
 from posttrain.rl.reward_model import ModelReward
 from posttrain.rl.rewards import error_lines
 from posttrain.rl.sampler import Sampler
-from posttrain.rl.step import RewardWatch, StepResult, check_agreement
+from posttrain.rl.step import RewardWatch, StepResult
 from posttrain.rl.teachers import Scorer
 from posttrain.rl.types import Example, Group, Rewards
 from posttrain.runtime.run_async import run_async
@@ -133,6 +134,7 @@ def make_trainer(stage: StageRun, section: SampledSection, loss: TokenLoss, term
         router_loss=RouterLoss(balance_coef=section.router.balance_coef, z_coef=section.router.z_coef),
         correction_rate=section.router.correction_rate,
         terms=terms,
+        refuse=sampler_disagrees,
     )
 
 
@@ -150,8 +152,8 @@ def train(stage: StageRun, run: SampledRun) -> None:
             watch.see(run.trainer.step_number, outcome.rewards)
             if run.trainer.step_number % section.samples_every == 0 or run.trainer.step_number == 1:
                 sinks.samples(run.trainer.step_number, step_samples(outcome, section.group_size))
+            check_agreement(outcome.metrics, run.trainer.step_number)
             metrics = to_host(outcome.metrics)
-            check_agreement(metrics, run.trainer.step_number)
             return {**metrics, **engine_metrics(run.engine), **timer.metrics(), **tables(outcome.metrics)}
 
         evaluated = held_out if run.scored.eval_examples else None

@@ -72,9 +72,7 @@ class World:
             seed=7,
         )
         rubric = Rubric([Reward(function=even_share, weight=1.0, timeout_s=60.0)])
-        settings = StepSettings(
-            group_size=GROUP, row_tokens=ROW, num_rows=len(prompts) * GROUP, recompute_old_logps=False
-        )
+        settings = StepSettings(group_size=GROUP, row_tokens=ROW, num_rows=len(prompts) * GROUP)
         step = rl_step(self.cluster, algorithm, rubric, sampler, examples, settings, Timer())
         self.outcome: StepResult = run_async(step)
 
@@ -90,6 +88,8 @@ def test_the_first_update_has_ratio_1_in_float32(tokenizer: Tokenizer) -> None:
     batch, metrics = world.outcome.batch, to_host(world.outcome.metrics)
     assert batch.experts is not None
     assert batch.experts.shape == (*batch.shape, 2, 3)
+    used = int(batch.segments.any(axis=1).sum())
+    assert used <= len(batch.tokens) < 4 * GROUP, "rows in the step of eighths, quarters, halves that holds them"
     assert (np.asarray(batch.experts)[batch.segments == 0] == -1).all()
     assert world.gaps(batch).max() < 1e-4
     assert_allclose(metrics["ratio/mean"], 1.0, atol=1e-4)
@@ -105,7 +105,6 @@ def test_replay_keeps_the_ratio_near_1_where_rounding_changes_the_routing(tokeni
     assert 0 < metrics["moe/replaced_ratio"] < 0.1
     replayed, own = world.gaps(batch), world.gaps(replace(batch, experts=None))
     assert_allclose(metrics["ratio/mean"], 1.0, atol=0.02)
-    assert abs(metrics["kl"]) < 1e-6
     assert replayed.mean() < 0.9 * own.mean()
     assert replayed.max() < own.max()
 
@@ -113,7 +112,10 @@ def test_replay_keeps_the_ratio_near_1_where_rounding_changes_the_routing(tokeni
     shifted = np.where(np.asarray(batch.experts) < 0, -1, (np.asarray(batch.experts) + 1) % 8)
     other = replace(batch, experts=shifted)
     assert world.gaps(other).mean() > 10 * replayed.mean()
-    assert_array_equal(world.cluster.logps(Role.ACTOR, other), world.cluster.logps(Role.REFERENCE, other))
+    # The reference, here the same weights, has a router of its own.
+    reference = world.cluster.logps(Role.REFERENCE, other)
+    assert_array_equal(reference, world.cluster.logps(Role.ACTOR, replace(batch, experts=None)))
+    assert np.abs(reference - world.cluster.logps(Role.ACTOR, batch)).max() > 1e-3
 
 
 def test_experts_are_packed_with_their_tokens() -> None:
