@@ -152,43 +152,52 @@ async def collect_some(
     """Partial rollouts, arXiv:2501.12599: goes on with the groups of earlier steps and begins one for each example;
     when `enough` are whole, these are returned and the others left, to be `carried` to a later step. The order stays.
 
-    No group is returned more than `max_staleness` steps after it began, if every step asks for as many: the oldest,
-    as many as must not wait (`num_due`), are among those that are returned. Every token knows the version of the
+    No group is returned more than `max_staleness` steps after it began, if every step asks for as many: of the
+    oldest as many are returned as must not wait, see `due_groups`. Every token knows the version of the
     weights that sampled it. What is left depends on the arguments and the weights, not on time. The first failure is
     raised.
     """
     groups = [*carried, *(Unfinished(example=e, step=step, prompt=number) for number, e in enumerate(examples_P))]
     asked = [[sampler.ask(g.example, g.step, g.prompt, sample) for sample in range(group_size)] for g in groups]
-    due = num_due([group.step for group in groups], step, enough, max_staleness)
+    due = due_groups([group.step for group in groups], step, enough, max_staleness)
     groups = _go_on(resumable(sampler.engine), groups, asked, enough, due)
     whole = [i for i, group in enumerate(groups) if all(map(group.is_done, range(group_size)))][:enough]
     trajectories: list[Group] = [[one.answered(groups[i].completions[one.sample]) for one in asked[i]] for i in whole]
     return trajectories, [group for i, group in enumerate(groups) if i not in whole]
 
 
-def num_due(begun: Sequence[int], step: int, per_step: int, max_staleness: int) -> int:
-    """Count the oldest groups that this step must return, where no step returns more than `per_step`, so that each
-    can be returned at most `max_staleness` steps after it began. `begun`: the step of each group, rising.
+def due_groups(begun: Sequence[int], step: int, per_step: int, max_staleness: int) -> list[tuple[int, int]]:
+    """Pairs (N, n): of the N oldest groups this step must return n, where no step returns more than `per_step`, so that
+    each can be returned at most `max_staleness` steps after it began. `begun`: the step of each group, rising.
 
-    >>> num_due([0, 0, 1, 1], step=1, per_step=2, max_staleness=1)
-    2
-    >>> num_due([0, 0, 0, 1, 1], step=1, per_step=2, max_staleness=2)  # three must be returned in two steps of two
-    1
+    >>> due_groups([0, 0, 0, 1, 1, 1], step=1, per_step=3, max_staleness=1)
+    [(3, 3), (6, 3)]
+    >>> due_groups([0, 0, 0, 1, 1, 1], step=1, per_step=3, max_staleness=2)
+    []
     """
-    waits = range(max_staleness + 1)
-    # Those that must be returned within `wait` more steps, less those that these steps can return.
-    return max(sum(first + max_staleness <= step + wait for first in begun) - wait * per_step for wait in waits)
+    found = []
+    for later in range(max_staleness + 1):
+        # Those that must be returned by the step so much later, less those that the steps in between can return.
+        oldest = sum(first + max_staleness <= step + later for first in begun)
+        if oldest > later * per_step:
+            found.append((oldest, oldest - later * per_step))
+    return found
 
 
 def _go_on(
-    engine: ResumableEngine, groups: Sequence[Unfinished], asked: Sequence[Sequence[Asked]], enough: int, due: int
+    engine: ResumableEngine,
+    groups: Sequence[Unfinished],
+    asked: Sequence[Sequence[Asked]],
+    enough: int,
+    due: Sequence[tuple[int, int]],
 ) -> list[Unfinished]:
-    """Until `enough` groups are whole, the first `due` among them."""
+    """Until `enough` groups are whole, and of the oldest as many as are `due`."""
     todo = [(i, one) for i, of_group in enumerate(asked) for one in of_group if not groups[i].is_done(one.sample)]
 
     def are_enough(done: Sequence[bool]) -> bool:
         open_groups = {i for (i, _), is_done in zip(todo, done, strict=True) if not is_done}
-        return len(groups) - len(open_groups) >= enough and not any(i in open_groups for i in range(due))
+        waited_for = all(sum(i not in open_groups for i in range(oldest)) >= least for oldest, least in due)
+        return waited_for and len(groups) - len(open_groups) >= enough
 
     if are_enough([False] * len(todo)):
         return list(groups)

@@ -30,7 +30,7 @@ def test_each_program_compiles_once_and_the_first_update_is_on_policy(tmp_path: 
     held_out = {"path": "rows.jsonl", "chat": False, "limit": 3}
     stages = [
         sft_stage(num_steps=6, eval_dataset=held_out, eval_every=2),
-        rl_stage(num_steps=6, kl_coef=0.1, recompute_old_logps=True, eval_dataset=held_out, eval_every=2),
+        rl_stage(num_steps=6, kl_coef=0.1, old_logps="trainer", eval_dataset=held_out, eval_every=2),
     ]
     assert posttrain("run", write_run(tmp_path, *stages)).code == 0
     for stage in ("0-sft", "1-rl"):
