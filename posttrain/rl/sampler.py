@@ -180,7 +180,7 @@ def due_groups(begun: Sequence[int], step: int, per_step: int, max_staleness: in
         # Those that must be returned by the step so much later, less those that the steps in between can return.
         oldest = sum(first + max_staleness <= step + later for first in begun)
         if oldest > later * per_step:
-            found.append((oldest, oldest - later * per_step))
+            found.append((oldest, min(oldest - later * per_step, per_step)))
     return found
 
 
