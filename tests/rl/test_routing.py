@@ -88,8 +88,6 @@ def test_the_first_update_has_ratio_1_in_float32(tokenizer: Tokenizer) -> None:
     batch, metrics = world.outcome.batch, to_host(world.outcome.metrics)
     assert batch.experts is not None
     assert batch.experts.shape == (*batch.shape, 2, 3)
-    used = int(batch.segments.any(axis=1).sum())
-    assert used <= len(batch.tokens) < 4 * GROUP, "rows in the step of eighths, quarters, halves that holds them"
     assert (np.asarray(batch.experts)[batch.segments == 0] == -1).all()
     assert world.gaps(batch).max() < 1e-4
     assert_allclose(metrics["ratio/mean"], 1.0, atol=1e-4)
@@ -128,5 +126,5 @@ def test_experts_are_packed_with_their_tokens() -> None:
     assert batch.experts is not None
     assert_array_equal(batch.experts[0, :3], group[0].experts)
     assert_array_equal(batch.experts[0, 3:8], group[2].experts)
-    assert (batch.experts[0, 8:] == -1).all() and (batch.experts[1] == -1).all()
+    assert (batch.experts[0, 8:] == -1).all() and len(batch.experts) == 1
     assert assemble([[trajectory()]], np.ones((1, 1)), np.ones((1, 1), bool), row_tokens=9, num_rows=2).experts is None
