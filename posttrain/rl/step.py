@@ -18,7 +18,7 @@ from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.assemble import assemble
 from posttrain.rl.rewards import Rubric
 from posttrain.rl.sampler import Sampler, Unfinished, collect, collect_some
-from posttrain.rl.teachers import Teaching, add_teachers
+from posttrain.rl.teachers import TeacherKL, add_teachers
 from posttrain.rl.types import Example, Group, Rewards, Trajectory
 from posttrain.statistics import standard_error
 from posttrain.tracking.console import progress_bar
@@ -45,7 +45,7 @@ class StepSettings(RowSettings):
     """Source of the proximal log-probabilities, see `RLSection`."""
     zero_advantage: ZeroAdvantage = "skip"
     """Do without an update in a step whose advantages are all 0, see `RLSection`."""
-    teaching: Teaching | None = None
+    teaching: TeacherKL | None = None
     enough: int | None = None
     """Groups that a step learns from, where it leaves those that take longer to later ones; None: all that it
     begins."""

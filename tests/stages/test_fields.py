@@ -30,9 +30,9 @@ from posttrain.rl.sampler import Sampler, sampling_params
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runs.prepare import prepare
 from posttrain.stages.distill import cache_folders, terms_of
+from posttrain.stages.online import eval_sampling
 from posttrain.stages.prepared import Prepared
 from posttrain.stages.prompts import RLInputs
-from posttrain.stages.sampled import eval_sampling
 from posttrain.stages.sequences import SFTInputs
 from posttrain.train.optim import make_optimizer
 from posttrain.weights.load import init_model
@@ -102,6 +102,10 @@ def test_importance_sampling(folder: Path) -> None:
         rl(folder, "importance_sampling={apply: always, bound: mask, high: null}")
     with pytest.raises(ConfigError, match="prompts_ahead=9 with prompts_per_step=2 .* max_staleness=4 .* it to 5"):
         rl(folder, "prompts_ahead=9")
+    with pytest.raises(
+        ConfigError, match="importance_sampling.high without effect: apply=auto and samples of the policy"
+    ):
+        rl(folder, "importance_sampling.high=3.0")
     with pytest.raises(ConfigError, match="max_staleness=2 has no effect without prompts_ahead"):
         rl(folder, "max_staleness=2")
 
