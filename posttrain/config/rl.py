@@ -336,9 +336,9 @@ class RLSection(SampledSection):
         others = [name for name in given.model_fields_set if name != "apply"]
         if others and not self.weighs_samples:
             raise ValueError(
-                f"importance_sampling.{', '.join(sorted(others))} without effect: apply={given.apply} and "
-                f"samples {'of another policy' if self.samples_off_policy else 'of the policy that is trained'} have no "
-                "importance weights; remove it, or use apply: always"
+                f"importance_sampling.{', '.join(sorted(others))} without effect: apply={given.apply} and samples of "
+                f"{'another' if self.samples_off_policy else 'the same'} policy have no importance weights; remove it, "
+                "or use apply: always"
             )
         return self
 
