@@ -224,6 +224,8 @@ def _performance(metrics: Mapping[str, float], seconds: float) -> dict[str, floa
         "perf/tokens_per_s": metrics["num_tokens"] / seconds,
         "perf/peak_memory_gib": peak_memory_gib(),
     }
+    if "timing_s/data" in metrics:
+        result["perf/data_wait_share"] = metrics["timing_s/data"] / seconds
     rollout = metrics.get("timing_s/rollout")
     if rollout:
         result["perf/generated_tokens_per_s"] = metrics["completions/num_tokens"] / rollout

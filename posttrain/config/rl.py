@@ -116,8 +116,10 @@ class SampledSection(TrainSection):
     group_size: PositiveInt
     """Samples of one prompt, which are compared with each other; RL without rewards is content with one."""
     max_prompt_tokens: PositiveInt | None = None
-    """Longer prompts are an error that names the row; by default what `sampling.max_tokens` leaves of a row, in online
-    preference of half a row."""
+    """Maximum prompt length in tokens; by default what `sampling.max_tokens` leaves of a row, in online preference of
+    half a row."""
+    overlong: Literal["drop", "error"] = "error"
+    """Prompts longer than `max_prompt_tokens`: leave their rows out, or refuse the dataset and name the rows."""
     sampling: SamplingSection
     """How completions are drawn; `max_tokens` at least."""
     eval_sampling: SamplingSection | None = None

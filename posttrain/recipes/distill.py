@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 from posttrain.batch import rows_per_pass
 from posttrain.config import ConfigError, DatasetSection, DistillSection, ModelSection, RunConfig
 from posttrain.console import console, progress_bar
-from posttrain.data.ahead import Ahead, BatchStream
 from posttrain.data.aligned import Aligner
 from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import fingerprint, row_tokenizer, token_fingerprint
+from posttrain.data.prefetch import MAX_BATCHES, MeasuredStream, Prefetch
 from posttrain.data.sources import Rows
 from posttrain.data.taught import Taught, teacher_shares
 from posttrain.data.teacher_cache import CacheFolder, TeacherCache, fill
@@ -79,11 +79,10 @@ def run_distill(stage: StageRun, inputs: SFTInputs) -> None:
     trainer = make_trainer(stage, inputs, terms=terms_of(section, inputs.aligners), teachers=teachers)
     sequences = None if section.on_policy == 1 else sequences_of(stage, inputs, taught)
     with ExitStack() as closing:
-        batches: BatchStream | None = sequences
-        if sequences is not None and (outside or caches is not None):
-            # A server answers, and a cache is decoded, while the step before runs.
-            batches = Ahead(sequences)
-            closing.callback(batches.close)
+        batches: MeasuredStream | None = None
+        if sequences is not None:
+            # Teachers outside of the step are asked for one batch at a time, while the step before runs.
+            batches = closing.enter_context(Prefetch(sequences, max_batches=1 if outside else MAX_BATCHES))
         samples = None
         if section.on_policy:
             samples = Samples(stage, inputs, trainer, taught, _scorers(stage, section, teachers, outside))

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from posttrain.batch import Batch
 from posttrain.config import PreferenceSection
 from posttrain.data.comparisons import ComparisonBatches, Units
+from posttrain.data.prefetch import Prefetch
 from posttrain.kernels.chunk_stats import Terms
 from posttrain.losses.router import RouterLoss
 from posttrain.models.decoder import Decoder
@@ -29,18 +30,19 @@ def run_preference(stage: StageRun, inputs: JudgedInputs) -> None:
     section = inputs.section
     trainer = make_trainer(stage, inputs, stage.load_model())
     referenced = _referenced(stage, inputs, trainer)
-    batches, eval_units = ComparisonBatches(referenced.units, seed=stage.seed), referenced.eval_units
+    eval_units = referenced.eval_units
+    batches = Prefetch(ComparisonBatches(referenced.units, seed=stage.seed))
     dropped = {"data/dropped_ratio": inputs.dropped_ratio} if inputs.dropped_ratio else {}
 
     def step() -> Mapping[str, Any]:
-        return {**with_margins(trainer.step(referenced.for_step(next(batches)))), **dropped}
+        return {**with_margins(trainer.step(referenced.for_step(next(batches)))), **dropped, **batches.metrics()}
 
     held_out = None
     if eval_units is not None:
         held_out = HeldOut(
             evaluate=Evaluation(trainer, inputs.loss, eval_units, referenced.complete), metrics=metrics_of
         )
-    with stage.opened(trainer, batches, section.num_steps) as (sinks, checkpointer):
+    with batches, stage.opened(trainer, batches, section.num_steps) as (sinks, checkpointer):
         result = stage.train(trainer, step, batches, sinks, checkpointer, section, held_out)
     stage.finish(trainer.model, result)
 

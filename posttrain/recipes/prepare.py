@@ -87,7 +87,7 @@ def _inputs_of(prepared: Prepared, section: TrainSection, tokenizer: Tokenizer) 
         return prepare_judged(section, tokenizer, prepared)
     if isinstance(section, OnlinePreferenceSection):
         mixture = prepared.model is not None and bool(prepared.model.mixtures)
-        return prepare_online(section, tokenizer, prepared.base_dir, prepared.config.model, mixture=mixture), []
+        return prepare_online(section, tokenizer, prepared.base_dir, prepared.config.model, mixture=mixture)
     if isinstance(section, RLSection):
         return prepare_rl(section, tokenizer, prepared.base_dir)
     assert isinstance(section, SFTSection | DistillSection)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -48,6 +49,7 @@ class Scored:
     renderer: Renderer
     rows: Rows
     examples: Sequence[Example]
+    """Of the rows whose prompts are not too long."""
     eval_renderer: Renderer | None
     eval_examples: Sequence[Example]
     rubric: Rubric
@@ -72,23 +74,26 @@ class OnlineInputs(Scored):
 
 
 def prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> tuple[RLInputs, list[str]]:
-    """The inputs, and notes of what teachers need."""
+    """The inputs, and notes of what teachers need and of which prompts are left out."""
     teachers, notes = find_teachers(section, tokenizer, base_dir)
-    scored = _prepare_scored(section, tokenizer, base_dir, shares_of(section))
+    scored, more = _prepare_scored(section, tokenizer, base_dir, shares_of(section))
     algorithm = algorithm_of(section, base_dir)
-    return RLInputs(algorithm=algorithm, teachers=teachers, **vars(scored)), notes
+    return RLInputs(algorithm=algorithm, teachers=teachers, **vars(scored)), [*notes, *more]
 
 
 def prepare_online(
     section: OnlinePreferenceSection, tokenizer: Tokenizer, base_dir: Path, model: ModelSection, *, mixture: bool
-) -> OnlineInputs:
-    """`mixture`: whether the model is one of experts."""
+) -> tuple[OnlineInputs, list[str]]:
+    """The inputs, and a line for each dataset of which prompts are left out. `mixture`: the model is one of experts."""
     loss = online_loss(section, base_dir)
     share = shares_prompts(section, loss.needs, model, mixture=mixture)
-    return OnlineInputs(loss=loss, share_prompts=share, **vars(_prepare_scored(section, tokenizer, base_dir, None)))
+    scored, notes = _prepare_scored(section, tokenizer, base_dir, None)
+    return OnlineInputs(loss=loss, share_prompts=share, **vars(scored)), notes
 
 
-def _prepare_scored(section: SampledSection, tokenizer: Tokenizer, base_dir: Path, shares: Shares | None) -> Scored:
+def _prepare_scored(
+    section: SampledSection, tokenizer: Tokenizer, base_dir: Path, shares: Shares | None
+) -> tuple[Scored, list[str]]:
     refuse_completions(section)
     check_token_ids({"sampling": section.sampling, "eval_sampling": section.eval_sampling}, tokenizer)
     room, answer = section.sequence_tokens, section.sampling.max_tokens
@@ -98,14 +103,17 @@ def _prepare_scored(section: SampledSection, tokenizer: Tokenizer, base_dir: Pat
     rubric = rubric_of(section, base_dir)
     rows, renderer = rows_and_renderer(section.dataset, tokenizer, base_dir)
     _check_columns(rubric, rows.columns)
-    examples = examples_of(rows, section.dataset, renderer, limit, rubric, shares)
+    examples, notes = examples_of(rows, section.dataset, renderer, limit, rubric, shares, section.overlong)
     eval_examples: list[Example] = []
     eval_renderer = None
     if section.eval_dataset is not None:
         eval_rows, eval_renderer = rows_and_renderer(section.eval_dataset, tokenizer, base_dir)
         _check_columns(rubric, eval_rows.columns)
-        eval_examples = examples_of(eval_rows, section.eval_dataset, eval_renderer, limit, rubric, shares)
-    return Scored(
+        eval_examples, more = examples_of(
+            eval_rows, section.eval_dataset, eval_renderer, limit, rubric, shares, section.overlong
+        )
+        notes += more
+    scored = Scored(
         section=section,
         renderer=renderer,
         rows=rows,
@@ -116,6 +124,7 @@ def _prepare_scored(section: SampledSection, tokenizer: Tokenizer, base_dir: Pat
         max_prompt_tokens=limit,
         make_engine=engine_of(section.rollout, base_dir),
     )
+    return scored, notes
 
 
 def online_loss(section: OnlinePreferenceSection, base_dir: Path) -> Any:
@@ -148,17 +157,25 @@ def prepare_prompts(
     held_out: tuple[Rows, Renderer] | None,
     tokenizer: Tokenizer,
     base_dir: Path,
-) -> PromptInputs:
+) -> tuple[PromptInputs, list[str]]:
+    """The prompts, and a line for each dataset of which some are left out; a prompt is never cut."""
     assert section.sampling is not None
     check_token_ids({"sampling": section.sampling}, tokenizer)
     limit, shares = section.row_tokens - section.sampling.max_tokens, shares_of(section)
-    found: list[list[Example]] = [
-        [] if data is None or one is None else examples_of(one[0], data, one[1], limit, Rubric([]), shares)
+    overlong: Literal["drop", "error"] = "drop" if section.overlong == "drop" else "error"
+    found = [
+        ([], [])
+        if data is None or one is None
+        else examples_of(one[0], data, one[1], limit, Rubric([]), shares, overlong)
         for data, one in ((section.dataset, source), (section.eval_dataset, held_out))
     ]
-    return PromptInputs(
-        examples=found[0], eval_examples=found[1], max_tokens=limit, make_engine=engine_of(section.rollout, base_dir)
+    inputs = PromptInputs(
+        examples=found[0][0],
+        eval_examples=found[1][0],
+        max_tokens=limit,
+        make_engine=engine_of(section.rollout, base_dir),
     )
+    return inputs, [note for _, notes in found for note in notes]
 
 
 MODEL_REWARD = "reward_model"
@@ -172,8 +189,12 @@ def examples_of(
     max_prompt_tokens: int,
     rubric: Rubric,
     shares: Shares | None,
-) -> list[Example]:
-    """All prompts, each checked: what is wrong with row 5,000 is said before the first step."""
+    overlong: Literal["drop", "error"],
+) -> tuple[list[Example], list[str]]:
+    """All prompts, each tokenised once and checked, and a line that says how many are left out as too long.
+
+    ConfigError where all are, or where one is that `overlong` forbids.
+    """
     complete = {rows.columns}
 
     def example(index: int) -> Example:
@@ -182,18 +203,32 @@ def examples_of(
                 _check_columns(rubric, tuple(row))
                 complete.add(tuple(row))
             messages = prompt_messages(row, section)
-            length = len(renderer.prompt(messages))
-            if length > max_prompt_tokens:
-                raise ConfigError(
-                    f"its prompt has {length} tokens, max_prompt_tokens={max_prompt_tokens}; "
-                    "raise row_tokens and max_prompt_tokens, or leave the row out"
-                )
-            made = Example(index=index, row=row, messages=messages, length=length, plain=prompt_is_text(row, section))
+            # Four bytes a token, where a list of numbers has eight and more.
+            tokens = array("i", renderer.prompt(messages))
+            plain = prompt_is_text(row, section)
+            made = Example(index=index, row=row, messages=messages, prompt_tokens=tokens, plain=plain)
             if shares is not None:
                 shares(made)
             return made
 
-    return list(each_row(rows, range(len(rows)), "prompts", example))
+    kept: list[Example] = []
+    long: list[tuple[int, int]] = []
+    for made in each_row(rows, range(len(rows)), "prompts", example):
+        length = len(made.prompt_tokens)
+        if length <= max_prompt_tokens:
+            kept.append(made)
+        else:
+            long.append((rows.start + made.index, length))
+    if not long:
+        return kept, []
+    found = (
+        f"{len(long):,} of {len(rows):,} prompts of {rows.name} have more than max_prompt_tokens={max_prompt_tokens} "
+        f"tokens (row {long[0][0]}: {long[0][1]}; the longest: {max(length for _, length in long)})"
+    )
+    if overlong == "error" or not kept:
+        remedy = ", or set overlong to drop" if kept else ""
+        raise ConfigError(f"{found}; raise row_tokens and max_prompt_tokens{remedy}")
+    return kept, [f"{found}; they are left out (overlong: drop)"]
 
 
 def check_token_ids(samplings: Mapping[str, SamplingSection | None], tokenizer: Tokenizer) -> None:

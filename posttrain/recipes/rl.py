@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 from posttrain.config import RLSection
-from posttrain.data.pipeline import PromptBatches
 from posttrain.metrics import Timer
 from posttrain.recipes.ahead import PromptsAhead
 from posttrain.recipes.prepare_rl import RLInputs
@@ -54,7 +53,7 @@ class _RLRun(SampledRun):
         if not section.prompts_ahead:
             return super().new_prompts(seed)
         resumable(self.engine)
-        one_by_one = PromptBatches(section.dataset, self.scored.rows, prompts_per_step=1, seed=seed)
+        one_by_one = self.prompt_batches(1, seed)
         return PromptsAhead(one_by_one, self.scored.examples, section.prompts_per_step + section.prompts_ahead)
 
     def learn(self, examples_P: Sequence[Example], timer: Timer) -> Coroutine[Any, Any, StepResult]:

@@ -44,7 +44,7 @@ Distances = Callable[[Sequence[Group]], np.ndarray]
 
 class PromptSource(Resumable, Protocol):
     def __next__(self) -> list[int]:
-        """Numbers of the rows that a step begins with."""
+        """Places in the examples that a step begins with."""
         ...
 
 
@@ -89,8 +89,12 @@ class SampledRun(abc.ABC):
         warm_up(self.engine, section.rollout, prompts, rereads=section.samples_in_flight > samples)
 
     def new_prompts(self, seed: int) -> PromptSource:
-        section = self.scored.section
-        return PromptBatches(section.dataset, self.scored.rows, prompts_per_step=section.prompts_per_step, seed=seed)
+        return self.prompt_batches(self.scored.section.prompts_per_step, seed)
+
+    def prompt_batches(self, prompts_per_step: int, seed: int) -> PromptBatches:
+        kept = [example.index for example in self.scored.examples]
+        section, rows = self.scored.section, self.scored.rows
+        return PromptBatches(section.dataset, rows, prompts_per_step=prompts_per_step, seed=seed, kept=kept)
 
     @abc.abstractmethod
     def learn(self, examples_P: Sequence[Example], timer: Timer) -> Coroutine[Any, Any, StepResult]:
@@ -142,6 +146,8 @@ def train(stage: StageRun, run: SampledRun) -> None:
     held_out = HeldOut(evaluate=lambda: _record(run.evaluate()), metrics=itemgetter("metrics"))
     with stage.opened(run.trainer, run.prompts, section.num_steps) as (sinks, checkpointer):
         run.cluster.sync_weights()
+        left_out = 1 - len(run.scored.examples) / len(run.scored.rows)
+        dropped = {} if section.overlong == "error" else {"data/dropped_ratio": left_out}
         watch = RewardWatch(min(STEPS_WITHOUT_REWARD, section.num_steps))
 
         def step() -> Mapping[str, Any]:
@@ -152,7 +158,7 @@ def train(stage: StageRun, run: SampledRun) -> None:
                 sinks.samples(run.trainer.step_number, step_samples(outcome, section.group_size))
             metrics = to_host(outcome.metrics)
             check_agreement(metrics, run.trainer.step_number)
-            return {**metrics, **engine_metrics(run.engine), **timer.metrics(), **tables(outcome.metrics)}
+            return {**metrics, **dropped, **engine_metrics(run.engine), **timer.metrics(), **tables(outcome.metrics)}
 
         evaluated = held_out if run.scored.eval_examples else None
         try:

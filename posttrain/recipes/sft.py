@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from posttrain.config import DistillSection, SFTSection
-from posttrain.data.ahead import BatchStream
 from posttrain.data.pipeline import SFTBatches
+from posttrain.data.prefetch import MeasuredStream, Prefetch
 from posttrain.data.taught import Taught
 from posttrain.kernels.chunk_stats import Terms
 from posttrain.losses.router import RouterLoss
@@ -62,8 +62,8 @@ def make_trainer(
 
 def train_sequences(stage: StageRun, inputs: SFTInputs, trainer: Trainer, taught: Taught | None) -> None:
     """All steps and evaluations of a stage, and its model. `taught`: what teachers say of the rows."""
-    batches = sequences_of(stage, inputs, taught)
-    train_batches(stage, inputs, trainer, batches, lambda: evaluate(trainer, inputs, taught))
+    with Prefetch(sequences_of(stage, inputs, taught)) as batches:
+        train_batches(stage, inputs, trainer, batches, lambda: evaluate(trainer, inputs, taught))
 
 
 def sequences_of(stage: StageRun, inputs: SFTInputs, taught: Taught | None) -> SFTBatches:
@@ -75,7 +75,7 @@ def train_batches(
     stage: StageRun,
     inputs: SFTInputs,
     trainer: Trainer,
-    batches: BatchStream,
+    batches: MeasuredStream,
     evaluate_all: Callable[[], Record],
     seen: Callable[[Metrics], Mapping[str, float]] | None = None,
 ) -> None:
@@ -87,7 +87,8 @@ def train_batches(
 
     def step() -> Mapping[str, Any]:
         metrics = trainer.step(next(batches))
-        return {**with_perplexities(metrics), **dropped, **({} if seen is None else seen(metrics))}
+        shown = {**with_perplexities(metrics), **dropped, **batches.metrics()}
+        return shown if seen is None else {**shown, **seen(metrics)}
 
     held_out = HeldOut(evaluate=evaluate_all, metrics=metrics_of)
     with stage.opened(trainer, batches, section.num_steps) as (sinks, checkpointer):

@@ -48,8 +48,10 @@ class Sampler:
     def ask(self, example: Example, step: int, prompt_number: int, sample: int) -> Asked:
         """ConfigError for a prompt that is too long."""
         env = self.make_env(example)
-        messages = list(env.start())
-        prompt = self.renderer.prompt(messages)
+        messages = env.start()
+        # An environment may begin with other messages than the row's.
+        same = messages is example.messages
+        prompt = list(example.prompt_tokens) if same else self.renderer.prompt(messages)
         if len(prompt) > self.max_prompt_tokens:
             raise ConfigError(
                 f"row {example.index}: its prompt has {len(prompt)} tokens, more than max_prompt_tokens="

@@ -20,8 +20,8 @@ class Example:
     """Position in the dataset."""
     row: Mapping[str, Any]
     messages: Sequence[Message]
-    length: int
-    """Tokens of the prompt."""
+    prompt_tokens: Sequence[int]
+    """`messages` as the stage's renderer tokenises them."""
     plain: bool
     """The dataset's prompt is a string; reward functions then get completions as strings, else as message lists."""
 
