@@ -225,7 +225,8 @@ def _performance(metrics: Mapping[str, float], seconds: float) -> dict[str, floa
         "perf/peak_memory_gib": peak_memory_gib(),
     }
     if "timing_s/data" in metrics:
-        result["perf/data_wait_share"] = metrics["timing_s/data"] / seconds
+        # A wait while the step before still runs is not in the seconds.
+        result["perf/data_wait_share"] = min(1.0, metrics["timing_s/data"] / seconds)
     rollout = metrics.get("timing_s/rollout")
     if rollout:
         result["perf/generated_tokens_per_s"] = metrics["completions/num_tokens"] / rollout

@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("stages.rl.sampling.max_tokens=16", ["sampling.max_tokens=16 must be less than row_tokens=16"]),
         ("stages.rl.row_tokens=65", ["stages.1: row_tokens=65", "max_position_embeddings=64"]),
         ("stages.rl.max_prompt_tokens=11", ["max_prompt_tokens=11 + sampling.max_tokens=6", "row_tokens=16"]),
-        ("stages.rl.max_prompt_tokens=4", ["rows.jsonl row 0", "5 tokens", "max_prompt_tokens=4"]),
+        ("stages.rl.max_prompt_tokens=4", ["24 of 24 prompts of", "max_prompt_tokens=4", "row 0: 5; the longest: 6"]),
         ("stages.rl.dataset.path=row.jsonl", ["stages.1: dataset.path: no file", "did you mean 'rows.jsonl'?"]),
         ("stages.sft.dataset.skip=24", ["stages.0: dataset.skip=24 leaves none of the 24 rows"]),
         ("stages.rl.dataset.prompt='{promt}'", ["stages.1", "no column 'promt'", "did you mean 'prompt'?"]),

@@ -19,6 +19,7 @@ from posttrain.losses.distill import DistillLoss
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.mesh import single_device_mesh
 from posttrain.optim import make_optimizer
+from posttrain.recipes.ahead import PromptsAhead
 from posttrain.recipes.distill import cache_folders, terms_of
 from posttrain.recipes.features import distill_loss
 from posttrain.recipes.prepare import prepare
@@ -29,7 +30,7 @@ from posttrain.recipes.sampled import eval_sampling
 from posttrain.recipes.sequence_evaluation import counted
 from posttrain.recipes.teachers import load_teacher
 from posttrain.rl.advantages import centered
-from posttrain.rl.collect import Sampler, sampling_params
+from posttrain.rl.collect import Sampler, Unfinished, sampling_params
 from posttrain.rollout.native import NativeEngine
 from posttrain.weights.load import init_model
 from posttrain.weights.save import save_model
@@ -206,6 +207,36 @@ def test_prompts_of_rl(folder: Path) -> None:
     assert order("dataset.shuffle=false") == [0, 1]
     assert order("dataset.shuffle=false", "prompts_per_step=3") == [0, 1, 2]
     assert order() != order(seed=1)
+
+
+def test_prompts_that_are_too_long_are_counted_or_left_out(folder: Path) -> None:
+    """Of the 24 prompts those of two digits have six tokens."""
+    said = r"14 of 24 prompts of .*rows.jsonl have more than max_prompt_tokens=5 tokens \(row 10: 6; the longest: 6\)"
+    with pytest.raises(ConfigError, match=f"stages.1: {said}; raise row_tokens .*, or set overlong to drop"):
+        rl(folder, "max_prompt_tokens=5")
+    with pytest.raises(ConfigError, match="24 of 24 prompts .*; raise row_tokens and max_prompt_tokens$"):
+        rl(folder, "max_prompt_tokens=4", "overlong=drop")
+    inputs = rl(folder, "max_prompt_tokens=5", "overlong=drop", "dataset.skip=8", "dataset.limit=4")
+    assert [example.index for example in inputs.examples] == [0, 1]
+
+
+def test_rows_of_prompts_that_are_left_out_are_never_drawn(folder: Path) -> None:
+    """The places drawn are those of the examples; a resumed run has the same ones."""
+    section, rows = (inputs := rl(folder)).section, inputs.rows
+
+    def prompts(kept: list[int] | None) -> PromptBatches:
+        return PromptBatches(section.dataset, rows, prompts_per_step=4, seed=0, kept=kept)
+
+    drawn = [place for _ in range(6) for place in next(prompts([3, 5, 7, 9]))]
+    assert set(drawn) == {0, 1, 2, 3}
+    with pytest.raises(ConfigError, match="cannot resume: prompts was '24 rows"):
+        prompts([3, 5, 7, 9]).restore(prompts(None).state())
+    examples = [inputs.examples[index] for index in (3, 5, 7, 9)]
+    ahead = PromptsAhead(prompts([3, 5, 7, 9]), examples, 4)
+    ahead.left = [Unfinished(example=examples[2], step=1, prompt=0)]
+    resumed = PromptsAhead(prompts([3, 5, 7, 9]), examples, 4)
+    resumed.restore(ahead.state())
+    assert [group.example.index for group in resumed.left] == [7]
 
 
 @pytest.mark.parametrize(

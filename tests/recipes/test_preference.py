@@ -27,7 +27,7 @@ from posttrain.recipes.reference_cache import check_scored, with_reference
 from posttrain.reference import Reference
 from posttrain.trainer import Trainer
 from posttrain.weights.load import init_model
-from tests.recipes.runs import INIT, lines, posttrain, steps, weights, write_run
+from tests.recipes.runs import INIT, check_data_wait, lines, posttrain, steps, weights, write_run
 from tests.recipes.test_resume import finish, kill_at
 
 PAIRS = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": f"{i}no", "margin": i % 3} for i in range(12)]
@@ -76,6 +76,7 @@ def test_cached_and_live_reference_are_the_same(tmp_path: Path, own_cache: Path)
     assert len(list(own_cache.iterdir())) == 2
     np.testing.assert_allclose(losses(tmp_path / "b", reference="live"), cached, rtol=1e-5)
     assert len(list(own_cache.iterdir())) == 2
+    check_data_wait(tmp_path / "a" / "out")
     told = lines(tmp_path / "a" / "out")
     result = json.loads((tmp_path / "a" / "out" / "0-preference" / "result.json").read_text())
     assert len(result["after"]["preferred"]) == 5

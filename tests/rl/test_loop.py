@@ -28,6 +28,7 @@ from posttrain.rl.types import Example
 from posttrain.rollout.native import NativeEngine
 from posttrain.trainer import Trainer
 from posttrain.weights.lora import attach_lora
+from tests.rl.helpers import example
 from tests.tiny import WINDOW, shake, tiny_model
 
 GROUP, NEW, ROW = 4, 8, 16
@@ -94,10 +95,7 @@ class World:
 
 
 def examples(prompts: Sequence[str]) -> list[Example]:
-    return [
-        Example(index=i, row={"prompt": p}, messages=[{"role": "user", "content": p}], length=len(p), plain=True)
-        for i, p in enumerate(prompts)
-    ]
+    return [example(i, p) for i, p in enumerate(prompts)]
 
 
 @pytest.mark.parametrize("lora", [False, True])
