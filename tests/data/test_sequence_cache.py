@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from posttrain.config import DatasetSection, OptimizerSection, SFTSection
 from posttrain.data import sequence_cache
 from posttrain.data.chat import Renderer
-from posttrain.data.comparisons import ComparisonBatches
+from posttrain.data.pairs import ComparisonBatches
 from posttrain.data.pipeline import SFTBatches
 from posttrain.data.sequence_cache import SequenceCache
 from posttrain.data.sources import Rows

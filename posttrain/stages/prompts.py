@@ -1,0 +1,321 @@
+"""What an RL stage needs besides weights: prompts, rewards, an algorithm."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from posttrain.config import (
+    DatasetSection,
+    DistillSection,
+    ModelSection,
+    OnlinePreferenceSection,
+    RLSection,
+    SampledSection,
+    SamplingSection,
+)
+from posttrain.data.chat import Renderer
+from posttrain.data.format import prompt_is_text, prompt_messages
+from posttrain.data.sources import Rows, each_row
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.distill.teachers import TeacherSource
+from posttrain.errors import ConfigError
+from posttrain.losses.preference import KINDS
+from posttrain.models.heads import CLASSIFIER
+from posttrain.rl.algorithms import Algorithm, make_algorithm
+from posttrain.rl.assemble import Shares
+from posttrain.rl.reward_model import ModelReward
+from posttrain.rl.rewards import Reward, Rubric, missing_arguments
+from posttrain.rl.sampler import sampling_params
+from posttrain.rl.teachers import shares_of
+from posttrain.rl.types import Example
+from posttrain.rollout.blocks import BLOCK, least_cache
+from posttrain.stages.engine import EngineFactory, engine_of
+from posttrain.stages.inputs import callable_of, rows_and_renderer
+from posttrain.stages.pairs import PREFERENCE_LOSSES, make_loss
+from posttrain.user_code import describe_error
+from posttrain.weights.locate import local_or_hub, read_model_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """What stages have that sample answers to prompts and score them."""
+
+    section: SampledSection
+    renderer: Renderer
+    rows: Rows
+    examples: Sequence[Example]
+    """Of the rows whose prompts are not too long."""
+    eval_renderer: Renderer | None
+    eval_examples: Sequence[Example]
+    rubric: Rubric
+    max_prompt_tokens: int
+    make_engine: EngineFactory | None
+    """None: the built-in one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLInputs(Scored):
+    section: RLSection
+    algorithm: Algorithm
+    teachers: Sequence[TeacherSource]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineInputs(Scored):
+    section: OnlinePreferenceSection
+    loss: Any
+    """A `JudgedLoss` on pairs and a reference."""
+    share_prompts: bool
+
+
+def prepare_scored(
+    section: SampledSection, tokenizer: Tokenizer, base_dir: Path, shares: Shares | None
+) -> tuple[Scored, list[str]]:
+    """Load prompts and rewards. Also a line for each dataset of which prompts are left out."""
+    refuse_completions(section)
+    check_token_ids({"sampling": section.sampling, "eval_sampling": section.eval_sampling}, tokenizer)
+    room, answer = section.sequence_tokens, section.sampling.max_tokens
+    limit = section.max_prompt_tokens or room - answer
+    if limit + answer > room:
+        raise ConfigError(f"max_prompt_tokens={limit} + sampling.max_tokens={answer} must fit {_room(section, room)}")
+    rubric = rubric_of(section, base_dir)
+    rows, renderer = rows_and_renderer(section.dataset, tokenizer, base_dir)
+    _check_columns(rubric, rows.columns)
+    examples, notes = examples_of(rows, section.dataset, renderer, limit, rubric, shares, section.overlong)
+    eval_examples: list[Example] = []
+    eval_renderer = None
+    if section.eval_dataset is not None:
+        eval_rows, eval_renderer = rows_and_renderer(section.eval_dataset, tokenizer, base_dir)
+        _check_columns(rubric, eval_rows.columns)
+        eval_examples, more = examples_of(
+            eval_rows, section.eval_dataset, eval_renderer, limit, rubric, shares, section.overlong
+        )
+        notes += more
+    scored = Scored(
+        section=section,
+        renderer=renderer,
+        rows=rows,
+        examples=examples,
+        eval_renderer=eval_renderer,
+        eval_examples=eval_examples,
+        rubric=rubric,
+        max_prompt_tokens=limit,
+        make_engine=engine_of(section.rollout, base_dir),
+    )
+    return scored, notes
+
+
+def online_loss(section: OnlinePreferenceSection, base_dir: Path) -> Any:
+    """ConfigError for a loss that does not compare two answers with a reference, or asks for what samples have not."""
+    loss = make_loss(section.loss, PREFERENCE_LOSSES, lambda spec: callable_of(spec, "loss", base_dir))
+    needs = loss.needs
+    if needs.rows != "pairs" or not needs.reference or needs.prompts or needs.margins:
+        raise ConfigError(
+            f"loss: {section.loss!r} is not for online preference, which compares two samples against the start of "
+            f"the stage, without margins and without a loss on prompts; use a kind of DPO: {', '.join(KINDS)}"
+        )
+    return loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptInputs:
+    """Of a stage of distillation whose student samples."""
+
+    examples: Sequence[Example]
+    eval_examples: Sequence[Example]
+    max_tokens: int
+    """Of a prompt."""
+    make_engine: EngineFactory | None
+    """None: the built-in one."""
+
+
+def prepare_prompts(
+    section: DistillSection,
+    source: tuple[Rows, Renderer],
+    held_out: tuple[Rows, Renderer] | None,
+    tokenizer: Tokenizer,
+    base_dir: Path,
+) -> tuple[PromptInputs, list[str]]:
+    """The prompts, and a line for each dataset of which some are left out; a prompt is never cut."""
+    assert section.sampling is not None
+    check_token_ids({"sampling": section.sampling}, tokenizer)
+    limit, shares = section.row_tokens - section.sampling.max_tokens, shares_of(section)
+    overlong: Literal["drop", "error"] = "drop" if section.overlong == "drop" else "error"
+    found = [
+        ([], [])
+        if data is None or one is None
+        else examples_of(one[0], data, one[1], limit, Rubric([]), shares, overlong)
+        for data, one in ((section.dataset, source), (section.eval_dataset, held_out))
+    ]
+    inputs = PromptInputs(
+        examples=found[0][0],
+        eval_examples=found[1][0],
+        max_tokens=limit,
+        make_engine=engine_of(section.rollout, base_dir),
+    )
+    return inputs, [note for _, notes in found for note in notes]
+
+
+MODEL_REWARD = "reward_model"
+"""Name in metrics; of the second one with its number."""
+
+
+def examples_of(
+    rows: Rows,
+    section: DatasetSection,
+    renderer: Renderer,
+    max_prompt_tokens: int,
+    rubric: Rubric,
+    shares: Shares | None,
+    overlong: Literal["drop", "error"],
+) -> tuple[list[Example], list[str]]:
+    """All prompts, each tokenised once and checked, and a line that says how many are left out as too long.
+
+    ConfigError where all are, or where one is that `overlong` forbids.
+    """
+    complete = {rows.columns}
+
+    def example(index: int) -> Example:
+        with rows.named(index) as row:
+            if tuple(row) not in complete:
+                _check_columns(rubric, tuple(row))
+                complete.add(tuple(row))
+            messages = prompt_messages(row, section)
+            # Four bytes a token, where a list of numbers has eight and more.
+            tokens = array("i", renderer.prompt(messages))
+            plain = prompt_is_text(row, section)
+            made = Example(index=index, row=row, messages=messages, prompt_tokens=tokens, plain=plain)
+            if shares is not None:
+                shares(made)
+            return made
+
+    kept: list[Example] = []
+    long: list[tuple[int, int]] = []
+    for made in each_row(rows, range(len(rows)), "prompts", example):
+        length = len(made.prompt_tokens)
+        if length <= max_prompt_tokens:
+            kept.append(made)
+        else:
+            long.append((rows.start + made.index, length))
+    if not long:
+        return kept, []
+    found = (
+        f"{len(long):,} of {len(rows):,} prompts of {rows.name} have more than max_prompt_tokens={max_prompt_tokens} "
+        f"tokens (row {long[0][0]}: {long[0][1]}; the longest: {max(length for _, length in long)})"
+    )
+    if overlong == "error" or not kept:
+        remedy = ", or set overlong to drop" if kept else ""
+        raise ConfigError(f"{found}; raise row_tokens and max_prompt_tokens{remedy}")
+    return kept, [f"{found}; they are left out (overlong: drop)"]
+
+
+def check_token_ids(samplings: Mapping[str, SamplingSection | None], tokenizer: Tokenizer) -> None:
+    """ConfigError for settings of sampling that no request may have, such as a token that there is not."""
+    for name, sampling in samplings.items():
+        if sampling is None:
+            continue
+        try:
+            params = sampling_params(sampling, tokenizer, key=(0, 0))
+            params.check_vocabulary(tokenizer.vocab_size)
+        except ValueError as error:
+            raise ConfigError(f"{name}.{str(error).removeprefix('sampling.')}") from error
+
+
+def check_cache(section: SampledSection | DistillSection, row_shards: int) -> None:
+    """ConfigError for `cache_tokens` that hold no sequence in one of the parts that `row_shards` devices make of it."""
+    given = section.rollout.cache_tokens
+    longest = section.sequence_tokens if isinstance(section, SampledSection) else section.row_tokens
+    if given is not None and given < (least := row_shards * least_cache(longest)):
+        parts = f", in each of {row_shards} parts of the mesh" if row_shards > 1 else ""
+        raise ConfigError(
+            f"rollout.cache_tokens={given} must be at least {least}: {_room(section, longest)} in whole blocks "
+            f"of {BLOCK} and one block more{parts}"
+        )
+
+
+def _room(section: SampledSection | DistillSection, tokens: int) -> str:
+    """What holds a sequence of so many tokens, in the words of the configuration."""
+    return f"{'' if tokens == section.row_tokens else 'half of '}row_tokens={section.row_tokens}"
+
+
+def check_rewards(section: SampledSection, base_dir: Path) -> None:
+    """Check the rewards and the columns of an online stage without its rows."""
+    refuse_completions(section)
+    rubric_of(section, base_dir)
+
+
+def refuse_completions(section: SampledSection) -> None:
+    for name, dataset in (("dataset", section.dataset), ("eval_dataset", section.eval_dataset)):
+        if dataset is not None and dataset.completion is not None:
+            raise ConfigError(
+                f"{name}.completion={dataset.completion!r}: this stage samples its completions; remove it "
+                "(reward functions get every column of the dataset by its name)"
+            )
+
+
+def _check_columns(rubric: Rubric, columns: Sequence[str]) -> None:
+    lines = [line for reward in rubric.rewards for line in missing_arguments(reward, columns)]
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def rubric_of(section: SampledSection, base_dir: Path) -> Rubric:
+    rewards: list[Reward] = []
+    for item in section.rewards:
+        if item.model is not None:
+            number = sum(reward.name.startswith(MODEL_REWARD) for reward in rewards)
+            name = f"{MODEL_REWARD}_{number + 1}" if number else MODEL_REWARD
+            scorer = ModelReward(_classifier(item.model, base_dir), item.reduce, name)
+            rewards.append(Reward(function=scorer, weight=item.weight, timeout_s=item.timeout_s))
+            continue
+        function = callable_of(item.fn, "rewards.fn", base_dir) if isinstance(item.fn, str) else item.fn
+        if not callable(function):
+            raise ConfigError(f"rewards.fn={item.fn!r} is not a function; name one as file.py:function")
+        rewards.append(Reward(function=function, weight=item.weight, args=item.args, timeout_s=item.timeout_s))
+    return Rubric(rewards)
+
+
+def _classifier(path: str, base_dir: Path) -> str:
+    """The folder or hub id of a reward model. ConfigError for another model."""
+    model = read_model_config(ModelSection(path=path), base_dir, vocab_size=None)
+    if model is not None and not model.scalar_head:
+        raise ConfigError(
+            f"rewards.model: {path} is no reward model; give a {CLASSIFIER} of one label, such as the model that a "
+            "stage of kind reward_model leaves"
+        )
+    return local_or_hub(path, base_dir)
+
+
+def _probe(advantage: Callable[..., Any], name: str, group_size: int) -> None:
+    """ConfigError where a user's function does not take rewards [P, G], or does not return as many advantages."""
+    rewards_PG = np.arange(2 * group_size, dtype=np.float32).reshape(2, group_size) % 3
+    try:
+        made = np.asarray(advantage(rewards_PG.copy()), np.float32)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"advantage: {name}(rewards_PG) raised {describe_error(error)}") from error
+    if made.shape != rewards_PG.shape:
+        raise ConfigError(
+            f"advantage: {name} must return an advantage for each of the rewards [P, G] = {rewards_PG.shape}; "
+            f"it returned the shape {made.shape}"
+        )
+
+
+def algorithm_of(section: RLSection, base_dir: Path) -> Algorithm:
+    advantage = None
+    if section.advantage is not None:
+        advantage = callable_of(section.advantage, "advantage", base_dir)
+        _probe(advantage, section.advantage, section.group_size)
+    return make_algorithm(
+        section.algorithm,
+        max_tokens=section.sampling.max_tokens,
+        kl_coef=section.kl_coef,
+        clip_low=section.clip_low,
+        clip_high=section.clip_high,
+        advantage=advantage,
+    )
