@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from posttrain.tree import Mean, pytree, replace
+from posttrain.tree import Mean, Metric, pytree, replace
 
 HostArray = np.ndarray
 
@@ -60,9 +60,16 @@ class Batch:
     parents: Int[Array | HostArray, "B T"] | None = None
     """Of a token whose sequence goes on from an earlier one of its row, and sees that one too: its segment; else 0."""
     sampler_logps: Float[Array | HostArray, "B T"] | None = None
-    """The rollout engine's log-probability of each sampled token, before truncation."""
+    """The rollout engine's log-probability of each sampled token under the model's whole distribution: what a trainer
+    must agree with."""
+    behaviour_logps: Float[Array | HostArray, "B T"] | None = None
+    """Log of the probability with which each token was drawn, after penalties, bias and truncation, by the weights
+    that drew it: the denominator of importance weights."""
     old_logps: Float[Array | HostArray, "B T"] | None = None
-    """The trainer's own log-probability before the first update on this batch, if it was recomputed."""
+    """Log-probabilities of the proximal policy, which ratios are taken against; None: the trainer's own of this very
+    forward pass, so that every ratio is exactly 1."""
+    staleness: Int[Array | HostArray, "B T"] | None = None
+    """Updates of the weights since each token was sampled; None: all were sampled under the weights of now."""
     ref_logps: Float[Array | HostArray, "B T"] | None = None
     advantages: Float[Array | HostArray, "B T"] | None = None
     experts: Int[Array | HostArray, "B T M k"] | None = None
@@ -76,8 +83,6 @@ class Batch:
     """What teachers outside of the step said of each token."""
     teacher_weights: Float[Array | HostArray, "B T N"] | None = None
     """How much each of N teachers counts for a token; 0: it says nothing of it. None: one teacher, of all tokens."""
-    returns: Float[Array | HostArray, "B T"] | None = None
-    old_values: Float[Array | HostArray, "B T"] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -166,7 +171,7 @@ class LossOutput:
     """A loss as a sum with its weight, and metrics that add up in the same way."""
 
     loss: Mean
-    metrics: Mapping[str, Mean]
+    metrics: Mapping[str, Metric]
 
 
 @runtime_checkable

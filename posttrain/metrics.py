@@ -8,16 +8,17 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.monitoring
 import numpy as np
 from jax import Array
 
-from posttrain.tree import Mean
+from posttrain.tree import Max, Mean, Metric, added
 
-Metrics = dict[str, Mean | float | Array]
+MetricT = TypeVar("MetricT", bound=Metric)
+Metrics = dict[str, Metric | float | Array]
 """Names to sums with weights, or to plain numbers; on the device until a sink wants them."""
 
 
@@ -42,13 +43,13 @@ class Sample:
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
-def to_host(metrics: Mapping[str, Mean | float | Array]) -> dict[str, float]:
+def to_host(metrics: Mapping[str, Metric | float | Array]) -> dict[str, float]:
     """All single numbers as Python floats in one transfer; NaN where nothing was counted (weight 0)."""
     fetched = jax.device_get({name: value for name, value in metrics.items() if not _is_table(value)})
-    return {name: value.value() if isinstance(value, Mean) else float(value) for name, value in fetched.items()}
+    return {name: value.value() if isinstance(value, Mean | Max) else float(value) for name, value in fetched.items()}
 
 
-def tables(metrics: Mapping[str, Mean | float | Array]) -> dict[str, np.ndarray]:
+def tables(metrics: Mapping[str, Metric | float | Array]) -> dict[str, np.ndarray]:
     """The metrics that are arrays of numbers, such as the share of each expert of each layer."""
     found = jax.device_get({name: value for name, value in metrics.items() if _is_table(value)})
     return {name: np.asarray(value) for name, value in found.items()}
@@ -58,12 +59,12 @@ def _is_table(value: object) -> bool:
     return isinstance(value, Array | np.ndarray) and value.ndim > 0
 
 
-def merge(*parts: Mapping[str, Mean]) -> dict[str, Mean]:
-    """Sums of equal names added up, exact for any split; a name may be missing from some parts."""
-    merged: dict[str, Mean] = {}
+def merge(*parts: Mapping[str, MetricT]) -> dict[str, MetricT]:
+    """Metrics of equal names merged, exact for any split; a name may be missing from some parts."""
+    merged: dict[str, MetricT] = {}
     for part in parts:
         for name, value in part.items():
-            merged[name] = merged[name] + value if name in merged else value
+            merged[name] = added(merged[name], value) if name in merged else value
     return merged
 
 

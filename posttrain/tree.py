@@ -1,4 +1,4 @@
-"""Pytree dataclasses and `Mean`, the one way in which the package adds numbers up."""
+"""Pytree dataclasses, and metrics that merge over micro-batches, steps and hosts: `Mean` and `Max`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast, dataclass_transform
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 T = TypeVar("T")
@@ -70,6 +71,42 @@ class Mean:
         """The quotient as a Python float (reads the device); NaN where nothing was counted."""
         weight = float(self.weight)
         return float(self.total) / weight if weight else float("nan")
+
+
+@pytree
+class Max:
+    """The largest of some numbers that are not negative: merges by the larger one; a NaN stays.
+
+    >>> (Max(largest=3.0) + Max(largest=1.0)).value()
+    3.0
+    """
+
+    largest: Array | float
+
+    def __add__(self, other: Max) -> Max:
+        return Max(largest=jnp.maximum(self.largest, other.largest))
+
+    def value(self) -> float:
+        """The number as a Python float (reads the device)."""
+        return float(self.largest)
+
+
+Metric = Mean | Max
+"""A number that a loss gives beside itself; `+` merges those of two micro-batches."""
+
+
+def added(one: Any, other: Any) -> Any:
+    """Merge two trees of one structure: arrays by their sum, `Max` by the larger."""
+    return jax.tree.map(lambda a, b: a + b, one, other, is_leaf=lambda node: isinstance(node, Max))
+
+
+def added_up(stacked: Any) -> Any:
+    """Merge what a tree of arrays [M, ...] holds along M, as `added` would one after the other."""
+
+    def all_of(node: Any) -> Any:
+        return Max(largest=jnp.max(node.largest, axis=0)) if isinstance(node, Max) else jnp.sum(node, axis=0)
+
+    return jax.tree.map(all_of, stacked, is_leaf=lambda node: isinstance(node, Max))
 
 
 def path_str(path: tuple[Any, ...]) -> str:

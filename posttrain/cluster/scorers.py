@@ -35,7 +35,7 @@ class Reference:
 
     def logps(self, batch: Batch) -> Float[np.ndarray, "B T"]:
         """Log-probabilities of the batch's tokens, at the actor's temperature."""
-        return np.asarray(self._actor.stats(model_inputs(batch), {**self._actor.weights, **self._weights}).logps)
+        return np.asarray(self._actor.stats(_own_routing(batch), {**self._actor.weights, **self._weights}).logps)
 
     def added_to(self, batch: Batch) -> Batch:
         """The batch with its log-probabilities."""
@@ -43,8 +43,13 @@ class Reference:
 
     def for_step(self, batch: Batch) -> Batch:
         """The same for the actor's next step, which, where it is the first, is compiled meanwhile."""
-        self._actor.compile_ahead(replace(batch, ref_logps=np.zeros(batch.shape, np.float32)), model_inputs(batch))
+        self._actor.compile_ahead(replace(batch, ref_logps=np.zeros(batch.shape, np.float32)), _own_routing(batch))
         return self.added_to(batch)
+
+
+def _own_routing(batch: Batch) -> Batch:
+    """The inputs of a model whose router chooses for itself: recorded experts are the actor's."""
+    return replace(model_inputs(batch), experts=None)
 
 
 def model_inputs(batch: Batch) -> Batch:

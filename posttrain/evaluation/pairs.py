@@ -90,8 +90,9 @@ class Evaluation:
         return np.asarray([numbers.setdefault(self._prompt(int(unit)), len(numbers)) for unit in units])
 
     def _totals(self, stats: Stats, batch: Batch) -> dict[str, Mean]:
+        """The loss and its means, whose parts are those of units."""
         output = self._loss(stats, batch)
-        return {"loss": output.loss, **output.metrics}
+        return {"loss": output.loss, **{name: m for name, m in output.metrics.items() if isinstance(m, Mean)}}
 
     def _stats(self, batch: Batch) -> Stats:
         """Compute the statistics that a loss reads, as host arrays."""

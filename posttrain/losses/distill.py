@@ -12,7 +12,7 @@ from posttrain.batch import Batch, LossOutput, TokenStats
 from posttrain.losses.policy import distance_metrics
 from posttrain.losses.reduce import token_mean
 from posttrain.losses.sft import likelihood_metrics, masked
-from posttrain.tree import Mean
+from posttrain.tree import Mean, Metric
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class DistillLoss:
             loss += factor * masked(values, batch)
         taught = weight * teaching(batch)
         # Each is a sum over teachers already, so a token counts as much as its teachers do.
-        metrics = {
+        metrics: dict[str, Metric] = {
             "distill/divergence": Mean(total=_total(stats.divergence, weight), weight=taught.sum()),
             "distill/kl": Mean(total=_total(stats.teacher_kl, weight), weight=taught.sum()),
             "distill/student_nll": Mean(total=_total(-stats.logps * teaching(batch), weight), weight=taught.sum()),

@@ -99,7 +99,7 @@ async def online_step(
     )
     with timer("logps"), progress_bar(f"step {step + 1}: log-probabilities", closing=False):
         batch = replace(batch, ref_logps=cluster.logps(Role.REFERENCE, batch))
-    metrics: Metrics = update(cluster, batch, timer)
+    metrics: Metrics = update(cluster, batch, timer, learns=bool(pairs))
     metrics |= {"frac_ties": 1 - len(pairs) / len(groups_P)}
     metrics |= rollout_metrics(groups_P, rewards, step)
     return StepResult(

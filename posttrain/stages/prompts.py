@@ -25,6 +25,7 @@ from posttrain.data.sources import Rows, each_row
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.distill.teachers import TeacherSource
 from posttrain.errors import ConfigError
+from posttrain.losses.importance import ImportanceSampling
 from posttrain.losses.preference import KINDS
 from posttrain.models.heads import CLASSIFIER
 from posttrain.rl.algorithms import Algorithm, make_algorithm
@@ -313,9 +314,32 @@ def algorithm_of(section: RLSection, base_dir: Path) -> Algorithm:
         _probe(advantage, section.advantage, section.group_size)
     return make_algorithm(
         section.algorithm,
-        max_tokens=section.sampling.max_tokens,
-        kl_coef=section.kl_coef,
-        clip_low=section.clip_low,
-        clip_high=section.clip_high,
+        max_tokens=section.max_sampled_tokens,
         advantage=advantage,
+        importance=_importance_of(section),
+        **{name: getattr(section, name) for name in LOSS_FIELDS},
     )
+
+
+LOSS_FIELDS = (
+    "kl_coef",
+    "kl_estimator",
+    "kl_bias_correction",
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "entropy_coef",
+    "ratio",
+    "reduce",
+)
+"""Fields of the section that are fields of the policy loss."""
+
+
+def _importance_of(section: RLSection) -> ImportanceSampling | None:
+    given = section.importance_sampling
+    if not section.weighs_samples:
+        return None
+    try:
+        return ImportanceSampling(level=given.level, bound=given.bound, low=given.low, high=given.high)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

@@ -79,9 +79,11 @@ def _step_settings(section: RLSection) -> StepSettings:
         group_size=section.group_size,
         row_tokens=section.row_tokens,
         num_rows=section.step_rows,
-        recompute_old_logps=section.recompute_old_logps,
+        old_logps=section.old_logps,
+        zero_advantage=section.zero_advantage,
         teaching=TeacherKL(coef=section.teacher_coef, shares=shares_of(section)) if section.teachers else None,
         enough=section.prompts_per_step if section.prompts_ahead else None,
+        max_staleness=section.max_staleness,
     )
 
 

@@ -12,21 +12,21 @@ import numpy as np
 from jax import Array
 
 from posttrain.batch import Batch, LossOutput
-from posttrain.tree import Mean
+from posttrain.tree import Mean, added
 
 Micro = Any
 """A pytree of arrays [M, ...]: M micro-batches."""
 
 
 def sum_over(function: Callable[[Any], Any], micro: Micro, count: Array) -> Any:
-    """The sum of a pytree-valued function over the first `count` micro-batches."""
+    """Sum a pytree-valued function over the first `count` micro-batches; `Max` metrics keep the largest."""
     if num_micro(micro) == 1:
         return function(_at(micro, 0))
     function = jax.jit(function)
     start = jax.tree.map(jnp.zeros_like, jax.eval_shape(function, _at(micro, 0)))
 
     def body(index: Array, total: Any) -> Any:
-        return jax.tree.map(jnp.add, total, function(_at(micro, index)))
+        return added(total, function(_at(micro, index)))
 
     return jax.lax.fori_loop(0, count, body, start)
 

@@ -87,7 +87,7 @@ def restore_latest(trainer: Trainer, data: Resumable, checkpointer: Checkpointer
         return False
     state, host = checkpointer.restore(step, trainer.state())
     check_origin(checkpointer.directory / str(step), host["origin"], origin)
-    trainer.restore(state, host["step"])
+    trainer.restore(state, host["step"], host["skipped_updates"])
     data.restore(host["data"])
     return True
 
@@ -121,7 +121,7 @@ def run_steps(
     evaluate: Callable[[], Mapping[str, float]] | None,
     stop: StopRequest,
 ) -> None:
-    """Call `step` until the trainer has done `num_steps` updates. Each call does one update and returns its metrics.
+    """Call `step` until the trainer has done `num_steps` steps. Each call does one step and returns its metrics.
 
     Metrics of a step that still runs are fetched when the next one has been dispatched, others at once.
     Raises Interrupted after a checkpoint when `stop` is requested, FloatingPointError when a gradient is not finite.
@@ -130,7 +130,7 @@ def run_steps(
     try:
         while trainer.step_number < num_steps:
             lines.start()
-            rate = learning_rate(trainer.step_number)
+            rate = learning_rate(trainer.step_number - trainer.skipped_updates)
             metrics = step()
             done = trainer.step_number
             lines.add(done, metrics, rate)
@@ -140,9 +140,9 @@ def run_steps(
                 sink.write(done, evaluate())
             if stop.requested or done == num_steps or done % every.checkpoint == 0:
                 lines.flush()
-                checkpointer.save(
-                    done, trainer.state(), {"step": done, "data": data.state(), "origin": dict(origin.parts)}
-                )
+                host: dict[str, Any] = {"step": done, "skipped_updates": trainer.skipped_updates}
+                host |= {"data": data.state(), "origin": dict(origin.parts)}
+                checkpointer.save(done, trainer.state(), host)
             if stop.requested and done < num_steps:
                 checkpointer.wait()
                 raise Interrupted(f"stopped after step {done} of {num_steps}")

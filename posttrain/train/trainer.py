@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -39,12 +39,14 @@ from posttrain.train.accumulate import as_one, concatenated, stack_over
 from posttrain.train.layer_matching import Matching
 from posttrain.train.objective import Objective
 from posttrain.train.optim import clipped, global_norm
-from posttrain.tree import Mean, replace
+from posttrain.tree import Metric, added_up, replace
 from posttrain.weights.lora import has_lora
 from posttrain.weights.quantize import is_quantized
 from posttrain.weights.state import ModelWeights, Weights
 
 StatsT = TypeVar("StatsT", TokenStats, ScoreStats)
+Refuse = Callable[[Mapping[str, Metric]], Array]
+"""A veto on an update, from the merged metrics of the loss; traced into the program of the step."""
 
 
 class Trainer:
@@ -56,6 +58,7 @@ class Trainer:
     are put on the mesh, read where they lie, and never written. `matching`: of layers with those of the one teacher;
     its projections are trained and in the checkpoints, and no part of the model. `noise_alpha`: of NEFTune,
     arXiv:2310.05914, uniform noise on the embeddings in training, of up to alpha / sqrt(length of the sequence * D).
+    `refuse` sees the metrics of a step inside its program, before the update, and vetoes it by returning true.
     """
 
     def __init__(
@@ -75,19 +78,22 @@ class Trainer:
         matching: Matching | None = None,
         noise_alpha: float = 0.0,
         dropout_seed: int | None = None,
+        refuse: Refuse | None = None,
     ):
         if is_quantized(model) and not has_lora(model):
             raise ValueError("Trainer: quantized weights cannot be trained; give the model an adapter (lora)")
         self.model = model
         self.mesh = single_device_mesh() if mesh is None else mesh
         self.step_number = 0
-        """Updates done so far; this is the one step counter."""
+        """Steps done so far, those without an update included; this is the one step counter."""
+        self.skipped_updates = 0
+        """Steps whose update the caller skipped: the learning-rate schedule stands that much behind `step_number`."""
         self.num_programs = 0
         """Programs traced so far for steps, evaluation and statistics: one each for every shape of batch."""
         self._stepped = False
         self._compiling: Future[Any] | None = None
         self._optimizer, self._max_grad_norm = optimizer, max_grad_norm
-        self._micro_batch_rows, self._correction_rate = micro_batch_rows, correction_rate
+        self._micro_batch_rows, self._correction_rate, self._refuse = micro_batch_rows, correction_rate, refuse
         self._weights = _structure(model, self.mesh)
         self._trainable = self._weights.trainable()
         self._objective = Objective(
@@ -143,12 +149,13 @@ class Trainer:
         """The teachers' parameters. Programs get them as arguments, as they lie; none is donated."""
         return [teacher.read() for teacher in self._objective.teachers]
 
-    def step(self, batch: Batch) -> Metrics:
+    def step(self, batch: Batch, *, update: bool = True) -> Metrics:
         """One update from one batch of host rows. Metrics of the device stay there.
 
-        A gradient that is not finite, or a batch without any weight, changes nothing and shows as `update_skipped` = 1.
+        A gradient that is not finite, a batch without any weight, a veto of `refuse` or `update=False` leave parameters
+        and optimiser state bitwise as they are, and show as `update_skipped` = 1. The step counts all the same.
         """
-        arguments = self._arguments(batch)
+        arguments = self._arguments(batch, update=update)
         if not self._stepped:
             # Ahead of the update, which then has the memory that this takes.
             with progress_bar("compiling the update"):
@@ -161,6 +168,7 @@ class Trainer:
         params, self._opt_state, metrics = self._step(*arguments)
         self._write(params)
         self.step_number += 1
+        self.skipped_updates += not update
         return {**metrics, **filled(batch)}
 
     def compile_ahead(self, batch: Batch, scored: Batch) -> None:
@@ -180,14 +188,14 @@ class Trainer:
         threads.shutdown(wait=False)
         scoring.result()
 
-    def _arguments(self, batch: Batch) -> tuple[Any, ...]:
+    def _arguments(self, batch: Batch, *, update: bool = True) -> tuple[Any, ...]:
         """Of `_step_program`."""
         micro, count = self._micro_batches(batch)
         if not self._loss_checked:
             first = jax.tree.map(lambda x: x[0], micro)
             check_weight(self._objective.loss, first, scores=self.model.config.scalar_head)
             self._loss_checked = True
-        inputs = micro, count, np.uint32(self.step_number), self._taught
+        inputs = micro, count, np.uint32(self.step_number), np.bool_(update), self._taught
         return self.params, self._frozen, self._opt_state, *inputs
 
     def _lower(self, arguments: tuple[Any, ...]) -> jax.stages.Lowered:
@@ -202,7 +210,7 @@ class Trainer:
         """
         if self._objective.needs_whole_batch:
             return self._evaluate_at_once(batches, each)
-        totals: dict[str, Mean] = {}
+        totals: dict[str, Metric] = {}
         for batch in batches:
             output, stats = self._evaluate(self.weights, *self._micro_batches(batch), self._taught)
             totals = merge(totals, {"loss": output.loss, **output.metrics})
@@ -239,10 +247,10 @@ class Trainer:
         more = {"projections": self._projections} if self._projections else {}
         return {"params": params, "opt_state": self._opt_state, **more}
 
-    def restore(self, state: dict[str, Any], step: int) -> None:
+    def restore(self, state: dict[str, Any], step: int, skipped_updates: int = 0) -> None:
         self._write({**state["params"], **state.get("projections", {})})
         self._opt_state = state["opt_state"]
-        self.step_number = step
+        self.step_number, self.skipped_updates = step, skipped_updates
 
     def _write(self, params: Weights) -> None:
         self._projections = {path: params[path] for path in self._projections}
@@ -268,7 +276,8 @@ class Trainer:
 
         def split(x: np.ndarray) -> np.ndarray:
             rest = x.shape[1:]
-            return np.pad(x, ((0, padding), *((0, 0) for _ in rest))).reshape(-1, rows, *rest)
+            whole = np.pad(x, ((0, padding), *((0, 0) for _ in rest))) if padding else x
+            return whole.reshape(-1, rows, *rest)
 
         sharding = NamedSharding(self.mesh, PartitionSpec(None, *BATCH_SPEC))
         return jax.device_put(jax.tree.map(split, host), sharding), jax.device_put(
@@ -283,6 +292,7 @@ class Trainer:
         micro: Batch,
         count: Array,
         step: Array,
+        wanted: Array,
         taught: list[Weights],
     ) -> tuple[Weights, Any, Metrics]:
         self.num_programs += 1
@@ -291,7 +301,9 @@ class Trainer:
         gradient, (output, routers) = objective.gradients(params, frozen, taught, router_weight, inputs, count)
         weight = output.loss.weight
         norm = global_norm(_mean(gradient, weight))
-        usable = jnp.isfinite(norm) & (weight > 0)
+        usable = jnp.isfinite(norm) & (weight > 0) & wanted
+        if self._refuse is not None:
+            usable &= ~self._refuse(output.metrics)
 
         def update(gradient: Weights, params: Weights, opt_state: Any) -> tuple[Weights, Any]:
             gradient = clipped(_mean(gradient, weight), norm, self._max_grad_norm)
@@ -335,7 +347,7 @@ class Trainer:
             return output, passed.stats
 
         outputs, stats = stack_over(one, micro, count)
-        return jax.tree.map(lambda x: jnp.sum(x, axis=0), outputs), stats
+        return added_up(outputs), stats
 
     def _stats_program(
         self, weights: Weights, micro: Batch, count: Array, taught: list[Weights] | None = None

@@ -55,7 +55,7 @@ def two_stages(folder: Path, *, adapted: bool) -> Path:
     ends = {"max_tokens": 6, "stop_token_ids": [*range(0, 260, 4)]}
     ahead = {"prompts_ahead": 3, "sampling": ends, "rollout": {"decode_steps": 2}} if adapted else {}
     rl = rl_stage(
-        num_steps=STEPS, checkpoint_every=2, kl_coef=0.1, recompute_old_logps=True, samples_every=1000, **more, **ahead
+        num_steps=STEPS, checkpoint_every=2, kl_coef=0.1, old_logps="trainer", samples_every=1000, **more, **ahead
     )
     lora = {"lora": {"rank": 2}} if adapted else {}
     return write_run(folder, sft, rl, model={"init": INIT, "tokenizer": "bytes", **lora})

@@ -20,6 +20,9 @@ from posttrain.evaluation.sequences import counted
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.divergence import Divergence
 from posttrain.losses.distill import DistillLoss
+from posttrain.losses.importance import ImportanceSampling
+from posttrain.losses.kl import k2
+from posttrain.losses.reduce import ConstantLength, token_mean
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.mesh import single_device_mesh
 from posttrain.rl.advantages import centered
@@ -67,10 +70,45 @@ def test_policy_loss(folder: Path) -> None:
     loss = rl(folder, "clip_low=0.11", "clip_high=0.33", "kl_coef=0.07").algorithm.loss
     assert (loss.clip_low, loss.clip_high, loss.kl_coef) == (0.11, 0.33, 0.07)
     assert rl(folder, "kl_coef=0").algorithm.loss.kl_coef == 0 != rl(folder).algorithm.loss.kl_coef
+    others = {"dual_clip": 3.0, "kl_bias_correction": False, "entropy_coef": 0.01, "ratio": "sequence_sum"}
+    changed = rl(folder, *(f"{name}={value}" for name, value in others.items())).algorithm.loss
+    assert {name: getattr(changed, name) for name in others} == others
+    assert rl(folder, "kl_estimator=k2").algorithm.loss.kl_estimator is k2
+    assert rl(folder, "reduce=token_mean").algorithm.loss.reduce is token_mean
+    assert rl(folder, "reduce=constant_length").algorithm.loss.reduce == ConstantLength(6)
+    with pytest.raises(ConfigError, match="kl_estimator=k1 with kl_coef=0.04: the gradient of k1 is 0"):
+        rl(folder, "kl_estimator=k1", "kl_bias_correction=false")
     algorithms = {rl(folder, f"algorithm={name}").algorithm for name in ("grpo", "dr_grpo", "dapo", "gspo", "rloo")}
     assert len({algorithm.loss for algorithm in algorithms}) == 5
     other = rl(folder, "algorithm=dr_grpo", "sampling.max_tokens=5").algorithm.loss
     assert other.reduce != rl(folder, "algorithm=dr_grpo").algorithm.loss.reduce
+
+
+def test_importance_sampling(folder: Path) -> None:
+    """By default exactly where the sampler's distribution is not the trainer's."""
+    assert rl(folder).algorithm.loss.importance is None
+    plain = ("sampling.temperature=0.7", "sampling.stop=[x]", "sampling.ignore_eos=true", "rollout.merge_lora=true")
+    assert rl(folder, *plain).algorithm.loss.importance is None
+    penalties = ("repetition_penalty=1.1", "presence_penalty=0.1", "frequency_penalty=0.1")
+    others = ("top_k=3", "top_p=0.9", "min_p=0.1", "logit_bias={5: 1.0}", "allowed_token_ids=[5, 6]")
+    changes = (*penalties, *others)
+    for override in (*(f"sampling.{change}" for change in changes), "rollout.quantize=int8", "prompts_ahead=2"):
+        assert rl(folder, override).algorithm.loss.importance == ImportanceSampling(), override
+    never = rl(folder, "sampling.top_k=3", "importance_sampling.apply=never")
+    assert never.algorithm.loss.importance is None
+    given = "importance_sampling={apply: always, level: sequence_mean, bound: mask, low: 0.5, high: 3.0}"
+    expected = ImportanceSampling(level="sequence_mean", bound="mask", low=0.5, high=3.0)
+    assert rl(folder, given).algorithm.loss.importance == expected
+    with pytest.raises(ConfigError, match="masks nothing; give one of them"):
+        rl(folder, "importance_sampling={apply: always, bound: mask, high: null}")
+    with pytest.raises(ConfigError, match="prompts_ahead=9 with prompts_per_step=2 .* max_staleness=4 .* it to 5"):
+        rl(folder, "prompts_ahead=9")
+    with pytest.raises(
+        ConfigError, match="importance_sampling.high without effect: apply=auto and samples of the policy"
+    ):
+        rl(folder, "importance_sampling.high=3.0")
+    with pytest.raises(ConfigError, match="max_staleness=2 has no effect without prompts_ahead"):
+        rl(folder, "max_staleness=2")
 
 
 def test_advantage_and_rewards(folder: Path) -> None:
