@@ -18,7 +18,8 @@ from posttrain.stages.sampled import SampledRun, make_trainer, train
 
 def run_online(stage: StageRun, inputs: OnlineInputs) -> None:
     """Train one stage to its end, from its newest checkpoint if there is one."""
-    train(stage, _OnlineRun(stage, inputs))
+    with inputs.rubric.running():
+        train(stage, _OnlineRun(stage, inputs))
 
 
 class _OnlineRun(SampledRun):

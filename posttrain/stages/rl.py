@@ -27,7 +27,8 @@ def run_rl(stage: StageRun, inputs: RLInputs) -> None:
     """Train one RL stage to its end, from its newest checkpoint if there is one."""
     if not inputs.section.rewards:
         stage = replace(stage, kind="rl_distill")
-    train(stage, _RLRun(stage, inputs))
+    with inputs.rubric.running():
+        train(stage, _RLRun(stage, inputs))
 
 
 class _RLRun(SampledRun):
