@@ -40,8 +40,10 @@ class Scores(NamedTuple):
     """NaN: not applicable or failed."""
     failures: Mapping[int, Failure]
     """By sample."""
-    metrics: Mapping[str, Sequence[float]]
-    extras: Mapping[str, Sequence[Any]]
+    metrics: Mapping[str, Sequence[float]] = {}
+    extras: Mapping[str, Sequence[Any]] = {}
+    note: str | None = None
+    """Why samples were scored alone although none of them failed."""
 
 
 Keywords = Callable[[Sequence[int]], Mapping[str, Any]]
@@ -82,7 +84,12 @@ class Scoring:
         finally:
             await _cancel(tasks)
             self._caller.finish(strange=len(tasks) > 1)
-        return self._of_whole(whole.result()) if _succeeded(whole) else Scores(self._values, self._failures, {}, {})
+        note = self._note(whole, time.monotonic() - start) if len(tasks) > 1 else None
+        if not _succeeded(whole):
+            return Scores(self._values, self._failures, note=None if self._failures else note)
+        result = whole.result()
+        failures = {index: Failure("error", message) for index, message in result.errors.items()}
+        return Scores(result.values, failures, result.metrics, result.extras, note)
 
     async def _first(self, whole: asyncio.Future[CallResult], tasks: set[asyncio.Future[Any]]) -> None:
         """Wait for the call of all samples to succeed, or for those of each; the latter end by the deadline."""
@@ -133,9 +140,13 @@ class Scoring:
     def _timeout(self) -> Failure:
         return Failure("timeout", f"no answer within {self._timeout_s:g} s")
 
-    def _of_whole(self, result: CallResult) -> Scores:
-        failures = {index: Failure("error", message) for index, message in result.errors.items()}
-        return Scores(result.values, failures, result.metrics, result.extras)
+    def _note(self, whole: asyncio.Future[CallResult], took: float) -> str:
+        if whole.done() and not whole.cancelled() and whole.exception() is not None:
+            return f"the call on all {self._count} samples failed, each alone did not: {whole.exception()}"
+        return (
+            f"took {took:.2g} s; a call that takes more than half of timeout_s={self._timeout_s:g} is also made for "
+            "each sample alone: raise timeout_s"
+        )
 
 
 def _succeeded(call: asyncio.Future[CallResult]) -> bool:

@@ -148,13 +148,14 @@ def _gather(rewards: Sequence[Reward], found: Sequence[Scores], shape: tuple[int
         for name, values in scores.metrics.items()
     }
     extras = {name: values for scores in found for name, values in scores.extras.items()}
-    return Rewards(total_PG=total, parts_PG=parts, errors=errors, metrics=metrics, extras=extras)
+    notes = [f"reward {r.name}: {s.note}" for r, s in zip(rewards, found, strict=True) if s.note is not None]
+    return Rewards(total_PG=total, parts_PG=parts, errors=errors, metrics=metrics, extras=extras, notes=notes)
 
 
 async def _score_by_model(reward: Reward, samples: Sequence[Trajectory]) -> Scores:
     """One call; what a model raises ends the run."""
     values, errors = check_values(await asyncio.to_thread(reward.function, samples), len(samples))
-    return Scores(values, {index: Failure("error", message) for index, message in errors.items()}, {}, {})
+    return Scores(values, {index: Failure("error", message) for index, message in errors.items()})
 
 
 def _weighted_sum(rewards: Sequence[Reward], parts: Mapping[str, np.ndarray], shape: tuple[int, int]) -> np.ndarray:
@@ -166,9 +167,9 @@ def _weighted_sum(rewards: Sequence[Reward], parts: Mapping[str, np.ndarray], sh
 
 
 def error_lines(rewards: Rewards, groups_P: Sequence[Group]) -> list[str]:
-    """One line for each function that failed: on how many samples, and the first error with its sample."""
+    """One line for each function that failed: on how many samples, and the first error with its sample; and notes."""
     count = sum(map(len, groups_P))
-    lines = []
+    lines = list(rewards.notes)
     for name in dict.fromkeys(error.function for error in rewards.errors):
         errors = [error for error in rewards.errors if error.function == name]
         first = min(errors, key=lambda error: (error.prompt, error.sample))
