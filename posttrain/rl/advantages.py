@@ -12,6 +12,8 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Bool, Float
 
+from posttrain.errors import ConfigError
+
 Rewards = Float[np.ndarray, "P G"]
 Advantage = Callable[[Rewards], Rewards]
 
@@ -42,8 +44,11 @@ def leave_one_out(rewards_PG: Rewards) -> Rewards:
     return (_centered(rewards) * count / np.maximum(count - 1, 1)).astype(np.float32)
 
 
-def given_advantage(function: Advantage) -> Advantage:
-    """A user's function: 0 for samples without a reward, NaN for others of which it made no finite number."""
+def given_advantage(function: Advantage, name: str) -> Advantage:
+    """A user's function: 0 for samples without a reward, NaN for others of which it made no finite number.
+
+    ConfigError where it does not return one advantage per reward.
+    """
 
     def advantage(rewards_PG: Rewards) -> Rewards:
         with np.errstate(all="ignore"), warnings.catch_warnings():
@@ -51,7 +56,10 @@ def given_advantage(function: Advantage) -> Advantage:
             warnings.simplefilter("ignore", RuntimeWarning)
             made = np.asarray(function(rewards_PG.copy()), np.float32)
         if made.shape != rewards_PG.shape:
-            return made
+            raise ConfigError(
+                f"advantage: {name} must return an advantage for each of the rewards [P, G] = {rewards_PG.shape}; "
+                f"it returned the shape {made.shape}"
+            )
         return np.where(np.isnan(rewards_PG), 0.0, np.where(np.isfinite(made), made, np.nan)).astype(np.float32)
 
     return advantage

@@ -287,14 +287,11 @@ def _probe(advantage: Callable[..., Any], name: str, group_size: int) -> None:
     mixed = np.arange(group_size, dtype=np.float32) % 3
     rewards_PG = np.stack([mixed, np.ones_like(mixed), np.where(np.arange(group_size) == 0, np.nan, mixed)])
     try:
-        made = given_advantage(advantage)(rewards_PG)
+        made = given_advantage(advantage, name)(rewards_PG)
+    except ConfigError:
+        raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"advantage: {name}(rewards_PG) raised {describe_error(error)}") from error
-    if made.shape != rewards_PG.shape:
-        raise ConfigError(
-            f"advantage: {name} must return an advantage for each of the rewards [P, G] = {rewards_PG.shape}; "
-            f"it returned the shape {made.shape}"
-        )
     valid_PG = ~np.isnan(rewards_PG)
     for rewards, advantages, valid in zip(rewards_PG, made, valid_PG, strict=True):
         if valid.sum() > 1 and np.isnan(advantages[valid]).any():
@@ -310,7 +307,7 @@ def algorithm_of(section: RLSection, base_dir: Path) -> Algorithm:
     if section.advantage is not None:
         given = callable_of(section.advantage, "advantage", base_dir)
         _probe(given, section.advantage, section.group_size)
-        advantage = given_advantage(given)
+        advantage = given_advantage(given, section.advantage)
     return make_algorithm(
         section.algorithm,
         max_tokens=section.sampling.max_tokens,
