@@ -9,25 +9,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from posttrain.api import RL as RL
+    from posttrain.api import SFT as SFT
+    from posttrain.api import Distill as Distill
+    from posttrain.api import OnlinePreference as OnlinePreference
+    from posttrain.api import Preference as Preference
+    from posttrain.api import RewardModel as RewardModel
     from posttrain.batch import Batch as Batch
     from posttrain.batch import LossOutput as LossOutput
     from posttrain.batch import TokenStats as TokenStats
     from posttrain.config import LoRA as LoRA
     from posttrain.data.tokenizer import load_tokenizer as load_tokenizer
     from posttrain.errors import ConfigError as ConfigError
-    from posttrain.generate import complete as complete
-    from posttrain.generate import generate as generate
+    from posttrain.generation import complete as complete
+    from posttrain.generation import generate as generate
     from posttrain.losses.pairs import Needs as Needs
     from posttrain.models.decoder import Decoder as Decoder
     from posttrain.rollout.engine import NativeEngine as NativeEngine
     from posttrain.rollout.shapes import Expected as Expected
     from posttrain.rollout.types import SamplingParams as SamplingParams
-    from posttrain.stages.distill import Distill as Distill
-    from posttrain.stages.online_preference import OnlinePreference as OnlinePreference
-    from posttrain.stages.preference import Preference as Preference
-    from posttrain.stages.reward_model import RewardModel as RewardModel
-    from posttrain.stages.rl import RL as RL
-    from posttrain.stages.sft import SFT as SFT
     from posttrain.train.trainer import Trainer as Trainer
     from posttrain.tree import Mean as Mean
     from posttrain.weights.load import load_model as load_model
@@ -40,23 +40,23 @@ _MODULES = {
     "Batch": "posttrain.batch",
     "ConfigError": "posttrain.errors",
     "Decoder": "posttrain.models.decoder",
-    "Distill": "posttrain.stages.distill",
+    "Distill": "posttrain.api",
     "Expected": "posttrain.rollout.shapes",
     "LoRA": "posttrain.config",
     "LossOutput": "posttrain.batch",
     "Mean": "posttrain.tree",
     "NativeEngine": "posttrain.rollout.engine",
     "Needs": "posttrain.losses.pairs",
-    "OnlinePreference": "posttrain.stages.online_preference",
-    "Preference": "posttrain.stages.preference",
-    "RL": "posttrain.stages.rl",
-    "RewardModel": "posttrain.stages.reward_model",
-    "SFT": "posttrain.stages.sft",
+    "OnlinePreference": "posttrain.api",
+    "Preference": "posttrain.api",
+    "RL": "posttrain.api",
+    "RewardModel": "posttrain.api",
+    "SFT": "posttrain.api",
     "SamplingParams": "posttrain.rollout.types",
     "TokenStats": "posttrain.batch",
     "Trainer": "posttrain.train.trainer",
-    "complete": "posttrain.generate",
-    "generate": "posttrain.generate",
+    "complete": "posttrain.generation",
+    "generate": "posttrain.generation",
     "load_model": "posttrain.weights.load",
     "load_tokenizer": "posttrain.data.tokenizer",
     "save_adapter": "posttrain.weights.peft_save",

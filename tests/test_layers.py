@@ -19,7 +19,7 @@ LAYERS = (
     {"models", "data", "losses"},
     {"weights"},
     {"train", "rollout"},
-    {"cluster", "generate", "serve"},
+    {"cluster", "generation", "serve"},
     {"distill"},
     {"rl"},
     {"evaluation"},

@@ -1,4 +1,4 @@
-"""Who plays which role, and where. All roles share one mesh; actor and engine share the weights."""
+"""RL cluster: actor, reference, teachers and rollout engine on one mesh; actor and engine share weights."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from posttrain.batch import Batch
-from posttrain.cluster.scorers import Reference, model_inputs
-from posttrain.rl.teachers import Scorer, teacher_logps
+from posttrain.cluster.scorers import Reference, Scorer, model_inputs, teacher_logps
 from posttrain.rollout.types import RolloutEngine
 from posttrain.train.trainer import Trainer
 

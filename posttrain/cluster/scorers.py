@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Float
 
-from posttrain.batch import Batch, TopK, rows_per_pass
+from posttrain.batch import Batch, TopK, of_teacher, rows_per_pass
 from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.kernels.logits.top_k import top_k
 from posttrain.mesh import BATCH_SPEC, row_shards
@@ -132,3 +132,25 @@ class FrozenModel:
             return np.pad(found, ((0, total - len(found)), *((0, 0) for _ in found.shape[1:])))
 
         return jax.tree.map(whole, *parts)
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """A model that scores the tokens of host rows, wherever it is."""
+
+    def logps(self, batch: Batch) -> Float[np.ndarray, "B T"]: ...
+
+
+def teacher_logps(teachers: Sequence[Scorer], batch: Batch) -> Float[np.ndarray, "B T"]:
+    """Log-probabilities of the batch's tokens; of several teachers the mean, as its `teacher_weights` say."""
+    if batch.teacher_weights is None:
+        if len(teachers) != 1:
+            raise ValueError(f"{len(teachers)} teachers: the batch has no teacher_weights, which one teacher needs not")
+        return teachers[0].logps(batch)
+    shares = np.moveaxis(np.asarray(batch.teacher_weights), -1, 0)
+    total = np.zeros(batch.shape, np.float32)
+    for number, (share, teacher) in enumerate(zip(shares, teachers, strict=True)):
+        if share.any():
+            # One that has no say may say anything.
+            total += np.where(share > 0, share * teacher.logps(of_teacher(batch, number)), 0.0)
+    return total

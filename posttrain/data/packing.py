@@ -92,3 +92,10 @@ def to_batch(rows: Mapping[str, np.ndarray]) -> Batch:
         segments=rows["tokens_segments"],
         loss_weight=rows["loss_weight"],
     )
+
+
+def common_prefix(one: Int[np.ndarray, " N"], other: Int[np.ndarray, " M"]) -> int:
+    """How many tokens both begin with."""
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if len(differ) else length

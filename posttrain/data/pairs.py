@@ -14,11 +14,11 @@ from posttrain.batch import Batch
 from posttrain.config import ComparedSection, DatasetSection
 from posttrain.data.chat import Masked, Renderer
 from posttrain.data.format import prompt_messages
+from posttrain.data.packing import common_prefix
 from posttrain.data.pipeline import Stream, fingerprint, order, token_fingerprint, window_of
 from posttrain.data.preference import CHOSEN, Answer, is_paired, judged, margin, mismatched, pair, prompt_of, steps
 from posttrain.data.sources import Rows
 from posttrain.data.windows import PackedBatches, Window
-from posttrain.distill.cross_tokenizer.align import common_prefix
 from posttrain.errors import ConfigError
 
 Unit = dict[str, np.ndarray]

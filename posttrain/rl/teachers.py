@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
 from posttrain.batch import Batch
+from posttrain.cluster.scorers import Scorer, teacher_logps
+from posttrain.config import DistillSection, RLSection
 from posttrain.distill.cross_tokenizer.rows import Aligner, TeacherRows
-from posttrain.distill.targets import of_teacher
+from posttrain.distill.targets import teacher_shares
+from posttrain.distill.teachers import in_order
 from posttrain.errors import RunError
 from posttrain.metrics import Metrics
 from posttrain.rl.assemble import Shares, assemble
@@ -22,35 +24,13 @@ from posttrain.tree import Mean, replace
 
 
 @dataclass(frozen=True, kw_only=True)
-class Teaching:
+class TeacherKL:
     """How teachers take part in a step."""
 
     coef: float
     """Of log(teacher / student) in the advantage."""
     shares: Shares | None
     """None: one teacher, of all rows."""
-
-
-@runtime_checkable
-class Scorer(Protocol):
-    """A model that scores the tokens of host rows, wherever it is."""
-
-    def logps(self, batch: Batch) -> Float[np.ndarray, "B T"]: ...
-
-
-def teacher_logps(teachers: Sequence[Scorer], batch: Batch) -> Float[np.ndarray, "B T"]:
-    """Log-probabilities of the batch's tokens; of several teachers the mean, as its `teacher_weights` say."""
-    if batch.teacher_weights is None:
-        if len(teachers) != 1:
-            raise ValueError(f"{len(teachers)} teachers: the batch has no teacher_weights, which one teacher needs not")
-        return teachers[0].logps(batch)
-    shares = np.moveaxis(np.asarray(batch.teacher_weights), -1, 0)
-    total = np.zeros(batch.shape, np.float32)
-    for number, (share, teacher) in enumerate(zip(shares, teachers, strict=True)):
-        if share.any():
-            # One that has no say may say anything.
-            total += np.where(share > 0, share * teacher.logps(of_teacher(batch, number)), 0.0)
-    return total
 
 
 def add_teachers(batch: Batch, teacher: Float[np.ndarray, "B T"], coef: float) -> tuple[Batch, Metrics]:
@@ -119,3 +99,11 @@ def interval_of(distances_PG: Float[np.ndarray, "P G"]) -> Interval:
     prompts = np.broadcast_to(np.arange(len(distances_PG))[:, None], distances_PG.shape)
     known = ~np.isnan(distances_PG)
     return mean_interval(distances_PG[known], prompts[known])
+
+
+def shares_of(section: DistillSection | RLSection) -> Shares | None:
+    """How much each teacher counts for an example; None where there is only one."""
+    if section.teacher_column is None:
+        return None
+    column, titles = section.teacher_column, [teacher.title for teacher in in_order(section)]
+    return lambda example: teacher_shares(example.row, column, titles)

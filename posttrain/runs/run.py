@@ -10,32 +10,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import DistillSection, RunConfig, is_sampled
+from posttrain.config import RunConfig, is_sampled
 from posttrain.config.yaml_file import diff_config, dump_config, load_config
 from posttrain.distill.teachers import training_devices
 from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.models.decoder import Decoder
 from posttrain.runs.code_identity import check_code, remember_code
+from posttrain.runs.extend import extend, extended_stages
 from posttrain.runs.prepare import prepare
 from posttrain.runs.summary import print_summary
 from posttrain.stages.context import StageRun
-from posttrain.stages.distill import run_distill
-from posttrain.stages.online_preference import run_online
-from posttrain.stages.pairs import JudgedInputs
-from posttrain.stages.preference import run_preference
-from posttrain.stages.prompts import OnlineInputs, RLInputs
-from posttrain.stages.reward_model import run_reward_model
-from posttrain.stages.rl import run_rl
-from posttrain.stages.sft import run_sft
-from posttrain.stages.table import row_notes, stage_names
+from posttrain.stages.table import STAGES, row_notes, stage_names
 from posttrain.tracking.console import console
 from posttrain.train.loop import Interrupted, stop_on_signals
 from posttrain.weights.load import load_model
 from posttrain.weights.locate import local_or_hub
 
 CONFIG_NAME = "config.yaml"
-RUN_JUDGED = {"preference": run_preference, "reward_model": run_reward_model}
 NO_EFFECT = ("output", "tensorboard")
 """Keys that may differ between the calls that make one run."""
 
@@ -63,6 +55,7 @@ class RunResult:
 def run(config: RunConfig, base_dir: Path) -> RunResult:
     """Do what is left of a run. Raises ConfigError for what is wrong, before any work, and Interrupted."""
     prepared = prepare(config, base_dir, offline_ok=False)
+    config = prepared.config
     mesh = make_mesh(config.mesh, training_devices(config))
     assert prepared.tokenizer is not None
     output = Path(config.output)
@@ -97,17 +90,8 @@ def run(config: RunConfig, base_dir: Path) -> RunResult:
             if stop.requested:
                 raise Interrupted(f"stopped before {name}")
             trained.append(name)
-            console().rule(f"{name}: {inputs.section.num_steps} steps", align="left")
-            if isinstance(inputs, JudgedInputs):
-                RUN_JUDGED[inputs.section.kind](stage, inputs)
-            elif isinstance(inputs, OnlineInputs):
-                run_online(stage, inputs)
-            elif isinstance(inputs, RLInputs):
-                run_rl(stage, inputs)
-            elif isinstance(inputs.section, DistillSection):
-                run_distill(stage, inputs)
-            else:
-                run_sft(stage, inputs)
+            console().rule(f"{name}: {inputs.section.steps} steps", align="left")
+            STAGES[inputs.section.kind].run(stage, inputs)
             gc.collect()  # a trainer and its programs form a cycle that holds the weights
     results = [json.loads((output / name / "result.json").read_text(encoding="utf-8")) for name in names]
     result = RunResult(output=output, stages=names, results=results, trained=trained)
@@ -148,19 +132,29 @@ def _check_same(output: Path, config: RunConfig, base_dir: Path) -> None:
     file = output / CONFIG_NAME
     if not file.exists() or not _begun(output):
         remember_code(output, config, base_dir)
-        partial = file.with_suffix(".tmp")
-        partial.write_text(dump_config(config), encoding="utf-8")
-        partial.rename(file)
+        _write(file, config)
         return
     before = load_config(file).config
     # Both sides go through YAML, where a function is its name.
-    changed = [key for key in diff_config(before, config) if key not in NO_EFFECT]
+    extended = extended_stages(before, config)
+    may_differ = {*NO_EFFECT, *(f"stages.{index}.num_steps" for index in extended)}
+    changed = [key for key in diff_config(before, config) if key not in may_differ]
     if changed:
+        rule = " (num_steps may grow)" if any(key.endswith(".num_steps") for key in changed) else ""
         raise ConfigError(
-            f"output: {output} holds a run with other settings: {', '.join(changed)}; "
+            f"output: {output} holds a run with other settings: {', '.join(changed)}{rule}; "
             "give another output, or delete the folder to start over"
         )
     check_code(output, config, base_dir)
+    if extended:
+        extend(output, before, config, extended)
+        _write(file, config)
+
+
+def _write(file: Path, config: RunConfig) -> None:
+    partial = file.with_suffix(".tmp")
+    partial.write_text(dump_config(config), encoding="utf-8")
+    partial.rename(file)
 
 
 def _begun(output: Path) -> bool:

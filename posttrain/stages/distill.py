@@ -2,53 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from posttrain.api import GivenPythonRun
 from posttrain.batch import rows_per_pass
 from posttrain.cluster.scorers import FrozenModel
-from posttrain.config import DatasetSection, DistillSection, ModelSection, RunConfig
+from posttrain.cluster.scorers import Scorer as LogpsOf
+from posttrain.config import DatasetSection, DistillSection, ModelSection, TeacherSection
 from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import fingerprint, row_tokenizer, token_fingerprint
 from posttrain.data.prefetch import Ahead, BatchStream
 from posttrain.data.sources import Rows
 from posttrain.data.tokenizer import Tokenizer
-from posttrain.distill.cache import CacheFolder, TeacherCache, fill
+from posttrain.distill.cache import CacheFolder, TeacherCache
 from posttrain.distill.cross_tokenizer.rows import Aligner
-from posttrain.distill.cross_tokenizer.teachers import aligned_scorer, aligned_tokenizer, theirs
-from posttrain.distill.targets import Taught, teacher_shares
+from posttrain.distill.cross_tokenizer.teachers import aligned_tokenizer, theirs
+from posttrain.distill.features import check_features
+from posttrain.distill.targets import TeacherTargets
 from posttrain.distill.teachers import (
     DEFAULT_TOP_K,
     OutsideTeacher,
-    Scorer,
     TeacherSource,
     computed_in,
+    find_teachers,
     load_teacher,
     num_ids,
     outside_teacher,
     teacher_digest,
-    training_devices,
 )
-from posttrain.errors import ConfigError
-from posttrain.evaluation.sequences import Record, evaluate
+from posttrain.evaluation.sequences import Record
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.divergence import Divergence
 from posttrain.kernels.logits.spans import packed
-from posttrain.mesh import make_mesh, row_shards
+from posttrain.mesh import row_shards
 from posttrain.models.decoder import Decoder
-from posttrain.rl.teachers import Scorer as LogpsOf
-from posttrain.runs.prepare import prepare
+from posttrain.stages import sequences
 from posttrain.stages.context import StageRun
 from posttrain.stages.distill_on_policy import MixedBatches, Samples
+from posttrain.stages.prepared import Prepared
 from posttrain.stages.sequences import SFTInputs
-from posttrain.stages.sft import make_trainer, sequences_of, train_batches
-from posttrain.tracking.console import console, progress_bar
+from posttrain.stages.sft import evaluate_held_out, make_trainer, sequences_of, train_batches
 
 
-def run_distill(stage: StageRun, inputs: SFTInputs) -> None:
+def prepare(section: DistillSection, prepared: Prepared) -> tuple[SFTInputs, list[str]]:
+    """Load rows and teachers, and check `features` against the teachers. Also notes about both."""
+    inputs, notes = sequences.prepare(section, prepared)
+    return inputs, notes + check_features(section, inputs.teachers, prepared.model, prepared.base_dir)
+
+
+def check_offline(section: DistillSection, base_dir: Path) -> None:
+    """Check all that needs neither tokenizer nor rows."""
+    sequences.check_offline(section, base_dir)
+    find_teachers(section, None, base_dir)
+
+
+def describe(section: DistillSection, inputs: SFTInputs | None, shards: int) -> str:
+    """Summarise the stage in one line."""
+    teachers = ", ".join(f"{teacher.path} ({_where(teacher, section.cache)})" for teacher in section.teachers)
+    own = f"; {section.on_policy:.0%} of the steps on the student's own samples" if section.on_policy else ""
+    noun = "teacher" if len(section.teachers) == 1 else "teachers"
+    return f"{sequences.describe(section, inputs, shards)}; {noun} {teachers}{own}"
+
+
+def _where(teacher: TeacherSection, cache: str | None) -> str:
+    """Place where a teacher scores the student's rows."""
+    if cache is not None:
+        return f"from the cache {cache}"
+    if teacher.url is not None:
+        return f"asked at {teacher.url}"
+    if teacher.mesh is not None:
+        return f"on {math.prod(teacher.mesh.sizes)} devices of its own"
+    return "on the student's devices, before each step" if teacher.aligned else "in the training step"
+
+
+def run(stage: StageRun, inputs: SFTInputs) -> None:
     """Train one stage of distillation to its end, from its newest checkpoint if there is one."""
     section = inputs.section
     assert isinstance(section, DistillSection)
@@ -76,14 +106,16 @@ def run_distill(stage: StageRun, inputs: SFTInputs) -> None:
             for source in inputs.teachers
         ]
     titles = [source.title for source in inputs.teachers]
-    taught = Taught(titles, section.teacher_column, caches, [teacher.top_k for teacher in outside], inputs.aligners)
+    taught = TeacherTargets(
+        titles, section.teacher_column, caches, [teacher.top_k for teacher in outside], inputs.aligners
+    )
     trainer = make_trainer(stage, inputs, terms=terms_of(section, inputs.aligners), teachers=teachers)
-    sequences = None if section.on_policy == 1 else sequences_of(stage, inputs, taught)
+    given = None if section.on_policy == 1 else sequences_of(stage, inputs, taught)
     with ExitStack() as closing:
-        batches: BatchStream | None = sequences
-        if sequences is not None and (outside or caches is not None):
+        batches: BatchStream | None = given
+        if given is not None and (outside or caches is not None):
             # A server answers, and a cache is decoded, while the step before runs.
-            batches = Ahead(sequences)
+            batches = Ahead(given)
             closing.callback(batches.close)
         samples = None
         if section.on_policy:
@@ -93,7 +125,7 @@ def run_distill(stage: StageRun, inputs: SFTInputs) -> None:
         assert batches is not None
 
         def evaluate_all() -> Record:
-            of_rows = {} if sequences is None else evaluate(trainer, inputs, taught)
+            of_rows = {} if given is None else evaluate_held_out(trainer, inputs, taught)
             return of_rows if samples is None else of_rows | samples.evaluate()
 
         seen = None if samples is None else samples.seen
@@ -143,7 +175,7 @@ def sources(inputs: SFTInputs) -> list[Source]:
 def cache_folders(
     inputs: SFTInputs, source: TeacherSource, model: ModelSection, tokenizer: Tokenizer, *, to_write: bool
 ) -> list[tuple[Source, CacheFolder]]:
-    """Of each dataset the folder of what a teacher says of it, named after the data. `model`: the student's."""
+    """Cache folder of each dataset for a teacher, named by a digest of the data. `model`: the student's."""
     section = inputs.section
     assert isinstance(section, DistillSection) and section.cache is not None
     folders = []
@@ -181,109 +213,3 @@ def _read_by(section: DistillSection, aligner: Aligner, number: int, data: Sourc
         return None if made is None else theirs(made)
 
     return read
-
-
-def write_caches(config: RunConfig, base_dir: Path) -> None:
-    """Write what is missing of the caches of all stages. ConfigError where no stage has one."""
-    prepared = prepare(config, base_dir, offline_ok=False)
-    assert prepared.tokenizer is not None
-    for note in prepared.notes:
-        console().print(note, markup=False, soft_wrap=True)
-    mesh = make_mesh(config.mesh, training_devices(config))
-    cached = [section for section in config.stages if isinstance(section, DistillSection) and section.cache is not None]
-    if not cached:
-        raise ConfigError("distill --cache: no stage of kind distill has a cache; give a folder: cache: runs/cache")
-    for inputs in prepared.stages:
-        if inputs.section not in cached:
-            continue
-        assert isinstance(inputs, SFTInputs)
-        for source in inputs.teachers:
-            folders = cache_folders(inputs, source, config.model, prepared.tokenizer, to_write=True)
-            for _, folder in folders:
-                folder.claim()
-            left = []
-            for number, (data, folder) in enumerate(folders):
-                reader = _reader(inputs, source, number, data)
-                with progress_bar(f"comparing {folder.folder}"):
-                    shards = folder.unfit(reader)
-                if shards:
-                    left.append((folder, shards, reader))
-            if left:
-                section = inputs.section
-                assert isinstance(section, DistillSection)
-                if source.section.outside:
-                    teacher = outside_teacher(
-                        source,
-                        config.model,
-                        prepared.tokenizer,
-                        section,
-                        section.temperature,
-                        section.top_k or DEFAULT_TOP_K,
-                        mesh,
-                    )
-                else:
-                    model = load_teacher(source, config.model, prepared.tokenizer, mesh)
-                    k = left[0][0].format.k
-                    teacher = FrozenModel(model, mesh, temperature=section.temperature, k=k)
-                aligner = aligner_of(inputs, source)
-                length = section.row_tokens if aligner is None else aligner.row_tokens
-                _write(inputs, source, Scorer(teacher, section, row_shards(mesh), length), left)
-            console().print(f"teacher {source.title}: its cache is whole", markup=False)
-
-
-RowReader = Callable[[int], Any]
-"""Of the number of a row; None where nothing is said of it."""
-
-
-def _reader(inputs: SFTInputs, source: TeacherSource, number: int, data: Source) -> RowReader:
-    """What a teacher is asked of a dataset."""
-    section, aligner = inputs.section, aligner_of(inputs, source)
-    assert isinstance(section, DistillSection)
-    if aligner is None:
-        tokenize: RowReader = row_tokenizer(section, *data)
-    else:
-        tokenize = aligned_tokenizer(section, aligner, number, data)
-    return lambda row: tokenize(row) if _has_share(section, source, data[1], row) else None
-
-
-def _write(
-    inputs: SFTInputs, source: TeacherSource, scorer: Scorer, left: Sequence[tuple[CacheFolder, list[int], RowReader]]
-) -> None:
-    aligner = aligner_of(inputs, source)
-    score = scorer if aligner is None else aligned_scorer(aligner, scorer)
-    for folder, shards, reader in left:
-        with progress_bar(f"{source.title} into {folder.folder}", sum(len(folder.rows(s)) for s in shards)) as advance:
-            fill(folder, shards, reader, score, advance)
-        size = folder.format.num_bytes
-        line = f"{folder.folder}: {folder.num_rows:,} rows, {size} bytes for each token"
-        console().print(line, markup=False, soft_wrap=True)
-
-
-def _has_share(section: DistillSection, source: TeacherSource, rows: Rows, row: int) -> bool:
-    if section.teacher_column is None:
-        return True
-    titles = [teacher.title for teacher in section.teachers]
-    return bool(teacher_shares(rows[row], section.teacher_column, titles)[titles.index(source.title)] > 0)
-
-
-class Distill(GivenPythonRun):
-    """Distillation from Python: `pt.Distill(model="student", teacher="teacher", dataset="data.jsonl").fit()`.
-
-    Every field of `posttrain.config.DistillSection` is a keyword, as are `output`, `seed` and `mesh`. `teacher`: a path
-    or hub id, or a mapping of `TeacherSection`; for several give `teachers`.
-    """
-
-    kind = "distill"
-    defaults: ClassVar[Mapping[str, Any]] = {
-        **GivenPythonRun.defaults,
-        "optimizer": {"learning_rate": 5e-5, "schedule": "cosine"},
-    }
-    lora_learning_rate = 2e-4
-    row_tokens = 1024
-
-    def __init__(self, model: Any, teacher: Any = None, dataset: Any = None, **fields: Any):
-        if teacher is not None:
-            if "teachers" in fields:
-                raise ConfigError("pt.Distill: give teacher, or several as teachers")
-            fields["teachers"] = [{"path": str(teacher)} if isinstance(teacher, str | Path) else teacher]
-        super().__init__(model, dataset, **fields)

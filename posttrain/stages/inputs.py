@@ -1,25 +1,20 @@
-"""What a configuration names: rows, and functions of users."""
+"""Inputs named in a configuration: dataset rows and Python objects."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from posttrain.config import DatasetSection
+from posttrain.batch import rows_per_pass
+from posttrain.config import ComparedSection, DatasetSection, SequenceSection
 from posttrain.config.yaml_file import resolve_path
 from posttrain.data.chat import Renderer
 from posttrain.data.format import use_chat
 from posttrain.data.sources import Rows, load_rows
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
-from posttrain.tracking.console import progress
 from posttrain.user_code import import_object, is_object_spec
 from posttrain.weights.locate import path_exists
-
-T = TypeVar("T")
-
-CHECKED_ROWS = 20_000
 
 
 def rows_of(section: DatasetSection, base_dir: Path) -> Rows:
@@ -35,17 +30,6 @@ def rows_of(section: DatasetSection, base_dir: Path) -> Rows:
 def rows_and_renderer(section: DatasetSection, tokenizer: Tokenizer, base_dir: Path) -> tuple[Rows, Renderer]:
     rows = rows_of(section, base_dir)
     return rows, Renderer(tokenizer, use_chat(section, tokenizer, rows.columns))
-
-
-def checked_rows(length: int) -> range:
-    """Numbers of the rows that are read before a run begins: all, or `CHECKED_ROWS` spread evenly."""
-    return range(0, length, -(-length // CHECKED_ROWS))
-
-
-def each_row(rows: Rows, chosen: Sequence[int], what: str, read: Callable[[int], T]) -> Iterator[T]:
-    """What `read` makes of each chosen row, with a bar where that takes long."""
-    for index in progress(chosen, f"checking {what} of {rows.name}", len(chosen)):
-        yield read(index)
 
 
 def callable_of(spec: str, field: str, base_dir: Path) -> Any:
@@ -66,3 +50,14 @@ def resolve_spec(spec: str, base_dir: Path) -> str:
     if file.endswith(".py") and path_exists(file, base_dir):
         return f"{resolve_path(file, base_dir).resolve()}:{name}"
     return spec
+
+
+def describe_rows(section: SequenceSection | ComparedSection, shards: int) -> str:
+    """Summarise the batches of an offline stage. `shards`: devices that share the rows of a forward pass."""
+    passes = -(-section.batch_rows // rows_per_pass(section.batch_rows, section.micro_batch_rows, shards))
+    rows = f"{section.batch_rows} x {section.row_tokens} tokens"
+    passes_text = f" ({passes} micro-batches)" if passes > 1 else ""
+    if section.num_steps is None:
+        num_epochs = 1.0 if section.num_epochs is None else section.num_epochs
+        return f"num_epochs={num_epochs:g} in steps of {rows}{passes_text}"
+    return f"{section.num_steps} steps of {rows}{passes_text}"

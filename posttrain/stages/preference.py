@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from posttrain.api import GivenPythonRun
 from posttrain.batch import Batch
 from posttrain.cluster.reference_cache import check_scored, model_key, with_reference, with_reference_of_all
 from posttrain.cluster.scorers import Reference
@@ -24,7 +23,7 @@ from posttrain.train.trainer import Trainer
 AddReference = Callable[[Batch], Batch]
 
 
-def run_preference(stage: StageRun, inputs: JudgedInputs) -> None:
+def run(stage: StageRun, inputs: JudgedInputs) -> None:
     """Train one preference stage to its end, from its newest checkpoint if there is one."""
     section = inputs.section
     trainer = make_trainer(stage, inputs, stage.load_model())
@@ -40,7 +39,7 @@ def run_preference(stage: StageRun, inputs: JudgedInputs) -> None:
         held_out = HeldOut(
             evaluate=Evaluation(trainer, inputs.loss, eval_units, referenced.complete), metrics=metrics_of
         )
-    with stage.opened(trainer, batches, section.num_steps) as (sinks, checkpointer):
+    with stage.opened(trainer, batches, section.steps) as (sinks, checkpointer):
         result = stage.train(trainer, step, batches, sinks, checkpointer, section, held_out)
     stage.finish(trainer.model, result)
 
@@ -50,7 +49,7 @@ def make_trainer(stage: StageRun, inputs: JudgedInputs, model: Decoder) -> Train
     return Trainer(
         model,
         inputs.loss,
-        make_optimizer(section.optimizer, section.num_steps),
+        make_optimizer(section.optimizer, section.steps),
         temperature=1.0,
         max_grad_norm=section.optimizer.max_grad_norm,
         micro_batch_rows=section.micro_batch_rows,
@@ -88,26 +87,10 @@ def _referenced(stage: StageRun, inputs: JudgedInputs, trainer: Trainer) -> _Ref
         long_context=stage.model.long_context,
         num_tokens=stage.tokenizer.num_ids,
     )
-    known = with_reference(units, trainer, key, seed=stage.seed, num_steps=section.num_steps)
+    known = with_reference(units, trainer, key, seed=stage.seed, num_steps=section.steps)
     held_out = None if eval_units is None else with_reference_of_all(eval_units, trainer, key)
     return _Referenced(units=known, eval_units=held_out, complete=check_scored, for_step=check_scored)
 
 
 def _as_it_is(batch: Batch) -> Batch:
     return batch
-
-
-class Preference(GivenPythonRun):
-    """Preference optimisation from Python: `pt.Preference(model="path", dataset="pairs.jsonl").fit()`.
-
-    Every field of `posttrain.config.PreferenceSection` is a keyword, as are `output`, `seed` and `mesh`.
-    """
-
-    kind = "preference"
-    defaults: ClassVar[Mapping[str, Any]] = {
-        **GivenPythonRun.defaults,
-        "optimizer": {"learning_rate": 1e-6, "schedule": "linear"},
-    }
-    lora_learning_rate = 1e-5
-    row_tokens = 2048
-    """For both answers."""

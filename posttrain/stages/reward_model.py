@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from posttrain.batch import Batch
 from posttrain.data.pairs import ComparisonBatches
@@ -12,11 +12,11 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.heads import with_padding
 from posttrain.stages.context import HeldOut, StageRun
 from posttrain.stages.pairs import JudgedInputs
-from posttrain.stages.preference import Preference, make_trainer
+from posttrain.stages.preference import make_trainer
 from posttrain.weights.scalar_head import add_scalar_head
 
 
-def run_reward_model(stage: StageRun, inputs: JudgedInputs) -> None:
+def run(stage: StageRun, inputs: JudgedInputs) -> None:
     """Train one reward model to the end of its stage, from its newest checkpoint if there is one."""
     section = inputs.section
     trainer = make_trainer(stage, inputs, load_reward_model(stage))
@@ -32,7 +32,7 @@ def run_reward_model(stage: StageRun, inputs: JudgedInputs) -> None:
     held_out = None
     if (units := inputs.eval_units) is not None:
         held_out = HeldOut(evaluate=Evaluation(trainer, inputs.loss, units, as_it_is), metrics=metrics_of)
-    with stage.opened(trainer, batches, section.num_steps) as (sinks, checkpointer):
+    with stage.opened(trainer, batches, section.steps) as (sinks, checkpointer):
         result = stage.train(trainer, step, batches, sinks, checkpointer, section, held_out)
     stage.finish(trainer.model, result)
 
@@ -44,18 +44,3 @@ def load_reward_model(stage: StageRun) -> Decoder:
     tokenizer = stage.tokenizer
     model.config = with_padding(model.config, tokenizer.hf.pad_token_id, tokenizer.stop_ids)
     return model
-
-
-class RewardModel(Preference):
-    """A reward model from Python: `pt.RewardModel(model="path", dataset="pairs.jsonl").fit()`.
-
-    Every field of `posttrain.config.RewardModelSection` is a keyword, as are `output`, `seed` and `mesh`. The result is
-    a sequence classifier, which transformers loads.
-    """
-
-    kind = "reward_model"
-    defaults: ClassVar[Mapping[str, Any]] = {
-        **Preference.defaults,
-        "optimizer": {"learning_rate": 1e-5, "schedule": "linear"},
-    }
-    lora_learning_rate = 1e-4

@@ -21,6 +21,7 @@ from posttrain.tracking.console import progress_bar
 from posttrain.tracking.sinks import Sink
 from posttrain.train.checkpoint import Checkpointer
 from posttrain.train.trainer import Trainer, check_finite
+from posttrain.weights.locate import Origin
 
 
 @runtime_checkable
@@ -74,16 +75,6 @@ class Every:
     checkpoint: int
     evaluation: int | None
     """None: only before the first and after the last step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Origin:
-    """The model that a stage begins with. A checkpoint holds only what is trained: it means nothing over another."""
-
-    name: str
-    """A folder, a hub id, or `model.init`."""
-    parts: Mapping[str, str]
-    """What it is made of, such as files, and a digest or value of each."""
 
 
 def restore_latest(trainer: Trainer, data: Resumable, checkpointer: Checkpointer, origin: Origin) -> bool:

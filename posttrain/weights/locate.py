@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from posttrain.errors import ConfigError
 from posttrain.models import hf
 from posttrain.models.config import ModelConfig
 from posttrain.runtime.hub import hub_is_reachable, is_hub_id
-from posttrain.train.loop import Origin
 from posttrain.user_code import is_object_spec
 from posttrain.weights.files import read_json
 
@@ -139,6 +139,16 @@ def _config_file(name: str) -> Path | None:
             f"model.path: {name} is no local folder, and the Hugging Face hub has no config.json of it ({reason}); "
             f"give an existing folder, or check the id{did_you_mean_path(name)}"
         ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The model that a stage begins with. A checkpoint holds only what is trained: it means nothing over another."""
+
+    name: str
+    """A folder, a hub id, or `model.init`."""
+    parts: Mapping[str, str]
+    """What it is made of, such as files, and a digest or value of each."""
 
 
 def origin_of_folder(name: str, folder: Path) -> Origin:

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.batch import TopK
+from posttrain.batch import NO_ID, TopK
 from posttrain.config import DatasetSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import tokenize_example
-from posttrain.data.merged import SharedTokens, back_of
 from posttrain.data.packing import sequence
 from posttrain.data.sources import load_rows
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.distill.cross_tokenizer.align import Run, groups, pair, runs
+from posttrain.distill.cross_tokenizer.merged import SharedTokens, back_of
 from posttrain.distill.cross_tokenizer.rows import Aligner
-from posttrain.distill.cross_tokenizer.vocabulary import NO_ID, Vocabulary, VocabularyMap
+from posttrain.distill.cross_tokenizer.vocabulary import Vocabulary, VocabularyMap
 from posttrain.tree import replace
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from posttrain.data.tokenizer import load_tokenizer
-from posttrain.generate import generate
+from posttrain.generation import generate
 from posttrain.weights.load import load_model
 
 NEW_TOKENS = 32

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from posttrain.batch import Batch, BatchLoss, LossOutput, ScoreStats, TokenStats
+from posttrain.evaluation.unit_sums import Sums, UnitSums, intervals
 from posttrain.losses.kto import KTOLoss
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
 from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss
-from posttrain.stages.judged_units import Sums, UnitSums, intervals
 from posttrain.stages.pairs import PREFERENCE_LOSSES, REWARD_LOSSES
 from posttrain.statistics import mean_interval, ratio_interval
 from posttrain.tree import Mean, replace

@@ -11,9 +11,8 @@ import optax
 import pytest
 from numpy.testing import assert_allclose
 
-from posttrain.batch import Batch, TopK
-from posttrain.data.merged import SharedTokens, back_of
-from posttrain.distill.cross_tokenizer.vocabulary import NO_ID
+from posttrain.batch import NO_ID, Batch, TopK
+from posttrain.distill.cross_tokenizer.merged import SharedTokens, back_of
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.divergence import Divergence
 from posttrain.kernels.logits.spans import packed
@@ -21,9 +20,9 @@ from posttrain.losses.distill import DistillLoss
 from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.metrics import to_host
-from posttrain.models.heads import with_scalar_head
 from posttrain.train.trainer import Trainer
 from posttrain.tree import replace
+from posttrain.weights.scalar_head import with_scalar_head
 from tests.losses.test_preference import LOSSES as JUDGED
 from tests.losses.test_preference import PROMPTS
 from tests.tiny import tiny_model
