@@ -17,9 +17,7 @@ from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-import posttrain
-
-OWN = Path(posttrain.__file__).parent
+OWN = Path(__file__).resolve().parents[1]
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 MUTATORS = frozenset(
