@@ -87,7 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["fails to import: SystemExit: sys.exit(0) is called", "leaving.py:2"],
         ),
         ("stages.rl.advantage=wrong.py:two", ["advantage: wrong.py:two(rewards_PG) raised TypeError: two() missing"]),
-        ("stages.rl.advantage=wrong.py:flat", ["must return an advantage for each of the rewards [P, G] = (2, 4)"]),
+        ("stages.rl.advantage=wrong.py:flat", ["must return an advantage for each of the rewards [P, G] = (3, 4)"]),
         ("stages.sft.loss=wrong.py:two", ["loss: wrong.py:two is a function; name a class"]),
         ("stages.sft.loss=wrong.py:Loss", ["loss: wrong.py:Loss() raised TypeError", "made without arguments"]),
         ("model.init.num_attention_heads=0", ["model.init: num_attention_heads: must be above 0 and finite, got 0"]),

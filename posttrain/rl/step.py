@@ -89,7 +89,7 @@ async def rl_step(
     batch = assemble(
         kept_P,
         advantages_PG,
-        ~np.isnan(rewards_PG),
+        ~np.isnan(rewards_PG) & ~np.isnan(advantages_PG),
         row_tokens=settings.row_tokens,
         num_rows=settings.num_rows,
         shares=None if settings.teaching is None else settings.teaching.shares,
@@ -99,6 +99,7 @@ async def rl_step(
     learns = settings.zero_advantage == "update" or has_signal(batch, rewards_PG)
     metrics = update(cluster, batch, timer, learns=learns)
     metrics |= taught | rollout_metrics(groups_P, rewards, step)
+    metrics["advantages/invalid"] = float((np.isnan(advantages_PG) & ~np.isnan(rewards_PG)).mean())
     return StepResult(
         metrics=metrics,
         groups_P=groups_P,
@@ -202,10 +203,15 @@ class RewardWatch:
         self._steps = 0
 
     def see(self, step: int, rewards: Rewards) -> None:
-        nothing = bool(rewards.parts_PG) and np.isnan(rewards.total_PG).all()
-        self._steps = self._steps + 1 if nothing else 0
+        none_PG = np.isnan(rewards.total_PG)
+        for error in rewards.errors:
+            none_PG[error.prompt, error.sample] = True  # also where `on_error` gives it a value
+        self._steps = self._steps + 1 if rewards.parts_PG and none_PG.all() else 0
         if self._steps >= self._limit:
-            why = rewards.errors[0].error if rewards.errors else "the functions return None: they do not apply"
+            first = next(iter(rewards.errors), None)
+            why = "the functions return None: they do not apply"
+            if first is not None:
+                why = f"reward {first.function}: {first.error}"
             raise RunError(
                 f"step {step}: no sample has a reward, in {self._steps} steps in a row, and so nothing is learned "
                 f"({why}); see that the rewards apply to the rows of dataset"

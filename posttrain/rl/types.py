@@ -86,6 +86,8 @@ class Rewards:
     """What the functions gave to `log_metric`, averaged, as `rewards/<function>/<name>`."""
     extras: Mapping[str, Sequence[Any]]
     """What the functions gave to `log_extra`: a column of the samples table, in order (p, g)."""
+    notes: Sequence[str] = ()
+    """Lines for the user on what made scoring slower."""
 
 
 RewardFunction = Callable[..., Any]

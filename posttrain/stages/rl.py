@@ -43,6 +43,11 @@ def describe(section: RLSection, inputs: RLInputs | None, shards: int) -> str:
 
 def run(stage: StageRun, inputs: RLInputs) -> None:
     """Train one RL stage to its end, from its newest checkpoint if there is one."""
+    with inputs.rubric.running():
+        _run(stage, inputs)
+
+
+def _run(stage: StageRun, inputs: RLInputs) -> None:
     section, algorithm = inputs.section, inputs.algorithm
     if not section.rewards:
         stage = replace(stage, kind="rl_distill")
