@@ -93,12 +93,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("model.init.num_attention_heads=0", ["model.init: num_attention_heads: must be above 0 and finite, got 0"]),
         ("model.init.hidden_size=-8", ["model.init: hidden_size: must be above 0 and finite, got -8"]),
         ("model.init.rope_theta=0", ["model.init: rope_theta: must be above 0 and finite, got 0"]),
-        ("model.attention=splash", ["model.attention=splash: ", "takes rows of a multiple of 128 tokens, got 16"]),
+        (
+            "model.attention=splash",
+            ["model.attention=splash: ", "needs a row length that is a multiple of 128, got 16"],
+        ),
         (
             "model={tokenizer: bytes, decode_attention: ragged, init: {model_type: qwen3, vocab_size: 261, "
             "head_dim: 8, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 3, "
             "num_key_value_heads: 3, max_position_embeddings: 64}}",
-            ["model.decode_attention: 'ragged' takes 1, 2, 4 or a multiple of 8 tiles", "got 6 heads"],
+            ["model.decode_attention: 'ragged' needs 1, 2, 4 or a multiple of 8 tiles", "got 6 heads"],
         ),
         ("stages.sft.loss=nl", ["loss: 'nl' is unknown; did you mean 'nll'?"]),
         ("model={path: no_config, tokenizer: bytes}", ["no_config/config.json: no such file"]),

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
 from posttrain.batch import RouterStats
-from posttrain.kernels.layout import computed_once, layers_of
+from posttrain.kernels.layout import computed_once, unstack_layers
 from posttrain.models.attention import Attention
 from posttrain.models.cache import KVCache
 from posttrain.models.config import BlockConfig, Compute, LatentAttentionConfig, ModelConfig, MoEConfig, Rope
@@ -124,7 +124,7 @@ class Stage(nnx.Module):
             carry, routing = jax.lax.scan(pattern, carry, (weights, jnp.arange(self.repeats, dtype=jnp.int32)))
         else:
             leaves, tree = jax.tree.flatten(weights)
-            layers = zip(*(layers_of(w, jnp.minimum(context.segments[0, 0], 0)) for w in leaves), strict=True)
+            layers = zip(*(unstack_layers(w, jnp.minimum(context.segments[0, 0], 0)) for w in leaves), strict=True)
             # Traced once for all of several.
             one, number = (pattern, int) if self.repeats == 1 else (jax.jit(pattern), jnp.int32)
             routings = []

@@ -22,7 +22,7 @@ from posttrain.config import (
 from posttrain.data.pairs import Units
 from posttrain.data.preference import is_paired
 from posttrain.errors import ConfigError, did_you_mean
-from posttrain.kernels.attention import serves_parents
+from posttrain.kernels.attention import supports_parents
 from posttrain.losses.kto import KTOLoss
 from posttrain.losses.pairs import JudgedLoss, Needs
 from posttrain.losses.preference import KINDS, PreferenceLoss
@@ -138,7 +138,7 @@ def shares_prompts(
             why = "has a weight on prompts" if needs.prompts else "takes one answer to a prompt"
             raise ConfigError(f"share_prompts: true has no effect: the loss {why}; remove it")
         return False
-    known = serves_parents(model.attention, jax.default_backend())
+    known = supports_parents(model.attention, jax.default_backend())
     if section.share_prompts is True and model.attention != "auto" and not known:
         raise ConfigError(
             f"share_prompts: the kernel of model.attention={model.attention} knows no rows whose sequences go on from "

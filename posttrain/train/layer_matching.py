@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from posttrain.kernels.features import HiddenLoss, Related, hidden_distance, relation_divergence
+from posttrain.kernels.features import HiddenLoss, RelationPair, hidden_distance, relation_divergence
 from posttrain.kernels.logits.chunks import predicting
 from posttrain.models.taps import HIDDEN, Features, Taps
 
@@ -84,7 +84,9 @@ class Matching:
             ]
             found["hidden_distance"] = jnp.mean(jnp.stack(distances), axis=0)
         if self.relations:
-            related = [Related(student[own][n], teacher[other][n], heads) for own, other, n, heads in self.relations]
+            related = [
+                RelationPair(student[own][n], teacher[other][n], heads) for own, other, n, heads in self.relations
+            ]
             found["relation_divergence"] = relation_divergence(related, segments, counts)
         return found
 

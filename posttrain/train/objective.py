@@ -24,7 +24,7 @@ from posttrain.batch import (
     TopK,
 )
 from posttrain.kernels.logits.chunk_stats import Terms
-from posttrain.kernels.logits.token_stats import Teacher, pulled_stats, token_stats
+from posttrain.kernels.logits.token_stats import Teacher, stats_vjp, token_stats
 from posttrain.kernels.platform import platform_of
 from posttrain.losses.reduce import sequence_sums, to_tokens
 from posttrain.losses.router import RouterLoss, router_means, weight_of
@@ -161,7 +161,7 @@ class Objective:
             stats = token_stats(*problem, **given)
         else:
             own_part = {name: ct for name, ct in cotangents.items() if name not in others}
-            pulled, stats = pulled_stats(*problem, cotangents=own_part, **given)
+            pulled, stats = stats_vjp(*problem, cotangents=own_part, **given)
             pulled += sum(jnp.sum(x * cotangents[name]) for name, x in others.items() if name in cotangents)
         return Passed(replace(stats, **others), None if routing is None else routing.stats, pulled)
 

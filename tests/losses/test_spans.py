@@ -200,7 +200,7 @@ def test_few_ids_are_near_and_the_loss_weighs_the_distance() -> None:
     assert [nll.weight for nll in nlls] == [len(c.tokens)] * 2 and plain.metrics["distill/taught"].value() == 1
     with pytest.raises(ValueError, match="give the trainer a teacher of groups"):
         DistillLoss(0.0, uld=1.0)(replace(whole, sorted_distance=None), batch)
-    with pytest.raises(ValueError, match="groups of tokens are of one teacher"):
+    with pytest.raises(ValueError, match="token groups need exactly one teacher"):
         token_stats(
             lambda x: x,
             jnp.zeros((*zeros.shape, OWN)),
