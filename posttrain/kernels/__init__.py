@@ -1,7 +1,7 @@
 """Kernels: attention, grouped matrix products, token statistics; selection per platform."""
 
-from posttrain.runtime.cpu import run_in_caller, seat_collectives
+from posttrain.runtime.cpu import disable_async_dispatch, reserve_collective_threads
 
 # Set up here because every model imports this package before the first device is used.
-run_in_caller()
-seat_collectives()
+disable_async_dispatch()
+reserve_collective_threads()

@@ -1,4 +1,4 @@
-"""What the backward pass finds saved and what it computes again, by name."""
+"""Rematerialization policies (`remat`): activations saved, recomputed or offloaded for the backward pass."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import jax
 from posttrain.config import Remat
 
 BLOCK_INPUT = "block_input"
-"""Name of what enters each block."""
+"""Checkpoint name of each block's input."""
 
 
 def rematerialized(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """`function` with the policy: `none` saves all, `full` nothing but its inputs, `dots` matrix products, `offload`
-    its inputs, in the host's memory."""
+    """Wrap `function` with a policy: `none` saves everything, `full` only its inputs, `dots` matrix products, `offload`
+    its inputs in host memory."""
     policies = jax.checkpoint_policies
     if remat == "none":
         return function

@@ -24,7 +24,7 @@ from posttrain.data.preference import is_paired
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.kernels.attention import supports_parents
 from posttrain.losses.kto import KTOLoss
-from posttrain.losses.pairs import JudgedLoss, Needs
+from posttrain.losses.pairs import Needs, PairLoss
 from posttrain.losses.preference import KINDS, PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
 from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss
@@ -55,7 +55,7 @@ LOSSES = {"preference": PREFERENCE_LOSSES, "reward_model": REWARD_LOSSES}
 class JudgedInputs:
     section: PreferenceSection | RewardModelSection
     loss: Any
-    """A `JudgedLoss`."""
+    """A `PairLoss`."""
     units: Units
     eval_units: Units | None
     dropped_ratio: float
@@ -81,7 +81,7 @@ def make_loss(
         loss = made(**fixed, **values)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"loss: {error}") from error
-    if not isinstance(loss, JudgedLoss):
+    if not isinstance(loss, PairLoss):
         raise ConfigError(f"loss: {kind} does not say what it needs; give it a property needs -> posttrain.Needs")
     return loss
 
@@ -152,7 +152,7 @@ def units_of(
     dataset: DatasetSection,
     rows: Any,
     renderer: Any,
-    loss: JudgedLoss,
+    loss: PairLoss,
     *,
     share_prompts: bool,
 ) -> Units:

@@ -22,20 +22,20 @@ from posttrain.batch import (
     ScoreStats,
     TokenLoss,
     TokenStats,
-    filled,
+    packing_metrics,
     rows_per_pass,
 )
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.kernels.platform import platform_of
-from posttrain.losses.router import RouterLoss, check_weight, corrected, load_metrics
+from posttrain.losses.router import RouterLoss, check_weight, load_metrics, updated_correction
 from posttrain.mesh import BATCH_SPEC, param_sharding, replicated, row_shards, single_device_mesh
 from posttrain.metrics import Metrics, merge
 from posttrain.models.decoder import Decoder
 from posttrain.models.moe import check_router, correction_paths
-from posttrain.runtime.cpu import compiled_sooner
-from posttrain.runtime.host_memory import settle, uncollected
+from posttrain.runtime.cpu import fast_compile_options
+from posttrain.runtime.host_memory import gc_disabled, trim_host_memory
 from posttrain.tracking.console import progress_bar
-from posttrain.train.accumulate import as_one, concatenated, stack_over
+from posttrain.train.accumulate import concatenated, flatten_micro, stack_over
 from posttrain.train.layer_matching import Matching
 from posttrain.train.objective import Objective
 from posttrain.train.optim import clipped, global_norm
@@ -116,7 +116,7 @@ class Trainer:
         self._opt_state = jax.jit(self._optimizer.init, out_shardings=state)(self.params)
         # Results must lie where the arguments lay: another placement would be another program.
         trained = {path: placed[path] for path in self.params}
-        options = compiled_sooner(platform_of(self.mesh))
+        options = fast_compile_options(platform_of(self.mesh))
         self._step = jax.jit(
             self._step_program, donate_argnums=(0, 2), out_shardings=(trained, state, None), compiler_options=options
         )
@@ -156,12 +156,12 @@ class Trainer:
                     self._lower(arguments).compile()
                 else:
                     self._compiling.result()
-            settle(platform_of(self.mesh))
+            trim_host_memory(platform_of(self.mesh))
             self._stepped, self._compiling = True, None
         params, self._opt_state, metrics = self._step(*arguments)
         self._write(params)
         self.step_number += 1
-        return {**metrics, **filled(batch)}
+        return {**metrics, **packing_metrics(batch)}
 
     def compile_ahead(self, batch: Batch, scored: Batch) -> None:
         """Compile the first update, of a batch of this shape, in a thread, so that others can run or compile meanwhile.
@@ -172,7 +172,7 @@ class Trainer:
         if self._stepped or self._compiling is not None:
             return
         threads = ThreadPoolExecutor(max_workers=2)
-        with uncollected():
+        with gc_disabled():
             lowered = self._stats.lower(self.weights, *self._micro_batches(scored))
         # That of the statistics first, as it is traced sooner, and while it compiles the update is traced.
         scoring = threads.submit(lowered.compile)
@@ -191,7 +191,7 @@ class Trainer:
         return self.params, self._frozen, self._opt_state, *inputs
 
     def _lower(self, arguments: tuple[Any, ...]) -> jax.stages.Lowered:
-        with uncollected():
+        with gc_disabled():
             return self._step.lower(*arguments)
 
     def evaluate(self, batches: Iterable[Batch], each: Callable[[Batch, Any], None] | None = None) -> Metrics:
@@ -304,7 +304,7 @@ class Trainer:
         new_params, new_state = self._if(usable, update, gradient, params, opt_state)
         if self._correction_rate and routers is not None:
             for path, numbers in correction_paths(self.model.config).items():
-                changed = corrected(params[path], routers.load[jnp.asarray(numbers)], self._correction_rate)
+                changed = updated_correction(params[path], routers.load[jnp.asarray(numbers)], self._correction_rate)
                 new_params[path] = jnp.where(usable, changed, params[path])
         metrics: Metrics = {
             "loss": output.loss,
@@ -348,8 +348,9 @@ class Trainer:
 
 
 def _rows_on_host(stats: StatsT, batch: Batch) -> StatsT:
-    """Statistics [M, rows, T] as host arrays of the rows of the batch, without those that filled the last pass."""
-    arrays: StatsT = jax.tree.map(lambda x: as_one(np.asarray(x))[: batch.shape[0]], jax.device_get(stats))
+    """Statistics [M, rows, T] as host arrays of the rows of the batch, without those that packing_metrics the last
+    pass."""
+    arrays: StatsT = jax.tree.map(lambda x: flatten_micro(np.asarray(x))[: batch.shape[0]], jax.device_get(stats))
     return arrays
 
 

@@ -40,7 +40,7 @@ INNER = TOP, NORM = "top", "norm"
 """Softmax terms saved with the statistics for the backward pass."""
 
 
-class Part(NamedTuple):
+class Chunk(NamedTuple):
     """One chunk of the plan."""
 
     start: Array
@@ -50,8 +50,8 @@ class Part(NamedTuple):
     """Unscaled teacher logits or top-k, with the teacher's weight."""
 
 
-def chunk_stats(logits: Float[Array, "B C V"], part: Part, temperature: float, terms: Terms) -> Stats:
-    own, chosen = Softmax.of(logits, temperature), jnp.take_along_axis(logits, part.targets[..., None], axis=-1)
+def chunk_stats(logits: Float[Array, "B C V"], chunk: Chunk, temperature: float, terms: Terms) -> Stats:
+    own, chosen = Softmax.of(logits, temperature), jnp.take_along_axis(logits, chunk.targets[..., None], axis=-1)
     relative, log_norm, norm = own.centred / temperature, own.log_norm[..., 0], own.norm[..., 0]
     stats = {
         "logps": own.log_of(chosen)[..., 0],
@@ -67,34 +67,34 @@ def chunk_stats(logits: Float[Array, "B C V"], part: Part, temperature: float, t
     if terms.sampling_temperature is not None:
         stats["sampling_logps"] = Softmax.of(logits, terms.sampling_temperature).log_of(chosen)[..., 0]
     if terms.unshared is not None and terms.divergence is not None:
-        stats |= _span_terms(logits, part, terms)
+        stats |= _span_terms(logits, chunk, terms)
     elif terms.divergence is not None:
-        stats["divergence"] = _divergence(logits, part, terms.divergence)
+        stats["divergence"] = _divergence(logits, chunk, terms.divergence)
         same = terms.divergence == FORWARD_KL
-        stats["teacher_kl"] = stats["divergence"] if same else _divergence(logits, part, FORWARD_KL)
-        stats["teacher_logps"] = _teacher_sum(part, lambda teacher: token_logps(teacher, part.targets))
+        stats["teacher_kl"] = stats["divergence"] if same else _divergence(logits, chunk, FORWARD_KL)
+        stats["teacher_logps"] = _teacher_sum(chunk, lambda teacher: token_logps(teacher, chunk.targets))
     return stats
 
 
-def _span_terms(logits: Float[Array, "B C V"], part: Part, terms: Terms) -> Stats:
-    ((teacher, _),) = part.teachers
+def _span_terms(logits: Float[Array, "B C V"], chunk: Chunk, terms: Terms) -> Stats:
+    ((teacher, _),) = chunk.teachers
     assert isinstance(teacher, TopK) and terms.divergence is not None and terms.unshared is not None
-    return span_terms(logits, part.targets, teacher, terms.divergence.beta, terms.unshared)
+    return span_terms(logits, chunk.targets, teacher, terms.divergence.beta, terms.unshared)
 
 
-def _divergence(logits: Float[Array, "B C V"], part: Part, kind: Divergence) -> Float[Array, "B C"]:
-    return _teacher_sum(part, lambda teacher: divergence(logits, teacher, kind))
+def _divergence(logits: Float[Array, "B C V"], chunk: Chunk, kind: Divergence) -> Float[Array, "B C"]:
+    return _teacher_sum(chunk, lambda teacher: divergence(logits, teacher, kind))
 
 
-def _teacher_sum(part: Part, function: Callable[[Any], Float[Array, "B C"]]) -> Float[Array, "B C"]:
+def _teacher_sum(chunk: Chunk, function: Callable[[Any], Float[Array, "B C"]]) -> Float[Array, "B C"]:
     """Weighted sum over teachers."""
-    terms = [weight * function(teacher) for teacher, weight in part.teachers]
+    terms = [weight * function(teacher) for teacher, weight in chunk.teachers]
     return sum(terms[1:], terms[0])
 
 
 def chunk_gradient(
     logits: Float[Array, "B C V"],
-    part: Part,
+    chunk: Chunk,
     temperature: float,
     terms: Terms,
     cotangents: Mapping[str, Array],
@@ -106,14 +106,14 @@ def chunk_gradient(
     """
     grad = jnp.zeros((1, 1, 1), jnp.float32)
     if not cotangents.keys().isdisjoint(("logps", "mean_logps", "entropy")):
-        grad = _student_gradient(logits, part, temperature, terms, cotangents, stats)
+        grad = _student_gradient(logits, chunk, temperature, terms, cotangents, stats)
     if NAMED in cotangents:
-        group_terms, group_vjp = jax.vjp(lambda x: _span_terms(x, part, terms), logits)
+        group_terms, group_vjp = jax.vjp(lambda x: _span_terms(x, chunk, terms), logits)
         none = jax.tree.map(jnp.zeros_like, group_terms)
         grad += group_vjp({name: cotangents.get(name, zero) for name, zero in none.items()})[0]
     if "divergence" in cotangents:
         assert terms.divergence is not None
-        for teacher, weight in part.teachers:
+        for teacher, weight in chunk.teachers:
             gradient = divergence_gradient(logits, teacher, terms.divergence)
             grad += (weight * cotangents["divergence"])[..., None] * gradient
     return jnp.broadcast_to(grad, logits.shape)
@@ -121,7 +121,7 @@ def chunk_gradient(
 
 def _student_gradient(
     logits: Float[Array, "B C V"],
-    part: Part,
+    chunk: Chunk,
     temperature: float,
     terms: Terms,
     cotangents: Mapping[str, Array],
@@ -135,7 +135,7 @@ def _student_gradient(
     )
     own = Softmax.with_norm(logits, temperature, stats[TOP][..., None], stats[NORM][..., None])
     probs = own.probs
-    onehot = part.targets[..., None] == jax.lax.broadcasted_iota(part.targets.dtype, logits.shape, 2)
+    onehot = chunk.targets[..., None] == jax.lax.broadcasted_iota(chunk.targets.dtype, logits.shape, 2)
     grad = d_logps * onehot - probs * (d_logps + d_mean)
     if "mean_logps" in cotangents:
         assert terms.mean_over is not None

@@ -16,7 +16,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import HostArray, TokenStats, TopK
-from posttrain.kernels.logits.chunk_stats import INNER, PLAIN, Part, Stats, Terms, chunk_gradient, chunk_stats
+from posttrain.kernels.logits.chunk_stats import INNER, PLAIN, Chunk, Stats, Terms, chunk_gradient, chunk_stats
 from posttrain.kernels.logits.chunks import ChunkPlan, chunk_length, chunk_plan, predicting, take_tokens, to_tokens
 from posttrain.kernels.logits.spans import NAMED, SPAN_TERMS, check_token_groups, span_divergence
 from posttrain.kernels.platform import platform_of
@@ -198,7 +198,7 @@ def _context(hidden: Float[Array, "B T D"], pad: int) -> Float[Array, "B Tp D"]:
     return jnp.pad(hidden[:, :-1], ((0, 0), (0, pad), (0, 0)))
 
 
-def _part(static: _Static, plan: ChunkPlan, constants: _Constants, index: Array) -> Part:
+def _chunk(static: _Static, plan: ChunkPlan, constants: _Constants, index: Array) -> Chunk:
     start = index * static.chunk
 
     def cut(x: Array) -> Array:
@@ -219,7 +219,7 @@ def _part(static: _Static, plan: ChunkPlan, constants: _Constants, index: Array)
                 lambda x, w=weight: jnp.where(w.reshape(*w.shape, *(1,) * (x.ndim - 2)) > 0, x, 0), outputs
             )
         teachers.append((jax.lax.stop_gradient(outputs), weight))
-    return Part(start, order, cut(constants.targets), teachers)
+    return Chunk(start, order, cut(constants.targets), teachers)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -243,9 +243,9 @@ def _computed(
     """All statistics in plan order, with the `INNER` terms; 0 beyond the computed chunks."""
 
     def chunk_result(index: Array) -> tuple[Array, Stats]:
-        part = _part(static, plan, constants, index)
-        logits = static.head(take_tokens(hidden, part.order), *parameters).astype(jnp.float32)
-        return part.start, chunk_stats(logits, part, static.temperature, static.terms)
+        chunk = _chunk(static, plan, constants, index)
+        logits = static.head(take_tokens(hidden, chunk.order), *parameters).astype(jnp.float32)
+        return chunk.start, chunk_stats(logits, chunk, static.temperature, static.terms)
 
     def body(index: Array, stats: Stats) -> Stats:
         start, new = chunk_result(index)
@@ -268,10 +268,12 @@ def _compute_backward(static: _Static, residuals: Any, cotangents: Mapping[str, 
     known = {name: ct for name, ct in cotangents.items() if not isinstance(ct, SymbolicZero)}
 
     def body(index: Array, sums: _Sums) -> _Sums:
-        part = _part(static, plan, constants, index)
-        logits, vjp = _logits_and_vjp(static, take_tokens(hidden, part.order), trained, frozen)
-        known_of, saved_of = _cut((known, saved), part)
-        return sums.plus(part, vjp(chunk_gradient(logits, part, static.temperature, static.terms, known_of, saved_of)))
+        chunk = _chunk(static, plan, constants, index)
+        logits, vjp = _logits_and_vjp(static, take_tokens(hidden, chunk.order), trained, frozen)
+        known_of, saved_of = _cut((known, saved), chunk)
+        return sums.plus(
+            chunk, vjp(chunk_gradient(logits, chunk, static.temperature, static.terms, known_of, saved_of))
+        )
 
     sums = jax.lax.fori_loop(0, plan.num_chunks, body, _Sums.zeros(hidden, trained))
     return take_tokens(sums.hidden, plan.back), tuple(sums.parameter_gradients(trained)), None, None
@@ -293,16 +295,16 @@ def _stats_vjp(
 def _stats_vjp_forward(static: _Static, *arguments: Any) -> tuple[tuple[Array, Stats], Any]:
     (hidden, _, plan, constants, cotangents), trained, frozen = _partition(arguments)
 
-    def chunk_result(index: Array) -> tuple[Part, Stats, Any]:
-        part = _part(static, plan, constants, index)
-        logits, vjp = _logits_and_vjp(static, take_tokens(hidden, part.order), trained, frozen)
-        new = chunk_stats(logits, part, static.temperature, static.terms)
-        gradient = chunk_gradient(logits, part, static.temperature, static.terms, _cut(cotangents, part), new)
-        return part, _outer(new), vjp(gradient)
+    def chunk_result(index: Array) -> tuple[Chunk, Stats, Any]:
+        chunk = _chunk(static, plan, constants, index)
+        logits, vjp = _logits_and_vjp(static, take_tokens(hidden, chunk.order), trained, frozen)
+        new = chunk_stats(logits, chunk, static.temperature, static.terms)
+        gradient = chunk_gradient(logits, chunk, static.temperature, static.terms, _cut(cotangents, chunk), new)
+        return chunk, _outer(new), vjp(gradient)
 
     def body(index: Array, carry: tuple[Stats, _Sums]) -> tuple[Stats, _Sums]:
-        part, new, gradients = chunk_result(index)
-        return _written(carry[0], new, part.start), carry[1].plus(part, gradients)
+        chunk, new, gradients = chunk_result(index)
+        return _written(carry[0], new, chunk.start), carry[1].plus(chunk, gradients)
 
     names = jax.eval_shape(lambda index: chunk_result(index)[1], jnp.int32(0))
     start = ({name: jnp.zeros(plan.order.shape, jnp.float32) for name in names}, _Sums.zeros(hidden, trained))
@@ -331,8 +333,8 @@ class _Sums(NamedTuple):
     def zeros(cls, hidden: Array, trained: list[Array | None]) -> _Sums:
         return cls(jnp.zeros_like(hidden), jax.tree.map(lambda x: jnp.zeros_like(_narrow_first(x)), trained))
 
-    def plus(self, part: Part, gradients: tuple[Array, list[Array | None]]) -> _Sums:
-        hidden_gradient = jax.lax.dynamic_update_slice_in_dim(self.hidden, gradients[0], part.start, axis=1)
+    def plus(self, chunk: Chunk, gradients: tuple[Array, list[Array | None]]) -> _Sums:
+        hidden_gradient = jax.lax.dynamic_update_slice_in_dim(self.hidden, gradients[0], chunk.start, axis=1)
         return _Sums(
             hidden_gradient, jax.tree.map(lambda x, new: x + _narrow_first(new), self.parameters, gradients[1])
         )
@@ -367,9 +369,9 @@ def _logits_and_vjp(
     return jax.vjp(head, hidden, trained)
 
 
-def _cut(tree: Any, part: Part) -> Any:
-    size = part.order.shape[1]
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, part.start, size, axis=1), tree)
+def _cut(tree: Any, chunk: Chunk) -> Any:
+    size = chunk.order.shape[1]
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, chunk.start, size, axis=1), tree)
 
 
 def _written(stats: Stats, new: Stats, start: Array) -> Stats:

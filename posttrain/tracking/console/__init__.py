@@ -1,4 +1,4 @@
-"""What people see while a run goes on: one line per step, tables of samples, progress bars."""
+"""Console output of a run: one line per step, tables of samples, progress bars."""
 
 from posttrain.tracking.console.bars import progress, progress_bar
 from posttrain.tracking.console.screen import console, cut, printable, shown_log

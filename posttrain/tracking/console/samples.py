@@ -1,4 +1,4 @@
-"""A step's samples as a table: prompts, completions, rewards."""
+"""Console table of a step's samples: prompts, completions, rewards."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SAMPLE_CELLS = 240
-"""Of a completion in a narrow table; never fewer than three lines, nor more than eight."""
+"""Terminal cells of a completion in a narrow table; between three and eight lines."""
 
 
 def sample_table(title: str, rows: Sequence[Sample], output: Console) -> Table:
-    """A table as wide as the console: the prompt's end, the completion's start, rewards, advantage, stop reason."""
+    """Build a table as wide as the console: end of the prompt, start of the completion, rewards, advantage, stop
+    reason."""
     from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
@@ -32,7 +33,7 @@ def sample_table(title: str, rows: Sequence[Sample], output: Console) -> Table:
     body = [[printable(cell, output.encoding) for cell in cells] for cells in body]
     narrowest = 9 if output.width >= 100 else 6
     widths = [max(min(cell_len(h), narrowest), *(cell_len(cells[i]) for cells in body), 1) for i, h in enumerate(heads)]
-    # Each column takes 3 more for its padding and border; one border is left over.
+    # Each column takes 3 cells for padding and border, plus one border at the end.
     free = max(24, output.width - sum(widths) - 3 * (len(widths) + 2) - 1)
     texts = free // 3, free - free // 3
     table = Table(title=Text(title), title_justify="left", show_lines=True, highlight=False)

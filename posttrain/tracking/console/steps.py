@@ -1,4 +1,4 @@
-"""One line for each step, led by what the stage is about, and lines for evaluations."""
+"""Console sink: one line per step, lines for evaluations."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 HEADER_EVERY = 20
 
 
-HELD_OUT = (
+EVAL_METRICS = (
     ("rewards/accuracies", "accuracy", ".3f"),
     ("rewards/margins", "margin", ".3g"),
     ("perplexity", "perplexity", ".4g"),
     ("distill/kl", "KL", ".4g"),
     ("distill/teacher_perplexity", "the teacher's perplexity", ".4g"),
 )
-"""What the line of an evaluation says where it has an interval: its name, the word for it and its digits."""
+"""Metrics with an interval in evaluation lines: name, label, format."""
 
 
 def _evaluation(metrics: Mapping[str, float]) -> str:
-    """What is held out with its interval in words; evaluations that have none as they are named."""
+    """Format held-out metrics with intervals; other evaluations by metric name."""
     if "eval/reward" in metrics:
         length, clipped = (metrics[f"eval/completions/{name}"] for name in ("mean_length", "clipped_ratio"))
         return f"held-out reward {with_interval(metrics, 'reward')}, length {length:.1f}, clipped {clipped:.0%}"
     found = [
-        f"{word} {with_interval(metrics, n, digits)}" for n, word, digits in HELD_OUT if f"eval/{n}_low" in metrics
+        f"{word} {with_interval(metrics, n, digits)}" for n, word, digits in EVAL_METRICS if f"eval/{n}_low" in metrics
     ]
     if found:
         found += [f"loss {metrics['eval/loss']:.4f}"] if "eval/loss" in metrics else []
@@ -45,19 +45,19 @@ def _evaluation(metrics: Mapping[str, float]) -> str:
 
 
 def with_interval(metrics: Mapping[str, float], name: str, digits: str = ".3f") -> str:
-    """An evaluation's number with its interval."""
+    """Format an evaluation metric with its interval."""
     mean, low, high = (format(metrics[f"eval/{name}{end}"], digits) for end in ("", "_low", "_high"))
     return f"{mean} ({low} to {high})"
 
 
-def _remarks(metrics: Mapping[str, float]) -> Iterator[str]:
-    """What a step's line says only where there is something to say."""
+def _warnings(metrics: Mapping[str, float]) -> Iterator[str]:
+    """Warnings appended to a step's line."""
     failed = metrics.get("rewards/errors", 0.0) + metrics.get("rewards/timeouts", 0.0)
     if failed > 0:
         yield f"rewards failed {failed:.2%}"
-    without = metrics.get("rewards/invalid", 0.0)
-    if without > 0:
-        yield f"no reward {without:.2%}"
+    invalid = metrics.get("rewards/invalid", 0.0)
+    if invalid > 0:
+        yield f"no reward {invalid:.2%}"
     if metrics.get("update_skipped", 0.0) > 0:
         yield "update skipped"
     compiled = metrics.get("perf/compilations", 0.0)
@@ -66,10 +66,11 @@ def _remarks(metrics: Mapping[str, float]) -> Iterator[str]:
 
 
 class ConsoleSink:
-    """One line per step, led by what the stage is about; evaluations (`eval/...`) on lines of their own.
+    """Console sink: one line per step with the stage's headline metric; evaluations (`eval/...`) on separate lines.
 
-    Runs of more than 100 steps print at most four lines a second; the last line, and steps that compiled, lost rewards
-    or changed nothing, are never left out. NaN is printed as such: nothing was counted, or the run has diverged.
+    Runs of more than 100 steps print at most four lines per second; the last line, and steps that compiled, lost
+    rewards or skipped the update, are always printed. NaN is printed as such: nothing was counted, or the run has
+    diverged.
     """
 
     def __init__(self, kind: str, num_steps: int, output: Console | None = None) -> None:
@@ -85,7 +86,7 @@ class ConsoleSink:
         if self._headline in metrics:
             self._waiting = self._line(step, metrics)
             due = time.monotonic() - self._printed_at >= self._interval_s
-            if due or step >= self._num_steps or any(_remarks(metrics)):
+            if due or step >= self._num_steps or any(_warnings(metrics)):
                 self._flush()
         evaluated = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         if evaluated:
@@ -93,7 +94,7 @@ class ConsoleSink:
             self._print(f"{self._step(step)}  {_evaluation(evaluated)}")
 
     def tables(self, step: int, tables: Mapping[str, np.ndarray]) -> None:
-        """They are for files."""
+        """Ignored: tables are written to files only."""
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
         self._flush()
@@ -116,7 +117,7 @@ class ConsoleSink:
     def _line(self, step: int, metrics: Mapping[str, float]) -> str:
         cells = (f"{column.text(metrics):>{column.width}}" for column in self._columns)
         line = "  ".join((self._step(step), *cells))
-        return "  ".join((line, *_remarks(metrics)))
+        return "  ".join((line, *_warnings(metrics)))
 
     def _step(self, step: int) -> str:
         digits = len(str(self._num_steps))
