@@ -63,7 +63,7 @@ class Checkpointer:
             f"{path} is a {type(leaf).__name__}" for path, leaf in leaves.items() if not isinstance(leaf, jax.Array)
         ]
         if wrong:
-            raise ValueError(f"checkpoint: arrays must hold jax arrays only; {'; '.join(wrong)}; put them into host")
+            raise ValueError(f"checkpoint: arrays must hold jax arrays only; {'; '.join(wrong)}; put it into host")
         latest = self._manager.latest_step()
         if latest is not None and step <= latest:
             raise ValueError(f"checkpoint: step {step} must be after the latest step {latest} in {self.directory}")
