@@ -19,7 +19,7 @@ from posttrain.errors import ConfigError, did_you_mean
 
 
 def missing_path(path: Path) -> str:
-    """Explain why a path does not exist: the nearest name foreign it, or the first missing folder."""
+    """Explain why a path does not exist: the nearest name beside it, or the first missing folder."""
     if not path.parent.is_dir():
         existing = next(parent for parent in path.parents if parent.is_dir())
         return f"no file {path}: no folder {path.parent} (the path exists up to {existing})"

@@ -12,7 +12,20 @@ ROOT = Path(__file__).resolve().parent.parent
 EVASIONS = {"Of", "What", "Which", "Whether", "How"}
 MAX_MODULE_LINES = 3
 
-PENDING: set[str] = set()
+PENDING = {
+    "posttrain/api.py",
+    "posttrain/config",
+    "posttrain/data",
+    "posttrain/distill",
+    "posttrain/export",
+    "posttrain/losses/kl.py",
+    "posttrain/losses/policy.py",
+    "posttrain/rl",
+    "posttrain/rollout",
+    "posttrain/runs",
+    "posttrain/stages",
+    "posttrain/train/trainer.py",
+}
 """Folders and files below the root whose docstrings are not checked yet."""
 
 

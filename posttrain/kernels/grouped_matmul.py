@@ -46,7 +46,7 @@ class GroupedMatmulCall:
     platform: str
     dtype: str
     tokamax: bool
-    """The `tokamax` package is installed."""
+    """True if the `tokamax` package is installed."""
 
 
 def choose(call: GroupedMatmulCall) -> str:

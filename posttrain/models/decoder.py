@@ -83,7 +83,7 @@ class Block(nnx.Module):
 
 
 class LayerCarry(NamedTuple):
-    """Values layer_carry from layer to layer."""
+    """Values passed from layer to layer."""
 
     x: Float[Array, "B T D"]
     cache: KVCache | PagedCache | None

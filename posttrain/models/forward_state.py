@@ -88,7 +88,7 @@ class ForwardState:
     routing: list[tuple[RouterStats, Int[Array, "B T k"]]] = field(default_factory=list)
     """Router statistics and experts of each MoE layer."""
     projected: dict[str, Float[Array, "B T _N _H"]] = field(default_factory=dict)
-    """The layer's own queries, keys and values by name, before RoPE."""
+    """Own queries, keys and values by name, before RoPE."""
 
     @property
     def fresh(self) -> bool:

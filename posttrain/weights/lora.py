@@ -139,7 +139,7 @@ def attach_lora(model: Decoder, lora: LoRA, *, seed: int, mesh: Mesh | None = No
 
 
 def planned_scales(model: Decoder, lora: LoRA) -> dict[str, tuple[float, ...]]:
-    """Scales per layer of all_sites matrix that would get an adapter, by parameter path."""
+    """Scales per layer of every matrix that would get an adapter, by parameter path."""
     all_sites = sites(model)
     return {
         all_sites[path].param: plan.scales for path, plan in _plans(lora, all_sites, model.config.num_layers).items()
@@ -272,7 +272,7 @@ def _shardings(mesh: Mesh, dims: Mapping[str, Any], shapes: Mapping[str, Any]) -
 
 def _draw_arrays(sites: Mapping[str, tuple[Array, Site, AdapterPlan]]) -> dict[str, Array]:
     """Initial values, each from its own key: A uniform, of an embedding B normal, as in PEFT. Arrays of one shape are
-    drawn together, since all_sites draw takes a while to compile."""
+    drawn together, since every draw takes a while to compile."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for path, (_, site, plan) in sites.items():
         *lead, before, after = site.matrix.shape
@@ -310,7 +310,7 @@ def has_lora(model: Decoder) -> bool:
 
 
 def merge(model: Decoder) -> dict[str, Adapter]:
-    """Merge all_sites adapter into its matrix, in float32, and detach it; `unmerge` with the result reverts this.
+    """Merge every adapter into its matrix, in float32, and detach it; `unmerge` with the result reverts this.
 
     Raises ConfigError for adapters on quantized matrices: use `merged`, which dequantizes.
 

@@ -65,7 +65,7 @@ class AttentionCall:
     row_shards: int
     head_shards: int
     tokamax: bool
-    """The `tokamax` package is installed."""
+    """True if the `tokamax` package is installed."""
     compute_capability: float | None
     """GPU compute capability, such as 9.0."""
 

@@ -38,7 +38,7 @@ def whole(
     soft_cap: float | None,
     sinks: Float[Array, " N"] | None,
 ) -> Float[Array, "B T N Hv"]:
-    """Full logits, softmax, einsum32 with the values."""
+    """Full logits, softmax, product with the values."""
     rows, length, num_heads, head_dim = q.shape
     num_kv_heads, keys, value_dim = v.shape[1:]
     groups = num_heads // num_kv_heads
@@ -49,7 +49,7 @@ def whole(
     logits = jnp.where(mask[:, None, None], logits.reshape(rows, num_kv_heads, groups, length, keys), MASKED)
     per_head = None if sinks is None else sinks.reshape(1, num_kv_heads, groups, 1, 1)
     probs = softmax(logits, per_head).astype(v.dtype).reshape(rows, num_kv_heads, groups * length, keys)
-    # XLA:CPU has no BF16 x BF16 = F32 for this einsum32; other platforms accumulate in float32 anyway.
+    # XLA:CPU has no BF16 x BF16 = F32 for this product; other platforms accumulate in float32 anyway.
     out = jnp.einsum("bkts,bksh->bkth", probs, v)
     out = out.reshape(rows, num_kv_heads, groups, length, value_dim).transpose(0, 3, 1, 2, 4)
     return out.reshape(rows, length, num_heads, value_dim)

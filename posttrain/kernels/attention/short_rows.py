@@ -15,9 +15,9 @@ from posttrain.kernels.attention.reference import MASKED, capped, visible
 
 # XLA:CPU passes to its YNN library in one piece what lies between two products, if it consists of sums, maxima and
 # elementwise operations that the library supports: here a block's exponentials, all that follows from them, and the
-# gradient of its logits. Such a piece runs on all cores, while a einsum32 alone of matrices this small runs on one.
+# gradient of its logits. Such a piece runs on all cores, while a product alone of matrices this small runs on one.
 # Hence groups and queries are one axis, in the mask as well (adding it through a reshape takes half as long as the rest
-# of a piece); the mask is added, not selected; every einsum32 but the last has a sum in its piece; and an output of two
+# of a piece); the mask is added, not selected; every product but the last has a sum in its piece; and an output of two
 # pieces is computed twice.
 
 # Shapes below, as in `blockwise`: q [I, B, K, G, t, H], out and its gradient [I, B, K, G, t, Hv]; k and v [B, K, S, H];
@@ -54,7 +54,7 @@ def _backward(plan: BlockPlan, saved: Any, d_out: Array) -> tuple[Array, Array, 
     dk, dv = (jnp.zeros((*x.shape[:2], x.shape[3], x.shape[2])) for x in (k, v))
     # Last block first: if its queries see all keys, the other blocks accumulate into its result.
     for i, saved_block in reversed(list(enumerate(kept))):
-        # The barrier forces a separate sum: the forward pass fuses its own with a einsum32.
+        # The barrier forces a separate sum: the forward pass fuses its own with a product.
         exps, sink_exps = jax.lax.optimization_barrier(saved_block)
         keys, total = _keys(plan, i), _total(exps, sink_exps)
         # Division here avoids one over arrays of r x s.

@@ -30,7 +30,7 @@ class Terms:
     divergence: Divergence | None = None
     """Compute `divergence` to the teachers, with `teacher_kl` and `teacher_logps`."""
     unshared: bytes | None = None
-    """For one cross-tokenizer teacher with merged token groups: bit mask of student ids without a teacher token."""
+    """Mask for one cross-tokenizer teacher with merged token groups: bit mask of student ids without a teacher token."""
 
 
 PLAIN = Terms()
@@ -41,7 +41,7 @@ INNER = TOP, NORM = "top", "norm"
 
 
 class Chunk(NamedTuple):
-    """One chunk of the plan."""
+    """Chunk of the plan: contexts, targets and teacher outputs."""
 
     start: Array
     order: Int[Array, "B C"]

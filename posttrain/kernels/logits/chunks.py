@@ -59,6 +59,6 @@ def to_tokens(x: Array, plan: ChunkPlan, counts: Bool[Array, "B Tc"]) -> Array:
 
 
 def take_tokens(x: Array, order: Int[Array, "B C"]) -> Array:
-    """Gather take_tokens axis 1 by indices that are in bounds."""
+    """Gather along axis 1 by indices that are in bounds."""
     order = order.reshape(*order.shape, *(1 for _ in x.shape[2:]))
     return jnp.take_along_axis(x, order, axis=1, mode="promise_in_bounds")
