@@ -1,8 +1,8 @@
-"""Decoder-only transformer: embedding, stages of blocks, final norm, head. One implementation for all families."""
+"""Decoder-only transformer for all families: embedding, stages of blocks, final norm, head; rematerialization."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
 from posttrain.batch import RouterStats
+from posttrain.config import Remat
 from posttrain.kernels.layout import computed_once, unstack_layers
 from posttrain.models.attention import Attention
 from posttrain.models.cache import KVCache
@@ -33,7 +34,6 @@ from posttrain.models.latent import LatentAttention
 from posttrain.models.layers import MLP, Adaptable, Embedding, Init, LayerInputs, Linear, RMSNorm
 from posttrain.models.moe import MoE
 from posttrain.models.pages import PagedCache
-from posttrain.models.remat import BLOCK_INPUT, rematerialized
 from posttrain.models.rope import Tables, rope_tables
 from posttrain.models.taps import HIDDEN, Features, StageTaps, TapArrays, Taps
 
@@ -42,6 +42,9 @@ SPLIT_LAYERS_ON_CPU = 32
 
 NO_TOKEN = -1e30
 """Logit of an id without a token: probability 0, finite so that its product with the probability is 0."""
+
+BLOCK_INPUT = "block_input"
+"""Checkpoint name of each block's input."""
 
 
 class Block(nnx.Module):
@@ -369,3 +372,24 @@ def decoding_config(config: ModelConfig) -> ModelConfig:
         return config
     stages = tuple(replace(s, repeats=1) for s in config.stages for _ in range(s.repeats))
     return replace(config, stages=stages)
+
+
+def rematerialized(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    """Wrap `function` with a policy: `none` saves everything, `full` only its inputs, `dots` matrix products, `offload`
+    its inputs in host memory."""
+    policies = jax.checkpoint_policies
+    if remat == "none":
+        return function
+    if remat == "full":
+        return jax.checkpoint(function)
+    if remat == "dots":
+        return jax.checkpoint(function, policy=policies.checkpoint_dots_with_no_batch_dims)
+    return jax.checkpoint(
+        function,
+        policy=policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[BLOCK_INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    )

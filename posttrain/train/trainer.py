@@ -348,8 +348,7 @@ class Trainer:
 
 
 def _rows_on_host(stats: StatsT, batch: Batch) -> StatsT:
-    """Statistics [M, rows, T] as host arrays of the rows of the batch, without those that filled the last
-    pass."""
+    """Statistics [M, rows, T] as host arrays of the rows of the batch, without those that filled the last pass."""
     arrays: StatsT = jax.tree.map(lambda x: flatten_micro(np.asarray(x))[: batch.shape[0]], jax.device_get(stats))
     return arrays
 

@@ -30,7 +30,7 @@ class Terms:
     divergence: Divergence | None = None
     """Compute `divergence` to the teachers, with `teacher_kl` and `teacher_logps`."""
     unshared: bytes | None = None
-    """Mask for one cross-tokenizer teacher with merged token groups: bit mask of student ids without a teacher token."""
+    """Packed mask of student ids without a teacher token, for a cross-tokenizer teacher with merged token groups."""
 
 
 PLAIN = Terms()

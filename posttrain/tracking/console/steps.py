@@ -1,4 +1,4 @@
-"""Console sink: one line per step, lines for evaluations."""
+"""Console sink: one line per step, lines for evaluations, tables of samples."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ import numpy as np
 
 from posttrain.metrics import Sample
 from posttrain.tracking.console.columns import COLUMNS
-from posttrain.tracking.console.samples import sample_table
-from posttrain.tracking.console.screen import console, printable
+from posttrain.tracking.console.screen import clean, console, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 HEADER_EVERY = 20
+
+SAMPLE_CELLS = 240
+"""Terminal cells of a completion in a narrow table; between three and eight lines."""
 
 
 EVAL_METRICS = (
@@ -125,3 +128,38 @@ class ConsoleSink:
 
     def _print(self, line: str) -> None:
         self._console.print(printable(line, self._console.encoding), markup=False, soft_wrap=True)
+
+
+def sample_table(title: str, rows: Sequence[Sample], output: Console) -> Table:
+    """Build a table as wide as the console: end of the prompt, start of the completion, rewards, advantage, stop
+    reason."""
+    from rich.cells import cell_len
+    from rich.table import Table
+    from rich.text import Text
+
+    names = list(dict.fromkeys(name for row in rows for name in row.rewards))
+    scores = [] if len(names) == 1 else names
+    heads = [printable(head, output.encoding) for head in ("reward", *scores, "advantage", "stop")]
+    body = [
+        [_score(row.reward), *(_score(row.rewards.get(n)) for n in scores), _score(row.advantage), row.stop]
+        for row in rows
+    ]
+    body = [[printable(cell, output.encoding) for cell in cells] for cells in body]
+    narrowest = 9 if output.width >= 100 else 6
+    widths = [max(min(cell_len(h), narrowest), *(cell_len(cells[i]) for cells in body), 1) for i, h in enumerate(heads)]
+    # Each column takes 3 cells for padding and border, plus one border at the end.
+    free = max(24, output.width - sum(widths) - 3 * (len(widths) + 2) - 1)
+    texts = free // 3, free - free // 3
+    table = Table(title=Text(title), title_justify="left", show_lines=True, highlight=False)
+    for head, width in zip(("prompt", "completion", *heads), (*texts, *widths), strict=True):
+        table.add_column(Text(head), width=width, overflow="fold")
+    lines = max(3, min(8, SAMPLE_CELLS // texts[1]))
+    for row, cells in zip(rows, body, strict=True):
+        prompt = clean(row.prompt, lines * texts[0], output, keep_end=True)
+        completion = clean(row.completion, lines * texts[1], output)
+        table.add_row(prompt, completion, *(Text(cell) for cell in cells))
+    return table
+
+
+def _score(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
