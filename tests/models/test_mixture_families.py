@@ -26,7 +26,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf, config_from_init, config_to_hf
 from posttrain.models.moe import Router
 from posttrain.weights.load import load_model
-from posttrain.weights.mxfp4 import BLOCKS, SCALES, dequantized, unpacked
+from posttrain.weights.mxfp4 import BLOCKS, SCALES, dequantized, merge_mxfp4
 from posttrain.weights.save import hf_tensors, save_model
 from posttrain.weights.state import ModelWeights
 from posttrain.weights.tensor_file import open_tensors
@@ -310,7 +310,7 @@ def test_parts_of_an_mxfp4_tensor(tmp_path: Path) -> None:
     save_file({"a.down_proj_blocks": blocks, "a.down_proj_scales": scales}, tmp_path / "x.safetensors")
     whole = dequantized(blocks, scales).swapaxes(1, 2)
     with ExitStack() as stack:
-        tensors = unpacked(open_tensors(tmp_path / "x.safetensors", stack))
+        tensors = merge_mxfp4(open_tensors(tmp_path / "x.safetensors", stack))
         packed = tensors["a.down_proj"]
         assert (list(tensors), packed.shape, packed.kind) == (["a.down_proj"], (3, 128, 10), "BF16")
         for region in (
