@@ -43,7 +43,7 @@ def make_mesh(section: MeshSection, devices: Sequence[jax.Device] | None = None)
 
 
 def mesh_sizes(section: MeshSection, num_devices: int) -> tuple[int, ...]:
-    """Sizes of `MESH_AXES` for so many devices. ConfigError where they do not multiply to that number."""
+    """Sizes of `MESH_AXES` for `num_devices`. Raises ConfigError if they do not multiply to it."""
     given = (section.data, section.fsdp, section.expert, section.tensor)
     fixed = math.prod(size for size in given if size != -1)
     sizes = tuple(num_devices // fixed if size == -1 else size for size in given)
