@@ -50,12 +50,12 @@ StatsT = TypeVar("StatsT", TokenStats, ScoreStats)
 class Trainer:
     """Trains the parameters of `model` (only the adapter's, if it has one) in place.
 
-    The gradient is the gradient of sum(loss totals) / sum(loss weights) over the whole batch, plus that of the mean
-    `router_loss`, whatever the split into micro-batches. `correction_rate` moves the bias in the choice of a router
-    after each update. Log-probabilities are those of softmax(logits / temperature). `teachers` see the same rows; they
-    are put on the mesh, read where they lie, and never written. `matching`: of layers with those of the one teacher;
-    its projections are trained and in the checkpoints, and no part of the model. `noise_alpha`: of NEFTune,
-    arXiv:2310.05914, uniform noise on the embeddings in training, of up to alpha / sqrt(length of the sequence * D).
+    The gradient is that of sum(loss totals) / sum(loss weights) over the whole batch plus that of the mean
+    `router_loss`, for any split into micro-batches. `correction_rate`: update of the router's bias correction after
+    each step. Log-probabilities are those of softmax(logits / temperature). `teachers` process the same rows; they are
+    placed on the mesh and never written. `matching`: layers matched with those of the one teacher; its projections are
+    trained and checkpointed, but not part of the model. `noise_alpha`: NEFTune, arXiv:2310.05914, uniform noise on the
+    embeddings in training, up to alpha / sqrt(length of the sequence * D).
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Trainer:
         self.model = model
         self.mesh = single_device_mesh() if mesh is None else mesh
         self.step_number = 0
-        """Updates done so far; this is the one step counter."""
+        """Number of updates; the only step counter."""
         self.num_programs = 0
         """Number of programs traced for steps, evaluation and statistics: one each per batch shape."""
         self._stepped = False
@@ -181,7 +181,7 @@ class Trainer:
         scoring.result()
 
     def _arguments(self, batch: Batch) -> tuple[Any, ...]:
-        """Of `_step_program`."""
+        """Arguments of `_step_program`."""
         micro, count = self._micro_batches(batch)
         if not self._loss_checked:
             first = jax.tree.map(lambda x: x[0], micro)
