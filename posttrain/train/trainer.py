@@ -150,7 +150,7 @@ class Trainer:
         """
         arguments = self._arguments(batch)
         if not self._stepped:
-            # Ahead of the update, which then has the memory that this takes.
+            # Compile before the update, which can then use the memory that compilation takes.
             with progress_bar("compiling the update"):
                 if self._compiling is None:
                     self._lower(arguments).compile()
