@@ -31,7 +31,7 @@ class OnlineLoss:
     """A loss on pairs, and beside its metrics how far the policy is from its sampler and from the reference."""
 
     pairs: Any
-    """A `JudgedLoss` on pairs and a reference."""
+    """A `PairLoss` on pairs and a reference."""
 
     @property
     def needs_whole_batch(self) -> bool:

@@ -72,7 +72,7 @@ class RLInputs(Scored):
 class OnlineInputs(Scored):
     section: OnlinePreferenceSection
     loss: Any
-    """A `JudgedLoss` on pairs and a reference."""
+    """A `PairLoss` on pairs and a reference."""
     share_prompts: bool
 
 

@@ -194,8 +194,8 @@ def test_an_adapter_goes_on_only_over_its_base(tmp_path: Path, adapted: Path) ->
     name = next(iter(tensors))
     save_file({**tensors, name: tensors[name] + 1e-3}, base, {"format": "pt"})
     error = posttrain("run", file).error
-    assert error.startswith(f"{stage}: continues another model: in ")
-    assert f"{tmp_path / 'base'} model.safetensors has changed since it was written; give another output" in error
+    assert error.startswith(f"{stage}: the initial model differs: in ")
+    assert f"{tmp_path / 'base'} model.safetensors has changed since it was written; use another output" in error
     (stage / "checkpoints").rename(tmp_path / "checkpoints")  # as if killed before the first
     assert posttrain("run", file).error == error
     (tmp_path / "checkpoints").rename(stage / "checkpoints")
