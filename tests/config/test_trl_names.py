@@ -10,22 +10,12 @@ from posttrain.config.messages import config_fields
 from posttrain.config.trl_names import PAIRS, TRL_NAMES, find_trl_name, trl_names_of
 from posttrain.config.yaml_file import build_config
 from posttrain.errors import ConfigError
-
-STAGE = {"dataset": {"path": "d"}, "num_steps": 1, "row_tokens": 8, "optimizer": {"learning_rate": 0.1}}
-ROLLOUTS = {"prompts_per_step": 1, "group_size": 2, "sampling": {"max_tokens": 2}, "rewards": [{"fn": "a:b"}]}
-FIELDS: dict[str, dict[str, Any]] = {
-    "sft": {"batch_rows": 1},
-    "preference": {"batch_rows": 1},
-    "reward_model": {"batch_rows": 1},
-    "distill": {"batch_rows": 1, "teachers": [{"path": "t"}]},
-    "rl": ROLLOUTS,
-    "online_preference": ROLLOUTS,
-}
+from tests.documents import STAGES
 
 
 def refusal(kind: str, *, short: bool, **fields: Any) -> str:
     """The error of a configuration that is right but for the given fields of its stage."""
-    stage = {"kind": kind, **STAGE, **FIELDS[kind], **fields}
+    stage = {"kind": kind, **STAGES[kind], **fields}
     run = {"output": "o", "seed": 1, "model": {"path": "m"}}
     with pytest.raises(ConfigError) as error:
         build_config({**run, **stage} if short else {**run, "stages": [stage]})
@@ -37,7 +27,7 @@ def test_every_entry_has_a_field() -> None:
     used = {entry for field in known for entry in trl_names_of(field)}
     assert [entry for entry in TRL_NAMES if entry not in used] == []
     assert len({(entry.trl, entry.field, entry.kinds) for entry in TRL_NAMES}) == len(TRL_NAMES)
-    assert {kind for entry in TRL_NAMES for kind in entry.kinds} <= FIELDS.keys()
+    assert {kind for entry in TRL_NAMES for kind in entry.kinds} <= STAGES.keys()
 
 
 @pytest.mark.parametrize("short", [True, False])
@@ -77,10 +67,9 @@ def test_a_note_says_where_the_meaning_differs() -> None:
 
 
 def test_a_field_that_was_meant_is_not_missing_as_well() -> None:
-    stage = {name: value for name, value in STAGE.items() if name != "row_tokens"}
+    stage = {name: value for name, value in STAGES["sft"].items() if name != "row_tokens"}
     with pytest.raises(ConfigError) as error:
-        build_config({"output": "o", "seed": 1, "model": {"path": "m"}, "kind": "sft", "batch_rows": 1, **stage,
-                      "max_length": 8})  # fmt: skip
+        build_config({"output": "o", "seed": 1, "model": {"path": "m"}, "kind": "sft", **stage, "max_length": 8})
     assert len(str(error.value).splitlines()) == 1
 
 
