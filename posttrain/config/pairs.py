@@ -22,6 +22,10 @@ class ComparedSection(TrainSection):
     overlong: Literal["truncate", "drop", "error"] = "error"
     """What becomes of a pair that no row holds."""
 
+    @property
+    def step_rows(self) -> int:
+        return self.batch_rows
+
 
 class PreferenceSection(ComparedSection):
     kind: Literal["preference"] = "preference"

@@ -21,8 +21,7 @@ from posttrain.mesh import single_device_mesh
 from posttrain.models.decoder import Decoder
 from posttrain.runs.run import CONFIG_NAME
 from posttrain.stages.context import StageRun, read_source
-from posttrain.stages.reward_model import load_reward_model
-from posttrain.stages.table import stage_names
+from posttrain.stages.table import STAGES, stage_names
 from posttrain.train.checkpoint import Checkpointer
 from posttrain.train.loop import StopRequest
 from posttrain.weights.files import find_folder, read_json
@@ -155,7 +154,7 @@ def _stage(output: Path, name: str, config: RunConfig, tokenizer: Tokenizer) -> 
 
 def _trained_model(stage: StageRun, step: int | None) -> Decoder:
     """The stage's model at the start, with all the parameters of a checkpoint put in."""
-    model = load_reward_model(stage) if stage.kind == "reward_model" else stage.load_model()
+    model = STAGES[stage.kind].load_model(stage)
     weights = ModelWeights(model)
     with Checkpointer(stage.folder / "checkpoints") as checkpointer:
         chosen = checkpointer.latest_step() if step is None else step

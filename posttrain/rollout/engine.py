@@ -133,9 +133,9 @@ class NativeEngine:
         return self._generate_until([Call(*pair) for pair in zip(prompts, params, strict=True)], lambda _: False)
 
     def generate_some(self, calls: Sequence[Call], enough: Callable[[Sequence[bool]], bool]) -> list[Completion]:
-        """As `generate_all`, until `enough` of which requests are done; the others end with what they have, as by
-        `abort`, and can be `begun` of a later call. Nothing that was read before is shared: what is left depends on the
-        arguments and the weights alone."""
+        """Generate until `enough(done)` holds; abort the other requests, which a later call can resume (`begun`).
+
+        The prefix cache is cleared first, so that the result depends on the arguments and the weights alone."""
         if not self._scheduler.busy:
             self._scheduler.forget()
         return self._generate_until(calls, enough)

@@ -4,36 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.config import (
-    DistillSection,
-    OnlinePreferenceSection,
-    PreferenceSection,
-    RewardModelSection,
-    RLSection,
-    RunConfig,
-    SampledSection,
-    SFTSection,
-    TrainSection,
-    is_sampled,
-)
+from posttrain.config import RunConfig, TrainSection, is_sampled
 from posttrain.config.yaml_file import find_path
-from posttrain.data.tokenizer import Tokenizer, load_tokenizer
-from posttrain.distill.features import check_features
-from posttrain.distill.teachers import find_teachers
+from posttrain.data.tokenizer import load_tokenizer
 from posttrain.runs.check_model import read_model
-from posttrain.stages.prepare_judged import judged_loss, prepare_judged
-from posttrain.stages.prepared import Inputs, Prepared
-from posttrain.stages.prompts import (
-    algorithm_of,
-    check_cache,
-    online_loss,
-    prepare_online,
-    prepare_rl,
-    refuse_completions,
-    rubric_of,
-)
-from posttrain.stages.sequences import prepare_sequences, sequence_loss
-from posttrain.stages.table import naming_stage, stage_names
+from posttrain.stages.prepared import Prepared
+from posttrain.stages.prompts import check_cache
+from posttrain.stages.table import STAGES, naming_stage, stage_names
 from posttrain.weights.locate import refuse_misspelt, tokenizer_name, unreachable
 
 
@@ -54,17 +31,17 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
         )
         for index, section in enumerate(config.stages):
             with naming_stage(config, index):
-                _check_offline(section, base_dir)
+                STAGES[section.kind].check_offline(section, base_dir)
         return prepared
     prepared.tokenizer = load_tokenizer(name).with_stop_tokens(config.model.stop_tokens)
     read_model(prepared, offline_ok=offline_ok)
     for index in range(len(config.stages)):
         with naming_stage(config, index):
-            _prepare_stage(prepared, index, prepared.tokenizer, offline_ok=offline_ok)
+            _prepare_stage(prepared, index, offline_ok=offline_ok)
     return prepared
 
 
-def _prepare_stage(prepared: Prepared, index: int, tokenizer: Tokenizer, *, offline_ok: bool) -> None:
+def _prepare_stage(prepared: Prepared, index: int, *, offline_ok: bool) -> None:
     """Add its inputs, or a note where they are on a hub that cannot be asked."""
     config, section, base_dir = prepared.config, prepared.config.stages[index], prepared.base_dir
     remote = [path for path in _dataset_paths(section, base_dir) if unreachable(path)]
@@ -73,47 +50,15 @@ def _prepare_stage(prepared: Prepared, index: int, tokenizer: Tokenizer, *, offl
     if offline_ok and remote:
         names = ", ".join(remote)
         prepared.notes.append(f"stages.{index}: not checked, no network: dataset {names}, if it is on the hub")
-        _check_offline(section, base_dir)
+        STAGES[section.kind].check_offline(section, base_dir)
         return
     if is_sampled(section):
         check_cache(section, config.mesh.row_shards or 1)
-    inputs, notes = _inputs_of(prepared, section, tokenizer)
+    inputs, notes = STAGES[section.kind].prepare(section, prepared)
     prepared.stages.append(inputs)
     prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
-
-
-def _inputs_of(prepared: Prepared, section: TrainSection, tokenizer: Tokenizer) -> tuple[Inputs, list[str]]:
-    if isinstance(section, PreferenceSection | RewardModelSection):
-        return prepare_judged(section, tokenizer, prepared)
-    if isinstance(section, OnlinePreferenceSection):
-        mixture = prepared.model is not None and bool(prepared.model.mixtures)
-        return prepare_online(section, tokenizer, prepared.base_dir, prepared.config.model, mixture=mixture), []
-    if isinstance(section, RLSection):
-        return prepare_rl(section, tokenizer, prepared.base_dir)
-    assert isinstance(section, SFTSection | DistillSection)
-    inputs, notes = prepare_sequences(section, tokenizer, prepared.base_dir)
-    if isinstance(section, DistillSection):
-        notes += check_features(section, inputs.teachers, prepared.model, prepared.base_dir)
-    return inputs, notes
 
 
 def _dataset_paths(section: TrainSection, base_dir: Path) -> list[str]:
     """Of those that are not found from here or from the configuration's folder."""
     return [dataset.path for dataset in section.all_datasets if find_path(dataset.path, base_dir) is None]
-
-
-def _check_offline(section: TrainSection, base_dir: Path) -> None:
-    """What can be said of a stage without its rows."""
-    if isinstance(section, SampledSection):
-        refuse_completions(section)
-        rubric_of(section, base_dir)
-    if isinstance(section, RLSection):
-        algorithm_of(section, base_dir)
-    elif isinstance(section, OnlinePreferenceSection):
-        online_loss(section, base_dir)
-    elif isinstance(section, SFTSection | DistillSection):
-        sequence_loss(section, base_dir)
-    elif isinstance(section, PreferenceSection | RewardModelSection):
-        judged_loss(section, base_dir)
-    if isinstance(section, DistillSection | RLSection):
-        find_teachers(section, None, base_dir)

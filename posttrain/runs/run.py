@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import DistillSection, RunConfig, is_sampled
+from posttrain.config import RunConfig, is_sampled
 from posttrain.config.yaml_file import diff_config, dump_config, load_config
 from posttrain.distill.teachers import training_devices
 from posttrain.errors import ConfigError
@@ -20,22 +20,13 @@ from posttrain.runs.code_identity import check_code, remember_code
 from posttrain.runs.prepare import prepare
 from posttrain.runs.summary import print_summary
 from posttrain.stages.context import StageRun
-from posttrain.stages.distill import run_distill
-from posttrain.stages.online_preference import run_online
-from posttrain.stages.pairs import JudgedInputs
-from posttrain.stages.preference import run_preference
-from posttrain.stages.prompts import OnlineInputs, RLInputs
-from posttrain.stages.reward_model import run_reward_model
-from posttrain.stages.rl import run_rl
-from posttrain.stages.sft import run_sft
-from posttrain.stages.table import row_notes, stage_names
+from posttrain.stages.table import STAGES, row_notes, stage_names
 from posttrain.tracking.console import console
 from posttrain.train.loop import Interrupted, stop_on_signals
 from posttrain.weights.load import load_model
 from posttrain.weights.locate import local_or_hub
 
 CONFIG_NAME = "config.yaml"
-RUN_JUDGED = {"preference": run_preference, "reward_model": run_reward_model}
 NO_EFFECT = ("output", "tensorboard")
 """Keys that may differ between the calls that make one run."""
 
@@ -95,16 +86,7 @@ def run(config: RunConfig, base_dir: Path) -> RunResult:
             if stop.requested:
                 raise Interrupted(f"stopped before {name}")
             console().rule(f"{name}: {inputs.section.num_steps} steps", align="left")
-            if isinstance(inputs, JudgedInputs):
-                RUN_JUDGED[inputs.section.kind](stage, inputs)
-            elif isinstance(inputs, OnlineInputs):
-                run_online(stage, inputs)
-            elif isinstance(inputs, RLInputs):
-                run_rl(stage, inputs)
-            elif isinstance(inputs.section, DistillSection):
-                run_distill(stage, inputs)
-            else:
-                run_sft(stage, inputs)
+            STAGES[inputs.section.kind].run(stage, inputs)
             gc.collect()  # a trainer and its programs form a cycle that holds the weights
     results = [json.loads((output / name / "result.json").read_text(encoding="utf-8")) for name in names]
     result = RunResult(output=output, stages=names, results=results)

@@ -19,12 +19,14 @@ from posttrain.data.tokenizer import Tokenizer
 from posttrain.distill.cache import CacheFolder, TeacherCache
 from posttrain.distill.cross_tokenizer.rows import Aligner
 from posttrain.distill.cross_tokenizer.teachers import aligned_tokenizer, theirs
-from posttrain.distill.targets import Taught
+from posttrain.distill.features import check_features
+from posttrain.distill.targets import TeacherTargets
 from posttrain.distill.teachers import (
     DEFAULT_TOP_K,
     OutsideTeacher,
     TeacherSource,
     computed_in,
+    find_teachers,
     load_teacher,
     num_ids,
     outside_teacher,
@@ -36,13 +38,37 @@ from posttrain.kernels.logits.divergence import Divergence
 from posttrain.kernels.logits.spans import packed
 from posttrain.mesh import row_shards
 from posttrain.models.decoder import Decoder
+from posttrain.stages import sequences
 from posttrain.stages.context import StageRun
 from posttrain.stages.distill_on_policy import MixedBatches, Samples
+from posttrain.stages.prepared import Prepared
 from posttrain.stages.sequences import SFTInputs
 from posttrain.stages.sft import evaluate_held_out, make_trainer, sequences_of, train_batches
 
 
-def run_distill(stage: StageRun, inputs: SFTInputs) -> None:
+def prepare(section: DistillSection, prepared: Prepared) -> tuple[SFTInputs, list[str]]:
+    """Load rows and teachers, and check `features` against the teachers. Also notes about both."""
+    inputs, notes = sequences.prepare(section, prepared)
+    return inputs, notes + check_features(section, inputs.teachers, prepared.model, prepared.base_dir)
+
+
+def check_offline(section: DistillSection, base_dir: Path) -> None:
+    """Check all that needs neither tokenizer nor rows."""
+    sequences.check_offline(section, base_dir)
+    find_teachers(section, None, base_dir)
+
+
+def describe(section: DistillSection, inputs: SFTInputs | None, shards: int) -> str:
+    """Summarise the stage in one line."""
+    names = ", ".join(teacher.path for teacher in section.teachers)
+    outside = [teacher.title for teacher in section.teachers if teacher.outside]
+    live = f"in the step{', but for ' + ', '.join(outside) if outside else ''}"
+    where = live if section.cache is None else f"from the cache {section.cache}"
+    own = f"; {section.on_policy:.0%} of the steps on the student's own samples" if section.on_policy else ""
+    return f"{sequences.describe(section, inputs, shards)}; taught by {names}, {where}{own}"
+
+
+def run(stage: StageRun, inputs: SFTInputs) -> None:
     """Train one stage of distillation to its end, from its newest checkpoint if there is one."""
     section = inputs.section
     assert isinstance(section, DistillSection)
@@ -70,14 +96,16 @@ def run_distill(stage: StageRun, inputs: SFTInputs) -> None:
             for source in inputs.teachers
         ]
     titles = [source.title for source in inputs.teachers]
-    taught = Taught(titles, section.teacher_column, caches, [teacher.top_k for teacher in outside], inputs.aligners)
+    taught = TeacherTargets(
+        titles, section.teacher_column, caches, [teacher.top_k for teacher in outside], inputs.aligners
+    )
     trainer = make_trainer(stage, inputs, terms=terms_of(section, inputs.aligners), teachers=teachers)
-    sequences = None if section.on_policy == 1 else sequences_of(stage, inputs, taught)
+    given = None if section.on_policy == 1 else sequences_of(stage, inputs, taught)
     with ExitStack() as closing:
-        batches: BatchStream | None = sequences
-        if sequences is not None and (outside or caches is not None):
+        batches: BatchStream | None = given
+        if given is not None and (outside or caches is not None):
             # A server answers, and a cache is decoded, while the step before runs.
-            batches = Ahead(sequences)
+            batches = Ahead(given)
             closing.callback(batches.close)
         samples = None
         if section.on_policy:
@@ -87,7 +115,7 @@ def run_distill(stage: StageRun, inputs: SFTInputs) -> None:
         assert batches is not None
 
         def evaluate_all() -> Record:
-            of_rows = {} if sequences is None else evaluate_held_out(trainer, inputs, taught)
+            of_rows = {} if given is None else evaluate_held_out(trainer, inputs, taught)
             return of_rows if samples is None else of_rows | samples.evaluate()
 
         seen = None if samples is None else samples.seen
@@ -137,7 +165,7 @@ def sources(inputs: SFTInputs) -> list[Source]:
 def cache_folders(
     inputs: SFTInputs, source: TeacherSource, model: ModelSection, tokenizer: Tokenizer, *, to_write: bool
 ) -> list[tuple[Source, CacheFolder]]:
-    """Of each dataset the folder of what a teacher says of it, named after the data. `model`: the student's."""
+    """Cache folder of each dataset for a teacher, named by a digest of the data. `model`: the student's."""
     section = inputs.section
     assert isinstance(section, DistillSection) and section.cache is not None
     folders = []

@@ -1,11 +1,12 @@
-"""What a configuration names: rows, and functions of users."""
+"""Inputs named in a configuration: dataset rows and Python objects."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import DatasetSection
+from posttrain.batch import rows_per_pass
+from posttrain.config import ComparedSection, DatasetSection, SequenceSection
 from posttrain.config.yaml_file import resolve_path
 from posttrain.data.chat import Renderer
 from posttrain.data.format import use_chat
@@ -46,3 +47,10 @@ def object_of(spec: str, base_dir: Path) -> object:
     if file.endswith(".py") and path_exists(file, base_dir):
         spec = f"{resolve_path(file, base_dir).resolve()}:{name}"
     return import_object(spec, base_dir=base_dir)
+
+
+def describe_rows(section: SequenceSection | ComparedSection, shards: int) -> str:
+    """Summarise the batches of an offline stage. `shards`: devices that share the rows of a forward pass."""
+    passes = -(-section.batch_rows // rows_per_pass(section.batch_rows, section.micro_batch_rows, shards))
+    rows = f"{section.batch_rows} x {section.row_tokens} tokens"
+    return f"{section.num_steps} steps of {rows} ({passes} micro-batches)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import jax
@@ -21,6 +22,7 @@ from posttrain.config import (
 )
 from posttrain.data.pairs import Units
 from posttrain.data.preference import is_paired
+from posttrain.data.sources import checked_rows, each_row
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.kernels.attention import serves_parents
 from posttrain.losses.kto import KTOLoss
@@ -28,6 +30,8 @@ from posttrain.losses.pairs import JudgedLoss, Needs
 from posttrain.losses.preference import KINDS, PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
 from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss
+from posttrain.stages.inputs import callable_of, describe_rows, rows_and_renderer
+from posttrain.stages.prepared import Prepared
 from posttrain.user_code import is_object_spec
 
 PREFERENCE_LOSSES: Mapping[str, tuple[type, Mapping[str, Any]]] = {
@@ -60,6 +64,49 @@ class JudgedInputs:
     eval_units: Units | None
     dropped_ratio: float
     """Share of the units that are left out."""
+
+
+def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared) -> tuple[JudgedInputs, list[str]]:
+    """The inputs, and a line for each dataset of which units are left out."""
+    loss = judged_loss(section, prepared.base_dir)
+    share_prompts = shares_prompts(section, loss.needs, prepared.config.model, mixture=prepared.mixture)
+    made, ratios, notes = [], [], []
+    for dataset in section.all_datasets:
+        found = rows_and_renderer(dataset, prepared.require_tokenizer(), prepared.base_dir)
+        units = units_of(section, dataset, *found, loss, share_prompts=share_prompts)
+        chosen = checked_rows(len(units))
+        ratio, lines = check_units(units, (unit is None for unit in each_row(units.rows, chosen, "rows", units)))
+        made.append(units)
+        ratios.append(ratio)
+        notes += lines
+    inputs = JudgedInputs(
+        section=section,
+        loss=loss,
+        units=made[0],
+        eval_units=made[1] if len(made) > 1 else None,
+        dropped_ratio=ratios[0],
+    )
+    return inputs, notes
+
+
+def judged_loss(section: PreferenceSection | RewardModelSection, base_dir: Path) -> Any:
+    loss = make_loss(section.loss, LOSSES[section.kind], lambda spec: callable_of(spec, "loss", base_dir))
+    if isinstance(section, PreferenceSection) and section.reference is not None and not loss.needs.reference:
+        raise ConfigError(
+            f"reference: {section.reference} has no effect: {type(loss).__name__} needs no reference; remove it"
+        )
+    return loss
+
+
+def check_offline(section: PreferenceSection | RewardModelSection, base_dir: Path) -> None:
+    """Check all that needs neither tokenizer nor rows."""
+    judged_loss(section, base_dir)
+
+
+def describe(section: PreferenceSection | RewardModelSection, inputs: JudgedInputs | None, shards: int) -> str:
+    """Summarise the stage in one line."""
+    rows = "" if inputs is None else f"{len(inputs.units.rows):,} dataset rows, {type(inputs.loss).__name__}, "
+    return rows + describe_rows(section, shards)
 
 
 def make_loss(

@@ -23,7 +23,7 @@ from posttrain.train.trainer import Trainer
 AddReference = Callable[[Batch], Batch]
 
 
-def run_preference(stage: StageRun, inputs: JudgedInputs) -> None:
+def run(stage: StageRun, inputs: JudgedInputs) -> None:
     """Train one preference stage to its end, from its newest checkpoint if there is one."""
     section = inputs.section
     trainer = make_trainer(stage, inputs, stage.load_model())

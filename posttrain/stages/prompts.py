@@ -22,7 +22,7 @@ from posttrain.data.chat import Renderer
 from posttrain.data.format import prompt_is_text, prompt_messages
 from posttrain.data.sources import Rows, each_row
 from posttrain.data.tokenizer import Tokenizer
-from posttrain.distill.teachers import TeacherSource, find_teachers
+from posttrain.distill.teachers import TeacherSource
 from posttrain.errors import ConfigError
 from posttrain.losses.preference import KINDS
 from posttrain.models.heads import CLASSIFIER
@@ -36,7 +36,7 @@ from posttrain.rl.types import Example
 from posttrain.rollout.blocks import BLOCK, least_cache
 from posttrain.stages.engine import EngineFactory, engine_of
 from posttrain.stages.inputs import callable_of, rows_and_renderer
-from posttrain.stages.pairs import PREFERENCE_LOSSES, make_loss, shares_prompts
+from posttrain.stages.pairs import PREFERENCE_LOSSES, make_loss
 from posttrain.user_code import describe_error
 from posttrain.weights.locate import local_or_hub, read_model_config
 
@@ -72,24 +72,7 @@ class OnlineInputs(Scored):
     share_prompts: bool
 
 
-def prepare_rl(section: RLSection, tokenizer: Tokenizer, base_dir: Path) -> tuple[RLInputs, list[str]]:
-    """The inputs, and notes of what teachers need."""
-    teachers, notes = find_teachers(section, tokenizer, base_dir)
-    scored = _prepare_scored(section, tokenizer, base_dir, shares_of(section))
-    algorithm = algorithm_of(section, base_dir)
-    return RLInputs(algorithm=algorithm, teachers=teachers, **vars(scored)), notes
-
-
-def prepare_online(
-    section: OnlinePreferenceSection, tokenizer: Tokenizer, base_dir: Path, model: ModelSection, *, mixture: bool
-) -> OnlineInputs:
-    """`mixture`: whether the model is one of experts."""
-    loss = online_loss(section, base_dir)
-    share = shares_prompts(section, loss.needs, model, mixture=mixture)
-    return OnlineInputs(loss=loss, share_prompts=share, **vars(_prepare_scored(section, tokenizer, base_dir, None)))
-
-
-def _prepare_scored(section: SampledSection, tokenizer: Tokenizer, base_dir: Path, shares: Shares | None) -> Scored:
+def prepare_scored(section: SampledSection, tokenizer: Tokenizer, base_dir: Path, shares: Shares | None) -> Scored:
     refuse_completions(section)
     check_token_ids({"sampling": section.sampling, "eval_sampling": section.eval_sampling}, tokenizer)
     room, answer = section.sequence_tokens, section.sampling.max_tokens
@@ -224,6 +207,12 @@ def check_cache(section: SampledSection | DistillSection, row_shards: int) -> No
 def _room(section: SampledSection | DistillSection, tokens: int) -> str:
     """What holds a sequence of so many tokens, in the words of the configuration."""
     return f"{'' if tokens == section.row_tokens else 'half of '}row_tokens={section.row_tokens}"
+
+
+def check_rewards(section: SampledSection, base_dir: Path) -> None:
+    """Check the rewards and the columns of an online stage without its rows."""
+    refuse_completions(section)
+    rubric_of(section, base_dir)
 
 
 def refuse_completions(section: SampledSection) -> None:

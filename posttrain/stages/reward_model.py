@@ -16,7 +16,7 @@ from posttrain.stages.preference import make_trainer
 from posttrain.weights.scalar_head import add_scalar_head
 
 
-def run_reward_model(stage: StageRun, inputs: JudgedInputs) -> None:
+def run(stage: StageRun, inputs: JudgedInputs) -> None:
     """Train one reward model to the end of its stage, from its newest checkpoint if there is one."""
     section = inputs.section
     trainer = make_trainer(stage, inputs, load_reward_model(stage))

@@ -2,77 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 from posttrain.cluster.scorers import FrozenModel
 from posttrain.config import RLSection
 from posttrain.data.pipeline import PromptBatches
-from posttrain.distill.teachers import OutsideTeacher, TeacherSource, load_teacher, outside_teacher
+from posttrain.distill.teachers import OutsideTeacher, TeacherSource, find_teachers, load_teacher, outside_teacher
 from posttrain.metrics import Timer
 from posttrain.rl.partial import PromptsAhead
 from posttrain.rl.sampler import resumable
 from posttrain.rl.step import StepResult, StepSettings, rl_step
-from posttrain.rl.teachers import Teaching, distances, shares_of
-from posttrain.rl.types import Example
+from posttrain.rl.teachers import TeacherKL, distances, shares_of
 from posttrain.stages.context import StageRun
-from posttrain.stages.prompts import RLInputs
-from posttrain.stages.sampled import Distances, PromptSource, SampledRun, make_trainer, train
+from posttrain.stages.online import describe_steps, make_trainer, open_rollouts, train
+from posttrain.stages.prepared import Prepared
+from posttrain.stages.prompts import RLInputs, algorithm_of, check_rewards, prepare_scored
 
 
-def run_rl(stage: StageRun, inputs: RLInputs) -> None:
+def prepare(section: RLSection, prepared: Prepared) -> tuple[RLInputs, list[str]]:
+    """Load prompts and rewards, and find the teachers. Also notes about the teachers."""
+    tokenizer, base_dir = prepared.require_tokenizer(), prepared.base_dir
+    teachers, notes = find_teachers(section, tokenizer, base_dir)
+    scored = prepare_scored(section, tokenizer, base_dir, shares_of(section))
+    algorithm = algorithm_of(section, base_dir)
+    return RLInputs(algorithm=algorithm, teachers=teachers, **vars(scored)), notes
+
+
+def check_offline(section: RLSection, base_dir: Path) -> None:
+    """Check all that needs neither tokenizer nor rows."""
+    check_rewards(section, base_dir)
+    algorithm_of(section, base_dir)
+    find_teachers(section, None, base_dir)
+
+
+def describe(section: RLSection, inputs: RLInputs | None, shards: int) -> str:
+    """Summarise the stage in one line."""
+    return describe_steps(section, inputs)
+
+
+def run(stage: StageRun, inputs: RLInputs) -> None:
     """Train one RL stage to its end, from its newest checkpoint if there is one."""
-    if not inputs.section.rewards:
+    section, algorithm = inputs.section, inputs.algorithm
+    if not section.rewards:
         stage = replace(stage, kind="rl_distill")
-    train(stage, _RLRun(stage, inputs))
+    trainer = make_trainer(stage, section, algorithm.loss)
+    teachers = _load_teachers(stage, inputs)
+    keep_reference = algorithm.loss.kl_coef > 0
+    rollouts = open_rollouts(stage, inputs, trainer, keep_reference=keep_reference, teachers=teachers)
+    cluster, sampler, rubric = rollouts.cluster, rollouts.sampler, inputs.rubric
+    prompts, settings = _prompts(inputs, stage.seed), _step_settings(section)
+    if section.prompts_ahead:
+        resumable(cluster.engine)
+
+    async def step(timer: Timer) -> StepResult:
+        examples_P = [inputs.examples[index] for index in next(prompts)]
+        result = await rl_step(cluster, algorithm, rubric, sampler, examples_P, settings, timer, prompts.left)
+        prompts.left = result.left
+        return result
+
+    measured = None
+    if settings.teaching is not None:
+        measured = partial(distances, teachers, shares=settings.teaching.shares, row_tokens=settings.row_tokens)
+    train(stage, rollouts, prompts, step, measured)
 
 
-class _RLRun(SampledRun):
-    """With an algorithm, and teachers where there are any."""
+def _prompts(inputs: RLInputs, seed: int) -> PromptsAhead:
+    """Prompts of each step, and the groups that the step before has left unfinished."""
+    section = inputs.section
+    one_by_one = PromptBatches(section.dataset, inputs.rows, prompts_per_step=1, seed=seed)
+    return PromptsAhead(one_by_one, inputs.examples, section.prompts_per_step + section.prompts_ahead)
 
-    def __init__(self, stage: StageRun, inputs: RLInputs):
-        section, loss = inputs.section, inputs.algorithm.loss
-        trainer = make_trainer(stage, section, loss)
-        self.teachers = _load_teachers(stage, inputs)
-        super().__init__(stage, inputs, trainer, keep_reference=loss.kl_coef > 0, teachers=self.teachers)
-        self.algorithm = inputs.algorithm
-        self.settings = StepSettings(
-            group_size=section.group_size,
-            row_tokens=section.row_tokens,
-            num_rows=section.step_rows,
-            recompute_old_logps=section.recompute_old_logps,
-            teaching=Teaching(coef=section.teacher_coef, shares=shares_of(section)) if section.teachers else None,
-            enough=section.prompts_per_step if section.prompts_ahead else None,
-        )
 
-    def new_prompts(self, seed: int) -> PromptSource:
-        section = self.scored.section
-        assert isinstance(section, RLSection)
-        if not section.prompts_ahead:
-            return super().new_prompts(seed)
-        resumable(self.engine)
-        one_by_one = PromptBatches(section.dataset, self.scored.rows, prompts_per_step=1, seed=seed)
-        return PromptsAhead(one_by_one, self.scored.examples, section.prompts_per_step + section.prompts_ahead)
-
-    def learn(self, examples_P: Sequence[Example], timer: Timer) -> Coroutine[Any, Any, StepResult]:
-        left = self.prompts.left if isinstance(self.prompts, PromptsAhead) else ()
-        return rl_step(
-            self.cluster, self.algorithm, self.scored.rubric, self.sampler, examples_P, self.settings, timer, left
-        )
-
-    def step(self, timer: Timer) -> StepResult:
-        outcome = super().step(timer)
-        if isinstance(self.prompts, PromptsAhead):
-            self.prompts.left = outcome.left
-        return outcome
-
-    def distances(self) -> Distances | None:
-        teaching = self.settings.teaching
-        if teaching is None:
-            return None
-        return partial(distances, self.teachers, shares=teaching.shares, row_tokens=self.settings.row_tokens)
+def _step_settings(section: RLSection) -> StepSettings:
+    return StepSettings(
+        group_size=section.group_size,
+        row_tokens=section.row_tokens,
+        num_rows=section.step_rows,
+        recompute_old_logps=section.recompute_old_logps,
+        teaching=TeacherKL(coef=section.teacher_coef, shares=shares_of(section)) if section.teachers else None,
+        enough=section.prompts_per_step if section.prompts_ahead else None,
+    )
 
 
 def _load_teachers(stage: StageRun, inputs: RLInputs) -> list[OutsideTeacher]:

@@ -11,15 +11,15 @@ from posttrain.config import DatasetSection, DistillSection, SFTSection
 from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import require_one, row_tokenizer
 from posttrain.data.sources import Rows, checked_rows, each_row
-from posttrain.data.tokenizer import Tokenizer
 from posttrain.distill.cross_tokenizer.rows import Aligner
 from posttrain.distill.cross_tokenizer.teachers import make_aligners
 from posttrain.distill.features import distill_loss
-from posttrain.distill.targets import Taught
+from posttrain.distill.targets import TeacherTargets
 from posttrain.distill.teachers import TeacherSource, find_teachers
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.losses.sft import DFTLoss, SFTLoss
-from posttrain.stages.inputs import callable_of, rows_and_renderer
+from posttrain.stages.inputs import callable_of, describe_rows, rows_and_renderer
+from posttrain.stages.prepared import Prepared
 from posttrain.stages.prompts import PromptInputs, prepare_prompts
 from posttrain.user_code import describe_error, is_object_spec
 
@@ -47,10 +47,9 @@ class SFTInputs:
     """Of a stage whose student samples."""
 
 
-def prepare_sequences(
-    section: SFTSection | DistillSection, tokenizer: Tokenizer, base_dir: Path
-) -> tuple[SFTInputs, list[str]]:
-    """The inputs, and a line for each dataset of which rows are left out, and what teachers need."""
+def prepare(section: SFTSection | DistillSection, prepared: Prepared) -> tuple[SFTInputs, list[str]]:
+    """Load rows, loss and teachers. Also a note for each dataset of which rows are dropped, and about the teachers."""
+    tokenizer, base_dir = prepared.require_tokenizer(), prepared.base_dir
     loss = sequence_loss(section, base_dir)
     teachers: list[TeacherSource] = []
     notes: list[str] = []
@@ -90,6 +89,19 @@ def prepare_sequences(
     return inputs, notes
 
 
+def check_offline(section: SFTSection | DistillSection, base_dir: Path) -> None:
+    """Check all that needs neither tokenizer nor rows."""
+    sequence_loss(section, base_dir)
+
+
+def describe(section: SFTSection | DistillSection, inputs: SFTInputs | None, shards: int) -> str:
+    """Summarise the stage in one line."""
+    rows = ""
+    if inputs is not None:
+        rows = f"{len(inputs.rows) + sum(len(more) for more, _ in inputs.mixed):,} dataset rows, "
+    return rows + describe_rows(section, shards)
+
+
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
     return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
 
@@ -103,7 +115,7 @@ def _check_sequences(
     """
     taught = None
     if isinstance(section, DistillSection):
-        taught = Taught([teacher.title for teacher in section.teachers], section.teacher_column, None)
+        taught = TeacherTargets([teacher.title for teacher in section.teachers], section.teacher_column, None)
     tokenize = row_tokenizer(section, dataset, rows, renderer, taught)
     chosen = checked_rows(len(rows))
     dropped = [made is None for made in each_row(rows, chosen, "rows", tokenize)].count(True)

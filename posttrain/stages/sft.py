@@ -9,7 +9,7 @@ from posttrain.config import DistillSection, SFTSection
 from posttrain.data.pipeline import SFTBatches
 from posttrain.data.prefetch import BatchStream
 from posttrain.distill.features import matching_of
-from posttrain.distill.targets import Taught
+from posttrain.distill.targets import TeacherTargets
 from posttrain.evaluation.sequences import Record, difference, evaluate, metrics_of, with_perplexities
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.losses.router import RouterLoss
@@ -21,7 +21,7 @@ from posttrain.train.optim import make_optimizer
 from posttrain.train.trainer import Trainer
 
 
-def run_sft(stage: StageRun, inputs: SFTInputs) -> None:
+def run(stage: StageRun, inputs: SFTInputs) -> None:
     """Train one SFT stage to its end, from its newest checkpoint if there is one."""
     section = inputs.section
     assert isinstance(section, SFTSection)
@@ -30,7 +30,7 @@ def run_sft(stage: StageRun, inputs: SFTInputs) -> None:
     train_sequences(stage, inputs, trainer, None)
 
 
-def evaluate_held_out(trainer: Trainer, inputs: SFTInputs, taught: Taught | None) -> Record:
+def evaluate_held_out(trainer: Trainer, inputs: SFTInputs, taught: TeacherTargets | None) -> Record:
     """Evaluate the stage's held-out rows."""
     assert inputs.eval_rows is not None and inputs.eval_renderer is not None
     return evaluate(trainer, inputs.section, inputs.eval_rows, inputs.eval_renderer, taught)
@@ -65,13 +65,13 @@ def make_trainer(
     )
 
 
-def train_sequences(stage: StageRun, inputs: SFTInputs, trainer: Trainer, taught: Taught | None) -> None:
+def train_sequences(stage: StageRun, inputs: SFTInputs, trainer: Trainer, taught: TeacherTargets | None) -> None:
     """All steps and evaluations of a stage, and its model. `taught`: what teachers say of the rows."""
     batches = sequences_of(stage, inputs, taught)
     train_batches(stage, inputs, trainer, batches, lambda: evaluate_held_out(trainer, inputs, taught))
 
 
-def sequences_of(stage: StageRun, inputs: SFTInputs, taught: Taught | None) -> SFTBatches:
+def sequences_of(stage: StageRun, inputs: SFTInputs, taught: TeacherTargets | None) -> SFTBatches:
     section = inputs.section
     return SFTBatches(section, inputs.rows, inputs.renderer, seed=stage.seed, mixed=inputs.mixed, taught=taught)
 

@@ -27,9 +27,9 @@ from posttrain.rl.sampler import Sampler, sampling_params
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runs.prepare import prepare
 from posttrain.stages.distill import cache_folders, terms_of
+from posttrain.stages.online import eval_sampling
 from posttrain.stages.prepared import Prepared
 from posttrain.stages.prompts import RLInputs
-from posttrain.stages.sampled import eval_sampling
 from posttrain.stages.sequences import SFTInputs
 from posttrain.train.optim import make_optimizer
 from posttrain.weights.load import init_model

@@ -15,7 +15,6 @@ from posttrain.errors import ConfigError
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.runs.prepare import prepare
 from posttrain.stages.prompts import OnlineInputs
-from posttrain.stages.table import rows_per_step
 from tests.stages.runs import INIT, lines, posttrain, rl_stage, steps, weights, write_run
 
 STAGE = "0-online_preference"
@@ -35,10 +34,10 @@ def inputs_of(folder: Path, *overrides: str) -> OnlineInputs:
 
 def test_fields(tmp_path: Path) -> None:
     inputs = inputs_of(tmp_path)
-    assert inputs.loss == PreferenceLoss() and inputs.max_prompt_tokens == 10 and rows_per_step(inputs.section) == 2
+    assert inputs.loss == PreferenceLoss() and inputs.max_prompt_tokens == 10 and inputs.section.step_rows == 2
     assert inputs_of(tmp_path, "loss={kind: ipo, beta: 0.3}").loss == PreferenceLoss(kinds=("ipo",), beta=0.3)
     assert inputs_of(tmp_path, "max_prompt_tokens=7").max_prompt_tokens == 7
-    assert rows_per_step(inputs_of(tmp_path, "prompts_per_step=3").section) == 3
+    assert inputs_of(tmp_path, "prompts_per_step=3").section.step_rows == 3
     assert [reward.weight for reward in inputs_of(tmp_path, "rewards.0.weight=0.5").rubric.rewards] == [0.5]
     assert inputs_of(tmp_path).share_prompts and not inputs_of(tmp_path, "share_prompts=false").share_prompts
     checked = posttrain("check", tmp_path / "run.yaml")
