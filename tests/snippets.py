@@ -17,6 +17,7 @@ from posttrain.runs.run import RunResult
 
 ROWS = [
     {"prompt": f"{n}+1=", "question": f"{n}+1=", "completion": str(n + 1), "answer": str(n + 1), "text": f"{n}+1"}
+    | {"chosen": str(n + 1), "rejected": str(n)}
     for n in range(8)
 ]
 
@@ -37,7 +38,7 @@ class Checked(ast.NodeTransformer):
         if name in ("load_model", "load_tokenizer") and node.args and isinstance(node.args[0], ast.Constant):
             node.args[0] = ast.Constant(str(self.model))
         for keyword in node.keywords:
-            if keyword.arg == "model" and isinstance(keyword.value, ast.Constant):
+            if keyword.arg in ("model", "teacher") and isinstance(keyword.value, ast.Constant):
                 keyword.value = ast.Constant(str(self.model))
         return node
 

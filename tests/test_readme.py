@@ -51,6 +51,7 @@ README_LINES = 150
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 CONFIG_LINES = 40
 LINK = re.compile(r"\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)|<(?:img|a)[^>]*?(?:src|href)=\"([^\"]+)\"")
+INLINE_CALL = re.compile(r"\| `(pt\.\w+\(.*?\))` \|")
 REMOTE = re.compile(r"[a-z][a-z0-9+.-]*:", re.I)
 
 
@@ -163,8 +164,8 @@ def output_folders() -> set[str]:
 
 
 def pip_command(words: Sequence[str]) -> None:
-    """`pip install`: files and extras that it names exist."""
-    assert words[1] == "install", words
+    """`pip install` or `wheel`: files and extras that it names exist."""
+    assert words[1] in ("install", "wheel"), words
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for before, word in itertools.pairwise(words):
         if before in ("-c", "-r"):
@@ -219,7 +220,7 @@ def check_command(words: Sequence[str]) -> None:
     words = [*itertools.takewhile(lambda word: word != ">", words)]
     while re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]
-    program = words[0].removeprefix("./").removeprefix(".venv/bin/")
+    program = re.sub(r"^(\./|\.venv/bin/|~/\w+/bin/)", "", words[0])
     assert program in FORMS, f"{shlex.join(words)}: a form that no test covers; there are {', '.join(FORMS)}"
     FORMS[program]([program, *words[1:]])
 
@@ -251,7 +252,9 @@ def test_python(document: Path, folder: Path, offline: None, monkeypatch: pytest
     lines: list[str] = []
     for block in own:
         lines += [""] * (block.line - len(lines)) + block.text.splitlines()
-    run_python("\n".join(lines), folder, document.name)
+    # What tables say in one line comes last: it needs what the blocks define.
+    cells = INLINE_CALL.findall(FENCE.sub("", document.read_text(encoding="utf-8")))
+    run_python("\n".join([*lines, *cells]), folder, document.name)
 
 
 @pytest.mark.parametrize("block", parameters(*YAML))
