@@ -262,11 +262,16 @@ def mesh_of(teacher: TeacherSection, teachers: Sequence[TeacherSection]) -> Mesh
 def training_devices(config: RunConfig) -> list[jax.Device]:
     """Devices that no teacher of any stage reserves. ConfigError if none is left."""
     devices = jax.devices()
+    return devices[: len(devices) - devices_of_teachers(config, len(devices))]
+
+
+def devices_of_teachers(config: RunConfig, num_devices: int) -> int:
+    """Number of devices that teachers of any stage have for themselves. ConfigError where none is left for training."""
     stages = [stage for stage in config.stages if isinstance(stage, DistillSection | RLSection)]
     taken = max((sum(map(_num_devices, stage.teachers)) for stage in stages), default=0)
-    if taken >= len(devices):
-        raise ConfigError(f"teachers: their meshes take {taken} devices, and there are {len(devices)}; leave some")
-    return devices[: len(devices) - taken]
+    if taken >= num_devices:
+        raise ConfigError(f"teachers: their meshes take {taken} devices, and there are {num_devices}; leave some")
+    return taken
 
 
 def _num_devices(teacher: TeacherSection) -> int:

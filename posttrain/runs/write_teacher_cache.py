@@ -32,6 +32,7 @@ from posttrain.tracking.console import console, progress_bar
 def write_caches(config: RunConfig, base_dir: Path) -> None:
     """Write what is missing of the caches of all stages. ConfigError where no stage has one."""
     prepared = prepare(config, base_dir, offline_ok=False)
+    config = prepared.config
     assert prepared.tokenizer is not None
     for note in prepared.notes:
         console().print(note, markup=False, soft_wrap=True)

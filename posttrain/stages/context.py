@@ -144,7 +144,7 @@ class StageRun:
             result["before"] = self.remember("before", held_out.evaluate)
             if trainer.step_number == 0:
                 sinks.write(0, held_out.metrics(result["before"]))
-        if trainer.step_number < section.num_steps:
+        if trainer.step_number < section.steps:
             # Of other weights, where the newest checkpoints were removed.
             self._file("after").unlink(missing_ok=True)
         run_steps(
@@ -152,17 +152,17 @@ class StageRun:
             step,
             data,
             origin=self.origin,
-            num_steps=section.num_steps,
+            num_steps=section.steps,
             checkpointer=checkpointer,
             sink=sinks,
-            learning_rate=make_schedule(section.optimizer, section.num_steps),
+            learning_rate=make_schedule(section.optimizer, section.steps),
             every=Every(checkpoint=section.checkpoint_every, evaluation=section.eval_every),
             evaluate=None if held_out is None else lambda: held_out.metrics(held_out.evaluate()),
             stop=self.stop,
         )
         if held_out is not None:
             result["after"] = self.remember("after", held_out.evaluate)
-            sinks.write(section.num_steps, held_out.metrics(result["after"]))
+            sinks.write(section.steps, held_out.metrics(result["after"]))
         return result
 
     @contextmanager

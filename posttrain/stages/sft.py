@@ -50,7 +50,7 @@ def make_trainer(
     return Trainer(
         model,
         inputs.loss,
-        make_optimizer(section.optimizer, section.num_steps),
+        make_optimizer(section.optimizer, section.steps),
         temperature=1.0,
         max_grad_norm=section.optimizer.max_grad_norm,
         micro_batch_rows=section.micro_batch_rows,
@@ -95,7 +95,7 @@ def train_batches(
         return {**with_perplexities(metrics), **dropped, **({} if seen is None else seen(metrics))}
 
     held_out = HeldOut(evaluate=evaluate_all, metrics=metrics_of)
-    with stage.opened(trainer, batches, section.num_steps) as (sinks, checkpointer):
+    with stage.opened(trainer, batches, section.steps) as (sinks, checkpointer):
         evaluation = held_out if section.eval_dataset is not None else None
         result = stage.train(trainer, step, batches, sinks, checkpointer, section, evaluation)
     if result:
