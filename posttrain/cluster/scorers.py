@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Float
 
-from posttrain.batch import Batch, TopK, of_teacher, rows_per_pass
+from posttrain.batch import Batch, TopK, rows_per_pass, teacher_batch
 from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.kernels.logits.top_k import top_k
 from posttrain.mesh import BATCH_SPEC, row_shards
@@ -157,5 +157,5 @@ def teacher_logps(teachers: Sequence[Scorer], batch: Batch) -> Float[np.ndarray,
     for number, (share, teacher) in enumerate(zip(shares, teachers, strict=True)):
         if share.any():
             # One that has no say may say anything.
-            total += np.where(share > 0, share * teacher.logps(of_teacher(batch, number)), 0.0)
+            total += np.where(share > 0, share * teacher.logps(teacher_batch(batch, number)), 0.0)
     return total

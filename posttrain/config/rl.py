@@ -60,8 +60,19 @@ class RewardSection(Section):
     weight: float = 1.0
     args: dict[str, Any] = {}
     """More keyword arguments for the function."""
+    name: Text | None = None
+    """In metrics and messages; by default the function's own. The same function twice needs two names."""
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds for one call; after that samples are scored one by one, and who takes as long again has no reward."""
+    """Seconds that a step waits for the function. A call on all samples that fails or takes over half of it is made
+    anew for each sample alone, so that only samples at fault have no value; what still runs at the end is killed."""
+    on_error: Literal["drop"] | float = "drop"
+    """Value of a sample on which the function raises, ends its process, takes too long or returns no finite number.
+    `drop`: the sample has no reward and is left out of its group. A number, such as 0, also punishes a policy that
+    provokes errors."""
+    isolate: Literal["auto", "process", "thread"] = "auto"
+    """`process`: the function runs in a child process, without access to the devices and with its own module state,
+    which a hang or a crash cannot harm; it must be named as `file.py:function` or `module:function`. `thread`: in this
+    process, where nothing can be killed. `auto`: a process where the function is named, else a thread."""
 
     @model_validator(mode="after")
     def _one(self) -> RewardSection:
@@ -71,6 +82,10 @@ class RewardSection(Section):
             raise ValueError(f"reduce={self.reduce} has no effect on a function; it is of a reward model (model)")
         if self.model is not None and self.args:
             raise ValueError("args are of a function; a reward model (model) takes none")
+        if self.model is not None and (self.timeout_s != 60.0 or self.isolate != "auto"):
+            raise ValueError("timeout_s and isolate are of a function; a reward model (model) runs on the devices")
+        if self.isolate == "process" and not isinstance(self.fn, str):
+            raise ValueError("isolate: process needs a function that a child can import; name it as file.py:function")
         return self
 
 
@@ -184,8 +199,10 @@ class SampledSection(TrainSection):
     group_size: PositiveInt = 8
     """Samples of one prompt, which are compared with each other; RL without rewards is content with one."""
     max_prompt_tokens: PositiveInt | None = None
-    """Longer prompts are an error that names the row; by default what `sampling.max_tokens` leaves of a row, in online
-    preference of half a row."""
+    """Maximum prompt length in tokens; by default what `sampling.max_tokens` leaves of a row, in online preference of
+    half a row."""
+    overlong: Literal["drop", "error"] = "error"
+    """Prompts longer than `max_prompt_tokens`: leave their rows out, or refuse the dataset and name the rows."""
     sampling: SamplingSection = SamplingSection()
     """How completions are drawn."""
     eval_sampling: SamplingSection | None = None
@@ -337,8 +354,8 @@ class RLSection(SampledSection):
         if others and not self.weighs_samples:
             raise ValueError(
                 f"importance_sampling.{', '.join(sorted(others))} without effect: apply={given.apply} and samples of "
-                f"{'another' if self.samples_off_policy else 'the same'} policy have no importance weights; remove it, "
-                "or use apply: always"
+                f"{'another policy' if self.samples_off_policy else 'the trained policy'} have no importance weights; "
+                "remove it, or use apply: always"
             )
         return self
 

@@ -47,7 +47,7 @@ class Sampler:
 
     def ask(self, example: Example, step: int, prompt_number: int, sample: int) -> Asked:
         """ConfigError for a prompt that is too long."""
-        prompt = self.renderer.prompt(example.messages)
+        prompt = list(example.prompt_tokens)
         if len(prompt) > self.max_prompt_tokens:
             raise ConfigError(
                 f"row {example.index}: its prompt has {len(prompt)} tokens, more than max_prompt_tokens="

@@ -20,8 +20,8 @@ class Example:
     """Position in the dataset."""
     row: Mapping[str, Any]
     messages: Sequence[Message]
-    length: int
-    """Tokens of the prompt."""
+    prompt_tokens: Sequence[int]
+    """`messages` as the stage's renderer tokenises them."""
     plain: bool
     """The dataset's prompt is a string; reward functions then get completions as strings, else as message lists."""
 
@@ -86,6 +86,8 @@ class Rewards:
     """What the functions gave to `log_metric`, averaged, as `rewards/<function>/<name>`."""
     extras: Mapping[str, Sequence[Any]]
     """What the functions gave to `log_extra`: a column of the samples table, in order (p, g)."""
+    notes: Sequence[str] = ()
+    """Lines for the user on what made scoring slower."""
 
 
 RewardFunction = Callable[..., Any]

@@ -91,8 +91,8 @@ def test_an_update_with_a_quantised_sampler(kind: RolloutQuantize, caplog: pytes
     with caplog.at_level("INFO", "posttrain.weights"):
         world = quantized_world(kind)
     (told,) = (record.getMessage() for record in caplog.records)
-    assert f"its matrices stored in {kind}; products are in float32" in told
-    assert ("cpu has no fp8 here and emulates it" in told) == (kind == "fp8")
+    assert f"its matrices stored in {kind} and dequantized per layer for products in float32" in told
+    assert ("cpu has no native fp8 and emulates it" in told) == (kind == "fp8")
     weights = ModelWeights(world.trainer.model)
     matrices = sum(
         array.nbytes for path, array in weights.read().items() if re.search(r"(attention|mlp)\.\w+\.k", path)

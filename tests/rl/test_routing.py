@@ -23,12 +23,11 @@ from posttrain.rl.assemble import assemble
 from posttrain.rl.rewards import Reward, Rubric
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.step import StepResult, StepSettings, rl_step
-from posttrain.rl.types import Example
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runtime.run_async import run_async
 from posttrain.train.trainer import Trainer
 from tests.mixtures import mixture_config, mixture_model
-from tests.rl.helpers import trajectory
+from tests.rl.helpers import example, trajectory
 
 GROUP, NEW, ROW = 4, 10, 20
 
@@ -60,10 +59,7 @@ class World:
         )
         self.cluster = Cluster(trainer, engine, keep_reference=True)
         prompts = ("1+1=", "2*", "a long", "xyz")
-        examples = [
-            Example(index=i, row={"prompt": p}, messages=[{"role": "user", "content": p}], length=len(p), plain=True)
-            for i, p in enumerate(prompts)
-        ]
+        examples = [example(i, p) for i, p in enumerate(prompts)]
         sampler = Sampler(
             engine=engine,
             renderer=Renderer(tokenizer, False),

@@ -14,8 +14,8 @@ from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.rl.sampler import Aborted, Sampler, Unfinished, collect, collect_some, due_groups, resumable
-from posttrain.rl.types import Example
 from posttrain.rollout.engine import NativeEngine
+from tests.rl.helpers import example
 from tests.tiny import tiny_model
 
 NEW, GROUP = 24, 2
@@ -41,14 +41,13 @@ def sampler() -> Sampler:
     )
 
 
-def example(index: int) -> Example:
-    text = "ab" * (index + 1)
-    return Example(index=index, row={}, messages=[{"role": "user", "content": text}], length=len(text), plain=True)
+def numbered(index: int) -> Example:
+    return example(index, "ab" * (index + 1))
 
 
 def test_samples_that_are_left_go_on_at_a_later_step(sampler: Sampler) -> None:
     """Of six groups three are enough; the others come later, with the tokens that they would have had at once."""
-    examples = [example(i) for i in range(6)]
+    examples = [numbered(i) for i in range(6)]
     expected = asyncio.run(collect(sampler, examples, GROUP, 0))
     engine = sampler.engine
     assert isinstance(engine, NativeEngine)
@@ -92,7 +91,7 @@ def test_no_group_waits_longer_than_the_bound(max_staleness: int) -> None:
 
 def test_a_step_waits_for_the_groups_that_are_due(sampler: Sampler) -> None:
     """The slowest group, left at step 0, is returned by the step that the bound names; before, the first that ends."""
-    examples = [example(i) for i in range(6)]
+    examples = [numbered(i) for i in range(6)]
 
     async def steps() -> None:
         groups = await collect(sampler, examples, GROUP, 0)
@@ -112,7 +111,7 @@ def test_an_aborted_sample_is_no_answer(sampler: Sampler) -> None:
     assert isinstance(engine, NativeEngine)
 
     async def abort_all() -> None:
-        groups = asyncio.ensure_future(collect(sampler, [example(0)], GROUP, 0))
+        groups = asyncio.ensure_future(collect(sampler, [numbered(0)], GROUP, 0))
         while engine.num_free == engine.slots:
             await asyncio.sleep(0)
         assert engine.abort() == GROUP
@@ -131,5 +130,14 @@ def test_an_engine_that_cannot_go_on(sampler: Sampler) -> None:
         def close(self) -> None: ...
 
     with pytest.raises(ConfigError, match="prompts_ahead: Plain has no generate_some"):
-        asyncio.run(collect_some(replace(sampler, engine=Plain()), [example(0)], GROUP, 0, enough=1, max_staleness=1))
+        asyncio.run(collect_some(replace(sampler, engine=Plain()), [numbered(0)], GROUP, 0, enough=1, max_staleness=1))
     assert resumable(sampler.engine) is sampler.engine
+
+
+def test_a_prompt_is_tokenised_once(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its samples begin with the example's tokens."""
+    asked = sampler.ask(numbered(2), 0, 0, 0)
+    assert asked.prompt == sampler.renderer.prompt(numbered(2).messages)
+    monkeypatch.setattr(Renderer, "prompt", None)
+    (group,) = asyncio.run(collect(sampler, [numbered(2)], GROUP, 0))
+    assert all(sample.tokens[: len(asked.prompt)] == list(asked.prompt) for sample in group)

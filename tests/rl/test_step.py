@@ -33,6 +33,7 @@ from posttrain.runtime.run_async import run_async
 from posttrain.train.optim import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.lora import attach_lora
+from tests.rl.helpers import example
 from tests.tiny import WINDOW, shake, tiny_model
 
 GROUP, NEW, ROW = 4, 8, 16
@@ -102,10 +103,7 @@ class World:
 
 
 def examples(prompts: Sequence[str]) -> list[Example]:
-    return [
-        Example(index=i, row={"prompt": p}, messages=[{"role": "user", "content": p}], length=len(p), plain=True)
-        for i, p in enumerate(prompts)
-    ]
+    return [example(i, p) for i, p in enumerate(prompts)]
 
 
 @pytest.mark.parametrize("lora", [False, True])

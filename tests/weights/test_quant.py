@@ -77,7 +77,7 @@ def test_error_size_and_the_numbers_of_qwix(kind: Quantize) -> None:
 def test_tiles() -> None:
     assert [tile_size("nf4", size) for size in (4096, 11008, 896, 48, 172, 20)] == [64, 64, 64, 48, 86, 20]
     assert tile_size("int8", 35) == 35
-    with pytest.raises(ConfigError, match="quantize=nf4: a matrix has 35 inputs, not an even number; use int8 or fp8"):
+    with pytest.raises(ConfigError, match="quantize=nf4: a matrix has an odd number of inputs, 35; use int8 or fp8"):
         tile_size("nf4", 35)
 
 
