@@ -149,7 +149,7 @@ def train(
         rollouts.cluster.sync_weights()
         watch = RewardWatch(min(MAX_STEPS_WITHOUT_REWARD, section.steps))
 
-        left_out = 1 - len(inputs.examples) / len(inputs.rows)
+        left_out = (len(inputs.rows) - len(inputs.examples)) / len(inputs.rows)
         dropped = {} if section.overlong == "error" else {"data/dropped_ratio": left_out}
 
         def one_step() -> Mapping[str, Any]:
