@@ -39,6 +39,7 @@ from posttrain.kernels.logits.divergence import Divergence
 from posttrain.kernels.logits.spans import packed
 from posttrain.mesh import row_shards
 from posttrain.models.decoder import Decoder
+from posttrain.rl.guards import sampler_disagrees
 from posttrain.stages import sequences
 from posttrain.stages.context import StageRun
 from posttrain.stages.distill_on_policy import MixedBatches, Samples
@@ -109,7 +110,8 @@ def run(stage: StageRun, inputs: SFTInputs) -> None:
     taught = TeacherTargets(
         titles, section.teacher_column, caches, [teacher.top_k for teacher in outside], inputs.aligners
     )
-    trainer = make_trainer(stage, inputs, terms=terms_of(section, inputs.aligners), teachers=teachers)
+    refuse = None if section.sampling is None else sampler_disagrees
+    trainer = make_trainer(stage, inputs, terms=terms_of(section, inputs.aligners), teachers=teachers, refuse=refuse)
     given = None if section.on_policy == 1 else sequences_of(stage, inputs, taught)
     with ExitStack() as closing:
         batches: MeasuredStream | None = None

@@ -17,11 +17,12 @@ from posttrain.distill.targets import TeacherTargets
 from posttrain.errors import RunError
 from posttrain.evaluation.rollouts import evaluate
 from posttrain.mesh import row_shards
-from posttrain.metrics import Metrics, to_host
+from posttrain.metrics import Metrics
 from posttrain.rl.assemble import assemble
+from posttrain.rl.guards import LIMITS, check_agreement
 from posttrain.rl.rewards import Rubric
 from posttrain.rl.sampler import Sampler, collect
-from posttrain.rl.step import LOGP_DIFFERENCE, check_agreement, sample_metrics
+from posttrain.rl.step import sample_metrics
 from posttrain.rl.teachers import distances, merged_distances, shares_of
 from posttrain.runtime.run_async import run_async
 from posttrain.stages.context import StageRun
@@ -98,10 +99,9 @@ class Samples:
 
     def seen(self, metrics: Metrics) -> Mapping[str, float]:
         """Sample metrics of an on-policy step, else none. RunError where sampler and trainer disagree."""
-        found = {name: value for name, value in metrics.items() if name == LOGP_DIFFERENCE}
-        if not found:
+        if not LIMITS.keys() <= metrics.keys():
             return {}
-        check_agreement({**to_host(found), **self._said}, self._trainer.step_number)
+        check_agreement(metrics, self._trainer.step_number)
         return self._said
 
     def evaluate(self) -> dict[str, float]:

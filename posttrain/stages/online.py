@@ -20,10 +20,11 @@ from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.losses.router import RouterLoss
 from posttrain.mesh import row_shards
 from posttrain.metrics import Sample, Timer, tables, to_host
+from posttrain.rl.guards import check_agreement, sampler_disagrees
 from posttrain.rl.reward_model import ModelReward
 from posttrain.rl.rewards import error_lines
 from posttrain.rl.sampler import Sampler
-from posttrain.rl.step import RewardWatch, StepResult, check_agreement
+from posttrain.rl.step import RewardWatch, StepResult
 from posttrain.rl.types import Group, Rewards
 from posttrain.runtime.run_async import run_async
 from posttrain.stages.context import HeldOut, StageRun
@@ -122,6 +123,7 @@ def make_trainer(stage: StageRun, section: SampledSection, loss: TokenLoss, term
         router_loss=RouterLoss(balance_coef=section.router.balance_coef, z_coef=section.router.z_coef),
         correction_rate=section.router.correction_rate,
         terms=terms,
+        refuse=sampler_disagrees,
     )
 
 
@@ -160,8 +162,8 @@ def train(
             watch.see(number, outcome.rewards)
             if number % section.samples_every == 0 or number == 1:
                 sinks.samples(number, step_samples(outcome, section.group_size))
+            check_agreement(outcome.metrics, number)
             metrics = to_host(outcome.metrics)
-            check_agreement(metrics, number)
             timed = {**engine_metrics(rollouts.cluster.engine), **timer.metrics()}
             return {**metrics, **dropped, **timed, **tables(outcome.metrics)}
 

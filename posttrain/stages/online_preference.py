@@ -38,6 +38,11 @@ def describe(section: OnlinePreferenceSection, inputs: OnlineInputs | None, shar
 
 def run(stage: StageRun, inputs: OnlineInputs) -> None:
     """Train one stage to its end, from its newest checkpoint if there is one."""
+    with inputs.rubric.running():
+        _run(stage, inputs)
+
+
+def _run(stage: StageRun, inputs: OnlineInputs) -> None:
     section = inputs.section
     terms = Terms(squares=inputs.loss.needs.squares)
     trainer = make_trainer(stage, section, OnlineLoss(pairs=inputs.loss), terms)

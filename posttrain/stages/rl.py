@@ -43,6 +43,11 @@ def describe(section: RLSection, inputs: RLInputs | None, shards: int) -> str:
 
 def run(stage: StageRun, inputs: RLInputs) -> None:
     """Train one RL stage to its end, from its newest checkpoint if there is one."""
+    with inputs.rubric.running():
+        _run(stage, inputs)
+
+
+def _run(stage: StageRun, inputs: RLInputs) -> None:
     section, algorithm = inputs.section, inputs.algorithm
     if not section.rewards:
         stage = replace(stage, kind="rl_distill")
@@ -79,9 +84,11 @@ def _step_settings(section: RLSection) -> StepSettings:
         group_size=section.group_size,
         row_tokens=section.row_tokens,
         num_rows=section.step_rows,
-        recompute_old_logps=section.recompute_old_logps,
+        old_logps=section.old_logps,
+        zero_advantage=section.zero_advantage,
         teaching=TeacherKL(coef=section.teacher_coef, shares=shares_of(section)) if section.teachers else None,
         enough=section.prompts_per_step if section.prompts_ahead else None,
+        max_staleness=section.max_staleness,
     )
 
 

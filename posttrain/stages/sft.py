@@ -18,7 +18,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.stages.context import HeldOut, StageRun
 from posttrain.stages.sequences import SFTInputs
 from posttrain.train.optim import make_optimizer
-from posttrain.train.trainer import Trainer
+from posttrain.train.trainer import Refuse, Trainer
 
 
 def run(stage: StageRun, inputs: SFTInputs) -> None:
@@ -43,8 +43,9 @@ def make_trainer(
     terms: Terms,
     teachers: Sequence[Decoder] = (),
     noise_alpha: float = 0.0,
+    refuse: Refuse | None = None,
 ) -> Trainer:
-    """Of a stage that trains on given sequences."""
+    """Trainer of a stage whose loss is on sequences. `refuse`: a veto on updates, see `Trainer`."""
     section, model = inputs.section, stage.load_model()
     features = section.features if isinstance(section, DistillSection) else None
     return Trainer(
@@ -62,6 +63,7 @@ def make_trainer(
         teachers=teachers,
         matching=None if features is None else matching_of(features, model.config, teachers[0].config, stage.seed),
         noise_alpha=noise_alpha,
+        refuse=refuse,
     )
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
 
 from posttrain.config import SamplingSection
-from posttrain.data.chat import Message, Renderer
+from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
-from posttrain.rl.sampler import Aborted, Sampler, collect, collect_some, resumable
-from posttrain.rl.types import Example, SingleTurn
+from posttrain.rl.sampler import Aborted, Sampler, Unfinished, collect, collect_some, due_groups, resumable
 from posttrain.rollout.engine import NativeEngine
 from tests.rl.helpers import example
 from tests.tiny import tiny_model
@@ -53,19 +53,55 @@ def test_samples_that_are_left_go_on_at_a_later_step(sampler: Sampler) -> None:
     assert isinstance(engine, NativeEngine)
 
     async def steps() -> None:
-        early, left = await collect_some(sampler, examples, GROUP, 0, enough=3)
+        early, left = await collect_some(sampler, examples, GROUP, 0, enough=3, max_staleness=1)
         assert len(early) == len(left) == 3 and engine.num_free == engine.slots
         stops = {begun.stop for group in left for begun in group.completions.values()}
         assert "abort" in stops
-        again = await collect_some(sampler, examples, GROUP, 0, enough=3)
+        again = await collect_some(sampler, examples, GROUP, 0, enough=3, max_staleness=1)
         assert again == (early, left), "it does not depend on what was sampled before"
         engine.update_weights(engine._loaded.source.model, 1)
-        late, none = await collect_some(sampler, [], GROUP, 1, enough=6, carried=left)
+        late, none = await collect_some(sampler, [], GROUP, 1, enough=6, max_staleness=1, carried=left)
         assert none == []
         by_index = {group[0].example.index: group for group in [*early, *late]}
         assert [[t.tokens for t in by_index[i]] for i in range(6)] == [[t.tokens for t in group] for group in expected]
         versions = {version for group in late for t in group for version in t.versions}
         assert versions == {-1, 0, 1}
+
+    asyncio.run(steps())
+
+
+@pytest.mark.parametrize("max_staleness", [1, 3])
+def test_no_group_waits_longer_than_the_bound(max_staleness: int) -> None:
+    """Steps that return two groups of all that are begun, of which an adversary finishes the newest that it may."""
+    waiting: list[int] = []
+    waited = []
+    for step in range(30):
+        waiting += [step] * (2 * (1 + max_staleness) - len(waiting))
+        due = due_groups(waiting, step, 2, max_staleness)
+        allowed = [
+            pair
+            for pair in combinations(range(len(waiting)), 2)
+            if all(sum(i < oldest for i in pair) >= least for oldest, least in due)
+        ]
+        whole = max(allowed)
+        waited += [step - waiting[i] for i in whole]
+        waiting = [begun for i, begun in enumerate(waiting) if i not in whole]
+    assert max(waited) == max_staleness and min(waited) == 0
+
+
+def test_a_step_waits_for_the_groups_that_are_due(sampler: Sampler) -> None:
+    """The slowest group, left at step 0, is returned by the step that the bound names; before, the first that ends."""
+    examples = [numbered(i) for i in range(6)]
+
+    async def steps() -> None:
+        groups = await collect(sampler, examples, GROUP, 0)
+        longest = [max(t.num_sampled for t in group) for group in groups]
+        slow = max(range(6), key=longest.__getitem__)
+        left = [Unfinished(example=examples[slow], step=0, prompt=slow)]
+        for max_staleness, due in ((2, False), (1, True)):
+            new = [one for one in examples if one.index != slow]
+            found, _ = await collect_some(sampler, new, GROUP, 1, enough=1, max_staleness=max_staleness, carried=left)
+            assert [group[0].example.index == slow for group in found] == [due]
 
     asyncio.run(steps())
 
@@ -94,21 +130,14 @@ def test_an_engine_that_cannot_go_on(sampler: Sampler) -> None:
         def close(self) -> None: ...
 
     with pytest.raises(ConfigError, match="prompts_ahead: Plain has no generate_some"):
-        asyncio.run(collect_some(replace(sampler, engine=Plain()), [numbered(0)], GROUP, 0, enough=1))
+        asyncio.run(collect_some(replace(sampler, engine=Plain()), [numbered(0)], GROUP, 0, enough=1, max_staleness=1))
     assert resumable(sampler.engine) is sampler.engine
 
 
 def test_a_prompt_is_tokenised_once(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its samples begin with the example's tokens; only an environment that begins otherwise is rendered."""
+    """Its samples begin with the example's tokens."""
     asked = sampler.ask(numbered(2), 0, 0, 0)
     assert asked.prompt == sampler.renderer.prompt(numbered(2).messages)
-
-    class Other(SingleTurn):
-        def start(self) -> list[Message]:
-            return [{"role": "user", "content": "xyz"}]
-
-    other = replace(sampler, make_env=Other).ask(numbered(2), 0, 0, 0)
-    assert list(other.prompt) == sampler.renderer.prompt([{"role": "user", "content": "xyz"}])
     monkeypatch.setattr(Renderer, "prompt", None)
     (group,) = asyncio.run(collect(sampler, [numbered(2)], GROUP, 0))
     assert all(sample.tokens[: len(asked.prompt)] == list(asked.prompt) for sample in group)

@@ -34,7 +34,7 @@ def test_each_program_compiles_once_and_the_first_update_is_on_policy(tmp_path: 
         rl_stage(
             num_steps=6,
             kl_coef=0.1,
-            recompute_old_logps=True,
+            old_logps="trainer",
             eval_dataset=held_out,
             eval_every=2,
             max_prompt_tokens=5,
