@@ -198,5 +198,5 @@ def test_a_ratio_of_equal_weights_is_a_mean():
     np.testing.assert_allclose((ratio.mean, ratio.low, ratio.p_value), (plain.mean, plain.low, plain.p_value))
     assert paired_ratio_difference(values, values, np.ones(20)).p_value == 1.0
     for totals, weights in [([1.0, 2.0], [1.0]), ([1.0], [0.0]), ([1.0], [-1.0])]:
-        with pytest.raises(ValueError, match="must be as many"):
+        with pytest.raises(ValueError, match="must have equal lengths"):
             ratio_interval(totals, weights)

@@ -31,7 +31,7 @@ class OnlineLoss:
     """A loss on pairs, and beside its metrics how far the policy is from its sampler and from the reference."""
 
     pairs: Any
-    """A `JudgedLoss` on pairs and a reference."""
+    """A `PairLoss` on pairs and a reference."""
 
     @property
     def needs_whole_batch(self) -> bool:
@@ -99,7 +99,7 @@ async def online_step(
     )
     with timer("logps"), progress_bar(f"step {step + 1}: log-probabilities", closing=False):
         batch = replace(batch, ref_logps=cluster.logps(Role.REFERENCE, batch))
-    metrics: Metrics = update(cluster, batch, timer)
+    metrics: Metrics = update(cluster, batch, timer, learns=bool(pairs))
     metrics |= {"frac_ties": 1 - len(pairs) / len(groups_P)}
     metrics |= rollout_metrics(groups_P, rewards, step)
     return StepResult(

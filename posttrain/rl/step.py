@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 
 from posttrain.batch import Batch
 from posttrain.cluster.cluster import Cluster, Role
+from posttrain.config.rl import OldLogps, ZeroAdvantage
 from posttrain.errors import RunError
 from posttrain.metrics import Metrics, Timer
 from posttrain.rl.algorithms import Algorithm
@@ -23,10 +24,8 @@ from posttrain.statistics import standard_error
 from posttrain.tracking.console import progress_bar
 from posttrain.tree import replace
 
-LOGP_DIFFERENCE = "sampling/logp_difference/mean"
-MAX_LOGP_DIFFERENCE = 0.1
-"""Nats per token. One model in float32 differs by 1e-6, in bfloat16 by 5e-3; a sampler of 260,000 parameters in int8 by
-0.02, in fp8 by 0.06."""
+ROUNDING = 1e-6
+"""Advantages up to this share of the largest reward are 0: a mean of equal rewards may be rounded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +41,16 @@ class RowSettings:
 class StepSettings(RowSettings):
     """What `rl_step` needs beside the objects."""
 
-    recompute_old_logps: bool
+    old_logps: OldLogps = "self"
+    """Source of the proximal log-probabilities, see `RLSection`."""
+    zero_advantage: ZeroAdvantage = "skip"
+    """Do without an update in a step whose advantages are all 0, see `RLSection`."""
     teaching: TeacherKL | None = None
     enough: int | None = None
     """Groups that a step learns from, where it leaves those that take longer to later ones; None: all that it
     begins."""
+    max_staleness: int = 0
+    """With `enough`: the most steps between the begin of a group and the step that learns from it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,36 +82,24 @@ async def rl_step(
     `carried`: what the step before has `left`.
     """
     step = cluster.actor.step_number
-    title = f"step {step + 1}"
-    left: list[Unfinished] = []
-    if settings.enough is None:
-        groups_P = await sample(sampler, examples_P, settings.group_size, step, timer)
-    else:
-        with timer("rollout"), progress_bar(f"{title}: sampling", closing=False):
-            groups_P, left = await collect_some(
-                sampler, examples_P, settings.group_size, step, enough=settings.enough, carried=carried
-            )
+    groups_P, left = await sample_some(sampler, examples_P, settings, step, timer, carried)
     rewards = await score(rubric, groups_P, step, timer)
     kept_P, rewards_PG = algorithm.keep(groups_P, rewards.total_PG)
     advantages_PG = algorithm.advantage(rewards_PG)
     batch = assemble(
         kept_P,
         advantages_PG,
-        ~np.isnan(rewards_PG),
+        ~np.isnan(rewards_PG) & ~np.isnan(advantages_PG),
         row_tokens=settings.row_tokens,
         num_rows=settings.num_rows,
         shares=None if settings.teaching is None else settings.teaching.shares,
+        version=None if settings.enough is None else step,
     )
-    taught: Metrics = {}
-    with timer("logps"), progress_bar(f"{title}: log-probabilities", closing=False):
-        if algorithm.loss.kl_coef:
-            batch = replace(batch, ref_logps=cluster.logps(Role.REFERENCE, batch))
-        if settings.recompute_old_logps:
-            batch = replace(batch, old_logps=cluster.logps(Role.ACTOR, batch))
-        if settings.teaching is not None:
-            batch, taught = add_teachers(batch, cluster.logps(Role.TEACHER, batch), settings.teaching.coef)
-    metrics = update(cluster, batch, timer)
+    batch, taught = add_logps(cluster, algorithm, batch, settings, timer)
+    learns = settings.zero_advantage == "update" or has_signal(batch, rewards_PG)
+    metrics = update(cluster, batch, timer, learns=learns)
     metrics |= taught | rollout_metrics(groups_P, rewards, step)
+    metrics["advantages/invalid"] = float((np.isnan(advantages_PG) & ~np.isnan(rewards_PG)).mean())
     return StepResult(
         metrics=metrics,
         groups_P=groups_P,
@@ -116,6 +108,53 @@ async def rl_step(
         batch=batch,
         left=left,
     )
+
+
+async def sample_some(
+    sampler: Sampler,
+    examples_P: Sequence[Example],
+    settings: StepSettings,
+    step: int,
+    timer: Timer,
+    carried: Sequence[Unfinished],
+) -> tuple[list[Group], list[Unfinished]]:
+    """The groups that a step learns from, and those that it leaves to a later one."""
+    if settings.enough is None:
+        return await sample(sampler, examples_P, settings.group_size, step, timer), []
+    with timer("rollout"), progress_bar(f"step {step + 1}: sampling", closing=False):
+        return await collect_some(
+            sampler,
+            examples_P,
+            settings.group_size,
+            step,
+            enough=settings.enough,
+            max_staleness=settings.max_staleness,
+            carried=carried,
+        )
+
+
+def add_logps(
+    cluster: Cluster, algorithm: Algorithm, batch: Batch, settings: StepSettings, timer: Timer
+) -> tuple[Batch, Metrics]:
+    """The batch with the log-probabilities of reference and proximal policy that its loss needs, and with teachers."""
+    title = f"step {cluster.actor.step_number + 1}"
+    with timer("logps"), progress_bar(f"{title}: log-probabilities", closing=False):
+        if algorithm.loss.kl_coef:
+            batch = replace(batch, ref_logps=cluster.logps(Role.REFERENCE, batch))
+        if settings.old_logps == "trainer":
+            batch = replace(batch, old_logps=cluster.logps(Role.ACTOR, batch))
+        elif settings.old_logps == "sampler":
+            batch = replace(batch, old_logps=batch.sampler_logps)
+        if settings.teaching is None:
+            return batch, {}
+        return add_teachers(batch, cluster.logps(Role.TEACHER, batch), settings.teaching.coef)
+
+
+def has_signal(batch: Batch, rewards_PG: Float[np.ndarray, "P G"]) -> bool:
+    """Tell whether any advantage of the batch differs from 0 by more than rounding of the rewards."""
+    assert batch.advantages is not None
+    scale = np.abs(rewards_PG[~np.isnan(rewards_PG)]).max(initial=0.0)
+    return not np.abs(batch.advantages).max() <= ROUNDING * scale
 
 
 async def sample(
@@ -133,12 +172,14 @@ async def score(rubric: Rubric, groups_P: Sequence[Group], step: int, timer: Tim
         return await rubric.score(groups_P, advance)
 
 
-def update(cluster: Cluster, batch: Batch, timer: Timer) -> Metrics:
-    """One update, after which the engine has the new weights."""
+def update(cluster: Cluster, batch: Batch, timer: Timer, *, learns: bool) -> Metrics:
+    """One update, unless the batch teaches nothing, after which the engine has the new weights."""
     title = f"step {cluster.actor.step_number + 1}"
     with timer("update"), progress_bar(f"{title}: update", closing=False):
-        metrics = jax.block_until_ready(cluster.actor.step(batch))
+        metrics = jax.block_until_ready(cluster.actor.step(batch, update=learns))
         cluster.sync_weights()
+    if batch.advantages is not None:
+        metrics["advantages/abs_max"] = float(np.abs(batch.advantages).max())
     return metrics
 
 
@@ -148,17 +189,6 @@ def _of_all(
     by_group = {id(group): advantages for group, advantages in zip(kept_P, advantages_PG, strict=True)}
     left_out = np.full(len(groups_P[0]), np.nan, np.float32)
     return np.stack([by_group.get(id(group), left_out) for group in groups_P])
-
-
-def check_agreement(metrics: Mapping[str, float], step: int) -> None:
-    """RunError when sampler and trainer give the same tokens log-probabilities that are too far apart. A step with
-    samples that began under earlier weights says nothing of that: they have a reason to be apart."""
-    gap = metrics[LOGP_DIFFERENCE]
-    if gap > MAX_LOGP_DIFFERENCE and not metrics["sampling/staleness/mean"]:
-        raise RunError(
-            f"step {step}: sampler and trainer disagree by {gap:.3f} nats per token on average, more than "
-            f"{MAX_LOGP_DIFFERENCE}: stale weights, another temperature, or another precision in the engine"
-        )
 
 
 class RewardWatch:
@@ -173,10 +203,15 @@ class RewardWatch:
         self._steps = 0
 
     def see(self, step: int, rewards: Rewards) -> None:
-        nothing = bool(rewards.parts_PG) and np.isnan(rewards.total_PG).all()
-        self._steps = self._steps + 1 if nothing else 0
+        none_PG = np.isnan(rewards.total_PG)
+        for error in rewards.errors:
+            none_PG[error.prompt, error.sample] = True  # also where `on_error` gives it a value
+        self._steps = self._steps + 1 if rewards.parts_PG and none_PG.all() else 0
         if self._steps >= self._limit:
-            why = rewards.errors[0].error if rewards.errors else "the functions return None: they do not apply"
+            first = next(iter(rewards.errors), None)
+            why = "the functions return None: they do not apply"
+            if first is not None:
+                why = f"reward {first.function}: {first.error}"
             raise RunError(
                 f"step {step}: no sample has a reward, in {self._steps} steps in a row, and so nothing is learned "
                 f"({why}); see that the rewards apply to the rows of dataset"

@@ -20,10 +20,11 @@ from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.losses.router import RouterLoss
 from posttrain.mesh import row_shards
 from posttrain.metrics import Sample, Timer, tables, to_host
+from posttrain.rl.guards import check_agreement, sampler_disagrees
 from posttrain.rl.reward_model import ModelReward
 from posttrain.rl.rewards import error_lines
 from posttrain.rl.sampler import Sampler
-from posttrain.rl.step import RewardWatch, StepResult, check_agreement
+from posttrain.rl.step import RewardWatch, StepResult
 from posttrain.rl.types import Group, Rewards
 from posttrain.runtime.run_async import run_async
 from posttrain.stages.context import HeldOut, StageRun
@@ -47,7 +48,7 @@ Step = Callable[[Timer], Coroutine[Any, Any, StepResult]]
 @runtime_checkable
 class PromptSource(Resumable, Protocol):
     def __next__(self) -> list[int]:
-        """Row numbers of the prompts of the next step."""
+        """Places in the examples of the prompts of the next step."""
         ...
 
 
@@ -102,10 +103,10 @@ def open_rollouts(
     return rollouts
 
 
-def prompt_batches(inputs: Scored, seed: int) -> PromptBatches:
-    """`prompts_per_step` row numbers at a time."""
-    section = inputs.section
-    return PromptBatches(section.dataset, inputs.rows, prompts_per_step=section.prompts_per_step, seed=seed)
+def prompt_batches(inputs: Scored, prompts_per_step: int, seed: int) -> PromptBatches:
+    """Places in `inputs.examples`, so many at a time."""
+    kept = [example.index for example in inputs.examples]
+    return PromptBatches(inputs.section.dataset, inputs.rows, prompts_per_step=prompts_per_step, seed=seed, kept=kept)
 
 
 def make_trainer(stage: StageRun, section: SampledSection, loss: TokenLoss, terms: Terms = PLAIN) -> Trainer:
@@ -122,6 +123,7 @@ def make_trainer(stage: StageRun, section: SampledSection, loss: TokenLoss, term
         router_loss=RouterLoss(balance_coef=section.router.balance_coef, z_coef=section.router.z_coef),
         correction_rate=section.router.correction_rate,
         terms=terms,
+        refuse=sampler_disagrees,
     )
 
 
@@ -149,6 +151,9 @@ def train(
         rollouts.cluster.sync_weights()
         watch = RewardWatch(min(MAX_STEPS_WITHOUT_REWARD, section.steps))
 
+        left_out = 1 - len(inputs.examples) / len(inputs.rows)
+        dropped = {} if section.overlong == "error" else {"data/dropped_ratio": left_out}
+
         def one_step() -> Mapping[str, Any]:
             timer = Timer()
             outcome = run_async(step(timer))
@@ -157,9 +162,10 @@ def train(
             watch.see(number, outcome.rewards)
             if number % section.samples_every == 0 or number == 1:
                 sinks.samples(number, step_samples(outcome, section.group_size))
+            check_agreement(outcome.metrics, number)
             metrics = to_host(outcome.metrics)
-            check_agreement(metrics, number)
-            return {**metrics, **engine_metrics(rollouts.cluster.engine), **timer.metrics(), **tables(outcome.metrics)}
+            timed = {**engine_metrics(rollouts.cluster.engine), **timer.metrics()}
+            return {**metrics, **dropped, **timed, **tables(outcome.metrics)}
 
         evaluated = held_out if inputs.eval_examples else None
         try:

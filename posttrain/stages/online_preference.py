@@ -17,11 +17,11 @@ from posttrain.stages.prompts import OnlineInputs, check_rewards, online_loss, p
 
 
 def prepare(section: OnlinePreferenceSection, prepared: Prepared) -> tuple[OnlineInputs, list[str]]:
-    """Load prompts, rewards and the loss."""
+    """Load prompts, rewards and the loss. Also a line for each dataset of which prompts are left out."""
     loss = online_loss(section, prepared.base_dir)
     share = shares_prompts(section, loss.needs, prepared.config.model, mixture=prepared.mixture)
-    scored = prepare_scored(section, prepared.require_tokenizer(), prepared.base_dir, None)
-    return OnlineInputs(loss=loss, share_prompts=share, **vars(scored)), []
+    scored, notes = prepare_scored(section, prepared.require_tokenizer(), prepared.base_dir, None)
+    return OnlineInputs(loss=loss, share_prompts=share, **vars(scored)), notes
 
 
 def check_offline(section: OnlinePreferenceSection, base_dir: Path) -> None:
@@ -38,11 +38,16 @@ def describe(section: OnlinePreferenceSection, inputs: OnlineInputs | None, shar
 
 def run(stage: StageRun, inputs: OnlineInputs) -> None:
     """Train one stage to its end, from its newest checkpoint if there is one."""
+    with inputs.rubric.running():
+        _run(stage, inputs)
+
+
+def _run(stage: StageRun, inputs: OnlineInputs) -> None:
     section = inputs.section
     terms = Terms(squares=inputs.loss.needs.squares)
     trainer = make_trainer(stage, section, OnlineLoss(pairs=inputs.loss), terms)
     rollouts = open_rollouts(stage, inputs, trainer, keep_reference=True)
-    prompts = prompt_batches(inputs, stage.seed)
+    prompts = prompt_batches(inputs, section.prompts_per_step, stage.seed)
     settings = PairSettings(
         group_size=section.group_size,
         row_tokens=section.row_tokens,

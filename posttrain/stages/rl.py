@@ -8,7 +8,6 @@ from pathlib import Path
 
 from posttrain.cluster.scorers import FrozenModel
 from posttrain.config import RLSection
-from posttrain.data.pipeline import PromptBatches
 from posttrain.distill.teachers import OutsideTeacher, TeacherSource, find_teachers, load_teacher, outside_teacher
 from posttrain.metrics import Timer
 from posttrain.rl.partial import PromptsAhead
@@ -16,18 +15,18 @@ from posttrain.rl.sampler import resumable
 from posttrain.rl.step import StepResult, StepSettings, rl_step
 from posttrain.rl.teachers import TeacherKL, distances, shares_of
 from posttrain.stages.context import StageRun
-from posttrain.stages.online import describe_steps, make_trainer, open_rollouts, train
+from posttrain.stages.online import describe_steps, make_trainer, open_rollouts, prompt_batches, train
 from posttrain.stages.prepared import Prepared
 from posttrain.stages.prompts import RLInputs, algorithm_of, check_rewards, prepare_scored
 
 
 def prepare(section: RLSection, prepared: Prepared) -> tuple[RLInputs, list[str]]:
-    """Load prompts and rewards, and find the teachers. Also notes about the teachers."""
+    """Load prompts and rewards, and find the teachers. Also notes about both."""
     tokenizer, base_dir = prepared.require_tokenizer(), prepared.base_dir
     teachers, notes = find_teachers(section, tokenizer, base_dir)
-    scored = prepare_scored(section, tokenizer, base_dir, shares_of(section))
+    scored, more = prepare_scored(section, tokenizer, base_dir, shares_of(section))
     algorithm = algorithm_of(section, base_dir)
-    return RLInputs(algorithm=algorithm, teachers=teachers, **vars(scored)), notes
+    return RLInputs(algorithm=algorithm, teachers=teachers, **vars(scored)), [*notes, *more]
 
 
 def check_offline(section: RLSection, base_dir: Path) -> None:
@@ -44,6 +43,11 @@ def describe(section: RLSection, inputs: RLInputs | None, shards: int) -> str:
 
 def run(stage: StageRun, inputs: RLInputs) -> None:
     """Train one RL stage to its end, from its newest checkpoint if there is one."""
+    with inputs.rubric.running():
+        _run(stage, inputs)
+
+
+def _run(stage: StageRun, inputs: RLInputs) -> None:
     section, algorithm = inputs.section, inputs.algorithm
     if not section.rewards:
         stage = replace(stage, kind="rl_distill")
@@ -71,7 +75,7 @@ def run(stage: StageRun, inputs: RLInputs) -> None:
 def _prompts(inputs: RLInputs, seed: int) -> PromptsAhead:
     """Prompts of each step, and the groups that the step before has left unfinished."""
     section = inputs.section
-    one_by_one = PromptBatches(section.dataset, inputs.rows, prompts_per_step=1, seed=seed)
+    one_by_one = prompt_batches(inputs, 1, seed)
     return PromptsAhead(one_by_one, inputs.examples, section.prompts_per_step + section.prompts_ahead)
 
 
@@ -80,9 +84,11 @@ def _step_settings(section: RLSection) -> StepSettings:
         group_size=section.group_size,
         row_tokens=section.row_tokens,
         num_rows=section.step_rows,
-        recompute_old_logps=section.recompute_old_logps,
+        old_logps=section.old_logps,
+        zero_advantage=section.zero_advantage,
         teaching=TeacherKL(coef=section.teacher_coef, shares=shares_of(section)) if section.teachers else None,
         enough=section.prompts_per_step if section.prompts_ahead else None,
+        max_staleness=section.max_staleness,
     )
 
 

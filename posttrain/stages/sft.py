@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.config import DistillSection, SFTSection
 from posttrain.data.pipeline import SFTBatches
-from posttrain.data.prefetch import BatchStream
+from posttrain.data.prefetch import MeasuredStream, Prefetch
 from posttrain.distill.features import matching_of
 from posttrain.distill.targets import TeacherTargets
 from posttrain.evaluation.sequences import Record, difference, evaluate, metrics_of, with_perplexities
@@ -18,7 +18,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.stages.context import HeldOut, StageRun
 from posttrain.stages.sequences import SFTInputs
 from posttrain.train.optim import make_optimizer
-from posttrain.train.trainer import Trainer
+from posttrain.train.trainer import Refuse, Trainer
 
 
 def run(stage: StageRun, inputs: SFTInputs) -> None:
@@ -43,8 +43,9 @@ def make_trainer(
     terms: Terms,
     teachers: Sequence[Decoder] = (),
     noise_alpha: float = 0.0,
+    refuse: Refuse | None = None,
 ) -> Trainer:
-    """Of a stage that trains on given sequences."""
+    """Trainer of a stage whose loss is on sequences. `refuse`: a veto on updates, see `Trainer`."""
     section, model = inputs.section, stage.load_model()
     features = section.features if isinstance(section, DistillSection) else None
     return Trainer(
@@ -62,13 +63,14 @@ def make_trainer(
         teachers=teachers,
         matching=None if features is None else matching_of(features, model.config, teachers[0].config, stage.seed),
         noise_alpha=noise_alpha,
+        refuse=refuse,
     )
 
 
 def train_sequences(stage: StageRun, inputs: SFTInputs, trainer: Trainer, taught: TeacherTargets | None) -> None:
     """All steps and evaluations of a stage, and its model. `taught`: what teachers say of the rows."""
-    batches = sequences_of(stage, inputs, taught)
-    train_batches(stage, inputs, trainer, batches, lambda: evaluate_held_out(trainer, inputs, taught))
+    with Prefetch(sequences_of(stage, inputs, taught)) as batches:
+        train_batches(stage, inputs, trainer, batches, lambda: evaluate_held_out(trainer, inputs, taught))
 
 
 def sequences_of(stage: StageRun, inputs: SFTInputs, taught: TeacherTargets | None) -> SFTBatches:
@@ -80,7 +82,7 @@ def train_batches(
     stage: StageRun,
     inputs: SFTInputs,
     trainer: Trainer,
-    batches: BatchStream,
+    batches: MeasuredStream,
     evaluate_all: Callable[[], Record],
     seen: Callable[[Metrics], Mapping[str, float]] | None = None,
 ) -> None:
@@ -92,7 +94,8 @@ def train_batches(
 
     def step() -> Mapping[str, Any]:
         metrics = trainer.step(next(batches))
-        return {**with_perplexities(metrics), **dropped, **({} if seen is None else seen(metrics))}
+        shown = {**with_perplexities(metrics), **dropped, **batches.metrics()}
+        return shown if seen is None else {**shown, **seen(metrics)}
 
     held_out = HeldOut(evaluate=evaluate_all, metrics=metrics_of)
     with stage.opened(trainer, batches, section.steps) as (sinks, checkpointer):

@@ -1,4 +1,4 @@
-"""The loop around steps: metrics, evaluation, checkpoints, resuming, a clean stop. Steps of any kind go through it."""
+"""Training loop around steps of any kind: metrics, evaluation, checkpoints, resume, clean stop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from posttrain.weights.locate import Origin
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A stream that knows where it stands."""
+    """Data stream with a restorable position."""
 
     def state(self) -> dict[str, Any]: ...
 
@@ -34,11 +34,11 @@ class Resumable(Protocol):
 
 
 class Interrupted(Exception):
-    """The run was asked to stop; its checkpoint is on the disk and the same command goes on from it."""
+    """Raised after a requested stop; the checkpoint is on disk and the same command resumes from it."""
 
 
 class StopRequest:
-    """Becomes true at the first SIGINT or SIGTERM; the second one interrupts at once."""
+    """Stop flag: set by the first SIGINT or SIGTERM; a second one interrupts immediately."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -47,13 +47,13 @@ class StopRequest:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        # Not `print`: the signal may have come in the middle of one.
+        # Not `print`: the signal may interrupt one.
         os.write(2, b"stopping after this step, with a checkpoint; press Ctrl-C again to stop at once\n")
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Turn SIGINT and SIGTERM into a request to stop between steps; other threads than the main one cannot."""
+    """Convert SIGINT and SIGTERM into a stop request between steps; no effect outside the main thread."""
     stop = StopRequest()
     previous = {}
     try:
@@ -70,30 +70,30 @@ def stop_on_signals() -> Iterator[StopRequest]:
 
 @dataclass(frozen=True, kw_only=True)
 class Every:
-    """How often things happen, in steps."""
+    """Intervals in steps."""
 
     checkpoint: int
     evaluation: int | None
-    """None: only before the first and after the last step."""
+    """Evaluation interval; None: only before the first and after the last step."""
 
 
 def restore_latest(trainer: Trainer, data: Resumable, checkpointer: Checkpointer, origin: Origin) -> bool:
-    """Bring trainer and data to the newest checkpoint; False where there is none.
+    """Restore trainer and data from the newest checkpoint; return False if there is none.
 
-    ConfigError where the checkpoint continues another model than `origin`, other data, or other parameters.
+    Raises ConfigError if the checkpoint belongs to another model than `origin`, other data, or other parameters.
     """
     step = checkpointer.latest_step()
     if step is None:
         return False
     state, host = checkpointer.restore(step, trainer.state())
     check_origin(checkpointer.directory / str(step), host["origin"], origin)
-    trainer.restore(state, host["step"])
+    trainer.restore(state, host["step"], host["skipped_updates"])
     data.restore(host["data"])
     return True
 
 
 def check_origin(where: Path, saved: Mapping[str, str], origin: Origin) -> None:
-    """ConfigError where what lies in `where` began with a model of other parts: `saved` and not those of `origin`."""
+    """Raises ConfigError if the folder's initial model (`saved` parts) differs from `origin`."""
     names = sorted({*saved, *origin.parts})
     changed = [
         f"{name} {'is gone' if name not in origin.parts else 'is new' if name not in saved else 'has changed'}"
@@ -102,8 +102,8 @@ def check_origin(where: Path, saved: Mapping[str, str], origin: Origin) -> None:
     ]
     if changed:
         raise ConfigError(
-            f"{where}: continues another model: in {origin.name} {', '.join(changed)} since it was written; "
-            "give another output, or bring the old model back"
+            f"{where}: the initial model differs: in {origin.name} {', '.join(changed)} since it was written; "
+            "use another output, or restore the old model"
         )
 
 
@@ -121,16 +121,16 @@ def run_steps(
     evaluate: Callable[[], Mapping[str, float]] | None,
     stop: StopRequest,
 ) -> None:
-    """Call `step` until the trainer has done `num_steps` updates. Each call does one update and returns its metrics.
+    """Call `step` until the trainer has done `num_steps` steps. Each call does one step and returns its metrics.
 
-    Metrics of a step that still runs are fetched when the next one has been dispatched, others at once.
-    Raises Interrupted after a checkpoint when `stop` is requested, FloatingPointError when a gradient is not finite.
+    Metrics of a step still running are fetched after the next one is dispatched, others immediately. Raises Interrupted
+    after a checkpoint if `stop` is requested, FloatingPointError if a gradient is not finite.
     """
     lines = _StepLines(sink)
     try:
         while trainer.step_number < num_steps:
             lines.start()
-            rate = learning_rate(trainer.step_number)
+            rate = learning_rate(trainer.step_number - trainer.skipped_updates)
             metrics = step()
             done = trainer.step_number
             lines.add(done, metrics, rate)
@@ -140,9 +140,9 @@ def run_steps(
                 sink.write(done, evaluate())
             if stop.requested or done == num_steps or done % every.checkpoint == 0:
                 lines.flush()
-                checkpointer.save(
-                    done, trainer.state(), {"step": done, "data": data.state(), "origin": dict(origin.parts)}
-                )
+                host: dict[str, Any] = {"step": done, "skipped_updates": trainer.skipped_updates}
+                host |= {"data": data.state(), "origin": dict(origin.parts)}
+                checkpointer.save(done, trainer.state(), host)
             if stop.requested and done < num_steps:
                 checkpointer.wait()
                 raise Interrupted(f"stopped after step {done} of {num_steps}")
@@ -164,7 +164,7 @@ class _Pending:
 
 
 class _StepLines:
-    """One line per step, written when its metrics are known; at most one step waits for that."""
+    """Metric lines: one per step, written once its metrics are available; at most one step is pending."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -176,9 +176,9 @@ class _StepLines:
         self._started = time.perf_counter()
 
     def add(self, step: int, metrics: Mapping[str, Any], learning_rate: Any) -> None:
-        """A step that was dispatched: the step before is written, and this one too if it is done.
+        """Add a dispatched step: write the previous step, and this one if it is done.
 
-        It is where its metrics are on the host, and where programs run in the thread that calls them, as on a CPU.
+        It is done if its metrics are on the host, or if programs run in the calling thread, as on CPU.
         """
         compiled = self._compiles.metrics()
         self.flush()
@@ -188,15 +188,15 @@ class _StepLines:
             self.flush()
 
     def flush(self) -> None:
-        """Wait for the pending step and write its line. FloatingPointError if its gradient was not finite."""
+        """Wait for the pending step and write its line. Raises FloatingPointError if its gradient is not finite."""
         if self._pending is None:
             return
         line, self._pending = self._pending, None
         host = to_host(line.metrics)
         check_finite(host, line.step)
-        # A step that was dispatched while another ran began when that one was over.
-        begun, self._finished = max(line.started, self._finished), time.perf_counter()
-        self._sink.write(line.step, host | _performance(host, self._finished - begun) | line.compiled)
+        # A step dispatched while another ran started when that one finished.
+        started, self._finished = max(line.started, self._finished), time.perf_counter()
+        self._sink.write(line.step, host | _performance(host, self._finished - started) | line.compiled)
         if shares := tables(line.metrics):
             self._sink.tables(line.step, shares)
 
@@ -215,6 +215,9 @@ def _performance(metrics: Mapping[str, float], seconds: float) -> dict[str, floa
         "perf/tokens_per_s": metrics["num_tokens"] / seconds,
         "perf/peak_memory_gib": peak_memory_gib(),
     }
+    if "timing_s/data" in metrics:
+        # A wait while the step before still runs is not in the seconds.
+        result["perf/data_wait_share"] = min(1.0, metrics["timing_s/data"] / seconds)
     rollout = metrics.get("timing_s/rollout")
     if rollout:
         result["perf/generated_tokens_per_s"] = metrics["completions/num_tokens"] / rollout

@@ -206,7 +206,7 @@ def test_no_array_of_tokens_times_tokens_is_whole() -> None:
     segments = jnp.ones((rows, length), jnp.int32)
 
     def total(x: jax.Array, y: jax.Array) -> jax.Array:
-        related = [features.Related(x, y, heads), features.Related(x, x, heads)]
+        related = [features.RelationPair(x, y, heads), features.RelationPair(x, x, heads)]
         return jnp.sum(features.relation_divergence(related, segments, predicting(segments)))
 
     text = jax.jit(jax.grad(total)).lower(x, y).compile().as_text()

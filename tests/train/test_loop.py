@@ -183,9 +183,9 @@ def test_a_checkpoint_continues_only_the_model_it_was_made_over(tmp_path: Path) 
     with pytest.raises(ConfigError) as caught:
         Loop(tmp_path).run(2, origin=Origin(name="other/base", parts=parts))
     for words in (
-        f"{tmp_path / '1'}: continues another model",
+        f"{tmp_path / '1'}: the initial model differs",
         "in other/base model-00001.safetensors is new, model.safetensors is gone since",
-        "give another output, or bring the old model back",
+        "use another output, or restore the old model",
     ):
         assert words in str(caught.value)
     with pytest.raises(ConfigError, match="config.json has changed since"):
