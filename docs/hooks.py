@@ -60,14 +60,29 @@ def config_page() -> str:
 
 
 def section_places() -> dict[type[Section], list[str]]:
-    """Dotted places of each section, without numbers and kinds of stages, in the order of the schema."""
+    """Dotted places of each section, without numbers and kinds of stages, in the order of the schema.
+
+    A base of sections, other than of stages, stands where they stand.
+    """
     places: dict[type[Section], dict[str, None]] = {RunConfig: {}}
     for key, info in config_fields():
         for section in sections_in(info.annotation):
             words = [word for word in key if isinstance(word, str)]
             dotted = ".".join(words[2:] if words[0] == "stages" and len(words) > 2 else words)
-            places.setdefault(section, {})[dotted] = None
+            for base in [section] if kind_of(section) else bases(section):
+                places.setdefault(base, {})[dotted] = None
     return {section: list(found) for section, found in places.items()}
+
+
+def section_kinds(section: type[Section]) -> list[str]:
+    """Kinds of the stages that hold the section."""
+    keys = [key for key, info in config_fields() if section in [*sections_in(info.annotation)] and key[0] == "stages"]
+    return list(dict.fromkeys(str(key[1]) for key in keys if len(key) > 1))
+
+
+def bases(section: type[Section]) -> list[type[Section]]:
+    """The section and what it inherits from."""
+    return [c for c in section.__mro__ if issubclass(c, Section) and c is not Section]
 
 
 def sections_in(annotation: Any) -> Iterator[type[Section]]:
@@ -84,7 +99,7 @@ def ordered_sections() -> list[type[Section]]:
     found: dict[type[Section], None] = {}
 
     def add(section: type[Section]) -> None:
-        for base in reversed([c for c in section.__mro__ if issubclass(c, Section) and c is not Section]):
+        for base in reversed(bases(section)):
             if base in found:
                 continue
             found[base] = None
@@ -112,7 +127,8 @@ def heading(section: type[Section], places: dict[type[Section], list[str]]) -> s
     if kind := kind_of(section):
         return f"`kind: {kind}`"
     if section in places:
-        return f"`{places[section][0]}`"
+        kinds = ", ".join(f"`{kind}`" for kind in section_kinds(section)) if len(bases(section)) > 1 else ""
+        return f"`{places[section][0]}`" + (f" of {kinds}" if kinds else "")
     kinds = [kind_of(c) for c in places if issubclass(c, section) and kind_of(c)]
     every = [c for c in places if kind_of(c)]
     return "All stages" if len(kinds) == len(every) else "Stages " + ", ".join(f"`{kind}`" for kind in kinds)
@@ -127,8 +143,8 @@ def intro(section: type[Section]) -> str:
 
 
 def inherited(section: type[Section]) -> str:
-    bases = [c for c in section.__mro__[1:] if issubclass(c, Section) and c is not Section]
-    return "Also all fields of " + ", ".join(f"[{c.__name__}](#{anchor(c)})" for c in bases) + ".\n" if bases else ""
+    names = ", ".join(f"[{c.__name__}](#{anchor(c)})" for c in bases(section)[1:])
+    return f"Also all fields of {names}.\n" if names else ""
 
 
 def places_text(section: type[Section], places: dict[type[Section], list[str]]) -> str:

@@ -58,6 +58,9 @@ def run_python(text: str, folder: Path, name: str = "block") -> dict[str, Any]:
         (folder / file).write_text(rows)
 
     def fit(run: pt.SFT | pt.RL) -> RunResult:
+        for file, rows in run._files.items():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(rows)
         check(run.config, folder)
         # What a run leaves, with a result that every evaluation has.
         result = {when: {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 8, "samples": []} for when in ("before", "after")}

@@ -286,7 +286,9 @@ def links(text: str) -> list[str]:
 
 GENERATED = {"config.md", "api.md"}
 """Pages that `docs/hooks.py` makes; `mkdocs build --strict` follows links to them, and to headings."""
-NAMED = re.compile(r"(?<![\w./-])(?:configs|rewards|notebooks|bench|tests|posttrain|docs)/[\w./*-]*\w")
+NAMED = re.compile(
+    r"(?<![\w./-])(?:configs|rewards|notebooks|bench|tests|posttrain|docs)/[\w./*-]*\.(?:py|yaml|md|ipynb|txt|svg)\b"
+)
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: path.stem)

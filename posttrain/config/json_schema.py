@@ -49,10 +49,14 @@ def _short(run: JsonObject, stage: JsonObject) -> JsonObject:
 def _trl_names() -> dict[tuple[str, str], str]:
     """TRL's names by section and field."""
     found: dict[tuple[str, str], dict[str, None]] = {}
-    owners = {id(info): kind.__name__ for kind in _sections() for info in kind.model_fields.values()}
+    owners: dict[int, list[str]] = {}
+    for section in _sections():
+        for info in section.model_fields.values():
+            owners.setdefault(id(info), []).append(section.__name__)
     for key, info in config_fields():
-        names = found.setdefault((owners[id(info)], str(key[-1])), {})
-        names |= {entry.trl: None for entry in trl_names_of(".".join(map(str, key)))}
+        for owner in owners[id(info)]:
+            names = found.setdefault((owner, str(key[-1])), {})
+            names |= {entry.trl: None for entry in trl_names_of(".".join(map(str, key)))}
     return {place: ", ".join(names) for place, names in found.items()}
 
 

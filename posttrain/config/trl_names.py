@@ -20,6 +20,7 @@ class TRLName:
 
 
 PAIRS = ("preference", "online_preference")
+SAMPLED = ("rl", "online_preference")
 TRL_NAMES = (
     TRLName("seed", "seed"),
     TRLName("packing", "packing"),
@@ -57,7 +58,8 @@ TRL_NAMES = (
     TRLName("dataset_train_split", "dataset.split"),
     TRLName("dataset_test_split", "eval_dataset.split"),
     TRLName("shuffle_dataset", "dataset.shuffle"),
-    TRLName("num_train_epochs", "num_steps", "steps, not passes over the data"),
+    TRLName("num_train_epochs", "num_epochs"),
+    TRLName("num_train_epochs", "num_steps", "steps, not passes over the data", kinds=SAMPLED),
     TRLName("max_steps", "num_steps"),
     TRLName("per_device_train_batch_size", "micro_batch_rows", "rows of one pass over all devices, not over one"),
     TRLName("gradient_accumulation_steps", "batch_rows", "all rows of one update, in passes of micro_batch_rows"),

@@ -143,7 +143,7 @@ class StepReport:
         inputs = rollouts.inputs
         self._section, self._engine, self._training = inputs.section, rollouts.cluster.engine, training
         self._guard = NoRewardGuard(min(MAX_STEPS_WITHOUT_REWARD, self._section.steps))
-        left_out = 1 - len(inputs.examples) / len(inputs.rows)
+        left_out = (len(inputs.rows) - len(inputs.examples)) / len(inputs.rows)
         self._dropped = {} if self._section.overlong == "error" else {"data/dropped_ratio": left_out}
 
     def __call__(self, step: int, result: StepResult, timer: Timer) -> None:

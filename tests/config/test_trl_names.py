@@ -36,6 +36,7 @@ def test_every_entry_has_a_field() -> None:
     [
         ("sft", "max_length", "row_tokens"),
         ("sft", "per_device_train_batch_size", "micro_batch_rows"),
+        ("sft", "num_train_epochs", "num_epochs"),
         ("sft", "gradient_accumulation_steps", "batch_rows"),
         ("sft", "learning_rate", "optimizer.learning_rate"),
         ("sft", "neftune_noise_alpha", "noise_alpha"),
@@ -48,6 +49,7 @@ def test_every_entry_has_a_field() -> None:
         ("rl", "beta", "kl_coef"),
         ("rl", "max_completion_length", "sampling.max_tokens"),
         ("rl", "num_generations", "group_size"),
+        ("rl", "num_train_epochs", "num_steps"),
         ("rl", "epsilon", "clip_low"),
         ("rl", "epsilon_high", "clip_high"),
         ("rl", "gradient_accumulation_steps", "prompts_per_step"),
