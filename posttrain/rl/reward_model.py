@@ -13,6 +13,7 @@ from jaxtyping import Float
 
 from posttrain.data.chat import Renderer
 from posttrain.data.format import render_answer
+from posttrain.data.packing import fill_rows
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.mesh import BATCH_SPEC, row_shards
 from posttrain.rl.types import Trajectory
@@ -94,12 +95,9 @@ class ModelReward:
         lengths = [len(tokens) for tokens, _ in sequences]
         # Powers of two: few programs, however long the longest sequence of a step is.
         width = min(max(MIN_WIDTH, 1 << (max(lengths) - 1).bit_length()), self._longest)
-        tokens = np.zeros((self._rows, width), np.int32)
-        for row, (ids, _) in enumerate(sequences):
-            tokens[row, : len(ids)] = ids
-        places = np.arange(width, dtype=np.int32)[None]
-        inside = places < np.asarray([*lengths, *[0] * (self._rows - len(lengths))])[:, None]
-        arrays = tokens, np.where(inside, places, 0), inside.astype(np.int32)
+        rows = [[{"tokens": np.asarray(ids, np.int32)}] for ids, _ in sequences]
+        made = fill_rows(rows, {"tokens": width}, num_rows=self._rows, like=rows[0][0])
+        arrays = tuple(made[f"tokens{name}"] for name in ("", "_positions", "_segments"))
         scores = np.asarray(self._scores(self._weights, *jax.device_put(arrays, self._sharding)))
         return [float(self._reduced(scores[row], *one)) for row, one in enumerate(sequences)]
 
