@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -12,6 +14,7 @@ from posttrain.batch import Batch
 from posttrain.data.format import Example
 from posttrain.errors import ConfigError
 
+Arrays = dict[str, np.ndarray]
 Overlong = Literal["truncate", "drop", "error"]
 
 
@@ -42,12 +45,41 @@ def best_fit(lengths_ND: Int[np.ndarray, "N D"], room_D: Int[np.ndarray, " D"]) 
     sequences come in a random order, early rows are as full and as long as late ones.
     """
     assert (lengths_ND <= room_D).all(), (lengths_ND.max(axis=0), room_D)
-    free_ND = np.empty(lengths_ND.shape)
-    shares_ND = lengths_ND / room_D
-    rows: list[list[int]] = []
+    shares_N = (lengths_ND / room_D).max(axis=1, initial=0.0)
     # Of equal lengths the first one put into a row finds more that fits beside it: it must not be the earlier one.
     drawn = np.random.default_rng(0).permutation(len(lengths_ND))
-    for number in np.lexsort((drawn, -shares_ND.max(axis=1, initial=0.0))).tolist():
+    numbers = np.lexsort((drawn, -shares_N)).tolist()
+    rows = (
+        _fit(numbers, lengths_ND[:, 0], int(room_D[0])) if len(room_D) == 1 else _fit_all(numbers, lengths_ND, room_D)
+    )
+    return [sorted(row) for row in sorted(rows, key=itemgetter(0))]
+
+
+def _fit(numbers: Sequence[int], lengths_N: Int[np.ndarray, " N"], room: int) -> list[list[int]]:
+    """Each sequence in turn into the row with the least room, of equal ones the first: a sorted list of rooms."""
+    lengths, rows = lengths_N.tolist(), list[list[int]]()
+    # Room and number of each row in one integer.
+    free, base = list[int](), max(len(lengths), 1)
+    for number in numbers:
+        length = lengths[number]
+        place = bisect_left(free, length * base)
+        if place < len(free):
+            key = free.pop(place)
+            rows[key % base].append(number)
+        else:
+            key = room * base + len(rows)
+            rows.append([number])
+        insort(free, key - length * base)
+    return rows
+
+
+def _fit_all(
+    numbers: Sequence[int], lengths_ND: Int[np.ndarray, "N D"], room_D: Int[np.ndarray, " D"]
+) -> list[list[int]]:
+    """As `_fit` where several lengths must fit: the least room is that of the smallest sum of shares."""
+    free_ND = np.empty(lengths_ND.shape)
+    rows: list[list[int]] = []
+    for number in numbers:
         fits = (free_ND[: len(rows)] >= lengths_ND[number]).all(axis=1)
         if fits.any():
             row = int(np.argmin(np.where(fits, (free_ND[: len(rows)] / room_D).sum(axis=1), np.inf)))
@@ -57,26 +89,105 @@ def best_fit(lengths_ND: Int[np.ndarray, "N D"], room_D: Int[np.ndarray, " D"]) 
             free_ND[row] = room_D
         rows[row].append(number)
         free_ND[row] -= lengths_ND[number]
-    return [sorted(row) for row in sorted(rows, key=lambda row: row[0])]
+    return rows
 
 
-class Place(NamedTuple):
+class Spans(NamedTuple):
+    """Tokens of packed sequences, one after the other: their places in rows laid end to end."""
+
+    places: Int[np.ndarray, " N"]
+    positions: Int[np.ndarray, " N"]
+    """In their sequence."""
+    segments: Int[np.ndarray, " N"]
+    """Number of their sequence in its row, from 1."""
+
+
+def spans(lengths: Sequence[Sequence[int]], row_tokens: int) -> Spans:
+    """`lengths`: of the sequences of each row, which stand side by side from its start."""
+    counts = [len(row) for row in lengths]
+    if not counts:
+        none = np.zeros(0, np.int64)
+        return Spans(none, none, none)
+    lengths_S = np.asarray([length for row in lengths for length in row], np.int64)
+    segments_S = np.concatenate([np.arange(1, count + 1) for count in counts])
+    starts_S = np.cumsum(lengths_S) - lengths_S
+    firsts_R = np.cumsum([0, *counts[:-1]])
+    rows_S = np.repeat(np.arange(len(counts)), counts)
+    begin_S = rows_S * row_tokens + starts_S - starts_S[firsts_R][rows_S]
+    positions = np.arange(lengths_S.sum()) - np.repeat(starts_S, lengths_S)
+    return Spans(np.repeat(begin_S, lengths_S) + positions, positions, np.repeat(segments_S, lengths_S))
+
+
+def fill_rows(
+    rows: Sequence[Sequence[Mapping[str, np.ndarray]]],
+    lengths: Mapping[str, int],
+    *,
+    num_rows: int,
+    like: Mapping[str, np.ndarray],
+    numbered: Sequence[str] = ("tokens",),
+    padding: Mapping[str, int] | None = None,
+) -> Arrays:
+    """Lay the sequences of each row end to end: arrays [num_rows, length, ...] by name.
+
+    `like`: arrays of the same types and trailing shapes. Each name in `numbered` also gets `_positions`, from 0 in each
+    sequence, and `_segments`, from 1 in each row. `padding`: values of empty places, by default 0.
+    """
+    made: Arrays = {}
+    laid: dict[tuple[int, tuple[tuple[int, ...], ...]], Spans] = {}
+    for name, length in lengths.items():
+        key = length, tuple(tuple(len(member[name]) for member in members) for members in rows)
+        where = laid.get(key) or laid.setdefault(key, spans(key[1], length))
+        arrays = [member[name] for members in rows for member in members]
+        values, shape = np.concatenate([like[name][:0], *arrays]), (num_rows, length)
+        made[name] = _spread(values, where, shape, (padding or {}).get(name, 0))
+        if name in numbered:
+            made[f"{name}_positions"] = _spread(where.positions.astype(np.int32), where, shape)
+            made[f"{name}_segments"] = _spread(where.segments.astype(np.int32), where, shape)
+    return made
+
+
+def _spread(values: np.ndarray, where: Spans, shape: tuple[int, int], padding: int = 0) -> np.ndarray:
+    made = np.full((shape[0] * shape[1], *values.shape[1:]), padding, values.dtype)
+    made[where.places] = values
+    return made.reshape(*shape, *values.shape[1:])
+
+
+class RowSpan(NamedTuple):
+    """Row and tokens of a packed sequence."""
+
     row: int
-    number: int
-    """Among the sequences of the row, from 1."""
-    start: int
+    tokens: slice
 
 
-def places(lengths: Sequence[int], row_tokens: int) -> list[Place]:
-    """Where each sequence stands, as `best_fit` says."""
-    found: dict[int, Place] = {}
-    numbers = np.asarray(lengths, np.int64).reshape(-1, 1)
-    for row, members in enumerate(best_fit(numbers, np.asarray([row_tokens]))):
+def pack(
+    sequences: Sequence[Mapping[str, np.ndarray]],
+    row_tokens: int,
+    *,
+    num_rows: int | None = None,
+    like: Mapping[str, np.ndarray] | None = None,
+    padding: Mapping[str, int] | None = None,
+) -> tuple[Arrays, list[RowSpan]]:
+    """Pack sequences, arrays of one length by name, into rows [num_rows, row_tokens] by best fit. Also where each lies.
+
+    `num_rows`: by default as many as are used. `like`: arrays that tell types, where there may be no sequence.
+    """
+    lengths = [len(sequence["tokens"]) for sequence in sequences]
+    rows = best_fit(np.asarray(lengths, np.int64).reshape(-1, 1), np.asarray([row_tokens]))
+    found: dict[int, RowSpan] = {}
+    for row, members in enumerate(rows):
         start = 0
-        for number, member in enumerate(members, start=1):
-            found[member] = Place(row, number, start)
+        for member in members:
+            found[member] = RowSpan(row, slice(start, start + lengths[member]))
             start += lengths[member]
-    return [found[member] for member in range(len(lengths))]
+    example = sequences[0] if like is None else like
+    made = fill_rows(
+        [[sequences[member] for member in members] for members in rows],
+        dict.fromkeys(example, row_tokens),
+        num_rows=len(rows) if num_rows is None else num_rows,
+        like=example,
+        padding=padding,
+    )
+    return made, [found[member] for member in range(len(sequences))]
 
 
 def sequence(example: Example) -> dict[str, np.ndarray]:

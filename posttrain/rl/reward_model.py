@@ -13,6 +13,7 @@ from jaxtyping import Float
 
 from posttrain.data.chat import Renderer
 from posttrain.data.format import render_answer
+from posttrain.data.packing import fill_rows
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.mesh import BATCH_SPEC, row_shards
 from posttrain.rl.types import Trajectory
@@ -57,13 +58,20 @@ class ModelReward:
 
         self._scores = jax.jit(scores)
 
-    def __call__(self, trajectories: Sequence[Trajectory]) -> list[float]:
-        """One reward for each. ValueError for a sequence that is longer than the model's context."""
+    def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | ValueError]:
+        """One reward for each; an error in place of that of a sequence longer than the model's context."""
         sequences = [self._sequence(one) for one in trajectories]
-        found: list[float] = []
-        for first in range(0, len(sequences), self._rows):
-            found += self._of_rows(sequences[first : first + self._rows])
-        return found
+        fitting = [sequence for sequence in sequences if len(sequence[0]) <= self._longest]
+        scores: list[float] = []
+        for first in range(0, len(fitting), self._rows):
+            scores += self._of_rows(fitting[first : first + self._rows])
+        scored = iter(scores)
+        return [
+            next(scored)
+            if len(tokens) <= self._longest
+            else ValueError(f"{self.path}: {len(tokens)} tokens, more than its {self._longest} positions")
+            for tokens, _ in sequences
+        ]
 
     def _sequence(self, trajectory: Trajectory) -> tuple[list[int], int]:
         """Tokens, and where the answer starts."""
@@ -85,16 +93,11 @@ class ModelReward:
 
     def _of_rows(self, sequences: Sequence[tuple[list[int], int]]) -> list[float]:
         lengths = [len(tokens) for tokens, _ in sequences]
-        if max(lengths) > self._longest:
-            raise ValueError(f"{self.path}: {max(lengths)} tokens, more than its {self._longest} positions")
         # Powers of two: few programs, however long the longest sequence of a step is.
         width = min(max(MIN_WIDTH, 1 << (max(lengths) - 1).bit_length()), self._longest)
-        tokens = np.zeros((self._rows, width), np.int32)
-        for row, (ids, _) in enumerate(sequences):
-            tokens[row, : len(ids)] = ids
-        places = np.arange(width, dtype=np.int32)[None]
-        inside = places < np.asarray([*lengths, *[0] * (self._rows - len(lengths))])[:, None]
-        arrays = tokens, np.where(inside, places, 0), inside.astype(np.int32)
+        rows = [[{"tokens": np.asarray(ids, np.int32)}] for ids, _ in sequences]
+        made = fill_rows(rows, {"tokens": width}, num_rows=self._rows, like=rows[0][0])
+        arrays = tuple(made[f"tokens{name}"] for name in ("", "_positions", "_segments"))
         scores = np.asarray(self._scores(self._weights, *jax.device_put(arrays, self._sharding)))
         return [float(self._reduced(scores[row], *one)) for row, one in enumerate(sequences)]
 

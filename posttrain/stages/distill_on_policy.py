@@ -12,16 +12,17 @@ from posttrain.batch import Batch
 from posttrain.cluster.scorers import Scorer, model_inputs
 from posttrain.config import DistillSection
 from posttrain.data.pipeline import PromptBatches
-from posttrain.data.prefetch import BatchStream
+from posttrain.data.prefetch import MeasuredStream
 from posttrain.distill.targets import TeacherTargets
 from posttrain.errors import RunError
 from posttrain.evaluation.rollouts import evaluate
 from posttrain.mesh import row_shards
-from posttrain.metrics import Metrics, to_host
-from posttrain.rl.assemble import assemble
+from posttrain.metrics import Metrics
+from posttrain.rl.assemble import sample_rows
+from posttrain.rl.guards import LIMITS, check_agreement
+from posttrain.rl.metrics import sample_metrics
 from posttrain.rl.rewards import Rubric
 from posttrain.rl.sampler import Sampler, collect
-from posttrain.rl.step import LOGP_DIFFERENCE, check_agreement, sample_metrics
 from posttrain.rl.teachers import distances, merged_distances, shares_of
 from posttrain.runtime.run_async import run_async
 from posttrain.stages.context import StageRun
@@ -56,7 +57,10 @@ class Samples:
         )
         self._taught = taught
         self._trainer, self._engine, self._teachers = trainer, engine, teachers
-        self.prompts = PromptBatches(section.dataset, inputs.rows, prompts_per_step=section.batch_rows, seed=stage.seed)
+        kept = [example.index for example in self._examples]
+        self.prompts = PromptBatches(
+            section.dataset, inputs.rows, prompts_per_step=section.batch_rows, seed=stage.seed, kept=kept
+        )
         self._sampler = Sampler(
             engine=engine,
             renderer=inputs.renderer,
@@ -75,15 +79,14 @@ class Samples:
         examples = [self._examples[index] for index in next(self.prompts)]
         groups = run_async(collect(self._sampler, examples, 1, step))
         self._said = sample_metrics(groups, step)
-        # In the place of its advantage each sample carries its number through the packing.
-        numbers = np.arange(len(groups), dtype=np.float32)[:, None]
         rows, length = self._section.batch_rows, self._section.row_tokens
-        made = assemble(groups, numbers, numbers >= 0, row_tokens=length, num_rows=rows, shares=self._shares)
+        samples = [group[0] for group in groups]
+        made, where = sample_rows(samples, row_tokens=length, num_rows=rows, shares=self._shares)
         kept = changed(model_inputs(made), teacher_weights=made.teacher_weights, sampler_logps=made.sampler_logps)
         if self._aligner is None:
             return self._taught.ask(kept)
-        carried = np.asarray(made.advantages)[np.asarray(made.loss_weight) > 0].astype(int)
-        samples = [groups[number][0] for number in dict.fromkeys(carried.tolist())]
+        order = sorted(range(len(samples)), key=lambda number: (where[number].row, where[number].tokens.start))
+        samples = [samples[number] for number in order]
         read = [self._aligner.align_sample(0, s.messages, s.tokens, s.sampled) for s in samples]
         self._unread_steps = 0 if any(one.taught.any() for one in read) else self._unread_steps + 1
         if self._unread_steps >= UNREAD_STEPS:
@@ -95,10 +98,9 @@ class Samples:
 
     def seen(self, metrics: Metrics) -> Mapping[str, float]:
         """Sample metrics of an on-policy step, else none. RunError where sampler and trainer disagree."""
-        found = {name: value for name, value in metrics.items() if name == LOGP_DIFFERENCE}
-        if not found:
+        if not LIMITS.keys() <= metrics.keys():
             return {}
-        check_agreement({**to_host(found), **self._said}, self._trainer.step_number)
+        check_agreement(metrics, self._trainer.step_number)
         return self._said
 
     def evaluate(self) -> dict[str, float]:
@@ -128,7 +130,7 @@ class MixedBatches:
     """Batches of the dataset and of the student's samples: a coin for each step, under the run's seed, says which."""
 
     def __init__(
-        self, sequences: BatchStream | None, samples: Samples, share: float, seed: int, step: Callable[[], int]
+        self, sequences: MeasuredStream | None, samples: Samples, share: float, seed: int, step: Callable[[], int]
     ):
         self._sequences, self._samples, self._share, self._seed, self._step = sequences, samples, share, seed, step
 
@@ -141,6 +143,10 @@ class MixedBatches:
             return self._samples.batch(step)
         assert self._sequences is not None
         return next(self._sequences)
+
+    def metrics(self) -> dict[str, float]:
+        """The wait for batches of the dataset; none in a step on samples."""
+        return {} if self._sequences is None else self._sequences.metrics()
 
     def state(self) -> dict[str, Any]:
         sequences = None if self._sequences is None else self._sequences.state()

@@ -240,7 +240,9 @@ def test_the_compiled_step_holds_no_array_of_rows_times_tokens_times_vocabulary(
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape).copy()
     batch = Batch(tokens=tokens, positions=positions, segments=tokens, loss_weight=np.ones(tokens.shape, np.float32))
     micro, count = t._micro_batches(batch)
-    compiled = t._step.lower(t.params, t._frozen, t._opt_state, micro, count, np.uint32(0), t._taught).compile()
+    compiled = t._step.lower(
+        t.params, t._frozen, t._opt_state, micro, count, np.uint32(0), np.bool_(True), t._taught
+    ).compile()
     text, whole = compiled.as_text(), 4 * length * vocab
     shapes = {tuple(map(int, s.split(","))) for s in re.findall(r"(?:f32|bf16)\[([\d,]+)\]", text)}
     assert max(map(math.prod, shapes)) < whole
@@ -249,7 +251,9 @@ def test_the_compiled_step_holds_no_array_of_rows_times_tokens_times_vocabulary(
 
 def test_its_programs_get_the_options_of_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA refuses an option that it does not know."""
-    monkeypatch.setattr("posttrain.train.trainer.compiled_sooner", lambda platform: {f"no_option_of_{platform}": 1})
+    monkeypatch.setattr(
+        "posttrain.train.trainer.fast_compile_options", lambda platform: {f"no_option_of_{platform}": 1}
+    )
     t, batch = trainer(), rows(0)
     for program in (lambda: t.step(batch), lambda: t.stats(batch), lambda: t.evaluate([batch])):
         with pytest.raises(jax.errors.JaxRuntimeError, match="no_option_of_cpu"):
