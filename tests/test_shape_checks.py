@@ -17,15 +17,15 @@ checked = check_at_first_call(typechecker=beartype)
 
 
 @checked
-def product(a: Float[np.ndarray, "B N"], b: Float[np.ndarray, "B N"]) -> Float[np.ndarray, "B"]:
+def product(a: Float[np.ndarray, "B N"], b: Float[np.ndarray, "B N"]) -> Float[np.ndarray, " B"]:
     return (a * b).sum(axis=1) if a.shape[1] else a
 
 
 @checked
 @dataclass
 class Pair:
-    a: Float[np.ndarray, "B"]
-    b: Float[np.ndarray, "B"]
+    a: Float[np.ndarray, " B"]
+    b: Float[np.ndarray, " B"]
 
     @checked
     @classmethod
