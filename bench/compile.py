@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.kernels.token_stats import token_stats
+from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.models import decoder
 from posttrain.models.cache import empty_cache
-from posttrain.objective import UNROLLED_LAYERS_ON_CPU
+from posttrain.train.objective import UNROLLED_LAYERS_ON_CPU
 from posttrain.weights.load import init_model
 from posttrain.weights.state import ModelWeights
 

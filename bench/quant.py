@@ -26,7 +26,7 @@ from native import FIELDS
 
 from posttrain.config import RolloutQuantize
 from posttrain.models.decoder import Decoder
-from posttrain.rollout.native import NativeEngine
+from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.types import Completion, SamplingParams, sample_key
 from posttrain.weights.load import init_model, load_model
 from posttrain.weights.state import ModelWeights

@@ -20,18 +20,18 @@ import numpy as np
 from jaxtyping import Int
 
 from posttrain.batch import Batch
+from posttrain.cluster.scorers import Reference
 from posttrain.config import LoRA, OptimizerSection
 from posttrain.data.packing import to_batch
 from posttrain.data.windows import LOOK_AHEAD, PackedBatches
-from posttrain.kernels.chunk_stats import PLAIN, Terms
-from posttrain.kernels.divergence import Divergence
+from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
+from posttrain.kernels.logits.divergence import Divergence
 from posttrain.losses.distill import DistillLoss
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.losses.sft import SFTLoss
 from posttrain.models.decoder import Decoder
-from posttrain.optim import make_optimizer
-from posttrain.reference import Reference
-from posttrain.trainer import Trainer
+from posttrain.train.optim import make_optimizer
+from posttrain.train.trainer import Trainer
 from posttrain.tree import replace
 from posttrain.weights.load import init_model
 

@@ -29,8 +29,8 @@ import json
 from pathlib import Path
 
 import posttrain as pt
-from posttrain.recipes.prune import prune
-from posttrain.recipes.upcycle import upcycle
+from posttrain.export.prune import prune
+from posttrain.export.upcycle import upcycle
 from posttrain.weights.prune import Pruning
 from posttrain.weights.upcycle import Upcycling
 

@@ -9,26 +9,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from posttrain.api import RL as RL
+    from posttrain.api import SFT as SFT
+    from posttrain.api import Distill as Distill
+    from posttrain.api import OnlinePreference as OnlinePreference
+    from posttrain.api import Preference as Preference
+    from posttrain.api import RewardModel as RewardModel
     from posttrain.batch import Batch as Batch
     from posttrain.batch import LossOutput as LossOutput
     from posttrain.batch import TokenStats as TokenStats
-    from posttrain.config import ConfigError as ConfigError
     from posttrain.config import LoRA as LoRA
     from posttrain.data.tokenizer import load_tokenizer as load_tokenizer
+    from posttrain.errors import ConfigError as ConfigError
+    from posttrain.generation import complete as complete
+    from posttrain.generation import generate as generate
     from posttrain.losses.pairs import Needs as Needs
     from posttrain.models.decoder import Decoder as Decoder
-    from posttrain.recipes.distill import Distill as Distill
-    from posttrain.recipes.generate import complete as complete
-    from posttrain.recipes.generate import generate as generate
-    from posttrain.recipes.online import OnlinePreference as OnlinePreference
-    from posttrain.recipes.preference import Preference as Preference
-    from posttrain.recipes.reward_model import RewardModel as RewardModel
-    from posttrain.recipes.rl import RL as RL
-    from posttrain.recipes.sft import SFT as SFT
-    from posttrain.rollout.native import NativeEngine as NativeEngine
+    from posttrain.rollout.engine import NativeEngine as NativeEngine
     from posttrain.rollout.shapes import Expected as Expected
     from posttrain.rollout.types import SamplingParams as SamplingParams
-    from posttrain.trainer import Trainer as Trainer
+    from posttrain.train.trainer import Trainer as Trainer
     from posttrain.tree import Mean as Mean
     from posttrain.weights.load import load_model as load_model
     from posttrain.weights.peft_save import save_adapter as save_adapter
@@ -38,25 +38,25 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "Batch": "posttrain.batch",
-    "ConfigError": "posttrain.config",
+    "ConfigError": "posttrain.errors",
     "Decoder": "posttrain.models.decoder",
-    "Distill": "posttrain.recipes.distill",
+    "Distill": "posttrain.api",
     "Expected": "posttrain.rollout.shapes",
     "LoRA": "posttrain.config",
     "LossOutput": "posttrain.batch",
     "Mean": "posttrain.tree",
-    "NativeEngine": "posttrain.rollout.native",
+    "NativeEngine": "posttrain.rollout.engine",
     "Needs": "posttrain.losses.pairs",
-    "OnlinePreference": "posttrain.recipes.online",
-    "Preference": "posttrain.recipes.preference",
-    "RL": "posttrain.recipes.rl",
-    "RewardModel": "posttrain.recipes.reward_model",
-    "SFT": "posttrain.recipes.sft",
+    "OnlinePreference": "posttrain.api",
+    "Preference": "posttrain.api",
+    "RL": "posttrain.api",
+    "RewardModel": "posttrain.api",
+    "SFT": "posttrain.api",
     "SamplingParams": "posttrain.rollout.types",
     "TokenStats": "posttrain.batch",
-    "Trainer": "posttrain.trainer",
-    "complete": "posttrain.recipes.generate",
-    "generate": "posttrain.recipes.generate",
+    "Trainer": "posttrain.train.trainer",
+    "complete": "posttrain.generation",
+    "generate": "posttrain.generation",
     "load_model": "posttrain.weights.load",
     "load_tokenizer": "posttrain.data.tokenizer",
     "save_adapter": "posttrain.weights.peft_save",

@@ -18,9 +18,13 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from posttrain.tree import Mean, pytree
+from posttrain.tree import Mean, pytree, replace
 
 HostArray = np.ndarray
+
+
+NO_ID = 2**31 - 1
+"""Placeholder for a teacher's id that stands for no token of the student."""
 
 
 @pytree
@@ -109,7 +113,7 @@ class TokenStats:
     log_squares: Float[Array, "B T"] | None = None
     """Log of the sum of squared probabilities in its place; without a gradient."""
     divergence: Float[Array, "B T"] | None = None
-    """From the teachers' distribution, as `posttrain.kernels.divergence.Divergence` says."""
+    """From the teachers' distribution, as `posttrain.kernels.logits.divergence.Divergence` says."""
     teacher_kl: Float[Array, "B T"] | None = None
     """KL(teacher || student) at temperature 1; without a gradient."""
     teacher_logps: Float[Array, "B T"] | None = None
@@ -201,3 +205,11 @@ class BatchLoss(Protocol):
 
     @property
     def needs_whole_batch(self) -> bool: ...
+
+
+def of_teacher(batch: Batch, number: int) -> Batch:
+    """The batch with loss only where this teacher counts."""
+    if batch.teacher_weights is None:
+        return batch
+    counts = np.asarray(batch.teacher_weights)[..., number] > 0
+    return replace(batch, loss_weight=np.where(counts, batch.loss_weight, 0.0))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from posttrain.config import ConfigError, RunError
+from posttrain.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from posttrain.data.tokenizer import Tokenizer
@@ -33,11 +33,11 @@ Overrides = Annotated[
 @app.command()
 def run(config: ConfigPath, overrides: Overrides = None) -> None:
     """Run all stages of a configuration; the same command goes on where it stopped."""
-    from posttrain.config_file import load_config
+    from posttrain.config.yaml_file import load_config
 
     loaded = load_config(config, overrides or [])
-    from posttrain.console import shown_log
-    from posttrain.recipes import run as recipe
+    from posttrain.runs import run as recipe
+    from posttrain.tracking.console import shown_log
 
     with shown_log():
         recipe.run(loaded.config, loaded.base_dir)
@@ -46,10 +46,10 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
 @app.command()
 def check(config: ConfigPath, overrides: Overrides = None) -> None:
     """Validate everything that can be validated without loading weights."""
-    from posttrain.config_file import load_config
+    from posttrain.config.yaml_file import load_config
 
     loaded = load_config(config, overrides or [])
-    from posttrain.recipes import check as recipe
+    from posttrain.runs import check as recipe
 
     for line in recipe.check(loaded.config, loaded.base_dir):
         print(line)
@@ -65,13 +65,13 @@ def distill(
     ] = False,
 ) -> None:
     """Write the caches that stages of kind distill name; posttrain run then trains without their teachers."""
-    from posttrain.config_file import load_config
+    from posttrain.config.yaml_file import load_config
 
     loaded = load_config(config, overrides or [])
     if not cache:
         raise ConfigError("distill: give --cache to write what the teachers say; posttrain run trains the student")
-    from posttrain.console import shown_log
-    from posttrain.recipes.distill import write_caches
+    from posttrain.runs.write_teacher_cache import write_caches
+    from posttrain.tracking.console import shown_log
 
     with shown_log():
         write_caches(loaded.config, loaded.base_dir)
@@ -106,7 +106,7 @@ def generate(
 ) -> None:
     """Print completions of each prompt, with `--no-chat` or without a template after the prompt itself."""
     loaded, tokenizer = _load(model, adapter, family)
-    from posttrain.recipes.generate import complete
+    from posttrain.generation import complete
 
     texts = prompts or [line.rstrip("\n") for line in sys.stdin]
     answers = complete(
@@ -142,7 +142,7 @@ def generate(
 def _load(model: str, adapter: str | None, family: str | None) -> tuple[Decoder, Tokenizer]:
     """ConfigError also for what is written as a folder, and is none."""
     if not Path(model).expanduser().exists() and model.startswith(("/", ".", "~")):
-        from posttrain.config_file import did_you_mean_path
+        from posttrain.config.yaml_file import did_you_mean_path
 
         raise ConfigError(f"model {model}: there is no such folder{did_you_mean_path(model)}")
     from posttrain.data.tokenizer import load_tokenizer
@@ -180,7 +180,7 @@ def upcycle(
     from posttrain.weights.upcycle import Upcycling
 
     plan = Upcycling(experts=experts, top_k=top_k, mode=mode, noise=noise)
-    from posttrain.recipes.upcycle import upcycle as recipe
+    from posttrain.export.upcycle import upcycle as recipe
 
     print(recipe(source, out, plan, seed=seed))
 
@@ -202,7 +202,7 @@ def prune(
     plan = Pruning(
         layers=tuple(layer) if layer else None, mlp_dim=mlp_dim, embed_dim=embed_dim, kv_heads=kv_heads, experts=experts
     )
-    from posttrain.recipes.prune import prune as recipe
+    from posttrain.export.prune import prune as recipe
 
     print(recipe(source, out, plan, text=text))
 
@@ -231,7 +231,7 @@ def export(
     ] = None,
 ) -> None:
     """Write a run's model for other tools, read it again, and refuse it where it is not the same model."""
-    from posttrain.recipes.export import export as recipe
+    from posttrain.export.export import export as recipe
 
     folder, proof = recipe(
         Path(run),
@@ -259,8 +259,8 @@ def main() -> None:
         sys.exit(1)
     except Exception as error:
         # Imported late: with it comes jax, which `--help` must not wait for.
-        fit = sys.modules.get("posttrain.fit")
-        proof = sys.modules.get("posttrain.recipes.proof_readers")
+        fit = sys.modules.get("posttrain.train.loop")
+        proof = sys.modules.get("posttrain.export.readers")
         if proof is not None and isinstance(error, proof.ProofError):
             print(f"error: {error}", file=sys.stderr)
             sys.exit(1)

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from posttrain.config import MESH_AXES, ROW_AXES, ConfigError, MeshSection
+from posttrain.config import MESH_AXES, ROW_AXES, MeshSection
+from posttrain.errors import ConfigError
 
 RULES: Mapping[str, str | None] = {
     "layers": None,

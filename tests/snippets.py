@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import posttrain as pt
-from posttrain.recipes.check import check
-from posttrain.recipes.run import RunResult
+from posttrain.runs.check import check
+from posttrain.runs.run import RunResult
 from tests.tiny import tiny_model
 
 ROWS = [

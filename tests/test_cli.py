@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.recipes.runs import posttrain, rl_stage, sft_stage, write_run
+from tests.stages.runs import posttrain, rl_stage, sft_stage, write_run
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.runs import inside, posttrain, rl_stage, sft_stage, write_run
+from tests.stages.runs import inside, posttrain, rl_stage, sft_stage, write_run
 
 GOLDEN = Path(__file__).parent / "goldens" / "models" / "llama"
 

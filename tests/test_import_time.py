@@ -39,7 +39,7 @@ def run(code: str) -> tuple[float, str]:
 
 @pytest.mark.parametrize(
     "code",
-    ["import posttrain", "from posttrain.config_file import load_config", HELP],
+    ["import posttrain", "from posttrain.config.yaml_file import load_config", HELP],
     ids=["package", "config", "help"],
 )
 def test_under_a_second(code: str) -> None:
@@ -49,7 +49,7 @@ def test_under_a_second(code: str) -> None:
 
 @pytest.mark.parametrize(
     "code",
-    ["import posttrain", "from posttrain.config_file import load_config", HELP],
+    ["import posttrain", "from posttrain.config.yaml_file import load_config", HELP],
     ids=["package", "config", "help"],
 )
 def test_nothing_heavy_is_loaded(code: str) -> None:

@@ -12,34 +12,24 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "posttrain"
 
 LAYERS = (
-    {"tree", "config", "config_errors", "config_file", "cpu", "host_memory", "imports"},
-    {"mesh", "batch", "accumulate", "metrics", "statistics", "sinks", "console", "optim", "kernels"},
-    {"models", "data", "losses", "checkpoint"},
+    {"errors", "tree", "runtime", "statistics"},
+    {"config", "batch", "metrics", "user_code"},
+    {"mesh", "tracking"},
+    {"kernels"},
+    {"models", "data", "losses"},
     {"weights"},
-    {"trainer", "objective", "matching", "reference", "fit", "rollout", "plan"},
+    {"train", "rollout"},
+    {"cluster", "generation", "serve"},
+    {"distill"},
     {"rl"},
-    {"recipes", "view"},
+    {"evaluation"},
+    {"stages"},
+    {"runs"},
+    {"api", "export", "view", "launch"},
     {"cli"},
     {"__main__", "__init__"},
 )
-SIDEWAYS = {
-    ("config_file", "config"),
-    ("config_file", "config_errors"),
-    ("config_errors", "config"),
-    ("config_errors", "imports"),
-    ("imports", "config"),
-    ("kernels", "batch"),
-    ("accumulate", "batch"),
-    ("sinks", "metrics"),
-    ("sinks", "console"),
-    ("console", "metrics"),
-    ("fit", "trainer"),
-    ("reference", "trainer"),
-    ("trainer", "objective"),
-    ("trainer", "matching"),
-    ("objective", "matching"),
-}
-"""Imports within a layer. There are none among models, data, losses and checkpoint, nor of trainer and rollout."""
+"""A unit (file or folder of the package) imports from units of the layers above its own in this list, never beside."""
 
 LAYER_OF = {unit: layer for layer, units in enumerate(LAYERS) for unit in units}
 FOR_ALL = {"__version__"}
@@ -79,11 +69,61 @@ def violations(unit: str, package: str, text: str) -> list[str]:
         target = rest.split(".")[0] or "__init__"
         if first == "rewards":
             found.append(f"{line}: {unit} must not import rewards")
-        if first != "posttrain" or target in FOR_ALL or target == unit or (unit, target) in SIDEWAYS:
+        if first != "posttrain" or target in FOR_ALL or target == unit:
             continue
         if LAYER_OF.get(target, len(LAYERS)) >= LAYER_OF[unit]:
             found.append(f"{line}: {unit} (layer {LAYER_OF[unit]}) must not import {name}")
     return found
+
+
+def circles(modules_of: dict[str, ast.AST]) -> list[list[str]]:
+    """Groups of modules that import one another, directly or through others; imports for type checkers count too."""
+    edges = {}
+    for name, tree in modules_of.items():
+        found = {imported_module(target, modules_of) for target, _ in imported(tree, name)}
+        edges[name] = sorted(target for target in found if target and target != name)
+    reached = {name: reachable(name, edges) for name in edges}
+    groups = {tuple(sorted(o for o in reached[name] if name in reached[o])) for name in edges if name in reached[name]}
+    return sorted(map(list, groups))
+
+
+def imported_module(name: str, modules_of: dict[str, ast.AST]) -> str | None:
+    """The module that an imported dotted name is or stands in."""
+    while name and name not in modules_of:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def reachable(start: str, edges: dict[str, list[str]]) -> set[str]:
+    waiting, found = list(edges[start]), set()
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += edges[name]
+    return found
+
+
+def test_no_circles() -> None:
+    names = {module_name(path): ast.parse(path.read_text()) for path in modules(PACKAGE)}
+    del names["posttrain"]  # loads public names on first use
+    assert circles(names) == []
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+@pytest.mark.parametrize(
+    ("texts", "found"),
+    [
+        ({"a.b": "from a.c import x", "a.c": "def f():\n    from a.b import y"}, [["a.b", "a.c"]]),
+        ({"a.b": "from a import c", "a.c": "from a.d import z", "a.d": "import a.b"}, [["a.b", "a.c", "a.d"]]),
+        ({"a.b": "from a.c import x", "a.c": "import numpy"}, []),
+    ],
+)
+def test_the_search_finds_circles(texts: dict[str, str], found: list[list[str]]) -> None:
+    assert circles({name: ast.parse(text) for name, text in texts.items()}) == found
 
 
 def package_of(path: Path) -> str:
@@ -115,13 +155,13 @@ def test_rewards_import_only_the_types_of_rl() -> None:
         ("models", "posttrain.models", "from . import layers\nfrom posttrain.models.layers import x", 0),
         ("models", "posttrain.models.families", "from ..layers import x\nfrom ...losses import kl", 1),
         ("models", "posttrain.models", "def f():\n    import posttrain.losses.kl", 1),
-        ("models", "posttrain.models", "import_module('posttrain.checkpoint')", 1),
-        ("trainer", "posttrain", "from posttrain.rollout.engine import E", 1),
-        ("trainer", "posttrain", "from posttrain import losses, rl", 1),
+        ("models", "posttrain.models", "import_module('posttrain.train.checkpoint')", 1),
+        ("train", "posttrain.train", "from posttrain.rollout.engine import E", 1),
+        ("train", "posttrain.train", "from posttrain import losses, rl", 1),
         ("tree", "posttrain", "import posttrain", 1),
         ("tree", "posttrain", "import posttrain.brandnew", 1),
         ("rl", "posttrain.rl", "import rewards.gsm8k", 1),
-        ("cli", "posttrain", "from posttrain import __version__\nfrom posttrain.recipes.sft import SFT", 0),
+        ("cli", "posttrain", "from posttrain import __version__\nfrom posttrain.api import SFT", 0),
     ],
 )
 def test_the_check_finds(unit: str, package: str, text: str, count: int) -> None:
@@ -152,7 +192,7 @@ def test_heavy_packages_are_imported_inside_functions() -> None:
     assert found == []
 
 
-INDEPENDENT_READER = PACKAGE / "recipes" / "proof_readers.py"
+INDEPENDENT_READER = PACKAGE / "export" / "readers.py"
 """Reads what was written with another implementation, where that is installed."""
 
 

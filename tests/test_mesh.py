@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from posttrain.config import ConfigError, MeshSection
+from posttrain.config import MeshSection
+from posttrain.errors import ConfigError
 from posttrain.kernels import platform
 from posttrain.mesh import make_mesh, param_sharding, replicated, row_shards, single_device_mesh
 

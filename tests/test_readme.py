@@ -24,9 +24,9 @@ import yaml
 
 from posttrain.cli import app
 from posttrain.config import RLSection, RunConfig, SFTSection
-from posttrain.config_file import build_config, load_config
-from posttrain.recipes.check import check
-from posttrain.recipes.stages import stage_names
+from posttrain.config.yaml_file import build_config, load_config
+from posttrain.runs.check import check
+from posttrain.stages.table import stage_names
 from tests.snippets import run_python
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,7 +9,7 @@ from importlib.metadata import version
 import jax.numpy as jnp
 from work import VOCABULARY, Draw, Work, serve
 
-from posttrain.rollout.native import NativeEngine
+from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.types import Completion, SamplingParams, sample_key
 from posttrain.weights.load import init_model
 

@@ -2,7 +2,7 @@
 
     PYTHON bench/peers/trl_dpo_run.py
 
-makes `TRL_LOG` of tests/test_preference_e2e.py, with the Python of an environment that has TRL. Pairs go to its
+makes `TRL_LOG` of tests/train/test_preference_e2e.py, with the Python of an environment that has TRL. Pairs go to its
 collator as token ids, in order; a line of JSON a step.
 """
 

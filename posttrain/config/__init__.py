@@ -1,8 +1,7 @@
-"""Typed run configurations: what a YAML file or a Python call may say. Reading and errors: `posttrain.config_file`."""
+"""Typed run configurations: what a YAML file or a Python call may say, section by section."""
 
 from posttrain.config.base import (
     AttentionKernel,
-    ConfigError,
     DecodeAttention,
     Flag,
     Fraction,
@@ -13,15 +12,14 @@ from posttrain.config.base import (
     Quantize,
     Remat,
     RolloutQuantize,
-    RunError,
     Section,
     Text,
 )
 from posttrain.config.distill import DistillSection
 from posttrain.config.features import AttentionFeatures, FeaturesSection, HiddenFeatures, LayerMap
-from posttrain.config.judged import ComparedSection, PreferenceSection, RewardModelSection
 from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, ModelSection
-from posttrain.config.online import OnlinePreferenceSection
+from posttrain.config.online_preference import OnlinePreferenceSection
+from posttrain.config.pairs import ComparedSection, PreferenceSection, RewardModelSection
 from posttrain.config.rl import RewardSection, RLSection, RolloutSection, SampledSection, SamplingSection
 from posttrain.config.run import RunConfig, Stage, is_sampled
 from posttrain.config.teacher import TeacherSection
@@ -40,7 +38,6 @@ __all__ = [
     "AttentionFeatures",
     "AttentionKernel",
     "ComparedSection",
-    "ConfigError",
     "DatasetSection",
     "DecodeAttention",
     "DistillSection",
@@ -68,7 +65,6 @@ __all__ = [
     "RolloutSection",
     "RouterSection",
     "RunConfig",
-    "RunError",
     "SFTSection",
     "SampledSection",
     "SamplingSection",

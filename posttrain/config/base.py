@@ -32,14 +32,6 @@ Quantize = Literal["none", "int8", "fp8", "int4", "nf4"]
 RolloutQuantize = Literal["none", "int8", "fp8"]
 
 
-class ConfigError(ValueError):
-    """A mistake that the user can mend: one line that says where, the rule, what was given, what to do."""
-
-
-class RunError(RuntimeError):
-    """A run that cannot go on, for what it met on its way: one line that says what, and what to do."""
-
-
 class Section(BaseModel):
     """A part of a configuration: unknown keys are errors, values are checked, instances are frozen.
 

@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 
 from posttrain.config.base import Flag, ListOf, Section, Text
 from posttrain.config.distill import DistillSection
-from posttrain.config.judged import PreferenceSection, RewardModelSection
 from posttrain.config.model import MeshSection, ModelSection
-from posttrain.config.online import OnlinePreferenceSection
+from posttrain.config.online_preference import OnlinePreferenceSection
+from posttrain.config.pairs import PreferenceSection, RewardModelSection
 from posttrain.config.rl import RLSection, SampledSection
 from posttrain.config.train import SFTSection
 

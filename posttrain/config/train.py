@@ -132,6 +132,10 @@ class SequenceSection(TrainSection):
         return self
 
     @property
+    def step_rows(self) -> int:
+        return self.batch_rows
+
+    @property
     def datasets(self) -> tuple[DatasetSection, ...]:
         return (self.dataset, *self.mix)
 

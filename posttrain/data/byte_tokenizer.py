@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from posttrain.imports import import_transformers
+from posttrain.user_code import import_transformers
 
 CONTROL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
 FIRST_CONTROL_ID = 256

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Required, TypedDict
 
-from posttrain.config import ConfigError
 from posttrain.data.tokenizer import Tokenizer
-from posttrain.imports import import_transformers
+from posttrain.errors import ConfigError
+from posttrain.user_code import import_transformers
 
 Span = tuple[int, int]
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")

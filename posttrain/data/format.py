@@ -10,10 +10,10 @@ from typing import Any, Literal, cast
 import numpy as np
 from jaxtyping import Bool, Int
 
-from posttrain.config import ConfigError, DatasetSection, SequenceSection
+from posttrain.config import DatasetSection, SequenceSection
 from posttrain.data.chat import Masked, Message, Renderer, plain_text
 from posttrain.data.tokenizer import Tokenizer
-from posttrain.imports import did_you_mean
+from posttrain.errors import ConfigError, did_you_mean
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Row = Mapping[str, Any]

@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Int
 
 from posttrain.batch import Batch
-from posttrain.config import ConfigError
 from posttrain.data.format import Example
+from posttrain.errors import ConfigError
 
 Overlong = Literal["truncate", "drop", "error"]
 
@@ -92,3 +92,10 @@ def to_batch(rows: Mapping[str, np.ndarray]) -> Batch:
         segments=rows["tokens_segments"],
         loss_weight=rows["loss_weight"],
     )
+
+
+def common_prefix(one: Int[np.ndarray, " N"], other: Int[np.ndarray, " M"]) -> int:
+    """How many tokens both begin with."""
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if len(differ) else length

@@ -6,22 +6,46 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from posttrain.batch import Batch
-from posttrain.config import ComparedSection, ConfigError, DatasetSection, SequenceSection
+from posttrain.config import ComparedSection, DatasetSection, SequenceSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import loss_on, tokenize_example
 from posttrain.data.packing import fit_to_row, sequence, to_batch
 from posttrain.data.sources import Rows
-from posttrain.data.taught import Taught
 from posttrain.data.windows import PackedBatches, Window
+from posttrain.errors import ConfigError
 
 FINGERPRINT_ROWS = 64
 
 State = dict[str, Any]
+
+
+@runtime_checkable
+class RowTargets(Protocol):
+    """Per-token training targets beside the tokens of a row, such as a teacher's, packed together with them."""
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Names of the arrays that are token sequences of their own."""
+        ...
+
+    def lengths(self, row_tokens: int) -> dict[str, int]:
+        """Length in a packed row of each array that `arrays` makes."""
+        ...
+
+    def arrays(
+        self, dataset: int, index: int, row: Mapping[str, Any], sequence: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Targets of the sequence that row `index` of dataset `dataset` became."""
+        ...
+
+    def batch(self, batch: Batch, rows: Mapping[str, np.ndarray]) -> Batch:
+        """The batch with the targets of its packed rows."""
+        ...
 
 
 class Stream:
@@ -63,7 +87,7 @@ class SFTBatches(Stream):
         *,
         seed: int,
         mixed: Sequence[tuple[Rows, Renderer]] = (),
-        taught: Taught | None = None,
+        taught: RowTargets | None = None,
     ) -> None:
         import grain
 
@@ -124,7 +148,7 @@ class PromptBatches(Stream):
 
 
 def eval_batches(
-    section: SequenceSection, dataset: DatasetSection, rows: Rows, renderer: Renderer, taught: Taught | None = None
+    section: SequenceSection, dataset: DatasetSection, rows: Rows, renderer: Renderer, taught: RowTargets | None = None
 ) -> Iterator[Batch]:
     """One pass over a dataset, always in the same order; the last batch is filled with empty rows."""
     import grain
@@ -137,7 +161,7 @@ def eval_batches(
         yield _finished(batch, taught)
 
 
-def _finished(rows: Mapping[str, np.ndarray], taught: Taught | None) -> Batch:
+def _finished(rows: Mapping[str, np.ndarray], taught: RowTargets | None) -> Batch:
     return to_batch(rows) if taught is None else taught.batch(to_batch(rows), rows)
 
 
@@ -178,7 +202,7 @@ def window_of(section: SequenceSection | ComparedSection, datasets: Sequence[Dat
 
 
 def _packed(
-    section: SequenceSection, examples: Any, epoch: int, window: Window, taught: Taught | None
+    section: SequenceSection, examples: Any, epoch: int, window: Window, taught: RowTargets | None
 ) -> PackedBatches:
     lengths = dict.fromkeys(("tokens", "loss_weight"), section.row_tokens)
     return PackedBatches(
@@ -196,7 +220,7 @@ def row_tokenizer(
     dataset: DatasetSection,
     rows: Rows,
     renderer: Renderer,
-    taught: Taught | None = None,
+    taught: RowTargets | None = None,
     number: int = 0,
 ) -> Callable[[int], dict[str, np.ndarray] | None]:
     """A function from a row's number to its sequence; None for one that is left out as too long.

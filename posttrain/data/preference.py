@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from posttrain.config import ConfigError, DatasetSection
+from posttrain.config import DatasetSection
 from posttrain.data.chat import Masked, Message, Renderer
 from posttrain.data.format import Row, answer_messages, no_column, prompt_messages, render_answer
-from posttrain.imports import did_you_mean
+from posttrain.errors import ConfigError, did_you_mean
 
 CHOSEN, REJECTED, MISMATCHED = 1, -1, 2
 """Roles of an answer's tokens, as `Batch.roles` has them."""

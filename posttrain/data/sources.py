@@ -10,16 +10,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from posttrain.config import ConfigError, DatasetSection
-from posttrain.config_file import did_you_mean_path, resolve_path
-from posttrain.data.hub import hub_is_reachable, is_hub_id
-from posttrain.imports import describe_error, did_you_mean, import_object, is_object_spec, missing_path
+from posttrain.config import DatasetSection
+from posttrain.config.yaml_file import did_you_mean_path, resolve_path
+from posttrain.errors import ConfigError, did_you_mean
+from posttrain.runtime.hub import hub_is_reachable, is_hub_id
+from posttrain.tracking.console import progress
+from posttrain.user_code import describe_error, import_object, is_object_spec, missing_path
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
 NOT_ROWS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
+
+
+T = TypeVar("T")
+
+CHECKED_ROWS = 20_000
+"""Most rows of a dataset that are read before a run begins."""
 
 
 @runtime_checkable
@@ -314,3 +322,14 @@ def _checked(rows: list[Any], name: str) -> list[dict[str, Any]]:
                 f"{name} row {index} is a {type(row).__name__}; each row must be an object with named columns"
             )
     return rows
+
+
+def checked_rows(length: int) -> range:
+    """Numbers of the rows that are read before a run begins: all, or `CHECKED_ROWS` spread evenly."""
+    return range(0, length, -(-length // CHECKED_ROWS))
+
+
+def each_row(rows: Rows, chosen: Sequence[int], what: str, read: Callable[[int], T]) -> Iterator[T]:
+    """What `read` makes of each chosen row, with a bar where that takes long."""
+    for index in progress(chosen, f"checking {what} of {rows.name}", len(chosen)):
+        yield read(index)

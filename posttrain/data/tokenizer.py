@@ -9,11 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import ConfigError
-from posttrain.config_file import did_you_mean_path
+from posttrain.config.yaml_file import did_you_mean_path
 from posttrain.data.byte_tokenizer import BYTE_GENERATION, build_byte_tokenizer
-from posttrain.data.hub import hub_is_reachable, is_hub_id
-from posttrain.imports import did_you_mean, import_transformers, missing_path
+from posttrain.errors import ConfigError, did_you_mean
+from posttrain.runtime.hub import hub_is_reachable, is_hub_id
+from posttrain.user_code import import_transformers, missing_path
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from posttrain.kernels.chunks import Plan, along, of_tokens, plan_of
-from posttrain.kernels.softmax import NO_LOGIT
+from posttrain.kernels.logits.chunks import Plan, along, of_tokens, plan_of
+from posttrain.kernels.logits.softmax import NO_LOGIT
 
 CHUNK_ELEMENTS = 1 << 22
 """Numbers of a chunk, in float32 16 MiB; value and gradient hold a few such arrays."""

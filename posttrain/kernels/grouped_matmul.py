@@ -13,7 +13,8 @@ from jax import Array, lax
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Float, Int
 
-from posttrain.config import ConfigError, GroupedKernel
+from posttrain.config import GroupedKernel
+from posttrain.errors import ConfigError
 from posttrain.kernels.platform import installed, log_choice, tokamax_library
 
 Sizes: TypeAlias = Int[Array, " E"]

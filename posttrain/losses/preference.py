@@ -12,7 +12,7 @@ from jax import Array
 from jaxtyping import Float
 
 from posttrain.batch import Batch, LossOutput, TokenStats
-from posttrain.imports import did_you_mean
+from posttrain.errors import did_you_mean
 from posttrain.losses.kl import MAX_LOG_RATIO
 from posttrain.losses.pairs import (
     Needs,

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from posttrain.config import AttentionKernel, ConfigError, DecodeAttention, GroupedKernel, Remat
-
-if TYPE_CHECKING:
-    from posttrain.models.decoder import Block
+from posttrain.config import AttentionKernel, DecodeAttention, GroupedKernel, Remat
+from posttrain.errors import ConfigError
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "swiglu_oai"]
 
@@ -212,7 +211,7 @@ class ModelConfig:
     """The `config.json` of the model, as text: `save_model` writes it."""
     generation_json: str = "{}"
     """The `generation_config.json` that the model came with, as text: `save_model` writes it."""
-    block: type[Block] | None = None
+    block: type[nnx.Module] | None = None
     """The family's own kind of block; None: `posttrain.models.decoder.Block`."""
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +93,7 @@ class Stage(nnx.Module):
         self.repeats = config.repeats
         self.first = first
         self.moe = tuple(isinstance(block.mlp, MoEConfig) for block in config.blocks)
-        block_class = Block if model.block is None else model.block
+        block_class = cast(type[Block], model.block or Block)
         self.blocks = nnx.List([block_class(block, model, config.repeats, init) for block in config.blocks])
 
     def __call__(

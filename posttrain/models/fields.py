@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from posttrain.config import ConfigError
-from posttrain.imports import did_you_mean
+from posttrain.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 

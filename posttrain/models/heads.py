@@ -5,20 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from posttrain.config import ConfigError
+from posttrain.errors import ConfigError
 from posttrain.models.config import ModelConfig
 from posttrain.models.layers import Init, normal, param
-
-if TYPE_CHECKING:
-    from posttrain.models.decoder import Decoder
 
 CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 WITHOUT_CLASSIFIER = ("gemma4_text", "granite", "glm4_moe")
@@ -34,19 +29,6 @@ class ScalarHead(nnx.Module):
     def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
         kernel = self.kernel[...].astype(hidden.dtype)[:, 0]
         return jnp.einsum("btd,d->bt", hidden, kernel, preferred_element_type=jnp.float32)
-
-
-def with_scalar_head(model: Decoder, *, seed: int) -> None:
-    """Replace the model's head by a new scalar one, drawn as its other matrices are; its tokens have scores then.
-
-    ConfigError for a family without a form on disk.
-    """
-    config = reward_config(model.config)
-    dtype = model.embed.embedding[...].dtype
-    init = Init(model.config.initializer_range, dtype, nnx.Rngs(jax.random.key(seed)))
-    model.head = nnx.data(None)
-    model.score = nnx.data(ScalarHead(config.embed_dim, init))
-    model.config = config
 
 
 def reward_config(config: ModelConfig) -> ModelConfig:

@@ -13,8 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, cast, runtime_checkable
 
-from posttrain.config import ConfigError
-from posttrain.imports import did_you_mean
+from posttrain.errors import ConfigError, did_you_mean
 from posttrain.models import families
 from posttrain.models.config import (
     Activation,

@@ -13,7 +13,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
 from posttrain.batch import RouterStats
-from posttrain.config import ROW_AXES, ConfigError
+from posttrain.config import ROW_AXES
+from posttrain.errors import ConfigError
 from posttrain.kernels.grouped_matmul import grouped_matmul
 from posttrain.kernels.platform import platform_of
 from posttrain.mesh import RULES, row_shards

@@ -14,7 +14,8 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Shaped, UInt8
 
-from posttrain.config import ConfigError, Quantize
+from posttrain.config import Quantize
+from posttrain.errors import ConfigError
 from posttrain.mesh import TILES
 
 TILE = 64

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from posttrain.config import ConfigError
+from posttrain.errors import ConfigError
 from posttrain.models.config import Rope
 from posttrain.models.fields import Fields
 

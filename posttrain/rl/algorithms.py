@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 from jaxtyping import Bool, Float
 
-from posttrain.config import ConfigError
-from posttrain.imports import did_you_mean
+from posttrain.errors import ConfigError, did_you_mean
 from posttrain.losses.policy import DAPO, DISTILL, GRPO, GSPO, RLOO, PolicyLoss, dr_grpo
 from posttrain.rl.advantages import Advantage, Rewards, centered, is_mixed, leave_one_out, standardized
 

@@ -10,8 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from posttrain.batch import Batch
-from posttrain.data.align import common_prefix
-from posttrain.data.packing import places
+from posttrain.data.packing import common_prefix, places
 from posttrain.rl.types import Example, Group, Trajectory
 
 Shares = Callable[[Example], Float[np.ndarray, " N"]]

@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from posttrain.config import ConfigError
-from posttrain.console import cut
 from posttrain.data.chat import Message
-from posttrain.imports import describe_error, did_you_mean
+from posttrain.errors import ConfigError, did_you_mean
 from posttrain.rl.types import Group, RewardError, RewardFunction, Rewards, Trajectory
+from posttrain.tracking.console import cut
+from posttrain.user_code import describe_error
 
 PROVIDED = ("prompts", "completions", "completion_tokens", "completion_ids", "trajectories", "log_metric", "log_extra")
 """Keywords that every reward function may name; `completion_ids` is what other frameworks call `completion_tokens`."""

@@ -1,4 +1,4 @@
-"""Blocks of the paged cache: which are free, who uses them, and whose content can be used again. No device."""
+"""Block manager of the paged KV cache: free list, reference counts and prefix cache. Host only."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ Tokens = tuple[int, ...]
 
 @dataclass(eq=False)
 class Node:
-    """A block whose content is known: the keys and values of `tokens` after those of the nodes above it."""
+    """Prefix-cache entry: a block with the keys and values of `tokens`, after those of its parents."""
 
     block: int
     tokens: Tokens
-    """As many as the block holds, or fewer: what follows them in the block is of no use to others."""
+    """Up to a block of tokens; positions after them in the block are private to its owner."""
     parent: Node | None
     children: dict[int, list[Node]] = field(default_factory=dict)
     """By their first token. Only a full block has any."""
     routing: Int[np.ndarray, "T M k"] | None = None
     """The experts of each token, where they are recorded."""
     level: int = 0
-    """How many prefill calls of the present plan must run before the block can be read."""
+    """Number of prefill calls of the present plan that must run before the block can be read."""
 
 
 class Match(NamedTuple):
-    """The longest known beginning of some tokens: in `full` blocks, and in the first positions of `partial`."""
+    """Longest cached prefix of some tokens: in `full` blocks, and in the first positions of `partial`."""
 
     full: list[Node]
     partial: Node | None
@@ -54,13 +54,13 @@ class Chain:
     """An array, of which a table of many long rows is made in no time."""
     source: Node | None = None
     nodes: list[Node] = field(default_factory=list)
-    """Of the first blocks, those that others can find."""
+    """Prefix-cache entries of the first blocks, which other requests can share."""
     generation: int = 0
-    """Of the weights that computed it; only the present one is shared."""
+    """Generation of the weights that computed it; only blocks of the present one are shared."""
 
 
 class Blocks:
-    """The blocks of one lane. Their content is the tokens from the first on: equal beginnings share blocks.
+    """Blocks of one lane (data shard). Sequences with equal prefixes share blocks.
 
     Used blocks count their users. When the last one leaves, a block that others can find stays cached, until the least
     recently used are taken for something new.
@@ -171,12 +171,12 @@ class Blocks:
                 return
 
     def has_more(self, chain: Chain, length: int) -> bool:
-        """Whether `record` of the full blocks of so many positions would tell anything new."""
+        """Return whether recording the full blocks of `length` positions would add an entry."""
         nodes = chain.nodes
         return length >= (len(nodes) + 1) * BLOCK or bool(nodes and len(nodes[-1].tokens) < BLOCK)
 
     def leave(self, chain: Chain) -> None:
-        """Its user is gone."""
+        """Release the blocks of a chain."""
         self.drop_source(chain)
         # The last first: what comes later in a sequence is forgotten earlier.
         for block in reversed(chain.blocks):
@@ -184,13 +184,13 @@ class Blocks:
         chain.blocks, chain.nodes = array("i"), []
 
     def drop_source(self, chain: Chain) -> None:
-        """It has been read."""
+        """Release the copy source after it was read."""
         if chain.source is not None:
             self._drop(chain.source.block)
             chain.source = None
 
     def forget(self) -> None:
-        """Nothing that is known can be used again, as after a change of weights; users keep their blocks."""
+        """Clear the prefix cache, as after a weight update; running requests keep their blocks."""
         self.generation += 1
         self._free.extend(self._cached)
         self._cached.clear()
@@ -198,7 +198,7 @@ class Blocks:
         self._roots = {}
 
     def settle(self) -> None:
-        """The plan was carried out: everything that was recorded can be read."""
+        """Mark recorded blocks as readable once the plan has run."""
         for node in self._pending:
             node.level = 0
         self._pending.clear()

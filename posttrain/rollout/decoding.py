@@ -1,4 +1,4 @@
-"""What decoding computes of the weights alone: once while samples run, not at every dispatch."""
+"""Weights prepared for decoding (`Decoder.for_decoding`), computed once per weight version."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from posttrain.weights.state import ModelWeights, Weights
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """The weights in use: references to a model's arrays, never copies."""
+    """Weights in use: references to a model's arrays, never copies."""
 
     source: ModelWeights
     arrays: Weights
     version: int
     layout: int
-    """What compiled programs depend on, as a number."""
+    """Number of the layout (structure, shapes, dtypes, devices) that compiled programs depend on."""
 
     @classmethod
     def of(cls, source: ModelWeights, arrays: Weights, version: int) -> Loaded:
@@ -61,7 +61,7 @@ class _Recipe:
     compiled: jax.stages.Compiled
     tree: Any
     names: Sequence[str | None]
-    """Of each leaf of the tree: the model's own array that it is; None where it is made."""
+    """Parameter path of each leaf of the tree; None for a derived array."""
 
     @classmethod
     def of(cls, loaded: Loaded) -> _Recipe:
@@ -84,7 +84,7 @@ class _Recipe:
 
 
 class DecodingWeights:
-    """Holds what is made of the weights in use until `forget`: on CPU a copy of the layers, one by one."""
+    """Cache of the derived decoding weights until `forget`; on CPU a copy of each layer."""
 
     def __init__(self) -> None:
         self._recipes: dict[int, _Recipe] = {}

@@ -1,4 +1,4 @@
-"""What a dispatch brought, handed to the requests."""
+"""Delivery of a dispatch's tokens, log-probabilities and routing to their requests."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _inherit_routing(row: Row) -> None:
 
 
 def _deliver_tokens(chunk: Chunk, index: int, request: Request, version: int) -> int:
-    """How many there are."""
+    """Append the new tokens of a row to its request, and return their number."""
     count = int(chunk.counts[index])
     if chunk.experts is not None:
         request.record_routing(request.position, np.asarray(chunk.experts[:count, index]))
@@ -122,7 +122,7 @@ def _top_logps(top: TopLogps, count: int, index: int, number: int) -> list[tuple
 
 
 def _stop_reason(request: Request, num_new: int, decode_text: Decode | None) -> StopReason | None:
-    """Why the request is done, if it is; a stop string cuts what was sampled beyond it."""
+    """Return the stop reason of a finished request, else None; tokens after a stop string are cut."""
     params = request.params
     if params.stop and decode_text is not None:
         end = first_completed(decode_text, request.tokens, num_new, params.stop)

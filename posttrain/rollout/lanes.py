@@ -1,4 +1,4 @@
-"""How the rows of a program lie on a mesh: each shard of the data axes has its own, and draws their tokens alone."""
+"""Sharding of decode rows: each shard of the data axes (lane) holds and samples its own rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def mesh_of(placement: Sharding) -> Mesh | None:
-    """That of arrays on several devices."""
+    """Return the mesh of arrays on several devices, else None."""
     if not isinstance(placement, NamedSharding) or placement.mesh.size == 1:
         return None
     assert isinstance(placement.mesh, Mesh)
@@ -22,7 +22,7 @@ def mesh_of(placement: Sharding) -> Mesh | None:
 
 
 def by_rows(tree: T, mesh: Mesh | None, *, dim: int = 0) -> T:
-    """The same arrays, a dimension of each split over the shards."""
+    """Constrain dimension `dim` of each array to be split over the data axes."""
     if mesh is None:
         return tree
     free = [PartitionSpec.UNCONSTRAINED] * dim
@@ -31,7 +31,7 @@ def by_rows(tree: T, mesh: Mesh | None, *, dim: int = 0) -> T:
 
 
 def on_each_shard(function: Callable[..., T], mesh: Mesh | None) -> Callable[..., T]:
-    """`function` of arrays with a leading row dimension each, of every shard's own rows, without communication.
+    """Map a function of row-leading arrays over the data shards, without communication.
 
     Left to itself the compiler would split a row's vocabulary over `tensor`, and a sampler looks at all of it many
     times: bringing the logits together once is less.

@@ -13,7 +13,8 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Float, Int
 
-from posttrain.config import ROW_AXES, ConfigError, DecodeAttention
+from posttrain.config import ROW_AXES, DecodeAttention
+from posttrain.errors import ConfigError
 from posttrain.kernels.attention import padded_head, ragged_refusal
 from posttrain.kernels.platform import head_shards, platform_of
 from posttrain.mesh import row_shards
@@ -24,8 +25,8 @@ from posttrain.rollout.blocks import BLOCK
 from posttrain.tree import pytree, replace, static
 
 Layout = Literal["rows", "gather", "ragged"]
-"""How decoding reads blocks. `rows`: from a copy of its rows that is made once per dispatch. `gather`: each layer
-copies its own at every token. `ragged`: in place, by TPU's kernel."""
+"""Cache layout for decoding. `rows`: rows copied out of the blocks once per dispatch. `gather`: each layer gathers its
+blocks at every token. `ragged`: in place, by the TPU kernel."""
 
 
 @pytree
@@ -42,11 +43,11 @@ class Pool:
     values: tuple[Float[Array, "_R D P _1 _2 _H"] | None, ...]
     layout: Layout = static()
     head_dims: tuple[int | None, ...] = static()
-    """Of the keys, without padding."""
+    """Head size of the keys, without padding."""
 
     @property
     def num_blocks(self) -> int:
-        """Of a lane."""
+        """Number of blocks in a lane."""
         return next(keys for keys in self.keys if keys is not None).shape[2]
 
     def gather(self, table: Int[Array, "D n W"]) -> KVCache:
@@ -68,7 +69,7 @@ class Pool:
 
     @property
     def _last(self) -> tuple[bool | None, ...]:
-        """Of which keys `KVCache` has positions last."""
+        """Keys that `KVCache` stores with positions last."""
         return tuple(None if k is None else v is not None for k, v in zip(self.keys, self.values, strict=True))
 
     def scatter(self, rows: KVCache, first: Int[Array, "D n"], targets: Int[Array, "D n M"]) -> Pool:
@@ -100,8 +101,8 @@ class Pool:
     def opened(
         self, context: Int[Array, "D n W"], first: Int[Array, "D n"], targets: Int[Array, "D n M"], mesh: Mesh | None
     ) -> KVCache | PagedCache:
-        """What decoding works on: rows of the blocks `context`, of which it writes block `first` and later ones; these
-        belong in the blocks `targets`."""
+        """Open the cache for decoding: rows of the blocks `context`; block `first` and later ones are written to the
+        blocks `targets`."""
         if self.layout == "rows":
             return self.gather(context)
         places = first[:, :, None] + jnp.arange(targets.shape[2])[None, None]
@@ -144,7 +145,7 @@ class Pool:
         return blocks.swapaxes(2, 3).reshape(repeats, rows, block[0], -1, block[2])
 
     def _blocks(self, split: Float[Array, "R n K _1 _2 _3"], *, last: bool) -> Float[Array, "R n M _4 _5 _6"]:
-        """Of [K, M, BLOCK, H], or with positions `last` [K, H, M, BLOCK]."""
+        """Split rows into blocks, from [K, M, BLOCK, H], or with positions `last` from [K, H, M, BLOCK]."""
         if self.layout == "rows":
             return jnp.moveaxis(split, 4 if last else 3, 2)
         return split.transpose(0, 1, 4, 5, 2, 3) if last else jnp.moveaxis(split, 2, 4)
@@ -177,7 +178,7 @@ def choose_layout(wanted: DecodeAttention, config: ModelConfig, compute: Compute
 
 
 def refusal_of_ragged(config: ModelConfig, dtype: np.dtype, head_shards: int) -> str | None:
-    """Why ragged paged attention does not serve the model; None where it does."""
+    """Return why ragged paged attention does not serve the model; None where it does."""
     for block in config.blocks:
         c = block.attention
         if not isinstance(c, AttentionConfig):

@@ -1,4 +1,4 @@
-"""What rare requests do to logits before a token is drawn: allowed tokens, bias, penalties for repetition."""
+"""Logit processors: allowed tokens, logit bias, and repetition, presence and frequency penalties."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ WORD = 32
 
 @pytree
 class Processors:
-    """What R requests ask beyond the common settings; what depends on them alone stays on the device, see `Tables`.
+    """Logit-processor settings of R requests; large arrays stay on the device, see `Tables`.
 
-    Its shapes depend on rows, vocabulary and longest sequence alone, and a row that asks nothing gets its logits back
-    unchanged: one more program serves every mixture of requests.
+    Shapes depend on rows, vocabulary and longest sequence alone, and a request without processors gets its logits
+    back unchanged: one more program serves every mixture of requests.
     """
 
     repetition_penalty: Float[Array, " R"]
@@ -48,8 +48,7 @@ class Processors:
         max_length: int,
         tables: Tables,
     ) -> Processors:
-        """Of each row its request, its prompt with what was sampled after it, at most `max_length` tokens, and the
-        length of the prompt."""
+        """Make the arrays of each row's request. `histories`: prompt and sample, at most `max_length` tokens."""
         fixed = tables.of(params, max_length)
         history = fixed.pop("no_history")
         penalized = [row for row, request in enumerate(params) if request.has_penalties]
@@ -116,7 +115,7 @@ class Tally:
     """Bias, and -inf where a token is not allowed."""
     in_prompt: Bool[Array, "R V"]
     counts: Int[Array, "R V"]
-    """How often the sample holds each token."""
+    """Count of each token in the sample."""
 
     @classmethod
     def start(cls, processors: Processors, vocab_size: int) -> Tally:

@@ -56,11 +56,11 @@ class Scored:
 
 @pytree
 class Prefilled:
-    """What a prefill call returns beside the pool."""
+    """Results of a prefill call beside the pool."""
 
     experts: Int[Array, "N T M k"] | None
     logps: Float[Array, "N T"] | None
-    """Of `Scored.targets`."""
+    """Log-probabilities of `Scored.targets`."""
 
 
 @pytree
@@ -84,7 +84,7 @@ class Rows:
 
 @pytree
 class Chunk:
-    """What one decode call sampled: the first `counts[r]` steps of row r."""
+    """Tokens of one decode call: the first `counts[r]` steps of row r."""
 
     tokens: Int[Array, "steps R"]
     logps: Float[Array, "steps R"]
@@ -93,7 +93,7 @@ class Chunk:
     top: TopLogps | None
     """None where all rows are plain."""
     experts: Int[Array, "steps R M k"] | None
-    """Of the token that each step read, which is the one before the token it sampled."""
+    """Experts of the input token of each step, which precedes the token it sampled."""
 
 
 def prefill(model: Decoder, pool: Pool, prompts: Prompts, *, record: bool, mesh: Mesh | None) -> tuple[Pool, Prefilled]:

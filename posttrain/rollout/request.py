@@ -1,4 +1,4 @@
-"""A request: a prompt, and what has been sampled after it so far."""
+"""Request state of the engine: a prompt and the tokens sampled so far."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posttrain.rollout.types import Completion, SamplingParams, StopReason, Toke
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """What the caller asked for and has got so far; it outlives a preemption."""
+    """A request and its progress, kept across preemptions."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -28,11 +28,11 @@ class Request:
     versions: list[int] = field(default_factory=list)
     top_logps: list[tuple[TokenLogp, ...]] = field(default_factory=list)
     prompt_logps: list[float] = field(default_factory=lambda: [0.0])
-    """Of the first tokens of the prompt, where they are asked for."""
+    """Log-probabilities of the first prompt tokens, where requested."""
     routing: Int[np.ndarray, "T M k"] | None = None
-    """Of an engine that records it, the experts of every position that was read; -1 elsewhere."""
+    """Recorded experts of every position that was read; -1 elsewhere. None without recording."""
     admitted: bool = False
-    """It has had a slot."""
+    """True once the request has held a slot."""
     _history: MutableSequence[int] = field(default_factory=lambda: array("i"))
 
     def __lt__(self, other: Request) -> bool:
@@ -72,15 +72,15 @@ class Request:
 
     @property
     def started(self) -> bool:
-        """Its sample has begun, under weights that its end should have too."""
+        """True once a token was sampled."""
         return bool(self.tokens)
 
     def go_on(self, begun: Completion) -> None:
-        """Begin with an aborted completion of the same request. ValueError for one that has ended."""
+        """Resume from an aborted completion of the same request. ValueError for a finished one."""
         if begun.stop != "abort" or len(begun.tokens) >= self.params.max_tokens:
             raise ValueError(
-                f"generate: begun: a completion of {len(begun.tokens)} tokens that ended by {begun.stop!r} cannot go "
-                f"on to max_tokens={self.params.max_tokens}; it must be aborted, and shorter"
+                f"generate: begun: a completion of {len(begun.tokens)} tokens that ended by {begun.stop!r} cannot be "
+                f"resumed to max_tokens={self.params.max_tokens}; it must be aborted, and shorter"
             )
         if not begun.tokens:
             return
@@ -96,7 +96,7 @@ class Request:
         return self.params.prompt_logps and len(self.prompt_logps) < len(self.prompt)
 
     def record_prompt_logps(self, start: int, logps: Sequence[float]) -> None:
-        """Of the tokens after the positions from `start` on; what was recorded stays."""
+        """Store log-probabilities of the tokens after positions `start` and later; earlier records stay."""
         new = logps[len(self.prompt_logps) - 1 - start :]
         self.prompt_logps += new[: len(self.prompt) - len(self.prompt_logps)]
 
@@ -108,7 +108,7 @@ class Request:
         here[...] = np.where(here < 0, routing[: len(here)], here)
 
     def forget_prompt(self) -> None:
-        """What was read of the prompt so far was read under other weights than the sample will begin with."""
+        """Drop records of the prompt that was read under older weights."""
         if not self.started:
             self.prompt_logps, self.routing = [0.0], None
 
@@ -119,7 +119,7 @@ class Request:
             del values[length:]
 
     def finish(self, stop: StopReason) -> None:
-        """Hand the completion over, unless the caller has gone."""
+        """Return the completion to the caller, unless the caller has cancelled."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_result(
                 Completion(

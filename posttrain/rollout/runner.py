@@ -53,7 +53,7 @@ class Dispatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the calls of a dispatch returned, on the host."""
+    """Results of a dispatch's calls, on the host."""
 
     prefilled: list[Prefilled]
     chunk: Chunk | None

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, Shaped, UInt32
 
-from posttrain.kernels.chunks import chunk_length
+from posttrain.kernels.logits.chunks import chunk_length
 from posttrain.rollout.processors import Processors, Tables, Tally, process_reference
 from posttrain.rollout.types import MAX_TOP_LOGPS, SamplingParams
 from posttrain.tree import pytree

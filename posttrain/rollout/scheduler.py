@@ -1,4 +1,4 @@
-"""Which requests run, in which blocks, and what the next trip to the device does. Plain Python, no device."""
+"""Scheduler of the engine: which requests run, in which blocks, and the next dispatch. Host only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOTHING = Match([], None, 0)
 
 @dataclass(eq=False)
 class Row:
-    """A running request and the blocks that it holds."""
+    """Running request and its blocks."""
 
     request: Request
     lane: int
@@ -35,9 +35,9 @@ class Row:
     computed: int
     """Positions from the first on that are in the blocks, or will be when the present plan is carried out."""
     fresh: bool = True
-    """It begins with what others computed and has not told the request yet."""
+    """It starts on shared blocks whose routing is not yet copied to the request."""
     counted: bool = True
-    """What it shares is counted: not what it had read itself before."""
+    """Count its shared tokens in the prefix hit rate; False after a preemption or a weight update."""
 
     @property
     def prefix(self) -> int:
@@ -66,35 +66,35 @@ class Piece:
     writes: tuple[int | None, ...]
     """The blocks from `start` on; None where another chain's block has the same content."""
     nodes: tuple[Node, ...]
-    """Of the blocks from `start` on."""
+    """Prefix-cache entries of the blocks from `start` on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One trip to the device: pieces of prompts, then tokens for everybody whose prompt is read."""
+    """One dispatch: prefill pieces, then decode steps of every row whose prompt is read."""
 
     pieces: Sequence[Piece]
     decode: Sequence[Row]
     """In order of arrival."""
     waiting: bool
-    """Somebody wants a slot."""
+    """True if a request waits for a slot."""
 
 
 @dataclass(kw_only=True)
 class Counts:
-    """Since they were last taken."""
+    """Counters since the last `take_counts`."""
 
     prompt_tokens: int = 0
-    """That requests needed before they could decode, not once more after a preemption or new weights."""
+    """Prompt tokens of admitted requests, counted once per request."""
     shared_tokens: int = 0
-    """Of these, found in blocks of others."""
+    """Prompt tokens found in the prefix cache."""
     preemptions: int = 0
     peak_blocks: int = 0
 
 
 @dataclass
 class Lane:
-    """A shard of the slots, and the blocks that its rows use."""
+    """Data shard: its share of the slots and its blocks."""
 
     blocks: Blocks
     running: int = 0
@@ -150,8 +150,7 @@ class Scheduler:
 
     @property
     def may_preempt(self) -> bool:
-        """Whether blocks can run out. Not where there are as many as all slots may want: a row that grows does so when
-        no source of a copy is held, as whoever has one decodes before anybody grows."""
+        """True if blocks can run out. A growing row never competes with a copy source: its reader decodes first."""
         return any(lane.blocks.number < self.slots // len(self.lanes) * self._longest for lane in self.lanes)
 
     def take_counts(self) -> Counts:
@@ -161,7 +160,7 @@ class Scheduler:
 
     @property
     def drained(self) -> bool:
-        """Nothing is under way."""
+        """True if no request has started."""
         return not self.running and not any(request.started for request in self.waiting)
 
     def submit(self, request: Request) -> None:
@@ -177,7 +176,7 @@ class Scheduler:
         request.future.add_done_callback(leave)
 
     def plan(self) -> Plan | None:
-        """What to do next; None when there is nothing. Rows are then as they will be when it is done."""
+        """Plan the next dispatch; None when idle. Row state is then as after the dispatch."""
         for row in list(self.running.values()):
             if self.holds(row):
                 self._restart_stale(row)
@@ -197,7 +196,7 @@ class Scheduler:
         return Plan(pieces=pieces, decode=decode, waiting=bool(self.waiting) and self.admitting)
 
     def settle(self, plan: Plan) -> None:
-        """The plan was carried out, and the requests have their new tokens."""
+        """Update the blocks after a dispatch whose tokens were delivered."""
         for lane in self.lanes:
             lane.blocks.settle()
         for row in filter(self.holds, plan.decode):
@@ -208,11 +207,11 @@ class Scheduler:
                 blocks.record(row.chain, request.history, row.computed, partial=False, routing=request.routing)
 
     def release(self, row: Row) -> None:
-        """Its request is done. Its full blocks can be used again."""
+        """Release a finished row; its full blocks stay in the prefix cache."""
         self._leave(row)
 
     def holds(self, row: Row) -> bool:
-        """Whether the row still runs."""
+        """Return whether the row still runs."""
         return self.running.get(row.request.number) is row
 
     def requests(self) -> Iterator[Request]:
@@ -220,7 +219,7 @@ class Scheduler:
         yield from self.waiting
 
     def remove(self, gone: Set[Request]) -> None:
-        """Requests that will not go on, wherever they are."""
+        """Remove cancelled or aborted requests, running or waiting."""
         if not gone:
             return
         for row in list(self.running.values()):
@@ -230,21 +229,21 @@ class Scheduler:
         heapq.heapify(self.waiting)
 
     def drain(self) -> list[Request]:
-        """Forget everything; what was running and waiting, in order of arrival."""
+        """Remove all requests and return them in order of arrival."""
         requests = sorted(self.requests())
         self.remove(set(requests))
         self.forget()
         return requests
 
     def forget(self) -> None:
-        """New weights: nothing that is in the blocks is shared any more. Rows with tokens go on with theirs."""
+        """Clear the prefix cache after a weight update. Started requests keep their cache."""
         for lane in self.lanes:
             lane.blocks.forget()
         for request in self.waiting:
             request.forget_prompt()
 
     def restart(self) -> None:
-        """What is in the blocks is of no use: everybody reads anew."""
+        """Discard all cached blocks: every running request is prefilled again."""
         for row in list(self.running.values()):
             self._leave(row)
             heapq.heappush(self.waiting, row.request)
@@ -373,7 +372,7 @@ class _Budget:
 
 
 def _found(blocks: Blocks, request: Request) -> Match:
-    """What a request can share: all that it must read, or whole blocks, and of those not too few (`MIN_SHARED`)."""
+    """Match a request against the prefix cache: its whole prefix, or full blocks of at least `MIN_SHARED` tokens."""
     if request.unscored:
         return NOTHING
     match = blocks.match(request.history, request.position)

@@ -1,4 +1,4 @@
-"""The few shapes that programs are compiled for."""
+"""Shape buckets that programs are compiled for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIN_ROWS = 8
 
 
 class Range(NamedTuple):
-    """Of positions, both ends included."""
+    """Range of positions, both ends included."""
 
     shortest: int
     longest: int
@@ -26,7 +26,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """Requests to come."""
+    """Expected requests, for which `warm_up` compiles."""
 
     params: SamplingParams
     shortest: int = 1
@@ -35,13 +35,13 @@ class Expected:
     """None: of any that fits."""
 
     def reads(self, max_length: int, *, rereads: bool) -> Range:
-        """What is read before a token is sampled, with `rereads` also tokens that were sampled before. The newest token
-        is read by decoding."""
+        """Range of the prefill length, with `rereads` also of tokens sampled before. The newest token is read by
+        decoding."""
         sampled = self.params.max_tokens - 1 if rereads else 0
         return Range(max(1, self.shortest - 1), min(self._longest(max_length) - 1 + sampled, max_length - 2))
 
     def positions(self, steps: int, max_length: int) -> Range:
-        """What a row holds at the end of a dispatch."""
+        """Range of a row's length at the end of a dispatch."""
         max_tokens = self.params.max_tokens
         return Range(
             self.shortest - 1 + min(steps, max_tokens),
@@ -53,10 +53,10 @@ class Expected:
 
 
 class PromptShape(NamedTuple):
-    """Of a prefill call."""
+    """Shape of a prefill call."""
 
     rows: int
-    """Of a lane."""
+    """Rows in each lane."""
     tokens: int
     context: int
     """Positions that its rows see; 0: they start a sequence and see but themselves."""
@@ -64,13 +64,13 @@ class PromptShape(NamedTuple):
 
 class DecodeShape(NamedTuple):
     rows: int
-    """Of a lane."""
+    """Rows in each lane."""
     width: int
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of an engine with so many slots in each of its lanes."""
+    """Shape buckets of an engine with `slots` in each lane."""
 
     slots: int
     lanes: int
@@ -119,7 +119,7 @@ class Shapes:
         yield from (DecodeShape(rows, width) for rows in self.sizes(tail) for width in self._widths(*positions))
 
     def _contexts(self, shortest: int, longest: int, reads: Range) -> Sequence[int]:
-        """What later pieces of `shortest` to `longest` tokens see."""
+        """Context widths of later prefill pieces of `shortest` to `longest` tokens."""
         end = max(MIN_SHARED + shortest, reads.shortest)
         if longest >= PROMPT_CHUNK:
             # Not the last piece of its prompt.
@@ -132,7 +132,7 @@ class Shapes:
         return buckets(smallest, min(PROMPT_CHUNK, self.longest), step)
 
     def _widths(self, shortest: int, longest: int) -> Sequence[int]:
-        """Of rows of `shortest` to `longest` positions."""
+        """Width buckets of rows of `shortest` to `longest` positions."""
         if shortest > longest:
             return ()
         low, high = self._width(shortest), self._width(longest)
@@ -146,7 +146,7 @@ class Shapes:
 
 
 def _meets(shortest: int, longest: int, reads: Range) -> bool:
-    """Whether the first piece of what is to be read may have `shortest` to `longest` tokens."""
+    """Return whether the first prefill piece may have `shortest` to `longest` tokens."""
     return shortest <= min(reads.longest, PROMPT_CHUNK) and min(reads.shortest, PROMPT_CHUNK) <= longest
 
 

@@ -1,11 +1,11 @@
-"""Stop strings: where in a list of tokens a string is first complete."""
+"""Stop strings: find the token that first completes one, and cut the text before it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 NOT_A_CHARACTER = "\ufffd"
-"""What a decoder makes of the bytes of a character that its tokens hold in part."""
+"""Replacement character that a tokenizer decodes an incomplete character to."""
 
 
 def text_of(

@@ -1,4 +1,4 @@
-"""What goes into a rollout engine and what comes out; engines are told apart by nothing else."""
+"""Interface of rollout engines: SamplingParams, Completion, RolloutEngine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_TOP_LOGPS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one completion is drawn. ValueError for a value outside its range.
+    """Sampling settings of one completion. ValueError for a value outside its range.
 
     Order, that of Hugging Face: allowed tokens, bias, penalties (repetition, frequency, presence), temperature, top-k,
     top-p, min-p. Several samples of one prompt are several requests under keys of their own, see `samples_of`.
@@ -43,15 +43,15 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Divides the positive and multiplies the negative logits of tokens in prompt and sample, arXiv:1909.05858."""
     presence_penalty: float = 0.0
-    """Taken off the logits of tokens in the sample."""
+    """Subtracted from the logits of tokens in the sample."""
     frequency_penalty: float = 0.0
-    """Taken off the logits of tokens in the sample, as often as they are in it."""
+    """Subtracted from the logits of tokens in the sample, times their count in it."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Token id -> number added to its logit; -inf forbids the token."""
     allowed_token_ids: tuple[int, ...] | None = None
     """The only tokens that may be drawn; None: all."""
     ignore_eos: bool = False
-    """Go on after `stop_token_ids`, which may be drawn like any other token."""
+    """Continue after `stop_token_ids`, which may be drawn like any other token."""
     top_logps: int = 0
     """Ask for this many of the most probable tokens beside each that was drawn."""
     prompt_logps: bool = False
@@ -93,12 +93,12 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its tokens are drawn from the model's own logits, with nothing else returned: the fast program."""
+        """True if tokens are drawn from the model's own logits and nothing else is returned: the fast program."""
         return not (self.has_penalties or self.logit_bias or self.allowed_token_ids is not None or self.top_logps)
 
     @property
     def has_penalties(self) -> bool:
-        """Whether its logits depend on the tokens before."""
+        """True if logits depend on the tokens before."""
         return bool(self.repetition_penalty - 1 or self.presence_penalty or self.frequency_penalty)
 
     def check_vocabulary(self, size: int) -> None:
@@ -118,7 +118,7 @@ class TokenLogp(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What was sampled after a prompt: one entry per sampled token where nothing else is said.
+    """Sampled tokens after a prompt; arrays have one entry per sampled token unless noted.
 
     Log-probabilities are those of the model, whatever the request did to its logits: float32, of the temperature-scaled
     distribution (at temperature 0 of the unscaled one) before penalties, bias, allowed tokens and truncation. That is
@@ -134,21 +134,21 @@ class Completion:
     stop: StopReason
     weights_versions: tuple[int, ...]
     experts: Int[np.ndarray, "T M k"] | None = None
-    """Of an engine that records them, the experts that each token of prompt and sample went to in each mixture; -1 for
-    the last token, which the model has not read."""
+    """Recorded experts of each token of prompt and sample in each MoE layer; -1 for the last token, which the model has
+    not read. None without recording."""
     top_logps: tuple[tuple[TokenLogp, ...], ...] | None = None
-    """The most probable tokens at each place, falling; None where the request asks for none."""
+    """Most probable tokens at each position, in falling order; None unless requested."""
     prompt_logps: tuple[float, ...] | None = None
-    """Of each token of the prompt after those before it, 0 for the first; None where the request does not ask."""
+    """Log-probability of each prompt token given those before it, 0 for the first; None unless requested."""
 
 
 class Call(NamedTuple):
-    """What an engine is asked for one completion."""
+    """Request for one completion."""
 
     prompt: Sequence[int]
     params: SamplingParams
     begun: Completion | None = None
-    """An aborted completion of the same request, which is gone on with: what comes back begins with it."""
+    """Aborted completion of the same request to resume: the result begins with it."""
 
 
 @runtime_checkable
@@ -162,11 +162,11 @@ class RolloutEngine(Protocol):
 
 @runtime_checkable
 class ResumableEngine(RolloutEngine, Protocol):
-    """Whose samples can be left and gone on with, also under later weights."""
+    """Engine whose samples can be aborted and resumed, also under later weights."""
 
     def generate_some(self, calls: Sequence[Call], enough: Callable[[Sequence[bool]], bool]) -> list[Completion]:
-        """A completion for each call. As soon as `enough` of those that are done, the others end as they are, by
-        "abort"; which, depends on the arguments and the weights alone."""
+        """Return a completion for each call. Once `enough(done)` holds, the others stop with reason "abort"; which ones
+        depends on the arguments and the weights alone."""
         ...
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from posttrain.config import ConfigError
+from posttrain.errors import ConfigError
 from posttrain.models import hf
 from posttrain.models.config import AttentionConfig, ModelConfig, MoEConfig
 from posttrain.models.decoder import Decoder

@@ -16,8 +16,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from posttrain.config import ConfigError
-from posttrain.config_file import did_you_mean_path
+from posttrain.config.yaml_file import did_you_mean_path
+from posttrain.errors import ConfigError
 from posttrain.models.config import AttentionConfig, ModelConfig
 from posttrain.models.names import LAYER, Names, Tensor
 from posttrain.weights.fp8 import unblocked

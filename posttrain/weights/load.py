@@ -17,14 +17,15 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from posttrain.config import AttentionKernel, ConfigError, DecodeAttention, GroupedKernel, LoRA, Quantize, Remat
-from posttrain.console import progress_bar
+from posttrain.config import AttentionKernel, DecodeAttention, GroupedKernel, LoRA, Quantize, Remat
+from posttrain.errors import ConfigError
 from posttrain.mesh import param_sharding
 from posttrain.models import hf
 from posttrain.models.config import Compute, LatentAttentionConfig, ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.names import Part, Tensor, tensors
 from posttrain.models.quant import Quantized
+from posttrain.tracking.console import progress_bar
 from posttrain.weights import peft_load
 from posttrain.weights.files import GENERATION, Checkpoint, find_folder, read_json
 from posttrain.weights.lora import attach_lora, planned_scales

@@ -16,7 +16,8 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, Sharding
 
-from posttrain.config import ConfigError, LoRA
+from posttrain.config import LoRA
+from posttrain.errors import ConfigError
 from posttrain.mesh import param_sharding
 from posttrain.models import hf
 from posttrain.models.adapter import Adapter

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 
-from posttrain.config import ConfigError
+from posttrain.errors import ConfigError
 from posttrain.models.adapter import column_norms
 from posttrain.models.decoder import Decoder
 from posttrain.models.names import Tensor
@@ -23,7 +23,7 @@ from posttrain.weights.lora import Plan, Site, attach, base_tensors, has_lora, m
 from posttrain.weights.peft_experts import expert_parameters, in_memory, shape_of, unstack, wrappers
 from posttrain.weights.pieces import Gather
 from posttrain.weights.quantize import plain_arrays
-from posttrain.weights.reward import add_scalar_head
+from posttrain.weights.scalar_head import add_scalar_head
 from posttrain.weights.state import ModelWeights
 
 CONFIG = "adapter_config.json"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from posttrain.config import ConfigError
+from posttrain.errors import ConfigError
 from posttrain.models import hf
 from posttrain.models.config import AttentionConfig, MLPConfig, ModelConfig
 from posttrain.models.decoder import Decoder

@@ -19,12 +19,12 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jaxtyping import Float
 
 from posttrain.config import Quantize, RolloutQuantize
-from posttrain.console import console
 from posttrain.kernels.platform import has_fp8, platform_of
 from posttrain.mesh import param_sharding
 from posttrain.models.decoder import Decoder
 from posttrain.models.layers import Adaptable
 from posttrain.models.quant import Quantized, dequantized, quantized, quantized_shape, squared_error
+from posttrain.tracking.console import console
 from posttrain.weights.lora import Site, merge, sites
 from posttrain.weights.pieces import Reader, Sources, write
 from posttrain.weights.state import ADAPTER, ModelWeights, Weights

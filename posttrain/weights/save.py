@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from posttrain.config import ConfigError
+from posttrain.errors import ConfigError
 from posttrain.models import hf
 from posttrain.models.decoder import Decoder
 from posttrain.weights.files import GENERATION, WEIGHTS, WEIGHTS_INDEX

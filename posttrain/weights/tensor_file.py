@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax.numpy as jnp
 import numpy as np
 
-from posttrain.config import ConfigError
+from posttrain.errors import ConfigError
 
 KINDS: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from posttrain.config import ConfigError
+from posttrain.errors import ConfigError
 from posttrain.models import hf
 from posttrain.models.config import MLPConfig, ModelConfig, MoEConfig, stages_of
 from posttrain.models.decoder import Decoder

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config import ConfigError
 from posttrain.data.chat import Message, Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.errors import ConfigError
 
 TALK: list[Message] = [
     {"role": "system", "content": "Be brief."},

@@ -3,7 +3,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain.config import ConfigError, DatasetSection
+from posttrain.config import DatasetSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import (
     LossOn,
@@ -15,6 +15,7 @@ from posttrain.data.format import (
     use_chat,
 )
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.errors import ConfigError
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
 

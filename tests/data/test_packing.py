@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.config import ConfigError
 from posttrain.data.format import Example
 from posttrain.data.packing import best_fit, fit_to_row, places
+from posttrain.errors import ConfigError
 
 ROW_TOKENS = 16
 

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from posttrain.batch import Batch
-from posttrain.config import ConfigError, DatasetSection, OptimizerSection, SFTSection
+from posttrain.config import DatasetSection, OptimizerSection, SFTSection
 from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import PromptBatches, SFTBatches, eval_batches
 from posttrain.data.sources import Rows, load_rows
 from posttrain.data.tokenizer import load_tokenizer
+from posttrain.errors import ConfigError
 from tests.data.batches import sequences
 
 NUM_ROWS = 11

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain.config import ConfigError, DatasetSection, OptimizerSection, PreferenceSection
+from posttrain.config import DatasetSection, OptimizerSection, PreferenceSection
 from posttrain.data.chat import Renderer
-from posttrain.data.comparisons import ComparisonBatches, Units, all_rows
+from posttrain.data.pairs import ComparisonBatches, Units, all_rows
 from posttrain.data.preference import judged, pair, steps
 from posttrain.data.sources import Rows
 from posttrain.data.tokenizer import load_tokenizer
+from posttrain.errors import ConfigError
 
 BYTES = load_tokenizer("bytes")
 PLAIN, CHAT = Renderer(BYTES, chat=False), Renderer(BYTES, chat=True)

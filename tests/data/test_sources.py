@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from posttrain.config import ConfigError, DatasetSection
+from posttrain.config import DatasetSection
 from posttrain.data import sources
 from posttrain.data.sources import load_rows
+from posttrain.errors import ConfigError
 
 ROWS = [{"question": f"q{i}", "answer": i, "note": None if i % 2 else "x"} for i in range(7)]
 

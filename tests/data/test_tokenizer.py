@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.config import ConfigError
 from posttrain.data import tokenizer as tokenizer_module
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.errors import ConfigError
 
 GOLDEN = Path(__file__).parent.parent / "goldens" / "chat" / "byte_tokenizer"
 TEXTS = [

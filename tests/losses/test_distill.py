@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from posttrain.batch import Batch, TopK
-from posttrain.kernels.chunk_stats import Terms
-from posttrain.kernels.divergence import Divergence, divergence, divergence_gradient
-from posttrain.kernels.token_stats import Teacher, token_stats
-from posttrain.kernels.top_k import top_k
+from posttrain.kernels.logits.chunk_stats import Terms
+from posttrain.kernels.logits.divergence import Divergence, divergence, divergence_gradient
+from posttrain.kernels.logits.token_stats import Teacher, token_stats
+from posttrain.kernels.logits.top_k import top_k
 from posttrain.losses.distill import DistillLoss
 from posttrain.losses.sft import SFTLoss
 from posttrain.tree import replace

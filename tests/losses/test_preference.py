@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from posttrain.batch import Batch, BatchLoss, LossOutput, ScoreStats, TokenStats
+from posttrain.evaluation.unit_sums import Sums, UnitSums, intervals
 from posttrain.losses.kto import KTOLoss
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
 from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss
-from posttrain.recipes.judged import PREFERENCE_LOSSES, REWARD_LOSSES
-from posttrain.recipes.judged_units import Sums, UnitSums, intervals
+from posttrain.stages.pairs import PREFERENCE_LOSSES, REWARD_LOSSES
 from posttrain.statistics import mean_interval, ratio_interval
 from posttrain.tree import Mean, replace
 from tests.losses.conftest import read_golden
@@ -141,7 +141,7 @@ def parts_of(stats: TokenStats, batch: Batch) -> list[Any]:
 @pytest.mark.parametrize("name", LOSSES)
 def test_splits_add_up(name: str) -> None:
     """Every metric, and the loss if it does not ask for the whole batch; of that the trainer sees to it, see
-    tests/test_preference_e2e.py."""
+    tests/train/test_preference_e2e.py."""
     loss = LOSSES[name]
     with jax.enable_x64(True):
         stats, batch = lay_out(sequences(name), APART)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from posttrain.batch import Batch, TokenStats
-from posttrain.kernels.token_stats import token_stats_reference
+from posttrain.kernels.logits.token_stats import token_stats_reference
 from posttrain.losses.kto import KTOLoss
 from posttrain.losses.preference import KINDS, PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss

@@ -13,7 +13,8 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch, LossOutput, RouterStats, TokenStats
-from posttrain.config import ConfigError, MeshSection, OptimizerSection
+from posttrain.config import MeshSection, OptimizerSection
+from posttrain.errors import ConfigError
 from posttrain.losses.policy import DAPO, GRPO, GSPO, RLOO, dr_grpo
 from posttrain.losses.router import RouterLoss, check_weight, corrected, load_metrics, weight_of
 from posttrain.losses.sft import DFTLoss, SFTLoss
@@ -21,8 +22,8 @@ from posttrain.mesh import make_mesh
 from posttrain.metrics import tables, to_host
 from posttrain.models.config import ModelConfig, RouterConfig
 from posttrain.models.moe import check_router
-from posttrain.optim import make_optimizer
-from posttrain.trainer import Trainer
+from posttrain.train.optim import make_optimizer
+from posttrain.train.trainer import Trainer
 from posttrain.tree import Mean
 from posttrain.weights.state import ModelWeights
 from tests.mixtures import MIXTURE, mixture_config, mixture_model

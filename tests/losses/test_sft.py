@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from posttrain.batch import Batch, TokenStats
-from posttrain.kernels.chunk_stats import Terms
-from posttrain.kernels.token_stats import token_stats
+from posttrain.kernels.logits.chunk_stats import Terms
+from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.tree import Mean, replace
 

@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posttrain.batch import Batch, TopK
-from posttrain.data.merged import SharedTokens, back_of
-from posttrain.data.vocabulary import NO_ID
-from posttrain.kernels.chunk_stats import Terms
-from posttrain.kernels.divergence import Divergence, divergence
-from posttrain.kernels.spans import packed
-from posttrain.kernels.token_stats import token_stats
+from posttrain.batch import NO_ID, Batch, TopK
+from posttrain.distill.cross_tokenizer.merged import SharedTokens, back_of
+from posttrain.kernels.logits.chunk_stats import Terms
+from posttrain.kernels.logits.divergence import Divergence, divergence
+from posttrain.kernels.logits.spans import packed
+from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.losses.distill import DistillLoss
 from posttrain.tree import replace
 

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from posttrain.kernels.token_stats import token_stats
+from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.models import decoder
 from posttrain.models.cache import empty_cache
 from posttrain.models.decoder import Decoder

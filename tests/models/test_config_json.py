@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posttrain.config import ConfigError
+from posttrain.errors import ConfigError
 from posttrain.models.config import AttentionConfig, ModelConfig
 from posttrain.models.hf import UNSUPPORTED, config_from_hf, config_from_init, config_to_hf
 from posttrain.models.rope import default_frequencies

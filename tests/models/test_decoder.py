@@ -12,9 +12,10 @@ import pytest
 from jax.sharding import NamedSharding
 from numpy.testing import assert_allclose, assert_array_equal
 
-from posttrain.config import AttentionKernel, ConfigError, MeshSection
+from posttrain.config import AttentionKernel, MeshSection
+from posttrain.errors import ConfigError
 from posttrain.kernels.attention import dispatch
-from posttrain.kernels.token_stats import token_stats
+from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.mesh import BATCH_SPEC, make_mesh
 from posttrain.models import decoder
 from posttrain.models.cache import empty_cache

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import pytest
 
 from posttrain.batch import Batch
-from posttrain.kernels.chunk_stats import PLAIN
-from posttrain.kernels.token_stats import token_stats
+from posttrain.kernels.logits.chunk_stats import PLAIN
+from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.losses.sft import SFTLoss
 from posttrain.models import decoder
 from posttrain.models.cache import empty_cache
 from posttrain.models.decoder import Decoder
-from posttrain.objective import Keys, Objective
+from posttrain.train.objective import Keys, Objective
 from posttrain.weights.state import ModelWeights
 from tests.tiny import WINDOW, tiny_model
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from posttrain.kernels.token_stats import token_stats
+from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.weights.load import load_model
 from posttrain.weights.state import ModelWeights
 from tests.models.goldens import DENSE, GEMMA, GOLDENS, MIXTURES, Batch, Golden, GoldenChecks, decode, logits_of

@@ -15,7 +15,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from safetensors.numpy import load_file, save_file
 
-from posttrain.config import ConfigError
+from posttrain.errors import ConfigError
 from posttrain.models import decoder
 from posttrain.models.config import AttentionConfig, ModelConfig
 from posttrain.models.families import gemma3, gemma4

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from posttrain import LoRA, load_model, save_model
-from posttrain.config import ConfigError
+from posttrain.errors import ConfigError
 from posttrain.models.heads import reward_config, with_padding
-from posttrain.weights.reward import SCORE, add_scalar_head
+from posttrain.weights.scalar_head import SCORE, add_scalar_head
 from posttrain.weights.state import ModelWeights
 from tests.models.checkpoints import GOLDENS, assert_same
 

@@ -16,7 +16,8 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from safetensors.numpy import load_file, save_file
 
-from posttrain.config import ConfigError, MeshSection
+from posttrain.config import MeshSection
+from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh
 from posttrain.models import decoder
 from posttrain.models.cache import empty_cache

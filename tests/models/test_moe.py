@@ -13,7 +13,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from numpy.testing import assert_allclose, assert_array_equal
 
-from posttrain.config import ConfigError, MeshSection
+from posttrain.config import MeshSection
+from posttrain.errors import ConfigError
 from posttrain.mesh import BATCH_SPEC, make_mesh
 from posttrain.models.config import Compute, MLPConfig, MoEConfig, RouterConfig, stages_of
 from posttrain.models.context import Context, Place, Routing, Tape

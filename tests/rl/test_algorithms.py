@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from posttrain.config import ConfigError
+from posttrain.errors import ConfigError
 from posttrain.losses.policy import DAPO, DISTILL, GRPO, GSPO, RLOO, dr_grpo
 from posttrain.rl.advantages import centered, leave_one_out, standardized
 from posttrain.rl.algorithms import ALGORITHMS, make_algorithm

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
+from posttrain.cluster.cluster import Role
 from posttrain.config import LoRA, MeshSection, RolloutQuantize
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.mesh import make_mesh, param_sharding
 from posttrain.metrics import CompileCounter, to_host
 from posttrain.models.quant import Quantized
-from posttrain.rl.cluster import Role
-from posttrain.rl.loop import check_agreement
-from posttrain.rollout.native import NativeEngine
+from posttrain.rl.step import check_agreement
+from posttrain.rollout.engine import NativeEngine
 from posttrain.weights.lora import attach_lora, merged
 from posttrain.weights.quantize import Copies, quantize_model
 from posttrain.weights.state import ModelWeights
-from tests.rl.test_loop import ROW, World, sgd
+from tests.rl.test_step import ROW, World, sgd
 from tests.tiny import forward, shake, tiny_model
 
 pytestmark = pytest.mark.thorough

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from posttrain.config import ConfigError, RunError
-from posttrain.rl.aio import run_async
-from posttrain.rl.loop import RewardWatch
+from posttrain.errors import ConfigError, RunError
 from posttrain.rl.rewards import Reward, Rubric, error_lines, missing_arguments
+from posttrain.rl.step import RewardWatch
 from posttrain.rl.types import Rewards
+from posttrain.runtime.run_async import run_async
 from tests.rl.helpers import groups, trajectory
 
 TEXTS = (("x", "yy"), ("zzz", ""))

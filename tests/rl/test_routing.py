@@ -13,20 +13,20 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch
+from posttrain.cluster.cluster import Cluster, Role
 from posttrain.config import SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.metrics import Timer, to_host
-from posttrain.rl.aio import run_async
 from posttrain.rl.algorithms import make_algorithm
 from posttrain.rl.assemble import assemble
-from posttrain.rl.cluster import Cluster, Role
-from posttrain.rl.collect import Sampler
-from posttrain.rl.loop import StepResult, StepSettings, rl_step
 from posttrain.rl.rewards import Reward, Rubric
+from posttrain.rl.sampler import Sampler
+from posttrain.rl.step import StepResult, StepSettings, rl_step
 from posttrain.rl.types import Example
-from posttrain.rollout.native import NativeEngine
-from posttrain.trainer import Trainer
+from posttrain.rollout.engine import NativeEngine
+from posttrain.runtime.run_async import run_async
+from posttrain.train.trainer import Trainer
 from tests.mixtures import mixture_config, mixture_model
 from tests.rl.helpers import trajectory
 

@@ -9,7 +9,7 @@ import pytest
 
 if TYPE_CHECKING:
     from posttrain.models.decoder import Decoder
-    from posttrain.rollout.native import NativeEngine
+    from posttrain.rollout.engine import NativeEngine
     from posttrain.rollout.types import Completion, SamplingParams
 
 

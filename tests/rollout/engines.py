@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posttrain.models.decoder import Decoder
-from posttrain.rollout.native import NativeEngine
+from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.sampling import sample_reference, uniforms
 from posttrain.rollout.types import Completion, SamplingParams, StopReason, TokenLogp, sample_key
 

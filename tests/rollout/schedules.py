@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from posttrain.models.decoder import Decoder
-from posttrain.rollout.native import NativeEngine
+from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.types import Completion, SamplingParams, sample_key
 from tests.rollout.engines import UNUSUAL, NaiveEngine, assert_same, params
 

@@ -14,10 +14,11 @@ import pytest
 
 from bench.soak import soak
 from posttrain import tree
-from posttrain.config import ConfigError, LoRA
+from posttrain.config import LoRA
+from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
 from posttrain.rollout import scheduler
-from posttrain.rollout.native import NativeEngine
+from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.runner import Dispatch, Outcome
 from posttrain.rollout.types import Call, Completion, SamplingParams
 from posttrain.weights.lora import attach_lora

@@ -13,7 +13,7 @@ from flax import nnx
 
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.decoding import DecodingWeights, Loaded
-from posttrain.rollout.native import NativeEngine
+from posttrain.rollout.engine import NativeEngine
 from posttrain.weights.state import ModelWeights
 from tests.rollout.engines import make_engine, params
 from tests.rollout.test_sharded import MESHES, sharded_model

@@ -8,11 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from posttrain.config import ConfigError, DecodeAttention, MeshSection
+from posttrain.config import DecodeAttention, MeshSection
+from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh, param_sharding
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
-from posttrain.rollout.native import NativeEngine
+from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.paged import choose_layout
 from posttrain.weights.state import ModelWeights
 from tests.rollout.engines import assert_same, make_engine, params, requests

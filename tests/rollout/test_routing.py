@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from posttrain.config import ConfigError, MeshSection
+from posttrain.config import MeshSection
+from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh
 from posttrain.models.decoder import Decoder
-from posttrain.rollout.native import NativeEngine
+from posttrain.rollout.engine import NativeEngine
 from posttrain.weights.state import ModelWeights
 from tests.mixtures import mixture_config, mixture_model
 from tests.rollout.engines import LENGTH, assert_same, make_engine, params, requests, text_of

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from posttrain.models.decoder import Decoder
-from posttrain.rollout.native import NativeEngine
+from posttrain.rollout.engine import NativeEngine
 from tests.rollout.engines import VOCABULARY, NaiveEngine, make_engine
 from tests.rollout.schedules import Run, check, schedule
 from tests.tiny import tiny_model

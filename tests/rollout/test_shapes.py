@@ -10,7 +10,7 @@ import pytest
 
 from posttrain.metrics import CompileCounter
 from posttrain.rollout.blocks import BLOCK
-from posttrain.rollout.native import NativeEngine
+from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.scheduler import MIN_SHARED, PROMPT_CHUNK
 from posttrain.rollout.shapes import Expected, Range, Shapes
 from posttrain.weights.load import init_model

@@ -12,7 +12,7 @@ import pytest
 from posttrain.config import MeshSection
 from posttrain.mesh import make_mesh, param_sharding
 from posttrain.models.decoder import Decoder
-from posttrain.rollout.native import NativeEngine
+from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.types import Completion
 from posttrain.weights.state import ModelWeights
 from tests.rollout.engines import assert_same, make_engine, params, requests

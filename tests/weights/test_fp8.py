@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from posttrain.config import ConfigError
+from posttrain.errors import ConfigError
 from posttrain.models.hf import config_from_hf
 from posttrain.weights import fp8
 from posttrain.weights.load import load_model

@@ -17,8 +17,9 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from safetensors.numpy import load_file, save_file
 
-from posttrain.config import ConfigError, LoRA, MeshSection
-from posttrain.kernels.token_stats import token_stats
+from posttrain.config import LoRA, MeshSection
+from posttrain.errors import ConfigError
+from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.mesh import make_mesh
 from posttrain.rollout.sampling import Sampling, sample
 from posttrain.weights import pieces

@@ -12,7 +12,8 @@ from flax import nnx
 from jax import Array
 from numpy.testing import assert_allclose, assert_array_equal
 
-from posttrain.config import ConfigError, LoRA
+from posttrain.config import LoRA
+from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
 from posttrain.weights.load import check_lora, load_model
 from posttrain.weights.lora import (

@@ -11,17 +11,17 @@ import pytest
 from jax.sharding import Mesh
 from numpy.testing import assert_allclose, assert_array_equal
 
-from posttrain import objective
 from posttrain.batch import Batch
+from posttrain.cluster.cluster import Cluster, Role
 from posttrain.config import LoRA, MeshSection, OptimizerSection
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.models.adapter import drop
 from posttrain.models.decoder import Decoder
-from posttrain.optim import make_optimizer
-from posttrain.rl.cluster import Cluster, Role
-from posttrain.rollout.native import NativeEngine
-from posttrain.trainer import Trainer
+from posttrain.rollout.engine import NativeEngine
+from posttrain.train import objective
+from posttrain.train.optim import make_optimizer
+from posttrain.train.trainer import Trainer
 from posttrain.weights.load import init_model
 from posttrain.weights.lora import attach_lora, merged, sites
 from posttrain.weights.state import ModelWeights

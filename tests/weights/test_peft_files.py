@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from posttrain.config import ConfigError, LoRA
+from posttrain.config import LoRA
+from posttrain.errors import ConfigError
 from posttrain.weights.load import load_model
 from posttrain.weights.lora import has_lora
 from posttrain.weights.peft_save import save_adapter

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posttrain.config import ConfigError
 from posttrain.data.tokenizer import load_tokenizer
+from posttrain.errors import ConfigError
+from posttrain.export.prune import expert_load, prune
 from posttrain.models.config import AttentionConfig
 from posttrain.models.decoder import Decoder
-from posttrain.recipes.prune import expert_load, prune
 from posttrain.weights.load import load_model
 from posttrain.weights.prune import Pruning, pruned, pruned_config
 from posttrain.weights.save import save_model

@@ -14,14 +14,15 @@ import qwix
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch
-from posttrain.config import ConfigError, LoRA, MeshSection, ModelSection, OptimizerSection, Quantize, RLSection
+from posttrain.config import LoRA, MeshSection, ModelSection, OptimizerSection, Quantize, RLSection
+from posttrain.errors import ConfigError
 from posttrain.kernels.matmul import matmul
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh, param_sharding
 from posttrain.models.decoder import Decoder
 from posttrain.models.quant import PER_OUTPUT, TYPES, Quantized, dequantized, quantized, tile_size
-from posttrain.optim import make_optimizer
-from posttrain.trainer import Trainer
+from posttrain.train.optim import make_optimizer
+from posttrain.train.trainer import Trainer
 from posttrain.weights.load import check_lora, init_model, load_model
 from posttrain.weights.lora import attach_lora, count_parameters, merge, merged
 from posttrain.weights.peft_save import save_adapter

@@ -17,7 +17,8 @@ from numpy.testing import assert_allclose
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from posttrain.config import ConfigError, LoRA, MeshSection
+from posttrain.config import LoRA, MeshSection
+from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh
 from posttrain.models.decoder import Decoder
 from posttrain.weights import pieces, save

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from posttrain.config import ConfigError
-from posttrain.kernels.token_stats import token_stats
+from posttrain.errors import ConfigError
+from posttrain.export.readers import default_reader
+from posttrain.export.upcycle import upcycle
+from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.models.config import MLPConfig, RouterConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
-from posttrain.recipes.proof_readers import default_reader
-from posttrain.recipes.upcycle import upcycle
 from posttrain.weights.load import load_model
 from posttrain.weights.state import ModelWeights
 from posttrain.weights.upcycle import Upcycling, upcycled, upcycled_config
-from tests.recipes.runs import posttrain
+from tests.stages.runs import posttrain
 from tests.tiny import forward
 
 GOLDENS = Path(__file__).parent.parent / "goldens" / "models"

@@ -13,7 +13,8 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
-from posttrain.config import AttentionKernel, ConfigError
+from posttrain.config import AttentionKernel
+from posttrain.errors import ConfigError
 from posttrain.kernels.attention import cudnn, splash, tokamax
 from posttrain.kernels.attention.blockwise import blockwise
 from posttrain.kernels.attention.reference import single_query, visible, whole

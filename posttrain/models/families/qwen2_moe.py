@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.config import ConfigError
+from posttrain.errors import ConfigError
 from posttrain.models.config import MLPConfig, ModelConfig, MoEConfig, RouterConfig
 from posttrain.models.fields import Fields
 from posttrain.models.hf import (

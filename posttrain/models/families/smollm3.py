@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from posttrain.config import ConfigError
+from posttrain.errors import ConfigError
 from posttrain.models.config import ModelConfig
 from posttrain.models.fields import Fields
 from posttrain.models.hf import attention_config, decoder_config, head_dim_of, layer_types, mlp_config

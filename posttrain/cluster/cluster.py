@@ -1,0 +1,48 @@
+"""Who plays which role, and where. All roles share one mesh; actor and engine share the weights."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from posttrain.batch import Batch
+from posttrain.cluster.scorers import Reference, Scorer, model_inputs, teacher_logps
+from posttrain.rollout.types import RolloutEngine
+from posttrain.train.trainer import Trainer
+
+
+class Role(enum.Enum):
+    ACTOR = "actor"
+    REFERENCE = "reference"
+    TEACHER = "teacher"
+
+
+class Cluster:
+    """Actor, reference, teachers and rollout engine of one run.
+
+    The reference is the actor as it is when the cluster is made, if `keep_reference` says so. `teachers` score at the
+    actor's temperature.
+    """
+
+    def __init__(self, actor: Trainer, engine: RolloutEngine, *, keep_reference: bool, teachers: Sequence[Scorer] = ()):
+        self.actor = actor
+        self.engine = engine
+        self._reference = Reference(actor) if keep_reference else None
+        self._teachers = tuple(teachers)
+
+    def logps(self, role: Role, batch: Batch) -> Float[np.ndarray, "B T"]:
+        """Log-probabilities of the batch's tokens under a role's weights, at the actor's temperature."""
+        if role is Role.ACTOR:
+            return np.asarray(self.actor.stats(model_inputs(batch)).logps)
+        if role is Role.TEACHER:
+            return teacher_logps(self._teachers, batch)
+        if self._reference is None:
+            raise ValueError("this cluster keeps no reference; make it with keep_reference=True")
+        return self._reference.logps(batch)
+
+    def sync_weights(self) -> None:
+        """Give the engine the actor's weights; their version is the number of updates done."""
+        self.engine.update_weights(self.actor.model, self.actor.step_number)

@@ -1,0 +1,187 @@
+"""A teacher behind HTTP: the most probable tokens of given token ids from a vLLM or SGLang server, with retries."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from posttrain.batch import NO_ID, Batch, TopK
+from posttrain.config import TeacherSection
+from posttrain.errors import ConfigError, RunError
+from posttrain.kernels.logits.softmax import NO_LOGIT
+
+ATTEMPTS = 5
+FIRST_WAIT_S = 0.5
+"""Before the second attempt; twice as long before each one after."""
+AGAIN = (408, 429, 500, 502, 503, 504)
+"""HTTP statuses after which the same request may succeed."""
+LEAST_TAIL = 1e-9
+"""What rounding leaves of a tail that is nothing."""
+
+Said = tuple[Mapping[int, float], float]
+"""Of one place: log-probabilities of the most probable ids, and of the token itself."""
+
+
+class ServedTeacherError(RunError):
+    """The server did not answer, or answered something else: nothing is known of these tokens, and no loss is made."""
+
+
+class ServedTeacher:
+    """What the server at `section.url` says of host rows, `k` ids each. `num_ids`: of the student's tokens.
+
+    Answers are at temperature 1. ConfigError where the server refuses a request, ServedTeacherError where it fails.
+    """
+
+    def __init__(self, section: TeacherSection, *, num_ids: int, k: int):
+        assert section.url is not None
+        self._section, self._num_ids, self._k = section, num_ids, k
+        self._model = section.model or section.path
+        self._headers = {"Content-Type": "application/json"}
+        if section.api_key_env is not None:
+            key = os.environ.get(section.api_key_env)
+            if key is None:
+                raise ConfigError(f"teachers: api_key_env={section.api_key_env}: no such environment variable is set")
+            self._headers["Authorization"] = f"Bearer {key}"
+
+    def at(self, temperature: float) -> ServedTeacher:
+        """The same; the configuration has refused every temperature but 1."""
+        assert temperature == 1.0, temperature
+        return self
+
+    def top_k(self, batch: Batch) -> TopK:
+        """Of tokens without loss it is zeros."""
+        shape = batch.shape
+        ids, logps = np.zeros((*shape, self._k), np.int32), np.zeros((*shape, self._k), np.float32)
+        tail, token_logps = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        for at, said in self._ask(batch, self._k):
+            ids[at], logps[at], tail[at] = _best(said[0], self._k, self._num_ids)
+            token_logps[at] = said[1]
+        return TopK(ids=ids, logps=logps, tail=tail, scaled_tail=tail, token_logps=token_logps)
+
+    def logps(self, batch: Batch) -> Float[np.ndarray, "B T"]:
+        """Of the tokens with loss; 0 elsewhere."""
+        found = np.zeros(batch.shape, np.float32)
+        for at, (_, logp) in self._ask(batch, 1):
+            found[at] = logp
+        return found
+
+    def _ask(self, batch: Batch, k: int) -> list[tuple[tuple[int, int], Said]]:
+        """For each token with loss its place and what is said there; one request for each sequence with any."""
+        segments, counts = np.asarray(batch.segments), np.asarray(batch.loss_weight) != 0
+        sequences = []
+        for row, number in sorted({(int(r), int(segments[r, t])) for r, t in np.argwhere(counts & (segments > 0))}):
+            places = np.flatnonzero(segments[row] == number)
+            sequences.append((row, places, np.asarray(batch.tokens)[row, places].tolist()))
+        with ThreadPoolExecutor(max_workers=self._section.concurrency) as pool:
+            answers = pool.map(lambda sequence: self._of(sequence[2], k), sequences)
+            return [
+                ((row, int(place)), said[n])
+                for (row, places, _), said in zip(sequences, answers, strict=True)
+                for n, place in enumerate(places)
+                if counts[row, place] and n > 0
+            ]
+
+    def _of(self, tokens: Sequence[int], k: int) -> Sequence[Said]:
+        """Of each token after those before it; the first has an empty one."""
+        ask, read = (_ask_sglang, _read_sglang) if self._section.server == "sglang" else (_ask_vllm, _read_vllm)
+        path, body = ask(self._model, tokens, k)
+        answer = self._post(f"{str(self._section.url).rstrip('/')}/{path}", body)
+        try:
+            said = read(answer, tokens)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise ServedTeacherError(
+                f"teacher {self._section.title}: {self._section.url} gave no log-probabilities of the prompt as "
+                f"{self._section.server} does ({type(error).__name__}: {error})"
+            ) from error
+        if len(said) != len(tokens):
+            raise ServedTeacherError(
+                f"teacher {self._section.title}: {self._section.url} spoke of {len(said)} tokens, not of {len(tokens)}"
+            )
+        return said
+
+    def _post(self, url: str, body: Mapping[str, Any]) -> Any:
+        last = ""
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
+            request = urllib.request.Request(url, json.dumps(body).encode(), self._headers)
+            try:
+                with urllib.request.urlopen(request, timeout=self._section.timeout_s) as response:
+                    return json.load(response)
+            except urllib.error.HTTPError as error:
+                with error:
+                    said = " ".join(error.read(500).decode(errors="replace").split())
+                    last = f"HTTP {error.code}: {said}"
+                if error.code not in AGAIN:
+                    raise ConfigError(
+                        f"teachers: {url} refused the request ({last}); see its name of the model, its key and its "
+                        "limit of log-probabilities (vLLM: --max-logprobs)"
+                    ) from error
+            except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+                last = f"{type(error).__name__}: {error}"
+        raise ServedTeacherError(f"teacher {self._section.title}: {url} failed {ATTEMPTS} times; the last: {last}")
+
+
+def _ask_vllm(model: str, tokens: Sequence[int], k: int) -> tuple[str, dict[str, Any]]:
+    """docs.vllm.ai, vllm.entrypoints.openai.completion.protocol: the completions of an OpenAI server, and of vLLM's own
+    `prompt_logprobs`, by token id."""
+    return "completions", {
+        "model": model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k,
+    }  # fmt: skip
+
+
+def _read_vllm(answer: Any, tokens: Sequence[int]) -> list[Said]:
+    entries = answer["choices"][0]["prompt_logprobs"][1:]
+    found: list[Said] = [({}, 0.0)]
+    for token, entry in zip(tokens[1:], entries, strict=True):
+        logps = {int(number): _logp(one["logprob"]) for number, one in entry.items()}
+        found.append((logps, logps[token]))
+    return found
+
+
+def _ask_sglang(model: str, tokens: Sequence[int], k: int) -> tuple[str, dict[str, Any]]:
+    """docs.sglang.ai, native API: its OpenAI endpoint names tokens by text, which may stand for several ids."""
+    sampling = {"max_new_tokens": 1, "temperature": 0.0}
+    return "generate", {
+        "input_ids": list(tokens), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0,
+        "top_logprobs_num": k,
+    }  # fmt: skip
+
+
+def _read_sglang(answer: Any, tokens: Sequence[int]) -> list[Said]:
+    info = answer["meta_info"]
+    found: list[Said] = [({}, 0.0)]
+    of_tokens, best = info["input_token_logprobs"][1:], info["input_top_logprobs"][1:]
+    for token, own, entry in zip(tokens[1:], of_tokens, best, strict=True):
+        if own[1] != token:
+            raise ValueError(f"it spoke of token {own[1]} in the place of {token}")
+        found.append(({int(one[1]): _logp(one[0]) for one in entry}, _logp(own[0])))
+    return found
+
+
+def _logp(value: Any) -> float:
+    number = float(value)
+    if not -1e31 < number < 1e-3:
+        raise ValueError(f"{value} is no log-probability")
+    return min(number, 0.0)
+
+
+def _best(said: Mapping[int, float], k: int, num_ids: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """The k most probable ids with their log-probabilities, and the log of what is left."""
+    order = sorted(said, key=lambda number: -said[number])[:k]
+    ids, logps = np.full(k, NO_ID, np.int32), np.full(k, NO_LOGIT, np.float32)
+    for place, number in enumerate(order):
+        if number < num_ids:
+            ids[place], logps[place] = number, said[number]
+    left = 1.0 - float(np.exp([said[number] for number in order]).sum())
+    return ids, logps, float(np.log(max(left, LEAST_TAIL)))

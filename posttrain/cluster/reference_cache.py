@@ -1,0 +1,208 @@
+"""The reference's log-probabilities of what a run will see, computed once and kept on disk by what they depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from posttrain.batch import Batch
+from posttrain.cluster.scorers import model_inputs
+from posttrain.data.pairs import ComparisonBatches, NumberedRows, Unit, Units, all_rows
+from posttrain.data.pipeline import fingerprint, token_fingerprint
+from posttrain.errors import ConfigError
+from posttrain.tracking.console import console, progress_bar
+from posttrain.train.trainer import Trainer
+
+VERSION = 2
+"""Of the files; another one is another key."""
+
+SHARD_BATCHES = 32
+"""Batches in one shard: what a killed run computes again at most."""
+
+ALL = "all"
+"""Name of the file that says that every unit is there."""
+
+
+class _Scored(NamedTuple):
+    """One unit."""
+
+    number: int
+    text: np.uint64
+    """Hash of its tokens and their weights."""
+    logps: Float[np.ndarray, " N"]
+
+
+class _Place(NamedTuple):
+    text: np.uint64
+    values: np.ndarray
+    start: int
+    stop: int
+
+
+class CachedLogps:
+    """Log-probabilities of the weighted tokens of units, read from disk as they are asked for."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._places: dict[int, _Place] = {}
+        for shard in sorted(folder.glob("shard-*")):
+            self.add(shard)
+
+    def add(self, shard: Path) -> None:
+        values = np.load(shard / "values.npy", mmap_mode="r")
+        with np.load(shard / "index.npz") as index:
+            numbers, texts, ends = (index[name] for name in ("numbers", "texts", "ends"))
+        for number, text, start, stop in zip(numbers, texts, [0, *ends[:-1]], ends, strict=True):
+            self._places[int(number)] = _Place(text, values, int(start), int(stop))
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._places
+
+    def __call__(self, index: int, unit: Unit) -> Float[np.ndarray, " N"]:
+        """NaN for a unit that was not scored. ConfigError where the unit was another text."""
+        place = self._places.get(index)
+        if place is None:
+            return np.full(int((unit["loss_weight"] > 0).sum()), np.nan, np.float32)
+        if place.text != _text(unit["tokens"], unit["loss_weight"]):
+            raise ConfigError(
+                f"the reference's log-probabilities in {self.folder} are of another text: the dataset has changed "
+                "since; delete the folder"
+            )
+        return np.asarray(place.values[place.start : place.stop])
+
+
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/posttrain/reference`, by default below `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "posttrain" / "reference"
+
+
+def with_reference(units: Units, trainer: Trainer, model: Mapping[str, str], *, seed: int, num_steps: int) -> Units:
+    """Training units with log-probabilities of `trainer`'s model as it is now, of those that `num_steps` will see.
+
+    The key is a hash of `model` (what the model is made of) and of the dataset, each unit's text is compared besides.
+    """
+    stream = ComparisonBatches(units, seed=seed)
+    seen = f"seen-{_digest([stream.state()['identity'], num_steps])}"
+    batches = (stream.numbered() for _ in range(num_steps))
+    return _with(units, trainer, _folder(units, model), batches, num_steps * units.section.batch_rows, seen)
+
+
+def with_reference_of_all(units: Units, trainer: Trainer, model: Mapping[str, str]) -> Units:
+    """The same of every unit, for evaluation."""
+    return _with(units, trainer, _folder(units, model), all_rows(units), len(units), ALL)
+
+
+def check_scored(batch: Batch) -> Batch:
+    """RuntimeError where a batch has a unit that was not scored."""
+    assert batch.ref_logps is not None
+    if np.isnan(batch.ref_logps).any():
+        raise RuntimeError(
+            "the reference did not score all that the run sees; delete its cache, or use reference: live"
+        )
+    return batch
+
+
+def _folder(units: Units, model: Mapping[str, str]) -> Path:
+    section = units.section
+    data = {
+        "dataset": fingerprint(units.dataset, units.rows),
+        "tokens": token_fingerprint(units.rows, units),
+        "rows": [units.kind, units.weigh_prompts, units.share_prompts, section.row_tokens, section.overlong],
+    }
+    return cache_folder() / _digest([VERSION, dict(model), data])
+
+
+def _with(
+    units: Units, trainer: Trainer, folder: Path, batches: Iterable[NumberedRows], total: int, seen: str
+) -> Units:
+    folder.mkdir(parents=True, exist_ok=True)
+    known = CachedLogps(folder)
+    if (folder / ALL).exists() or (folder / seen).exists():
+        console().print(f"reference log-probabilities: read from {folder}", markup=False, soft_wrap=True)
+    else:
+        with progress_bar(f"reference log-probabilities of {units.rows.name}", total) as advance:
+            for count in _score(units, trainer, known, batches):
+                advance(count if seen == ALL else units.section.batch_rows)
+        (folder / seen).touch()
+    return replace(units, ref_logps=known)
+
+
+def _score(units: Units, trainer: Trainer, known: CachedLogps, batches: Iterable[NumberedRows]) -> Iterator[int]:
+    """Shard after shard of what is not known yet; yields the number of units of each batch."""
+    found: dict[int, _Scored] = {}
+    started, passed, missing = 0, 0, set(range(len(units)))
+    for rows in batches:
+        numbers = np.unique(rows.units[np.asarray(rows.batch.segments) > 0])
+        if any(int(n) not in known and int(n) not in found for n in numbers):
+            logps = np.asarray(trainer.stats(model_inputs(rows.batch)).logps)
+            found |= {one.number: one for one in _scored(rows, logps) if one.number not in known}
+            started += 1
+        if started == SHARD_BATCHES:
+            known.add(_write(known.folder, list(found.values())))
+            found, started = {}, 0
+        yield len(numbers)
+        passed += len(numbers)
+        missing -= set(numbers.tolist())
+        # After an epoch at most what is left out is missing; further ones bring nothing new.
+        if passed >= len(units) and all(units(number) is None for number in missing):
+            break
+    if found:
+        known.add(_write(known.folder, list(found.values())))
+
+
+def _scored(rows: NumberedRows, logps: Float[np.ndarray, "B T"]) -> Iterator[_Scored]:
+    tokens, weight, segments = (np.asarray(x) for x in (rows.batch.tokens, rows.batch.loss_weight, rows.batch.segments))
+    for row, numbers in enumerate(rows.units):
+        for number in np.unique(numbers[segments[row] > 0]):
+            here = (numbers == number) & (segments[row] > 0)
+            values = logps[row][here & (weight[row] > 0)]
+            yield _Scored(int(number), _text(tokens[row][here], weight[row][here]), values)
+
+
+def _text(tokens: np.ndarray, weight: np.ndarray) -> np.uint64:
+    digest = hashlib.blake2b(tokens.astype(np.int32).tobytes(), digest_size=8)
+    digest.update(weight.astype(np.float32).tobytes())
+    return np.frombuffer(digest.digest(), np.uint64)[0]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _write(folder: Path, scored: list[_Scored]) -> Path:
+    """The shard appears whole or not at all; another process may write the same one."""
+    values = np.concatenate([one.logps for one in scored])
+    index = {
+        "numbers": np.asarray([one.number for one in scored]),
+        "texts": np.asarray([one.text for one in scored], np.uint64),
+        "ends": np.cumsum([len(one.logps) for one in scored]),
+    }
+    name = hashlib.sha256(b"".join(x.tobytes() for x in (values, *index.values()))).hexdigest()[:16]
+    partial, shard = Path(tempfile.mkdtemp(dir=folder, prefix=".shard-")), folder / f"shard-{name}"
+    np.save(partial / "values.npy", values)
+    np.savez(partial / "index.npz", numbers=index["numbers"], texts=index["texts"], ends=index["ends"])
+    try:
+        partial.rename(shard)
+    except OSError:
+        if not shard.is_dir():
+            raise
+        shutil.rmtree(partial)
+    return shard
+
+
+def model_key(trainer: Trainer, origin: Mapping[str, str], **more: Any) -> dict[str, str]:
+    """What log-probabilities depend on beside the tokens: weights, types, and how the numbers are computed."""
+    compute = trainer.model.compute
+    facts = {"compute_dtype": compute.dtype.name, "mesh": dict(trainer.mesh.shape), **more}
+    return {**origin, **{f"posttrain:{name}": json.dumps(value, sort_keys=True) for name, value in facts.items()}}

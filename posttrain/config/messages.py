@@ -1,0 +1,186 @@
+"""What is wrong with a configuration, in one line for each mistake: place, rule, what was given, the nearest name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from posttrain.config import RunConfig, Section
+from posttrain.errors import did_you_mean, nearest_name
+
+Sections = tuple[type[Section], ...]
+Key = tuple[str | int, ...]
+"""Place of a value in a configuration: `("stages", 0, "num_steps")`."""
+
+FIRST_STAGE: Key = ("stages", 0)
+SHOWN_LENGTH = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where each value of a configuration was written."""
+
+    name: str
+    short: bool = False
+    lines: Mapping[Key, int] = field(default_factory=dict)
+    overrides: dict[Key, str] = field(default_factory=dict)
+
+    def place(self, key: Key) -> str:
+        """`FILE:LINE`, or the override that wrote `key` or the section around it."""
+        for end in range(len(key), 0, -1):
+            if key[:end] in self.overrides:
+                return f"override {self.overrides[key[:end]]}"
+            if key[:end] in self.lines:
+                return f"{self.name}:{self.lines[key[:end]]}"
+        return self.name
+
+    def shown(self, key: Key) -> str:
+        """Dotted path as the user writes it: in the short form without `stages.0`."""
+        visible = key[len(FIRST_STAGE) :] if self.short and key[: len(FIRST_STAGE)] == FIRST_STAGE else key
+        return ".".join(map(str, visible))
+
+    def line(self, key: Key, message: str) -> str:
+        shown = self.shown(key)
+        return f"{self.place(key)}: {shown}: {message}" if shown else f"{self.place(key)}: {message}"
+
+
+def config_fields(section: type[Section] = RunConfig, prefix: Key = ()) -> Iterator[tuple[Key, FieldInfo]]:
+    """Every field below `section` with its key; a stage stands under its kind, an item of another list under 0."""
+    for name, info in section.model_fields.items():
+        yield (*prefix, name), info
+        inner, is_list = _sections(info.annotation)
+        for item in inner:
+            step: Key = () if not is_list else (item.model_fields["kind"].default if len(inner) > 1 else 0,)
+            yield from config_fields(item, (*prefix, name, *step))
+
+
+_RULES = {
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "float_parsing": "must be a number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be text",
+    "string_too_short": "must not be empty",
+    "tuple_type": "must be a list",
+    "dict_type": "must be a section of keys and values",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "literal_error": "must be {expected}",
+    "too_short": "must have at least {min_length} item",
+    "union_tag_invalid": "must be {expected}",
+}
+"""What each kind of pydantic error says of the rule that was broken."""
+
+
+def messages(error: ValidationError, source: Source) -> list[str]:
+    """One line for each mistake; a missing field whose misspelling was found is one mistake, not two."""
+    found: list[tuple[Key, str, str]] = []
+    misspelt: set[Key] = set()
+    for item in error.errors(include_url=False):
+        key, parents, inside = _resolve(item["loc"])
+        if item["type"] == "too_short" and len(item["input"]) >= item["ctx"]["min_length"]:
+            continue  # pydantic counts valid items only; the invalid ones have lines of their own
+        if item["type"] == "extra_forbidden":
+            top = source.short and key[:-1] == FIRST_STAGE
+            fields = _below((*parents, RunConfig) if top else parents)
+            near = _nearest_field(str(key[-1]), fields)
+            if near is not None:
+                misspelt.add((near,) if top and near in RunConfig.model_fields else (*key[:-1], near))
+            text = f"unknown field; did you mean {near!r}?" if near else f"unknown field; known here: {_names(fields)}"
+        else:
+            key = (*key, "kind") if item["type"].startswith("union_tag") else key
+            text = _explain(item, key, parents, inside)
+        found.append((key, item["type"], text))
+    return [source.line(key, text) for key, kind, text in found if kind != "missing" or key not in misspelt]
+
+
+def _explain(item: Any, key: Key, parents: Sections, inside: Sections) -> str:
+    kind, context, given = item["type"], item.get("ctx", {}), item["input"]
+    if kind == "missing":
+        purpose = next((p.model_fields[str(key[-1])].description for p in parents if key[-1] in p.model_fields), None)
+        return f"required, but missing: {purpose}" if purpose else "required, but missing"
+    if kind == "union_tag_not_found":
+        return f"required, but missing: {_kinds(inside)}"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "model_attributes_type" and len(inside) > 1:
+        return f"must be a section with kind: {_kinds(inside)}; got {show(given)}"
+    if kind in ("model_type", "model_attributes_type"):
+        return f"must be a section of fields ({_names(_below(inside))}); got {show(given)}"
+    if kind == "union_tag_invalid":
+        given, context = context["tag"], {"expected": _kinds(inside)}
+    numbers = {word: f"{value:g}" if isinstance(value, float) else value for word, value in context.items()}
+    rule = _RULES[kind].format(**numbers) if kind in _RULES else item["msg"]
+    hint = "; write it in quotes" if kind == "string_type" else did_you_mean(str(given), re.findall(r"'([^']*)'", rule))
+    return f"{rule}; got {show(given)}{hint}"
+
+
+def show(value: Any) -> str:
+    """A value as YAML writes it, on one line, cut where it is long."""
+    if value is None or isinstance(value, bool):
+        return {None: "nothing", True: "true", False: "false"}[value]
+    text = repr(value)
+    return text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 4] + " ..."
+
+
+def _sections(annotation: Any) -> tuple[Sections, bool]:
+    """The section classes that a field's type holds (several: told apart by `kind`), and whether in a list."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _sections(args[0])
+    if origin is tuple:
+        return _sections(args[0])[0], True
+    if origin in (Union, UnionType):
+        found = [_sections(arg) for arg in args]
+        return tuple(c for classes, _ in found for c in classes), any(is_list for _, is_list in found)
+    return ((annotation,), False) if isinstance(annotation, type) and issubclass(annotation, Section) else ((), False)
+
+
+def _resolve(loc: tuple[str | int, ...]) -> tuple[Key, Sections, Sections]:
+    """A pydantic location as a key (without the tags of unions), the sections of its last word, those inside it."""
+    key: Key = ()
+    here: Sections = (RunConfig,)
+    parents = here
+    for word in loc:
+        if isinstance(word, int):
+            key = (*key, word)
+        elif len(here) > 1:
+            here = tuple(c for c in here if c.model_fields["kind"].default == word)
+        else:
+            key, parents = (*key, word), here
+            info = here[0].model_fields.get(word) if here else None
+            here = _sections(info.annotation)[0] if info else ()
+    return key, parents, here
+
+
+def _below(parents: Sections) -> dict[str, str]:
+    """Dotted names below the sections, each with its last word; the nearest come first."""
+    keys = [key for parent in parents for key, _ in config_fields(parent)]
+    return {".".join(map(str, key)): str(key[-1]) for key in sorted(keys, key=len)}
+
+
+def _kinds(sections: Sections) -> str:
+    return " or ".join(repr(section.model_fields["kind"].default) for section in sections)
+
+
+def _names(fields: Mapping[str, str]) -> str:
+    return ", ".join(name for name in fields if "." not in name)
+
+
+def _nearest_field(word: str, fields: Mapping[str, str]) -> str | None:
+    """A field of the section with a similar name, else one further down with the same name."""
+    own = [name for name in fields if "." not in name]
+    similar = nearest_name(word.lower().replace("-", "_"), own)
+    return similar or next((name for name, last in fields.items() if last == word), None)

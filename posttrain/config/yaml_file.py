@@ -1,0 +1,311 @@
+"""Run configurations as YAML: reading with dotted overrides, writing, comparing; paths in them.
+
+A file lists its `stages:`, or has `kind:` at the top level and is one stage, its fields beside `output` and `model`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from posttrain.config import RunConfig, Section
+from posttrain.config.messages import FIRST_STAGE, Key, Source, messages, show
+from posttrain.errors import ConfigError
+
+PACKAGE = Path(__file__).resolve().parent.parent
+CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").is_file() else None
+INSTALLED = {"configs": PACKAGE, "rewards": PACKAGE.parent}
+"""Where the project's own folders lie when it is not a checkout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedConfig:
+    """A configuration and the file that it came from."""
+
+    config: RunConfig
+    path: Path
+    base_dir: Path
+    """Folder of the file: the second place in which `resolve_path` looks."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Read a YAML file, apply `dotted.key=value` overrides in order, validate.
+
+    `path` is looked for as `resolve_path` does. Raises ConfigError with one line for each mistake.
+    """
+    file = _config_path(str(path))
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as text: {error}") from error
+    data, lines = _parse(text, str(path))
+    config = _build(data, lines, str(path), overrides)
+    return LoadedConfig(config=config, path=file, base_dir=file.resolve().parent)
+
+
+def build_config(data: Mapping[str, Any], overrides: Sequence[str] = (), *, name: str = "config") -> RunConfig:
+    """As `load_config`, from a mapping; errors begin with `name`."""
+    return _build(data, {}, name, overrides)
+
+
+def find_path(text: str, base_dir: Path | None = None) -> Path | None:
+    """The first that exists of: `text` from the current folder, from `base_dir`, from the project's root."""
+    return next((path for path in _places(text, base_dir) if path.exists()), None)
+
+
+def _places(text: str, base_dir: Path | None) -> list[Path]:
+    given = Path(text).expanduser()
+    root = CHECKOUT or INSTALLED.get(given.parts[0] if given.parts else "")
+    return [base / given for base in (Path(), base_dir, root) if base is not None]
+
+
+def did_you_mean_path(text: str, base_dir: Path | None = None) -> str:
+    """`; did you mean ...?` with what has the most similar name in one of the places of a path that is not there; or
+    nothing."""
+    places = _places(text, base_dir)
+    if any(path.exists() for path in places):
+        return ""
+    near = next((near for path in places if (near := _similar(path)) is not None), None)
+    return "" if near is None else f"; did you mean {_shown(near)!r}?"
+
+
+def _similar(path: Path) -> Path | None:
+    """In the same folder, or of the same name in a folder of a similar name."""
+    if path.parent.is_dir():
+        entries = sorted(path.parent.iterdir())
+        names = {**{entry.stem: entry for entry in entries}, **{entry.name: entry for entry in entries}}
+        near = difflib.get_close_matches(path.name, names, 1, 0.75)
+        return names[near[0]] if near else None
+    folder = _similar(path.parent)
+    return folder / path.name if folder is not None and (folder / path.name).exists() else None
+
+
+def resolve_path(text: str, base_dir: Path | None = None) -> Path:
+    """As `find_path`; raises ConfigError that names the nearest file where there is none."""
+    found = find_path(text, base_dir)
+    if found is None:
+        raise ConfigError(f"{text}: no such file or folder{did_you_mean_path(text, base_dir)}")
+    return found
+
+
+def dump_config(config: RunConfig) -> str:
+    """The whole configuration, defaults included, as YAML that `load_config` reads back; functions as `module:name`."""
+    return yaml.dump(_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def diff_config(before: RunConfig, after: RunConfig) -> list[str]:
+    """Dotted keys of the values that differ, in the order of the schema."""
+    return list(_differences(_plain(before), _plain(after), ()))
+
+
+# --- YAML -------------------------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """Scalars of YAML 1.2: `1e-4` is a number, `no`, `1:30` and dates are text."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what either version of YAML would take for something else than text."""
+
+
+_NUMBER_START = list("-+.0123456789")
+for _tag, _pattern, _start in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+|0o[0-7]+", _NUMBER_START),
+    (
+        "float",
+        r"[-+]?(?:(?:0|[1-9][0-9_]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        _NUMBER_START,
+    ),
+    ("merge", r"<<", ["<"]),
+):
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _start)
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def _parse(text: str, name: str) -> tuple[Any, dict[Key, int]]:
+    """The value of a YAML document and the line of every key in it."""
+    loader = _Loader(text)
+    lines: dict[Key, int] = {}
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None, lines
+        _collect_lines(node, (), lines)
+        return loader.construct_document(node), lines
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"{name}:{mark.line + 1}" if mark and "\n" in text else name
+        raise ConfigError(f"{where}: not YAML: {error.problem}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: not YAML: {' '.join(str(error).split())}") from error
+    finally:
+        loader.dispose()
+
+
+def _collect_lines(node: yaml.Node, key: Key, lines: dict[Key, int]) -> None:
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            lines[*key, index] = item.start_mark.line + 1
+            _collect_lines(item, (*key, index), lines)
+    elif isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            word = str(key_node.value)
+            if word in seen:
+                dotted = ".".join(map(str, (*key, word)))
+                problem = f"{dotted} is given twice, first in line {seen[word]}; keep one"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
+            seen[word] = lines[*key, word] = line
+            _collect_lines(value_node, (*key, word), lines)
+
+
+# --- from raw data to RunConfig ---------------------------------------------------------------------------------------
+
+
+def _build(data: Any, lines: Mapping[Key, int], name: str, overrides: Sequence[str]) -> RunConfig:
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{name}: a configuration is a mapping of fields such as `seed: 0`; got {show(data)}")
+    raw = _copy(data)
+    short = "stages" not in raw and "kind" in raw
+    if short:
+        own = RunConfig.model_fields
+        stage = {word: raw.pop(word) for word in list(raw) if word not in own}
+        raw["stages"] = [stage]
+        lines = {key if key[0] in own else (*FIRST_STAGE, *key): line for key, line in lines.items()}
+    source = Source(name=name, short=short, lines=lines)
+    for text in overrides:
+        _override(raw, text, source)
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError("\n".join(messages(error, source))) from error
+
+
+def _copy(value: Any) -> Any:
+    """Fresh containers all the way down, so that an override of one use of a YAML anchor leaves the others alone."""
+    if isinstance(value, Mapping):
+        return {word: _copy(item) for word, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _override(raw: dict[str, Any], text: str, source: Source) -> None:
+    dotted, equals, written = text.partition("=")
+    words = dotted.strip().split(".")
+    if not equals or not all(words):
+        raise ConfigError(f"override {text}: must be KEY=VALUE, such as stages.0.num_steps=5 or model.lora.rank=8")
+    if source.short and words[0] not in RunConfig.model_fields:
+        words = [*map(str, FIRST_STAGE), *words]
+    value, _ = _parse(written, f"override {text}")
+    node: Any = raw
+    key: Key = ()
+    for word in words[:-1]:
+        step = _step(node, word, key, text)
+        if isinstance(node, dict) and node.get(step) is None:
+            node[step] = {}
+            source.overrides[*key, step] = text
+        node, key = node[step], (*key, step)
+    step = _step(node, words[-1], key, text)
+    node[step] = value
+    key = (*key, step)
+    for older in [k for k in source.overrides if k[: len(key)] == key]:
+        del source.overrides[older]
+    source.overrides[key] = text
+
+
+def _step(node: Any, word: str, key: Key, text: str) -> str | int:
+    """The key or index that `word` of an override means in `node`."""
+    dotted = ".".join(map(str, key))
+    if isinstance(node, dict):
+        return word
+    if not isinstance(node, list):
+        raise ConfigError(f"override {text}: {dotted} is {show(node)}, which has no {word!r} in it")
+    if word.isdecimal():
+        if int(word) < len(node):
+            return int(word)
+        raise ConfigError(f"override {text}: {dotted} has no item {word}; it has {len(node)}, counted from 0")
+    names = [{item.get("name"), item.get("kind")} if isinstance(item, dict) else set() for item in node]
+    found = [index for index, own in enumerate(names) if word in own]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(f"{i} ({' '.join(sorted(map(str, own - {None}))) or 'no name'})" for i, own in enumerate(names))
+    rule = f"{len(found)} items are called {word!r}; use a number" if found else f"no item is called {word!r}"
+    raise ConfigError(f"override {text}: {dotted}: {rule}: {known}")
+
+
+# --- paths ------------------------------------------------------------------------------------------------------------
+
+
+def _config_path(text: str) -> Path:
+    found = find_path(text)
+    if found is None:
+        folders = [Path(text).parent, (CHECKOUT or PACKAGE) / "configs"]
+        raise ConfigError(f"{text}: no such file{_nearest(text, folders, '*.y*ml')}")
+    return found
+
+
+def _nearest(text: str, folders: Iterable[Path], pattern: str) -> str:
+    """`; did you mean ...?` with the file whose name is most like that of `text`, or nothing."""
+    files = {file.stem: file for folder in folders for file in sorted(folder.glob(pattern))}
+    near = difflib.get_close_matches(Path(text).stem, files, 1)
+    if not near:
+        return ""
+    return f"; did you mean {_shown(files[near[0]])!r}?"
+
+
+def _shown(file: Path) -> str:
+    """From the current folder or from the project's root, where it lies below one of them."""
+    return str(
+        next((file.relative_to(base) for base in (Path.cwd(), PACKAGE.parent) if file.is_relative_to(base)), file)
+    )
+
+
+# --- writing and comparing --------------------------------------------------------------------------------------------
+
+
+def _plain(value: Any) -> Any:
+    """Nothing but what YAML holds; a function or an object by its name."""
+    if isinstance(value, Section):
+        return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
+    if isinstance(value, Mapping):
+        return {str(word): _plain(item) for word, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    named: Callable[..., Any] = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def _differences(before: Any, after: Any, key: Key) -> Iterator[str]:
+    if isinstance(before, list) and isinstance(after, list):
+        before, after = dict(enumerate(before)), dict(enumerate(after))
+    if isinstance(before, dict) and isinstance(after, dict):
+        for word in [*before, *(w for w in after if w not in before)]:
+            if (word in before) != (word in after):
+                yield ".".join(map(str, (*key, word)))
+            else:
+                yield from _differences(before[word], after[word], (*key, word))
+    elif before != after:
+        yield ".".join(map(str, key))

@@ -1,7 +1,0 @@
-"""What people see while a run goes on: one line per step, tables of samples, progress bars."""
-
-from posttrain.console.bars import progress, progress_bar
-from posttrain.console.screen import console, cut, printable, shown_log
-from posttrain.console.steps import ConsoleSink, with_interval
-
-__all__ = ["ConsoleSink", "console", "cut", "printable", "progress", "progress_bar", "shown_log", "with_interval"]

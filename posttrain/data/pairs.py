@@ -1,0 +1,256 @@
+"""Judged rows as packed rows of a batch: all answers that belong together in one row, so that no split parts them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from posttrain.batch import Batch
+from posttrain.config import ComparedSection, DatasetSection
+from posttrain.data.chat import Masked, Renderer
+from posttrain.data.format import prompt_messages
+from posttrain.data.packing import common_prefix
+from posttrain.data.pipeline import Stream, fingerprint, order, token_fingerprint, window_of
+from posttrain.data.preference import CHOSEN, Answer, is_paired, judged, margin, mismatched, pair, prompt_of, steps
+from posttrain.data.sources import Rows
+from posttrain.data.windows import PackedBatches, Window
+from posttrain.errors import ConfigError
+
+Unit = dict[str, np.ndarray]
+"""Arrays over the tokens of one or two sequences that belong together."""
+
+
+@runtime_checkable
+class KnownLogps(Protocol):
+    """The reference's log-probabilities of a unit's weighted tokens, in order."""
+
+    def __call__(self, index: int, unit: Unit) -> Float[np.ndarray, " N"]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Units:
+    """The units of a dataset by number: pairs, single answers, single answers each with another's answer, or steps."""
+
+    section: ComparedSection
+    dataset: DatasetSection
+    rows: Rows
+    renderer: Renderer
+    kind: Literal["pairs", "answers", "answers_and_others", "steps"]
+    weigh_prompts: bool = False
+    """Chosen prompts, too."""
+    margins: bool = False
+    ref_logps: KnownLogps | None = None
+    share_prompts: bool = False
+    """What both sequences of a unit begin with stands in the row once, as a sequence from which both go on. Of units of
+    two, without weights on prompts."""
+
+    def __len__(self) -> int:
+        return len(self.rows) * self._per_row
+
+    @property
+    def _per_row(self) -> int:
+        """Pairs serve as two single answers."""
+        return 2 if self.kind.startswith("answers") and is_paired(self.rows.columns, self.dataset) else 1
+
+    def prompt(self, index: int) -> Hashable:
+        """What units with the same prompt have in common; without a column for it those of one row of the dataset."""
+        row = index // self._per_row
+        if self.dataset.prompt is None and "prompt" not in self.rows.columns:
+            return row
+        return json.dumps(prompt_messages(self.rows[row], self.dataset), default=str)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the arrays of a unit."""
+        names = ("tokens", "positions", "part", "parent", "roles", "loss_weight", "unit")
+        return names + ("margins",) * self.margins + ("ref_logps",) * (self.ref_logps is not None)
+
+    def __call__(self, index: int) -> Unit | None:
+        """The arrays of a unit; None where it is left out: too long, or answers that are the same."""
+        row = index // self._per_row
+        with self.rows.named(row) as values:
+            sequences = self._sequences(index)
+            fitted = self._fit(sequences) if sequences else None
+            if fitted is None:
+                return None
+            unit = _arrays(index, fitted, self._shared(fitted))
+            better = margin(values) if self.margins else 0.0
+        if self.margins:
+            unit["margins"] = np.where(unit["roles"] == CHOSEN, better, 0.0).astype(np.float32)
+        if self.ref_logps is not None:
+            unit["ref_logps"] = np.zeros(len(unit["tokens"]), np.float32)
+            unit["ref_logps"][unit["loss_weight"] > 0] = self.ref_logps(index, unit)
+        return unit
+
+    def _sequences(self, index: int) -> list[Judged]:
+        row, side = divmod(index, self._per_row)
+        if self.kind == "steps":
+            masked, roles = steps(self.rows[row], self.dataset, self.renderer)
+            return [Judged.of(masked, np.asarray(roles), False)]
+        if self.kind == "pairs":
+            answers = pair(self.rows[row], self.dataset, self.renderer) or []
+        else:
+            answers = self._single(row, side)
+        return [Judged.of(a.masked, a.role, self.weigh_prompts and a.role == CHOSEN) for a in answers]
+
+    def _single(self, row: int, side: int) -> list[Answer]:
+        answer = self._judged(row, side)
+        if answer is None or self.kind == "answers":
+            return [] if answer is None else [answer]
+        # The next row that has an answer to another prompt: the same one at every use.
+        others = (self._judged((row + step) % len(self.rows), side) for step in range(1, len(self.rows)))
+        other = next((found for found in others if found is not None and prompt_of(found) != prompt_of(answer)), None)
+        if other is None:
+            raise ConfigError("the KL of KTO needs answers to other prompts; give at least two rows with other prompts")
+        return [answer, mismatched(answer, other)]
+
+    def _judged(self, row: int, side: int) -> Answer | None:
+        with self.rows.named(row) as values:
+            found = judged(values, self.dataset, self.renderer)
+        return found[side] if found else None
+
+    def _fit(self, sequences: Sequence[Judged]) -> list[Judged] | None:
+        """What of the sequences a row holds; None: the unit is left out."""
+        lengths, shared = [len(one.tokens) for one in sequences], self._shared(sequences)
+        limit = self.section.row_tokens + shared
+        if sum(lengths) <= limit:
+            return list(sequences)
+        if self.section.overlong == "error":
+            less = f" - {shared} (what both begin with)" if shared else ""
+            raise ConfigError(
+                f"it has {' + '.join(map(str, lengths))}{less} tokens, which must share "
+                f"row_tokens={self.section.row_tokens}; raise row_tokens, or set overlong to truncate or drop"
+            )
+        if self.section.overlong == "drop":
+            return None
+        half = limit // len(sequences)
+        longest = max(half, limit - min(lengths)) if len(sequences) == 2 and min(lengths) < half else half
+        cut = [one.cut(longest) for one in sequences]
+        return cut if all(one.weight.any() for one in cut) else None
+
+    def _shared(self, sequences: Sequence[Judged]) -> int:
+        """How many tokens of a prompt stand in the row once: all but its last, which each answer has before it.
+
+        So the hidden state that predicts the first token of an answer stands in front of it, as everywhere.
+        """
+        if not self.share_prompts:
+            return 0
+        prompts = [one.tokens[: max(int(np.argmax(one.weight > 0)) - 1, 0)] for one in sequences]
+        return common_prefix(*prompts)
+
+
+class Judged(NamedTuple):
+    """A sequence with the weight and the role of each token."""
+
+    tokens: Int[np.ndarray, " T"]
+    weight: Float[np.ndarray, " T"]
+    roles: Int[np.ndarray, " T"]
+
+    @classmethod
+    def of(cls, masked: Masked, role: int | np.ndarray, whole: bool) -> Judged:
+        """`whole`: a weight on the prompt as well."""
+        mask = np.asarray(masked.mask, bool)
+        weight = np.arange(len(mask)) > 0 if whole else mask
+        roles = np.where(mask, role, 0).astype(np.int32)
+        return cls(np.asarray(masked.tokens, np.int32), weight.astype(np.float32), roles)
+
+    def cut(self, length: int) -> Judged:
+        return Judged(self.tokens[:length], self.weight[:length], self.roles[:length])
+
+
+def _arrays(index: int, sequences: Sequence[Judged], shared: int) -> Unit:
+    """`part` is the number of a token's sequence in the unit, and `parent` that of the one that it goes on from."""
+    pieces = [Judged(*(array[shared:] for array in one)) for one in sequences]
+    if shared:
+        pieces = [sequences[0].cut(shared), *pieces]
+    lengths, starts = [len(one.tokens) for one in pieces], [0] + [shared] * (len(pieces) - 1)
+    parents = [0] + [1 if shared else 0] * (len(pieces) - 1)
+    return {
+        "tokens": np.concatenate([one.tokens for one in pieces]),
+        "loss_weight": np.concatenate([one.weight for one in pieces]),
+        "roles": np.concatenate([one.roles for one in pieces]),
+        "positions": np.concatenate(
+            [np.arange(s, s + n, dtype=np.int32) for s, n in zip(starts, lengths, strict=True)]
+        ),
+        "part": np.repeat(np.arange(1, len(pieces) + 1, dtype=np.int32), lengths),
+        "parent": np.repeat(np.asarray(parents, np.int32), lengths),
+        "unit": np.full(sum(lengths), index, np.int32),
+    }
+
+
+class NumberedRows(NamedTuple):
+    """A batch, and the number of the unit that each token is of."""
+
+    batch: Batch
+    units: Int[np.ndarray, "B T"]
+
+
+class ComparisonBatches(Stream):
+    """Endless host batches of `batch_rows` rows; every epoch holds each unit once, in a new order."""
+
+    def __init__(self, units: Units, *, seed: int) -> None:
+        section, dataset, self._units = units.section, units.dataset, units
+        window = window_of(section, [dataset])
+        identity = {
+            "dataset": fingerprint(dataset, units.rows),
+            "tokens": token_fingerprint(units.rows, replace(units, ref_logps=None)),
+            "seed": seed,
+            "shuffle": dataset.shuffle,
+            "batch_rows": section.batch_rows,
+            "row_tokens": section.row_tokens,
+            "packing": section.packing,
+            "overlong": section.overlong,
+            "units": units.kind,
+            "share_prompts": units.share_prompts,
+            "window": str(window),
+        }
+        numbers = order(len(units), shuffle=dataset.shuffle, seed=seed)
+        super().__init__(_packed(units, numbers.map(units), window), identity)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        return self.numbered().batch
+
+    def numbered(self) -> NumberedRows:
+        """The next batch, with the units that its tokens are of."""
+        return _to_batch(next(self._iterator), self._units)
+
+
+def all_rows(units: Units) -> Iterator[NumberedRows]:
+    """One pass over the units, always in the same order; the last batch is filled with empty rows."""
+    import grain
+
+    section = units.section
+    window = Window.of(packing=section.packing, ordered=False, batch_rows=section.batch_rows)
+    for made in _packed(units, grain.MapDataset.range(len(units)).map(units), window):
+        yield _to_batch(made, units)
+
+
+def _packed(units: Units, examples: Any, window: Window) -> PackedBatches:
+    section = units.section
+    lengths = dict.fromkeys(units.names, section.row_tokens)
+    return PackedBatches(examples, epoch=len(units), window=window, batch_rows=section.batch_rows, lengths=lengths)
+
+
+def _to_batch(rows: dict[str, np.ndarray], units: Units) -> NumberedRows:
+    """Each packed unit is one segment of the packer; here each of its sequences becomes one."""
+    before = (3 if units.share_prompts else 2) * (rows["tokens_segments"] - 1)
+    segments, parents = (np.where(rows[n] > 0, before + rows[n], 0).astype(np.int32) for n in ("part", "parent"))
+    batch = Batch(
+        tokens=rows["tokens"],
+        positions=rows["positions"],
+        segments=segments,
+        loss_weight=rows["loss_weight"],
+        parents=parents if units.share_prompts else None,
+        roles=rows["roles"],
+        margins=rows.get("margins"),
+        ref_logps=rows.get("ref_logps"),
+    )
+    return NumberedRows(batch, rows["unit"])

@@ -1,0 +1,190 @@
+"""What a teacher said of a dataset, on disk: shards of rows, each written whole, found again by row."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from posttrain.batch import TopK
+from posttrain.distill.cache_records import FORMAT, RecordFormat
+from posttrain.errors import ConfigError
+
+SHARD_ROWS = 256
+"""Rows that a stop loses at most."""
+OPEN_SHARDS = 128
+"""Files mapped at once: far below what a process may hold open."""
+DESCRIPTION = "cache.json"
+
+Sequence_ = Mapping[str, np.ndarray]
+"""`tokens` and `loss_weight` of a row."""
+
+
+class CacheFolder:
+    """The cache of one teacher and one dataset.
+
+    `identity` says what it holds: teacher, its precision, data, k, temperature, vocabulary. ConfigError where there is
+    something else.
+    """
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any], num_rows: int):
+        self.folder = folder
+        self.identity = {**identity, "record_format": FORMAT, "num_rows": num_rows, "shard_rows": SHARD_ROWS}
+        self.num_rows = num_rows
+        self.format = RecordFormat(identity["vocab_size"], identity["top_k"])
+
+    @property
+    def shards(self) -> range:
+        return range(-(-self.num_rows // SHARD_ROWS))
+
+    def rows(self, shard: int) -> range:
+        return range(shard * SHARD_ROWS, min((shard + 1) * SHARD_ROWS, self.num_rows))
+
+    def missing(self) -> list[int]:
+        """Shards that are not written yet."""
+        return [shard for shard in self.shards if not self._index(shard).exists()]
+
+    def unfit(self, tokenize: Callable[[int], Sequence_ | None]) -> list[int]:
+        """Shards that are not written yet, or of other rows than the dataset has now."""
+        return [shard for shard in self.shards if not self._is_of(shard, tokenize)]
+
+    def _is_of(self, shard: int, tokenize: Callable[[int], Sequence_ | None]) -> bool:
+        if not self._index(shard).exists():
+            return False
+        return np.array_equal(np.load(self._index(shard))["digests"], digests_of(map(tokenize, self.rows(shard))))
+
+    def claim(self) -> None:
+        """Begin to write, or go on."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / DESCRIPTION
+        if file.exists():
+            self.check()
+        else:
+            partial = file.with_suffix(".tmp")
+            partial.write_text(json.dumps(self.identity, indent=1, sort_keys=True), encoding="utf-8")
+            partial.rename(file)
+
+    def check(self) -> None:
+        """ConfigError where the folder is of other things, or of none."""
+        file = self.folder / DESCRIPTION
+        if not file.exists():
+            raise ConfigError(f"cache: {self.folder} is empty; write it with posttrain distill --cache")
+        before = json.loads(file.read_text(encoding="utf-8"))
+        for name, value in self.identity.items():
+            if value is not None and before.get(name) != value:
+                raise ConfigError(
+                    f"cache: {self.folder} was written with {name}={before.get(name)!r}, and now it is {value!r}; "
+                    "restore it, or give another folder"
+                )
+
+    def write(self, shard: int, records: np.ndarray, sequences: Sequence[Sequence_ | None]) -> None:
+        """All records of a shard, in the order of its rows; its index comes last and makes it count."""
+        assert records.dtype == np.uint8 and records.shape[1] == self.format.num_bytes
+        counts = np.asarray([0 if s is None else np.count_nonzero(s["loss_weight"]) for s in sequences])
+        assert counts.sum() == len(records) and len(counts) == len(self.rows(shard))
+        self._index(shard).unlink(missing_ok=True)
+        np.save(self._records(shard), records)
+        digests = digests_of(sequences)
+        partial = self._index(shard).with_suffix(".tmp")
+        with partial.open("wb") as file:
+            np.savez(file, counts=counts, digests=digests)
+        partial.rename(self._index(shard))
+
+    def _records(self, shard: int) -> Path:
+        return self.folder / f"{shard:06d}.npy"
+
+    def _index(self, shard: int) -> Path:
+        return self.folder / f"{shard:06d}.index.npz"
+
+
+class TeacherCache:
+    """What one teacher said of several datasets, by row. ConfigError where a cache is of other things, or not whole."""
+
+    def __init__(self, datasets: Sequence[CacheFolder]):
+        self.format = datasets[0].format
+        self._datasets = datasets
+        self._digests, self._starts, files, sizes = [], [], [], []
+        begin = 0
+        for cache in datasets:
+            cache.check()
+            if left := cache.missing():
+                raise ConfigError(
+                    f"cache: {cache.folder} lacks {len(left)} of {len(cache.shards)} shards; go on with posttrain "
+                    "distill --cache"
+                )
+            indices = [np.load(cache._index(shard)) for shard in cache.shards]
+            self._digests.append(np.concatenate([index["digests"] for index in indices]))
+            counts = np.concatenate([index["counts"] for index in indices])
+            self._starts.append(begin + np.concatenate([[0], np.cumsum(counts)]))
+            files += [cache._records(shard) for shard in cache.shards]
+            sizes += [int(index["counts"].sum()) for index in indices]
+            begin += int(counts.sum())
+        self._shard_starts = np.concatenate([[0], np.cumsum(sizes)])
+        self._shard = functools.lru_cache(OPEN_SHARDS)(lambda number: np.load(files[number], mmap_mode="r"))
+
+    def places(self, dataset: int, row: int, sequence: Sequence_) -> Int[np.ndarray, " T"]:
+        """Where each token's record stands, from 1 on; 0: it has none. ConfigError where the row is another one."""
+        if digest(sequence) != self._digests[dataset][row]:
+            raise ConfigError(
+                f"cache: its tokens are not those that {self._datasets[dataset].folder} was written for; write it anew "
+                "with posttrain distill --cache"
+            )
+        counts = sequence["loss_weight"] > 0
+        places = np.zeros(len(counts), np.int64)
+        places[counts] = self._starts[dataset][row] + 1 + np.arange(np.count_nonzero(counts))
+        return places
+
+    def read(self, places: Int[np.ndarray, "B T"]) -> TopK:
+        """Of tokens without a record it is arbitrary; nothing is decoded for them."""
+        wanted = np.nonzero(places)
+        at = places[wanted] - 1
+        shard_of = np.searchsorted(self._shard_starts, at, side="right") - 1
+        found = np.empty((len(at), self.format.num_bytes), np.uint8)
+        for shard in np.unique(shard_of):
+            inside = shard_of == shard
+            found[inside] = self._shard(int(shard))[at[inside] - self._shard_starts[shard]]
+
+        def spread(x: np.ndarray) -> np.ndarray:
+            whole = np.zeros((*places.shape, *x.shape[1:]), x.dtype)
+            whole[wanted] = x
+            return whole
+
+        said: TopK = jax.tree.map(spread, self.format.decode(found))
+        return said
+
+
+def digests_of(sequences: Iterable[Sequence_ | None]) -> np.ndarray:
+    """One for each row; 0 for a row of which nothing is said."""
+    return np.asarray([0 if s is None else digest(s) for s in sequences], np.uint64)
+
+
+def digest(sequence: Sequence_) -> np.uint64:
+    """Of the tokens of a sequence, and which of them have loss."""
+    hashed = hashlib.sha256(np.ascontiguousarray(sequence["tokens"], "<i4").tobytes())
+    hashed.update(np.packbits(sequence["loss_weight"] > 0).tobytes())
+    return np.frombuffer(hashed.digest()[:8], "<u8")[0]
+
+
+def fill(
+    cache: CacheFolder,
+    shards: Iterable[int],
+    tokenize: Callable[[int], Sequence_ | None],
+    score: Callable[[Sequence[Sequence_]], Iterator[TopK]],
+    advance: Callable[[int], None],
+) -> None:
+    """Write these shards. `score` gives each sequence's [N, k] records of its tokens with loss."""
+    cache.claim()
+    for shard in shards:
+        sequences = [tokenize(row) for row in cache.rows(shard)]
+        there = [sequence for sequence in sequences if sequence is not None]
+        parts = [cache.format.encode(said) for said in score(there)]
+        empty = np.zeros((0, cache.format.num_bytes), np.uint8)
+        cache.write(shard, np.concatenate([empty, *parts]), sequences)
+        advance(len(sequences))

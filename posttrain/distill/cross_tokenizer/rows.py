@@ -1,0 +1,155 @@
+"""A teacher with other tokens: it reads the same rows in its own, and speaks where a token begins in both.
+
+With `shared` it speaks of groups of tokens, which have one text on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from posttrain.batch import TopK
+from posttrain.config import DatasetSection
+from posttrain.data.chat import Message, Renderer
+from posttrain.data.format import Example, LossOn, render_answer, tokenize_example
+from posttrain.distill.cross_tokenizer.align import Pairs, pair, runs
+from posttrain.distill.cross_tokenizer.merged import SharedTokens, back_of
+from posttrain.distill.cross_tokenizer.vocabulary import Vocabulary, VocabularyMap
+from posttrain.tree import replace
+
+Mine = tuple[Int[np.ndarray, "*B"], Int[np.ndarray, "*B"]]
+"""The student's tokens, and which of them are spoken of."""
+
+Its = tuple[Int[np.ndarray, "*C"], Int[np.ndarray, "*C"]]
+"""The teacher's, in rows of another length."""
+
+
+class Aligned(NamedTuple):
+    """A sequence of the student's, and the same text in the teacher's tokens.
+
+    The n-th token that is taught is the student's for the n-th that the teacher is asked of; in both arrays the later
+    tokens of a group are -1.
+    """
+
+    taught: Int[np.ndarray, " T"]
+    """Of the student's tokens: 0 where nothing is said of it, else 1 + the student's token that ends the text."""
+    tokens: Int[np.ndarray, " U"]
+    asked: Int[np.ndarray, " U"]
+    """Of the teacher's tokens: 0, or 1 + the teacher's token that ends the text."""
+    pairs: Pairs
+
+    def part_of(self, sequence: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The student's sequence with loss only where it is taught; of a group at its first token."""
+        return {**sequence, "loss_weight": np.where(self.taught > 0, sequence["loss_weight"], np.float32(0))}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Aligner:
+    """`row_tokens`: how many of its own tokens the teacher reads of a row; what follows them has no teacher."""
+
+    student: Vocabulary
+    teacher: Vocabulary
+    renderers: Sequence[tuple[DatasetSection, Renderer]]
+    """The teacher's, for each dataset by its number."""
+    map: VocabularyMap | SharedTokens
+    row_tokens: int
+    loss_on: LossOn
+    """Of the rows."""
+
+    @property
+    def shared(self) -> SharedTokens | None:
+        """Of a teacher that speaks of groups."""
+        return self.map if isinstance(self.map, SharedTokens) else None
+
+    def align(self, dataset: int, row: Mapping[str, Any], sequence: Mapping[str, np.ndarray]) -> Aligned:
+        """Of the sequence that a row became. A token is taught where the teacher's there stands for it."""
+        section, renderer = self.renderers[dataset]
+        theirs = tokenize_example(row, section, renderer, self.loss_on)
+        return self._paired(Example(sequence["tokens"], sequence["loss_weight"] > 0), theirs)
+
+    def align_sample(
+        self, dataset: int, messages: Sequence[Message], tokens: Sequence[int], sampled: Sequence[bool]
+    ) -> Aligned:
+        """Of what the student sampled, the last of the messages."""
+        *prompt, turn = messages
+        # A character of which the student sampled only the first bytes is no text.
+        answer: Message = {**turn, "content": str(turn["content"]).rstrip("\ufffd")}
+        theirs = render_answer(prompt, [answer], self.renderers[dataset][1])
+        mine = Example(np.asarray(tokens, np.int32), np.asarray(sampled, bool))
+        return self._paired(mine, Example(np.asarray(theirs.tokens, np.int32), np.asarray(theirs.mask, bool)))
+
+    def _paired(self, own: Example, its: Example) -> Aligned:
+        tokens, mask = its.tokens[: self.row_tokens], its.loss_mask[: self.row_tokens]
+        mine = own.tokens
+        own_stops, its_stops = self.student.tokenizer.stop_ids, self.teacher.tokenizer.stop_ids
+        own_runs = runs(mine.tolist(), own.loss_mask, self.student.pieces, own_stops)
+        its_runs = runs(tokens.tolist(), mask, self.teacher.pieces, its_stops)
+        pairs = pair(own_runs, its_runs)
+        own_end = next((int(mine[run.end]) for run in own_runs if run.end is not None), own_stops[0])
+        its_end = next((int(tokens[run.end]) for run in its_runs if run.end is not None), its_stops[0])
+        taught, asked = np.zeros(len(mine), np.int32), np.zeros(len(tokens), np.int32)
+        one, other = pairs.one, pairs.other
+        if isinstance(self.map, SharedTokens):
+            taught[_inside(one, pairs.one_stop)] = asked[_inside(other, pairs.other_stop)] = -1
+        else:
+            found = tokens[other]
+            same = np.where(found == its_end, own_end, self.map.ids(found)) == mine[one]
+            one, other = one[same], other[same]
+        taught[one], asked[other] = 1 + own_end, 1 + its_end
+        return Aligned(taught, tokens, asked, pairs)
+
+    def translate(self, said: TopK, mine: Mine, its: Its) -> TopK:
+        """What the teacher said where it was asked, arrays [N, k] and [N], in the student's tokens.
+
+        `mine`, `its`: the tokens of both sides with `Aligned.taught` and `asked`.
+        """
+        (tokens, taught), (theirs, asked) = ((x[0][x[1] > 0], x[1][x[1] > 0]) for x in (mine, its))
+        ends = taught - 1, asked - 1
+        if isinstance(self.map, SharedTokens):
+            begins = np.flatnonzero(its[1][its[1] != 0] > 0)
+            return self.map.top_k(said, begins, (tokens, theirs), ends)
+        return self.map.top_k(said, tokens, ends)
+
+    def place(self, said: TopK, mine: Mine, its: Its) -> TopK:
+        """What the teacher said of its rows, at the student's tokens in theirs; elsewhere it is zeros."""
+        taught = mine[1]
+        there, at = np.nonzero(taught > 0), np.nonzero(its[1])
+        found = jax.tree.map(lambda x: np.asarray(x)[at], said)
+
+        def spread(x: np.ndarray) -> np.ndarray:
+            whole = np.zeros((*taught.shape, *x.shape[1:]), x.dtype)
+            whole[there] = x
+            return whole
+
+        return self.grouped(jax.tree.map(spread, self.translate(found, mine, its)), taught)
+
+    def grouped(self, said: TopK, taught: Int[np.ndarray, "B T"]) -> TopK:
+        """With the groups that the tokens are in, where the teacher speaks of groups."""
+        return said if self.shared is None else replace(said, back=back_of(taught))
+
+
+class TeacherRows(NamedTuple):
+    """Sequences as a teacher reads them, one in a row."""
+
+    tokens: Int[np.ndarray, "N U"]
+    positions: Int[np.ndarray, "N U"]
+    segments: Int[np.ndarray, "N U"]
+    asked: Int[np.ndarray, "N U"]
+
+    @classmethod
+    def of(cls, sequences: Sequence[Aligned], row_tokens: int) -> TeacherRows:
+        made = np.zeros((4, len(sequences), row_tokens), np.int32)
+        for row, one in enumerate(sequences):
+            length = len(one.tokens)
+            made[:, row, :length] = one.tokens, np.arange(length), np.ones(length), one.asked
+        return cls(*made)
+
+
+def _inside(begins: Int[np.ndarray, " N"], stops: Int[np.ndarray, " N"]) -> Int[np.ndarray, " M"]:
+    """All places of spans that follow one another."""
+    return np.concatenate([np.arange(a, b) for a, b in zip(begins, stops, strict=True)] or [begins])

@@ -1,0 +1,157 @@
+"""Teachers with tokens of their own: how much of the data they can speak of, found before a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from posttrain.batch import TopK
+from posttrain.config import DatasetSection, DistillSection
+from posttrain.data.chat import Renderer
+from posttrain.data.format import loss_on, use_chat
+from posttrain.data.pipeline import row_tokenizer
+from posttrain.data.sources import Rows, each_row
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.distill.cross_tokenizer.merged import SharedTokens
+from posttrain.distill.cross_tokenizer.rows import Aligned, Aligner
+from posttrain.distill.cross_tokenizer.vocabulary import Vocabulary, VocabularyMap
+from posttrain.distill.teachers import Scorer, TeacherSource
+from posttrain.errors import ConfigError
+
+LOOKED_AT = 300
+"""Rows of each dataset, spread evenly."""
+MOST_UNALIGNED = 0.1
+"""Share of the completions' text that the teacher's template may leave out or change."""
+MOST_OTHER = 0.3
+"""Share of the places where a token begins in both, at which the teacher's is not the student's: what it says there of
+other tokens is wrong as often."""
+LONGEST_ROW = 1 << 20
+
+Data = tuple[DatasetSection, Rows, Renderer]
+
+
+def make_aligners(
+    section: DistillSection, teachers: Sequence[TeacherSource], data: Sequence[Data], tokenizer: Tokenizer
+) -> tuple[dict[int, Aligner], list[str]]:
+    """Of each teacher with tokens of its own, by its number, and a line that says what share of the tokens it teaches.
+
+    ConfigError where the two do not read the same text.
+    """
+    aligners, notes = {}, []
+    for number, source in enumerate(teachers):
+        if source.tokenizer is None:
+            continue
+        student, teacher = Vocabulary(tokenizer), Vocabulary(source.tokenizer)
+        made = Aligner(
+            student=student,
+            teacher=teacher,
+            renderers=[
+                (dataset, Renderer(source.tokenizer, use_chat(dataset, source.tokenizer, rows.columns)))
+                for dataset, rows, _ in data
+            ],
+            map=SharedTokens.of(student, teacher)
+            if source.section.tokenizer == "gold"
+            else VocabularyMap(student, teacher, section.temperature),
+            row_tokens=source.max_positions or LONGEST_ROW,
+            loss_on=loss_on(section),
+        )
+        found = _look(section, made, data)
+        aligners[number] = replace(made, row_tokens=_row_tokens(section, source, found))
+        notes.append(_note(source, aligners[number], found))
+    return aligners, notes
+
+
+Found = list[tuple[int, Aligned]]
+"""Numbers of the student's tokens with loss, and what became of the sequence."""
+
+
+def _look(section: DistillSection, aligner: Aligner, data: Sequence[Data]) -> Found:
+    found: Found = []
+    for number, (dataset, rows, renderer) in enumerate(data):
+        tokenize = row_tokenizer(section, dataset, rows, renderer)
+        chosen = range(0, len(rows), -(-len(rows) // LOOKED_AT))
+        for index, sequence in zip(chosen, each_row(rows, chosen, "alignment", tokenize), strict=True):
+            if sequence is not None:
+                with rows.named(index) as row:
+                    aligned = aligner.align(number, row, sequence)
+                found.append((int((sequence["loss_weight"] > 0).sum()), aligned))
+    return found
+
+
+def _row_tokens(section: DistillSection, source: TeacherSource, found: Found) -> int:
+    """As long for the teacher as the student's rows are for the student, and no shorter than a sequence."""
+    mine = sum(len(aligned.taught) for _, aligned in found)
+    its = [len(aligned.tokens) for _, aligned in found]
+    needed = max(-(-section.row_tokens * sum(its) // mine), *its, 2)
+    return needed if source.max_positions is None else min(needed, source.max_positions)
+
+
+def _note(source: TeacherSource, aligner: Aligner, found: Found) -> str:
+    """ConfigError where too little is aligned."""
+    text, same, single = (sum(getattr(a.pairs, name) for _, a in found) for name in ("text", "same_text", "single"))
+    begin, spoken_of = sum(len(a.pairs.one) for _, a in found), sum(int((a.taught != 0).sum()) for _, a in found)
+    taught = spoken_of / sum(count for count, _ in found)
+    other, unaligned = 1 - spoken_of / max(begin, 1), 1 - same / max(text, 1)
+    if unaligned > MOST_UNALIGNED or not taught:
+        raise ConfigError(
+            f"teachers: {unaligned:.1%} of the completions' text is not what teacher {source.title} reads of the same "
+            f"rows (at most {MOST_UNALIGNED:.0%} may be), and {taught:.1%} of the tokens are taught; compare the chat "
+            "templates of both, or set dataset.chat to false"
+        )
+    alike = f"{single / max(text, 1):.1%} of the text is in tokens that both have alike, {unaligned:.1%} is not aligned"
+    if aligner.shared is not None:
+        groups = spoken_of / max(begin, 1)
+        return (
+            f"teacher {source.title}: its own tokens, in rows of {aligner.row_tokens}; it teaches {taught:.1%} of the "
+            f"student's tokens, in groups of {groups:.2f} ({alike}); {aligner.shared.unshared.sum():,} of the "
+            f"student's {len(aligner.student.names):,} tokens are not its own"
+        )
+    if other > MOST_OTHER:
+        raise ConfigError(
+            f"teachers: where a token begins in both, that of teacher {source.title} is another than the student's at "
+            f"{other:.1%} of the places (at most {MOST_OTHER:.0%} may be): its tokens are too short for this student"
+        )
+    return (
+        f"teacher {source.title}: its own tokens, in rows of {aligner.row_tokens}; it teaches {taught:.1%} of the "
+        f"student's tokens ({alike}); where a token begins in both, it is another at {other:.1%} of the places"
+    )
+
+
+Arrays = dict[str, np.ndarray]
+
+
+def aligned_tokenizer(
+    section: DistillSection, aligner: Aligner, number: int, data: Data
+) -> Callable[[int], Arrays | None]:
+    """As `row_tokenizer`, with loss only where the teacher speaks, and with the arrays of `Aligned`."""
+    dataset, rows, renderer = data
+    tokenize = row_tokenizer(section, dataset, rows, renderer)
+
+    def align(index: int) -> Arrays | None:
+        sequence = tokenize(index)
+        if sequence is None:
+            return None
+        with rows.named(index) as row:
+            made = aligner.align(number, row, sequence)
+        arrays = {"taught": made.taught, "teacher_tokens": made.tokens, "asked": made.asked}
+        return made.part_of(sequence) | arrays
+
+    return align
+
+
+def theirs(made: Mapping[str, np.ndarray]) -> Arrays:
+    """The sequence as the teacher reads it."""
+    return {"tokens": made["teacher_tokens"], "loss_weight": (made["asked"] != 0).astype(np.float32)}
+
+
+def aligned_scorer(aligner: Aligner, score: Scorer) -> Callable[[Sequence[Mapping[str, np.ndarray]]], Iterator[TopK]]:
+    """What a teacher says of sequences of `aligned_tokenizer`, in the student's tokens."""
+
+    def scored(sequences: Sequence[Mapping[str, np.ndarray]]) -> Iterator[TopK]:
+        for made, said in zip(sequences, score([theirs(one) for one in sequences]), strict=True):
+            mine, its = (made["tokens"], made["taught"]), (made["teacher_tokens"], made["asked"])
+            yield aligner.translate(said, mine, its)
+
+    return scored

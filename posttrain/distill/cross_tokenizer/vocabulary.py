@@ -1,0 +1,159 @@
+"""The texts of token ids, and from a teacher's ids to those of a student with other tokens."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from posttrain.batch import NO_ID, TopK
+from posttrain.data.byte_tokenizer import byte_characters
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.errors import ConfigError
+from posttrain.kernels.logits.softmax import NO_LOGIT
+
+UNKNOWN = -1
+
+
+class Vocabulary:
+    """What each token of a tokenizer says, in bytes. ConfigError where it is of a kind that does not tell."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.by_name: dict[str, int] = tokenizer.hf.get_vocab()
+        added = tokenizer.hf.added_tokens_decoder
+        self.controls = frozenset(number for number, token in added.items() if token.special)
+        text_of = _reader(tokenizer)
+        self.pieces = [b""] * tokenizer.num_ids
+        self.by_text: dict[bytes, int] = {}
+        for name, number in sorted(self.by_name.items(), key=lambda item: (_is_byte(item[0]), item[1])):
+            text = added[number].content.encode() if number in added else text_of(name)
+            self.pieces[number] = text
+            if number not in self.controls and text:
+                # A byte by its name comes after the token that is written for it.
+                self.by_text.setdefault(text, number)
+        self.names = {number: name for name, number in self.by_name.items()}
+        self._longest = max(map(len, self.by_text))
+
+    def same_as(self, other: Vocabulary, number: int) -> int | None:
+        """Its own token for one of another vocabulary: of the same text, and by the same name of several."""
+        name, text, control = other.names.get(number), other.pieces[number], number in other.controls
+        same = None if name is None else self.by_name.get(name)
+        if same is not None and self.pieces[same] == text and (same in self.controls) == control:
+            return same
+        return None if control or not text else self.by_text.get(text)
+
+    def first_of(self, text: bytes) -> int:
+        """The first token of a text that goes on from another; `NO_ID` where there is none."""
+        if (same := self.by_text.get(text)) is not None:
+            return same
+        readable = text.decode(errors="ignore")
+        if readable and text.startswith(readable.encode()):
+            tokens, _ = self.tokenizer.encode_spans(readable, continues=True, literal=True)
+            return tokens[0] if tokens else NO_ID
+        starts = (text[:length] for length in range(min(len(text), self._longest), 0, -1))
+        return next((self.by_text[start] for start in starts if start in self.by_text), NO_ID)
+
+
+class VocabularyMap:
+    """A teacher's distribution over its tokens as one over the first tokens that the student has for their texts.
+
+    A token of the same text is itself; another counts for the first token of its text in the student's tokens; one that
+    the student cannot say counts with the rest. The mass beyond the teacher's best ids stays with the rest, too: each
+    probability is too small by at most the teacher's `tail`, and by what the student would join across two of its
+    tokens. `temperature`: of the divergence.
+    """
+
+    def __init__(self, student: Vocabulary, teacher: Vocabulary, temperature: float):
+        self._student, self._teacher, self._temperature = student, teacher, temperature
+        self._table = np.full(len(teacher.pieces) + 1, UNKNOWN, np.int64)
+        self._table[-1] = NO_ID
+
+    def ids(self, ids: Int[np.ndarray, "*B"]) -> Int[np.ndarray, "*B"]:
+        """The student's ids for the teacher's."""
+        at = np.minimum(ids, len(self._table) - 1)
+        for number in np.unique(at[self._table[at] == UNKNOWN]).tolist():
+            self._table[number] = self._find(number)
+        return self._table[at]
+
+    def _find(self, number: int) -> int:
+        same, text = self._student.same_as(self._teacher, number), self._teacher.pieces[number]
+        if same is not None:
+            return same
+        return NO_ID if number in self._teacher.controls or not text else self._student.first_of(text)
+
+    def top_k(
+        self,
+        said: TopK,
+        tokens: Int[np.ndarray, " N"],
+        ends: tuple[Int[np.ndarray, " N"], Int[np.ndarray, " N"]],
+    ) -> TopK:
+        """Of arrays [N, k] and [N]. `tokens`: the student's. `ends`: what ends a text, student's and teacher's."""
+        mine, its = ends
+        theirs = np.asarray(said.ids)
+        ids = np.where(theirs == its[:, None], mine[:, None], self.ids(theirs))
+        logps = np.asarray(said.logps)
+        lost = ids == NO_ID
+        ids, logps_of_ids = joined(ids, np.where(lost, np.float32(NO_LOGIT), logps))
+        here = ids == tokens[:, None]
+        own = np.where(here, logps_of_ids, NO_LOGIT).max(axis=1).astype(np.float32)
+        return TopK(
+            ids=ids.astype(np.int32),
+            logps=logps_of_ids,
+            tail=_with(said.tail, logps, lost, 1.0),
+            scaled_tail=_with(said.scaled_tail, logps, lost, self._temperature),
+            token_logps=np.where(here.any(axis=1), own, said.token_logps),
+        )
+
+
+def _with(tail: Any, logps: Float[np.ndarray, "N k"], lost: Any, temperature: float) -> Float[np.ndarray, " N"]:
+    """The log of what is left, with the ids that are `lost`; the same bits where there are none."""
+    tail = np.asarray(tail)
+    more = np.where(lost, np.exp(np.float64(logps) / temperature), 0.0).sum(axis=1)
+    added = np.log(np.exp(np.float64(tail)) + more, where=more > 0, out=np.zeros(len(tail)))
+    return np.where(more > 0, added, tail).astype(np.float32)
+
+
+def joined(
+    ids: Int[np.ndarray, "N k"], logps: Float[np.ndarray, "N k"]
+) -> tuple[Int[np.ndarray, "N k"], Float[np.ndarray, "N k"]]:
+    """Each id once, where it was first, with the probability of all its places; the same bits where it has one."""
+    order = np.argsort(ids, axis=1, kind="stable")
+    ranked, probability = (np.take_along_axis(x, order, axis=1) for x in (ids, np.exp(np.float64(logps))))
+    again = np.zeros(ids.shape, bool)
+    again[:, 1:] = ranked[:, 1:] == ranked[:, :-1]
+    first = np.flatnonzero(~again)
+    if not again.any():
+        return ids, logps
+    sums = np.add.reduceat(probability.ravel(), first)
+    several = (np.diff(np.append(first, ids.size)) > 1) & (ranked.ravel()[first] != NO_ID)
+    ids, logps = ids.copy(), logps.copy()
+    rows, places = np.nonzero(again)
+    ids[rows, order[rows, places]], logps[rows, order[rows, places]] = NO_ID, NO_LOGIT
+    rows, places = np.divmod(first[several], ids.shape[1])
+    logps[rows, order[rows, places]] = np.minimum(np.log(sums[several]), 0.0)
+    return ids, logps
+
+
+def _is_byte(name: str) -> bool:
+    return len(name) == 6 and name.startswith("<0x") and name.endswith(">")
+
+
+def _reader(tokenizer: Tokenizer) -> Any:
+    """From the name of a token to its text."""
+    decoder = json.dumps(json.loads(tokenizer.hf.backend_tokenizer.to_str()).get("decoder"))
+    if "ByteLevel" in decoder:
+        byte_of = {character: byte for byte, character in enumerate(byte_characters())}
+
+        def byte_level(name: str) -> bytes:
+            return bytes(byte_of[character] for character in name) if set(name) <= byte_of.keys() else name.encode()
+
+        return byte_level
+    if "ByteFallback" in decoder or "Metaspace" in decoder:
+        return lambda name: bytes([int(name[3:5], 16)]) if _is_byte(name) else name.replace("▁", " ").encode()
+    raise ConfigError(
+        f"tokenizer {tokenizer.name}: what its tokens say is not known (decoder {decoder[:80]}); "
+        "tokenizer: align (or gold) is for byte-level and SentencePiece vocabularies"
+    )

@@ -1,0 +1,158 @@
+"""Which teachers speak of a row, and what a cache holds of it, as per-token arrays that are packed like tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from posttrain.batch import Batch, TopK, of_teacher
+from posttrain.data.format import no_column
+from posttrain.distill.cache import TeacherCache
+from posttrain.distill.cross_tokenizer.rows import Aligned, Aligner, TeacherRows
+from posttrain.errors import ConfigError, did_you_mean
+from posttrain.tree import replace
+
+
+class Taught:
+    """Fills `teachers` and `teacher_weights` of batches.
+
+    `column`: of the dataset, says whose a row is. `caches`: one for each teacher, where none is in the training step.
+    `outside`: what the last of the teachers say of host rows, where they are neither in the step nor cached.
+    `aligners`: by its number, of each teacher that reads the rows in tokens of its own.
+    """
+
+    def __init__(
+        self,
+        titles: Sequence[str],
+        column: str | None,
+        caches: Sequence[TeacherCache] | None,
+        outside: Sequence[Callable[[Batch], TopK]] = (),
+        aligners: Mapping[int, Aligner] | None = None,
+    ):
+        self._outside, self._aligners = tuple(outside), aligners or {}
+        self._titles, self._column, self._caches = titles, column, caches
+        weighted = column is not None or self._aligners
+        self._weights = [f"teacher_weight_{n}" for n in range(len(titles))] if weighted else []
+        self._places = [f"teacher_place_{n}" for n in range(len(titles))] if caches is not None else []
+
+    def lengths(self, row_tokens: int) -> dict[str, int]:
+        """Of the arrays that `arrays` makes, in a row of so many of the student's tokens."""
+        lengths = dict.fromkeys([*self._weights, *self._places], row_tokens)
+        for n, aligner in self._aligners.items():
+            if self._caches is None:
+                lengths |= {f"taught_{n}": row_tokens} | dict.fromkeys(_of_teacher(n), aligner.row_tokens)
+            elif aligner.shared is not None:
+                lengths[f"taught_{n}"] = row_tokens
+        return lengths
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Which of these arrays are tokens of their own."""
+        return () if self._caches is not None else tuple(_of_teacher(n)[0] for n in self._aligners)
+
+    def arrays(
+        self, dataset: int, index: int, row: Mapping[str, Any], sequence: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Of the sequence that row `index` of dataset `dataset` became."""
+        made: dict[str, np.ndarray] = {}
+        length = len(sequence["tokens"])
+        shares = np.ones(1, np.float32)
+        if self._column is not None:
+            shares = teacher_shares(row, self._column, self._titles)
+        spoken_of, where = [sequence] * len(shares), [np.ones(length, bool)] * len(shares)
+        for n, aligner in self._aligners.items():
+            aligned = aligner.align(dataset, row, sequence)
+            spoken_of[n], where[n] = aligned.part_of(sequence), aligned.taught != 0
+            if self._caches is None:
+                keep = np.int32(shares[n] > 0)
+                arrays = (aligned.taught * keep, aligned.tokens, aligned.asked * keep)
+                made |= dict(zip((f"taught_{n}", *_of_teacher(n)), arrays, strict=True))
+            elif aligner.shared is not None:
+                made[f"taught_{n}"] = aligned.taught
+        for n, name in enumerate(self._weights):
+            made[name] = np.where(where[n], shares[n], np.float32(0))
+        if self._caches is not None:
+            for name, cache, share, part in zip(self._places, self._caches, shares, spoken_of, strict=True):
+                # A teacher without a share was not asked.
+                made[name] = cache.places(dataset, index, part) if share else np.zeros(length, np.int64)
+        return made
+
+    def batch(self, batch: Batch, rows: Mapping[str, np.ndarray]) -> Batch:
+        """The batch with what teachers say of its tokens."""
+        if self._weights:
+            batch = replace(batch, teacher_weights=np.stack([rows[name] for name in self._weights], axis=-1))
+        if self._caches is not None:
+            said = [cache.read(rows[name]) for cache, name in zip(self._caches, self._places, strict=True)]
+            for n, aligner in self._aligners.items():
+                if aligner.shared is not None:
+                    said[n] = aligner.grouped(said[n], rows[f"taught_{n}"])
+            batch = replace(batch, teachers=tuple(said))
+        return self.ask(batch, rows)
+
+    def ask(self, batch: Batch, rows: Mapping[str, np.ndarray] | None = None) -> Batch:
+        """The batch with what teachers outside of the step say of the tokens that are theirs.
+
+        `rows`: the packed arrays, which teachers with other tokens need.
+        """
+        if not self._outside:
+            return batch
+        first = len(self._titles) - len(self._outside)
+        said = [self._said(first + n, teacher, batch, rows) for n, teacher in enumerate(self._outside)]
+        return replace(batch, teachers=tuple(said))
+
+    def ask_samples(self, batch: Batch, samples: Sequence[Aligned]) -> Batch:
+        """As `ask`, where the one teacher has tokens of its own: the samples in the order in which rows hold them."""
+        ((number, aligner),) = self._aligners.items()
+        taught = np.zeros(batch.shape, np.int32)
+        taught[np.asarray(batch.segments) > 0] = np.concatenate([sample.taught for sample in samples])
+        tokens, asked = _of_teacher(number)
+        theirs = TeacherRows.of(samples, aligner.row_tokens)
+        rows = {"tokens": np.asarray(batch.tokens), f"taught_{number}": taught, tokens: theirs.tokens}
+        rows |= {f"{tokens}_positions": theirs.positions, f"{tokens}_segments": theirs.segments, asked: theirs.asked}
+        return self.ask(replace(batch, teacher_weights=(taught != 0).astype(np.float32)[..., None]), rows)
+
+    def _said(
+        self, number: int, teacher: Callable[[Batch], TopK], batch: Batch, rows: Mapping[str, np.ndarray] | None
+    ) -> TopK:
+        if number not in self._aligners:
+            return teacher(of_teacher(batch, number))
+        assert rows is not None, "samples are asked by ask_samples"
+        tokens, asked = _of_teacher(number)
+        theirs = Batch(
+            tokens=rows[tokens],
+            positions=rows[f"{tokens}_positions"],
+            segments=rows[f"{tokens}_segments"],
+            loss_weight=(rows[asked] != 0).astype(np.float32),
+        )
+        mine, its = (rows["tokens"], rows[f"taught_{number}"]), (rows[tokens], rows[asked])
+        return self._aligners[number].place(teacher(theirs), mine, its)
+
+
+def _of_teacher(number: int) -> tuple[str, str]:
+    """Names of its own tokens, and of where it is asked."""
+    return f"teacher_tokens_{number}", f"teacher_asked_{number}"
+
+
+def teacher_shares(row: Mapping[str, Any], column: str, titles: Sequence[str]) -> Float[np.ndarray, " N"]:
+    """How much each teacher counts for a row: all of one, or shares of several that sum to 1. ConfigError."""
+    if column not in row:
+        raise ConfigError(f"teacher_column: {no_column(column, row)}")
+    value = row[column]
+    given = {value: 1.0} if isinstance(value, str) else value
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"teacher_column: {column!r} holds a {type(value).__name__}; it must name a teacher or map names to weights"
+        )
+    for name in given:
+        if name not in titles:
+            raise ConfigError(
+                f"teacher_column: {column!r} names {name!r}{did_you_mean(name, titles)}; there are {', '.join(titles)}"
+            )
+    # Columns of a table hold every key for every row; null stands for none.
+    shares = np.asarray([given.get(title) or 0.0 for title in titles], np.float32)
+    if (shares < 0).any() or not shares.sum() > 0:
+        raise ConfigError(f"teacher_column: weights must not be negative, and one must be positive; got {dict(given)}")
+    return shares / shares.sum()

@@ -1,0 +1,309 @@
+"""The teachers of a stage: whether they fit the student, their models, and what they say of given sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from posttrain.batch import Batch, TopK, rows_per_pass
+from posttrain.cluster.http_teacher import ServedTeacher
+from posttrain.cluster.scorers import FrozenModel
+from posttrain.config import DistillSection, ModelSection, RLSection, RunConfig, TeacherSection
+from posttrain.data.packing import Place, places
+from posttrain.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from posttrain.errors import ConfigError
+from posttrain.mesh import make_mesh
+from posttrain.models.config import ModelConfig
+from posttrain.models.decoder import Decoder
+from posttrain.runtime.hub import hub_is_reachable
+from posttrain.tracking.console import console
+from posttrain.weights.files import find_folder
+from posttrain.weights.load import check_weights, load_model
+from posttrain.weights.locate import local_or_hub, origin_of_folder, read_model_config, refuse_misspelt
+from posttrain.weights.lora import count_parameters
+
+DEFAULT_TOP_K = 64
+
+MAX_LOGPROBS_OF_VLLM = 20
+"""Its default, docs.vllm.ai, vllm.config.model."""
+
+OTHER_TOKENS = "distil from a model with the student's tokenizer, or set the teacher's tokenizer: align (or gold)"
+
+SAME_TOKENS = 0.99
+"""Share of the student's tokens that a teacher must know by the same ids."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherSource:
+    """Where a teacher is to be had."""
+
+    section: TeacherSection
+    path: str
+    """A folder or a hub id."""
+    tokenizer: Tokenizer | None = None
+    """Its own, of one that is aligned; the others have the student's."""
+    max_positions: int | None = None
+    """Of one that is aligned, where it is known."""
+
+    @property
+    def title(self) -> str:
+        return self.section.title
+
+
+def find_teachers(
+    section: DistillSection | RLSection, tokenizer: Tokenizer | None, base_dir: Path
+) -> tuple[list[TeacherSource], list[str]]:
+    """The teachers, and notes of what is reconciled or cannot be checked. ConfigError for those that do not fit.
+
+    With a cache they need not be there any more.
+    """
+    found, notes = [], []
+    cached = isinstance(section, DistillSection) and section.cache is not None
+    if isinstance(section, DistillSection) and cached and section.beta > 0:
+        notes.append(
+            f"beta={section.beta:g} from a cache is a lower bound: the mass beyond top_k counts as one outcome, so a "
+            "student that divides it otherwise than its teacher is not held to that; exact with the teacher in the step"
+        )
+    if isinstance(section, DistillSection) and section.cache is not None and not Path(section.cache).is_dir():
+        notes.append(f"cache: {section.cache} is not there yet; posttrain distill --cache writes it")
+    for teacher in in_order(section):
+        notes += _check_limit(section, teacher)
+        try:
+            path = local_or_hub(teacher.path, base_dir)
+            if not Path(path).exists() and not hub_is_reachable():
+                refuse_misspelt("teachers", path, base_dir)
+            config = read_model_config(ModelSection(path=path), base_dir, vocab_size=None)
+        except ConfigError as error:
+            if not cached and teacher.url is None:
+                raise ConfigError(f"teachers: {str(error).removeprefix('model.path: ')}") from error
+            if teacher.aligned:
+                found.append(_aligned(teacher, teacher.path, None))
+                continue
+            found.append(TeacherSource(section=teacher, path=teacher.path))
+            what = "its cache alone is used" if cached else "not checked: whether its tokens are the student's"
+            notes.append(f"teacher {teacher.title} is not there: {what}")
+            continue
+        found.append(TeacherSource(section=teacher, path=path))
+        if config is None or tokenizer is None:
+            notes.append(f"not checked, no network: the teacher {teacher.path}")
+            continue
+        if config.scalar_head:
+            raise ConfigError(f"teachers: {teacher.path} is a reward model, which scores answers and writes none")
+        if not cached and teacher.url is None and Path(path).is_dir():
+            check_weights(Path(path))
+        if teacher.aligned:
+            found[-1] = _aligned(teacher, path, config)
+            continue
+        _check_model(section, teacher, config, tokenizer)
+        notes += _check_tokens(teacher, path, config, tokenizer)
+    return found, notes
+
+
+def _check_limit(section: DistillSection | RLSection, teacher: TeacherSection) -> list[str]:
+    """What a server must be started with, which shows at the first request only."""
+    if teacher.url is None or teacher.server != "vllm" or not isinstance(section, DistillSection):
+        return []
+    k = section.top_k or DEFAULT_TOP_K
+    if k <= MAX_LOGPROBS_OF_VLLM:
+        return []
+    return [f"teacher {teacher.title} at its server gives {k} log-probabilities of a place: --max-logprobs {k} of vLLM"]
+
+
+def _aligned(teacher: TeacherSection, path: str, config: ModelConfig | None) -> TeacherSource:
+    try:
+        own = load_tokenizer(path)
+    except ConfigError as error:
+        raise ConfigError(
+            f"teachers: tokenizer: {teacher.tokenizer} needs the teacher's own tokenizer: {error}"
+        ) from error
+    positions = None if config is None else config.max_positions
+    return TeacherSource(section=teacher, path=path, tokenizer=own, max_positions=positions)
+
+
+def _check_model(
+    section: DistillSection | RLSection, teacher: TeacherSection, config: ModelConfig, tokenizer: Tokenizer
+) -> None:
+    if section.row_tokens > config.max_positions:
+        raise ConfigError(
+            f"teachers: row_tokens={section.row_tokens} must be at most max_position_embeddings={config.max_positions} "
+            f"of {teacher.path}"
+        )
+    if tokenizer.num_ids > config.vocab_size:
+        raise ConfigError(
+            f"teachers: the student's tokenizer has {tokenizer.num_ids:,} token ids, the embedding of {teacher.path} "
+            f"only {config.vocab_size:,} rows; {OTHER_TOKENS}"
+        )
+
+
+def _check_tokens(teacher: TeacherSection, path: str, config: ModelConfig, tokenizer: Tokenizer) -> list[str]:
+    """ConfigError where the same ids are other tokens: the teacher would speak of another text."""
+    notes = []
+    surplus = config.vocab_size - tokenizer.num_ids
+    if surplus:
+        notes.append(f"teacher {teacher.title}: {surplus:,} rows of its vocabulary stand for no token of the student")
+    folder = Path(path)
+    local = folder.is_dir()
+    if (local and not any((folder / name).is_file() for name in TOKENIZER_FILES)) or (
+        not local and not hub_is_reachable()
+    ):
+        return [
+            *notes,
+            f"not checked: whether the tokens of teacher {teacher.title} are the student's (no tokenizer)",
+        ]
+    theirs = load_tokenizer(path).hf.get_vocab()
+    ours = tokenizer.hf.get_vocab()
+    other = {text: (index, theirs[text]) for text, index in ours.items() if theirs.get(text, index) != index}
+    by_id = {index: text for text, index in theirs.items()}
+    other |= {t: (i, i) for t, i in ours.items() if i in by_id and by_id[i] != t and t not in other}
+    if other:
+        text, (mine, its) = min(other.items(), key=lambda item: item[1])
+        whose = f"id {its}" if its != mine else f"{by_id[mine]!r}"
+        raise ConfigError(
+            f"teachers: {len(other):,} of the {len(ours):,} tokens are others in {teacher.path}: {text!r} is id {mine} "
+            f"for the student, and there {whose}; {OTHER_TOKENS}"
+        )
+    unknown = len(ours.keys() - theirs.keys())
+    if unknown > (1 - SAME_TOKENS) * len(ours):
+        raise ConfigError(
+            f"teachers: {teacher.path} does not know {unknown:,} of the student's {len(ours):,} tokens; {OTHER_TOKENS}"
+        )
+    if unknown:
+        notes.append(f"teacher {teacher.title}: it does not know {unknown:,} of the student's tokens")
+    return notes
+
+
+def num_ids(source: TeacherSource, tokenizer: Tokenizer) -> int:
+    """Token ids that it speaks of. `tokenizer`: the student's."""
+    return (source.tokenizer or tokenizer).num_ids
+
+
+def load_teacher(source: TeacherSource, model: ModelSection, tokenizer: Tokenizer, mesh: Mesh) -> Decoder:
+    """Its model on the mesh, where ids without a token are impossible, as for the student."""
+    rows = read_model_config(ModelSection(path=source.path), Path.cwd(), vocab_size=None)
+    assert rows is not None
+    ids = num_ids(source, tokenizer)
+    teacher = load_model(
+        source.path,
+        **computed_in(source.section, model),
+        mesh=mesh,
+        attention=model.attention,
+        grouped_matmul=model.grouped_matmul,
+        num_tokens=ids if ids < rows.vocab_size else None,
+    )
+    size = count_parameters(teacher).total
+    console().print(f"teacher {source.title}: {teacher.config.model_type}, {size:,} parameters", highlight=False)
+    return teacher
+
+
+def computed_in(teacher: TeacherSection, model: ModelSection) -> dict[str, Any]:
+    """What of a teacher's computation changes what it says; by default that of the student."""
+    dtype = teacher.dtype or model.dtype
+    return {"quantize": teacher.quantize, "dtype": dtype, "compute_dtype": model.compute_dtype or dtype}
+
+
+def teacher_digest(source: TeacherSource, *, needed: bool) -> str | None:
+    """Of a teacher's weights; None where they are not on this machine, and are not `needed`."""
+    if source.section.url is not None:
+        return f"{source.section.model or source.section.path} at a server"
+    if not needed and not Path(source.path).is_dir():
+        return None
+    origin = origin_of_folder(source.path, find_folder(source.path))
+    return " ".join(f"{name}:{part}" for name, part in sorted(origin.parts.items()))
+
+
+def in_order(section: DistillSection | RLSection) -> list[TeacherSection]:
+    """Those in the training step first, as the step takes them."""
+    return sorted(section.teachers, key=lambda teacher: teacher.outside)
+
+
+OutsideTeacher = FrozenModel | ServedTeacher
+
+
+def outside_teacher(
+    source: TeacherSource,
+    model: ModelSection,
+    tokenizer: Tokenizer,
+    section: DistillSection | RLSection,
+    temperature: float,
+    k: int = 1,
+    mesh: Mesh | None = None,
+) -> OutsideTeacher:
+    """A teacher at its server, or on its own devices; an aligned one that has none is on `mesh`."""
+    ids = num_ids(source, tokenizer)
+    k = min(k, ids)
+    if source.section.url is not None:
+        return ServedTeacher(source.section, num_ids=ids, k=k)
+    if source.section.mesh is not None:
+        mesh = mesh_of(source.section, section.teachers)
+    assert mesh is not None
+    teacher = load_teacher(source, model, tokenizer, mesh)
+    return FrozenModel(teacher, mesh, temperature=temperature, rows=section.micro_batch_rows, k=k)
+
+
+def mesh_of(teacher: TeacherSection, teachers: Sequence[TeacherSection]) -> Mesh:
+    """Of a teacher that has one: the last devices belong to the first such teacher."""
+    assert teacher.mesh is not None
+    devices = jax.devices()
+    for one in teachers:
+        count = _num_devices(one)
+        if one is teacher:
+            return make_mesh(teacher.mesh, devices[len(devices) - count :])
+        devices = devices[: len(devices) - count]
+    raise AssertionError("the teacher is one of the teachers")
+
+
+def training_devices(config: RunConfig) -> list[jax.Device]:
+    """Those that no teacher of any stage has for itself. ConfigError where none is left."""
+    devices = jax.devices()
+    stages = [stage for stage in config.stages if isinstance(stage, DistillSection | RLSection)]
+    taken = max((sum(map(_num_devices, stage.teachers)) for stage in stages), default=0)
+    if taken >= len(devices):
+        raise ConfigError(f"teachers: their meshes take {taken} devices, and there are {len(devices)}; leave some")
+    return devices[: len(devices) - taken]
+
+
+def _num_devices(teacher: TeacherSection) -> int:
+    return 0 if teacher.mesh is None else math.prod(teacher.mesh.sizes)
+
+
+class Scorer:
+    """What a teacher says of sequences: several are packed into a row, and all rows of a pass have one shape."""
+
+    def __init__(self, teacher: OutsideTeacher, section: DistillSection, shards: int, row_tokens: int):
+        self._teacher = teacher
+        self._rows = rows_per_pass(section.batch_rows, section.micro_batch_rows, shards)
+        self._row_tokens = row_tokens
+
+    def __call__(self, sequences: Sequence[Mapping[str, np.ndarray]]) -> Iterator[TopK]:
+        """Of each sequence in turn what is said of its tokens with loss, arrays [N, k] and [N]."""
+        where = places([len(sequence["tokens"]) for sequence in sequences], self._row_tokens)
+        passes: dict[int, list[int]] = {}
+        for number, place in enumerate(where):
+            passes.setdefault(place.row // self._rows, []).append(number)
+        said: dict[int, TopK] = {}
+        for members in passes.values():
+            placed = [(sequences[number], where[number]) for number in members]
+            said |= zip(members, self._pass(placed), strict=True)
+        yield from (said[number] for number in range(len(sequences)))
+
+    def _pass(self, placed: Sequence[tuple[Mapping[str, np.ndarray], Place]]) -> Iterator[TopK]:
+        tokens, positions, segments, wanted = np.zeros((4, self._rows, self._row_tokens), np.int32)
+        for sequence, place in placed:
+            row, span = place.row % self._rows, slice(place.start, place.start + len(sequence["tokens"]))
+            tokens[row, span] = sequence["tokens"]
+            positions[row, span] = np.arange(len(sequence["tokens"]))
+            segments[row, span] = place.number
+            wanted[row, span] = sequence["loss_weight"] > 0
+        found = self._teacher.top_k(
+            Batch(tokens=tokens, positions=positions, segments=segments, loss_weight=wanted.astype(np.float32))
+        )
+        for sequence, place in placed:
+            row, at = place.row % self._rows, place.start + np.flatnonzero(sequence["loss_weight"])
+            yield jax.tree.map(lambda x, row=row, at=at: x[row, at], found)

@@ -1,0 +1,147 @@
+"""Held-out judged answers: the loss, and for every pair which answer is preferred, with intervals."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from posttrain.batch import Batch, BatchLoss, ScoreStats, TokenStats
+from posttrain.cluster.scorers import model_inputs
+from posttrain.data.pairs import Units, all_rows
+from posttrain.evaluation.unit_sums import Sums, UnitSums, interval_of, intervals, joined
+from posttrain.losses.pairs import Pairs, pairs_of, sequences_of
+from posttrain.losses.reward_model import reward_pairs
+from posttrain.metrics import merge, to_host
+from posttrain.tracking.console import progress_bar
+from posttrain.train.accumulate import concatenated
+from posttrain.train.trainer import Trainer
+from posttrain.tree import Mean
+
+Record = dict[str, Any]
+Stats = TokenStats | ScoreStats
+CALIBRATION_BINS = 10
+
+
+class Evaluation:
+    """Of a stage: what it compiles is made once, and serves every pass over the held-out units."""
+
+    def __init__(self, trainer: Trainer, loss: Any, units: Units, complete: Callable[[Batch], Batch]):
+        self._trainer, self._units, self._complete = trainer, units, complete
+        self._whole = isinstance(loss, BatchLoss) and loss.needs_whole_batch
+        self._unit_sums, self._prompt = UnitSums(loss), functools.cache(units.prompt)
+        self._loss, self._compared = jax.jit(loss), jax.jit(_compared)
+
+    def __call__(self) -> Record:
+        """One pass: metrics, and `preferred`, for every pair in the order of the data whether the model prefers the
+        chosen answer: gives it the greater log-probability, or the greater score."""
+        units = self._units
+        totals: dict[str, Mean] = {}
+        parts: list[tuple[Stats, Batch]] = []
+        sums: list[Sums] = []
+        margins: dict[int, float] = {}
+        steps: list[np.ndarray] = []
+        with progress_bar(f"evaluating {len(units):,} held-out units of {units.rows.name}", len(units)) as advance:
+            for rows, unit in all_rows(units):
+                batch = self._complete(rows)
+                stats = self._stats(batch)
+                if self._whole:
+                    parts.append((stats, batch))
+                else:
+                    totals = merge(totals, self._totals(stats, batch))
+                sums.append(self._unit_sums(stats, batch, unit))
+                if units.kind == "steps":
+                    steps.append(_steps(stats, batch))
+                else:
+                    margins |= _by_unit(batch, unit, *jax.device_get(self._compared(stats, batch)))
+                advance(len(np.unique(unit[np.asarray(batch.segments) > 0])))
+        if self._whole:
+            totals = self._totals(*concatenated(parts))
+        whole = joined(sums)
+        metrics = {f"eval/{name}": value for name, value in to_host(with_margins(totals)).items()}
+        metrics |= intervals(whole, self._prompts(whole.units), totals)
+        if steps:
+            metrics["eval/calibration/ece"] = calibration_error(np.concatenate(steps))
+        if not margins:
+            return {"metrics": metrics}
+        preferred, of_pairs = self._preferred(margins)
+        return {"metrics": metrics | of_pairs, "preferred": preferred}
+
+    def _preferred(self, margins: Mapping[int, float]) -> tuple[list[float], dict[str, float]]:
+        """Of every pair whether the chosen answer leads, and what that says of all."""
+        numbers = np.asarray(sorted(margins))
+        ordered = np.asarray([margins[number] for number in numbers])
+        outcomes = (ordered > 0).astype(float)
+        found = interval_of(outcomes, np.ones(len(outcomes)), self._prompts(numbers))
+        ends = {"": found.mean, "_low": found.low, "_high": found.high}
+        metrics = {f"eval/preferred_ratio{end}": value for end, value in ends.items()}
+        if self._units.margins:
+            metrics["eval/calibration/ece"] = calibration_error(ordered)
+        return outcomes.tolist(), metrics
+
+    def _prompts(self, units: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
+        """Of each unit the number of its prompt."""
+        numbers: dict[Hashable, int] = {}
+        return np.asarray([numbers.setdefault(self._prompt(int(unit)), len(numbers)) for unit in units])
+
+    def _totals(self, stats: Stats, batch: Batch) -> dict[str, Mean]:
+        output = self._loss(stats, batch)
+        return {"loss": output.loss, **output.metrics}
+
+    def _stats(self, batch: Batch) -> Stats:
+        """What a loss reads, as host arrays."""
+        inputs = model_inputs(batch)
+        if self._trainer.model.config.scalar_head:
+            return ScoreStats(scores=jnp.asarray(self._trainer.scores(inputs)))
+        return self._trainer.stats(inputs)
+
+
+def metrics_of(record: Record) -> Mapping[str, float]:
+    metrics: Mapping[str, float] = record["metrics"]
+    return metrics
+
+
+def with_margins(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a loss knows no pairs, `rewards/margins` is the difference of both means."""
+    if "rewards/margins" in metrics or not {"rewards/chosen", "rewards/rejected"} <= metrics.keys():
+        return dict(metrics)
+    chosen, rejected = (metrics[f"rewards/{side}"] for side in ("chosen", "rejected"))
+    # A side that is missing leaves no margin: NaN.
+    return {**metrics, "rewards/margins": chosen.total / chosen.weight - rejected.total / rejected.weight}
+
+
+def calibration_error(margins: Float[np.ndarray, " N"]) -> float:
+    """Expected calibration error of sigmoid(|margin|) as the probability that the margin's sign is right.
+
+    Ten bins between 1/2 and 1. arXiv:1706.04599 eq. 3.
+    """
+    confidence, right = 1 / (1 + np.exp(-np.abs(margins.astype(np.float64)))), margins > 0
+    bins = np.minimum((2 * confidence - 1) * CALIBRATION_BINS, CALIBRATION_BINS - 1).astype(int)
+    gaps = np.bincount(bins, weights=confidence - right, minlength=CALIBRATION_BINS)
+    return float(np.abs(gaps).sum() / len(margins))
+
+
+def _compared(stats: Stats, batch: Batch) -> tuple[Bool[Any, "B S"], Float[Any, "B S"]]:
+    """Where there are pairs, and by how much the chosen answer leads."""
+    pairs: Pairs = pairs_of(sequences_of(stats, batch)) if isinstance(stats, TokenStats) else reward_pairs(stats, batch)
+    return pairs.valid, pairs.chosen.logps - pairs.rejected.logps
+
+
+def _steps(stats: Stats, batch: Batch) -> np.ndarray:
+    """Of every judged step its score, negative where the label says wrong."""
+    assert isinstance(stats, ScoreStats)
+    return (np.asarray(stats.scores) * np.sign(np.asarray(batch.roles)))[np.asarray(batch.loss_weight) > 0]
+
+
+def _by_unit(batch: Batch, unit: np.ndarray, valid: np.ndarray, values: np.ndarray) -> dict[int, float]:
+    """The value of each pair by the number of its unit."""
+    segments = np.asarray(batch.segments)
+    return {
+        int(unit[row, int(np.argmax(segments[row] == segment))]): float(values[row, segment])
+        for row, segment in zip(*np.nonzero(valid), strict=True)
+    }

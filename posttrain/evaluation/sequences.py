@@ -1,0 +1,116 @@
+"""Held-out sequences: the loss and its metrics, and 95 % intervals that treat sequences, not tokens, as independent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from posttrain.batch import Batch, TokenStats
+from posttrain.config import SequenceSection
+from posttrain.data.chat import Renderer
+from posttrain.data.pipeline import eval_batches
+from posttrain.data.sources import Rows
+from posttrain.distill.targets import Taught
+from posttrain.losses.distill import teaching
+from posttrain.metrics import Metrics, to_host
+from posttrain.statistics import paired_ratio_difference, ratio_interval
+from posttrain.tracking.console import progress_bar
+from posttrain.train.trainer import Trainer
+from posttrain.tree import Mean
+
+Record = dict[str, Any]
+SEQUENCES = "sequences"
+WEIGHTS = {
+    "nll": "weight",
+    "distill/kl": "taught",
+    "distill/divergence": "taught",
+    "distill/student_nll": "taught",
+    "distill/teacher_nll": "taught",
+}
+"""Metrics with an interval, and by which sum of weights each is divided."""
+PERPLEXITIES = {"nll": "perplexity"} | {
+    f"distill/{who}_nll": f"distill/{who}_perplexity" for who in ("student", "teacher")
+}
+"""What the exponentials of metrics are called."""
+
+
+def evaluate(
+    trainer: Trainer, section: SequenceSection, rows: Rows, renderer: Renderer, taught: Taught | None
+) -> Record:
+    """One pass over held-out rows: metrics, and under `SEQUENCES` the sums of each sequence, in a fixed order."""
+    assert section.eval_dataset is not None
+    parts: list[Mapping[str, np.ndarray]] = []
+    with progress_bar(f"evaluating {len(rows):,} held-out rows", len(rows)) as advance:
+        held_out = counted(eval_batches(section, section.eval_dataset, rows, renderer, taught), advance)
+        found = trainer.evaluate(held_out, lambda batch, stats: parts.append(_sums(batch, stats)))
+    sums = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    metrics = {f"eval/{name}": value for name, value in to_host(with_perplexities(found)).items()}
+    return {**metrics, **_intervals(sums), SEQUENCES: {name: values.tolist() for name, values in sums.items()}}
+
+
+def metrics_of(record: Record) -> Mapping[str, float]:
+    return {name: value for name, value in record.items() if name != SEQUENCES}
+
+
+def difference(before: Record, after: Record) -> dict[str, Any]:
+    """What changed on the same sequences; their own difficulty, which widens the intervals of each, is not in it."""
+    if SEQUENCES not in before:  # evaluated on samples alone
+        return {}
+    first, second = before[SEQUENCES], after[SEQUENCES]
+    return {
+        f"eval/{name}": asdict(paired_ratio_difference(first[name], second[name], first[weight]))
+        for name, weight in WEIGHTS.items()
+        if name in first and name in second
+    }
+
+
+def with_perplexities(metrics: Metrics) -> Metrics:
+    """Those of student and teachers at temperature 1 over the same tokens, of a step that has teachers."""
+    means = {name: metrics[n] for n, name in PERPLEXITIES.items() if n in metrics and n.startswith("distill/")}
+    found = {name: jnp.exp(jnp.asarray(m.total) / m.weight) for name, m in means.items() if isinstance(m, Mean)}
+    return {**metrics, **found}
+
+
+def counted(batches: Iterator[Batch], advance: Callable[[int], None]) -> Iterator[Batch]:
+    for batch in batches:
+        yield batch
+        advance(int(np.max(batch.segments, axis=1).sum()))
+
+
+def _intervals(sums: Mapping[str, Float[np.ndarray, " n"]]) -> dict[str, float]:
+    made: dict[str, float] = {}
+    for name, weight in WEIGHTS.items():
+        if name in sums and sums[weight].any():
+            found = ratio_interval(sums[name], sums[weight])
+            ends = {"": found.mean, "_low": found.low, "_high": found.high}
+            made |= {f"eval/{name}{end}": value for end, value in ends.items() if end}
+            if name in PERPLEXITIES:
+                made |= {f"eval/{PERPLEXITIES[name]}{end}": _exp(value) for end, value in ends.items()}
+    return made
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
+def _sums(batch: Batch, stats: TokenStats) -> dict[str, Float[np.ndarray, " n"]]:
+    """Of each sequence with loss: what metrics add up, and what they divide by."""
+    segments, weight = np.asarray(batch.segments), np.asarray(batch.loss_weight, np.float64)
+    values = {"weight": weight, "nll": -weight * np.where(weight > 0, stats.logps, 0.0)}
+    if stats.teacher_kl is not None:
+        shares = np.asarray(teaching(batch))
+        said = {"kl": stats.teacher_kl, "divergence": stats.divergence, "student_nll": -shares * stats.logps}
+        said["teacher_nll"] = None if stats.teacher_logps is None else -stats.teacher_logps
+        values["taught"] = weight * shares
+        values |= {f"distill/{n}": weight * np.where(weight > 0, x, 0.0) for n, x in said.items() if x is not None}
+    width = segments.shape[1] + 1
+    places = (np.arange(len(segments))[:, None] * width + segments).ravel()
+    summed = {name: np.bincount(places, array.ravel(), len(segments) * width) for name, array in values.items()}
+    there = np.flatnonzero(summed["weight"])
+    return {name: array[there] for name, array in summed.items()}

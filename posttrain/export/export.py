@@ -1,0 +1,177 @@
+"""A checkpoint of a run as files for other tools, proved to be the model before they get their name."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import jax
+
+from posttrain.config import RunConfig, is_sampled
+from posttrain.config.yaml_file import load_config
+from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.errors import ConfigError
+from posttrain.export.proof import Proof, prove
+from posttrain.export.readers import Reader, default_reader
+from posttrain.export.tensors import compare_with_source
+from posttrain.mesh import single_device_mesh
+from posttrain.models.decoder import Decoder
+from posttrain.runs.run import CONFIG_NAME
+from posttrain.stages.context import StageRun, read_source
+from posttrain.stages.table import STAGES, stage_names
+from posttrain.train.checkpoint import Checkpointer
+from posttrain.train.loop import StopRequest
+from posttrain.weights.files import find_folder, read_json
+from posttrain.weights.locate import add_family, tokenizer_name
+from posttrain.weights.lora import has_lora
+from posttrain.weights.peft_save import save_adapter
+from posttrain.weights.quantize import is_quantized
+from posttrain.weights.save import save_model
+from posttrain.weights.state import ModelWeights
+
+Target = Literal["hf", "peft", "merged"]
+
+
+def export(
+    run: Path, out: Path | None, to: Target, *, step: int | None = None, reader: Reader | None = None
+) -> tuple[Path, Proof]:
+    """Write the model of a run's checkpoint and prove it: `hf` a model without adapter, `merged` one whose adapter is
+    added to its base, `peft` the adapter alone. Where it lies, and the proof.
+
+    `run`: the output of a run, whose last begun stage is meant, or a stage's folder in it. `out`: by default
+    `export-hf`, `export-merged` or `export-peft` in the stage's folder. `step`: by default the newest. ConfigError for
+    what cannot be exported; ProofError where what was written is not the model: it is then left beside `out` under the
+    ending `.unproved`.
+    """
+    output, name = _find_stage(run)
+    config = load_config(output / CONFIG_NAME).config
+    add_family(config.model, output)
+    tokenizer = _tokenizer(output, name, config)
+    out = output / name / f"export-{to}" if out is None else out
+    if out.exists():
+        raise ConfigError(f"{out}: exists; give a new folder")
+    stage = _stage(output, name, config, tokenizer)
+    quantized = stage.model.quantize
+    if to == "peft" and quantized != "none":
+        # The adapter goes on beside whatever base its reader has: the proof is beside the one that `base` names.
+        stage = replace(stage, model=stage.model.model_copy(update={"quantize": "none"}))
+    model = _trained_model(stage, step)
+    _check_target(model, to)
+    base = str(stage.path) if to == "peft" and stage.path is not None else None
+    if to == "peft" and base is None:
+        raise ConfigError(
+            "export: the run begins with random weights, so an adapter alone has no base; give --to merged"
+        )
+    unproved = out.with_name(out.name + ".unproved")
+    if unproved.exists():
+        shutil.rmtree(unproved)
+    if base is None:
+        save_model(model, unproved, tokenizer=tokenizer)
+    else:
+        save_adapter(model, unproved, base=base)
+    proof = prove(model, unproved, tokenizer, reader or default_reader(adapter=base is not None), base=base)
+    if base is None and stage.path is not None:
+        proof = replace(proof, tensors=_compare_tensors(model, unproved, find_folder(stage.path)))
+    elif quantized != "none":
+        proof = replace(proof, tensors=f"both beside the base in full precision, not in {quantized} as in training")
+    unproved.rename(out)
+    return out, proof
+
+
+def _compare_tensors(model: Decoder, folder: Path, source: Path) -> str:
+    """Hold what was written against the files that the run began with; what was compared, in words."""
+    if read_json(source / "config.json").get("model_type") != model.config.model_type:
+        return "not compared with the source, which is a multimodal model"
+    if is_quantized(model):
+        told = compare_with_source(folder, source, None, trained=True)
+        return f"{told}; their values are not compared, for the base is quantized"
+    with tempfile.TemporaryDirectory() as temporary:
+        adapter = None
+        if has_lora(model):
+            adapter = Path(temporary) / "adapter"
+            try:
+                save_adapter(model, adapter)
+            except ConfigError as error:
+                return f"not compared with the source: {str(error).removeprefix('save_adapter: ')}"
+            if read_json(adapter / "adapter_config.json")["use_dora"]:
+                return "not compared with the source, to which DoRA adds no plain product"
+        return compare_with_source(folder, source, adapter, trained=adapter is None)
+
+
+def _find_stage(run: Path) -> tuple[Path, str]:
+    """The run's output folder, and the name of the stage."""
+    run = run.expanduser().resolve()
+    if (run / CONFIG_NAME).is_file():
+        names = stage_names(load_config(run / CONFIG_NAME).config)
+        begun = [name for name in names if (run / name / "checkpoints").is_dir()]
+        if not begun:
+            raise ConfigError(f"{run}: no stage has a checkpoint yet; its stages are {', '.join(names)}")
+        return run, begun[-1]
+    if (run.parent / CONFIG_NAME).is_file() and (run / "checkpoints").is_dir():
+        return run.parent, run.name
+    raise ConfigError(
+        f"{run}: is neither the output folder of a run (with {CONFIG_NAME}) nor the folder of a stage in it"
+    )
+
+
+def _tokenizer(output: Path, name: str, config: RunConfig) -> Tokenizer:
+    """The run's: saved with the stage's model if that is done, else where the run found it."""
+    saved = output / name / "model"
+    if saved.is_dir():
+        return load_tokenizer(saved)
+    source, _ = read_source(output / name)
+    if config.model.tokenizer is None and source is not None:
+        found = load_tokenizer(source)
+    else:
+        found = load_tokenizer(tokenizer_name(config.model, output))
+    return found.with_stop_tokens(config.model.stop_tokens)
+
+
+def _stage(output: Path, name: str, config: RunConfig, tokenizer: Tokenizer) -> StageRun:
+    names = stage_names(config)
+    index = names.index(name)
+    source_name, adapter = read_source(output / name)
+    return StageRun(
+        name=name,
+        kind=config.stages[index].kind,
+        sampled=is_sampled(config.stages[index]),
+        folder=output / name,
+        output=output,
+        model=config.model,
+        source=output / names[index - 1] / "model" if index else None,
+        source_name=source_name,
+        adapter=adapter,
+        seed=config.seed,
+        mesh=single_device_mesh(),
+        tokenizer=tokenizer,
+        tensorboard=False,
+        stop=StopRequest(),
+    )
+
+
+def _trained_model(stage: StageRun, step: int | None) -> Decoder:
+    """The stage's model at the start, with all the parameters of a checkpoint put in."""
+    model = STAGES[stage.kind].load_model(stage)
+    weights = ModelWeights(model)
+    with Checkpointer(stage.folder / "checkpoints") as checkpointer:
+        chosen = checkpointer.latest_step() if step is None else step
+        if chosen is None:
+            raise ConfigError(f"{stage.folder}: has no checkpoint yet")
+        like = {"params": jax.tree.map(_shape, weights.read(weights.trainable().__contains__))}
+        state, _ = checkpointer.restore(chosen, like, partial=True)
+    weights.write(state["params"])
+    return model
+
+
+def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def _check_target(model: Decoder, to: Target) -> None:
+    if has_lora(model) and to == "hf":
+        raise ConfigError("export: the run trains an adapter; give --to merged or --to peft")
+    if not has_lora(model) and to != "hf":
+        raise ConfigError(f"export: --to {to} needs an adapter, and the run trains the whole model; give --to hf")

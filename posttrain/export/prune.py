@@ -1,0 +1,79 @@
+"""A smaller model cut out of a checkpoint, written in Hugging Face layout and read again before it gets its name."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from posttrain.config import DatasetSection
+from posttrain.data.format import tokenize_example
+from posttrain.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from posttrain.errors import ConfigError
+from posttrain.export.proof import prove
+from posttrain.export.readers import Reader, default_reader
+from posttrain.models.decoder import Decoder
+from posttrain.models.hf import config_from_hf
+from posttrain.stages.inputs import rows_and_renderer
+from posttrain.weights.files import find_folder, read_json
+from posttrain.weights.load import load_model
+from posttrain.weights.lora import count_parameters
+from posttrain.weights.prune import Pruning, pruned, pruned_config
+from posttrain.weights.save import save_model
+
+TEXT_ROWS = 64
+TEXT_TOKENS = 256
+"""Of each row, to see which experts are used."""
+
+
+def prune(source: str, out: Path, plan: Pruning, *, text: str | None = None, reader: Reader | None = None) -> str:
+    """Write the smaller model, with the tokenizer where `source` has one; the result says what was written.
+
+    `text`: a dataset on which the use of experts is counted, where `plan` keeps some. ConfigError for what cannot be
+    pruned; ProofError where what was written is not the model in memory: it is then left beside `out` as `.unproved`.
+    """
+    out = out.expanduser()
+    if out.exists():
+        raise ConfigError(f"prune: {out} exists; give a new folder")
+    if (plan.experts is None) != (text is None):
+        raise ConfigError("prune: experts are kept by their use on a text, and no others need one; give both or none")
+    folder = find_folder(source)
+    pruned_config(config_from_hf(read_json(folder / "config.json")), plan)
+    whole = load_model(folder)
+    tokenizer = load_tokenizer(folder) if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
+    load = None
+    if text is not None:
+        if tokenizer is None:
+            raise ConfigError(f"prune: {source} has no tokenizer, by which text would show which experts are used")
+        load = expert_load(whole, first_tokens(text, tokenizer))
+    model = pruned(whole, plan, load)
+    unproved = out.with_name(f"{out.name}.unproved")
+    if unproved.exists():
+        shutil.rmtree(unproved)
+    save_model(model, unproved, tokenizer=tokenizer)
+    proof = prove(model, unproved, tokenizer, reader or default_reader(adapter=False))
+    unproved.rename(out)
+    before, after = count_parameters(whole).total, count_parameters(model).total
+    return f"{model.config.model_type}: {after:,} of {before:,} parameters\n{proof}"
+
+
+def first_tokens(path: str, tokenizer: Tokenizer) -> list[np.ndarray]:
+    """The beginnings of the first rows of a dataset."""
+    section = DatasetSection(path=path, limit=TEXT_ROWS)
+    rows, renderer = rows_and_renderer(section, tokenizer, Path.cwd())
+    return [tokenize_example(rows[i], section, renderer, "all").tokens[:TEXT_TOKENS] for i in range(len(rows))]
+
+
+def expert_load(model: Decoder, sequences: Sequence[np.ndarray]) -> Float[np.ndarray, "L E"]:
+    """How often each mixture chooses each of its experts, over all tokens."""
+    tokens, segments = np.zeros((2, len(sequences), max(map(len, sequences))), np.int32)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence)], segments[row, : len(sequence)] = sequence, 1
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    routing = jax.jit(lambda *inputs: model.forward(*inputs)[2])(tokens, positions, segments)
+    assert routing is not None
+    return np.asarray(routing.stats.load)

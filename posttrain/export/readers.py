@@ -1,0 +1,162 @@
+"""What a model says of sample rows, and the programs that read a written checkpoint and are asked the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int
+
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.errors import ConfigError
+from posttrain.models.decoder import Decoder
+from posttrain.models.hf import config_from_hf
+from posttrain.weights.files import find_folder, read_json
+from posttrain.weights.load import load_model
+from posttrain.weights.state import ModelWeights
+
+Reader = Literal["transformers", "posttrain"]
+
+TEXTS = (
+    "Once upon a time there was a little girl who asked: how many apples are 17 + 25?",
+    "def area(radius: float) -> float:\n    return 3.14159 * radius ** 2  # in m²",
+    "Die Prüfung umfaßt 12 Fälle; 東京は日本の首都です。 Привет, мир! 🙂",
+)
+SAMPLE_TOKENS = 48
+SCORED = (12, 24, 36, SAMPLE_TOKENS)
+"""Lengths of the beginnings of a row that a reward model scores."""
+
+
+class ProofError(Exception):
+    """The checkpoint that was written is not the model."""
+
+
+def default_reader(*, adapter: bool) -> Reader:
+    """transformers, which shares no code with us, where it (and PEFT for an adapter) can run."""
+    needed = ("torch", "peft") if adapter else ("torch",)
+    return "transformers" if all(importlib.util.find_spec(name) is not None for name in needed) else "posttrain"
+
+
+def sample_tokens(vocab_size: int, tokenizer: Tokenizer | None) -> Int[np.ndarray, "B T"]:
+    """Rows of text, where there is a tokenizer, and rows of ids from the whole vocabulary."""
+    draw = np.random.default_rng(0).integers(0, vocab_size, (2, SAMPLE_TOKENS))
+    if tokenizer is None:
+        return draw.astype(np.int32)
+    encoded = [tokenizer.encode(text) for text in TEXTS]
+    texts = [(ids * (SAMPLE_TOKENS // max(len(ids), 1) + 1))[:SAMPLE_TOKENS] for ids in encoded if ids]
+    return np.concatenate([np.asarray(texts, np.int32).reshape(-1, SAMPLE_TOKENS), draw.astype(np.int32)])
+
+
+def start_of(model: Decoder, folder: str | Path) -> int:
+    """The first position of a sample row; 0 but for a model with the second of two sets of RoPE factors: transformers
+    takes that from a certain position on, and we where the run says so. Attention sees distances only."""
+    first = config_from_hf(read_json(find_folder(folder) / "config.json")).max_positions
+    return first if model.config.max_positions > first else 0
+
+
+def in_float32(model: Decoder) -> Decoder:
+    copy = nnx.merge(*nnx.split(model))
+    copy.compute = replace(model.compute, dtype=jnp.dtype(jnp.float32))
+    # Other programs know nothing of the tokens that there are.
+    copy.config = replace(model.config, num_tokens=None)
+    return copy
+
+
+def answers(model: Decoder, tokens: Int[np.ndarray, "B T"]) -> Float[np.ndarray, "B _T _V"]:
+    """Log-probabilities of every token of the vocabulary after each prefix, a row at a time; of a reward model the
+    scores of some prefixes."""
+    weights, scored = ModelWeights(model), model.config.scalar_head
+
+    @jax.jit
+    def run(arrays: Any, row: Array) -> Array:
+        bound = weights.bind(arrays)
+        positions = jnp.arange(row.shape[1], dtype=jnp.int32)[None]
+        with jax.default_matmul_precision("highest"):
+            hidden, _ = bound(row, positions, jnp.ones_like(row))
+            if scored:
+                return bound.scores(hidden)[:, jnp.asarray(SCORED) - 1, None]
+            return jax.nn.log_softmax(bound.logits(hidden), axis=-1)
+
+    return np.concatenate([np.asarray(run(weights.read(), jnp.asarray(row[None]))) for row in tokens])
+
+
+def read_with_posttrain(
+    folder: Path, tokens: Int[np.ndarray, "B T"], base: str | None, *, scores: bool, start: int
+) -> Float[np.ndarray, "B _T _V"]:
+    try:
+        if base is None:
+            model = load_model(folder, compute_dtype=jnp.float32, long_context=start > 0)
+        else:
+            model = load_model(base, adapter=folder, compute_dtype=jnp.float32, long_context=start > 0)
+    except ConfigError as error:
+        raise ProofError(str(error)) from error
+    if model.config.scalar_head != scores:
+        raise ProofError(f"{folder}: is {'no' if scores else 'a'} reward model; the model that was written is"
+                         f"{'' if scores else ' none'}")  # fmt: skip
+    return answers(model, tokens)
+
+
+def read_with_transformers(
+    folder: Path, tokens: Int[np.ndarray, "B T"], base: str | None, *, scores: bool, start: int
+) -> Float[np.ndarray, "B _T _V"]:
+    import torch
+
+    model, info = _loaded_by_transformers(folder, base, scores=scores)
+    # The base of a reward model's adapter has no scalar head: PEFT brings it.
+    own = {"score.weight", "lm_head.weight"} if base is not None and scores else set()
+    faults = [
+        f"{what.replace('_', ' ')}: {', '.join(map(str, sorted(info[what])))}"
+        for what in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        if set(info[what]) - own
+    ]
+    if faults:
+        raise ProofError(f"{folder}: transformers finds {'; '.join(faults)[:2000]}")
+    model.eval()
+    with torch.no_grad():
+        rows = [torch.from_numpy(row[None].astype(np.int64)) for row in tokens]
+        if not scores:
+            places = torch.arange(start, start + tokens.shape[1])[None]
+            logits = [model(row, position_ids=places).logits.float() for row in rows]
+            return np.concatenate([torch.log_softmax(x, dim=-1).numpy() for x in logits])
+        # Else it takes the score before what it takes for padding.
+        model.config.get_text_config().pad_token_id = None
+        scored = [[model(row[:, :length]).logits.float().numpy() for length in SCORED] for row in rows]
+        return np.concatenate([np.stack(of_row, axis=1) for of_row in scored])
+
+
+def _loaded_by_transformers(folder: Path, base: str | None, *, scores: bool) -> tuple[Any, dict[str, Any]]:
+    """The model as the usual programs load it, and what its loader says of the tensors."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    common: dict[str, Any] = {"num_labels": 1} if scores and base is not None else {}
+    try:
+        # The default for mixtures of experts refuses some widths on CPU.
+        kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+        model, info = kind.from_pretrained(
+            folder if base is None else base,
+            dtype=torch.float32,
+            output_loading_info=True,
+            experts_implementation="eager",
+            **common,
+        )
+        if base is not None:
+            from peft import PeftModel
+
+            with warnings.catch_warnings():
+                # PEFT and transformers of one month may not agree on names yet.
+                warnings.simplefilter("ignore", FutureWarning)
+                model = PeftModel.from_pretrained(model, str(folder))
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ProofError(f"{folder}: transformers cannot read it: {' '.join(str(error).split())[:500]}") from error
+    return model, info

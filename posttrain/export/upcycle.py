@@ -1,0 +1,77 @@
+"""A dense checkpoint turned into a mixture of experts, proved to be the same function before it gets its name."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.data.tokenizer import TOKENIZER_FILES, load_tokenizer
+from posttrain.errors import ConfigError
+from posttrain.export.proof import Proof, prove
+from posttrain.export.readers import Reader, default_reader
+from posttrain.models.config import MoEConfig
+from posttrain.models.decoder import Decoder
+from posttrain.models.hf import config_from_hf
+from posttrain.weights.files import find_folder, read_json
+from posttrain.weights.load import load_model
+from posttrain.weights.lora import count_parameters
+from posttrain.weights.save import save_model
+from posttrain.weights.upcycle import Upcycling, upcycled, upcycled_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upcycled:
+    """What was written."""
+
+    model_type: str
+    dense_parameters: int
+    parameters: int
+    active_parameters: int
+    """Those that work on one token."""
+    proof: Proof
+    """Of the dense model; with noise, of the noisy mixture."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model_type}: {self.parameters:,} parameters, {self.active_parameters:,} of them for each token, of "
+            f"{self.dense_parameters:,} dense ones\n{self.proof}"
+        )
+
+
+def upcycle(source: str, out: Path, plan: Upcycling, *, seed: int, reader: Reader | None = None) -> Upcycled:
+    """Write the mixture in Hugging Face layout, with the tokenizer where `source` has one.
+
+    Without noise the proof is that its log-probabilities are those of the dense model. ConfigError for what cannot be
+    upcycled; ProofError where what was written is not the same: it is then left beside `out` under `.unproved`.
+    """
+    out = out.expanduser()
+    if out.exists():
+        raise ConfigError(f"upcycle: {out} exists; give a new folder")
+    folder = find_folder(source)
+    upcycled_config(config_from_hf(read_json(folder / "config.json")), plan)
+    dense = load_model(folder)
+    model = upcycled(dense, plan, seed=seed)
+    tokenizer = load_tokenizer(folder) if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
+    unproved = out.with_name(f"{out.name}.unproved")
+    if unproved.exists():
+        shutil.rmtree(unproved)
+    save_model(model, unproved, tokenizer=tokenizer)
+    proof = prove(model if plan.noise else dense, unproved, tokenizer, reader or default_reader(adapter=False))
+    unproved.rename(out)
+    return Upcycled(
+        model_type=model.config.model_type,
+        dense_parameters=count_parameters(dense).total,
+        parameters=count_parameters(model).total,
+        active_parameters=_active(model),
+        proof=proof,
+    )
+
+
+def _active(model: Decoder) -> int:
+    """All parameters but those of the experts that a token does not go to."""
+    idle = 0
+    for mixture in model.config.mixtures:
+        assert isinstance(mixture, MoEConfig)
+        idle += (mixture.num_experts - mixture.top_k) * 3 * model.config.embed_dim * mixture.expert.dim
+    return count_parameters(model).total - idle

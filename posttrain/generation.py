@@ -1,0 +1,194 @@
+"""Text from a model, without a run around it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict, Unpack
+
+from posttrain.data.chat import Renderer
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.errors import ConfigError
+from posttrain.models.decoder import Decoder
+from posttrain.rollout.engine import NativeEngine
+from posttrain.rollout.stopping import text_of
+from posttrain.rollout.types import Completion, SamplingParams, samples_of
+from posttrain.weights.load import with_tokens
+from posttrain.weights.state import ModelWeights
+
+MAX_SLOTS = 64
+DEFAULT_NEW_TOKENS = 128
+
+
+class Settings(TypedDict, total=False):
+    """Keywords of `generate` and `complete`; where not said otherwise see `pt.SamplingParams`."""
+
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int] | None
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    """Beside the tokenizer's."""
+    ignore_eos: bool
+    """The tokenizer's end-of-sequence tokens end nothing."""
+    n: int
+    """Completions of each prompt."""
+    seed: int | None
+    """By default drawn from the system."""
+    chat: bool | None
+    """Wrap each prompt as a user's turn in the tokenizer's template; by default if it has one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """A completion as text and, with all that was asked for, as tokens."""
+
+    text: str
+    """Without stop token or stop string."""
+    prompt_tokens: tuple[int, ...]
+    completion: Completion
+
+    def record(self, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+        """As JSON: each token with its text, log-probability, and the most probable ones in its place."""
+        done = self.completion
+        top = done.top_logps or ((),) * len(done.tokens)
+        record: dict[str, Any] = {
+            "text": self.text,
+            "stop": done.stop,
+            "tokens": [
+                _token(decode, token, logp) | ({"top": [_token(decode, *one) for one in most]} if most else {})
+                for token, logp, most in zip(done.tokens, done.logps, top, strict=True)
+            ],
+        }
+        if done.prompt_logps is not None:
+            pairs = zip(self.prompt_tokens, done.prompt_logps, strict=True)
+            record["prompt_tokens"] = [_token(decode, *pair) for pair in pairs]
+        return record
+
+
+def _token(decode: Callable[[Sequence[int]], str], token: int, logp: float) -> dict[str, Any]:
+    return {"id": token, "text": decode([token]), "logp": logp}
+
+
+def generate(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int | None,
+    temperature: float,
+    **settings: Unpack[Settings],
+) -> list[str]:
+    """The texts of `complete`."""
+    done = complete(model, tokenizer, prompts, max_new_tokens=max_new_tokens, temperature=temperature, **settings)
+    return [generated.text for generated in done]
+
+
+def complete(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int | None,
+    temperature: float,
+    top_logps: int = 0,
+    prompt_logps: bool = False,
+    **settings: Unpack[Settings],
+) -> list[Generated]:
+    """`n` completions of each prompt, those of a prompt side by side, with log-probabilities.
+
+    `max_new_tokens`: None for 128, or for what the longest prompt leaves of the model's context. `top_logps`: that many
+    of the most probable tokens in each place; `prompt_logps`: log-probabilities of the prompt too. Rows of the
+    embedding beyond the tokenizer's ids are never sampled. ConfigError for settings out of range, and for prompts that
+    are empty or too long.
+    """
+    n, seed, chat = settings.pop("n", 1), settings.pop("seed", None), settings.pop("chat", None)
+    if n < 1:
+        raise ConfigError(f"generate: n={n}: must be at least 1")
+    if not prompts:
+        return []
+    renderer = Renderer(tokenizer, tokenizer.chat_template is not None if chat is None else chat)
+    rendered = [renderer.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
+    if max_new_tokens is None:
+        max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, model.config.max_positions - max(map(len, rendered))))
+    _check_lengths(model, rendered, max_new_tokens)
+    common = _params(
+        model, tokenizer, settings, max_new_tokens, temperature, top_logps=top_logps, prompt_logps=prompt_logps
+    )
+    seed = secrets.randbits(31) if seed is None else seed
+    params = [p for index in range(len(prompts)) for p in samples_of(common, n=n, seed=seed, prompt=index)]
+    engine = NativeEngine(
+        _without_padding(model, tokenizer),
+        slots=min(len(params), MAX_SLOTS),
+        max_length=max(map(len, rendered)) + max_new_tokens,
+        decode_steps=32,
+        tokenizer_decode=tokenizer.decode,
+        version=0,
+    )
+    several = [tuple(prompt) for prompt in rendered for _ in range(n)]
+    try:
+        completions = engine.generate_all(several, params)
+    finally:
+        engine.close()
+    return [
+        Generated(
+            text=text_of(tokenizer.decode, completion.tokens, common.ends, common.stop),
+            prompt_tokens=prompt,
+            completion=completion,
+        )
+        for prompt, completion in zip(several, completions, strict=True)
+    ]
+
+
+def _params(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    settings: Settings,
+    max_tokens: int,
+    temperature: float,
+    *,
+    top_logps: int,
+    prompt_logps: bool,
+) -> SamplingParams:
+    given: dict[str, Any] = {**settings}
+    ends = () if given.pop("ignore_eos", False) else tokenizer.stop_ids
+    given["stop_token_ids"] = (*ends, *given.get("stop_token_ids", ()))
+    given["stop"] = tuple(given.get("stop", ()))
+    if given.get("allowed_token_ids") is not None:
+        given["allowed_token_ids"] = tuple(given["allowed_token_ids"])
+    given |= {"max_tokens": max_tokens, "temperature": temperature}
+    try:
+        params = SamplingParams(**given, top_logps=top_logps, prompt_logps=prompt_logps, key=(0, 0))
+        params.check_vocabulary(model.config.vocab_size)
+    except ValueError as error:
+        raise ConfigError(f"generate: {str(error).removeprefix('sampling.')}") from error
+    return params
+
+
+def _without_padding(model: Decoder, tokenizer: Tokenizer) -> Decoder:
+    """The model, over the same weights, with probability 0 for rows of the embedding that stand for no token."""
+    config = model.config
+    if config.num_tokens is not None or tokenizer.num_ids >= config.vocab_size:
+        return model
+    weights = ModelWeights(model)
+    copy = weights.bind(weights.read())
+    copy.config = with_tokens(config, tokenizer.num_ids)
+    return copy
+
+
+def _check_lengths(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    longest = model.config.max_positions
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise ConfigError(f"generate: prompt {index} is empty; give at least one character")
+        if len(prompt) + max_new_tokens > longest:
+            raise ConfigError(
+                f"generate: prompt {index} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} that is more "
+                f"than the model's max_position_embeddings={longest}; shorten the prompt, or ask for fewer new tokens"
+            )

@@ -1,0 +1,109 @@
+"""On-policy distillation: what teachers say of the student's own samples, as a part of the advantage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from posttrain.batch import Batch
+from posttrain.cluster.scorers import Scorer, teacher_logps
+from posttrain.config import DistillSection, RLSection
+from posttrain.distill.cross_tokenizer.rows import Aligner, TeacherRows
+from posttrain.distill.targets import teacher_shares
+from posttrain.distill.teachers import in_order
+from posttrain.errors import RunError
+from posttrain.metrics import Metrics
+from posttrain.rl.assemble import Shares, assemble
+from posttrain.rl.types import Group
+from posttrain.statistics import Interval, mean_interval
+from posttrain.tree import Mean, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teaching:
+    """How teachers take part in a step."""
+
+    coef: float
+    """Of log(teacher / student) in the advantage."""
+    shares: Shares | None
+    """None: one teacher, of all rows."""
+
+
+def add_teachers(batch: Batch, teacher: Float[np.ndarray, "B T"], coef: float) -> tuple[Batch, Metrics]:
+    """The batch with coef (log teacher - log student) added to the advantage of each sampled token, and its metrics.
+
+    Over samples of the student its expected policy gradient is the gradient of KL(student || teacher) after each
+    prefix, arXiv:2306.13649; that a token also leads to other prefixes is left out, as in
+    thinkingmachines.ai/blog/on-policy-distillation. `distill/kl`: mean of log(student / teacher) over sampled tokens.
+    """
+    assert batch.advantages is not None
+    student = np.asarray(batch.sampler_logps if batch.old_logps is None else batch.old_logps)
+    weight = np.asarray(batch.loss_weight)
+    sampled = weight > 0
+    gap = np.where(sampled, teacher - student, 0.0).astype(np.float32)
+    count = float(weight.sum())
+    student_nll, teacher_nll = (jnp.asarray(-(x[sampled] * weight[sampled]).sum()) for x in (student, teacher))
+    metrics: Metrics = {
+        "distill/kl": Mean(total=-float((gap * weight).sum()), weight=count),
+        "distill/teacher_nll": Mean(total=teacher_nll, weight=count),
+        "distill/student_perplexity": jnp.exp(student_nll / count),
+        "distill/teacher_perplexity": jnp.exp(teacher_nll / count),
+    }
+    return replace(batch, advantages=np.asarray(batch.advantages) + np.float32(coef) * gap), metrics
+
+
+def distances(
+    teachers: Sequence[Scorer], groups_P: Sequence[Group], shares: Shares | None, row_tokens: int
+) -> Float[np.ndarray, "P G"]:
+    """Of each sample the mean of log(student / teacher) over its tokens: an estimate of the reverse KL."""
+    shape = (len(groups_P), len(groups_P[0]))
+    count = shape[0] * shape[1]
+    # In the place of its advantage each sample carries its number through the packing.
+    numbers = np.arange(count, dtype=np.float32).reshape(shape)
+    batch = assemble(groups_P, numbers, numbers >= 0, row_tokens=row_tokens, num_rows=count, shares=shares)
+    sampled = np.asarray(batch.loss_weight) > 0
+    gap = np.asarray(batch.sampler_logps) - teacher_logps(teachers, batch)
+    owner = np.asarray(batch.advantages)[sampled].astype(np.int64)
+    sums = np.bincount(owner, weights=gap[sampled], minlength=count)
+    return (sums / np.bincount(owner, minlength=count)).reshape(shape).astype(np.float32)
+
+
+def merged_distances(
+    teacher: Scorer, aligner: Aligner, dataset: int, groups_P: Sequence[Group]
+) -> Float[np.ndarray, "P G"]:
+    """As `distances`, from a teacher with other tokens: over the student's tokens that it reads as well, in groups.
+
+    NaN for a sample without one. RunError where there is none at all. `dataset`: the number of that of the prompts.
+    """
+    samples = [sample for group in groups_P for sample in group]
+    read = [aligner.align_sample(dataset, s.messages, s.tokens, s.sampled) for s in samples]
+    theirs = TeacherRows.of(read, aligner.row_tokens)
+    asked = theirs.asked != 0
+    weight = asked.astype(np.float32)
+    batch = Batch(tokens=theirs.tokens, positions=theirs.positions, segments=theirs.segments, loss_weight=weight)
+    said = np.where(asked, teacher.logps(batch), 0.0).sum(axis=1)
+    of_student = np.asarray([np.asarray(s.logps)[r.taught != 0].sum() for s, r in zip(samples, read, strict=True)])
+    counts = np.asarray([np.count_nonzero(r.taught) for r in read], np.float64)
+    if not counts.any():
+        raise RunError("evaluation: the teacher reads none of the samples as the student does; see posttrain check")
+    found = (of_student - said) / np.where(counts > 0, counts, np.nan)
+    return found.reshape(len(groups_P), -1).astype(np.float32)
+
+
+def interval_of(distances_PG: Float[np.ndarray, "P G"]) -> Interval:
+    """Of the mean over prompts."""
+    prompts = np.broadcast_to(np.arange(len(distances_PG))[:, None], distances_PG.shape)
+    known = ~np.isnan(distances_PG)
+    return mean_interval(distances_PG[known], prompts[known])
+
+
+def shares_of(section: DistillSection | RLSection) -> Shares | None:
+    """How much each teacher counts for an example; None where there is only one."""
+    if section.teacher_column is None:
+        return None
+    column, titles = section.teacher_column, [teacher.title for teacher in in_order(section)]
+    return lambda example: teacher_shares(example.row, column, titles)

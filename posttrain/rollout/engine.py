@@ -1,0 +1,319 @@
+"""The engine that decodes with the trainer's own model: scheduler, runner, and the asynchronous front of both."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence, Set
+from dataclasses import replace
+
+from posttrain.config import RolloutQuantize
+from posttrain.errors import ConfigError
+from posttrain.kernels.platform import platform_of
+from posttrain.models.decoder import Decoder
+from posttrain.models.moe import check_recording
+from posttrain.rollout.blocks import BLOCK, blocks_for
+from posttrain.rollout.decoding import Loaded
+from posttrain.rollout.delivery import deliver
+from posttrain.rollout.paged import num_lanes
+from posttrain.rollout.request import Request
+from posttrain.rollout.runner import Dispatch, Outcome, Runner
+from posttrain.rollout.scheduler import Plan, Scheduler
+from posttrain.rollout.shapes import Expected, Shapes
+from posttrain.rollout.types import Call, Completion, SamplingParams
+from posttrain.runtime.host_memory import settle
+from posttrain.tracking.console import progress_bar
+from posttrain.weights.quantize import Copies
+from posttrain.weights.state import ADAPTER, ModelWeights
+
+
+class NativeEngine:
+    """Samples from a `Decoder` in this process, whose arrays it shares; with `quantize` from a copy in 8 bits, with
+    `merge_lora` from one with the adapter merged.
+
+    A completion depends on its prompt, its parameters and the weights; batch, slot and schedule change its
+    log-probabilities by rounding only. `slots` requests decode at once, at most `decode_steps` tokens per dispatch; on
+    a mesh their number is rounded up, so that every shard of the rows has as many.
+    `cache_tokens`: positions of keys and values in all, by default enough for `slots` sequences of `max_length`; what
+    is not in use keeps prefixes for later requests. Where decoding works on rows, as on CPU, a copy of what they hold
+    comes on top, and one of the layers' weights where they are cut out of stacks, both only while samples run.
+    Programs are compiled at the first request of each shape, or by `warm_up`.
+
+    ValueError for a request that can never run. Log-probabilities that are not finite, and a tokenizer that raises at
+    a stop string, fail the request that they happen to; an error on the device every request then in the engine.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        slots: int,
+        max_length: int,
+        decode_steps: int,
+        tokenizer_decode: Callable[[Sequence[int]], str] | None,
+        version: int = 0,
+        record_routing: bool = False,
+        quantize: RolloutQuantize = "none",
+        merge_lora: bool = False,
+        cache_tokens: int | None = None,
+    ):
+        for name, value in {"slots": slots, "decode_steps": decode_steps}.items():
+            if value < 1:
+                raise ValueError(f"rollout: {name}={value} must be at least 1")
+        if max_length > model.config.max_positions:
+            raise ValueError(
+                f"rollout: max_length={max_length} must not exceed the model's "
+                f"max_positions={model.config.max_positions}"
+            )
+        if record_routing:
+            check_recording(model.config)
+        self.max_length = max_length
+        self.decode_steps = decode_steps
+        self._decode_text = tokenizer_decode
+        if merge_lora and not any(ADAPTER in path for path in ModelWeights(model).dims()):
+            raise ConfigError("rollout.merge_lora: the model has no adapter to merge; remove the option")
+        self._copies = Copies(quantize) if quantize != "none" or merge_lora else None
+        self._loaded = self._load(model, version)
+        lanes = num_lanes(next(iter(self._loaded.arrays.values())).sharding)
+        self.slots = slots = lanes * -(-slots // lanes)
+        blocks = slots * blocks_for(max_length) + lanes if cache_tokens is None else cache_tokens // BLOCK
+        self._scheduler = Scheduler(
+            slots=slots, lanes=lanes, blocks=blocks // lanes, max_length=max_length, steps=decode_steps
+        )
+        self._runner = Runner(
+            Shapes(slots // lanes, lanes, max_length, decode_steps),
+            blocks=blocks // lanes,
+            record=record_routing,
+            vocab_size=model.config.vocab_size,
+        )
+        self.programs = self._runner.programs
+        self._compilations = 0, 0.0
+        self._driver: asyncio.Task[None] | None = None
+        self._paused = False
+        self._closed = False
+
+    def step(self) -> bool:
+        """One trip to the device; False when there was nothing to do."""
+        plan = self._scheduler.plan()
+        if plan is None:
+            return False
+        dispatch = self._runner.prepare(plan, self._loaded)
+        outcome = self._runner.run(dispatch)
+        self._finish(plan, dispatch, outcome)
+        return True
+
+    def _finish(self, plan: Plan, dispatch: Dispatch, outcome: Outcome) -> None:
+        """Hand the new tokens over, and free what those hold that are done or have failed."""
+        ended = deliver(dispatch, outcome, self._scheduler.holds, self._decode_text)
+        self._scheduler.settle(plan)
+        for row, reason in ended.done:
+            self._scheduler.release(row)
+            row.request.finish(reason)
+        for row, error in ended.failed:
+            self._scheduler.release(row)
+            row.request.fail(error)
+        if any(isinstance(error, FloatingPointError) for _, error in ended.failed):
+            # Even masked, a NaN in a block would spoil who uses it next; the others read their tokens again.
+            self._scheduler.restart()
+            self._runner.reset()
+
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams, *, begun: Completion | None = None
+    ) -> Completion:
+        """One completion, which goes on with what is `begun` of it. Cancelling it frees its slot."""
+        self._check_loop()
+        request = self._submit(Call(prompt, params, begun))
+        self._start_driver()
+        return await asyncio.wrap_future(request.future)
+
+    def generate_all(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]:
+        """A completion of each prompt, without asyncio: also where an event loop already runs, as in a notebook.
+
+        RuntimeError while `generate` is at work, and while the engine is paused.
+        """
+        return self._generate_until([Call(*pair) for pair in zip(prompts, params, strict=True)], lambda _: False)
+
+    def generate_some(self, calls: Sequence[Call], enough: Callable[[Sequence[bool]], bool]) -> list[Completion]:
+        """Generate until `enough(done)` holds; abort the other requests, which a later call can resume (`begun`).
+
+        The prefix cache is cleared first, so that the result depends on the arguments and the weights alone."""
+        if not self._scheduler.busy:
+            self._scheduler.forget()
+        return self._generate_until(calls, enough)
+
+    def _generate_until(self, calls: Sequence[Call], enough: Callable[[Sequence[bool]], bool]) -> list[Completion]:
+        if self._scheduler.busy:
+            raise RuntimeError("generate_all: the engine is generating already; wait for that, or await generate")
+        if self._paused:
+            raise RuntimeError("generate_all: the engine is paused; call resume() first")
+        requests: list[Request] = []
+        try:
+            requests.extend(map(self._submit, calls))
+            while not enough([request.future.done() for request in requests]) and self.step():
+                pass
+        except BaseException:
+            self._scheduler.drain()
+            raise
+        finally:
+            self.programs.rest()
+        self._end({request for request in requests if not request.future.done()})
+        return [request.future.result() for request in requests]
+
+    def update_weights(self, model: Decoder, version: int) -> None:
+        """Use the model's present arrays from the next dispatch on; samples under way go on with their cache.
+
+        Await `drain()` before the old arrays change for samples of one version each, `pause()` to change them at all
+        while samples are under way. ValueError for a model of another configuration.
+        """
+        if model.config != self._loaded.source.model.config:
+            raise ValueError("update_weights: the model's configuration differs from the engine's; make a new engine")
+        if self._copies is not None and self._driver is None:
+            # Idle, so that the old copy makes room for the new one.
+            self._loaded = replace(self._loaded, arrays={})
+        self._loaded = self._load(model, version)
+        self._scheduler.forget()
+
+    def abort(self, keys: Collection[tuple[int, int]] | None = None) -> int:
+        """End requests with what they have, all or those with these sampling keys; how many there were."""
+        gone = {r for r in self._scheduler.requests() if keys is None or r.params.key in keys}
+        self._end(gone)
+        return len(gone)
+
+    def _end(self, gone: Set[Request]) -> None:
+        self._scheduler.remove(gone)
+        for request in gone:
+            request.finish("abort")
+
+    async def pause(self) -> None:
+        """Start no more dispatches. When it returns the device is idle and the weights may change."""
+        self._paused = True
+        if self._driver is not None:
+            await asyncio.wait({self._driver})
+
+    async def drain(self) -> None:
+        """Let those who have begun end, also after `pause`, then pause: those who wait begin under the weights of then.
+
+        RuntimeError where `pause` or `resume` is called meanwhile.
+        """
+        self._scheduler.admitting, self._paused = False, False
+        while not self._scheduler.drained:
+            self._start_driver()
+            if self._driver is None or self._scheduler.admitting:
+                raise RuntimeError("drain: pause() or resume() was called before it was done")
+            await asyncio.wait({self._driver})
+        await self.pause()
+
+    def resume(self) -> None:
+        """Go on after `pause` or `drain`."""
+        self._paused, self._scheduler.admitting = False, True
+        if self._scheduler.busy:
+            self._start_driver()
+
+    def warm_up(self, expected: Sequence[Expected], *, rereads: bool = True) -> None:
+        """Compile all programs that any schedule of such requests may need, with a progress bar.
+
+        `rereads`: samples may be left and gone on with (`begun`), or beside one whose log-probabilities are not finite;
+        where the cache is too small for `slots` whole sequences all are read again now and then, whatever is said here.
+        RuntimeError while the engine is at work.
+        """
+        if self._scheduler.busy:
+            raise RuntimeError("warm_up: the engine is generating; warm it up before the first request")
+        examples = self._runner.examples(expected, rereads=rereads or self._scheduler.may_preempt)
+        with progress_bar("compiling the rollout engine's programs", len(examples)) as advance:
+            self._runner.warm_up(self._loaded, examples, advance)
+        settle(platform_of(self._loaded.source.model.compute.mesh))
+
+    def metrics(self) -> dict[str, float]:
+        """Since the last call, but for the number of programs; blocks as a share of all that there are. A late
+        compilation is one while samples waited for it: none after `warm_up`. `copy_mib`: weights of its own."""
+        counts = self._scheduler.take_counts()
+        (late, compile_s), programs = self._compilations, self.programs
+        self._compilations = programs.num_late, programs.compile_s
+        return {
+            "rollout/prefix_hit_rate": counts.shared_tokens / max(counts.prompt_tokens, 1),
+            "rollout/preemptions": float(counts.preemptions),
+            "rollout/cache_peak": counts.peak_blocks / self._scheduler.num_blocks,
+            "rollout/programs": float(len(programs)),
+            "rollout/compile_s": programs.compile_s - compile_s,
+            "rollout/late_compilations": float(programs.num_late - late),
+            "rollout/copy_mib": self._copies.own_bytes / 2**20 if self._copies is not None else 0.0,
+        }
+
+    def close(self) -> None:
+        """End every request with what it has, as `abort`; later ones raise RuntimeError."""
+        self._closed = True
+        for request in self._scheduler.drain():
+            request.finish("abort")
+        self._runner.close()
+
+    @property
+    def num_free(self) -> int:
+        """Slots without a request."""
+        return self._scheduler.num_free
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that running requests hold."""
+        return self._scheduler.num_used_blocks
+
+    def _load(self, model: Decoder, version: int) -> Loaded:
+        source = ModelWeights(model)
+        if self._copies is None:
+            return Loaded.of(source, source.read(), version)
+        return Loaded.of(*self._copies(model), version)
+
+    def _submit(self, call: Call) -> Request:
+        prompt, params, begun = call
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        if len(prompt) == 0:
+            raise ValueError("generate: the prompt is empty; it needs at least one token, for instance BOS")
+        vocab_size = self._loaded.source.model.config.vocab_size
+        params.check_vocabulary(vocab_size)
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            raise ValueError(
+                f"generate: the prompt's token ids go from {min(prompt)} to {max(prompt)}; "
+                f"the model's go from 0 to {vocab_size - 1}"
+            )
+        if len(prompt) + params.max_tokens > self.max_length:
+            raise ValueError(
+                f"generate: a prompt of {len(prompt)} tokens and max_tokens={params.max_tokens} need "
+                f"{len(prompt) + params.max_tokens} positions, more than the engine's max_length={self.max_length}; "
+                "shorten one or raise the other"
+            )
+        if params.stop and self._decode_text is None:
+            raise ValueError(f"generate: stop={params.stop!r} needs an engine with tokenizer_decode")
+        request = Request(prompt=tuple(prompt), params=params)
+        if begun is not None:
+            request.go_on(begun)
+        self._scheduler.submit(request)
+        return request
+
+    def _check_loop(self) -> None:
+        """Adopt a new event loop when the driver's own is closed. RuntimeError while another one is in use."""
+        if self._driver is None or self._driver.get_loop() is asyncio.get_running_loop():
+            return
+        if not self._driver.get_loop().is_closed():
+            raise RuntimeError("generate: the engine is generating in another event loop; make one engine for each")
+        self._driver = None
+        self._scheduler.drain()
+
+    def _start_driver(self) -> None:
+        if self._driver is None and not self._paused:
+            self._driver = asyncio.get_running_loop().create_task(self._drive())
+
+    async def _drive(self) -> None:
+        """`step` while there is work: bookkeeping on the event loop, waiting for the device in a thread."""
+        try:
+            while not self._paused and (plan := self._scheduler.plan()) is not None:
+                dispatch = self._runner.prepare(plan, self._loaded)
+                self._finish(plan, dispatch, await asyncio.to_thread(self._runner.run, dispatch))
+        except Exception as error:
+            for request in self._scheduler.drain():
+                request.fail(error)
+        except asyncio.CancelledError:
+            for request in self._scheduler.drain():
+                request.future.cancel()
+            raise
+        finally:
+            self._driver = None
+            self.programs.rest()

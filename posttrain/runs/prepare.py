@@ -1,0 +1,64 @@
+"""Everything of a run that needs no weights: tokenizer, rows, rewards, losses. `check` stops here, `run` goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from posttrain.config import RunConfig, TrainSection, is_sampled
+from posttrain.config.yaml_file import find_path
+from posttrain.data.tokenizer import load_tokenizer
+from posttrain.runs.check_model import read_model
+from posttrain.stages.prepared import Prepared
+from posttrain.stages.prompts import check_cache
+from posttrain.stages.table import STAGES, naming_stage, stage_names
+from posttrain.weights.locate import refuse_misspelt, tokenizer_name, unreachable
+
+
+def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
+    """Load and validate all inputs of a run. ConfigError for the first mistake.
+
+    With `offline_ok`, what only the hub can answer becomes a note when there is no network.
+    """
+    prepared = Prepared(config=config, base_dir=base_dir)
+    name = tokenizer_name(config.model, base_dir)
+    offline = unreachable(name)
+    if offline:
+        refuse_misspelt("model.path" if config.model.tokenizer is None else "model.tokenizer", name, base_dir)
+    if offline_ok and offline:
+        read_model(prepared, offline_ok=offline_ok)
+        prepared.notes.append(
+            f"not checked, no network: tokenizer and rows of every stage (of the tokenizer {name}, if it is on the hub)"
+        )
+        for index, section in enumerate(config.stages):
+            with naming_stage(config, index):
+                STAGES[section.kind].check_offline(section, base_dir)
+        return prepared
+    prepared.tokenizer = load_tokenizer(name).with_stop_tokens(config.model.stop_tokens)
+    read_model(prepared, offline_ok=offline_ok)
+    for index in range(len(config.stages)):
+        with naming_stage(config, index):
+            _prepare_stage(prepared, index, offline_ok=offline_ok)
+    return prepared
+
+
+def _prepare_stage(prepared: Prepared, index: int, *, offline_ok: bool) -> None:
+    """Add its inputs, or a note where they are on a hub that cannot be asked."""
+    config, section, base_dir = prepared.config, prepared.config.stages[index], prepared.base_dir
+    remote = [path for path in _dataset_paths(section, base_dir) if unreachable(path)]
+    for path in remote:
+        refuse_misspelt("dataset.path", path, base_dir)
+    if offline_ok and remote:
+        names = ", ".join(remote)
+        prepared.notes.append(f"stages.{index}: not checked, no network: dataset {names}, if it is on the hub")
+        STAGES[section.kind].check_offline(section, base_dir)
+        return
+    if is_sampled(section):
+        check_cache(section, config.mesh.row_shards or 1)
+    inputs, notes = STAGES[section.kind].prepare(section, prepared)
+    prepared.stages.append(inputs)
+    prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
+
+
+def _dataset_paths(section: TrainSection, base_dir: Path) -> list[str]:
+    """Of those that are not found from here or from the configuration's folder."""
+    return [dataset.path for dataset in section.all_datasets if find_path(dataset.path, base_dir) is None]

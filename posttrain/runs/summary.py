@@ -1,0 +1,114 @@
+"""What a run says at its end: before and after, with sample answers, and where everything lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.config import RunConfig
+from posttrain.statistics import PairedDifference, paired_difference
+from posttrain.tracking.console import console, cut, printable, with_interval
+
+NUM_ANSWERS = 6
+ANSWER_CELLS = 240
+"""Terminal cells of a text in the table."""
+
+
+def print_summary(output: Path, names: Sequence[str], results: Sequence[Mapping[str, Any]], config: RunConfig) -> None:
+    """A table per evaluated RL stage, perplexities of SFT stages, and the paths of what was written."""
+    out = console()
+    for name, result in zip(names, results, strict=True):
+        if "samples" in result.get("after", {}):
+            _print_answers(name, result)
+        elif "metrics" in result.get("after", {}):
+            _print_judged(name, result)
+        elif "eval/perplexity" in result.get("after", {}):
+            _print_sequences(name, result)
+    files = [
+        ("model", output / names[-1] / "model"),
+        ("metrics", output / "metrics.jsonl"),
+        ("samples", output / "samples.jsonl"),
+        ("settings", output / "config.yaml"),
+    ]
+    if config.tensorboard:
+        files.append(("tensorboard", output / "tensorboard"))
+    for title, path in files:
+        if path.exists():
+            out.print(f"{title:12} {path}", markup=False, soft_wrap=True)
+
+
+def _print_answers(name: str, result: Mapping[str, Any]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    out = console()
+    before, after = result["before"], result["after"]
+    measure = after["measure"]
+    table = Table(title=f"{name}: held-out {measure}, {after['n']} prompts", title_justify="left")
+    for column in ("prompt", "before", measure, "after", measure):
+        table.add_column(column, overflow="fold")
+    pairs = list(zip(before["samples"], after["samples"], strict=True))
+    # Answers that changed say the most; a stable sort keeps the dataset's order among them.
+    pairs.sort(key=lambda pair: pair[0][measure] == pair[1][measure])
+    for old, new in pairs[:NUM_ANSWERS]:
+        texts = (old["prompt"], old["completion"], old[measure], new["completion"], new[measure])
+        table.add_row(*(Text(cut(printable(str(text), out.encoding), ANSWER_CELLS, out.encoding)) for text in texts))
+    table.add_section()
+    table.add_row(f"mean {measure}, 95 % interval", _interval(before), "", _interval(after), "")
+    out.print(table)
+    out.print(_difference(pairs, measure), markup=False)
+
+
+def _difference(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], measure: str) -> str:
+    """What changed on the same prompts; their own difficulty, which widens the intervals of the table, is not in it."""
+    values = [(old[measure], new[measure]) for old, new in pairs]
+    valid = [pair for pair in values if None not in pair]
+    if len(valid) < 2:
+        return f"difference: fewer than two prompts have a {measure} before and after"
+    found = paired_difference([old for old, _ in valid], [new for _, new in valid])
+    return _in_words("difference over the same prompts", found)
+
+
+def _in_words(what: str, found: PairedDifference) -> str:
+    chance = "p < 0.001" if found.p_value < 0.001 else f"p = {found.p_value:.3f}"
+    words = "significant" if found.significant else "not significant"
+    interval = f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
+    return f"{what}: {interval}, {chance}, {words}"
+
+
+def _print_judged(name: str, result: Mapping[str, Any]) -> None:
+    """Of how many held-out pairs the model prefers the chosen answer, before and after; and its rewards."""
+    out, metrics = console(), result["after"]["metrics"]
+    if "preferred" in result["after"]:
+        before, after = (result[key]["preferred"] for key in ("before", "after"))
+        shares = " -> ".join(with_interval(result[key]["metrics"], "preferred_ratio") for key in ("before", "after"))
+        what = f"{name}: chosen answer preferred, {len(after)} held-out pairs: {shares}"
+        out.print(what, markup=False, soft_wrap=True)
+        if len(after) > 1:
+            out.print(_in_words("difference over the same pairs", paired_difference(before, after)), markup=False)
+    judged = "steps" if "eval/calibration/ece" in metrics else "answers"
+    pairs = "eval/preferred_ratio" in metrics
+    if "eval/rewards/accuracies_low" in metrics:
+        what = "the chosen answer has the greater reward" if pairs else f"{judged} judged rightly"
+        out.print(f"{name}: {what}: {with_interval(metrics, 'rewards/accuracies')}", markup=False, soft_wrap=True)
+    if "eval/rewards/margins_low" in metrics:
+        better = "right steps" if judged == "steps" and not pairs else "chosen answers"
+        what = f"by how much rewards of {better} are greater"
+        out.print(f"{name}: {what}: {with_interval(metrics, 'rewards/margins', '.3g')}", markup=False, soft_wrap=True)
+
+
+def _print_sequences(name: str, result: Mapping[str, Any]) -> None:
+    """Of held-out sequences, before and after, and what changed on the same ones."""
+    for metric, difference in (("eval/distill/kl", "eval/distill/kl"), ("eval/perplexity", "eval/nll")):
+        if metric not in result["after"]:
+            continue
+        shares = " -> ".join(with_interval(result[key], metric.removeprefix("eval/")) for key in ("before", "after"))
+        console().print(f"{name}: held-out {metric.removeprefix('eval/')} {shares}", markup=False, soft_wrap=True)
+        what = f"difference of {difference.removeprefix('eval/')} over the same sequences"
+        found = PairedDifference(**result["difference"][difference])
+        console().print(_in_words(what, found), markup=False, soft_wrap=True)
+
+
+def _interval(evaluation: Mapping[str, Any]) -> str:
+    return f"{evaluation['mean']:.3f} ({evaluation['low']:.3f} to {evaluation['high']:.3f})"

@@ -1,0 +1,112 @@
+"""Teacher caches: score each dataset once and write what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.cluster.scorers import FrozenModel
+from posttrain.config import DistillSection, RunConfig
+from posttrain.data.pipeline import row_tokenizer
+from posttrain.data.sources import Rows
+from posttrain.distill.cache import CacheFolder, fill
+from posttrain.distill.cross_tokenizer.teachers import aligned_scorer, aligned_tokenizer
+from posttrain.distill.targets import teacher_shares
+from posttrain.distill.teachers import (
+    DEFAULT_TOP_K,
+    Scorer,
+    TeacherSource,
+    load_teacher,
+    outside_teacher,
+    training_devices,
+)
+from posttrain.errors import ConfigError
+from posttrain.mesh import make_mesh, row_shards
+from posttrain.runs.prepare import prepare
+from posttrain.stages.distill import Source, aligner_of, cache_folders
+from posttrain.stages.sequences import SFTInputs
+from posttrain.tracking.console import console, progress_bar
+
+
+def write_caches(config: RunConfig, base_dir: Path) -> None:
+    """Write what is missing of the caches of all stages. ConfigError where no stage has one."""
+    prepared = prepare(config, base_dir, offline_ok=False)
+    assert prepared.tokenizer is not None
+    for note in prepared.notes:
+        console().print(note, markup=False, soft_wrap=True)
+    mesh = make_mesh(config.mesh, training_devices(config))
+    cached = [section for section in config.stages if isinstance(section, DistillSection) and section.cache is not None]
+    if not cached:
+        raise ConfigError("distill --cache: no stage of kind distill has a cache; give a folder: cache: runs/cache")
+    for inputs in prepared.stages:
+        if inputs.section not in cached:
+            continue
+        assert isinstance(inputs, SFTInputs)
+        for source in inputs.teachers:
+            folders = cache_folders(inputs, source, config.model, prepared.tokenizer, to_write=True)
+            for _, folder in folders:
+                folder.claim()
+            left = []
+            for number, (data, folder) in enumerate(folders):
+                reader = _reader(inputs, source, number, data)
+                with progress_bar(f"comparing {folder.folder}"):
+                    shards = folder.unfit(reader)
+                if shards:
+                    left.append((folder, shards, reader))
+            if left:
+                section = inputs.section
+                assert isinstance(section, DistillSection)
+                if source.section.outside:
+                    teacher = outside_teacher(
+                        source,
+                        config.model,
+                        prepared.tokenizer,
+                        section,
+                        section.temperature,
+                        section.top_k or DEFAULT_TOP_K,
+                        mesh,
+                    )
+                else:
+                    model = load_teacher(source, config.model, prepared.tokenizer, mesh)
+                    k = left[0][0].format.k
+                    teacher = FrozenModel(model, mesh, temperature=section.temperature, k=k)
+                aligner = aligner_of(inputs, source)
+                length = section.row_tokens if aligner is None else aligner.row_tokens
+                _write(inputs, source, Scorer(teacher, section, row_shards(mesh), length), left)
+            console().print(f"teacher {source.title}: its cache is whole", markup=False)
+
+
+RowReader = Callable[[int], Any]
+"""Of the number of a row; None where nothing is said of it."""
+
+
+def _reader(inputs: SFTInputs, source: TeacherSource, number: int, data: Source) -> RowReader:
+    """What a teacher is asked of a dataset."""
+    section, aligner = inputs.section, aligner_of(inputs, source)
+    assert isinstance(section, DistillSection)
+    if aligner is None:
+        tokenize: RowReader = row_tokenizer(section, *data)
+    else:
+        tokenize = aligned_tokenizer(section, aligner, number, data)
+    return lambda row: tokenize(row) if _has_share(section, source, data[1], row) else None
+
+
+def _write(
+    inputs: SFTInputs, source: TeacherSource, scorer: Scorer, left: Sequence[tuple[CacheFolder, list[int], RowReader]]
+) -> None:
+    aligner = aligner_of(inputs, source)
+    score = scorer if aligner is None else aligned_scorer(aligner, scorer)
+    for folder, shards, reader in left:
+        with progress_bar(f"{source.title} into {folder.folder}", sum(len(folder.rows(s)) for s in shards)) as advance:
+            fill(folder, shards, reader, score, advance)
+        size = folder.format.num_bytes
+        line = f"{folder.folder}: {folder.num_rows:,} rows, {size} bytes for each token"
+        console().print(line, markup=False, soft_wrap=True)
+
+
+def _has_share(section: DistillSection, source: TeacherSource, rows: Rows, row: int) -> bool:
+    if section.teacher_column is None:
+        return True
+    titles = [teacher.title for teacher in section.teachers]
+    return bool(teacher_shares(rows[row], section.teacher_column, titles)[titles.index(source.title)] > 0)

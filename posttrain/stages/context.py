@@ -1,0 +1,235 @@
+"""One stage of a run: its folder, its model in and out, its sinks and checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from posttrain.config import ModelSection, TrainSection
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.models.adapter import without_dropout
+from posttrain.models.decoder import Decoder
+from posttrain.models.hf import config_from_hf
+from posttrain.tracking.console import console, progress_bar
+from posttrain.tracking.sinks import Sinks, open_sinks
+from posttrain.train.checkpoint import Checkpointer
+from posttrain.train.loop import Every, Resumable, StopRequest, check_origin, restore_latest, run_steps
+from posttrain.train.optim import make_schedule
+from posttrain.train.trainer import Trainer
+from posttrain.weights.files import find_folder, read_json
+from posttrain.weights.load import init_model, load_model
+from posttrain.weights.locate import RANDOM_WEIGHTS, Origin, origin_of_adapter, origin_of_folder, origin_of_init
+from posttrain.weights.lora import ParameterCount, count_parameters, has_lora, parameter_rows
+from posttrain.weights.save import save_model
+
+Record = dict[str, Any]
+"""An evaluation as JSON can hold it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """How a stage is evaluated, and which numbers of that go to the sinks."""
+
+    evaluate: Callable[[], Record]
+    metrics: Callable[[Record], Mapping[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRun:
+    """What a recipe gets: it builds a model and a trainer, and calls `train`."""
+
+    name: str
+    kind: str
+    sampled: bool
+    """Whether it learns from what its model itself samples."""
+    folder: Path
+    """Below the run's output; holds checkpoints and, when the stage is done, `model/` and `result.json`."""
+    output: Path
+    model: ModelSection
+    source: Path | None
+    """The model of the stage before; None: the configuration's own."""
+    source_name: str | None
+    """Folder or hub id of the configuration's model."""
+    adapter: str | None
+    """Folder or hub id of the adapter that the stage goes on with."""
+    seed: int
+    mesh: Mesh
+    tokenizer: Tokenizer
+    tensorboard: bool
+    stop: StopRequest
+
+    @property
+    def model_folder(self) -> Path:
+        return self.folder / "model"
+
+    def load_model(self) -> Decoder:
+        """The model at the start of the stage, the same at each start of the program."""
+        m = self.model
+        common: dict[str, Any] = {
+            "dtype": m.dtype,
+            "compute_dtype": m.compute_dtype,
+            "lora": m.lora,
+            "quantize": m.quantize,
+            "mesh": self.mesh,
+            "remat": m.remat,
+            "attention": m.attention,
+            "decode_attention": m.decode_attention,
+            "grouped_matmul": m.grouped_matmul,
+            "seed": self.seed,
+        }
+        if self.path is None:
+            model = init_model(self._init, **common)
+        else:
+            num_tokens = self._num_tokens(self.path)
+            own: dict[str, Any] = {"long_context": m.long_context, "num_tokens": num_tokens, "adapter": self.adapter}
+            model = load_model(self.path, **own, **common)
+            if self.sampled:
+                # The trainer would be another model than the sampler.
+                without_dropout(model)
+        print_parameters(model)
+        return model
+
+    def _num_tokens(self, path: str | Path) -> int | None:
+        """How many of the embedding's rows stand for tokens; None: all, or more tokens than rows."""
+        rows = config_from_hf(read_json(find_folder(path) / "config.json")).vocab_size
+        ids = self.tokenizer.num_ids
+        if ids == rows:
+            return None
+        what = "the rest is never sampled" if ids < rows else "a text with one of the tokens beyond is refused"
+        console().print(f"vocabulary: {ids:,} token ids, {rows:,} rows in the embedding; {what}", highlight=False)
+        return ids if ids < rows else None
+
+    @property
+    def path(self) -> str | Path | None:
+        """Where the stage's model is loaded from; None: it has random weights."""
+        return self.source or self.source_name
+
+    @property
+    def _init(self) -> dict[str, Any]:
+        assert self.model.init is not None
+        return {"vocab_size": self.tokenizer.vocab_size, **self.model.init}
+
+    @cached_property
+    def origin(self) -> Origin:
+        """What the checkpoints of the stage continue."""
+        if self.path is None:
+            return origin_of_init(self._init, self.seed)
+        origin = origin_of_folder(str(self.path), find_folder(self.path))
+        if self.adapter is None:
+            return origin
+        parts = {f"adapter/{file}": digest for file, digest in origin_of_adapter(find_folder(self.adapter)).items()}
+        return replace(origin, parts={**origin.parts, **parts})
+
+    def train(
+        self,
+        trainer: Trainer,
+        step: Callable[[], Mapping[str, Any]],
+        data: Resumable,
+        sinks: Sinks,
+        checkpointer: Checkpointer,
+        section: TrainSection,
+        held_out: HeldOut | None,
+    ) -> dict[str, Record]:
+        """All steps that are left; the evaluations `before` and `after` them, each made once in the life of a run."""
+        result: dict[str, Record] = {}
+        if held_out is not None:
+            result["before"] = self.remember("before", held_out.evaluate)
+            if trainer.step_number == 0:
+                sinks.write(0, held_out.metrics(result["before"]))
+        if trainer.step_number < section.num_steps:
+            # Of other weights, where the newest checkpoints were removed.
+            self._file("after").unlink(missing_ok=True)
+        run_steps(
+            trainer,
+            step,
+            data,
+            origin=self.origin,
+            num_steps=section.num_steps,
+            checkpointer=checkpointer,
+            sink=sinks,
+            learning_rate=make_schedule(section.optimizer, section.num_steps),
+            every=Every(checkpoint=section.checkpoint_every, evaluation=section.eval_every),
+            evaluate=None if held_out is None else lambda: held_out.metrics(held_out.evaluate()),
+            stop=self.stop,
+        )
+        if held_out is not None:
+            result["after"] = self.remember("after", held_out.evaluate)
+            sinks.write(section.num_steps, held_out.metrics(result["after"]))
+        return result
+
+    @contextmanager
+    def opened(self, trainer: Trainer, data: Resumable, num_steps: int) -> Iterator[tuple[Sinks, Checkpointer]]:
+        """Sinks and checkpoints, with trainer and data brought to the newest checkpoint."""
+        # Also before the first checkpoint: the evaluation before training is of this model.
+        source = self.remember(
+            "source", lambda: {"name": self.origin.name, "parts": self.origin.parts, "adapter": self.adapter}
+        )
+        check_origin(self.folder, source["parts"], self.origin)
+        with Checkpointer(self.folder / "checkpoints") as checkpointer:
+            if restore_latest(trainer, data, checkpointer, self.origin):
+                console().print(f"resuming after step {trainer.step_number} of {num_steps}")
+            sinks = open_sinks(
+                self.output,
+                stage=self.name,
+                kind=self.kind,
+                num_steps=num_steps,
+                tensorboard=self.tensorboard,
+                start_step=trainer.step_number if trainer.step_number else -1,
+            )
+            try:
+                yield sinks, checkpointer
+            finally:
+                sinks.close()
+
+    def finish(self, model: Decoder, result: Mapping[str, Any]) -> None:
+        """Write result and model; the model's folder appears last and marks the stage as done."""
+        (self.folder / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+        with progress_bar(f"saving {self.model_folder}"):
+            save_model(model, self.model_folder, tokenizer=self.tokenizer)
+
+    def remember(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` returns, kept as JSON in the folder of the stage: a resumed run reads it again."""
+        file = self._file(name)
+        if not file.exists():
+            partial = file.with_suffix(".tmp")
+            partial.write_text(json.dumps(make()), encoding="utf-8")
+            partial.rename(file)
+        return json.loads(file.read_text(encoding="utf-8"))
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+
+def read_source(folder: Path) -> tuple[str | None, str | None]:
+    """Folders or hub ids of the model and of the adapter that a stage began with; None: random weights, no adapter, or
+    the stage never began."""
+    file = folder / "source.json"
+    source = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"name": None}
+    return None if source["name"] == RANDOM_WEIGHTS else source["name"], source.get("adapter")
+
+
+def print_parameters(model: Decoder) -> None:
+    count = count_parameters(model)
+    line = f"model: {model.config.model_type}, {model.config.num_layers} layers, {count.total:,} parameters"
+    if count.trainable != count.total:
+        line += f", {count.trainable:,} trained ({count.trainable / count.total:.2%})"
+    console().print(f"{line}; {jax.device_count()} x {jax.devices()[0].device_kind}", highlight=False)
+    if has_lora(model):
+        _print_trained(parameter_rows(model))
+
+
+def _print_trained(rows: Sequence[ParameterCount]) -> None:
+    from rich.table import Column, Table
+
+    table = Table("module", *(Column(name, justify="right") for name in ("parameters", "trained", "share")))
+    for row in rows:
+        table.add_row(row.kind, f"{row.total:,}", f"{row.trainable:,}", f"{row.share:.2%}")
+    console().print(table)

@@ -1,0 +1,203 @@
+"""Distillation: a student learns what its teachers say of the same tokens, in the step or from a cache on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from posttrain.batch import rows_per_pass
+from posttrain.cluster.scorers import FrozenModel
+from posttrain.cluster.scorers import Scorer as LogpsOf
+from posttrain.config import DatasetSection, DistillSection, ModelSection
+from posttrain.data.chat import Renderer
+from posttrain.data.pipeline import fingerprint, row_tokenizer, token_fingerprint
+from posttrain.data.prefetch import Ahead, BatchStream
+from posttrain.data.sources import Rows
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.distill.cache import CacheFolder, TeacherCache
+from posttrain.distill.cross_tokenizer.rows import Aligner
+from posttrain.distill.cross_tokenizer.teachers import aligned_tokenizer, theirs
+from posttrain.distill.features import check_features
+from posttrain.distill.targets import Taught
+from posttrain.distill.teachers import (
+    DEFAULT_TOP_K,
+    OutsideTeacher,
+    TeacherSource,
+    computed_in,
+    find_teachers,
+    load_teacher,
+    num_ids,
+    outside_teacher,
+    teacher_digest,
+)
+from posttrain.evaluation.sequences import Record
+from posttrain.kernels.logits.chunk_stats import Terms
+from posttrain.kernels.logits.divergence import Divergence
+from posttrain.kernels.logits.spans import packed
+from posttrain.mesh import row_shards
+from posttrain.models.decoder import Decoder
+from posttrain.stages import sequences
+from posttrain.stages.context import StageRun
+from posttrain.stages.distill_on_policy import MixedBatches, Samples
+from posttrain.stages.prepared import Prepared
+from posttrain.stages.sequences import SFTInputs
+from posttrain.stages.sft import evaluate_held_out, make_trainer, sequences_of, train_batches
+
+
+def prepare(section: DistillSection, prepared: Prepared) -> tuple[SFTInputs, list[str]]:
+    """Load rows and teachers, and check `features` against the teachers. Also notes about both."""
+    inputs, notes = sequences.prepare(section, prepared)
+    return inputs, notes + check_features(section, inputs.teachers, prepared.model, prepared.base_dir)
+
+
+def check_offline(section: DistillSection, base_dir: Path) -> None:
+    """Check all that needs neither tokenizer nor rows."""
+    sequences.check_offline(section, base_dir)
+    find_teachers(section, None, base_dir)
+
+
+def describe(section: DistillSection, inputs: SFTInputs | None, shards: int) -> str:
+    """Summarise the stage in one line."""
+    names = ", ".join(teacher.path for teacher in section.teachers)
+    outside = [teacher.title for teacher in section.teachers if teacher.outside]
+    live = f"in the step{', but for ' + ', '.join(outside) if outside else ''}"
+    where = live if section.cache is None else f"from the cache {section.cache}"
+    own = f"; {section.on_policy:.0%} of the steps on the student's own samples" if section.on_policy else ""
+    return f"{sequences.describe(section, inputs, shards)}; taught by {names}, {where}{own}"
+
+
+def run(stage: StageRun, inputs: SFTInputs) -> None:
+    """Train one stage of distillation to its end, from its newest checkpoint if there is one."""
+    section = inputs.section
+    assert isinstance(section, DistillSection)
+    caches, teachers, outside = None, [], []
+    if section.cache is None:
+        inside = [source for source in inputs.teachers if not source.section.outside]
+        teachers = [load_teacher(source, stage.model, stage.tokenizer, stage.mesh) for source in inside]
+        outside = [
+            outside_teacher(
+                source,
+                stage.model,
+                stage.tokenizer,
+                section,
+                section.temperature,
+                section.top_k or DEFAULT_TOP_K,
+                stage.mesh,
+            )
+            for source in inputs.teachers[len(inside) :]
+        ]
+    else:
+        caches = [
+            TeacherCache(
+                [folder for _, folder in cache_folders(inputs, source, stage.model, stage.tokenizer, to_write=False)]
+            )
+            for source in inputs.teachers
+        ]
+    titles = [source.title for source in inputs.teachers]
+    taught = Taught(titles, section.teacher_column, caches, [teacher.top_k for teacher in outside], inputs.aligners)
+    trainer = make_trainer(stage, inputs, terms=terms_of(section, inputs.aligners), teachers=teachers)
+    given = None if section.on_policy == 1 else sequences_of(stage, inputs, taught)
+    with ExitStack() as closing:
+        batches: BatchStream | None = given
+        if given is not None and (outside or caches is not None):
+            # A server answers, and a cache is decoded, while the step before runs.
+            batches = Ahead(given)
+            closing.callback(batches.close)
+        samples = None
+        if section.on_policy:
+            samples = Samples(stage, inputs, trainer, taught, _scorers(stage, section, teachers, outside))
+            closing.callback(samples.close)
+            batches = MixedBatches(batches, samples, section.on_policy, stage.seed, lambda: trainer.step_number)
+        assert batches is not None
+
+        def evaluate_all() -> Record:
+            of_rows = {} if given is None else evaluate_held_out(trainer, inputs, taught)
+            return of_rows if samples is None else of_rows | samples.evaluate()
+
+        seen = None if samples is None else samples.seen
+        train_batches(stage, inputs, trainer, batches, evaluate_all, seen)
+
+
+def _scorers(
+    stage: StageRun, section: DistillSection, teachers: Sequence[Decoder], outside: Sequence[OutsideTeacher]
+) -> list[LogpsOf]:
+    """All teachers, at the temperature that the student samples at."""
+    assert section.sampling is not None
+    rows = rows_per_pass(section.batch_rows, section.micro_batch_rows, row_shards(stage.mesh))
+    inside = [FrozenModel(t, stage.mesh, temperature=section.sampling.temperature, rows=rows) for t in teachers]
+    return [*inside, *(teacher.at(section.sampling.temperature) for teacher in outside)]
+
+
+def terms_of(section: DistillSection, aligners: Mapping[int, Aligner]) -> Terms:
+    shared = [aligner.shared for aligner in aligners.values() if aligner.shared is not None]
+    sampled = None if section.sampling is None else section.sampling.temperature
+    return Terms(
+        divergence=Divergence(beta=section.beta, temperature=section.temperature),
+        sampling_temperature=None if sampled == 1.0 else sampled,
+        unshared=packed(shared[0].unshared) if shared else None,
+    )
+
+
+Source = tuple[DatasetSection, Rows, Renderer]
+
+
+def sources(inputs: SFTInputs) -> list[Source]:
+    """All datasets of a stage by number, the one for evaluation last."""
+    section = inputs.section
+    found = list(
+        zip(
+            section.datasets,
+            [inputs.rows, *(rows for rows, _ in inputs.mixed)],
+            [inputs.renderer, *(renderer for _, renderer in inputs.mixed)],
+            strict=True,
+        )
+    )
+    if section.eval_dataset is not None:
+        assert inputs.eval_rows is not None and inputs.eval_renderer is not None
+        found.append((section.eval_dataset, inputs.eval_rows, inputs.eval_renderer))
+    return found
+
+
+def cache_folders(
+    inputs: SFTInputs, source: TeacherSource, model: ModelSection, tokenizer: Tokenizer, *, to_write: bool
+) -> list[tuple[Source, CacheFolder]]:
+    """Of each dataset the folder of what a teacher says of it, named after the data. `model`: the student's."""
+    section = inputs.section
+    assert isinstance(section, DistillSection) and section.cache is not None
+    folders = []
+    for number, (dataset, rows, renderer) in enumerate(sources(inputs)):
+        data = fingerprint(dataset, rows)
+        tokens = token_fingerprint(rows, row_tokenizer(section, dataset, rows, renderer))
+        identity = {
+            "teacher": teacher_digest(source, needed=to_write),
+            "data": data,
+            "tokens": tokens,
+            "vocab_size": tokenizer.num_ids,
+            "top_k": min(section.top_k or DEFAULT_TOP_K, num_ids(source, tokenizer)),
+            "temperature": section.temperature,
+            "teacher_column": section.teacher_column,
+            **computed_in(source.section, model),
+        }
+        aligner = aligner_of(inputs, source)
+        if aligner is not None:
+            identity["aligned"] = token_fingerprint(rows, _read_by(section, aligner, number, (dataset, rows, renderer)))
+        # One file may be read through several templates.
+        folder = Path(section.cache) / source.title / f"{data}-{tokens}"
+        folders.append(((dataset, rows, renderer), CacheFolder(folder, identity, len(rows))))
+    return folders
+
+
+def aligner_of(inputs: SFTInputs, source: TeacherSource) -> Aligner | None:
+    return inputs.aligners.get([one.title for one in inputs.teachers].index(source.title))
+
+
+def _read_by(section: DistillSection, aligner: Aligner, number: int, data: Source) -> Any:
+    tokenize = aligned_tokenizer(section, aligner, number, data)
+
+    def read(row: int) -> Any:
+        made = tokenize(row)
+        return None if made is None else theirs(made)
+
+    return read

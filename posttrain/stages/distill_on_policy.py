@@ -1,0 +1,152 @@
+"""The student's own samples in a stage of distillation: GKD with a share of on-policy data, arXiv:2306.13649."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from posttrain.batch import Batch
+from posttrain.cluster.scorers import Scorer, model_inputs
+from posttrain.config import DistillSection
+from posttrain.data.pipeline import PromptBatches
+from posttrain.data.prefetch import BatchStream
+from posttrain.distill.targets import Taught
+from posttrain.errors import RunError
+from posttrain.evaluation.rollouts import evaluate
+from posttrain.mesh import row_shards
+from posttrain.metrics import Metrics, to_host
+from posttrain.rl.assemble import assemble
+from posttrain.rl.rewards import Rubric
+from posttrain.rl.sampler import Sampler, collect
+from posttrain.rl.step import LOGP_DIFFERENCE, check_agreement, sample_metrics
+from posttrain.rl.teachers import distances, merged_distances, shares_of
+from posttrain.runtime.run_async import run_async
+from posttrain.stages.context import StageRun
+from posttrain.stages.engine import make_engine, warm_up
+from posttrain.stages.prompts import check_cache
+from posttrain.stages.sequences import SFTInputs
+from posttrain.train.trainer import Trainer
+from posttrain.tree import replace as changed
+
+UNREAD_STEPS = 3
+"""After so many steps in a row of whose samples the teacher reads nothing, the run ends."""
+
+
+class Samples:
+    """What the student samples of the prompts of a dataset, as rows to train on. `teachers` measure it."""
+
+    def __init__(
+        self, stage: StageRun, inputs: SFTInputs, trainer: Trainer, taught: Taught, teachers: Sequence[Scorer]
+    ):
+        section = inputs.section
+        assert isinstance(section, DistillSection) and section.sampling is not None and inputs.prompts is not None
+        check_cache(section, row_shards(stage.mesh))
+        self._section, self._inputs, self._examples = section, inputs.prompts, inputs.prompts.examples
+        self._shares, self._aligner = shares_of(section), inputs.aligners.get(0)
+        engine = make_engine(
+            trainer.model,
+            stage.tokenizer,
+            section.rollout,
+            inputs.prompts.make_engine,
+            slots=section.batch_rows,
+            max_length=section.row_tokens,
+        )
+        self._taught = taught
+        self._trainer, self._engine, self._teachers = trainer, engine, teachers
+        self.prompts = PromptBatches(section.dataset, inputs.rows, prompts_per_step=section.batch_rows, seed=stage.seed)
+        self._sampler = Sampler(
+            engine=engine,
+            renderer=inputs.renderer,
+            sampling=section.sampling,
+            max_prompt_tokens=inputs.prompts.max_tokens,
+            seed=stage.seed,
+        )
+        self._eval_renderer = inputs.eval_renderer
+        self._said: Mapping[str, float] = {}
+        self._unread_steps = 0
+        warm_up(engine, section.rollout, [(self._sampler, [*inputs.prompts.examples, *inputs.prompts.eval_examples])])
+
+    def batch(self, step: int) -> Batch:
+        """One sample of each of the next prompts."""
+        self._sync()
+        examples = [self._examples[index] for index in next(self.prompts)]
+        groups = run_async(collect(self._sampler, examples, 1, step))
+        self._said = sample_metrics(groups, step)
+        # In the place of its advantage each sample carries its number through the packing.
+        numbers = np.arange(len(groups), dtype=np.float32)[:, None]
+        rows, length = self._section.batch_rows, self._section.row_tokens
+        made = assemble(groups, numbers, numbers >= 0, row_tokens=length, num_rows=rows, shares=self._shares)
+        kept = changed(model_inputs(made), teacher_weights=made.teacher_weights, sampler_logps=made.sampler_logps)
+        if self._aligner is None:
+            return self._taught.ask(kept)
+        carried = np.asarray(made.advantages)[np.asarray(made.loss_weight) > 0].astype(int)
+        samples = [groups[number][0] for number in dict.fromkeys(carried.tolist())]
+        read = [self._aligner.align_sample(0, s.messages, s.tokens, s.sampled) for s in samples]
+        self._unread_steps = 0 if any(one.taught.any() for one in read) else self._unread_steps + 1
+        if self._unread_steps >= UNREAD_STEPS:
+            raise RunError(
+                f"step {step + 1}: the teacher reads none of the samples as the student does, in {UNREAD_STEPS} steps "
+                "in a row, and so nothing is learned; compare the chat templates of both, and see a sample"
+            )
+        return self._taught.ask_samples(kept, read)
+
+    def seen(self, metrics: Metrics) -> Mapping[str, float]:
+        """What the samples of a step say; nothing of one on given rows. RunError where sampler and trainer disagree."""
+        found = {name: value for name, value in metrics.items() if name == LOGP_DIFFERENCE}
+        if not found:
+            return {}
+        check_agreement({**to_host(found), **self._said}, self._trainer.step_number)
+        return self._said
+
+    def evaluate(self) -> dict[str, float]:
+        """The reverse KL from the teachers on samples of held-out prompts."""
+        assert self._eval_renderer is not None
+        self._sync()
+        sampler = replace(self._sampler, renderer=self._eval_renderer)
+        length = self._section.row_tokens
+
+        def measured(groups: Any) -> np.ndarray:
+            if self._aligner is not None:
+                # The last dataset is the one for evaluation.
+                return merged_distances(self._teachers[0], self._aligner, len(self._aligner.renderers) - 1, groups)
+            return distances(self._teachers, groups, self._shares, length)
+
+        found = run_async(evaluate(sampler, Rubric([]), self._inputs.eval_examples, distances=measured))
+        return {name.replace("eval/distill/kl", "eval/distill/reverse_kl"): x for name, x in found.metrics().items()}
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _sync(self) -> None:
+        self._engine.update_weights(self._trainer.model, self._trainer.step_number)
+
+
+class MixedBatches:
+    """Batches of the dataset and of the student's samples: a coin for each step, under the run's seed, says which."""
+
+    def __init__(
+        self, sequences: BatchStream | None, samples: Samples, share: float, seed: int, step: Callable[[], int]
+    ):
+        self._sequences, self._samples, self._share, self._seed, self._step = sequences, samples, share, seed, step
+
+    def sampled(self, step: int) -> bool:
+        return self._sequences is None or bool(np.random.default_rng([self._seed, step]).random() < self._share)
+
+    def __next__(self) -> Batch:
+        step = self._step()
+        if self.sampled(step):
+            return self._samples.batch(step)
+        assert self._sequences is not None
+        return next(self._sequences)
+
+    def state(self) -> dict[str, Any]:
+        sequences = None if self._sequences is None else self._sequences.state()
+        return {"sequences": sequences, "prompts": self._samples.prompts.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if self._sequences is not None:
+            self._sequences.restore(state["sequences"])
+        self._samples.prompts.restore(state["prompts"])

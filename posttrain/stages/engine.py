@@ -1,0 +1,84 @@
+"""The engine that samples for a stage: the built-in one, or one that the configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.config import RolloutSection
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.errors import ConfigError
+from posttrain.models.decoder import Decoder
+from posttrain.rl.sampler import Sampler
+from posttrain.rl.types import Example
+from posttrain.rollout.engine import NativeEngine
+from posttrain.rollout.shapes import Expected
+from posttrain.rollout.types import RolloutEngine
+from posttrain.stages.inputs import callable_of
+
+EngineFactory = Callable[[Decoder, Tokenizer, RolloutSection], Any]
+
+
+def engine_of(section: RolloutSection, base_dir: Path) -> EngineFactory | None:
+    """What makes the engine that the section names; None: the built-in one. ConfigError where it is no engine."""
+    if section.engine is None:
+        return None
+    found = callable_of(section.engine, "rollout.engine", base_dir)
+    methods = ("generate", "update_weights", "close")
+    # A function may make an engine as well; what it returns is looked at when it is made.
+    if isinstance(found, type) and (lacks := [name for name in methods if not hasattr(found, name)]):
+        raise ConfigError(f"rollout.engine: {section.engine} has no method {', '.join(lacks)}; give it")
+    return found
+
+
+def make_engine(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    section: RolloutSection,
+    factory: EngineFactory | None,
+    *,
+    slots: int,
+    max_length: int,
+) -> RolloutEngine:
+    """`slots`: of the built-in engine, where the section does not say how many."""
+    if factory is not None:
+        made = factory(model, tokenizer, section)
+        if not isinstance(made, RolloutEngine):
+            raise ConfigError(f"rollout.engine: {section.engine} made a {type(made).__name__}, no RolloutEngine")
+        return made
+    return NativeEngine(
+        model,
+        slots=section.slots or slots,
+        max_length=max_length,
+        decode_steps=section.decode_steps,
+        tokenizer_decode=tokenizer.decode,
+        version=0,
+        record_routing=section.record_routing,
+        quantize=section.quantize,
+        merge_lora=section.merge_lora,
+        cache_tokens=section.cache_tokens,
+    )
+
+
+def warm_up(
+    engine: RolloutEngine,
+    section: RolloutSection,
+    prompts: Sequence[tuple[Sampler, Sequence[Example]]],
+    *,
+    rereads: bool = False,
+) -> None:
+    """Compile the programs that the built-in engine needs for these prompts, if the section says so. `rereads`: steps
+    leave samples that later ones go on with."""
+    if section.warm_up and isinstance(engine, NativeEngine):
+        expected = []
+        for sampler, examples in prompts:
+            lengths = [example.length for example in examples]
+            expected.append(Expected(params=sampler.params(0, 0, 0), shortest=min(lengths), longest=max(lengths)))
+        # A sample that fails ends the step, and with it what was sampled beside it.
+        engine.warm_up(expected, rereads=rereads)
+
+
+def engine_metrics(engine: RolloutEngine) -> dict[str, float]:
+    """Of the built-in engine; another one has none."""
+    return engine.metrics() if isinstance(engine, NativeEngine) else {}

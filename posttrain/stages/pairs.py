@@ -1,0 +1,238 @@
+"""What stages on judged answers share before their weights: the loss, the units of the data, and their checks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import jax
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
+from posttrain.config import (
+    ComparedSection,
+    DatasetSection,
+    Flag,
+    ModelSection,
+    OnlinePreferenceSection,
+    PreferenceSection,
+    RewardModelSection,
+)
+from posttrain.data.pairs import Units
+from posttrain.data.preference import is_paired
+from posttrain.data.sources import checked_rows, each_row
+from posttrain.errors import ConfigError, did_you_mean
+from posttrain.kernels.attention import serves_parents
+from posttrain.losses.kto import KTOLoss
+from posttrain.losses.pairs import JudgedLoss, Needs
+from posttrain.losses.preference import KINDS, PreferenceLoss
+from posttrain.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
+from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss
+from posttrain.stages.inputs import callable_of, describe_rows, rows_and_renderer
+from posttrain.stages.prepared import Prepared
+from posttrain.user_code import is_object_spec
+
+PREFERENCE_LOSSES: Mapping[str, tuple[type, Mapping[str, Any]]] = {
+    **{kind: (PreferenceLoss, {"kinds": (kind,)}) for kind in KINDS},
+    "kto": (KTOLoss, {"kind": "kto"}),
+    "apo_zero_unpaired": (KTOLoss, {"kind": "apo_zero_unpaired"}),
+    "orpo": (ORPOLoss, {}),
+    "cpo": (CPOLoss, {"kind": "sigmoid"}),
+    "cpo_hinge": (CPOLoss, {"kind": "hinge"}),
+    "cpo_ipo": (CPOLoss, {"kind": "ipo"}),
+    "simpo": (SimPOLoss, {}),
+}
+"""Class, and the fields of it that the name stands for."""
+
+REWARD_LOSSES: Mapping[str, tuple[type, Mapping[str, Any]]] = {
+    "bradley_terry": (BradleyTerryLoss, {}),
+    "process": (ProcessLoss, {}),
+}
+
+LOSSES = {"preference": PREFERENCE_LOSSES, "reward_model": REWARD_LOSSES}
+"""By kind of stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgedInputs:
+    section: PreferenceSection | RewardModelSection
+    loss: Any
+    """A `JudgedLoss`."""
+    units: Units
+    eval_units: Units | None
+    dropped_ratio: float
+    """Share of the units that are left out."""
+
+
+def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared) -> tuple[JudgedInputs, list[str]]:
+    """The inputs, and a line for each dataset of which units are left out."""
+    loss = judged_loss(section, prepared.base_dir)
+    share_prompts = shares_prompts(section, loss.needs, prepared.config.model, mixture=prepared.mixture)
+    made, ratios, notes = [], [], []
+    for dataset in section.all_datasets:
+        found = rows_and_renderer(dataset, prepared.require_tokenizer(), prepared.base_dir)
+        units = units_of(section, dataset, *found, loss, share_prompts=share_prompts)
+        chosen = checked_rows(len(units))
+        ratio, lines = check_units(units, (unit is None for unit in each_row(units.rows, chosen, "rows", units)))
+        made.append(units)
+        ratios.append(ratio)
+        notes += lines
+    inputs = JudgedInputs(
+        section=section,
+        loss=loss,
+        units=made[0],
+        eval_units=made[1] if len(made) > 1 else None,
+        dropped_ratio=ratios[0],
+    )
+    return inputs, notes
+
+
+def judged_loss(section: PreferenceSection | RewardModelSection, base_dir: Path) -> Any:
+    loss = make_loss(section.loss, LOSSES[section.kind], lambda spec: callable_of(spec, "loss", base_dir))
+    if isinstance(section, PreferenceSection) and section.reference is not None and not loss.needs.reference:
+        raise ConfigError(
+            f"reference: {section.reference} has no effect: {type(loss).__name__} needs no reference; remove it"
+        )
+    return loss
+
+
+def check_offline(section: PreferenceSection | RewardModelSection, base_dir: Path) -> None:
+    """Check all that needs neither tokenizer nor rows."""
+    judged_loss(section, base_dir)
+
+
+def describe(section: PreferenceSection | RewardModelSection, inputs: JudgedInputs | None, shards: int) -> str:
+    """Summarise the stage in one line."""
+    rows = "" if inputs is None else f"{len(inputs.units.rows):,} dataset rows, {type(inputs.loss).__name__}, "
+    return rows + describe_rows(section, shards)
+
+
+def make_loss(
+    spec: str | Mapping[str, Any], known: Mapping[str, tuple[type, Mapping[str, Any]]], find: Callable[[str], Any]
+) -> Any:
+    """The loss that a configuration names; `find` gets the class of `module:Class`. ConfigError for what is wrong."""
+    settings = {"kind": spec} if isinstance(spec, str) else dict(spec)
+    kind = settings.pop("kind", None)
+    made, fixed = _named(kind, known, find)
+    if dataclasses.is_dataclass(made):
+        fields = [field.name for field in dataclasses.fields(made) if field.name not in fixed]
+        for name in settings:
+            if name not in fields:
+                raise ConfigError(
+                    f"loss: {name!r} is no setting of {kind}{did_you_mean(name, fields)}; known: {', '.join(fields)}"
+                )
+    values = {name: _as_declared(made, name, value) for name, value in settings.items()}
+    try:
+        loss = made(**fixed, **values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"loss: {error}") from error
+    if not isinstance(loss, JudgedLoss):
+        raise ConfigError(f"loss: {kind} does not say what it needs; give it a property needs -> posttrain.Needs")
+    return loss
+
+
+def _as_declared(made: Any, name: str, value: Any) -> Any:
+    """The value as the type of the field, of a dataclass: YAML calls words and numbers such as `off` and 1e-3 texts."""
+    if not dataclasses.is_dataclass(made):
+        return _plain(value)
+    try:
+        declared = get_type_hints(made)[name]
+        checked = TypeAdapter(Flag if declared is bool else declared)
+    except (NameError, PydanticUserError):  # a type of the user's that is not there at run time, or unknown to pydantic
+        return _plain(value)
+    try:
+        return checked.validate_python(value)
+    except ValidationError as error:
+        raise ConfigError(f"loss: {name}={value!r}: {error.errors()[0]['msg']}") from error
+
+
+def _plain(value: Any) -> Any:
+    """As losses hold it: YAML has lists, and writes 1 for 1.0."""
+    if isinstance(value, list):
+        return tuple(map(_plain, value))
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _named(
+    kind: Any, known: Mapping[str, tuple[type, Mapping[str, Any]]], find: Callable[[str], Any]
+) -> tuple[Any, Mapping[str, Any]]:
+    """The class of a kind, or of several kinds of DPO, and the fields that the name stands for."""
+    if isinstance(kind, str) and kind in known:
+        return known[kind]
+    if isinstance(kind, str) and is_object_spec(kind):
+        return find(kind), {}
+    names = list(kind) if isinstance(kind, list | tuple) else [kind]
+    wrong = [name for name in names if name not in known]
+    if wrong or not names:
+        raise ConfigError(
+            f"loss: kind {(wrong or [None])[0]!r} is unknown{did_you_mean(str((wrong or [None])[0]), known)}; "
+            f"there are {', '.join(known)}, or name your own as module:Class"
+        )
+    several = {name: known[name][0] for name in names}
+    if set(several.values()) != {PreferenceLoss}:
+        raise ConfigError(f"loss: kind {names}: several are only possible of {', '.join(KINDS)}")
+    return PreferenceLoss, {"kinds": tuple(names)}
+
+
+def shares_prompts(
+    section: ComparedSection | OnlinePreferenceSection, needs: Needs, model: ModelSection, *, mixture: bool
+) -> bool:
+    """What `share_prompts` comes to. ConfigError where it is asked for and cannot be."""
+    if needs.rows not in ("pairs", "answers_and_others") or needs.prompts:
+        if section.share_prompts is True:
+            why = "has a weight on prompts" if needs.prompts else "takes one answer to a prompt"
+            raise ConfigError(f"share_prompts: true has no effect: the loss {why}; remove it")
+        return False
+    known = serves_parents(model.attention, jax.default_backend())
+    if section.share_prompts is True and model.attention != "auto" and not known:
+        raise ConfigError(
+            f"share_prompts: the kernel of model.attention={model.attention} knows no rows whose sequences go on from "
+            "others; use blockwise or auto, or remove share_prompts"
+        )
+    return known and not mixture if section.share_prompts == "auto" else section.share_prompts
+
+
+def units_of(
+    section: ComparedSection,
+    dataset: DatasetSection,
+    rows: Any,
+    renderer: Any,
+    loss: JudgedLoss,
+    *,
+    share_prompts: bool,
+) -> Units:
+    needs = loss.needs
+    if dataset.completion is not None and (needs.rows in ("pairs", "steps") or is_paired(rows.columns, dataset)):
+        raise ConfigError(
+            f"dataset.completion={dataset.completion!r} has no effect on {rows.name}: the answers are the columns "
+            + ("completions and labels" if needs.rows == "steps" else "chosen and rejected")
+            + "; remove it"
+        )
+    return Units(
+        section=section,
+        dataset=dataset,
+        rows=rows,
+        renderer=renderer,
+        kind=needs.rows,
+        weigh_prompts=needs.prompts,
+        margins=needs.margins,
+        share_prompts=share_prompts,
+    )
+
+
+def check_units(units: Units, left_out: Iterable[bool]) -> tuple[float, list[str]]:
+    """The share of units that are left out, and a line that says so. ConfigError where all are."""
+    found = list(left_out)
+    dropped = sum(found)
+    if dropped == len(found):
+        raise ConfigError(
+            f"every row of {units.rows.name} is left out: longer than row_tokens={units.section.row_tokens}, or with "
+            "answers that are the same; raise row_tokens, or give answers that differ"
+        )
+    note = (
+        f"{dropped:,} of {len(found):,} examples looked at of {units.rows.name} are left out: they do not fit "
+        f"row_tokens={units.section.row_tokens} (overlong: {units.section.overlong}), or both answers are the same"
+    )
+    return dropped / len(found), [note] if dropped else []

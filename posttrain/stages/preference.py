@@ -1,0 +1,96 @@
+"""Preference optimisation: rows of judged answers, one loss on them, and a reference where the loss wants one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.batch import Batch
+from posttrain.cluster.reference_cache import check_scored, model_key, with_reference, with_reference_of_all
+from posttrain.cluster.scorers import Reference
+from posttrain.config import PreferenceSection
+from posttrain.data.pairs import ComparisonBatches, Units
+from posttrain.evaluation.pairs import Evaluation, metrics_of, with_margins
+from posttrain.kernels.logits.chunk_stats import Terms
+from posttrain.losses.router import RouterLoss
+from posttrain.models.decoder import Decoder
+from posttrain.stages.context import HeldOut, StageRun
+from posttrain.stages.pairs import JudgedInputs
+from posttrain.train.optim import make_optimizer
+from posttrain.train.trainer import Trainer
+
+AddReference = Callable[[Batch], Batch]
+
+
+def run(stage: StageRun, inputs: JudgedInputs) -> None:
+    """Train one preference stage to its end, from its newest checkpoint if there is one."""
+    section = inputs.section
+    trainer = make_trainer(stage, inputs, stage.load_model())
+    referenced = _referenced(stage, inputs, trainer)
+    batches, eval_units = ComparisonBatches(referenced.units, seed=stage.seed), referenced.eval_units
+    dropped = {"data/dropped_ratio": inputs.dropped_ratio} if inputs.dropped_ratio else {}
+
+    def step() -> Mapping[str, Any]:
+        return {**with_margins(trainer.step(referenced.for_step(next(batches)))), **dropped}
+
+    held_out = None
+    if eval_units is not None:
+        held_out = HeldOut(
+            evaluate=Evaluation(trainer, inputs.loss, eval_units, referenced.complete), metrics=metrics_of
+        )
+    with stage.opened(trainer, batches, section.num_steps) as (sinks, checkpointer):
+        result = stage.train(trainer, step, batches, sinks, checkpointer, section, held_out)
+    stage.finish(trainer.model, result)
+
+
+def make_trainer(stage: StageRun, inputs: JudgedInputs, model: Decoder) -> Trainer:
+    section = inputs.section
+    return Trainer(
+        model,
+        inputs.loss,
+        make_optimizer(section.optimizer, section.num_steps),
+        temperature=1.0,
+        max_grad_norm=section.optimizer.max_grad_norm,
+        micro_batch_rows=section.micro_batch_rows,
+        mesh=stage.mesh,
+        router_loss=RouterLoss(balance_coef=section.router.balance_coef, z_coef=section.router.z_coef),
+        correction_rate=section.router.correction_rate,
+        dropout_seed=stage.seed,
+        terms=Terms(squares=inputs.loss.needs.squares),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Referenced:
+    """The units, and what adds the reference's log-probabilities to a batch if the units do not bring them."""
+
+    units: Units
+    eval_units: Units | None
+    complete: AddReference
+    for_step: AddReference
+
+
+def _referenced(stage: StageRun, inputs: JudgedInputs, trainer: Trainer) -> _Referenced:
+    section, units, eval_units = inputs.section, inputs.units, inputs.eval_units
+    assert isinstance(section, PreferenceSection)
+    if not inputs.loss.needs.reference:
+        return _Referenced(units=units, eval_units=eval_units, complete=_as_it_is, for_step=_as_it_is)
+    if section.reference == "live":
+        reference = Reference(trainer)
+        return _Referenced(units=units, eval_units=eval_units, complete=reference.added_to, for_step=reference.for_step)
+    key = model_key(
+        trainer,
+        stage.origin.parts,
+        quantize=stage.model.quantize,
+        dtype=stage.model.dtype,
+        long_context=stage.model.long_context,
+        num_tokens=stage.tokenizer.num_ids,
+    )
+    known = with_reference(units, trainer, key, seed=stage.seed, num_steps=section.num_steps)
+    held_out = None if eval_units is None else with_reference_of_all(eval_units, trainer, key)
+    return _Referenced(units=known, eval_units=held_out, complete=check_scored, for_step=check_scored)
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch

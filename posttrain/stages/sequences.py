@@ -1,0 +1,157 @@
+"""What a stage that trains on given sequences needs besides weights: rows, a loss, teachers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from posttrain.batch import TokenLoss
+from posttrain.config import DatasetSection, DistillSection, SFTSection
+from posttrain.data.chat import Renderer
+from posttrain.data.pipeline import require_one, row_tokenizer
+from posttrain.data.sources import Rows, checked_rows, each_row
+from posttrain.distill.cross_tokenizer.rows import Aligner
+from posttrain.distill.cross_tokenizer.teachers import make_aligners
+from posttrain.distill.features import distill_loss
+from posttrain.distill.targets import Taught
+from posttrain.distill.teachers import TeacherSource, find_teachers
+from posttrain.errors import ConfigError, did_you_mean
+from posttrain.losses.sft import DFTLoss, SFTLoss
+from posttrain.stages.inputs import callable_of, describe_rows, rows_and_renderer
+from posttrain.stages.prepared import Prepared
+from posttrain.stages.prompts import PromptInputs, prepare_prompts
+from posttrain.user_code import describe_error, is_object_spec
+
+SFT_LOSSES: dict[str, Callable[[], TokenLoss]] = {"nll": SFTLoss, "dft": DFTLoss}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTInputs:
+    """Of a stage that trains on given sequences."""
+
+    section: SFTSection | DistillSection
+    renderer: Renderer
+    rows: Rows
+    dropped_ratio: float
+    """Share of the rows that `overlong` leaves out."""
+    eval_renderer: Renderer | None
+    eval_rows: Rows | None
+    loss: TokenLoss
+    mixed: Sequence[tuple[Rows, Renderer]]
+    """Of the datasets in `section.mix`."""
+    teachers: Sequence[TeacherSource]
+    aligners: Mapping[int, Aligner] = field(default_factory=dict)
+    """Of teachers with tokens of their own, by number."""
+    prompts: PromptInputs | None = None
+    """Of a stage whose student samples."""
+
+
+def prepare(section: SFTSection | DistillSection, prepared: Prepared) -> tuple[SFTInputs, list[str]]:
+    """Load rows, loss and teachers. Also a note for each dataset of which rows are dropped, and about the teachers."""
+    tokenizer, base_dir = prepared.require_tokenizer(), prepared.base_dir
+    loss = sequence_loss(section, base_dir)
+    teachers: list[TeacherSource] = []
+    notes: list[str] = []
+    if isinstance(section, DistillSection):
+        teachers, notes = find_teachers(section, tokenizer, base_dir)
+    given = not (isinstance(section, DistillSection) and section.on_policy == 1)
+    sources, dropped = [], []
+    for dataset in section.all_datasets:
+        sources.append(rows_and_renderer(dataset, tokenizer, base_dir))
+        ratio, more = _check_sequences(section, dataset, *sources[-1]) if given else (0.0, [])
+        dropped.append(ratio)
+        notes += more
+    num_trained = len(section.datasets)
+    (rows, renderer), *mixed = sources[:num_trained]
+    held_out = None if section.eval_dataset is None else sources[-1]
+    aligners: dict[int, Aligner] = {}
+    prompts = None
+    if isinstance(section, DistillSection):
+        data = [(dataset, *source) for dataset, source in zip(section.all_datasets, sources, strict=True)]
+        aligners, more = make_aligners(section, teachers, data, tokenizer)
+        notes += more
+        if section.on_policy:
+            prompts = prepare_prompts(section, (rows, renderer), held_out, tokenizer, base_dir)
+    inputs = SFTInputs(
+        section=section,
+        renderer=renderer,
+        rows=rows,
+        dropped_ratio=_mean(dropped[:num_trained], [dataset.weight for dataset in section.datasets]),
+        eval_renderer=None if held_out is None else held_out[1],
+        eval_rows=None if held_out is None else held_out[0],
+        loss=loss,
+        mixed=mixed,
+        teachers=teachers,
+        aligners=aligners,
+        prompts=prompts,
+    )
+    return inputs, notes
+
+
+def check_offline(section: SFTSection | DistillSection, base_dir: Path) -> None:
+    """Check all that needs neither tokenizer nor rows."""
+    sequence_loss(section, base_dir)
+
+
+def describe(section: SFTSection | DistillSection, inputs: SFTInputs | None, shards: int) -> str:
+    """Summarise the stage in one line."""
+    rows = ""
+    if inputs is not None:
+        rows = f"{len(inputs.rows) + sum(len(more) for more, _ in inputs.mixed):,} dataset rows, "
+    return rows + describe_rows(section, shards)
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
+
+
+def _check_sequences(
+    section: SFTSection | DistillSection, dataset: DatasetSection, rows: Rows, renderer: Renderer
+) -> tuple[float, list[str]]:
+    """Tokenize rows as training will, so that mistakes show before it: those of `checked_rows`.
+
+    The share of those that are left out, and a line that says so.
+    """
+    taught = None
+    if isinstance(section, DistillSection):
+        taught = Taught([teacher.title for teacher in section.teachers], section.teacher_column, None)
+    tokenize = row_tokenizer(section, dataset, rows, renderer, taught)
+    chosen = checked_rows(len(rows))
+    dropped = [made is None for made in each_row(rows, chosen, "rows", tokenize)].count(True)
+    if dropped == len(chosen):
+        require_one(rows, tokenize, section.row_tokens)
+    looked_at = "" if len(chosen) == len(rows) else " looked at"
+    note = (
+        f"{dropped:,} of {len(chosen):,} rows{looked_at} of {rows.name} are left out, for they do not fit "
+        f"row_tokens={section.row_tokens} (overlong: {section.overlong})"
+    )
+    return dropped / len(chosen), [note] if dropped else []
+
+
+def sequence_loss(section: SFTSection | DistillSection, base_dir: Path) -> TokenLoss:
+    if isinstance(section, DistillSection):
+        return distill_loss(section)
+    if section.label_smoothing:
+        return SFTLoss(section.label_smoothing)
+    if section.loss in SFT_LOSSES:
+        return SFT_LOSSES[section.loss]()
+    if is_object_spec(section.loss):
+        return _own_loss(section.loss, base_dir)
+    raise ConfigError(
+        f"loss: {section.loss!r} is unknown{did_you_mean(section.loss, SFT_LOSSES)}; "
+        f"there are {', '.join(SFT_LOSSES)}, or name your own as module:Class"
+    )
+
+
+def _own_loss(spec: str, base_dir: Path) -> TokenLoss:
+    made = callable_of(spec, "loss", base_dir)
+    if not isinstance(made, type):
+        raise ConfigError(f"loss: {spec} is a {type(made).__name__}; name a class whose objects take (stats, batch)")
+    try:
+        loss = made()
+    except Exception as error:
+        raise ConfigError(f"loss: {spec}() raised {describe_error(error)}; it is made without arguments") from error
+    if not callable(loss):
+        raise ConfigError(f"loss: {spec} has no __call__(stats, batch)")
+    return loss

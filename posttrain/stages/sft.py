@@ -1,0 +1,103 @@
+"""Supervised fine-tuning: rows of packed sequences, one token loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from posttrain.config import DistillSection, SFTSection
+from posttrain.data.pipeline import SFTBatches
+from posttrain.data.prefetch import BatchStream
+from posttrain.distill.features import matching_of
+from posttrain.distill.targets import Taught
+from posttrain.evaluation.sequences import Record, difference, evaluate, metrics_of, with_perplexities
+from posttrain.kernels.logits.chunk_stats import Terms
+from posttrain.losses.router import RouterLoss
+from posttrain.metrics import Metrics
+from posttrain.models.decoder import Decoder
+from posttrain.stages.context import HeldOut, StageRun
+from posttrain.stages.sequences import SFTInputs
+from posttrain.train.optim import make_optimizer
+from posttrain.train.trainer import Trainer
+
+
+def run(stage: StageRun, inputs: SFTInputs) -> None:
+    """Train one SFT stage to its end, from its newest checkpoint if there is one."""
+    section = inputs.section
+    assert isinstance(section, SFTSection)
+    mean_over = stage.tokenizer.num_ids if section.label_smoothing else None
+    trainer = make_trainer(stage, inputs, terms=Terms(mean_over=mean_over), noise_alpha=section.noise_alpha)
+    train_sequences(stage, inputs, trainer, None)
+
+
+def evaluate_held_out(trainer: Trainer, inputs: SFTInputs, taught: Taught | None) -> Record:
+    """Evaluate the stage's held-out rows."""
+    assert inputs.eval_rows is not None and inputs.eval_renderer is not None
+    return evaluate(trainer, inputs.section, inputs.eval_rows, inputs.eval_renderer, taught)
+
+
+def make_trainer(
+    stage: StageRun,
+    inputs: SFTInputs,
+    *,
+    terms: Terms,
+    teachers: Sequence[Decoder] = (),
+    noise_alpha: float = 0.0,
+) -> Trainer:
+    """Of a stage that trains on given sequences."""
+    section, model = inputs.section, stage.load_model()
+    features = section.features if isinstance(section, DistillSection) else None
+    return Trainer(
+        model,
+        inputs.loss,
+        make_optimizer(section.optimizer, section.num_steps),
+        temperature=1.0,
+        max_grad_norm=section.optimizer.max_grad_norm,
+        micro_batch_rows=section.micro_batch_rows,
+        mesh=stage.mesh,
+        router_loss=RouterLoss(balance_coef=section.router.balance_coef, z_coef=section.router.z_coef),
+        correction_rate=section.router.correction_rate,
+        dropout_seed=stage.seed,
+        terms=terms,
+        teachers=teachers,
+        matching=None if features is None else matching_of(features, model.config, teachers[0].config, stage.seed),
+        noise_alpha=noise_alpha,
+    )
+
+
+def train_sequences(stage: StageRun, inputs: SFTInputs, trainer: Trainer, taught: Taught | None) -> None:
+    """All steps and evaluations of a stage, and its model. `taught`: what teachers say of the rows."""
+    batches = sequences_of(stage, inputs, taught)
+    train_batches(stage, inputs, trainer, batches, lambda: evaluate_held_out(trainer, inputs, taught))
+
+
+def sequences_of(stage: StageRun, inputs: SFTInputs, taught: Taught | None) -> SFTBatches:
+    section = inputs.section
+    return SFTBatches(section, inputs.rows, inputs.renderer, seed=stage.seed, mixed=inputs.mixed, taught=taught)
+
+
+def train_batches(
+    stage: StageRun,
+    inputs: SFTInputs,
+    trainer: Trainer,
+    batches: BatchStream,
+    evaluate_all: Callable[[], Record],
+    seen: Callable[[Metrics], Mapping[str, float]] | None = None,
+) -> None:
+    """All steps and evaluations of a stage, and its model. `seen`: what is known of a step beside its metrics."""
+    section = inputs.section
+
+    # A row that does not fit is an error before the first step, where none may be left out.
+    dropped = {} if section.overlong == "error" else {"data/dropped_ratio": inputs.dropped_ratio}
+
+    def step() -> Mapping[str, Any]:
+        metrics = trainer.step(next(batches))
+        return {**with_perplexities(metrics), **dropped, **({} if seen is None else seen(metrics))}
+
+    held_out = HeldOut(evaluate=evaluate_all, metrics=metrics_of)
+    with stage.opened(trainer, batches, section.num_steps) as (sinks, checkpointer):
+        evaluation = held_out if section.eval_dataset is not None else None
+        result = stage.train(trainer, step, batches, sinks, checkpointer, section, evaluation)
+    if result:
+        result["difference"] = difference(result["before"], result["after"])
+    stage.finish(trainer.model, result)

@@ -1,0 +1,127 @@
+"""Table of the kinds of stages: the one place that tells a stage's kind apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.batch import rows_per_pass
+from posttrain.config import (
+    ROW_AXES,
+    DistillSection,
+    OnlinePreferenceSection,
+    PreferenceSection,
+    RewardModelSection,
+    RLSection,
+    RunConfig,
+    SFTSection,
+    TrainSection,
+)
+from posttrain.errors import ConfigError
+from posttrain.models.decoder import Decoder
+from posttrain.stages import distill, online_preference, pairs, preference, reward_model, rl, sequences, sft
+from posttrain.stages.context import StageRun
+from posttrain.stages.prepared import Inputs, Prepared
+
+ROW_DEVICES = " x ".join(f"mesh.{axis}" for axis in ROW_AXES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageKind:
+    """A kind of stage: its part of the configuration, and what to do with it."""
+
+    section: type[TrainSection]
+    prepare: Callable[[Any, Prepared], tuple[Inputs, list[str]]]
+    """Load and check all inputs besides weights; also notes. ConfigError for the first mistake."""
+    check_offline: Callable[[Any, Path], None]
+    """Check what needs neither tokenizer nor rows."""
+    describe: Callable[[Any, Any, int], str]
+    """Summarise section and inputs (None: not loaded) in one line, on so many row shards."""
+    run: Callable[[StageRun, Any], None]
+    """Train to the end of the stage, from its newest checkpoint."""
+    load_model: Callable[[StageRun], Decoder] = StageRun.load_model
+    """Load the model at the start of the stage."""
+
+
+STAGES: Mapping[str, StageKind] = {
+    "sft": StageKind(
+        section=SFTSection,
+        prepare=sequences.prepare,
+        check_offline=sequences.check_offline,
+        describe=sequences.describe,
+        run=sft.run,
+    ),
+    "distill": StageKind(
+        section=DistillSection,
+        prepare=distill.prepare,
+        check_offline=distill.check_offline,
+        describe=distill.describe,
+        run=distill.run,
+    ),
+    "preference": StageKind(
+        section=PreferenceSection,
+        prepare=pairs.prepare,
+        check_offline=pairs.check_offline,
+        describe=pairs.describe,
+        run=preference.run,
+    ),
+    "reward_model": StageKind(
+        section=RewardModelSection,
+        prepare=pairs.prepare,
+        check_offline=pairs.check_offline,
+        describe=pairs.describe,
+        run=reward_model.run,
+        load_model=reward_model.load_reward_model,
+    ),
+    "rl": StageKind(
+        section=RLSection,
+        prepare=rl.prepare,
+        check_offline=rl.check_offline,
+        describe=rl.describe,
+        run=rl.run,
+    ),
+    "online_preference": StageKind(
+        section=OnlinePreferenceSection,
+        prepare=online_preference.prepare,
+        check_offline=online_preference.check_offline,
+        describe=online_preference.describe,
+        run=online_preference.run,
+    ),
+}
+
+
+def stage_names(config: RunConfig) -> list[str]:
+    """Folder names: number and name, so that a listing shows the order."""
+    return [f"{index}-{section.name or section.kind}" for index, section in enumerate(config.stages)]
+
+
+@contextmanager
+def naming_stage(config: RunConfig, index: int) -> Iterator[None]:
+    """Put the stage's number before each line of an error, where there are several."""
+    try:
+        yield
+    except ConfigError as error:
+        if len(config.stages) == 1:
+            raise
+        raise ConfigError("\n".join(f"stages.{index}: {line}" for line in str(error).splitlines())) from error
+
+
+def row_notes(config: RunConfig, shards: int | None) -> list[str]:
+    """Where the rows of a forward pass are not as many as the configuration says.
+
+    `shards`: the devices that share them; None where it is not known before the run.
+    """
+    notes = []
+    for name, section in zip(stage_names(config), config.stages, strict=True):
+        wanted = section.micro_batch_rows
+        if wanted is None:
+            continue
+        start = f"{name}: micro_batch_rows={wanted}"
+        if shards is None:
+            notes.append(f"{start} is rounded up to a multiple of {ROW_DEVICES}, which only the devices say")
+        elif (rows := rows_per_pass(section.step_rows, wanted, shards)) > wanted:
+            notes.append(f"{start} becomes {rows}, a multiple of {ROW_DEVICES} = {shards}")
+    return notes

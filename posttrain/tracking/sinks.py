@@ -1,0 +1,268 @@
+"""Files that a run writes: `metrics.jsonl`, `samples.jsonl`, TensorBoard events; and all sinks of a stage at once."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol, TextIO, runtime_checkable
+
+import numpy as np
+
+from posttrain.metrics import Sample
+from posttrain.tracking.console import ConsoleSink
+
+TABLE_DIGITS = 5
+"""Decimals of the numbers in `tables.jsonl`."""
+HISTOGRAM_BINS = 30
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Receives host numbers as `to_host` gives them, any names."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def tables(self, step: int, tables: Mapping[str, np.ndarray]) -> None:
+        """Numbers of which there are too many for a metric each."""
+        ...
+
+    def samples(self, step: int, rows: Sequence[Sample]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlSink:
+    """`metrics.jsonl`, `samples.jsonl` and, where there are any, `tables.jsonl` in `directory`: strict JSON, one object
+    per line with step, stage and time.
+
+    NaN (nothing was counted) is null, an infinity the string "inf" or "-inf". Each line is flushed; a line that a
+    killed process left half written is removed on opening. Several stages may share the files.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], stage: str) -> None:
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._stage = stage
+        self._metrics_path, self._samples_path = folder / "metrics.jsonl", folder / "samples.jsonl"
+        self._tables_path = folder / "tables.jsonl"
+        self._metrics, self._samples = _open_whole(self._metrics_path), _open_whole(self._samples_path)
+
+    def truncate_after(self, step: int, *, evaluation: bool) -> None:
+        """Remove this stage's lines of later steps: a run that resumes at `step` writes them again.
+
+        With `evaluation` those of an evaluation at `step` itself go too: the last one follows the last checkpoint.
+        Raises ValueError for a line that is not a JSON object with `step` and `stage`.
+        """
+
+        def written_again(line: Mapping[str, Any]) -> bool:
+            evaluated = evaluation and any(name.startswith("eval/") for name in line)
+            return line["stage"] == self._stage and (line["step"] > step or (line["step"] == step and evaluated))
+
+        self.close()
+        tables = [self._tables_path] if self._tables_path.exists() else []
+        for path in (self._metrics_path, self._samples_path, *tables):
+            _keep_lines(path, lambda line: not written_again(line))
+        self._metrics, self._samples = _open_whole(self._metrics_path), _open_whole(self._samples_path)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        _write_line(self._metrics, {**self._head(step), **metrics})
+
+    def tables(self, step: int, tables: Mapping[str, np.ndarray]) -> None:
+        rounded = {name: np.round(table.astype(np.float64), TABLE_DIGITS).tolist() for name, table in tables.items()}
+        with _open_whole(self._tables_path) as file:
+            _write_line(file, {**self._head(step), **rounded})
+
+    def samples(self, step: int, rows: Sequence[Sample]) -> None:
+        for row in rows:
+            _write_line(self._samples, {**self._head(step), **asdict(row)})
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._samples.close()
+
+    def _head(self, step: int) -> dict[str, Any]:
+        return {"step": step, "stage": self._stage, "time": round(time.time(), 3)}
+
+
+def _write_line(file: TextIO, entry: Mapping[str, Any]) -> None:
+    file.write(json.dumps(_strict(entry), ensure_ascii=False, allow_nan=False) + "\n")
+    file.flush()
+
+
+def _strict(value: Any) -> Any:
+    """The value without numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
+
+
+def _open_whole(path: Path) -> TextIO:
+    """Open for appending, without a last line that has no end."""
+    with path.open("ab+") as file:
+        file.seek(0)
+        whole = sum(len(line) for line in file if line.endswith(b"\n"))
+        file.truncate(whole)
+    # A lone surrogate is written as its JSON escape.
+    return path.open("a", encoding="utf-8", errors="backslashreplace")
+
+
+def _keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrite a JSONL file with the lines that `keep` wants; a process killed meanwhile leaves the old file."""
+    part = path.with_name(path.name + ".part")
+    with path.open("rb") as source, part.open("wb") as target:
+        for number, line in enumerate(source, start=1):
+            try:
+                kept = keep(json.loads(line))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path}:{number}: not a line of metrics ({error!r}); delete this line, or move the file away"
+                ) from error
+            if kept:
+                target.write(line)
+        target.flush()
+        os.fsync(target.fileno())
+    part.replace(path)
+
+
+_event_files = itertools.count()
+
+
+class TensorBoardSink:
+    """Scalars and sample texts as a TensorBoard event file, in `directory`; NaN is left out.
+
+    Event records are written directly: TensorBoard's own writer imports TensorFlow where that is installed.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        # The name must be new, and later names must sort later.
+        name = f"events.out.tfevents.{time.time_ns() // 1000:016d}.{socket.gethostname()}.{os.getpid()}"
+        self._event = Event
+        self._records = RecordWriter((folder / f"{name}.{next(_event_files)}").open("xb"))
+        self._emit(file_version="brain.Event:2")
+
+    def truncate_after(self, step: int) -> None:
+        """Tell TensorBoard to forget what earlier files hold of later steps."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        self._emit(step=step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [
+            Summary.Value(tag=name, simple_value=value) for name, value in metrics.items() if not math.isnan(value)
+        ]
+        self._emit(step=step, summary=Summary(value=values))
+
+    def tables(self, step: int, tables: Mapping[str, np.ndarray]) -> None:
+        """A histogram of each."""
+        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+
+        values = []
+        for name, table in tables.items():
+            counts, edges = np.histogram(table, bins=HISTOGRAM_BINS)
+            histogram = HistogramProto(
+                min=table.min(),
+                max=table.max(),
+                num=table.size,
+                sum=table.sum(),
+                sum_squares=np.square(table).sum(),
+                bucket_limit=edges[1:],
+                bucket=counts,
+            )
+            values.append(Summary.Value(tag=name, histo=histogram))
+        self._emit(step=step, summary=Summary(value=values))
+
+    def samples(self, step: int, rows: Sequence[Sample]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+        text = "\n\n---\n\n".join(_markdown(row) for row in rows)
+        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode("utf-8", errors="backslashreplace")])
+        tensor.tensor_shape.SetInParent()
+        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        value = Summary.Value(tag="samples", tensor=tensor, metadata=metadata)
+        self._emit(step=step, summary=Summary(value=[value]))
+
+    def close(self) -> None:
+        self._records.close()
+
+    def _emit(self, **fields: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+        self._records.flush()
+
+
+def _markdown(row: Sample) -> str:
+    """A sample whose texts are indented code, so that nothing in them is read as Markdown."""
+    numbers = {"reward": row.reward, **row.rewards, "advantage": row.advantage, **row.extra, "stop": row.stop}
+    facts = "\n".join(f"{name} = {value}" for name, value in numbers.items())
+    parts = (("Prompt", row.prompt), ("Completion", row.completion), ("Scores", facts))
+    return "\n\n".join(
+        f"**{title}**\n\n" + "\n".join("    " + line for line in text.splitlines() or [""]) for title, text in parts
+    )
+
+
+class Sinks:
+    """Several sinks as one; all are closed, also when one fails."""
+
+    def __init__(self, *sinks: Sink) -> None:
+        self._sinks = sinks
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for sink in self._sinks:
+            sink.write(step, metrics)
+
+    def tables(self, step: int, tables: Mapping[str, np.ndarray]) -> None:
+        for sink in self._sinks:
+            sink.tables(step, tables)
+
+    def samples(self, step: int, rows: Sequence[Sample]) -> None:
+        for sink in self._sinks:
+            sink.samples(step, rows)
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for sink in reversed(self._sinks):
+                stack.callback(sink.close)
+
+
+def open_sinks(
+    directory: str | os.PathLike[str],
+    *,
+    stage: str,
+    kind: str,
+    num_steps: int,
+    tensorboard: bool,
+    start_step: int,
+) -> Sinks:
+    """Console, JSONL and (in `tensorboard/`) TensorBoard for a stage that starts or resumes after `start_step`.
+
+    What the files hold of later steps of this stage is removed, and after all steps the evaluation that follows them:
+    with `start_step` = -1, everything.
+    """
+    jsonl = JsonlSink(directory, stage)
+    jsonl.truncate_after(start_step, evaluation=start_step == num_steps)
+    sinks: list[Sink] = [ConsoleSink(kind, num_steps), jsonl]
+    if tensorboard:
+        events = TensorBoardSink(Path(directory) / "tensorboard" / stage)
+        events.truncate_after(start_step)
+        sinks.append(events)
+    return Sinks(*sinks)

@@ -1,0 +1,200 @@
+"""Checkpoints: arrays and host data of one step, written together and seen only when complete."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from posttrain.errors import ConfigError
+from posttrain.tree import path_str
+
+Tree = TypeVar("Tree")
+
+FORMAT = 2
+"""Of the host part; a checkpoint of another one is refused."""
+
+
+class Checkpointer:
+    """Saves steps below `directory` in the background and keeps the newest `keep`; also a context manager.
+
+    A step holds the leaves of a tree of jax arrays under their dotted paths, and a JSON object beside them. It appears
+    under its number when all of it is on the disk: a process killed while saving leaves the steps before. What such a
+    process left unfinished is removed on opening, so only one run may have a directory open. An error of a save in the
+    background is raised by the next call.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, keep: int = 2) -> None:
+        import orbax.checkpoint as ocp
+
+        if keep < 1:
+            raise ValueError(f"keep={keep} must be at least 1")
+        self.directory = Path(directory).absolute()
+        # Orbax reports every array and every phase; its errors are exceptions as well.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=ocp.checkpoint_managers.LatestN(n=keep), cleanup_tmp_directories=True
+            ),
+        )
+
+    def save(self, step: int, arrays: Any, host: dict[str, Any]) -> None:
+        """Start to write step `step`; returns once the arrays may be donated or overwritten.
+
+        Raises ValueError for a leaf that is no jax array, for `host` that JSON cannot hold, and for a step that is not
+        after the latest.
+        """
+        import orbax.checkpoint as ocp
+
+        leaves = _by_path(arrays)
+        wrong = [
+            f"{path} is a {type(leaf).__name__}" for path, leaf in leaves.items() if not isinstance(leaf, jax.Array)
+        ]
+        if wrong:
+            raise ValueError(f"checkpoint: arrays must hold jax arrays only; {'; '.join(wrong)}; put it into host")
+        latest = self._manager.latest_step()
+        if latest is not None and step <= latest:
+            raise ValueError(f"checkpoint: step {step} must be after the latest step {latest} in {self.directory}")
+        try:
+            text = json.dumps(host)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"checkpoint: host must be JSON, but {error}") from error
+        # The text and not the object: Orbax would write it later, when the caller may have changed it.
+        record = {"format": FORMAT, "host": text, "arrays": {path: _spec(leaf) for path, leaf in leaves.items()}}
+        self._manager.save(
+            step, args=ocp.args.Composite(arrays=ocp.args.PyTreeSave(leaves), host=ocp.args.JsonSave(record))
+        )
+
+    def latest_step(self) -> int | None:
+        """The newest step that is complete; waits for a save in the background."""
+        self.wait()
+        return self._manager.latest_step()
+
+    def restore(self, step: int, like: Tree, *, partial: bool = False) -> tuple[Tree, dict[str, Any]]:
+        """The arrays of `step` in the structure, types and shardings of `like`, and the host data.
+
+        `like` holds arrays or `jax.ShapeDtypeStruct`; a leaf without a sharding goes to the first device. `partial`:
+        it holds only some of the branches that the checkpoint's tree has, each whole, and only those are read. Raises
+        ConfigError where the leaves of the checkpoint are others (all are listed), where there is no such step, where
+        another version wrote it in another format, or where it cannot be read.
+        """
+        import orbax.checkpoint as ocp
+
+        self.wait()
+        if step not in self._manager.all_steps():
+            raise ConfigError(
+                f"{self.directory}: no checkpoint of step {step}; there are {sorted(self._manager.all_steps())}"
+            )
+        wanted = _by_path(like)
+        with self._readable(step):
+            args = ocp.args.Composite(host=ocp.args.JsonRestore())
+            record = self._manager.restore(step, args=args)["host"]
+            written, saved, host = record["format"], record["arrays"], json.loads(record["host"])
+        if written != FORMAT:
+            raise ConfigError(
+                f"{self.directory / str(step)}: the checkpoint has format {written}, this version reads {FORMAT}; "
+                "go on with the version that wrote it, or use another output folder"
+            )
+        branches = {path.split(".")[0] for path in (wanted if partial else saved)}
+        self._check(step, {path: spec for path, spec in saved.items() if path.split(".")[0] in branches}, wanted)
+        target = {path: _target(leaf) for path, leaf in wanted.items()}
+        with self._readable(step):
+            restore_args = ocp.checkpoint_utils.construct_restore_args(target)
+            args = ocp.args.Composite(
+                arrays=ocp.args.PyTreeRestore(target, restore_args=restore_args, partial_restore=partial)
+            )
+            leaves = self._manager.restore(step, args=args)["arrays"]
+        return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in wanted]), host
+
+    def wait(self) -> None:
+        """Until all that was saved is on the disk."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        self._manager.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check(self, step: int, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+        problems = [f"{path} {_show(_spec(leaf))} is not in it" for path, leaf in wanted.items() if path not in saved]
+        problems += [
+            f"{path} {_show(spec)} is in it but not in the run" for path, spec in saved.items() if path not in wanted
+        ]
+        problems += [
+            f"{path} is {_show(saved[path])} in it and {_show(_spec(leaf))} in the run"
+            for path, leaf in wanted.items()
+            if path in saved and saved[path] != _spec(leaf)
+        ]
+        if problems:
+            raise ConfigError(
+                f"{self.directory / str(step)}: checkpoint of another model or optimiser: {'; '.join(problems)}. "
+                "Resume with the configuration that wrote it, or use another output folder"
+            )
+
+    @contextlib.contextmanager
+    def _readable(self, step: int) -> Iterator[None]:
+        """Turn whatever a damaged file makes Orbax raise into one line that says what to do."""
+        try:
+            with _quiet():
+                yield
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"{self.directory / str(step)}: the checkpoint of step {step} cannot be read "
+                f"({type(error).__name__}: {reason[:200]}); remove this folder to go on from the step before, "
+                "or restore it from a copy"
+            ) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep asyncio from printing the reads that a failed restore leaves behind: its error is raised anyway."""
+    logger, hook = logging.getLogger("asyncio"), sys.unraisablehook
+    level = logger.level
+    try:
+        yield
+    except Exception:
+        logger.setLevel(logging.CRITICAL)
+        sys.unraisablehook = lambda _: None
+        gc.collect()
+        raise
+    finally:
+        logger.setLevel(level)
+        sys.unraisablehook = hook
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+    leaves = [(path_str(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    named = dict(leaves)
+    assert len(named) == len(leaves), f"two leaves share a path: {sorted(path for path, _ in leaves)}"
+    return named
+
+
+def _spec(leaf: Any) -> dict[str, Any]:
+    return {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+
+
+def _show(spec: dict[str, Any]) -> str:
+    return f"{spec['dtype']}{spec['shape']}"
+
+
+def _target(leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = SingleDeviceSharding(jax.local_devices()[0]) if leaf.sharding is None else leaf.sharding
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -1,0 +1,133 @@
+"""Objects that a user names in a configuration, as `file.py:name` or `package.module:name`, and nearest-name hints."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import pkgutil
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from posttrain.errors import ConfigError, did_you_mean
+
+
+def missing_path(path: Path) -> str:
+    """Why a path does not exist, in words: the nearest name beside it, or the first folder that is missing."""
+    if not path.parent.is_dir():
+        existing = next(parent for parent in path.parents if parent.is_dir())
+        return f"no file {path}: there is no folder {path.parent} (the path exists up to {existing})"
+    return f"no file {path}{did_you_mean(path.name, (entry.name for entry in path.parent.iterdir()))}"
+
+
+def import_transformers(submodule: str = "") -> ModuleType:
+    """The library or a module of it, without its advice to install torch: only tokenizers and templates are used."""
+    switch = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(switch)
+    os.environ[switch] = "1"
+    try:
+        return importlib.import_module(f"transformers.{submodule}" if submodule else "transformers")
+    finally:
+        if before is None:
+            del os.environ[switch]
+        else:
+            os.environ[switch] = before
+
+
+def is_object_spec(text: str) -> bool:
+    """Whether the text has the form `file.py:name` or `package.module:name`."""
+    source, separator, name = text.rpartition(":")
+    dotted = all(part.isidentifier() for part in source.split("."))
+    return bool(separator) and name.isidentifier() and (source.endswith(".py") or dotted)
+
+
+def import_object(spec: str, *, base_dir: Path | None) -> object:
+    """The object that `file.py:name` or `package.module:name` names; files are relative to `base_dir`.
+
+    A file is executed once per process. While it is imported, its own folder (for modules: `base_dir`) is importable.
+    Raises `ConfigError` where the file, the module or the name does not exist, or where the import itself fails.
+    """
+    if not is_object_spec(spec):
+        raise ConfigError(f"{spec!r} does not name an object; write 'file.py:name' or 'package.module:name'")
+    source, _, name = spec.rpartition(":")
+    folder = base_dir or Path.cwd()
+    module = _load_file(spec, folder / Path(source).expanduser()) if source.endswith(".py") else _load(spec, folder)
+    if not hasattr(module, name):
+        public = [key for key in vars(module) if not key.startswith("_")]
+        raise ConfigError(f"{spec}: {source} has no {name!r}{did_you_mean(name, public)}")
+    return getattr(module, name)
+
+
+def _load_file(spec: str, path: Path) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        raise ConfigError(f"{spec}: {missing_path(path)}")
+    module_name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    module_spec = importlib.util.spec_from_file_location(module_name, path)
+    assert module_spec is not None, path
+    assert module_spec.loader is not None, path
+    module = importlib.util.module_from_spec(module_spec)
+    # Dataclasses and pickling look their module up by name while the body runs.
+    sys.modules[module_name] = module
+    try:
+        with _importable(path.parent):
+            module_spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[module_name]
+        raise ConfigError(f"{spec} fails to import: {describe_error(error)}") from error
+    return module
+
+
+def _load(spec: str, folder: Path) -> ModuleType:
+    name = spec.rpartition(":")[0]
+    with _importable(folder):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+                raise ConfigError(f"{spec} fails to import: {describe_error(error)}") from error
+            parent, _, last = error.name.rpartition(".")
+            paths = sys.modules[parent].__path__ if parent in sys.modules else None
+            siblings = [module.name for module in pkgutil.iter_modules(paths)]
+            where = (
+                f"package {parent!r} has no module {last!r}"
+                if parent
+                else f"no module {last!r} in {folder} or installed"
+            )
+            raise ConfigError(f"{spec}: {where}{did_you_mean(last, siblings)}") from error
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"{spec} fails to import: {describe_error(error)}") from error
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    entry = str(folder)
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        sys.path.remove(entry)
+
+
+def describe_error(error: BaseException) -> str:
+    """One line: the exception and the innermost line of a user's code that it went through, if there is one."""
+    if isinstance(error, SyntaxError):
+        place, message = f"{error.filename}:{error.lineno}", error.msg
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = ("<frozen", str(Path(__file__).parent))
+        libraries = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
+        beside = [f for f in frames if not f.filename.startswith(ours)]
+        theirs = [f for f in beside if not f.filename.startswith(libraries)]
+        near = theirs or beside
+        place = f"{near[-1].filename}:{near[-1].lineno}" if near else ""
+        message = f"sys.exit({error.code!r}) is called" if isinstance(error, SystemExit) else str(error)
+    return f"{type(error).__name__}: {' '.join(message.split())}" + (f" ({place})" if place else "")

@@ -1,0 +1,98 @@
+"""The frozen list of configuration fields, and that each has an effect.
+
+`python tests/config/test_fields.py` writes the list anew.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from posttrain.config import Section
+from posttrain.config.messages import config_fields
+
+ROOT = Path(__file__).resolve().parents[2]
+FROZEN = ROOT / "tests" / "config" / "fields.txt"
+READERS = [
+    path
+    for path in sorted((ROOT / "posttrain").rglob("*.py"))
+    if path.relative_to(ROOT / "posttrain").parts[0] != "config"
+]
+
+
+def type_text(annotation: Any) -> str:
+    """A type as one writes it: `tuple[str, ...]`, `float (gt=0) | None`."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if annotation is type(None):
+        return "None"
+    if origin is Annotated:
+        bounds = [text for item in args[1:] for text in bounds_text(item)]
+        return type_text(args[0]) + (f" ({', '.join(bounds)})" if bounds else "")
+    if origin in (Union, UnionType):
+        return " | ".join(type_text(arg) for arg in args)
+    if origin is dict:
+        return f"dict[{', '.join(map(type_text, args))}]"
+    if origin is tuple:
+        return f"tuple[{type_text(args[0])}, ...]"
+    return annotation.__name__ if isinstance(annotation, type) and not args else str(annotation).replace("typing.", "")
+
+
+def bounds_text(item: Any) -> list[str]:
+    if isinstance(item, FieldInfo):
+        return [text for inner in item.metadata for text in bounds_text(inner)]
+    return [repr(item).partition("(")[2].rstrip(")")] if type(item).__module__ == "annotated_types" else []
+
+
+def field_line(key: tuple[str | int, ...], info: FieldInfo) -> str:
+    bounds = [text for item in info.metadata for text in bounds_text(item)]
+    shown = f" ({', '.join(bounds)})" if bounds else ""
+    default = "required" if info.is_required() else default_text(info.default)
+    return f"{'.'.join(map(str, key))}: {type_text(info.annotation)}{shown} = {default}"
+
+
+def default_text(value: Any) -> str:
+    return "defaults" if isinstance(value, Section) else repr(value)
+
+
+def field_lines() -> list[str]:
+    return [field_line(key, info) for key, info in config_fields()]
+
+
+def test_the_list_of_fields_is_frozen() -> None:
+    frozen = FROZEN.read_text().splitlines()
+    change = [f"- {line}" for line in frozen if line not in field_lines()]
+    change += [f"+ {line}" for line in field_lines() if line not in frozen]
+    assert change == [], "the fields of posttrain/config/ changed; if that is meant, python tests/config/test_fields.py"
+    assert frozen == field_lines()
+
+
+def read_names(path: Path) -> set[str]:
+    """Attributes that a module reads; not methods that text has too, such as `line.split()`."""
+    tree = ast.parse(path.read_text())
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Load)
+        and not (id(node) in called and hasattr(str, node.attr))
+        and not (isinstance(node.value, ast.Name) and node.value.id == "os")
+    }
+
+
+def test_every_field_is_read() -> None:
+    read = set().union(*map(read_names, READERS))
+    assert sorted({str(key[-1]) for key, _ in config_fields()} - read) == [], "a field that nothing reads has no effect"
+
+
+def test_every_field_that_must_be_given_says_what_it_is() -> None:
+    silent = [".".join(map(str, key)) for key, info in config_fields() if info.is_required() and not info.description]
+    assert silent == []
+
+
+if __name__ == "__main__":
+    FROZEN.write_text("\n".join(field_lines()) + "\n")

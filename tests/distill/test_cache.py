@@ -1,0 +1,215 @@
+"""Records of a teacher's best ids, the cache on disk, and which teacher a row has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from posttrain.batch import NO_ID, Batch, TopK
+from posttrain.distill import cache as teacher_cache
+from posttrain.distill.cache import CacheFolder, TeacherCache, fill
+from posttrain.distill.cache_records import RecordFormat
+from posttrain.distill.targets import Taught, teacher_shares
+from posttrain.errors import ConfigError
+from posttrain.kernels.logits.divergence import Divergence, divergence
+from posttrain.kernels.logits.softmax import NO_LOGIT
+
+IDENTITY = {"teacher": "t", "data": "d", "vocab_size": 512, "top_k": 4, "temperature": 1.0}
+
+
+def said_of(tokens: np.ndarray, k: int = 4, vocab_size: int = 512) -> TopK:
+    """Something different for each token."""
+    draw = [np.random.default_rng(int(token)) for token in tokens]
+    probs = np.stack([np.sort(rng.dirichlet(np.full(k + 1, 0.1)) + 1e-9)[::-1] for rng in draw]).astype(np.float32)
+    return TopK(
+        ids=np.stack([rng.choice(vocab_size, k, replace=False) for rng in draw]),
+        logps=np.log(probs[:, :k]),
+        tail=np.log(probs[:, k]),
+        scaled_tail=np.log(probs[:, k]) + 0.5,
+        token_logps=np.log(probs[:, 0]) - 1,
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [2, 512, 151_936, 262_208])
+def test_records(vocab_size: int) -> None:
+    """Ids are exact; the others as exact as a KL needs; 64 ids of any known vocabulary take at most 256 bytes."""
+    k = min(64, vocab_size)
+    form = RecordFormat(vocab_size, k)
+    said = said_of(np.arange(50), k, vocab_size)
+    records = form.encode(said)
+    assert records.shape == (50, form.num_bytes) and form.num_bytes <= 256
+    found = form.decode(records.reshape(5, 10, -1))
+    np.testing.assert_array_equal(found.ids.reshape(50, k), said.ids)
+    lost = np.exp(said.logps) * np.abs(found.logps.reshape(50, k) - said.logps)
+    assert lost.sum(axis=1).max() < 2e-3
+    for name in ("tail", "scaled_tail", "token_logps"):
+        np.testing.assert_allclose(getattr(found, name).ravel(), getattr(said, name), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("vocab_size", [261, 512])
+def test_ids_of_no_token_stay_so(vocab_size: int, beta: float) -> None:
+    """As they come from a teacher of other tokens; 512 ids would fill 9 bits, and the student likes the last."""
+    said = said_of(np.arange(6), 8, vocab_size)
+    said.ids[:, 2:5] = NO_ID
+    said.logps[:, 2:4] = NO_LOGIT
+    form = RecordFormat(vocab_size, 8)
+    found = form.decode(form.encode(said))
+    np.testing.assert_array_equal(found.ids, said.ids)
+    np.testing.assert_array_equal(found.logps[:, 2:4], said.logps[:, 2:4])
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, vocab_size)), jnp.float32).at[:, :, -1].set(8.0)
+    kind = Divergence(beta=beta, temperature=1.0)
+    # What only `gold` keeps: the share of a token that the student has not.
+    said.logps[:, 4] = found.logps[:, 4] = NO_LOGIT
+    before, after = (divergence(logits, jax.tree.map(lambda x: jnp.asarray(x)[None], t), kind) for t in (said, found))
+    np.testing.assert_allclose(after, before, rtol=5e-3, atol=5e-3)
+    assert np.all(np.isfinite(after)) and np.all(np.asarray(after) < 50)
+
+
+def test_what_is_too_improbable_is_kept_as_the_least() -> None:
+    none = np.asarray([-np.inf, -1e30], np.float32)
+    said = TopK(ids=np.zeros((2, 1), np.int64), logps=none[:, None], tail=none, scaled_tail=none, token_logps=none)
+    form = RecordFormat(8, 1)
+    found = form.decode(form.encode(said))
+    assert (found.logps == -32).all() and (found.tail == -32).all()
+
+
+def sequence_of(row: int) -> dict[str, np.ndarray] | None:
+    """Row 3 is left out; the first two tokens have no loss."""
+    if row == 3:
+        return None
+    length = 3 + row % 5
+    weight = (np.arange(length) > 1).astype(np.float32)
+    return {"tokens": (100 * row + np.arange(length)).astype(np.int32), "loss_weight": weight}
+
+
+def score(sequences: Sequence[Any]) -> Iterator[TopK]:
+    for sequence in sequences:
+        yield said_of(sequence["tokens"][sequence["loss_weight"] > 0])
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teacher_cache, "SHARD_ROWS", 4)
+
+
+def test_written_in_parts_and_read_by_row(tmp_path: Path, small_shards: None) -> None:
+    cache = CacheFolder(tmp_path / "c", IDENTITY, 10)
+    done: list[int] = []
+
+    def stopped(row: int) -> Any:
+        if row == 6:
+            raise KeyboardInterrupt
+        return sequence_of(row)
+
+    with pytest.raises(KeyboardInterrupt):
+        fill(cache, cache.shards, stopped, score, done.append)
+    assert done == [4] and cache.missing() == [1, 2]
+    with pytest.raises(ConfigError, match="lacks 2 of 3 shards"):
+        TeacherCache([cache])
+    asked: list[int] = []
+
+    def counted(row: int) -> Any:
+        asked.append(row)
+        return sequence_of(row)
+
+    fill(cache, cache.missing(), counted, score, done.append)
+    assert asked == list(range(4, 10)) and sum(done) == 10
+
+    other = CacheFolder(tmp_path / "other", {**IDENTITY, "data": "e"}, 2)
+    fill(other, other.shards, sequence_of, score, done.append)
+    whole = TeacherCache([cache, other])
+    rows = [(0, 9), (0, 1), (1, 1), (0, 4)]
+    places = np.zeros((len(rows), 8), np.int64)
+    for place, (dataset, row) in zip(places, rows, strict=True):
+        sequence = sequence_of(row)
+        assert sequence is not None
+        found = whole.places(dataset, row, sequence)
+        assert ((found > 0) == (sequence["loss_weight"] > 0)).all()
+        place[: len(found)] = found
+    read = whole.read(places)
+    for index, (_, row) in enumerate(rows):
+        sequence = sequence_of(row)
+        assert sequence is not None
+        at = np.flatnonzero(sequence["loss_weight"])
+        np.testing.assert_array_equal(read.ids[index, at], said_of(sequence["tokens"][at]).ids)
+    changed = {"tokens": np.asarray([1, 2, 3, 4], np.int32), "loss_weight": np.asarray([0, 0, 1, 1], np.float32)}
+    with pytest.raises(ConfigError, match="not those that"):
+        whole.places(0, 1, changed)
+
+
+def test_shards_of_rows_that_changed_are_written_anew(tmp_path: Path, small_shards: None) -> None:
+    """And no others; one that is being written anew does not count until it is whole."""
+    cache = CacheFolder(tmp_path, IDENTITY, 10)
+    fill(cache, cache.unfit(sequence_of), sequence_of, score, lambda _: None)
+    assert cache.unfit(sequence_of) == [] == cache.missing()
+
+    def changed(row: int) -> Any:
+        return sequence_of(row + 1) if row == 5 else sequence_of(row)
+
+    assert cache.unfit(changed) == [1]
+
+    def stopped(sequences: Sequence[Any]) -> Iterator[TopK]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fill(cache, [1], changed, stopped, lambda _: None)
+    assert cache.unfit(changed) == [1]
+    fill(cache, [1], changed, score, lambda _: None)
+    assert cache.unfit(changed) == [] and cache.unfit(sequence_of) == [1]
+    sequence = changed(5)
+    places = TeacherCache([cache]).places(0, 5, sequence)
+    assert (places > 0).tolist() == (sequence["loss_weight"] > 0).tolist()
+
+
+def test_a_cache_of_other_things_is_refused(tmp_path: Path) -> None:
+    CacheFolder(tmp_path, IDENTITY, 2).claim()
+    for name, value in {"teacher": "u", "top_k": 8, "temperature": 2.0}.items():
+        with pytest.raises(ConfigError, match=f"written with {name}="):
+            CacheFolder(tmp_path, {**IDENTITY, name: value}, 2).check()
+    with pytest.raises(ConfigError, match="num_rows"):
+        CacheFolder(tmp_path, IDENTITY, 3).claim()
+    # A teacher that is not there any more cannot be compared.
+    CacheFolder(tmp_path, {**IDENTITY, "teacher": None}, 2).check()
+    with pytest.raises(ConfigError, match="posttrain distill --cache"):
+        CacheFolder(tmp_path / "none", IDENTITY, 2).check()
+
+
+def test_whose_a_row_is() -> None:
+    titles = ["small", "large"]
+    np.testing.assert_array_equal(teacher_shares({"t": "large"}, "t", titles), [0, 1])
+    np.testing.assert_allclose(teacher_shares({"t": {"small": 3, "large": 1}}, "t", titles), [0.75, 0.25])
+    np.testing.assert_array_equal(teacher_shares({"t": {"small": 2, "large": None}}, "t", titles), [1, 0])
+    for value, text in [("larg", "did you mean 'large'"), ({"small": 0}, "one must be positive"), (3, "holds a int")]:
+        with pytest.raises(ConfigError, match=text):
+            teacher_shares({"t": value}, "t", titles)
+    with pytest.raises(ConfigError, match="no column 't'"):
+        teacher_shares({"u": 1}, "t", titles)
+
+
+def test_arrays_of_a_row(tmp_path: Path, small_shards: None) -> None:
+    caches = []
+    for name in ("small", "large"):
+        folder = CacheFolder(tmp_path / name, IDENTITY, 10)
+        fill(folder, folder.shards, sequence_of, score, lambda _: None)
+        caches.append(TeacherCache([folder]))
+    taught = Taught(["small", "large"], "t", caches)
+    sequence = sequence_of(4)
+    assert sequence is not None
+    arrays = taught.arrays(0, 4, {"t": "large"}, sequence)
+    assert list(arrays) == list(taught.lengths(16))
+    assert not arrays["teacher_place_0"].any() and arrays["teacher_place_1"].any()
+    zeros = np.zeros((1, len(sequence["tokens"])), np.int32)
+    weight = sequence["loss_weight"][None]
+    batch = Batch(tokens=zeros, positions=zeros, segments=zeros, loss_weight=weight)
+    made = taught.batch(batch, {name: array[None] for name, array in arrays.items()})
+    assert made.teachers is not None and len(made.teachers) == 2 and made.teacher_weights is not None
+    np.testing.assert_array_equal(made.teacher_weights[0, 0], [0, 1])
+    at = np.flatnonzero(sequence["loss_weight"])
+    np.testing.assert_array_equal(made.teachers[1].ids[0, at], said_of(sequence["tokens"][at]).ids)

@@ -1,0 +1,188 @@
+"""The native engine under asyncio: cancellation, errors, closing, new event loops, new weights between tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from posttrain.models.cache import empty_cache
+from posttrain.models.decoder import Decoder
+from posttrain.rollout.engine import NativeEngine
+from posttrain.rollout.sampling import sample_reference, uniforms
+from posttrain.rollout.types import Completion, SamplingParams
+from posttrain.weights.state import ModelWeights
+from tests.rollout.engines import LENGTH, assert_same, make_engine, params, requests
+from tests.tiny import tiny_model
+
+
+def gather(engine: NativeEngine, prompts: Sequence[Sequence[int]], parameters: Sequence[SamplingParams]) -> Any:
+    async def run() -> list[Completion]:
+        return await asyncio.gather(*map(engine.generate, prompts, parameters))
+
+    return asyncio.run(run())
+
+
+def test_asynchronous_equals_synchronous_bit_by_bit(engine: NativeEngine) -> None:
+    prompts, parameters = requests(13)
+    expected = engine.generate_all(prompts, parameters)
+    # Each run has an event loop of its own.
+    assert gather(engine, prompts, parameters) == expected
+    assert gather(engine, prompts, parameters) == expected
+
+
+def test_the_event_loop_stays_free_while_sampling(engine: NativeEngine) -> None:
+    async def turns(first: list[int]) -> tuple[int, ...]:
+        """A second turn that follows from the first, beside other conversations."""
+        answer = await engine.generate(first, params(max_tokens=9))
+        return (await engine.generate([*first, *answer.tokens], params(max_tokens=9))).tokens
+
+    async def run() -> list[tuple[int, ...]]:
+        return await asyncio.gather(*(turns([i + 1]) for i in range(6)))
+
+    together = asyncio.run(run())
+    assert together == [asyncio.run(turns([i + 1])) for i in range(6)]
+
+
+def test_within_a_running_event_loop(engine: NativeEngine) -> None:
+    async def cell() -> list[Completion]:
+        return engine.generate_all([[1, 2]], [params()])
+
+    assert asyncio.run(cell()) == engine.generate_all([[1, 2]], [params()])
+
+
+def test_synchronous_while_asynchronous_is_refused(engine: NativeEngine) -> None:
+    async def run() -> None:
+        task = asyncio.create_task(engine.generate([1], params()))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="generating already"):
+            engine.generate_all([[1]], [params()])
+        await task
+
+    asyncio.run(run())
+
+
+async def until_full(engine: NativeEngine) -> None:
+    """Until all slots are taken, which is when the first dispatch starts."""
+    while engine.num_free:
+        await asyncio.sleep(0)
+
+
+def test_cancelled_requests_free_their_slots(engine: NativeEngine) -> None:
+    prompts, parameters = requests(10, max_tokens=25)
+    expected = engine.generate_all(prompts, parameters)
+
+    async def run() -> list[Completion]:
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in zip(prompts, parameters, strict=True)]
+        await until_full(engine)
+        for task in (tasks[0], tasks[3], tasks[8]):  # two in slots, one in the queue
+            task.cancel()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [i for i, d in enumerate(done) if isinstance(d, asyncio.CancelledError)] == [0, 3, 8]
+        return [d for d in done if isinstance(d, Completion)]
+
+    for completion, e in zip(
+        asyncio.run(run()), [e for i, e in enumerate(expected) if i not in (0, 3, 8)], strict=True
+    ):
+        assert_same(completion, e)
+
+
+def test_everything_abandoned(engine: NativeEngine) -> None:
+    """The event loop ends while samples are under way; the next one finds an idle engine."""
+    expected = engine.generate_all([[1, 2]], [params()])
+
+    async def leave() -> None:
+        tasks = [asyncio.create_task(engine.generate([i + 1], params(i, max_tokens=40))) for i in range(6)]
+        await until_full(engine)
+        assert not any(task.done() for task in tasks)
+
+    asyncio.run(leave())
+    assert engine.num_free == engine.slots
+    assert gather(engine, [[1, 2]], [params()]) == expected
+
+
+def test_an_error_reaches_everybody_and_the_engine_lives_on(engine: NativeEngine, model: Decoder) -> None:
+    expected = engine.generate_all([[1, 2]], [params()])
+    broken = tiny_model()
+    broken.embed.embedding.set_value(broken.embed.embedding[...] * jnp.nan)
+    engine.update_weights(broken, 7)
+
+    async def run() -> list[Any]:
+        running = [engine.generate([i + 1], params(i)) for i in range(6)]
+        return await asyncio.gather(*running, return_exceptions=True)
+
+    errors = asyncio.run(run())
+    assert len(errors) == 6
+    assert all(isinstance(e, FloatingPointError) and "version 7" in str(e) for e in errors)
+    with pytest.raises(FloatingPointError, match="version 7"):
+        engine.generate_all([[1]], [params()])
+    assert engine.num_free == engine.slots
+    engine.update_weights(model, 8)
+    (completion,) = engine.generate_all([[1, 2]], [params()])
+    assert completion.tokens == expected[0].tokens
+
+
+def test_close_ends_what_runs(model: Decoder) -> None:
+    engine = make_engine(model)
+
+    async def run() -> list[Completion]:
+        tasks = [asyncio.create_task(engine.generate([i + 1], params(i, max_tokens=60))) for i in range(6)]
+        await until_full(engine)
+        engine.close()
+        return await asyncio.gather(*tasks)
+
+    completions = asyncio.run(run())
+    assert all(c.stop == "abort" and len(c.tokens) == len(c.logps) < 60 for c in completions)
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.generate_all([[1]], [params()])
+
+
+def test_new_weights_between_tokens(engine: NativeEngine, model: Decoder) -> None:
+    """Tokens sampled before keep their cache; those after are the new model's, and each knows its version."""
+    prompt, p, other_model = [4, 8, 15], params(max_tokens=30), tiny_model(seed=1)
+
+    async def run() -> Completion:
+        task = asyncio.create_task(engine.generate(prompt, p))
+        await asyncio.sleep(0)
+        engine.update_weights(model, 3)
+        while not any(request.tokens for request in engine._scheduler.requests()):
+            await asyncio.sleep(0)
+        engine.update_weights(other_model, 4)
+        return await task
+
+    completion = asyncio.run(run())
+    versions = list(completion.weights_versions)
+    assert set(versions) == {3, 4}
+    assert versions == sorted(versions)
+    assert_same(completion, piecewise([other_model if v == 4 else model for v in versions], prompt, p, versions))
+
+
+def piecewise(models: Sequence[Decoder], prompt: Sequence[int], p: SamplingParams, versions: list[int]) -> Completion:
+    """Token i by `models[i]`, over the cache that the earlier ones wrote."""
+    cache = empty_cache(models[0].config, 1, LENGTH, jnp.dtype(jnp.float32))
+    keys = jnp.tile(jnp.asarray(p.key, jnp.uint32), (LENGTH, 1))
+    u = np.asarray(uniforms(keys, jnp.arange(LENGTH, dtype=jnp.int32)), np.float64)
+    step = jax.jit(lambda weights, *args: source.bind(weights)(*args))
+    source = ModelWeights(models[0])
+    tokens, logps = list(prompt), []
+    for position in range(len(prompt) + len(models) - 1):
+        writer = models[max(0, position - len(prompt) + 1)]
+        one = jnp.ones((1, 1), jnp.int32)
+        hidden, cache = step(ModelWeights(writer).read(), one * tokens[position], one * position, one, cache)
+        if position >= len(prompt) - 1:
+            logits = np.asarray(writer.logits(hidden))[0, 0]
+            token, logp, _ = sample_reference(logits, u[position + 1], p, prompt, tokens[len(prompt) :])
+            tokens.append(token)
+            logps.append(logp)
+    return Completion(
+        tokens=tuple(tokens[len(prompt) :]),
+        logps=tuple(logps),
+        kept_logps=(0.0,) * len(logps),
+        stop="length",
+        weights_versions=tuple(versions),
+    )

@@ -1,0 +1,146 @@
+"""The model of a run by its fields: long context, an adapter that there is, a family in a file of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from posttrain.config import LoRA
+from posttrain.data.tokenizer import load_tokenizer
+from posttrain.models import hf
+from posttrain.weights.load import init_model, load_model
+from posttrain.weights.peft_save import save_adapter
+from posttrain.weights.save import save_model
+from posttrain.weights.state import ADAPTER, ModelWeights
+from tests.models.test_config_json import LLAMA, PHI3
+from tests.stages.runs import INIT, posttrain, rl_stage, sft_stage, write_run
+from tests.tiny import shake, tiny_model
+
+
+def checkpoint(folder: Path, fields: dict[str, Any]) -> Path:
+    save_model(init_model({**fields, "vocab_size": 261}, dtype="float32", seed=0), folder)
+    load_tokenizer("bytes").save(folder)
+    return folder
+
+
+# --- long context ----------------------------------------------------------------------------------------------------
+
+
+def test_long_context_lets_rows_be_longer(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "phi3", {**PHI3, "pad_token_id": 0})  # by default 32,000, which transformers refuses
+    file = write_run(tmp_path, sft_stage(row_tokens=32, num_steps=1, batch_rows=2), model={"path": "phi3"})
+    error = posttrain("check", file).error
+    assert "row_tokens=32 must be at most 16, for which the model's short RoPE factors are" in error
+    assert error.endswith("model.long_context=true takes 64")
+    done = posttrain("run", file, "model.long_context=true")
+    assert done.code == 0, done.err
+    exported = posttrain("export", tmp_path / "out", "--to", "hf")
+    assert exported.code == 0, exported.err
+    saved = json.loads((tmp_path / "out" / "0-sft" / "model" / "config.json").read_text())
+    assert saved["rope_scaling"] == PHI3["rope_scaling"] and saved["max_position_embeddings"] == 64
+
+
+def test_long_context_is_refused_where_there_is_no_choice(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "llama", LLAMA)
+    file = write_run(tmp_path, sft_stage(), model={"path": "llama", "long_context": True})
+    assert posttrain("check", file).error == (
+        "model.long_context: this llama has no second set of RoPE factors; remove the option"
+    )
+    file = write_run(tmp_path, sft_stage(), model={"init": INIT, "tokenizer": "bytes", "long_context": True})
+    assert "long_context chooses between the two sets of RoPE factors of a checkpoint" in posttrain("check", file).error
+
+
+# --- an adapter ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `base` and an `adapter` for it."""
+    folder = tmp_path_factory.mktemp("adapted")
+    save_model(
+        tiny_model(num_layers=1, windows=(None,), vocab_size=261), folder / "base", tokenizer=load_tokenizer("bytes")
+    )
+    model = load_model(folder / "base", lora=LoRA(rank=2, targets=("q_proj", "mlp"), dropout=0.5), seed=0)
+    shake(model, seed=1, stddev=0.02)
+    save_adapter(model, folder / "adapter", base=str(folder / "base"))
+    return folder
+
+
+@pytest.mark.thorough
+def test_training_of_an_adapter_goes_on(adapted: Path, tmp_path: Path) -> None:
+    model = {"path": str(adapted / "base"), "adapter": str(adapted / "adapter")}
+    file = write_run(tmp_path, sft_stage(num_steps=1, optimizer={"learning_rate": 1e-9}), model=model)
+    assert "ok" in posttrain("check", file).out
+    done = posttrain("run", file)
+    assert done.code == 0, done.err
+    done = posttrain("export", tmp_path / "out", tmp_path / "exported", "--to", "peft")
+    assert done.code == 0, (done.out, done.err)
+    before, after = (
+        ModelWeights(load_model(adapted / "base", adapter=folder)).read(lambda path: ADAPTER in path)
+        for folder in (adapted / "adapter", tmp_path / "exported")
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), before, after)
+    told = [posttrain("generate", adapted / "base", "1+1=", "--max-tokens", "8", *more).out for more in
+            ([], ["--adapter", str(adapted / "adapter")])]  # fmt: skip
+    assert told[0] != told[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "stages", "message"),
+    [
+        ({"lora": {"rank": 2}}, [sft_stage()], "adapter goes on with one that there is, lora begins a new one"),
+        ({}, [sft_stage(), rl_stage()], "model.adapter: a stage leaves its adapter merged"),
+        ({"adapter": "./missing"}, [sft_stage()], "model.adapter: ./missing: no such file or folder"),
+    ],
+)
+def test_adapters_that_cannot_go_on(
+    adapted: Path, tmp_path: Path, model: dict[str, Any], stages: list[Any], message: str
+) -> None:
+    given = {"path": str(adapted / "base"), "adapter": str(adapted / "adapter"), **model}
+    assert message in posttrain("check", write_run(tmp_path, *stages, model=given)).error
+
+
+def test_an_adapter_of_another_model_is_found_by_check(adapted: Path, tmp_path: Path) -> None:
+    save_model(tiny_model(num_layers=1, windows=(None,), vocab_size=261, intermediate_size=40), tmp_path / "other",
+               tokenizer=load_tokenizer("bytes"))  # fmt: skip
+    model = {"path": "other", "adapter": str(adapted / "adapter")}
+    error = posttrain("check", write_run(tmp_path, sft_stage(), model=model)).error
+    assert (
+        error.startswith("model.adapter: ") and "model.layers.0.mlp.up_proj has {'A': (2, 32), 'B': (48, 2)}" in error
+    )
+
+
+def test_check_says_what_peft_cannot_hold(tmp_path: Path) -> None:
+    save_model(
+        tiny_model(num_layers=1, windows=(None,), vocab_size=261), tmp_path / "base", tokenizer=load_tokenizer("bytes")
+    )
+    lora = {"rank": 2, "targets": ["embed", "attention"], "dora": True}
+    told = posttrain("check", write_run(tmp_path, sft_stage(), model={"path": "base", "lora": lora})).out
+    assert (
+        "PEFT has no DoRA on an embedding that is also the head; of this adapter there is only export --to merged"
+        in (" ".join(told.split()))
+    )
+
+
+# --- a family --------------------------------------------------------------------------------------------------------
+
+
+def test_a_family_in_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf, "ADDED", {})
+    shutil.copy(Path(hf.families.__path__[0]) / "qwen3.py", tmp_path / "qwen99.py")
+    model = {"init": {**INIT, "model_type": "qwen99"}, "tokenizer": "bytes"}
+    assert (
+        "model_type='qwen99' is not supported"
+        in posttrain("check", write_run(tmp_path, sft_stage(), model=model)).error
+    )
+    done = posttrain("check", write_run(tmp_path, sft_stage(), model=model | {"family": "qwen99.py"}))
+    assert done.code == 0 and "model: qwen99, 1 layers" in done.out
+    (tmp_path / "qwen98.py").write_text("NAMES = {}")
+    error = posttrain("check", write_run(tmp_path, sft_stage(), model=model | {"family": "qwen98.py"})).error
+    assert error.startswith("model.family: ") and error.endswith("qwen98.py: lacks ARCHITECTURE, config_from_hf")

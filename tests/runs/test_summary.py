@@ -1,0 +1,74 @@
+"""What is said of before and after, and what a stage leaves out or does otherwise than written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.api import PythonRun
+from posttrain.config.yaml_file import load_config
+from posttrain.runs.summary import _difference
+from posttrain.stages.table import row_notes
+from tests.stages.runs import lines, posttrain, rl_stage, sft_stage, write_run
+
+
+def pairs(before: list[float | None], after: list[float | None]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    return [({"reward": old}, {"reward": new}) for old, new in zip(before, after, strict=True)]
+
+
+def test_difference_is_paired() -> None:
+    """Prompts differ much and each gains a little: the pairs show it. Prompts without a reward are left out."""
+    before = [0.1 * i for i in range(10)]
+    gain = [0.04, 0.05, 0.06, 0.05, 0.04, 0.06, 0.05, 0.05, 0.04, 0.06]
+    said = _difference(
+        pairs([*before, None, 0.5], [*(b + g for b, g in zip(before, gain, strict=True)), 1.0, None]), "reward"
+    )
+    assert said.startswith("difference over the same prompts: +0.050 (+0.044 to +0.056), p < 0.001, significant")
+    noise = _difference(pairs([0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0]), "reward")
+    assert noise.startswith("difference over the same prompts: +0.000 (") and noise.endswith(
+        "p = 1.000, not significant"
+    )
+    assert "fewer than two prompts" in _difference(pairs([0.0, None], [1.0, 1.0]), "reward")
+
+
+@pytest.mark.parametrize(
+    ("shards", "notes"),
+    [
+        (1, []),
+        (
+            3,
+            [
+                "0-sft: micro_batch_rows=2 becomes 3, a multiple of mesh.data x mesh.fsdp x mesh.expert = 3",
+                "1-rl: ",
+            ],
+        ),
+        (
+            4,
+            ["0-sft: micro_batch_rows=2 becomes 4, a multiple of mesh.data x mesh.fsdp x mesh.expert = 4"],
+        ),
+        (None, ["0-sft: micro_batch_rows=2 is rounded up to a multiple", "1-rl: micro_batch_rows=4 is rounded up"]),
+    ],
+)
+def test_row_notes(tmp_path: Path, shards: int | None, notes: list[str]) -> None:
+    file = write_run(tmp_path, sft_stage(micro_batch_rows=2), rl_stage(), sft_stage(name="whole"))
+    found = row_notes(load_config(file).config, shards)
+    assert len(found) == len(notes) and all(f.startswith(n) for f, n in zip(found, notes, strict=True)), found
+
+
+def test_rows_left_out_are_counted_and_said_once(tmp_path: Path) -> None:
+    data = {"path": "rows.jsonl", "chat": False}
+    stage = sft_stage(num_steps=2, overlong="drop", row_tokens=7, eval_dataset={**data, "skip": 8, "limit": 8})
+    outcome = posttrain("run", write_run(tmp_path, stage))
+    assert outcome.code == 0, outcome.err
+    # `9+1=10` and longer: 8 tokens with the beginning and the end.
+    train, held_out = "15 of 24 rows of", "7 of 8 rows of"
+    assert outcome.out.count(train) == outcome.out.count(held_out) == 1, outcome.out
+    found = [line["data/dropped_ratio"] for line in lines(tmp_path / "out") if "grad_norm" in line]
+    assert found == [15 / 24] * 2
+
+
+def test_a_run_from_python_is_a_kind_of_its_own() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        PythonRun("model", "data.jsonl")  # type: ignore[abstract]

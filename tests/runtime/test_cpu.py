@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+import pytest
+
+import posttrain.kernels  # noqa: F401 - calls what is tested here, before the first use of a device
+from posttrain.runtime.cpu import THREADS_PER_DEVICE, compiled_sooner, seat_collectives
+
+
+def test_options_are_known_to_xla() -> None:
+    """jaxlib refuses an option that it does not know; tests compile with less effort still, which stands."""
+    assert compiled_sooner("cpu") is None and compiled_sooner("tpu") is None
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        options = compiled_sooner("cpu")
+        assert options == {"xla_backend_optimization_level": 1} and compiled_sooner("gpu") is None
+        assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
+    finally:
+        jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "chosen", "threads"),
+    [
+        ("", None, None),
+        ("--xla_force_host_platform_device_count=1", None, None),
+        ("--xla_force_host_platform_device_count=4 --xla_cpu_enable_fast_math=false", None, 4 * THREADS_PER_DEVICE),
+        ("--xla_force_host_platform_device_count=8 --xla_force_host_platform_device_count=2", None, 16),
+        ("--xla_force_host_platform_device_count=8", "9", 9),
+    ],
+)
+def test_virtual_devices_have_threads_to_wait_in(
+    flags: str, chosen: str | None, threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.delenv("PJRT_NPROC", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("PJRT_NPROC", chosen)
+    seat_collectives()
+    assert os.environ.get("PJRT_NPROC") == (None if threads is None else str(threads))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux names them")
+def test_xla_makes_these_threads() -> None:
+    jax.devices()
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    assert sum("XLAEigen" in name for name in names) == THREADS_PER_DEVICE * jax.device_count()

@@ -1,0 +1,186 @@
+"""Tiny whole runs: one shape of everything, so that the compilation cache serves all tests."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from posttrain import cli
+from posttrain.config.yaml_file import load_config
+from posttrain.mesh import single_device_mesh
+from posttrain.runs.prepare import prepare
+from posttrain.stages.context import StageRun
+from posttrain.train.loop import StopRequest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+INIT: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+ROWS = [{"prompt": f"{i}+1=", "completion": str(i + 1), "answer": str(i + 1)} for i in range(24)]
+
+REWARDS = '''
+def low(completion_tokens, **_):
+    """Share of tokens below 128: about a half at random."""
+    return [sum(t < 128 for t in c) / len(c) for c in completion_tokens]
+
+
+def strict(completions, answer):
+    return [float(c == a) for c, a in zip(completions, answer)]
+
+
+def misnamed(completions, anser):
+    return [0.0 for _ in completions]
+'''
+
+
+def sft_stage(**changes: Any) -> dict[str, Any]:
+    stage = {
+        "kind": "sft",
+        "dataset": {"path": "rows.jsonl", "chat": False},
+        "num_steps": 4,
+        "batch_rows": 4,
+        "row_tokens": 16,
+        "optimizer": {"learning_rate": 1e-2},
+    }
+    return {**stage, **changes}
+
+
+def rl_stage(**changes: Any) -> dict[str, Any]:
+    stage = {
+        "kind": "rl",
+        "dataset": {"path": "rows.jsonl", "chat": False},
+        "rewards": [{"fn": "rewards_of_test.py:low"}],
+        "num_steps": 4,
+        "prompts_per_step": 2,
+        "group_size": 4,
+        "micro_batch_rows": 4,
+        "row_tokens": 16,
+        "sampling": {"max_tokens": 6},
+        "optimizer": {"learning_rate": 1e-2},
+    }
+    return {**stage, **changes}
+
+
+def write_run(folder: Path, *stages: Mapping[str, Any], name: str = "run.yaml", **changes: Any) -> Path:
+    """A configuration with its data and rewards in `folder`; the run goes to `folder/out`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (folder / "rewards_of_test.py").write_text(REWARDS)
+    config = {
+        "output": str(folder / "out"),
+        "seed": 3,
+        "tensorboard": False,
+        "mesh": {"data": 1, "fsdp": -1},
+        "model": {"init": INIT, "tokenizer": "bytes"},
+        "stages": [dict(stage) for stage in stages],
+        **changes,
+    }
+    file = folder / name
+    file.write_text(yaml.safe_dump(config, sort_keys=False))
+    return file
+
+
+class Outcome:
+    """What a call of the command line did."""
+
+    def __init__(self, code: int, out: str, err: str):
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def error(self) -> str:
+        """The only line on stderr, of a call that refused its input."""
+        assert self.code == 2, (self.code, self.out, self.err)
+        lines = self.err.splitlines()
+        assert len(lines) == 1 and lines[0].startswith("error: "), self.err
+        return lines[0].removeprefix("error: ")
+
+
+def posttrain(*arguments: str | Path) -> Outcome:
+    """The command line, in this process."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    before = sys.argv
+    sys.argv = ["posttrain", *map(str, arguments)]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            cli.main()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    finally:
+        sys.argv = before
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    """The command line in a process of its own, on one device."""
+    environment = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
+    environment["XLA_FLAGS"] = re.sub(r"(device_count=)\d+", r"\g<1>1", environment["XLA_FLAGS"])
+    command = [sys.executable, "-m", "posttrain", *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+
+
+def lines(output: Path, stage: str | None = None) -> list[dict[str, Any]]:
+    """Whole lines of `metrics.jsonl`; a running process may be writing the last."""
+    file = output / "metrics.jsonl"
+    text = file.read_text() if file.exists() else ""
+    read = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [line for line in read if stage is None or line["stage"] == stage]
+
+
+def steps(output: Path, stage: str) -> list[int]:
+    """Steps that the metrics of training name, in the order of the file."""
+    return [line["step"] for line in lines(output, stage) if "grad_norm" in line]
+
+
+def weights(output: Path, stage: str) -> bytes:
+    return (output / stage / "model" / "model.safetensors").read_bytes()
+
+
+@contextlib.contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    """`folder` as the working directory."""
+    with contextlib.chdir(folder):
+        yield
+
+
+def model_of(tmp_path: Path, **model: Any) -> Any:
+    """The model of the configuration as a stage loads it."""
+    loaded = load_config(write_run(tmp_path, sft_stage()), [f"model.{key}={value}" for key, value in model.items()])
+    ready = prepare(loaded.config, loaded.base_dir, offline_ok=False)
+    fields: dict[str, Any] = {
+        "name": "0-sft",
+        "kind": "sft",
+        "sampled": False,
+        "folder": tmp_path,
+        "output": tmp_path,
+        "stop": StopRequest(),
+    }
+    fields |= {
+        "source": None,
+        "source_name": None,
+        "adapter": None,
+        "seed": loaded.config.seed,
+        "mesh": single_device_mesh(),
+    }
+    return StageRun(model=loaded.config.model, tokenizer=ready.tokenizer, tensorboard=False, **fields).load_model()

@@ -1,0 +1,177 @@
+"""Runs from Python: three arguments suffice, the same settings find the same run, mistakes come before any work."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import posttrain as pt
+from posttrain.api import _model_fields, _rows
+from posttrain.config import LoRA, SamplingSection
+from tests.stages.runs import INIT, ROWS, inside
+
+MODEL = {"init": INIT, "tokenizer": "bytes"}
+SMALL = {"num_steps": 2, "row_tokens": 16, "tensorboard": False}
+DATASET = {"path": "rows.jsonl", "chat": False}
+
+
+def low(completion_tokens: Any, **_: Any) -> list[float]:
+    return [sum(t < 128 for t in c) / len(c) for c in completion_tokens]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    with inside(tmp_path):
+        yield tmp_path
+
+
+def sft(**changes: Any) -> pt.SFT:
+    return pt.SFT(**{"model": MODEL, "dataset": DATASET, **SMALL, "batch_rows": 4, **changes})
+
+
+def rl(**changes: Any) -> pt.RL:
+    small = {"prompts_per_step": 2, "group_size": 4, "micro_batch_rows": 4, "sampling": {"max_tokens": 6}}
+    return pt.RL(**{"model": MODEL, "dataset": DATASET, "rewards": [low], **SMALL, **small, **changes})
+
+
+def test_sft_then_rl_in_a_running_loop(folder: Path) -> None:
+    """As in a notebook, whose loop runs already; the second starts from what the first left."""
+
+    async def cells() -> tuple[Any, Any]:
+        first = sft(dataset=[{"text": f"{row['prompt']}{row['answer']}"} for row in ROWS]).fit()
+        second = rl(model=first.model_path, eval_dataset={**DATASET, "limit": 3}).fit()
+        return first, second
+
+    first, second = asyncio.run(cells())
+    assert first.output.parent == second.output.parent == Path("runs")
+    assert list(first.stages) == ["0-sft"] and list(second.stages) == ["0-rl"]
+    assert set(second.results[0]) == {"before", "after"}
+    config = pt.load_model(second.model_path).config
+    assert config.vocab_size == 261 and second.load_model().config == config
+    tokenizer = pt.load_tokenizer(second.model_path)
+    texts = pt.generate(second.load_model(), tokenizer, ["1+1=", "2"], max_new_tokens=6, temperature=0.0, chat=False)
+    assert len(texts) == 2 and all(isinstance(text, str) for text in texts)
+    assert texts == pt.generate(
+        second.load_model(), tokenizer, ["1+1=", "2"], max_new_tokens=6, temperature=0.0, chat=False
+    )
+
+
+def test_seed_is_drawn_once_and_kept(folder: Path) -> None:
+    run = sft(dataset=[{"text": "1+1=2"}] * 8)
+    result = run.fit()
+    assert result.output == Path(run.config.output)
+    again = sft(dataset=[{"text": "1+1=2"}] * 8)
+    assert again.config == run.config
+    written = (result.model_path / "model.safetensors").stat().st_mtime_ns
+    assert again.fit().model_path == result.model_path
+    assert (result.model_path / "model.safetensors").stat().st_mtime_ns == written
+    assert f"seed: {run.config.seed}\n" in (result.output / "config.yaml").read_text()
+    with pytest.raises(pt.ConfigError, match="holds a run with other rows of dataset"):
+        sft(dataset=[{"text": "1+1=3"}] * 8, output=result.output).fit()
+
+
+def test_equal_settings_have_one_folder() -> None:
+    def other(completion_tokens: Any, **_: Any) -> list[float]:
+        return [0.0 for _ in completion_tokens]
+
+    def output(**changes: Any) -> str:
+        return rl(**changes).config.output
+
+    assert output() == output() == output(lora=None)
+    assert output(lora=LoRA(rank=2)) == output(lora={"rank": 2})
+    assert output(sampling=SamplingSection(max_tokens=6)) == output()
+    outputs = [
+        output(),
+        output(lora=LoRA(rank=2)),
+        output(num_steps=3),
+        output(seed=0),
+        output(rewards=[other]),
+        output(dataset=ROWS),
+        output(dataset=ROWS[:-1]),
+        output(dataset=[*ROWS[:-1], {**ROWS[-1], "answer": "?"}]),
+    ]
+    assert len(set(outputs)) == len(outputs)
+
+
+def test_edited_reward_is_another_run(folder: Path) -> None:
+    """In a notebook a function keeps its name when its cell is run again with other content."""
+    import linecache
+
+    def define(text: str) -> Any:
+        name = f"<cell {hash(text)}>"
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        namespace: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(text, name, "exec"), namespace)
+        return namespace["score"]
+
+    first = define("def score(completions):\n    return [1.0 for _ in completions]\n")
+    second = define("def score(completions):\n    return [0.5 for _ in completions]\n")
+    assert "0.5" in inspect.getsource(second)
+    assert rl(rewards=[first]).config.output != rl(rewards=[second]).config.output
+
+
+def test_defaults_fit_the_model() -> None:
+    context = {**MODEL, "init": {**INIT, "max_position_embeddings": 512}}
+
+    def lengths(**fields: Any) -> tuple[int, int]:
+        stage = pt.RL(**{"model": context, "dataset": DATASET, "rewards": [low], **fields}).config.stages[0]
+        assert stage.kind == "rl"
+        return stage.row_tokens, stage.sampling.max_tokens
+
+    long = {**MODEL, "init": {**INIT, "max_position_embeddings": 40_000}}
+    assert lengths(model=long) == (1024, 512)
+    assert lengths(model=long, sampling={"max_tokens": 2000}) == (2512, 2000)
+    assert lengths() == (512, 256)
+    assert lengths(sampling={"max_tokens": 100}) == (512, 100)
+    assert lengths(sampling={"temperature": 0.5}) == (512, 256)
+    assert lengths(row_tokens=128) == (128, 64)
+    assert pt.SFT(context, DATASET).config.stages[0].row_tokens == 512
+    assert pt.SFT(long, DATASET).config.stages[0].row_tokens == 1024
+    with pytest.raises(pt.ConfigError, match="row_tokens=600 must be at most max_position_embeddings=512"):
+        pt.SFT(context, DATASET, row_tokens=600).fit()
+
+
+def test_three_arguments_on_a_real_model(shared: Path) -> None:
+    run = pt.RL(shared / "models" / "stories260k", DATASET, rewards=low)
+    assert run.config.stages[0].row_tokens == 512
+    assert run.config.stages[0].optimizer.learning_rate == 1e-6
+    adapted = pt.RL(shared / "models" / "stories260k", DATASET, rewards=low, lora=LoRA(rank=4))
+    assert adapted.config.stages[0].optimizer.learning_rate == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_step": 3}, "pt.SFT: num_step: unknown field; did you mean 'num_steps'?"),
+        (
+            {"optimizer": {"learningrate": 1}},
+            "pt.SFT: optimizer.learningrate: unknown field; did you mean 'learning_rate",
+        ),
+        ({"dataset": "row.jsonl"}, "dataset.path: no file"),
+        ({"dataset": [{"text": object()}]}, "dataset: its rows must hold what JSON can"),
+        ({"dataset": []}, "the dataset is empty"),
+        ({"model": "./nowhere"}, "nowhere: no such file or folder"),
+        ({"model": {"init": INIT}}, "init needs tokenizer"),
+    ],
+)
+def test_mistakes(fields: dict[str, Any], words: str, folder: Path) -> None:
+    with pytest.raises(pt.ConfigError) as caught:
+        sft(**fields).fit()
+    assert words in str(caught.value)
+    assert not list(folder.glob("runs/*/config.yaml"))
+
+
+def test_wrong_types_are_named() -> None:
+    with pytest.raises(pt.ConfigError, match="dataset: row 0 is a str; give a list of dicts"):
+        _rows(["1+1=2"])
+    with pytest.raises(
+        pt.ConfigError, match="model: must be a folder, a hub id or a mapping of model fields; got a int"
+    ):
+        _model_fields(3)

@@ -1,0 +1,100 @@
+"""Text from a model: what each setting of `generate` does to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import posttrain as pt
+from posttrain.data.chat import Renderer
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.errors import ConfigError
+from posttrain.models.decoder import Decoder
+from posttrain.rollout.types import SamplingParams
+from tests.rollout.engines import NaiveEngine, assert_same
+from tests.tiny import tiny_model
+
+
+@pytest.fixture(scope="module")
+def parts() -> tuple[Decoder, Tokenizer]:
+    """The last row of the embedding stands for no token."""
+    return tiny_model(vocab_size=262, num_layers=1), pt.load_tokenizer("bytes")
+
+
+@pytest.fixture(scope="module")
+def naive(parts: tuple[Decoder, Tokenizer]) -> NaiveEngine:
+    """Over a model that knows how many tokens there are."""
+    model = tiny_model(vocab_size=262, num_layers=1)
+    model.config = replace(model.config, num_tokens=parts[1].num_ids)
+    return NaiveEngine(model, length=32)
+
+
+def texts(parts: tuple[Decoder, Tokenizer], prompts: tuple[str, ...] = ("12+",), **settings: Any) -> list[str]:
+    model, tokenizer = parts
+    return pt.generate(
+        model, tokenizer, prompts, **{"max_new_tokens": 16, "temperature": 0.0, "chat": False} | settings
+    )
+
+
+def test_several_samples_of_each_prompt(parts: tuple[Decoder, Tokenizer]) -> None:
+    warm = {"temperature": 1.0, "seed": 7}
+    several = texts(parts, ("12+", "ab"), n=3, **warm)
+    assert len(set(several)) == 6
+    assert several[::3] == texts(parts, ("12+", "ab"), **warm)
+    with pytest.raises(ConfigError, match="n=0"):
+        texts(parts, n=0)
+
+
+def test_penalties(parts: tuple[Decoder, Tokenizer], naive: NaiveEngine) -> None:
+    _, tokenizer = parts
+    penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.7, "frequency_penalty": -2.0}
+    params = SamplingParams(max_tokens=16, temperature=0.0, stop_token_ids=tokenizer.stop_ids, key=(0, 0), **penalties)
+    prompt = Renderer(tokenizer, chat=False).prompt([{"role": "user", "content": "12+"}])
+    expected = naive.generate(prompt, params)
+    assert texts(parts, **penalties) == [tokenizer.decode(expected.tokens)]
+
+
+def test_stops(parts: tuple[Decoder, Tokenizer]) -> None:
+    model, tokenizer = parts
+    (plain,) = texts(parts)
+    character = next(c for c in plain[2:] if c.isascii())
+    (stopped,) = texts(parts, stop=[character])
+    assert stopped == plain.partition(character)[0]
+    ending = (model, tokenizer.with_stop_tokens([character]))
+    assert texts(ending) == [stopped]
+    assert texts(ending, ignore_eos=True) == [plain]
+
+
+def test_which_tokens_may_come(parts: tuple[Decoder, Tokenizer]) -> None:
+    allowed = tuple(ord(c) for c in "abc")
+    (text,) = texts(parts, allowed_token_ids=allowed, ignore_eos=True)
+    assert len(text) == 16 and set(text) <= set("abc")
+    (other,) = texts(parts, allowed_token_ids=allowed, ignore_eos=True, logit_bias={ord(text[0]): float("-inf")})
+    assert text[0] not in other
+    (stopped,) = texts(parts, allowed_token_ids=allowed, stop_token_ids=[ord(text[2])])
+    assert stopped == text.partition(text[2])[0]
+    with pytest.raises(ConfigError, match=r"generate: logit_bias: token ids from 900 to 900"):
+        texts(parts, logit_bias={900: 1.0})
+
+
+def test_log_probabilities(parts: tuple[Decoder, Tokenizer], naive: NaiveEngine) -> None:
+    model, tokenizer = parts
+    settings: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0, "chat": False}
+    (done,) = pt.complete(model, tokenizer, ["12+"], top_logps=2, prompt_logps=True, **settings)
+    assert [done.text] == texts(parts, max_new_tokens=6)
+    params = SamplingParams(
+        max_tokens=6, temperature=0.0, stop_token_ids=tokenizer.stop_ids, key=(0, 0), top_logps=2, prompt_logps=True
+    )
+    expected = naive.generate(done.prompt_tokens, params)
+    assert_same(done.completion, expected)
+    record = done.record(tokenizer.decode)
+    assert [token["id"] for token in record["tokens"]] == list(expected.tokens)
+    assert all(len(token["top"]) == 2 for token in record["tokens"])
+    np.testing.assert_allclose(
+        *zip(*((t["logp"], t["top"][0]["logp"]) for t in record["tokens"]), strict=True), atol=1e-6
+    )
+    assert "".join(token["text"] for token in record["prompt_tokens"]) == "12+"
+    assert record["prompt_tokens"][0]["logp"] == 0.0 > record["prompt_tokens"][1]["logp"]

@@ -1,0 +1,83 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+from posttrain.errors import ConfigError, did_you_mean
+from posttrain.user_code import import_object
+
+
+def write(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(text)
+
+
+def test_file_object_is_loaded_once_with_its_siblings(tmp_path: Path) -> None:
+    write(tmp_path, "helper_of_reward.py", "SCALE = 3\n")
+    write(
+        tmp_path,
+        "my_reward.py",
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom helper_of_reward import SCALE\n"
+        "@dataclass\nclass Box:\n    x: int\ndef score(n):\n    return n * SCALE\n",
+    )
+    path_before = list(sys.path)
+    score = import_object("my_reward.py:score", base_dir=tmp_path)
+    assert callable(score)
+    assert score(2) == 6
+    assert import_object("my_reward.py:Box", base_dir=tmp_path) is import_object(
+        f"{tmp_path}/my_reward.py:Box", base_dir=None
+    )
+    assert sys.path == path_before
+
+
+def test_module_below_base_dir(tmp_path: Path) -> None:
+    package = tmp_path / "pkg_of_rewards"
+    package.mkdir()
+    write(package, "__init__.py", "")
+    write(package, "maths.py", "def correct(): return 1\n")
+    assert import_object("pkg_of_rewards.maths:correct", base_dir=tmp_path)() == 1  # type: ignore[operator]
+    with pytest.raises(ConfigError, match=r"has no module 'mathz'; did you mean 'maths'\?"):
+        import_object("pkg_of_rewards.mathz:correct", base_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"has no 'corect'; did you mean 'correct'\?"):
+        import_object("pkg_of_rewards.maths:corect", base_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("gsm8j.py:correct", r"no file .*gsm8j\.py; did you mean 'gsm8k\.py'\?"),
+        ("nowhere/gsm8k.py:correct", r"there is no folder .*nowhere"),
+        ("gsm8k.py:corect", r"gsm8k\.py has no 'corect'; did you mean 'correct'\?"),
+        ("raising.py:f", r"fails to import: ZeroDivisionError: division by zero \(.*raising\.py:2\)"),
+        ("syntax.py:f", r"fails to import: SyntaxError: .* \(.*syntax\.py:1\)"),
+        ("lacking.py:f", r"fails to import: ModuleNotFoundError: .*'no_such_library'.* \(.*lacking\.py:1\)"),
+        ("leaving.py:f", r"leaving\.py:f fails to import: SystemExit: sys.exit\(0\) is called \(.*leaving\.py:2\)"),
+        ("leaving:f", r"leaving:f fails to import: SystemExit: sys.exit\(0\) is called \(.*leaving\.py:2\)"),
+        ("jsonn:loads", r"no module 'jsonn' in .* or installed; did you mean 'json'\?"),
+        ("lacking:f", r"fails to import: ModuleNotFoundError: .*'no_such_library'"),
+        ("gsm8k.py", "does not name an object"),
+    ],
+)
+def test_errors_are_one_line_with_the_nearest_name(tmp_path: Path, spec: str, message: str) -> None:
+    write(tmp_path, "gsm8k.py", "def correct(): ...\n")
+    write(tmp_path, "raising.py", "x = 1\ny = x / 0\n")
+    write(tmp_path, "leaving.py", "import sys\nsys.exit(0)\n")
+    write(tmp_path, "syntax.py", "def f(:\n")
+    write(tmp_path, "lacking.py", "import no_such_library\n")
+    with pytest.raises(ConfigError, match=message) as caught:
+        import_object(spec, base_dir=tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_failed_import_is_tried_again(tmp_path: Path) -> None:
+    write(tmp_path, "flaky.py", "raise ValueError('first')\n")
+    with pytest.raises(ConfigError, match="first"):
+        import_object("flaky.py:f", base_dir=tmp_path)
+    write(tmp_path, "flaky.py", "def f(): return 'mended'\n")
+    assert import_object("flaky.py:f", base_dir=tmp_path)() == "mended"  # type: ignore[operator]
+
+
+def test_did_you_mean_says_nothing_without_resemblance() -> None:
+    assert did_you_mean("prompt", ["zzz"]) == ""
+    assert did_you_mean("completion", ["prompt", "question"]) == did_you_mean("question", ["solution"]) == ""
+    assert did_you_mean("completion", ["prompt", "completions"]) == "; did you mean 'completions'?"
+    assert did_you_mean("sft", ["rl", "stf"]) == "; did you mean 'stf'?"

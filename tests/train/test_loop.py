@@ -1,0 +1,266 @@
+"""The loop around steps: what it calls when, what it writes, how it stops."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from posttrain.batch import Batch
+from posttrain.errors import ConfigError
+from posttrain.losses.sft import SFTLoss
+from posttrain.metrics import Sample, to_host
+from posttrain.train import loop as fit
+from posttrain.train.checkpoint import Checkpointer
+from posttrain.train.loop import Every, Interrupted, Origin, StopRequest, restore_latest, run_steps, stop_on_signals
+from posttrain.train.trainer import Trainer
+from tests.tiny import tiny_model
+
+ORIGIN = Origin(name="base", parts={"config.json": "1", "model.safetensors": "2"})
+
+
+class Counting:
+    """Batches whose tokens depend on how many came before."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def __next__(self) -> Batch:
+        self.taken += 1
+        tokens = ((np.arange(16).reshape(2, 8) * 7 + self.taken) % 512).astype(np.int32)
+        ones = np.ones_like(tokens)
+        return Batch(
+            tokens=tokens,
+            positions=np.broadcast_to(np.arange(8, dtype=np.int32), (2, 8)).copy(),
+            segments=ones,
+            loss_weight=ones.astype(np.float32),
+        )
+
+    def state(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
+
+
+class Written:
+    def __init__(self, data: Counting) -> None:
+        self.lines: list[tuple[int, Mapping[str, float]]] = []
+        self.taken: list[int] = []
+        """Batches that were taken when the line was written."""
+        self.data = data
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.lines.append((step, metrics))
+        self.taken.append(self.data.taken)
+
+    def tables(self, step: int, tables: Mapping[str, Any]) -> None:
+        raise AssertionError
+
+    def samples(self, step: int, rows: Sequence[Sample]) -> None:
+        raise AssertionError
+
+    def close(self) -> None:
+        raise AssertionError
+
+
+class Loop:
+    """A trainer with all that `run_steps` wants."""
+
+    def __init__(self, folder: Path):
+        model = tiny_model(num_layers=1, windows=(None,))
+        self.trainer = Trainer(model, SFTLoss(), optax.sgd(0.1), temperature=1.0, max_grad_norm=1.0)
+        self.data, self.stop, self.folder = Counting(), StopRequest(), folder
+        self.sink = Written(self.data)
+        self.evaluations: list[int] = []
+
+    def run(
+        self, num_steps: int, *, checkpoint: int = 1000, evaluation: int | None = None, origin: Origin = ORIGIN
+    ) -> None:
+        def evaluate() -> dict[str, float]:
+            self.evaluations.append(self.trainer.step_number)
+            return {"eval/x": 1.0}
+
+        with Checkpointer(self.folder) as checkpointer:
+            restore_latest(self.trainer, self.data, checkpointer, origin)
+            run_steps(
+                self.trainer,
+                self.step,
+                self.data,
+                origin=origin,
+                num_steps=num_steps,
+                checkpointer=checkpointer,
+                sink=self.sink,
+                learning_rate=optax.constant_schedule(0.5),
+                every=Every(checkpoint=checkpoint, evaluation=evaluation),
+                evaluate=evaluate,
+                stop=self.stop,
+            )
+
+    def step(self) -> Mapping[str, Any]:
+        return self.trainer.step(next(self.data))
+
+    @property
+    def saved(self) -> list[int]:
+        return sorted(int(entry.name) for entry in self.folder.iterdir() if entry.name.isdigit())
+
+
+def test_what_happens_when(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.run(5, checkpoint=2, evaluation=2)
+    assert [step for step, metrics in loop.sink.lines if "grad_norm" in metrics] == [1, 2, 3, 4, 5]
+    assert loop.evaluations == [2, 4] and loop.saved == [4, 5]
+    _, metrics = loop.sink.lines[0]
+    assert metrics["learning_rate"] == 0.5 and metrics["num_tokens"] == 16
+    assert metrics["perf/tokens_per_s"] == pytest.approx(16 / metrics["step_time"])
+    loop.run(5)
+    assert loop.data.taken == 5
+
+
+def test_a_line_waits_for_the_dispatch_of_the_next_step_and_says_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where steps still run when they were dispatched, as on an accelerator: 1 and 2 wait; 3 comes before its
+    evaluation, 4 before its checkpoint, 5 before the end."""
+    monkeypatch.setattr(fit, "_are_ready", lambda metrics: False)
+    loop, by_hand = Loop(tmp_path), Loop(tmp_path / "other")
+    loop.run(5, checkpoint=4, evaluation=3)
+    written = zip(loop.sink.lines, loop.sink.taken, strict=True)
+    told = [(step, "eval/x" in metrics, taken) for (step, metrics), taken in written]
+    assert told == [(1, False, 2), (2, False, 3), (3, False, 3), (3, True, 3), (4, False, 4), (5, False, 5)]
+    for step, metrics in loop.sink.lines:
+        if "eval/x" not in metrics:
+            expected = to_host(by_hand.step())
+            assert {name: metrics[name] for name in expected} == expected and by_hand.trainer.step_number == step
+            assert metrics["step_time"] > 0
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_step_that_is_done_is_written_at_once_with_its_own_time(tmp_path: Path, on_host: bool) -> None:
+    """On a CPU programs run in the thread that calls them: a line that waited would tell the time of the next step."""
+    loop = Loop(tmp_path)
+    on_device = loop.step
+
+    def step() -> Mapping[str, Any]:
+        metrics = on_device()
+        time.sleep(3.0 if loop.data.taken == 2 else 0.0)
+        return to_host(metrics) if on_host else metrics
+
+    loop.step = step  # type: ignore[method-assign]
+    loop.run(4)
+    assert loop.sink.taken == [1, 2, 3, 4]
+    _, second, *later = (metrics["step_time"] for _, metrics in loop.sink.lines)
+    assert second > 3.0 > max(later)
+
+
+def test_what_was_done_before_an_error_is_written(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    whole = loop.step
+
+    def step() -> Mapping[str, Any]:
+        if loop.data.taken == 2:
+            raise ValueError("no third batch")
+        return whole()
+
+    loop.step = step  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="no third batch"):
+        loop.run(5)
+    assert [step for step, _ in loop.sink.lines] == [1, 2] and loop.saved == []
+
+
+def test_a_checkpoint_continues_only_the_model_it_was_made_over(tmp_path: Path) -> None:
+    Loop(tmp_path).run(1)
+    parts = {"config.json": "1", "model-00001.safetensors": "2"}
+    with pytest.raises(ConfigError) as caught:
+        Loop(tmp_path).run(2, origin=Origin(name="other/base", parts=parts))
+    for words in (
+        f"{tmp_path / '1'}: continues another model",
+        "in other/base model-00001.safetensors is new, model.safetensors is gone since",
+        "give another output, or bring the old model back",
+    ):
+        assert words in str(caught.value)
+    with pytest.raises(ConfigError, match="config.json has changed since"):
+        Loop(tmp_path).run(2, origin=Origin(name="base", parts={**ORIGIN.parts, "config.json": "3"}))
+    Loop(tmp_path).run(2, origin=Origin(name="moved", parts=ORIGIN.parts))
+
+
+def test_resumed_is_never_stopped(tmp_path: Path) -> None:
+    whole, first, second = (Loop(tmp_path / name) for name in ("whole", "parts", "parts"))
+    whole.run(4)
+    first.run(2)
+    second.run(4)
+    assert [step for step, _ in second.sink.lines] == [3, 4] and second.data.taken == 4
+    for path, value in whole.trainer.params.items():
+        np.testing.assert_array_equal(value, second.trainer.params[path])
+
+
+def test_stop_saves_and_says_where(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.stop.requested = True
+    with pytest.raises(Interrupted, match="stopped after step 1 of 3"):
+        loop.run(3)
+    assert loop.saved == [1]
+
+
+def test_stop_in_the_last_step_is_an_end(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.stop.requested = True
+    loop.run(1)
+    assert loop.saved == [1]
+
+
+def test_gradient_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.run(1)
+    params = loop.trainer.params
+    spoiled = {**params, "final_norm.scale": jnp.full_like(params["final_norm.scale"], jnp.nan)}
+    loop.trainer.restore({**loop.trainer.state(), "params": spoiled}, 1)
+    with pytest.raises(FloatingPointError, match="step 2: the gradient norm is nan"):
+        run_steps(
+            loop.trainer,
+            loop.step,
+            loop.data,
+            origin=ORIGIN,
+            num_steps=5,
+            checkpointer=Checkpointer(tmp_path / "other"),
+            sink=loop.sink,
+            learning_rate=optax.constant_schedule(0.5),
+            every=Every(checkpoint=4, evaluation=None),
+            evaluate=None,
+            stop=loop.stop,
+        )
+    assert loop.trainer.step_number == 2
+    assert not [entry for entry in (tmp_path / "other").iterdir() if entry.name.isdigit()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_second_signal_interrupts(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(number)
+    with stop_on_signals() as stop:
+        os.kill(os.getpid(), number)
+        assert stop.requested and "stopping after this step" in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
+
+
+def test_other_threads_leave_signals_alone() -> None:
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def work() -> None:
+        with stop_on_signals() as stop:
+            seen.append((stop.requested, signal.getsignal(signal.SIGINT)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(False, before)]
