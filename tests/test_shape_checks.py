@@ -10,7 +10,7 @@ import pytest
 from beartype import beartype
 from jaxtyping import Float, TypeCheckError
 
-from posttrain.kernels.chunks import chunk_length
+from posttrain.kernels.logits.chunks import chunk_length
 from tests.shape_checks import check_at_first_call
 
 checked = check_at_first_call(typechecker=beartype)
