@@ -37,7 +37,10 @@ def pytest_configure(config: pytest.Config) -> None:
         )
     os.environ["JAX_PLATFORMS"] = "cuda,cpu" if config.getoption("--gpu") else "cpu"
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
-    compilation.set_up(config.rootpath / ".pytest_cache" / "jax")
+    cache = config.rootpath / ".pytest_cache" / "jax"
+    if not hasattr(config, "workerinput"):  # before there are workers
+        compilation.prune(cache)
+    compilation.set_up(cache)
     # Workers and children share what one of them compiled of Python, too.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
