@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import hashlib
 import json
 import secrets
@@ -10,32 +9,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import ValidationError
-
 from posttrain.config import ModelSection, RunConfig, SampledSection, Section
 from posttrain.config.yaml_file import build_config, dump_config, load_config
 from posttrain.errors import ConfigError
 from posttrain.runs.code_identity import source_of
 from posttrain.runs.run import RunResult, run
-from posttrain.weights.locate import read_model_config
 
-NUM_STEPS = 100
 MODEL_FIELDS = frozenset(ModelSection.model_fields) - {"path"}
 
 
-class PythonRun(abc.ABC):
+class PythonRun:
     """One stage described by keywords; `fit` runs it, resuming what an earlier call with the same settings left.
 
-    `model`: a path or hub id, or a mapping of `posttrain.config.ModelSection`. `dataset`: a path, a list of rows, or a
-    mapping of `DatasetSection`. Without `output` the run goes to `runs/<kind>-<hash of the settings>`; without `seed`
-    it draws one and writes it into the run's `config.yaml`. ConfigError for what is wrong, before anything runs.
+    Keywords are the fields of the stage, with the defaults of its section. `model`: a path or hub id, or a mapping of
+    `posttrain.config.ModelSection`. `dataset`: a path, a list of rows, or a mapping of `DatasetSection`. Without
+    `output` the run goes to `runs/<kind>-<hash of the settings>`; without `seed` it draws one and writes it into the
+    run's `config.yaml`. ConfigError for what is wrong, before anything runs.
     """
 
     kind: ClassVar[str]
-    defaults: ClassVar[Mapping[str, Any]]
-    """Fields of the stage beside `num_steps` and those of `lengths`."""
-    lora_learning_rate: ClassVar[float]
-    """In place of the one of `defaults`, which is for all weights."""
 
     def __init__(
         self,
@@ -50,11 +42,7 @@ class PythonRun(abc.ABC):
     ):
         model_fields = {name: fields.pop(name) for name in list(fields) if name in MODEL_FIELDS}
         source = _model_fields(model) | model_fields
-        stage = self._stage(
-            fields,
-            lora=source.get("lora") is not None or source.get("adapter") is not None,
-            max_positions=_max_positions(source),
-        )
+        stage = _stage(fields)
         inline = {"dataset": _rows(dataset), "eval_dataset": _rows(stage.pop("eval_dataset", None))}
         texts = {name: _jsonl(name, value) for name, value in inline.items() if isinstance(value, list)}
         data: dict[str, Any] = {"model": source, "mesh": mesh or {}, "tensorboard": tensorboard}
@@ -81,74 +69,26 @@ class PythonRun(abc.ABC):
     def __repr__(self) -> str:
         return dump_config(self.config)
 
-    @classmethod
-    @abc.abstractmethod
-    def lengths(cls, given: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
-        """Defaults of the fields that the model's context bounds; `given` are the caller's fields."""
 
-    def _stage(self, fields: Mapping[str, Any], *, lora: bool, max_positions: int | None) -> dict[str, Any]:
-        """The given fields over the defaults; of nested sections only the given keys replace defaults."""
-        given = _plain(fields)
-        stage: dict[str, Any] = {"num_steps": NUM_STEPS, **self.defaults, **self.lengths(given, max_positions)}
-        if lora:
-            stage["optimizer"] = {**stage["optimizer"], "learning_rate": self.lora_learning_rate}
-        for name, value in given.items():
-            nested = isinstance(value, Mapping) and isinstance(stage.get(name), Mapping)
-            stage[name] = {**stage[name], **value} if nested else value
-        if "rewards" in stage:
-            rewards = stage["rewards"] if isinstance(stage["rewards"], list) else [stage["rewards"]]
-            stage["rewards"] = [{"fn": r} if callable(r) or isinstance(r, str) else r for r in rewards]
-        return stage
+def _stage(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the stage; a single reward, and rewards that are functions or their names, as a list of sections."""
+    stage: dict[str, Any] = _plain(fields)
+    if "rewards" in stage:
+        rewards = stage["rewards"] if isinstance(stage["rewards"], list) else [stage["rewards"]]
+        stage["rewards"] = [{"fn": r} if callable(r) or isinstance(r, str) else r for r in rewards]
+    return stage
 
 
-class GivenPythonRun(PythonRun):
-    """Of the stages that train on answers as they are given."""
-
-    defaults: ClassVar[Mapping[str, Any]] = {"batch_rows": 8, "overlong": "truncate"}
-    row_tokens: ClassVar[int]
-    """Of a row, or the model's context where that is less."""
-
-    @classmethod
-    def lengths(cls, given: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
-        return {"row_tokens": min(cls.row_tokens, max_positions or cls.row_tokens)}
-
-
-class SampledPythonRun(PythonRun):
-    """Of the stages that sample answers to prompts."""
-
-    defaults: ClassVar[Mapping[str, Any]] = {"prompts_per_step": 8, "optimizer": {"learning_rate": 1e-6}}
-    lora_learning_rate = 1e-5
-    sequences: ClassVar[int]
-    """Prompts, each with its answer, that a row must hold."""
-
-    @classmethod
-    def lengths(cls, given: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
-        """512 tokens for each prompt and each answer, or equal parts of the row where the model's context is less."""
-        sampling = given.get("sampling")
-        answer = sampling.get("max_tokens", 512) if isinstance(sampling, Mapping) else 512
-        row = given.get("row_tokens", cls.sequences * (512 + answer if isinstance(answer, int) else 1024))
-        if "row_tokens" not in given and max_positions is not None:
-            row = min(row, max_positions)
-        longest = min(512, row // (2 * cls.sequences)) if isinstance(row, int) else 512
-        return {"row_tokens": row, "sampling": {"max_tokens": longest}}
-
-
-class SFT(GivenPythonRun):
+class SFT(PythonRun):
     """Supervised fine-tuning from Python: `pt.SFT(model="path", dataset="data.jsonl").fit()`.
 
     Every field of `posttrain.config.SFTSection` is a keyword, as are `output`, `seed` and `mesh`.
     """
 
     kind = "sft"
-    defaults: ClassVar[Mapping[str, Any]] = {
-        **GivenPythonRun.defaults,
-        "optimizer": {"learning_rate": 2e-5, "schedule": "cosine"},
-    }
-    lora_learning_rate = 2e-4
-    row_tokens = 1024
 
 
-class Distill(GivenPythonRun):
+class Distill(PythonRun):
     """Distillation from Python: `pt.Distill(model="student", teacher="teacher", dataset="data.jsonl").fit()`.
 
     Every field of `posttrain.config.DistillSection` is a keyword, as are `output`, `seed` and `mesh`. `teacher`: a path
@@ -156,12 +96,6 @@ class Distill(GivenPythonRun):
     """
 
     kind = "distill"
-    defaults: ClassVar[Mapping[str, Any]] = {
-        **GivenPythonRun.defaults,
-        "optimizer": {"learning_rate": 5e-5, "schedule": "cosine"},
-    }
-    lora_learning_rate = 2e-4
-    row_tokens = 1024
 
     def __init__(self, model: Any, teacher: Any = None, dataset: Any = None, **fields: Any):
         if teacher is not None:
@@ -171,23 +105,16 @@ class Distill(GivenPythonRun):
         super().__init__(model, dataset, **fields)
 
 
-class Preference(GivenPythonRun):
+class Preference(PythonRun):
     """Preference optimisation from Python: `pt.Preference(model="path", dataset="pairs.jsonl").fit()`.
 
     Every field of `posttrain.config.PreferenceSection` is a keyword, as are `output`, `seed` and `mesh`.
     """
 
     kind = "preference"
-    defaults: ClassVar[Mapping[str, Any]] = {
-        **GivenPythonRun.defaults,
-        "optimizer": {"learning_rate": 1e-6, "schedule": "linear"},
-    }
-    lora_learning_rate = 1e-5
-    row_tokens = 2048
-    """For both answers."""
 
 
-class RewardModel(Preference):
+class RewardModel(PythonRun):
     """A reward model from Python: `pt.RewardModel(model="path", dataset="pairs.jsonl").fit()`.
 
     Every field of `posttrain.config.RewardModelSection` is a keyword, as are `output`, `seed` and `mesh`. The result is
@@ -195,33 +122,24 @@ class RewardModel(Preference):
     """
 
     kind = "reward_model"
-    defaults: ClassVar[Mapping[str, Any]] = {
-        **Preference.defaults,
-        "optimizer": {"learning_rate": 1e-5, "schedule": "linear"},
-    }
-    lora_learning_rate = 1e-4
 
 
-class RL(SampledPythonRun):
+class RL(PythonRun):
     """Reinforcement learning from Python: `pt.RL(model="path", dataset="data.jsonl", rewards=[correct]).fit()`.
 
     Every field of `posttrain.config.RLSection` is a keyword, as are `output`, `seed` and `mesh`.
     """
 
     kind = "rl"
-    defaults: ClassVar[Mapping[str, Any]] = {**SampledPythonRun.defaults, "group_size": 8}
-    sequences = 1
 
 
-class OnlinePreference(SampledPythonRun):
+class OnlinePreference(PythonRun):
     """Online DPO from Python: `pt.OnlinePreference(model="path", dataset="data.jsonl", rewards=[correct]).fit()`.
 
     Every field of `posttrain.config.OnlinePreferenceSection` is a keyword, as are `output`, `seed` and `mesh`.
     """
 
     kind = "online_preference"
-    defaults: ClassVar[Mapping[str, Any]] = {**SampledPythonRun.defaults, "group_size": 4}
-    sequences = 2
 
 
 def _model_fields(model: Any) -> dict[str, Any]:
@@ -234,17 +152,6 @@ def _model_fields(model: Any) -> dict[str, Any]:
         f"model: must be a folder, a hub id or a mapping of model fields; got a {type(model).__name__} "
         "(a Decoder in memory is saved with pt.save_model, or trained with pt.Trainer)"
     )
-
-
-def _max_positions(source: Mapping[str, Any]) -> int | None:
-    """The model's context, to choose defaults by; None where it is not known yet or the settings are wrong."""
-    try:
-        section = ModelSection.model_validate(_plain(source))
-    except ValidationError:
-        return None  # `build_config` says what is wrong
-    vocab_size = 1 if section.init is not None else None
-    config = read_model_config(section, Path.cwd(), vocab_size=vocab_size)
-    return None if config is None else config.max_positions
 
 
 def _rows(value: Any) -> Any:

@@ -6,7 +6,7 @@ import json
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -44,14 +44,20 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def check(config: ConfigPath, overrides: Overrides = None) -> None:
+def check(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Devices of the machine that will run it; by default those of this one.")
+    ] = None,
+) -> None:
     """Validate everything that can be validated without loading weights."""
     from posttrain.config.yaml_file import load_config
 
     loaded = load_config(config, overrides or [])
     from posttrain.runs import check as recipe
 
-    for line in recipe.check(loaded.config, loaded.base_dir):
+    for line in recipe.check(loaded.config, loaded.base_dir, devices):
         print(line)
     print("ok")
 
@@ -101,6 +107,9 @@ def generate(
     n: Annotated[int, typer.Option("-n", "--samples", min=1, help="Completions of each prompt.")] = 1,
     seed: Annotated[int | None, typer.Option(help="By default drawn from the system.")] = None,
     chat: Annotated[bool | None, typer.Option(help="Use the chat template; by default if there is one.")] = None,
+    messages: Annotated[
+        bool, typer.Option("--messages", help="Prompts are conversations: JSON lists of role and content.")
+    ] = False,
     logprobs: Annotated[int | None, typer.Option(min=0, help="Print JSON, with so many likely tokens.")] = None,
     prompt_logprobs: Annotated[bool, typer.Option("--prompt-logprobs", help="The same of the prompt.")] = False,
 ) -> None:
@@ -112,7 +121,7 @@ def generate(
     answers = complete(
         loaded,
         tokenizer,
-        texts,
+        _conversations(texts) if messages else texts,
         max_new_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -132,7 +141,7 @@ def generate(
         top_logps=logprobs or 0,
         prompt_logps=prompt_logprobs,
     )
-    plain = chat is False or tokenizer.chat_template is None
+    plain = not messages and (chat is False or tokenizer.chat_template is None)
     recorded = logprobs is not None or prompt_logprobs
     for prompt, answer in zip([text for text in texts for _ in range(n)], answers, strict=True):
         text = f"{prompt}{answer.text}" if plain else answer.text
@@ -153,6 +162,18 @@ def _load(model: str, adapter: str | None, family: str | None) -> tuple[Decoder,
         add_family(family)
     tokenizer = load_tokenizer(model)
     return load_model(model, adapter=adapter), tokenizer
+
+
+def _conversations(texts: list[str]) -> list[Any]:
+    """ConfigError for what is not JSON."""
+    found = []
+    for text in texts:
+        try:
+            found.append(json.loads(text))
+        except json.JSONDecodeError as error:
+            example = '[{"role": "user", "content": "Hello"}]'
+            raise ConfigError(f"--messages: {text[:60]!r} is not JSON ({error}); write {example}") from error
+    return found
 
 
 def _biases(texts: list[str]) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""Text from a model, without a run around it."""
+"""Text generation outside of a run: `pt.generate`, `pt.complete`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
-from posttrain.data.chat import Renderer
+from posttrain.data.chat import Message, Renderer
+from posttrain.data.format import checked_messages
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
@@ -19,6 +20,9 @@ from posttrain.weights.state import ModelWeights
 
 MAX_SLOTS = 64
 DEFAULT_NEW_TOKENS = 128
+
+Prompts = str | Sequence[Mapping[str, Any]] | Sequence[str | Sequence[Mapping[str, Any]]]
+"""One prompt or several: each a string, or a conversation of messages with role and content."""
 
 
 class Settings(TypedDict, total=False):
@@ -79,13 +83,13 @@ def _token(decode: Callable[[Sequence[int]], str], token: int, logp: float) -> d
 def generate(
     model: Decoder,
     tokenizer: Tokenizer,
-    prompts: Sequence[str],
+    prompts: Prompts,
     *,
-    max_new_tokens: int | None,
-    temperature: float,
+    max_new_tokens: int | None = None,
+    temperature: float = 0.0,
     **settings: Unpack[Settings],
 ) -> list[str]:
-    """The texts of `complete`."""
+    """Completions as text, see `complete`: one for each prompt and sample, and a list also for a single prompt."""
     done = complete(model, tokenizer, prompts, max_new_tokens=max_new_tokens, temperature=temperature, **settings)
     return [generated.text for generated in done]
 
@@ -93,36 +97,40 @@ def generate(
 def complete(
     model: Decoder,
     tokenizer: Tokenizer,
-    prompts: Sequence[str],
+    prompts: Prompts,
     *,
-    max_new_tokens: int | None,
-    temperature: float,
+    max_new_tokens: int | None = None,
+    temperature: float = 0.0,
     top_logps: int = 0,
     prompt_logps: bool = False,
     **settings: Unpack[Settings],
 ) -> list[Generated]:
-    """`n` completions of each prompt, those of a prompt side by side, with log-probabilities.
+    """Completions with their tokens and log-probabilities: `n` of each prompt, those of a prompt side by side.
 
-    `max_new_tokens`: None for 128, or for what the longest prompt leaves of the model's context. `top_logps`: that many
-    of the most probable tokens in each place; `prompt_logps`: log-probabilities of the prompt too. Rows of the
-    embedding beyond the tokenizer's ids are never sampled. ConfigError for settings out of range, and for prompts that
-    are empty or too long.
+    `prompts`: a string, a conversation (list of messages with role and content), or a list of these. A conversation
+    goes through the chat template; a string does as `chat` says. `max_new_tokens`: None for 128, or for what the
+    longest prompt leaves of the model's context. `temperature`: 0 is greedy, the same at each call; sample with 1.0.
+    `top_logps`: that many of the most probable tokens in each place; `prompt_logps`: log-probabilities of the prompt
+    too. Rows of the embedding beyond the tokenizer's ids are never sampled. ConfigError for settings out of range, for
+    `n` equal greedy completions, and for prompts that are empty or too long.
     """
     n, seed, chat = settings.pop("n", 1), settings.pop("seed", None), settings.pop("chat", None)
     if n < 1:
         raise ConfigError(f"generate: n={n}: must be at least 1")
-    if not prompts:
+    if n > 1 and temperature == 0:
+        raise ConfigError(f"generate: n={n} at temperature 0 (greedy) gives equal completions; use temperature=1.0")
+    named = _named(prompts)
+    if not named:
         return []
-    renderer = Renderer(tokenizer, tokenizer.chat_template is not None if chat is None else chat)
-    rendered = [renderer.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
+    rendered = _render(tokenizer, named, chat)
     if max_new_tokens is None:
         max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, model.config.max_positions - max(map(len, rendered))))
-    _check_lengths(model, rendered, max_new_tokens)
+    _check_lengths(model, [name for name, _ in named], rendered, max_new_tokens)
     common = _params(
         model, tokenizer, settings, max_new_tokens, temperature, top_logps=top_logps, prompt_logps=prompt_logps
     )
     seed = secrets.randbits(31) if seed is None else seed
-    params = [p for index in range(len(prompts)) for p in samples_of(common, n=n, seed=seed, prompt=index)]
+    params = [p for index in range(len(rendered)) for p in samples_of(common, n=n, seed=seed, prompt=index)]
     engine = NativeEngine(
         _without_padding(model, tokenizer),
         slots=min(len(params), MAX_SLOTS),
@@ -144,6 +152,51 @@ def complete(
         )
         for prompt, completion in zip(several, completions, strict=True)
     ]
+
+
+def _render(tokenizer: Tokenizer, prompts: Sequence[tuple[str, Any]], chat: bool | None) -> list[list[int]]:
+    """Tokens of each prompt."""
+    renderers: dict[bool, Renderer] = {}
+    rendered = []
+    for name, prompt in prompts:
+        text = isinstance(prompt, str)
+        templated = tokenizer.chat_template is not None if chat is None else chat
+        if not text and (chat is False or tokenizer.chat_template is None):
+            why = "chat is off" if chat is False else f"tokenizer {tokenizer.name} has none"
+            raise ConfigError(
+                f"generate: {name} is a conversation, which needs a chat template, and {why}; give a string"
+            )
+        messages: list[Message] = [{"role": "user", "content": prompt}] if text else _conversation(prompt, name)
+        if templated not in renderers:
+            renderers[templated] = Renderer(tokenizer, templated)
+        rendered.append(renderers[templated].prompt(messages))
+    return rendered
+
+
+def _named(prompts: Any) -> list[tuple[str, Any]]:
+    """Prompts with the name of each for errors; a single one is a list of one."""
+    if isinstance(prompts, str):
+        return [("the prompt", prompts)]
+    if isinstance(prompts, Mapping):
+        raise ConfigError("generate: the prompt is a single message; give a conversation, a list of messages")
+    several = list(prompts)
+    if several and all(isinstance(one, Mapping) for one in several):
+        return [("the prompt", several)]
+    return [(f"prompt {index}", one) for index, one in enumerate(several)]
+
+
+def _conversation(prompt: Any, name: str) -> list[Message]:
+    if not isinstance(prompt, Sequence) or not all(isinstance(message, Mapping) for message in prompt) or not prompt:
+        raise ConfigError(
+            f"generate: {name} must be a string, or a list of messages with role and content; got {str(prompt)[:60]!r}"
+        )
+    try:
+        messages = checked_messages(prompt, "messages")
+    except ConfigError as error:
+        raise ConfigError(f"generate: {name}: {error}") from error
+    if messages[-1]["role"] == "assistant":
+        raise ConfigError(f"generate: {name} ends with an assistant message; end before the reply")
+    return messages
 
 
 def _params(
@@ -182,13 +235,13 @@ def _without_padding(model: Decoder, tokenizer: Tokenizer) -> Decoder:
     return copy
 
 
-def _check_lengths(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def _check_lengths(model: Decoder, names: Sequence[str], prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     longest = model.config.max_positions
-    for index, prompt in enumerate(prompts):
+    for name, prompt in zip(names, prompts, strict=True):
         if not prompt:
-            raise ConfigError(f"generate: prompt {index} is empty; give at least one character")
+            raise ConfigError(f"generate: {name} is empty; give at least one character")
         if len(prompt) + max_new_tokens > longest:
             raise ConfigError(
-                f"generate: prompt {index} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} that is more "
+                f"generate: {name} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} that is more "
                 f"than the model's max_position_embeddings={longest}; shorten the prompt, or ask for fewer new tokens"
             )

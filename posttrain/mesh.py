@@ -38,16 +38,19 @@ BATCH_SPEC = PartitionSpec(ROW_AXES)
 def make_mesh(section: MeshSection, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh that a configuration asks for. ConfigError where the sizes do not multiply to the number of devices."""
     devices = jax.devices() if devices is None else devices
-    sizes = [section.data, section.fsdp, section.expert, section.tensor]
-    free = [i for i, size in enumerate(sizes) if size == -1]
-    fixed = math.prod(size for size in sizes if size != -1)
-    named = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, sizes, strict=True))
-    if free:
-        sizes[free[0]] = len(devices) // fixed
-    if math.prod(sizes) != len(devices):
-        raise ConfigError(f"mesh: {named} must multiply to the number of devices, {len(devices)}")
-    grid = np.asarray(devices).reshape(sizes)
+    grid = np.asarray(devices).reshape(mesh_sizes(section, len(devices)))
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def mesh_sizes(section: MeshSection, num_devices: int) -> tuple[int, ...]:
+    """Sizes of `MESH_AXES` for so many devices. ConfigError where they do not multiply to that number."""
+    given = (section.data, section.fsdp, section.expert, section.tensor)
+    fixed = math.prod(size for size in given if size != -1)
+    sizes = tuple(num_devices // fixed if size == -1 else size for size in given)
+    if math.prod(sizes) != num_devices:
+        named = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, given, strict=True))
+        raise ConfigError(f"mesh: {named} must multiply to the number of devices, {num_devices}")
+    return sizes
 
 
 def single_device_mesh() -> Mesh:

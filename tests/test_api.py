@@ -14,6 +14,7 @@ import pytest
 import posttrain as pt
 from posttrain.api import _model_fields, _rows
 from posttrain.config import LoRA, SamplingSection
+from posttrain.runs.prepare import prepare
 from tests.stages.runs import INIT, ROWS, inside
 
 MODEL = {"init": INIT, "tokenizer": "bytes"}
@@ -117,30 +118,9 @@ def test_edited_reward_is_another_run(folder: Path) -> None:
     assert rl(rewards=[first]).config.output != rl(rewards=[second]).config.output
 
 
-def test_defaults_fit_the_model() -> None:
-    context = {**MODEL, "init": {**INIT, "max_position_embeddings": 512}}
-
-    def lengths(**fields: Any) -> tuple[int, int]:
-        stage = pt.RL(**{"model": context, "dataset": DATASET, "rewards": [low], **fields}).config.stages[0]
-        assert stage.kind == "rl"
-        return stage.row_tokens, stage.sampling.max_tokens
-
-    long = {**MODEL, "init": {**INIT, "max_position_embeddings": 40_000}}
-    assert lengths(model=long) == (1024, 512)
-    assert lengths(model=long, sampling={"max_tokens": 2000}) == (2512, 2000)
-    assert lengths() == (512, 256)
-    assert lengths(sampling={"max_tokens": 100}) == (512, 100)
-    assert lengths(sampling={"temperature": 0.5}) == (512, 256)
-    assert lengths(row_tokens=128) == (128, 64)
-    assert pt.SFT(context, DATASET).config.stages[0].row_tokens == 512
-    assert pt.SFT(long, DATASET).config.stages[0].row_tokens == 1024
-    with pytest.raises(pt.ConfigError, match="row_tokens=600 must be at most max_position_embeddings=512"):
-        pt.SFT(context, DATASET, row_tokens=600).fit()
-
-
 def test_three_arguments_on_a_real_model(shared: Path) -> None:
     run = pt.RL(shared / "models" / "stories260k", DATASET, rewards=low)
-    assert run.config.stages[0].row_tokens == 512
+    assert prepare(run.config, Path.cwd(), offline_ok=True).config.stages[0].row_tokens == 512
     assert run.config.stages[0].optimizer.learning_rate == 1e-6
     adapted = pt.RL(shared / "models" / "stories260k", DATASET, rewards=low, lora=LoRA(rank=4))
     assert adapted.config.stages[0].optimizer.learning_rate == 1e-5

@@ -131,6 +131,9 @@ def test_generate(finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -
     chat = posttrain("generate", model, "1+1=", "--max-tokens", "6").out
     assert chat == posttrain("generate", model, "1+1=", "--max-tokens", "6", "--chat").out
     assert not chat.startswith("1+1=")
+    turns = json.dumps([{"role": "user", "content": "1+1="}])
+    assert chat == posttrain("generate", model, turns, "--messages", "--max-tokens", "6").out
+    assert "--messages: '1+1=' is not JSON" in posttrain("generate", model, "1+1=", "--messages").error
 
 
 def test_generate_hands_its_options_on(finished: tuple[Path, str]) -> None:

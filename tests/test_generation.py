@@ -12,6 +12,7 @@ import posttrain as pt
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
+from posttrain.generation import _named, _render
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.types import SamplingParams
 from tests.rollout.engines import NaiveEngine, assert_same
@@ -39,6 +40,43 @@ def texts(parts: tuple[Decoder, Tokenizer], prompts: tuple[str, ...] = ("12+",),
     )
 
 
+def test_one_prompt_or_several_and_conversations(parts: tuple[Decoder, Tokenizer]) -> None:
+    """Greedy without settings; a conversation goes through the template like a string with the same user turn."""
+    model, tokenizer = parts
+    short: dict[str, Any] = {"max_new_tokens": 8}
+    user = {"role": "user", "content": "12+"}
+    system = [{"role": "system", "content": "Add."}, user]
+    (alone,) = pt.generate(model, tokenizer, "12+", **short)
+    mixed = pt.generate(model, tokenizer, ["12+", [user], system], **short)
+    assert mixed[:2] == [alone, alone] and pt.generate(model, tokenizer, [user], **short) == [alone]
+    (whole,) = pt.complete(model, tokenizer, system, **short)
+    template = Renderer(tokenizer, chat=True).prompt
+    assert list(whole.prompt_tokens) == template([{"role": m["role"], "content": m["content"]} for m in system])
+    assert whole.text == mixed[2]
+    (default,) = pt.complete(model, tokenizer, "12+", ignore_eos=True)
+    assert len(default.completion.tokens) == min(128, model.config.max_positions - len(default.prompt_tokens))
+    assert pt.generate(model, tokenizer, []) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "words"),
+    [
+        ({"role": "user", "content": "a"}, {}, "the prompt is a single message; give a conversation"),
+        ([3], {}, "prompt 0 must be a string, or a list of messages with role and content; got '3'"),
+        ([["a", "b"]], {}, "prompt 0 must be a string, or a list of messages"),
+        ([{"role": "usr", "content": "a"}], {}, "the prompt: messages[0].role='usr': use one of"),
+        (["a", [{"role": "assistant", "content": "a"}]], {}, "prompt 1 ends with an assistant message"),
+        ([{"role": "user", "content": "a"}], {"chat": False}, "needs a chat template, and chat is off"),
+    ],
+)
+def test_prompts_that_cannot_be(
+    parts: tuple[Decoder, Tokenizer], prompts: Any, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _render(parts[1], _named(prompts), settings.get("chat"))
+    assert words in str(caught.value)
+
+
 def test_several_samples_of_each_prompt(parts: tuple[Decoder, Tokenizer]) -> None:
     warm = {"temperature": 1.0, "seed": 7}
     several = texts(parts, ("12+", "ab"), n=3, **warm)
@@ -46,6 +84,8 @@ def test_several_samples_of_each_prompt(parts: tuple[Decoder, Tokenizer]) -> Non
     assert several[::3] == texts(parts, ("12+", "ab"), **warm)
     with pytest.raises(ConfigError, match="n=0"):
         texts(parts, n=0)
+    with pytest.raises(ConfigError, match=r"n=2 at temperature 0 \(greedy\) gives equal completions"):
+        texts(parts, n=2)
 
 
 def test_penalties(parts: tuple[Decoder, Tokenizer], naive: NaiveEngine) -> None:

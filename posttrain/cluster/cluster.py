@@ -1,4 +1,4 @@
-"""Who plays which role, and where. All roles share one mesh; actor and engine share the weights."""
+"""RL cluster: actor, reference, teachers and rollout engine on one mesh; actor and engine share weights."""
 
 from __future__ import annotations
 

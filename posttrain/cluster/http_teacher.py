@@ -26,10 +26,10 @@ FIRST_WAIT_S = 0.5
 AGAIN = (408, 429, 500, 502, 503, 504)
 """HTTP statuses after which the same request may succeed."""
 LEAST_TAIL = 1e-9
-"""What rounding leaves of a tail that is nothing."""
+"""Least tail mass, for a tail that is rounding error."""
 
 Said = tuple[Mapping[int, float], float]
-"""Of one place: log-probabilities of the most probable ids, and of the token itself."""
+"""Log-probabilities at one position: of the most probable ids, and of the token itself."""
 
 
 class ServedTeacherError(RunError):
@@ -37,7 +37,7 @@ class ServedTeacherError(RunError):
 
 
 class ServedTeacher:
-    """What the server at `section.url` says of host rows, `k` ids each. `num_ids`: of the student's tokens.
+    """Teacher at the server `section.url`: top-k of host rows. `num_ids`: size of the student's vocabulary.
 
     Answers are at temperature 1. ConfigError where the server refuses a request, ServedTeacherError where it fails.
     """
@@ -59,7 +59,7 @@ class ServedTeacher:
         return self
 
     def top_k(self, batch: Batch) -> TopK:
-        """Of tokens without loss it is zeros."""
+        """Top-k at each token with loss; zeros elsewhere."""
         shape = batch.shape
         ids, logps = np.zeros((*shape, self._k), np.int32), np.zeros((*shape, self._k), np.float32)
         tail, token_logps = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
@@ -69,7 +69,7 @@ class ServedTeacher:
         return TopK(ids=ids, logps=logps, tail=tail, scaled_tail=tail, token_logps=token_logps)
 
     def logps(self, batch: Batch) -> Float[np.ndarray, "B T"]:
-        """Of the tokens with loss; 0 elsewhere."""
+        """Log-probabilities of the tokens with loss; 0 elsewhere."""
         found = np.zeros(batch.shape, np.float32)
         for at, (_, logp) in self._ask(batch, 1):
             found[at] = logp
@@ -92,7 +92,7 @@ class ServedTeacher:
             ]
 
     def _of(self, tokens: Sequence[int], k: int) -> Sequence[Said]:
-        """Of each token after those before it; the first has an empty one."""
+        """Log-probabilities of each token given those before it; empty for the first."""
         ask, read = (_ask_sglang, _read_sglang) if self._section.server == "sglang" else (_ask_vllm, _read_vllm)
         path, body = ask(self._model, tokens, k)
         answer = self._post(f"{str(self._section.url).rstrip('/')}/{path}", body)

@@ -24,7 +24,7 @@ from posttrain.tracking.console import console, progress_bar
 from posttrain.train.trainer import Trainer
 
 VERSION = 2
-"""Of the files; another one is another key."""
+"""Version of the file format; part of the key."""
 
 SHARD_BATCHES = 32
 """Batches in one shard: what a killed run computes again at most."""
@@ -202,7 +202,7 @@ def _write(folder: Path, scored: list[_Scored]) -> Path:
 
 
 def model_key(trainer: Trainer, origin: Mapping[str, str], **more: Any) -> dict[str, str]:
-    """What log-probabilities depend on beside the tokens: weights, types, and how the numbers are computed."""
+    """Cache key of log-probabilities beside the tokens: weights, dtypes, and computation."""
     compute = trainer.model.compute
     facts = {"compute_dtype": compute.dtype.name, "mesh": dict(trainer.mesh.shape), **more}
     return {**origin, **{f"posttrain:{name}": json.dumps(value, sort_keys=True) for name, value in facts.items()}}

@@ -7,6 +7,7 @@ from posttrain.config.base import (
     Fraction,
     GroupedKernel,
     ListOf,
+    LocalPath,
     NonNegativeInt,
     PositiveInt,
     Quantize,
@@ -20,11 +21,12 @@ from posttrain.config.features import AttentionFeatures, FeaturesSection, Hidden
 from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, ModelSection
 from posttrain.config.online_preference import OnlinePreferenceSection
 from posttrain.config.pairs import ComparedSection, PreferenceSection, RewardModelSection
-from posttrain.config.rl import RewardSection, RLSection, RolloutSection, SampledSection, SamplingSection
+from posttrain.config.rl import RewardSection, RLSection, RolloutSection, SampledSection, SamplingSection, answer_tokens
 from posttrain.config.run import RunConfig, Stage, is_sampled
 from posttrain.config.teacher import TeacherSection
 from posttrain.config.train import (
     DatasetSection,
+    OfflineSection,
     OptimizerSection,
     RouterSection,
     SequenceSection,
@@ -49,9 +51,11 @@ __all__ = [
     "LayerMap",
     "ListOf",
     "LoRA",
+    "LocalPath",
     "MeshSection",
     "ModelSection",
     "NonNegativeInt",
+    "OfflineSection",
     "OnlinePreferenceSection",
     "OptimizerSection",
     "PositiveInt",
@@ -74,5 +78,6 @@ __all__ = [
     "TeacherSection",
     "Text",
     "TrainSection",
+    "answer_tokens",
     "is_sampled",
 ]

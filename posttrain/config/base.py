@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 T = TypeVar("T")
 
@@ -23,6 +24,21 @@ Flag = Annotated[bool, BeforeValidator(_from_words)]
 Text = Annotated[str, Field(min_length=1)]
 ListOf: TypeAlias = Annotated[tuple[T, ...], Field(strict=False)]
 """What YAML writes as a list. The items are as strict as everything else."""
+
+URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def _local(path: str) -> str:
+    if URL.match(path):
+        raise ValueError(
+            f"{path} is a URL, and runs write to folders only; give a folder (a mounted bucket is one), and copy it to "
+            "the bucket afterwards"
+        )
+    return path
+
+
+LocalPath = Annotated[Text, AfterValidator(_local)]
+"""A folder on this machine."""
 
 AttentionKernel = Literal["auto", "reference", "blockwise", "splash", "tokamax", "cudnn"]
 DecodeAttention = Literal["auto", "rows", "gather", "ragged"]

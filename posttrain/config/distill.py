@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import ListOf, PositiveInt, Text
+from posttrain.config.base import ListOf, LocalPath, PositiveInt
 from posttrain.config.features import FeaturesSection
-from posttrain.config.rl import RolloutSection, SamplingSection, check_sampling
+from posttrain.config.rl import RolloutSection, SamplingSection, check_sampling, with_lengths
 from posttrain.config.teacher import TeacherSection, check_teachers
 from posttrain.config.train import SequenceSection
 
@@ -32,7 +32,7 @@ class DistillSection(SequenceSection):
     tokens that only one vocabulary has; default 1."""
     features: FeaturesSection | None = None
     """Learn from the teacher's layers as well; one teacher, in the step."""
-    cache: Text | None = None
+    cache: LocalPath | None = None
     """Folder of what the teachers said, which `posttrain distill --cache` writes: training then needs no teacher."""
     top_k: PositiveInt | None = None
     """Most probable tokens of each place in a cache, or of a teacher outside of the step (`url`, `mesh`,
@@ -43,8 +43,28 @@ class DistillSection(SequenceSection):
     the dataset needs no completions (but with a teacher of `tokenizer: gold`: they show what it teaches), and
     evaluation too is on samples."""
     sampling: SamplingSection | None = None
-    """How the student's completions are drawn; `max_tokens` at least."""
+    """How the student's completions are drawn."""
     rollout: RolloutSection = RolloutSection()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _default_lengths(cls, data: Any, build: Any) -> Any:
+        row = cls.model_fields["row_tokens"].default
+        return with_lengths(data, build, default_row=row, prompts_in_row=1, fills_row=False)
+
+    @model_validator(mode="after")
+    def _passes(self) -> DistillSection:
+        if 0 < self.on_policy < 1 and self.num_steps is None:
+            raise ValueError(
+                f"num_epochs: steps with on_policy={self.on_policy} draw from the dataset and from samples, and pass "
+                "over neither alone; give num_steps"
+            )
+        if self.num_steps is None and any(teacher.aligned for teacher in self.teachers):
+            raise ValueError(
+                "num_epochs: rows are packed by the teacher's tokens as well (tokenizer: align or gold), so that "
+                "passes are not counted before the run; give num_steps"
+            )
+        return self
 
     @model_validator(mode="after")
     def _samples(self) -> DistillSection:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from posttrain.config.base import Flag
+from posttrain.config.base import Flag, PositiveInt
 from posttrain.config.rl import SampledSection, check_sampling
+from posttrain.config.train import MAX_NEW_TOKENS
 
 
 class OnlinePreferenceSection(SampledSection):
@@ -15,7 +16,14 @@ class OnlinePreferenceSection(SampledSection):
     reference is the model at the start of the stage. A row of `row_tokens` holds both answers, each behind its prompt.
     """
 
+    prompts_in_row: ClassVar[int] = 2
+
     kind: Literal["online_preference"] = "online_preference"
+    row_tokens: PositiveInt = 4 * MAX_NEW_TOKENS
+    """Length of a row, which holds both completions of a prompt, each behind it: by default twice 512 and
+    `sampling.max_tokens`, or the model's context where that is shorter."""
+    group_size: PositiveInt = 4
+    """Samples of one prompt, of which the best and the worst are a pair."""
     loss: str | dict[str, Any] = "sigmoid"
     """A kind of DPO (`sigmoid`, `ipo`, ...), or `module:Class` of a loss on pairs and a reference; with settings
     `{kind: sigmoid, beta: 0.1}`."""

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from posttrain.config.base import Flag, PositiveInt
-from posttrain.config.train import TrainSection
+from posttrain.config.train import OfflineSection, OptimizerSection, Schedule
 
 
-class ComparedSection(TrainSection):
+class PreferenceOptimizer(OptimizerSection):
+    """AdamW of preference optimisation."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
+    schedule: Schedule = "linear"
+
+
+class RewardModelOptimizer(OptimizerSection):
+    """AdamW of reward models."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    schedule: Schedule = "linear"
+
+
+class ComparedSection(OfflineSection):
     """Fields of the stages that learn from judged answers."""
 
-    batch_rows: PositiveInt
-    """Rows of `row_tokens` in one optimiser step; a row holds both answers of a pair with their prompts."""
-    packing: Flag = True
-    """Several pairs per row."""
+    row_tokens: PositiveInt = 2048
+    """Length of a row, which holds both answers of a pair with their prompts. By default the model's context where that
+    is shorter."""
     share_prompts: Flag | Literal["auto"] = "auto"
     """What both prompts of a pair, or of KTO's two answers, begin with is computed once. `auto`: where the attention
     kernel knows such rows (on TPU splash does not), the loss has no weight on prompts, and the model is no mixture of
@@ -29,6 +44,8 @@ class ComparedSection(TrainSection):
 
 class PreferenceSection(ComparedSection):
     kind: Literal["preference"] = "preference"
+    optimizer: PreferenceOptimizer = PreferenceOptimizer()
+    """AdamW."""
     loss: str | dict[str, Any] = "sigmoid"
     """A kind of DPO (`sigmoid`, `ipo`, ...), `kto`, `apo_zero_unpaired`, `orpo`, `cpo`, `cpo_hinge`, `cpo_ipo`,
     `simpo`, or `module:Class`; with settings `{kind: sigmoid, beta: 0.1}`, of several kinds of DPO also
@@ -40,6 +57,8 @@ class PreferenceSection(ComparedSection):
 
 class RewardModelSection(ComparedSection):
     kind: Literal["reward_model"] = "reward_model"
+    optimizer: RewardModelOptimizer = RewardModelOptimizer()
+    """AdamW."""
     loss: str | dict[str, Any] = "bradley_terry"
     """`bradley_terry` on pairs, `process` on the steps of completions, or `module:Class`; with settings
     `{kind: bradley_terry, center_coef: 0.01}`."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeGuard, TypeVar
 
 from pydantic import Field, model_validator
 
 from posttrain.config.base import Flag, Fraction, ListOf, NonNegativeInt, PositiveInt, RolloutQuantize, Section, Text
 from posttrain.config.teacher import TeacherSection, check_teachers
-from posttrain.config.train import TrainSection
+from posttrain.config.train import MAX_NEW_TOKENS, OptimizerSection, TrainSection
+
+S = TypeVar("S", bound=Section)
 
 
 class SamplingSection(Section):
-    max_tokens: PositiveInt
-    """Longest completion, the end-of-sequence token included."""
+    max_tokens: PositiveInt = MAX_NEW_TOKENS
+    """Longest completion, the end-of-sequence token included; by default half of what a row has for a prompt and its
+    completion where that is less, in `eval_sampling` as in `sampling`."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_k: NonNegativeInt = 0
     """0: off."""
@@ -106,20 +110,75 @@ def check_sampling(sampling: SamplingSection, row_tokens: int) -> None:
         )
 
 
+def answer_tokens(row_tokens: int, prompts_in_row: int) -> int:
+    """Default length of completions: half of what a row has for a prompt and its completion, 512 at most."""
+    return max(1, min(MAX_NEW_TOKENS, row_tokens // (2 * prompts_in_row)))
+
+
+def with_lengths(data: Any, build: Callable[[Any], S], *, default_row: int, prompts_in_row: int, fills_row: bool) -> S:
+    """Stage with the default of `row_tokens` or `sampling.max_tokens` that fits what is given of the other.
+
+    A default is no member of `model_fields_set`: `fit_lengths` lowers it where the model's context is shorter.
+    """
+    sampling = data.get("sampling", {} if fills_row else None) if isinstance(data, Mapping) else None
+    if not isinstance(sampling, Mapping):
+        return build(data)
+    filled, answer = {**data, "sampling": dict(sampling)}, sampling.get("max_tokens")
+    row_is_default = fills_row and "row_tokens" not in data
+    if row_is_default and _is_length(answer):
+        filled["row_tokens"] = prompts_in_row * (MAX_NEW_TOKENS + answer)
+    if "max_tokens" not in sampling:
+        row = data.get("row_tokens", default_row)
+        filled["sampling"]["max_tokens"] = answer_tokens(row if _is_length(row) else default_row, prompts_in_row)
+    other = data.get("eval_sampling")
+    evaluates = isinstance(other, Mapping) and "max_tokens" not in other
+    if evaluates:
+        filled["eval_sampling"] = {**other, "max_tokens": filled["sampling"]["max_tokens"]}
+    made = build(filled)
+    if "sampling" not in data:
+        made.model_fields_set.discard("sampling")
+    if row_is_default:
+        made.model_fields_set.discard("row_tokens")
+    for name, is_default in (("sampling", "max_tokens" not in sampling), ("eval_sampling", evaluates)):
+        if is_default:
+            getattr(made, name).model_fields_set.discard("max_tokens")
+    return made
+
+
+def _is_length(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+class SampledOptimizer(OptimizerSection):
+    """AdamW of stages that learn from their own samples."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
+
+
 class SampledSection(TrainSection):
     """Fields of the stages that sample answers to prompts and score them."""
 
+    prompts_in_row: ClassVar[int] = 1
+    """Prompts, each with its completion, that a row must hold."""
+
+    num_steps: PositiveInt = 100
+    """Optimiser steps of the stage. A later call may raise it: the stage goes on from its last checkpoint."""
+    row_tokens: PositiveInt = 2 * MAX_NEW_TOKENS
+    """Length of a row, which holds a prompt and its completion: by default 512 and `sampling.max_tokens`, or the
+    model's context where that is shorter."""
+    optimizer: SampledOptimizer = SampledOptimizer()
+    """AdamW."""
     rewards: ListOf[RewardSection] = ()
     """Functions that score a completion; their weighted sum is the reward."""
-    prompts_per_step: PositiveInt
+    prompts_per_step: PositiveInt = 8
     """Different prompts in one optimiser step."""
-    group_size: PositiveInt
+    group_size: PositiveInt = 8
     """Samples of one prompt, which are compared with each other; RL without rewards is content with one."""
     max_prompt_tokens: PositiveInt | None = None
     """Longer prompts are an error that names the row; by default what `sampling.max_tokens` leaves of a row, in online
     preference of half a row."""
-    sampling: SamplingSection
-    """How completions are drawn; `max_tokens` at least."""
+    sampling: SamplingSection = SamplingSection()
+    """How completions are drawn."""
     eval_sampling: SamplingSection | None = None
     """By default greedy, with the other settings of `sampling`; with teachers by default `sampling` itself."""
     rollout: RolloutSection = RolloutSection()
@@ -140,6 +199,12 @@ class SampledSection(TrainSection):
     def samples_in_flight(self) -> int:
         """Samples that a step draws from at once."""
         return self.step_rows
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _default_lengths(cls, data: Any, build: Any) -> Any:
+        row = cls.model_fields["row_tokens"].default
+        return with_lengths(data, build, default_row=row, prompts_in_row=cls.prompts_in_row, fills_row=True)
 
     @model_validator(mode="after")
     def _weighs_a_reward(self) -> SampledSection:

@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeGuard
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeGuard
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import Flag, ListOf, Section, Text
+from posttrain.config.base import Flag, ListOf, LocalPath, Section
 from posttrain.config.distill import DistillSection
 from posttrain.config.model import MeshSection, ModelSection
 from posttrain.config.online_preference import OnlinePreferenceSection
 from posttrain.config.pairs import PreferenceSection, RewardModelSection
 from posttrain.config.rl import RLSection, SampledSection
-from posttrain.config.train import SFTSection
+from posttrain.config.train import ADAPTER_RATE_FACTOR, SFTSection, TrainSection
 
 Stage = Annotated[
     SFTSection | DistillSection | RLSection | PreferenceSection | OnlinePreferenceSection | RewardModelSection,
     Field(discriminator="kind"),
 ]
+
+
+SECTIONS: Mapping[str, type[TrainSection]] = {
+    section.model_fields["kind"].default: section
+    for section in (
+        SFTSection,
+        DistillSection,
+        RLSection,
+        PreferenceSection,
+        OnlinePreferenceSection,
+        RewardModelSection,
+    )
+}
+"""Section of each kind of stage."""
+
+
+def with_adapter_rate(stage: Any) -> Any:
+    """Raw stage whose optimizer has the default learning rate of adapters, if it has none."""
+    section = SECTIONS.get(stage.get("kind", "")) if isinstance(stage, Mapping) else None
+    given = {} if section is None else stage.get("optimizer", {})
+    if section is None or not isinstance(given, Mapping) or "learning_rate" in given:
+        return stage
+    rate = ADAPTER_RATE_FACTOR * section.model_fields["optimizer"].default.learning_rate
+    # 10 * 1e-6 is 9.999999999999999e-06.
+    return {**stage, "optimizer": {**given, "learning_rate": float(f"{rate:.6g}")}}
 
 
 def is_sampled(stage: Section) -> TypeGuard[SampledSection | DistillSection]:
@@ -28,7 +54,7 @@ def is_sampled(stage: Section) -> TypeGuard[SampledSection | DistillSection]:
 class RunConfig(Section):
     """A whole run: one model through one or more stages."""
 
-    output: Text
+    output: LocalPath
     """Folder of the run: resolved config, metrics, samples, checkpoints, final model."""
     seed: Annotated[int, Field(ge=0, lt=2**32)]
     """Start of every random key: data order, sampling, initial weights."""
@@ -38,6 +64,17 @@ class RunConfig(Section):
     tensorboard: Flag = True
     stages: Annotated[ListOf[Stage], Field(min_length=1)]
     """Run in order; each starts from the weights of the one before."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _adapter_rates(cls, data: Any) -> Any:
+        """Stages of an adapter with its learning rate where none is given."""
+        model = data.get("model") if isinstance(data, Mapping) else None
+        stages = data.get("stages") if isinstance(data, Mapping) else None
+        get = model.get if isinstance(model, Mapping) else lambda name: getattr(model, name, None)
+        if not isinstance(stages, list | tuple) or (get("lora") is None and get("adapter") is None):
+            return data
+        return {**data, "stages": [with_adapter_rate(stage) for stage in stages]}
 
     @model_validator(mode="after")
     def _reward_model_last(self) -> RunConfig:

@@ -8,6 +8,12 @@ from pydantic import Field, model_validator
 
 from posttrain.config.base import Flag, ListOf, NonNegativeInt, PositiveInt, Section, Text
 
+ADAPTER_RATE_FACTOR = 10
+"""Default learning rate of an adapter over that of all weights."""
+MAX_NEW_TOKENS = 512
+"""Default length of prompts and of completions."""
+Schedule = Literal["constant", "linear", "cosine"]
+
 
 class DatasetSection(Section):
     path: Text
@@ -38,8 +44,9 @@ class OptimizerSection(Section):
     """AdamW (arXiv:1711.05101); biases and norms are not decayed."""
 
     learning_rate: Annotated[float, Field(gt=0)]
-    """Peak step size."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Peak step size; the default is for all weights, an adapter (`model.lora`, `model.adapter`) has 10 times as
+    much."""
+    schedule: Schedule = "constant"
     """From the peak after `warmup_steps` down to 0 at the last step."""
     warmup_steps: NonNegativeInt = 0
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -47,6 +54,13 @@ class OptimizerSection(Section):
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     eps: Annotated[float, Field(gt=0)] = 1e-8
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+
+
+class SequenceOptimizer(OptimizerSection):
+    """AdamW of stages that train on given sequences."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 2e-5
+    schedule: Schedule = "cosine"
 
 
 class RouterSection(Section):
@@ -70,18 +84,25 @@ class TrainSection(Section):
     eval_dataset: DatasetSection | None = None
     eval_every: PositiveInt | None = None
     """Steps between evaluations; the start and the end are always evaluated where `eval_dataset` is given."""
-    num_steps: PositiveInt
-    """Optimiser steps of the stage."""
-    row_tokens: PositiveInt
-    """Length of a row; sequences are packed into rows, longer ones are refused or cut as `overlong` says."""
+    num_steps: PositiveInt | None = None
+    """Optimiser steps of the stage. A later call may raise it: the stage goes on from its last checkpoint."""
+    row_tokens: PositiveInt = 1024
+    """Length of a row; sequences are packed into rows, longer ones are refused or cut as `overlong` says. By default
+    the model's context where that is shorter."""
     micro_batch_rows: PositiveInt | None = None
     """Rows per forward pass; any split gives the same gradient. Default: all rows; an eighth of those of samples."""
     optimizer: OptimizerSection
-    """AdamW; `learning_rate` at least."""
+    """AdamW."""
     router: RouterSection = RouterSection()
     """Of a mixture of experts: how its experts are kept in use."""
     checkpoint_every: PositiveInt = 25
     """Steps between checkpoints; the end is always saved."""
+
+    @property
+    def steps(self) -> int:
+        """`num_steps`, which is known once the data has been counted."""
+        assert self.num_steps is not None
+        return self.num_steps
 
     @property
     def datasets(self) -> tuple[DatasetSection, ...]:
@@ -103,27 +124,53 @@ class TrainSection(Section):
                 raise ValueError(
                     f"{name}.weight={dataset.weight} has no effect: it is of datasets that are mixed (mix)"
                 )
-        if self.optimizer.warmup_steps >= self.num_steps:
+        self.check_warmup(self.num_steps)
+        return self
+
+    def check_warmup(self, num_steps: int | None) -> None:
+        """ValueError where the warm-up does not end before the stage; None: the number of steps is not known yet."""
+        if num_steps is not None and self.optimizer.warmup_steps >= num_steps:
             raise ValueError(
-                f"optimizer.warmup_steps={self.optimizer.warmup_steps} must be less than num_steps={self.num_steps}"
+                f"optimizer.warmup_steps={self.optimizer.warmup_steps} must be less than num_steps={num_steps}"
+            )
+
+
+class OfflineSection(TrainSection):
+    """Fields of stages whose data is given: sequences or preferences."""
+
+    num_epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the sequences (or pairs) in place of `num_steps`; 1 where neither is given. It becomes the least
+    `num_steps` whose packed rows hold so many passes; the last step is filled from the next pass. In a mix a pass is as
+    many sequences as all datasets have together. The run's `config.yaml` holds the steps."""
+    batch_rows: PositiveInt = 8
+    """Rows of `row_tokens` in one optimiser step."""
+    packing: Flag = True
+    """Several sequences (or pairs) per row, kept apart by segment ids."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> OfflineSection:
+        if self.num_steps is not None and self.num_epochs is not None:
+            raise ValueError(
+                f"num_steps={self.num_steps} and num_epochs={self.num_epochs:g} both say how long the stage is; "
+                "remove one"
             )
         return self
 
 
-class SequenceSection(TrainSection):
+class SequenceSection(OfflineSection):
     """Fields of stages that train on given sequences."""
+
+    optimizer: SequenceOptimizer = SequenceOptimizer()
+    """AdamW."""
 
     mix: ListOf[DatasetSection] = ()
     """More datasets to train on beside `dataset`; how much of each is drawn, their `weight` says."""
-    batch_rows: PositiveInt
-    """Rows of `row_tokens` in one optimiser step."""
-    packing: Flag = True
-    """Several sequences per row, kept apart by segment ids."""
     train_on_prompt: Flag = False
     """Put loss on prompts as well; by default only on completions and assistant turns."""
     last_turn_only: Flag = False
     """Of messages only the last turn of the assistant has loss."""
     overlong: Literal["truncate", "drop", "error"] = "error"
+    """What becomes of a sequence that is longer than a row."""
 
     @model_validator(mode="after")
     def _turns(self) -> SequenceSection:

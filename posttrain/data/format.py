@@ -61,7 +61,7 @@ def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, loss
             )
         masked = renderer.text(_string(row, "text"))
     elif kind == "messages":
-        messages = _with_system(_messages(row["messages"], "messages"), section)
+        messages = _with_system(checked_messages(row["messages"], "messages"), section)
         masked = renderer.conversation(messages, first=_first(messages, 0, loss), tools=tools)
     else:
         prompt, answer = prompt_messages(row, section), answer_messages(row, section.completion, "completion")
@@ -74,7 +74,7 @@ def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, loss
 def prompt_messages(row: Row, section: DatasetSection) -> list[Message]:
     """The messages that a reply is sampled after: a plain string is one user message."""
     value = _value(row, section.prompt, "prompt")
-    messages = [_message("user", value)] if isinstance(value, str) else _messages(value, "prompt")
+    messages = [_message("user", value)] if isinstance(value, str) else checked_messages(value, "prompt")
     if messages[-1]["role"] == "assistant":
         raise ConfigError("the prompt ends with an assistant message; it must end before the reply")
     return _with_system(messages, section)
@@ -147,7 +147,7 @@ def _first(messages: Sequence[Message], first: int, loss: LossOn) -> int:
 def answer_messages(row: Row, template: str | None, column: str) -> list[Message]:
     """The messages of an answer: a plain string is one assistant message."""
     value = _value(row, template, column)
-    return [_message("assistant", value)] if isinstance(value, str) else _messages(value, column)
+    return [_message("assistant", value)] if isinstance(value, str) else checked_messages(value, column)
 
 
 def render_answer(
@@ -219,8 +219,8 @@ def _with_system(messages: list[Message], section: DatasetSection) -> list[Messa
     return [_message("system", section.system), *messages]
 
 
-def _messages(value: Any, column: str) -> list[Message]:
-    """Check a message list: non-empty, known roles, content or tool calls in each."""
+def checked_messages(value: Any, column: str) -> list[Message]:
+    """Message list with known roles, and content or tool calls in each. ConfigError for anything else."""
     if not isinstance(value, list | tuple | np.ndarray) or len(value) == 0:
         raise ConfigError(f"column {column!r} must hold a non-empty list of messages; it holds {str(value)[:60]!r}")
     for index, message in enumerate(value):

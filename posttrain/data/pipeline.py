@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from posttrain.batch import Batch
-from posttrain.config import ComparedSection, DatasetSection, SequenceSection
+from posttrain.config import DatasetSection, OfflineSection, SequenceSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import loss_on, tokenize_example
 from posttrain.data.packing import fit_to_row, sequence, to_batch
@@ -195,7 +195,7 @@ def order(count: int, *, shuffle: bool, seed: int) -> Any:
     return (numbers.shuffle(seed=spread) if shuffle else numbers).repeat()
 
 
-def window_of(section: SequenceSection | ComparedSection, datasets: Sequence[DatasetSection]) -> Window:
+def window_of(section: OfflineSection, datasets: Sequence[DatasetSection]) -> Window:
     """Of training rows: datasets that are not shuffled keep their order."""
     ordered = not all(dataset.shuffle for dataset in datasets)
     return Window.of(packing=section.packing, ordered=ordered, batch_rows=section.batch_rows)

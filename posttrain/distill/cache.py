@@ -1,4 +1,4 @@
-"""What a teacher said of a dataset, on disk: shards of rows, each written whole, found again by row."""
+"""Teacher cache on disk: top-k logits of a dataset in shards of rows, each written atomically."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Sequence_ = Mapping[str, np.ndarray]
 
 
 class CacheFolder:
-    """The cache of one teacher and one dataset.
+    """Cache folder of one teacher and one dataset.
 
     `identity` says what it holds: teacher, its precision, data, k, temperature, vocabulary. ConfigError where there is
     something else.
@@ -52,7 +52,7 @@ class CacheFolder:
         return [shard for shard in self.shards if not self._index(shard).exists()]
 
     def unfit(self, tokenize: Callable[[int], Sequence_ | None]) -> list[int]:
-        """Shards that are not written yet, or of other rows than the dataset has now."""
+        """Shards that are missing, or whose rows have changed in the dataset."""
         return [shard for shard in self.shards if not self._is_of(shard, tokenize)]
 
     def _is_of(self, shard: int, tokenize: Callable[[int], Sequence_ | None]) -> bool:
@@ -61,7 +61,7 @@ class CacheFolder:
         return np.array_equal(np.load(self._index(shard))["digests"], digests_of(map(tokenize, self.rows(shard))))
 
     def claim(self) -> None:
-        """Begin to write, or go on."""
+        """Claim the folder for writing, or resume. ConfigError for another identity."""
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / DESCRIPTION
         if file.exists():
@@ -72,7 +72,7 @@ class CacheFolder:
             partial.rename(file)
 
     def check(self) -> None:
-        """ConfigError where the folder is of other things, or of none."""
+        """Check the identity of the folder. ConfigError if it differs or is missing."""
         file = self.folder / DESCRIPTION
         if not file.exists():
             raise ConfigError(f"cache: {self.folder} is empty; write it with posttrain distill --cache")
@@ -105,7 +105,7 @@ class CacheFolder:
 
 
 class TeacherCache:
-    """What one teacher said of several datasets, by row. ConfigError where a cache is of other things, or not whole."""
+    """One teacher's cache of several datasets, by row. ConfigError for another identity or missing shards."""
 
     def __init__(self, datasets: Sequence[CacheFolder]):
         self.format = datasets[0].format
@@ -130,7 +130,7 @@ class TeacherCache:
         self._shard = functools.lru_cache(OPEN_SHARDS)(lambda number: np.load(files[number], mmap_mode="r"))
 
     def places(self, dataset: int, row: int, sequence: Sequence_) -> Int[np.ndarray, " T"]:
-        """Where each token's record stands, from 1 on; 0: it has none. ConfigError where the row is another one."""
+        """Record number of each token, from 1; 0 without a record. ConfigError for a row that has changed."""
         if digest(sequence) != self._digests[dataset][row]:
             raise ConfigError(
                 f"cache: its tokens are not those that {self._datasets[dataset].folder} was written for; write it anew "
@@ -142,7 +142,7 @@ class TeacherCache:
         return places
 
     def read(self, places: Int[np.ndarray, "B T"]) -> TopK:
-        """Of tokens without a record it is arbitrary; nothing is decoded for them."""
+        """Decode the records of tokens; entries of tokens without a record are arbitrary."""
         wanted = np.nonzero(places)
         at = places[wanted] - 1
         shard_of = np.searchsorted(self._shard_starts, at, side="right") - 1
@@ -161,12 +161,12 @@ class TeacherCache:
 
 
 def digests_of(sequences: Iterable[Sequence_ | None]) -> np.ndarray:
-    """One for each row; 0 for a row of which nothing is said."""
+    """Hash each row; 0 for a row without teacher targets."""
     return np.asarray([0 if s is None else digest(s) for s in sequences], np.uint64)
 
 
 def digest(sequence: Sequence_) -> np.uint64:
-    """Of the tokens of a sequence, and which of them have loss."""
+    """Hash the tokens of a sequence and its loss mask."""
     hashed = hashlib.sha256(np.ascontiguousarray(sequence["tokens"], "<i4").tobytes())
     hashed.update(np.packbits(sequence["loss_weight"] > 0).tobytes())
     return np.frombuffer(hashed.digest()[:8], "<u8")[0]

@@ -16,7 +16,7 @@ from posttrain.batch import NO_ID, TopK
 from posttrain.kernels.logits.softmax import NO_LOGIT
 
 FORMAT = 2
-"""Of the records. 1 had no code for `NO_ID`."""
+"""Version of the record format. 1 had no code for `NO_ID`."""
 LOGP_BITS = 12
 LOWEST = -32.0
 """Lower log-probabilities and tails are kept as this one."""
@@ -24,7 +24,7 @@ LOWEST = -32.0
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """How records of `k` ids of a vocabulary are laid out."""
+    """Byte layout of records of `k` ids of a vocabulary."""
 
     vocab_size: int
     k: int
@@ -38,7 +38,7 @@ class RecordFormat:
         return _num_bytes(self.k, self.id_bits) + _num_bytes(self.k, LOGP_BITS) + 6
 
     def encode(self, said: TopK) -> UInt8[np.ndarray, "N bytes"]:
-        """Of arrays [N, k] and [N]. Ids beyond the vocabulary are `NO_ID` when they are decoded."""
+        """Encode arrays [N, k] and [N]. Ids beyond the vocabulary decode as `NO_ID`."""
         steps = (1 << LOGP_BITS) - 1
         lost = np.clip(-np.asarray(said.logps, np.float64), 0.0, -LOWEST)
         logps = np.rint(np.sqrt(lost / -LOWEST) * steps).astype(np.uint32)
@@ -48,7 +48,7 @@ class RecordFormat:
         return np.concatenate([_pack(codes, self.id_bits), _pack(logps, LOGP_BITS), halves], axis=1)
 
     def decode(self, records: UInt8[np.ndarray, "*B bytes"]) -> TopK:
-        """Records of zeros stand for nothing that was said; what they decode to must not be used."""
+        """Decode records. All-zero records are empty; their values must not be used."""
         shape = records.shape[:-1]
         flat = records.reshape(-1, self.num_bytes)
         ends = np.cumsum([_num_bytes(self.k, self.id_bits), _num_bytes(self.k, LOGP_BITS)])

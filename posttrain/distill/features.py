@@ -1,4 +1,4 @@
-"""Which of a student's layers learn from which of its teacher's, and whether they can."""
+"""Feature distillation settings: match student layers with teacher layers and check their shapes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _uld_weight(section: DistillSection) -> float:
 
 
 def matching_of(features: FeaturesSection, student: ModelConfig, teacher: ModelConfig, seed: int) -> Matching:
-    """ConfigError where a model has no such layer, or not what is to be matched."""
+    """Make the layer matching. ConfigError for a missing layer or projection."""
     hidden, attention = features.hidden, features.attention
     pairs = () if hidden is None else _pairs("hidden", hidden, student, teacher)
     relations = () if attention is None else tuple(_relations(attention, student, teacher))
@@ -54,7 +54,7 @@ def matching_of(features: FeaturesSection, student: ModelConfig, teacher: ModelC
 def check_features(
     section: DistillSection, teachers: Sequence[TeacherSource], student: ModelConfig | None, base_dir: Path
 ) -> list[str]:
-    """Lines that say which layers learn from which; or that it cannot be said."""
+    """Describe which layers are matched, in lines; or note that they could not be checked."""
     if section.features is None:
         return []
     (source,) = teachers

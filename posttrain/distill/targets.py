@@ -1,4 +1,4 @@
-"""Which teachers speak of a row, and what a cache holds of it, as per-token arrays that are packed like tokens."""
+"""Teacher targets of rows: weights, cache places and aligned tokens as per-token arrays packed like tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from posttrain.errors import ConfigError, did_you_mean
 from posttrain.tree import replace
 
 
-class Taught:
+class TeacherTargets:
     """Fills `teachers` and `teacher_weights` of batches.
 
     `column`: of the dataset, says whose a row is. `caches`: one for each teacher, where none is in the training step.
@@ -39,7 +39,7 @@ class Taught:
         self._places = [f"teacher_place_{n}" for n in range(len(titles))] if caches is not None else []
 
     def lengths(self, row_tokens: int) -> dict[str, int]:
-        """Of the arrays that `arrays` makes, in a row of so many of the student's tokens."""
+        """Length of each array of `arrays` in a row of `row_tokens` student tokens."""
         lengths = dict.fromkeys([*self._weights, *self._places], row_tokens)
         for n, aligner in self._aligners.items():
             if self._caches is None:
@@ -50,13 +50,13 @@ class Taught:
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """Which of these arrays are tokens of their own."""
+        """Names of the arrays that are teacher token sequences."""
         return () if self._caches is not None else tuple(_of_teacher(n)[0] for n in self._aligners)
 
     def arrays(
         self, dataset: int, index: int, row: Mapping[str, Any], sequence: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """Of the sequence that row `index` of dataset `dataset` became."""
+        """Target arrays of the tokenised row `index` of dataset `dataset`."""
         made: dict[str, np.ndarray] = {}
         length = len(sequence["tokens"])
         shares = np.ones(1, np.float32)
@@ -81,7 +81,7 @@ class Taught:
         return made
 
     def batch(self, batch: Batch, rows: Mapping[str, np.ndarray]) -> Batch:
-        """The batch with what teachers say of its tokens."""
+        """Add teacher weights and targets to a batch."""
         if self._weights:
             batch = replace(batch, teacher_weights=np.stack([rows[name] for name in self._weights], axis=-1))
         if self._caches is not None:
@@ -93,7 +93,7 @@ class Taught:
         return self.ask(batch, rows)
 
     def ask(self, batch: Batch, rows: Mapping[str, np.ndarray] | None = None) -> Batch:
-        """The batch with what teachers outside of the step say of the tokens that are theirs.
+        """Add the targets of teachers outside the training step (own devices or server).
 
         `rows`: the packed arrays, which teachers with other tokens need.
         """
@@ -104,7 +104,7 @@ class Taught:
         return replace(batch, teachers=tuple(said))
 
     def ask_samples(self, batch: Batch, samples: Sequence[Aligned]) -> Batch:
-        """As `ask`, where the one teacher has tokens of its own: the samples in the order in which rows hold them."""
+        """Add the targets of a cross-tokenizer teacher to sampled rows; `samples` in the order of the rows."""
         ((number, aligner),) = self._aligners.items()
         taught = np.zeros(batch.shape, np.int32)
         taught[np.asarray(batch.segments) > 0] = np.concatenate([sample.taught for sample in samples])
@@ -132,12 +132,12 @@ class Taught:
 
 
 def _of_teacher(number: int) -> tuple[str, str]:
-    """Names of its own tokens, and of where it is asked."""
+    """Array names of a teacher's own tokens and of its alignment."""
     return f"teacher_tokens_{number}", f"teacher_asked_{number}"
 
 
 def teacher_shares(row: Mapping[str, Any], column: str, titles: Sequence[str]) -> Float[np.ndarray, " N"]:
-    """How much each teacher counts for a row: all of one, or shares of several that sum to 1. ConfigError."""
+    """Teacher weights of a row, which sum to 1. ConfigError for an unknown teacher or bad weights."""
     if column not in row:
         raise ConfigError(f"teacher_column: {no_column(column, row)}")
     value = row[column]

@@ -1,4 +1,4 @@
-"""The teachers of a stage: whether they fit the student, their models, and what they say of given sequences."""
+"""Teachers of a stage: compatibility with the student, their models, and their top-k of sequences."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ SAME_TOKENS = 0.99
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherSource:
-    """Where a teacher is to be had."""
+    """Resolved location of a teacher."""
 
     section: TeacherSection
     path: str
     """A folder or a hub id."""
     tokenizer: Tokenizer | None = None
-    """Its own, of one that is aligned; the others have the student's."""
+    """Tokenizer of a cross-tokenizer teacher; None: the student's."""
     max_positions: int | None = None
-    """Of one that is aligned, where it is known."""
+    """Context length of a cross-tokenizer teacher, if known."""
 
     @property
     def title(self) -> str:
@@ -107,7 +107,7 @@ def find_teachers(
 
 
 def _check_limit(section: DistillSection | RLSection, teacher: TeacherSection) -> list[str]:
-    """What a server must be started with, which shows at the first request only."""
+    """Note the server option that a request will need."""
     if teacher.url is None or teacher.server != "vllm" or not isinstance(section, DistillSection):
         return []
     k = section.top_k or DEFAULT_TOP_K
@@ -203,13 +203,13 @@ def load_teacher(source: TeacherSource, model: ModelSection, tokenizer: Tokenize
 
 
 def computed_in(teacher: TeacherSection, model: ModelSection) -> dict[str, Any]:
-    """What of a teacher's computation changes what it says; by default that of the student."""
+    """Precision settings that change a teacher's outputs; by default the student's."""
     dtype = teacher.dtype or model.dtype
     return {"quantize": teacher.quantize, "dtype": dtype, "compute_dtype": model.compute_dtype or dtype}
 
 
 def teacher_digest(source: TeacherSource, *, needed: bool) -> str | None:
-    """Of a teacher's weights; None where they are not on this machine, and are not `needed`."""
+    """Digest of a teacher's weights; None where they are not on this machine, and are not `needed`."""
     if source.section.url is not None:
         return f"{source.section.model or source.section.path} at a server"
     if not needed and not Path(source.path).is_dir():
@@ -219,7 +219,7 @@ def teacher_digest(source: TeacherSource, *, needed: bool) -> str | None:
 
 
 def in_order(section: DistillSection | RLSection) -> list[TeacherSection]:
-    """Those in the training step first, as the step takes them."""
+    """Teachers in the order of the training step: those inside it first."""
     return sorted(section.teachers, key=lambda teacher: teacher.outside)
 
 
@@ -248,7 +248,7 @@ def outside_teacher(
 
 
 def mesh_of(teacher: TeacherSection, teachers: Sequence[TeacherSection]) -> Mesh:
-    """Of a teacher that has one: the last devices belong to the first such teacher."""
+    """Make the mesh of a teacher that has one: the last devices belong to the first such teacher."""
     assert teacher.mesh is not None
     devices = jax.devices()
     for one in teachers:
@@ -260,13 +260,18 @@ def mesh_of(teacher: TeacherSection, teachers: Sequence[TeacherSection]) -> Mesh
 
 
 def training_devices(config: RunConfig) -> list[jax.Device]:
-    """Those that no teacher of any stage has for itself. ConfigError where none is left."""
+    """Devices that no teacher of any stage reserves. ConfigError if none is left."""
     devices = jax.devices()
+    return devices[: len(devices) - devices_of_teachers(config, len(devices))]
+
+
+def devices_of_teachers(config: RunConfig, num_devices: int) -> int:
+    """Number of devices that teachers of any stage have for themselves. ConfigError where none is left for training."""
     stages = [stage for stage in config.stages if isinstance(stage, DistillSection | RLSection)]
     taken = max((sum(map(_num_devices, stage.teachers)) for stage in stages), default=0)
-    if taken >= len(devices):
-        raise ConfigError(f"teachers: their meshes take {taken} devices, and there are {len(devices)}; leave some")
-    return devices[: len(devices) - taken]
+    if taken >= num_devices:
+        raise ConfigError(f"teachers: their meshes take {taken} devices, and there are {num_devices}; leave some")
+    return taken
 
 
 def _num_devices(teacher: TeacherSection) -> int:
@@ -274,7 +279,7 @@ def _num_devices(teacher: TeacherSection) -> int:
 
 
 class Scorer:
-    """What a teacher says of sequences: several are packed into a row, and all rows of a pass have one shape."""
+    """Teacher top-k of sequences, packed into rows of one shape."""
 
     def __init__(self, teacher: OutsideTeacher, section: DistillSection, shards: int, row_tokens: int):
         self._teacher = teacher
@@ -282,7 +287,7 @@ class Scorer:
         self._row_tokens = row_tokens
 
     def __call__(self, sequences: Sequence[Mapping[str, np.ndarray]]) -> Iterator[TopK]:
-        """Of each sequence in turn what is said of its tokens with loss, arrays [N, k] and [N]."""
+        """Yield the top-k of each sequence's tokens with loss, arrays [N, k] and [N]."""
         where = places([len(sequence["tokens"]) for sequence in sequences], self._row_tokens)
         passes: dict[int, list[int]] = {}
         for number, place in enumerate(where):

@@ -1,4 +1,4 @@
-"""Held-out judged answers: the loss, and for every pair which answer is preferred, with intervals."""
+"""Preference and reward-model evaluation: loss, preferred ratio, calibration, with 95 % intervals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CALIBRATION_BINS = 10
 
 
 class Evaluation:
-    """Of a stage: what it compiles is made once, and serves every pass over the held-out units."""
+    """Evaluation of held-out preference units; its programs are compiled once and serve every pass."""
 
     def __init__(self, trainer: Trainer, loss: Any, units: Units, complete: Callable[[Batch], Batch]):
         self._trainer, self._units, self._complete = trainer, units, complete
@@ -73,7 +73,7 @@ class Evaluation:
         return {"metrics": metrics | of_pairs, "preferred": preferred}
 
     def _preferred(self, margins: Mapping[int, float]) -> tuple[list[float], dict[str, float]]:
-        """Of every pair whether the chosen answer leads, and what that says of all."""
+        """Return for each pair whether the chosen answer is preferred, and the metrics of that."""
         numbers = np.asarray(sorted(margins))
         ordered = np.asarray([margins[number] for number in numbers])
         outcomes = (ordered > 0).astype(float)
@@ -85,7 +85,7 @@ class Evaluation:
         return outcomes.tolist(), metrics
 
     def _prompts(self, units: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
-        """Of each unit the number of its prompt."""
+        """Return the prompt number of each unit."""
         numbers: dict[Hashable, int] = {}
         return np.asarray([numbers.setdefault(self._prompt(int(unit)), len(numbers)) for unit in units])
 
@@ -94,7 +94,7 @@ class Evaluation:
         return {"loss": output.loss, **output.metrics}
 
     def _stats(self, batch: Batch) -> Stats:
-        """What a loss reads, as host arrays."""
+        """Compute the statistics that a loss reads, as host arrays."""
         inputs = model_inputs(batch)
         if self._trainer.model.config.scalar_head:
             return ScoreStats(scores=jnp.asarray(self._trainer.scores(inputs)))
@@ -107,7 +107,7 @@ def metrics_of(record: Record) -> Mapping[str, float]:
 
 
 def with_margins(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Where a loss knows no pairs, `rewards/margins` is the difference of both means."""
+    """Add `rewards/margins` as the difference of both means, for losses on unpaired answers."""
     if "rewards/margins" in metrics or not {"rewards/chosen", "rewards/rejected"} <= metrics.keys():
         return dict(metrics)
     chosen, rejected = (metrics[f"rewards/{side}"] for side in ("chosen", "rejected"))
@@ -127,19 +127,19 @@ def calibration_error(margins: Float[np.ndarray, " N"]) -> float:
 
 
 def _compared(stats: Stats, batch: Batch) -> tuple[Bool[Any, "B S"], Float[Any, "B S"]]:
-    """Where there are pairs, and by how much the chosen answer leads."""
+    """Return which pairs are valid, and the margin of each chosen answer."""
     pairs: Pairs = pairs_of(sequences_of(stats, batch)) if isinstance(stats, TokenStats) else reward_pairs(stats, batch)
     return pairs.valid, pairs.chosen.logps - pairs.rejected.logps
 
 
 def _steps(stats: Stats, batch: Batch) -> np.ndarray:
-    """Of every judged step its score, negative where the label says wrong."""
+    """Return the score of each labelled step, negated where the label is wrong."""
     assert isinstance(stats, ScoreStats)
     return (np.asarray(stats.scores) * np.sign(np.asarray(batch.roles)))[np.asarray(batch.loss_weight) > 0]
 
 
 def _by_unit(batch: Batch, unit: np.ndarray, valid: np.ndarray, values: np.ndarray) -> dict[int, float]:
-    """The value of each pair by the number of its unit."""
+    """Map the unit number of each pair to its value."""
     segments = np.asarray(batch.segments)
     return {
         int(unit[row, int(np.argmax(segments[row] == segment))]): float(values[row, segment])

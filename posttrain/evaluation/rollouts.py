@@ -25,9 +25,9 @@ class Evaluation:
     groups_P: Sequence[Group]
     rewards: Rewards
     interval: Interval | None
-    """Of the total reward; None where there are no rewards."""
+    """Confidence interval of the mean total reward; None without rewards."""
     distances_PG: Float[np.ndarray, "P G"] | None = None
-    """Where there are teachers: of each sample the mean of log(student / teacher) over its tokens."""
+    """Mean of log(student / teacher) over the tokens of each sample; None without teachers."""
 
     def metrics(self) -> dict[str, float]:
         samples = [s for group in self.groups_P for s in group]

@@ -1,4 +1,4 @@
-"""Held-out sequences: the loss and its metrics, and 95 % intervals that treat sequences, not tokens, as independent."""
+"""Evaluation of held-out sequences: loss, perplexity, KL, with 95 % intervals over sequences (not tokens)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from posttrain.config import SequenceSection
 from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import eval_batches
 from posttrain.data.sources import Rows
-from posttrain.distill.targets import Taught
+from posttrain.distill.targets import TeacherTargets
 from posttrain.losses.distill import teaching
 from posttrain.metrics import Metrics, to_host
 from posttrain.statistics import paired_ratio_difference, ratio_interval
@@ -37,11 +37,11 @@ WEIGHTS = {
 PERPLEXITIES = {"nll": "perplexity"} | {
     f"distill/{who}_nll": f"distill/{who}_perplexity" for who in ("student", "teacher")
 }
-"""What the exponentials of metrics are called."""
+"""Names of the exponentials (perplexities) of metrics."""
 
 
 def evaluate(
-    trainer: Trainer, section: SequenceSection, rows: Rows, renderer: Renderer, taught: Taught | None
+    trainer: Trainer, section: SequenceSection, rows: Rows, renderer: Renderer, taught: TeacherTargets | None
 ) -> Record:
     """One pass over held-out rows: metrics, and under `SEQUENCES` the sums of each sequence, in a fixed order."""
     assert section.eval_dataset is not None
@@ -59,7 +59,7 @@ def metrics_of(record: Record) -> Mapping[str, float]:
 
 
 def difference(before: Record, after: Record) -> dict[str, Any]:
-    """What changed on the same sequences; their own difficulty, which widens the intervals of each, is not in it."""
+    """Paired differences over the same sequences; sequence difficulty, which widens each interval, cancels."""
     if SEQUENCES not in before:  # evaluated on samples alone
         return {}
     first, second = before[SEQUENCES], after[SEQUENCES]
@@ -71,7 +71,7 @@ def difference(before: Record, after: Record) -> dict[str, Any]:
 
 
 def with_perplexities(metrics: Metrics) -> Metrics:
-    """Those of student and teachers at temperature 1 over the same tokens, of a step that has teachers."""
+    """Add perplexities of student and teachers at temperature 1 over the same tokens, if there are teachers."""
     means = {name: metrics[n] for n, name in PERPLEXITIES.items() if n in metrics and n.startswith("distill/")}
     found = {name: jnp.exp(jnp.asarray(m.total) / m.weight) for name, m in means.items() if isinstance(m, Mean)}
     return {**metrics, **found}
@@ -100,7 +100,7 @@ def _exp(value: float) -> float:
 
 
 def _sums(batch: Batch, stats: TokenStats) -> dict[str, Float[np.ndarray, " n"]]:
-    """Of each sequence with loss: what metrics add up, and what they divide by."""
+    """Return totals and weights of each metric for each sequence with loss."""
     segments, weight = np.asarray(batch.segments), np.asarray(batch.loss_weight, np.float64)
     values = {"weight": weight, "nll": -weight * np.where(weight > 0, stats.logps, 0.0)}
     if stats.teacher_kl is not None:

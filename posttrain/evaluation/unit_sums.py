@@ -1,4 +1,4 @@
-"""95 % intervals of the metrics of held-out judged answers: prompts are independent, answers to one prompt not."""
+"""95 % intervals of preference metrics, clustered by prompt: answers to one prompt are dependent."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ Stats = TokenStats | ScoreStats
 
 
 class Sums(NamedTuple):
-    """Of N units: their numbers, and by name of the metric its totals and weights."""
+    """Numbers of N units, and the totals and weights of each metric."""
 
     units: Int[np.ndarray, " N"]
     metrics: Mapping[str, Float[np.ndarray, "2 N"]]
 
 
 class UnitSums:
-    """What each unit adds to the metrics of a loss: those of a batch in which only this unit has weights."""
+    """Metrics of a loss for each unit: those of a batch in which only this unit has weights."""
 
     def __init__(self, loss: Any):
         self._loss = loss
         self._at = jax.jit(self._at_place)
 
     def __call__(self, stats: Stats, batch: Batch, units: Int[np.ndarray, "B T"]) -> Sums:
-        """Of all units of a batch, by one program whatever their number; `units` numbers them."""
+        """Sum over each unit of a batch, with one program for any number of units; `units` numbers them."""
         real = np.asarray(batch.segments) > 0
         places = np.cumsum((np.diff(units, axis=1, prepend=-1) != 0) & real, axis=1) * real
         inputs, found = jax.device_put((stats, batch, places)), []
@@ -49,7 +49,7 @@ class UnitSums:
     def _at_place(
         self, stats: Stats, batch: Batch, places: Int[Array, "B T"], place: Int[Array, ""]
     ) -> dict[str, Mean]:
-        """Of the unit with this place in each row."""
+        """Metrics of the unit at this place in each row."""
         weight = jnp.where(places == place, jnp.asarray(batch.loss_weight), 0.0)
 
         def of_row(row_stats: Stats, row: Batch) -> dict[str, Mean]:
@@ -85,7 +85,7 @@ def intervals(sums: Sums, prompts: Int[np.ndarray, " N"], totals: Mapping[str, M
 
 
 def interval_of(totals: np.ndarray, weights: np.ndarray, prompts: Int[np.ndarray, " N"]) -> Interval:
-    """Of sum(totals) / sum(weights): Wilson's for a share of units that have prompts of their own."""
+    """Interval of sum(totals) / sum(weights): Wilson's for a share of units with prompts of their own."""
     share = np.isin(totals, (0.0, 1.0)).all() and (weights == 1).all()
     if share and len(np.unique(prompts)) in (1, len(prompts)):
         return mean_interval(totals, prompts)

@@ -32,7 +32,7 @@ ROUNDED_SHARE = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """How far the written checkpoint is from the model: in nats of log-probability, or in scores of a reward model."""
+    """Distance of the written checkpoint from the model, in nats of log-probability or in reward scores."""
 
     reader: Reader
     num_tensors: int
@@ -40,7 +40,7 @@ class Proof:
     largest: float
     mean: float
     tensors: str | None = None
-    """What `proof_tensors` compared, of a checkpoint that began as another one."""
+    """Result of the tensor comparison with the source checkpoint, if there is one."""
 
     def __str__(self) -> str:
         what, unit = ("scores", "") if self.scores else ("log-probabilities", " nats")

@@ -27,7 +27,7 @@ from posttrain.weights.save import save_model
 
 TEXT_ROWS = 64
 TEXT_TOKENS = 256
-"""Of each row, to see which experts are used."""
+"""Tokens per row for counting the use of experts."""
 
 
 def prune(source: str, out: Path, plan: Pruning, *, text: str | None = None, reader: Reader | None = None) -> str:
@@ -69,7 +69,7 @@ def first_tokens(path: str, tokenizer: Tokenizer) -> list[np.ndarray]:
 
 
 def expert_load(model: Decoder, sequences: Sequence[np.ndarray]) -> Float[np.ndarray, "L E"]:
-    """How often each mixture chooses each of its experts, over all tokens."""
+    """Count how often each MoE layer chooses each expert, over all tokens."""
     tokens, segments = np.zeros((2, len(sequences), max(map(len, sequences))), np.int32)
     for row, sequence in enumerate(sequences):
         tokens[row, : len(sequence)], segments[row, : len(sequence)] = sequence, 1

@@ -1,4 +1,4 @@
-"""What a model says of sample rows, and the programs that read a written checkpoint and are asked the same."""
+"""Log-probabilities of sample rows, by the model and by independent readers of the written checkpoint."""
 
 from __future__ import annotations
 

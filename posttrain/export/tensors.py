@@ -23,7 +23,7 @@ PACKED = re.compile(r"(.*)(_blocks|_scales|_scale_inv)$")
 NOT_WRITTEN = re.compile(r".*rotary_emb\.inv_freq$")
 WIDTH = {"F32": 4, "F16": 2, "BF16": 2}
 MERGED_TOLERANCE = {"F32": 1e-5, "F16": 2e-3, "BF16": 1.6e-2}
-"""Of the largest number of a merged matrix: what adding in other orders and rounding to its type may change."""
+"""Relative tolerance of a merged matrix by dtype: summation order and rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ def stored(folder: Path) -> dict[str, Stored]:
 
 
 def compare_with_source(folder: Path, source: Path, adapter: Path | None, *, trained: bool) -> str:
-    """What was compared, in words. `adapter`: that was merged, as PEFT's files. `trained`: all tensors were.
+    """Compare tensors with the source and describe the result. `adapter`: merged PEFT files. `trained`: all changed.
 
     ProofError for a tensor that is missing, left over, misshapen, changed though nothing trained it, or not its source
     with the adapter added.
@@ -160,7 +160,7 @@ def _scale(config: Mapping[str, Any], name: str, rank: int) -> float:
 def _expert_deltas(
     param: str, a: np.ndarray, b: np.ndarray, config: Mapping[str, Any], written: Mapping[str, Stored]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Of all experts of a layer, which the checkpoint holds as one tensor or one by one."""
+    """Adapter deltas of all experts of a layer, stored as one tensor or one by one."""
     stem = param.rpartition(".")[0]
     stem = stem if any(name.startswith(stem) for name in written) else stem.replace(".mlp.", ".block_sparse_moe.")
     kinds = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}

@@ -22,15 +22,15 @@ from posttrain.weights.upcycle import Upcycling, upcycled, upcycled_config
 
 @dataclass(frozen=True, kw_only=True)
 class Upcycled:
-    """What was written."""
+    """Result of upcycling."""
 
     model_type: str
     dense_parameters: int
     parameters: int
     active_parameters: int
-    """Those that work on one token."""
+    """Parameters active for one token."""
     proof: Proof
-    """Of the dense model; with noise, of the noisy mixture."""
+    """Proof against the dense model; with noise, against the noisy mixture."""
 
     def __str__(self) -> str:
         return (

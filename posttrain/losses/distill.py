@@ -23,8 +23,8 @@ class DistillLoss:
     groups of tokens (GOLD) the distance of what only one vocabulary has, times `uld`, to the divergence.
 
     Which divergence, and at which temperature, is the trainer's `terms.divergence`. A token that no teacher speaks of
-    has only the second part, and does not count in the metrics `distill/...`; `distill/taught` is the share of the
-    others.
+    has only the second part, and does not count in the metrics `distill/...`; `distill/covered_tokens` is the share of
+    the others.
     """
 
     cross_entropy: float
@@ -75,7 +75,7 @@ class DistillLoss:
             metrics["distill/sorted_l1"] = Mean(total=_total(stats.sorted_distance, weight), weight=taught.sum())
         metrics |= {n: Mean(total=_total(x, weight), weight=weight.sum()) for n, (_, x) in features.items()}
         if batch.teacher_weights is not None:
-            metrics["distill/taught"] = Mean(total=taught.sum(), weight=weight.sum())
+            metrics["distill/covered_tokens"] = Mean(total=taught.sum(), weight=weight.sum())
         if batch.sampler_logps is not None:
             metrics |= distance_metrics(stats, batch, weight > 0)
         return LossOutput(

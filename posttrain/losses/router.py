@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -73,9 +74,12 @@ def load_metrics(load: Float[Array, "M E"]) -> dict[str, Array]:
 
 
 def corrected(correction: Float[Array, "M E"], load: Float[Array, "M E"], rate: float) -> Float[Array, "M E"]:
-    """The bias of the choice after a step: + rate for an expert below the mean load, - rate above. arXiv:2408.15664."""
-    mean = jnp.mean(load, axis=-1, keepdims=True)
-    return correction + rate * jnp.sign(mean - load)
+    """The bias of the choice after a step: + rate for an expert below the mean load, - rate above. arXiv:2408.15664.
+
+    Loads are counts: their sum and E times each are exact, where a mean may miss the load that is equal to it.
+    """
+    total = jnp.sum(load, axis=-1, keepdims=True)
+    return correction + rate * jnp.sign(total - load.shape[-1] * load)
 
 
 AnyLoss = Callable[[Any, Batch], LossOutput]
@@ -109,7 +113,7 @@ def check_weight(loss: AnyLoss, batch: Batch, *, scores: bool) -> None:
         return weight_of(loss, batch, scores=scores), jnp.asarray(loss(_stats_of(draw, scores), batch).loss.weight)
 
     first, second = jax.device_get(weights(batch))
-    if first != second:
+    if not math.isclose(first, second, rel_tol=1e-5):
         raise ValueError(
             f"router: balance_coef and z_coef need a loss whose weight depends on the batch alone; that of "
             f"{type(loss).__name__} is {first} or {second} for different log-probabilities: count tokens or sequences "

@@ -17,7 +17,7 @@ from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.assemble import assemble
 from posttrain.rl.rewards import Rubric
 from posttrain.rl.sampler import Sampler, Unfinished, collect, collect_some
-from posttrain.rl.teachers import Teaching, add_teachers
+from posttrain.rl.teachers import TeacherKL, add_teachers
 from posttrain.rl.types import Example, Group, Rewards, Trajectory
 from posttrain.statistics import standard_error
 from posttrain.tracking.console import progress_bar
@@ -43,7 +43,7 @@ class StepSettings(RowSettings):
     """What `rl_step` needs beside the objects."""
 
     recompute_old_logps: bool
-    teaching: Teaching | None = None
+    teaching: TeacherKL | None = None
     enough: int | None = None
     """Groups that a step learns from, where it leaves those that take longer to later ones; None: all that it
     begins."""

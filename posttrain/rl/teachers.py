@@ -24,7 +24,7 @@ from posttrain.tree import Mean, replace
 
 
 @dataclass(frozen=True, kw_only=True)
-class Teaching:
+class TeacherKL:
     """How teachers take part in a step."""
 
     coef: float

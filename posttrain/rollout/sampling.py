@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float, Int, Shaped, UInt32
+from jaxtyping import Bool, Float, Int, UInt32
 
 from posttrain.kernels.logits.chunks import chunk_length
 from posttrain.rollout.processors import Processors, Tables, Tally, process_reference
@@ -89,7 +89,7 @@ class TopLogps:
 def sample(logits: Float[Array, "R V"], positions: Int[Array, " R"], sampling: Sampling, tally: Tally | None) -> Drawn:
     """Draw the tokens at `positions`. Each row is a function of its own arguments alone.
 
-    Tokens of equal probability are kept or dropped together.
+    Greedy: the first of the most probable tokens. Tokens of equal probability are kept or dropped together.
     """
     logits = logits.astype(jnp.float32)
     sampled = sampling.temperature > 0
@@ -98,9 +98,9 @@ def sample(logits: Float[Array, "R V"], positions: Int[Array, " R"], sampling: S
     drawn_from = model if tally is None else _Distribution.of(tally.apply(logits) / scale)
 
     drawn, kept_logps = _draw(drawn_from, sampling, uniforms(sampling.keys, positions))
-    # A look for the largest takes longer than a draw, and few requests are greedy.
-    likely = jax.lax.cond(jnp.all(sampled), lambda: drawn, lambda: _first(drawn_from.shifted == 0))
-    tokens = jnp.where(sampled, drawn, likely)
+    # Few requests are greedy.
+    best = jax.lax.cond(jnp.all(sampled), lambda: drawn, lambda: _largest(drawn_from.shifted))
+    tokens = jnp.where(sampled, drawn, best)
     logps = model.logps(tokens)
     if tally is None:
         return Drawn(tokens=tokens, logps=logps, kept_logps=kept_logps, top=None)
@@ -110,7 +110,11 @@ def sample(logits: Float[Array, "R V"], positions: Int[Array, " R"], sampling: S
 
 @pytree
 class _Distribution:
-    """Not normalised: the most probable token has 1."""
+    """Not normalised: the most probable token has 1, up to rounding.
+
+    XLA may compute `logits` anew for each use, rounded otherwise (a product fused with the subtraction): compare none
+    of these for equality, find the largest by its index.
+    """
 
     shifted: Float[Array, "R V"]
     probs: Float[Array, "R V"]
@@ -137,21 +141,23 @@ def _draw(of: _Distribution, s: Sampling, u: Float[Array, " R"]) -> tuple[Int[Ar
     return jax.lax.cond(jnp.any(truncated), cut, lambda: (_inverse_cdf(of.probs, u), jnp.zeros_like(u)))
 
 
-def _first(marks: Bool[Array, "R V"]) -> Int[Array, " R"]:
-    """Where the first mark of each row is; where none is, as in a row of NaN, the last place."""
-    vocab = marks.shape[-1]
-    places = jnp.where(marks, jnp.arange(vocab, dtype=jnp.int32)[None], vocab - 1)
-    return jnp.min(jnp.min(_lanes(places), axis=1), axis=-1)
+def _largest(x: Float[Array, "R V"]) -> Int[Array, " R"]:
+    """Index of the largest entry of each row, the first of equal ones.
+
+    By blocks: the block with the largest maximum, then its largest entry; XLA:CPU takes longer over a whole row.
+    """
+    rows, vocab = x.shape
+    size = _root(vocab)
+    blocks = jnp.pad(x, ((0, 0), (0, -vocab % size)), constant_values=-jnp.inf).reshape(rows, -1, size)
+    block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return (block * size + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
 
 
 def _row_sums(x: Float[Array, "R V"]) -> Float[Array, " R"]:
-    return jnp.sum(jnp.sum(_lanes(x), axis=1), axis=-1)
-
-
-def _lanes(x: Shaped[Array, "R V"]) -> Shaped[Array, "R _ _"]:
-    """Each row as a matrix, whose columns a CPU reduces side by side: half the time of reducing the row."""
+    """Each row as a matrix, whose columns a CPU adds up side by side: half the time of adding up the row."""
     rows, vocab = x.shape
-    return x.reshape(rows, -1, math.gcd(vocab, _root(vocab)))
+    return jnp.sum(jnp.sum(x.reshape(rows, -1, math.gcd(vocab, _root(vocab))), axis=1), axis=-1)
 
 
 def _root(vocab: int) -> int:
@@ -225,15 +231,17 @@ def _truncate(
 ) -> tuple[Float[Array, "S V"], Float[Array, " S"]]:
     """`probs` with zeros where it is cut, and the log of the share that is left.
 
-    A token stays if fewer than k tokens, and less than p of what top-k kept, are more probable than it.
+    A token stays if fewer than k tokens, and less than p of what top-k kept, are more probable than it. The most
+    probable token stays by its index, whatever rounding does to the cuts.
     """
+    top = jnp.arange(probs.shape[1], dtype=jnp.int32)[None] == _largest(probs)[:, None]
     count_limit = jnp.where(truncated & (top_k > 0), top_k.astype(jnp.float32), jnp.inf)
     cut_k = _bisect(probs, 1.0, count_limit)
-    inside_k = jnp.where(probs >= cut_k[:, None], probs, 0.0)
+    inside_k = jnp.where(top | (probs >= cut_k[:, None]), probs, 0.0)
     mass_limit = jnp.where(truncated & (top_p < 1), top_p * _row_sums(inside_k), jnp.inf)
     cut_p = _bisect(inside_k, inside_k, mass_limit)
     cut = jnp.maximum(cut_p, jnp.where(truncated, min_p, 0.0))
-    kept = jnp.where(inside_k >= cut[:, None], inside_k, 0.0)
+    kept = jnp.where(top | (inside_k >= cut[:, None]), inside_k, 0.0)
     return kept, jnp.where(truncated, jnp.log(_row_sums(kept) / total), 0.0)
 
 
@@ -276,14 +284,12 @@ def _inverse_cdf(probs: Float[Array, "S V"], u: Float[Array, " S"]) -> Int[Array
 def _first_above(
     cumulated: Float[Array, "S N"], masses: Float[Array, "S N"], target: Float[Array, " S"]
 ) -> Int[Array, " S"]:
-    """The first entry of positive mass with cumulated mass above the target; by rounding there may be none: the last.
+    """The first entry of positive mass with cumulated mass above the target; where rounding leaves none, the largest.
 
     Cumulated sums of floats may fall by one unit in the last place, so an entry of mass 0 is excluded by its mass.
     """
-    positive = masses > 0
-    above = positive & (cumulated > target[:, None])
-    last = masses.shape[-1] - 1 - jnp.argmax(positive[:, ::-1], axis=-1)
-    return jnp.where(jnp.any(above, axis=-1), jnp.argmax(above, axis=-1), last)
+    above = (masses > 0) & (cumulated > target[:, None])
+    return jnp.where(jnp.any(above, axis=-1), jnp.argmax(above, axis=-1), jnp.argmax(masses, axis=-1))
 
 
 def sample_reference(

@@ -10,6 +10,7 @@ from posttrain.errors import ConfigError
 from posttrain.models.config import ModelConfig
 from posttrain.models.moe import check_recording, check_router
 from posttrain.runs.kernels import check_kernels
+from posttrain.runs.lengths import fit_lengths
 from posttrain.stages.prepared import Prepared
 from posttrain.stages.table import naming_stage
 from posttrain.weights.load import check_adapter, check_lora, check_weights
@@ -30,6 +31,7 @@ def read_model(prepared: Prepared, *, offline_ok: bool) -> None:
         prepared.notes.append(f"not checked, no network: the model {config.model.path}, if it is on the hub")
         return
     prepared.model = model
+    config = prepared.config = fit_lengths(config, model.max_positions)
     _check_weights(config.model, prepared.base_dir)
     if model.scalar_head and not all(isinstance(section, RewardModelSection) for section in config.stages):
         raise ConfigError(f"model.path: {config.model.path} is a reward model, which scores answers and writes none")

@@ -1,4 +1,4 @@
-"""Whether the kernels that a configuration names can serve its model, asked before any weights load."""
+"""Check that the kernels of a configuration can serve its model, before weights load."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _attention_requests(config: RunConfig, model: ModelConfig) -> Iterator[Reque
 
 
 def _shape(kind: AttentionConfig | LatentAttentionConfig) -> dict[str, Any]:
-    """Of one layer's heads."""
+    """Shape of one layer's heads."""
     if isinstance(kind, LatentAttentionConfig):
         sizes = {"num_kv_heads": kind.num_heads, "head_dim": kind.nope_dim + kind.rope_dim, "value_dim": kind.value_dim}
         return {"num_heads": kind.num_heads, **sizes, "soft_cap": None, "sinks": False}

@@ -8,6 +8,7 @@ from posttrain.config import RunConfig, TrainSection, is_sampled
 from posttrain.config.yaml_file import find_path
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.runs.check_model import read_model
+from posttrain.runs.lengths import with_steps
 from posttrain.stages.prepared import Prepared
 from posttrain.stages.prompts import check_cache
 from posttrain.stages.table import STAGES, naming_stage, stage_names
@@ -55,8 +56,9 @@ def _prepare_stage(prepared: Prepared, index: int, *, offline_ok: bool) -> None:
     if is_sampled(section):
         check_cache(section, config.mesh.row_shards or 1)
     inputs, notes = STAGES[section.kind].prepare(section, prepared)
-    prepared.stages.append(inputs)
-    prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in notes]
+    inputs, more = with_steps(inputs, config.seed)
+    prepared.add(index, inputs)
+    prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in [*more, *notes]]
 
 
 def _dataset_paths(section: TrainSection, base_dir: Path) -> list[str]:

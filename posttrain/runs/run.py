@@ -17,6 +17,7 @@ from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.models.decoder import Decoder
 from posttrain.runs.code_identity import check_code, remember_code
+from posttrain.runs.extend import extend, extended_stages
 from posttrain.runs.prepare import prepare
 from posttrain.runs.summary import print_summary
 from posttrain.stages.context import StageRun
@@ -52,6 +53,7 @@ class RunResult:
 def run(config: RunConfig, base_dir: Path) -> RunResult:
     """Do what is left of a run. Raises ConfigError for what is wrong, before any work, and Interrupted."""
     prepared = prepare(config, base_dir, offline_ok=False)
+    config = prepared.config
     mesh = make_mesh(config.mesh, training_devices(config))
     assert prepared.tokenizer is not None
     output = Path(config.output)
@@ -85,7 +87,7 @@ def run(config: RunConfig, base_dir: Path) -> RunResult:
                 continue
             if stop.requested:
                 raise Interrupted(f"stopped before {name}")
-            console().rule(f"{name}: {inputs.section.num_steps} steps", align="left")
+            console().rule(f"{name}: {inputs.section.steps} steps", align="left")
             STAGES[inputs.section.kind].run(stage, inputs)
             gc.collect()  # a trainer and its programs form a cycle that holds the weights
     results = [json.loads((output / name / "result.json").read_text(encoding="utf-8")) for name in names]
@@ -119,19 +121,29 @@ def _check_same(output: Path, config: RunConfig, base_dir: Path) -> None:
     file = output / CONFIG_NAME
     if not file.exists() or not _begun(output):
         remember_code(output, config, base_dir)
-        partial = file.with_suffix(".tmp")
-        partial.write_text(dump_config(config), encoding="utf-8")
-        partial.rename(file)
+        _write(file, config)
         return
     before = load_config(file).config
     # Both sides go through YAML, where a function is its name.
-    changed = [key for key in diff_config(before, config) if key not in NO_EFFECT]
+    extended = extended_stages(before, config)
+    may_differ = {*NO_EFFECT, *(f"stages.{index}.num_steps" for index in extended)}
+    changed = [key for key in diff_config(before, config) if key not in may_differ]
     if changed:
+        rule = " (num_steps may grow)" if any(key.endswith(".num_steps") for key in changed) else ""
         raise ConfigError(
-            f"output: {output} holds a run with other settings: {', '.join(changed)}; "
+            f"output: {output} holds a run with other settings: {', '.join(changed)}{rule}; "
             "give another output, or delete the folder to start over"
         )
     check_code(output, config, base_dir)
+    if extended:
+        extend(output, before, config, extended)
+        _write(file, config)
+
+
+def _write(file: Path, config: RunConfig) -> None:
+    partial = file.with_suffix(".tmp")
+    partial.write_text(dump_config(config), encoding="utf-8")
+    partial.rename(file)
 
 
 def _begun(output: Path) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain.config import RunConfig
 from posttrain.statistics import PairedDifference, paired_difference
-from posttrain.tracking.console import console, cut, printable, with_interval
+from posttrain.tracking.console import console, cut, printable, shown_number, with_interval
 
 NUM_ANSWERS = 6
 ANSWER_CELLS = 240
@@ -52,7 +52,8 @@ def _print_answers(name: str, result: Mapping[str, Any]) -> None:
     # Answers that changed say the most; a stable sort keeps the dataset's order among them.
     pairs.sort(key=lambda pair: pair[0][measure] == pair[1][measure])
     for old, new in pairs[:NUM_ANSWERS]:
-        texts = (old["prompt"], old["completion"], old[measure], new["completion"], new[measure])
+        values = (shown_number(old[measure]), shown_number(new[measure]))
+        texts = (old["prompt"], old["completion"], values[0], new["completion"], values[1])
         table.add_row(*(Text(cut(printable(str(text), out.encoding), ANSWER_CELLS, out.encoding)) for text in texts))
     table.add_section()
     table.add_row(f"mean {measure}, 95 % interval", _interval(before), "", _interval(after), "")

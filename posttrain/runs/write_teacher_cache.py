@@ -32,6 +32,7 @@ from posttrain.tracking.console import console, progress_bar
 def write_caches(config: RunConfig, base_dir: Path) -> None:
     """Write what is missing of the caches of all stages. ConfigError where no stage has one."""
     prepared = prepare(config, base_dir, offline_ok=False)
+    config = prepared.config
     assert prepared.tokenizer is not None
     for note in prepared.notes:
         console().print(note, markup=False, soft_wrap=True)
@@ -78,11 +79,11 @@ def write_caches(config: RunConfig, base_dir: Path) -> None:
 
 
 RowReader = Callable[[int], Any]
-"""Of the number of a row; None where nothing is said of it."""
+"""Function from a row number to its sequence; None without teacher targets."""
 
 
 def _reader(inputs: SFTInputs, source: TeacherSource, number: int, data: Source) -> RowReader:
-    """What a teacher is asked of a dataset."""
+    """Make the reader of the rows that a teacher scores."""
     section, aligner = inputs.section, aligner_of(inputs, source)
     assert isinstance(section, DistillSection)
     if aligner is None:

@@ -36,7 +36,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """How a stage is evaluated, and which numbers of that go to the sinks."""
+    """Evaluation of a stage, and the metrics of it that go to the sinks."""
 
     evaluate: Callable[[], Record]
     metrics: Callable[[Record], Mapping[str, float]]
@@ -44,12 +44,12 @@ class HeldOut:
 
 @dataclass(frozen=True, kw_only=True)
 class StageRun:
-    """What a recipe gets: it builds a model and a trainer, and calls `train`."""
+    """Run context of one stage: folder, model source, mesh, sinks, checkpoints and training loop."""
 
     name: str
     kind: str
     sampled: bool
-    """Whether it learns from what its model itself samples."""
+    """True if the stage trains on its own samples."""
     folder: Path
     """Below the run's output; holds checkpoints and, when the stage is done, `model/` and `result.json`."""
     output: Path
@@ -98,7 +98,7 @@ class StageRun:
         return model
 
     def _num_tokens(self, path: str | Path) -> int | None:
-        """How many of the embedding's rows stand for tokens; None: all, or more tokens than rows."""
+        """Number of embedding rows that are tokens; None: all, or more tokens than rows."""
         rows = config_from_hf(read_json(find_folder(path) / "config.json")).vocab_size
         ids = self.tokenizer.num_ids
         if ids == rows:
@@ -109,7 +109,7 @@ class StageRun:
 
     @property
     def path(self) -> str | Path | None:
-        """Where the stage's model is loaded from; None: it has random weights."""
+        """Path or hub id of the stage's model; None: random weights."""
         return self.source or self.source_name
 
     @property
@@ -119,7 +119,7 @@ class StageRun:
 
     @cached_property
     def origin(self) -> Origin:
-        """What the checkpoints of the stage continue."""
+        """Origin of the weights that the stage's checkpoints continue."""
         if self.path is None:
             return origin_of_init(self._init, self.seed)
         origin = origin_of_folder(str(self.path), find_folder(self.path))
@@ -144,7 +144,7 @@ class StageRun:
             result["before"] = self.remember("before", held_out.evaluate)
             if trainer.step_number == 0:
                 sinks.write(0, held_out.metrics(result["before"]))
-        if trainer.step_number < section.num_steps:
+        if trainer.step_number < section.steps:
             # Of other weights, where the newest checkpoints were removed.
             self._file("after").unlink(missing_ok=True)
         run_steps(
@@ -152,17 +152,17 @@ class StageRun:
             step,
             data,
             origin=self.origin,
-            num_steps=section.num_steps,
+            num_steps=section.steps,
             checkpointer=checkpointer,
             sink=sinks,
-            learning_rate=make_schedule(section.optimizer, section.num_steps),
+            learning_rate=make_schedule(section.optimizer, section.steps),
             every=Every(checkpoint=section.checkpoint_every, evaluation=section.eval_every),
             evaluate=None if held_out is None else lambda: held_out.metrics(held_out.evaluate()),
             stop=self.stop,
         )
         if held_out is not None:
             result["after"] = self.remember("after", held_out.evaluate)
-            sinks.write(section.num_steps, held_out.metrics(result["after"]))
+            sinks.write(section.steps, held_out.metrics(result["after"]))
         return result
 
     @contextmanager
@@ -196,7 +196,7 @@ class StageRun:
             save_model(model, self.model_folder, tokenizer=self.tokenizer)
 
     def remember(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` returns, kept as JSON in the folder of the stage: a resumed run reads it again."""
+        """Return `make()`, stored as JSON in the stage's folder: a resumed run reads it again."""
         file = self._file(name)
         if not file.exists():
             partial = file.with_suffix(".tmp")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from posttrain.batch import rows_per_pass
 from posttrain.cluster.scorers import FrozenModel
 from posttrain.cluster.scorers import Scorer as LogpsOf
-from posttrain.config import DatasetSection, DistillSection, ModelSection
+from posttrain.config import DatasetSection, DistillSection, ModelSection, TeacherSection
 from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import fingerprint, row_tokenizer, token_fingerprint
 from posttrain.data.prefetch import Ahead, BatchStream
@@ -20,7 +21,7 @@ from posttrain.distill.cache import CacheFolder, TeacherCache
 from posttrain.distill.cross_tokenizer.rows import Aligner
 from posttrain.distill.cross_tokenizer.teachers import aligned_tokenizer, theirs
 from posttrain.distill.features import check_features
-from posttrain.distill.targets import Taught
+from posttrain.distill.targets import TeacherTargets
 from posttrain.distill.teachers import (
     DEFAULT_TOP_K,
     OutsideTeacher,
@@ -60,12 +61,21 @@ def check_offline(section: DistillSection, base_dir: Path) -> None:
 
 def describe(section: DistillSection, inputs: SFTInputs | None, shards: int) -> str:
     """Summarise the stage in one line."""
-    names = ", ".join(teacher.path for teacher in section.teachers)
-    outside = [teacher.title for teacher in section.teachers if teacher.outside]
-    live = f"in the step{', but for ' + ', '.join(outside) if outside else ''}"
-    where = live if section.cache is None else f"from the cache {section.cache}"
+    teachers = ", ".join(f"{teacher.path} ({_where(teacher, section.cache)})" for teacher in section.teachers)
     own = f"; {section.on_policy:.0%} of the steps on the student's own samples" if section.on_policy else ""
-    return f"{sequences.describe(section, inputs, shards)}; taught by {names}, {where}{own}"
+    noun = "teacher" if len(section.teachers) == 1 else "teachers"
+    return f"{sequences.describe(section, inputs, shards)}; {noun} {teachers}{own}"
+
+
+def _where(teacher: TeacherSection, cache: str | None) -> str:
+    """Place where a teacher scores the student's rows."""
+    if cache is not None:
+        return f"from the cache {cache}"
+    if teacher.url is not None:
+        return f"asked at {teacher.url}"
+    if teacher.mesh is not None:
+        return f"on {math.prod(teacher.mesh.sizes)} devices of its own"
+    return "on the student's devices, before each step" if teacher.aligned else "in the training step"
 
 
 def run(stage: StageRun, inputs: SFTInputs) -> None:
@@ -96,7 +106,9 @@ def run(stage: StageRun, inputs: SFTInputs) -> None:
             for source in inputs.teachers
         ]
     titles = [source.title for source in inputs.teachers]
-    taught = Taught(titles, section.teacher_column, caches, [teacher.top_k for teacher in outside], inputs.aligners)
+    taught = TeacherTargets(
+        titles, section.teacher_column, caches, [teacher.top_k for teacher in outside], inputs.aligners
+    )
     trainer = make_trainer(stage, inputs, terms=terms_of(section, inputs.aligners), teachers=teachers)
     given = None if section.on_policy == 1 else sequences_of(stage, inputs, taught)
     with ExitStack() as closing:
@@ -163,7 +175,7 @@ def sources(inputs: SFTInputs) -> list[Source]:
 def cache_folders(
     inputs: SFTInputs, source: TeacherSource, model: ModelSection, tokenizer: Tokenizer, *, to_write: bool
 ) -> list[tuple[Source, CacheFolder]]:
-    """Of each dataset the folder of what a teacher says of it, named after the data. `model`: the student's."""
+    """Cache folder of each dataset for a teacher, named by a digest of the data. `model`: the student's."""
     section = inputs.section
     assert isinstance(section, DistillSection) and section.cache is not None
     folders = []

@@ -13,7 +13,7 @@ from posttrain.cluster.scorers import Scorer, model_inputs
 from posttrain.config import DistillSection
 from posttrain.data.pipeline import PromptBatches
 from posttrain.data.prefetch import BatchStream
-from posttrain.distill.targets import Taught
+from posttrain.distill.targets import TeacherTargets
 from posttrain.errors import RunError
 from posttrain.evaluation.rollouts import evaluate
 from posttrain.mesh import row_shards
@@ -36,10 +36,10 @@ UNREAD_STEPS = 3
 
 
 class Samples:
-    """What the student samples of the prompts of a dataset, as rows to train on. `teachers` measure it."""
+    """Student samples of a dataset's prompts as training rows; `teachers` evaluate them."""
 
     def __init__(
-        self, stage: StageRun, inputs: SFTInputs, trainer: Trainer, taught: Taught, teachers: Sequence[Scorer]
+        self, stage: StageRun, inputs: SFTInputs, trainer: Trainer, taught: TeacherTargets, teachers: Sequence[Scorer]
     ):
         section = inputs.section
         assert isinstance(section, DistillSection) and section.sampling is not None and inputs.prompts is not None
@@ -94,7 +94,7 @@ class Samples:
         return self._taught.ask_samples(kept, read)
 
     def seen(self, metrics: Metrics) -> Mapping[str, float]:
-        """What the samples of a step say; nothing of one on given rows. RunError where sampler and trainer disagree."""
+        """Sample metrics of an on-policy step, else none. RunError where sampler and trainer disagree."""
         found = {name: value for name, value in metrics.items() if name == LOGP_DIFFERENCE}
         if not found:
             return {}

@@ -1,4 +1,4 @@
-"""The engine that samples for a stage: the built-in one, or one that the configuration names."""
+"""Rollout engine of a stage: the built-in one, or one named in the configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EngineFactory = Callable[[Decoder, Tokenizer, RolloutSection], Any]
 
 
 def engine_of(section: RolloutSection, base_dir: Path) -> EngineFactory | None:
-    """What makes the engine that the section names; None: the built-in one. ConfigError where it is no engine."""
+    """Resolve the engine factory of the section; None: the built-in engine. ConfigError for another object."""
     if section.engine is None:
         return None
     found = callable_of(section.engine, "rollout.engine", base_dir)
@@ -80,5 +80,5 @@ def warm_up(
 
 
 def engine_metrics(engine: RolloutEngine) -> dict[str, float]:
-    """Of the built-in engine; another one has none."""
+    """Metrics of the built-in engine; none of another."""
     return engine.metrics() if isinstance(engine, NativeEngine) else {}

@@ -1,4 +1,4 @@
-"""What a configuration names: rows, and functions of users."""
+"""Inputs named in a configuration: dataset rows and Python objects."""
 
 from __future__ import annotations
 
@@ -53,4 +53,8 @@ def describe_rows(section: SequenceSection | ComparedSection, shards: int) -> st
     """Summarise the batches of an offline stage. `shards`: devices that share the rows of a forward pass."""
     passes = -(-section.batch_rows // rows_per_pass(section.batch_rows, section.micro_batch_rows, shards))
     rows = f"{section.batch_rows} x {section.row_tokens} tokens"
-    return f"{section.num_steps} steps of {rows} ({passes} micro-batches)"
+    passes_text = f" ({passes} micro-batches)" if passes > 1 else ""
+    if section.num_steps is None:
+        num_epochs = 1.0 if section.num_epochs is None else section.num_epochs
+        return f"num_epochs={num_epochs:g} in steps of {rows}{passes_text}"
+    return f"{section.num_steps} steps of {rows}{passes_text}"

@@ -114,7 +114,7 @@ def make_trainer(stage: StageRun, section: SampledSection, loss: TokenLoss, term
     return Trainer(
         stage.load_model(),
         loss,
-        make_optimizer(section.optimizer, section.num_steps),
+        make_optimizer(section.optimizer, section.steps),
         temperature=section.sampling.temperature,
         max_grad_norm=section.optimizer.max_grad_norm,
         micro_batch_rows=section.micro_batch_rows or -(-section.step_rows // 8),
@@ -129,7 +129,7 @@ def describe_steps(section: SampledSection, inputs: Scored | None, compared: str
     """Summarise an online stage in one line. `compared`: how samples are compared, where they are."""
     prompts = "" if inputs is None else f"{len(inputs.examples):,} prompts, "
     text = (
-        f"{prompts}{section.num_steps} steps of {section.prompts_per_step} prompts x {section.group_size} samples "
+        f"{prompts}{section.steps} steps of {section.prompts_per_step} prompts x {section.group_size} samples "
         f"= {section.prompts_per_step * section.group_size}, up to {section.sampling.max_tokens} new tokens each"
     )
     held_out = f"; {len(inputs.eval_examples)} held-out prompts" if inputs is not None and inputs.eval_examples else ""
@@ -145,9 +145,9 @@ def train(
     """
     inputs, section, trainer = rollouts.inputs, rollouts.inputs.section, rollouts.cluster.actor
     held_out = HeldOut(evaluate=lambda: _record(_evaluate(rollouts, distances)), metrics=itemgetter("metrics"))
-    with stage.opened(trainer, prompts, section.num_steps) as (sinks, checkpointer):
+    with stage.opened(trainer, prompts, section.steps) as (sinks, checkpointer):
         rollouts.cluster.sync_weights()
-        watch = RewardWatch(min(MAX_STEPS_WITHOUT_REWARD, section.num_steps))
+        watch = RewardWatch(min(MAX_STEPS_WITHOUT_REWARD, section.steps))
 
         def one_step() -> Mapping[str, Any]:
             timer = Timer()

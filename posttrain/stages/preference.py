@@ -39,7 +39,7 @@ def run(stage: StageRun, inputs: JudgedInputs) -> None:
         held_out = HeldOut(
             evaluate=Evaluation(trainer, inputs.loss, eval_units, referenced.complete), metrics=metrics_of
         )
-    with stage.opened(trainer, batches, section.num_steps) as (sinks, checkpointer):
+    with stage.opened(trainer, batches, section.steps) as (sinks, checkpointer):
         result = stage.train(trainer, step, batches, sinks, checkpointer, section, held_out)
     stage.finish(trainer.model, result)
 
@@ -49,7 +49,7 @@ def make_trainer(stage: StageRun, inputs: JudgedInputs, model: Decoder) -> Train
     return Trainer(
         model,
         inputs.loss,
-        make_optimizer(section.optimizer, section.num_steps),
+        make_optimizer(section.optimizer, section.steps),
         temperature=1.0,
         max_grad_norm=section.optimizer.max_grad_norm,
         micro_batch_rows=section.micro_batch_rows,
@@ -87,7 +87,7 @@ def _referenced(stage: StageRun, inputs: JudgedInputs, trainer: Trainer) -> _Ref
         long_context=stage.model.long_context,
         num_tokens=stage.tokenizer.num_ids,
     )
-    known = with_reference(units, trainer, key, seed=stage.seed, num_steps=section.num_steps)
+    known = with_reference(units, trainer, key, seed=stage.seed, num_steps=section.steps)
     held_out = None if eval_units is None else with_reference_of_all(eval_units, trainer, key)
     return _Referenced(units=known, eval_units=held_out, complete=check_scored, for_step=check_scored)
 

@@ -26,6 +26,7 @@ class Prepared:
     """Tokenizer, model description and inputs of every stage of a run."""
 
     config: RunConfig
+    """Run with what depends on its model and data filled in: lengths, steps."""
     base_dir: Path
     tokenizer: Tokenizer | None = None
     """None only where `notes` say that the hub could not be reached."""
@@ -34,6 +35,13 @@ class Prepared:
     stages: list[Inputs] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Checks that could not be made, and why; and where the run differs from the configuration."""
+
+    def add(self, index: int, inputs: Inputs) -> None:
+        """Add the inputs of stage `index`, whose section may have more filled in than the configuration's."""
+        self.stages.append(inputs)
+        stages = list(self.config.stages)
+        stages[index] = inputs.section
+        self.config = self.config.model_copy(update={"stages": tuple(stages)})
 
     @property
     def mixture(self) -> bool:

@@ -32,7 +32,7 @@ def run(stage: StageRun, inputs: JudgedInputs) -> None:
     held_out = None
     if (units := inputs.eval_units) is not None:
         held_out = HeldOut(evaluate=Evaluation(trainer, inputs.loss, units, as_it_is), metrics=metrics_of)
-    with stage.opened(trainer, batches, section.num_steps) as (sinks, checkpointer):
+    with stage.opened(trainer, batches, section.steps) as (sinks, checkpointer):
         result = stage.train(trainer, step, batches, sinks, checkpointer, section, held_out)
     stage.finish(trainer.model, result)
 

@@ -14,7 +14,7 @@ from posttrain.metrics import Timer
 from posttrain.rl.partial import PromptsAhead
 from posttrain.rl.sampler import resumable
 from posttrain.rl.step import StepResult, StepSettings, rl_step
-from posttrain.rl.teachers import Teaching, distances, shares_of
+from posttrain.rl.teachers import TeacherKL, distances, shares_of
 from posttrain.stages.context import StageRun
 from posttrain.stages.online import describe_steps, make_trainer, open_rollouts, train
 from posttrain.stages.prepared import Prepared
@@ -81,7 +81,7 @@ def _step_settings(section: RLSection) -> StepSettings:
         row_tokens=section.row_tokens,
         num_rows=section.step_rows,
         recompute_old_logps=section.recompute_old_logps,
-        teaching=Teaching(coef=section.teacher_coef, shares=shares_of(section)) if section.teachers else None,
+        teaching=TeacherKL(coef=section.teacher_coef, shares=shares_of(section)) if section.teachers else None,
         enough=section.prompts_per_step if section.prompts_ahead else None,
     )
 

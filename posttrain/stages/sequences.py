@@ -14,7 +14,7 @@ from posttrain.data.sources import Rows, checked_rows, each_row
 from posttrain.distill.cross_tokenizer.rows import Aligner
 from posttrain.distill.cross_tokenizer.teachers import make_aligners
 from posttrain.distill.features import distill_loss
-from posttrain.distill.targets import Taught
+from posttrain.distill.targets import TeacherTargets
 from posttrain.distill.teachers import TeacherSource, find_teachers
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.losses.sft import DFTLoss, SFTLoss
@@ -115,7 +115,7 @@ def _check_sequences(
     """
     taught = None
     if isinstance(section, DistillSection):
-        taught = Taught([teacher.title for teacher in section.teachers], section.teacher_column, None)
+        taught = TeacherTargets([teacher.title for teacher in section.teachers], section.teacher_column, None)
     tokenize = row_tokenizer(section, dataset, rows, renderer, taught)
     chosen = checked_rows(len(rows))
     dropped = [made is None for made in each_row(rows, chosen, "rows", tokenize)].count(True)

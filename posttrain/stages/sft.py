@@ -9,7 +9,7 @@ from posttrain.config import DistillSection, SFTSection
 from posttrain.data.pipeline import SFTBatches
 from posttrain.data.prefetch import BatchStream
 from posttrain.distill.features import matching_of
-from posttrain.distill.targets import Taught
+from posttrain.distill.targets import TeacherTargets
 from posttrain.evaluation.sequences import Record, difference, evaluate, metrics_of, with_perplexities
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.losses.router import RouterLoss
@@ -30,7 +30,7 @@ def run(stage: StageRun, inputs: SFTInputs) -> None:
     train_sequences(stage, inputs, trainer, None)
 
 
-def evaluate_held_out(trainer: Trainer, inputs: SFTInputs, taught: Taught | None) -> Record:
+def evaluate_held_out(trainer: Trainer, inputs: SFTInputs, taught: TeacherTargets | None) -> Record:
     """Evaluate the stage's held-out rows."""
     assert inputs.eval_rows is not None and inputs.eval_renderer is not None
     return evaluate(trainer, inputs.section, inputs.eval_rows, inputs.eval_renderer, taught)
@@ -50,7 +50,7 @@ def make_trainer(
     return Trainer(
         model,
         inputs.loss,
-        make_optimizer(section.optimizer, section.num_steps),
+        make_optimizer(section.optimizer, section.steps),
         temperature=1.0,
         max_grad_norm=section.optimizer.max_grad_norm,
         micro_batch_rows=section.micro_batch_rows,
@@ -65,13 +65,13 @@ def make_trainer(
     )
 
 
-def train_sequences(stage: StageRun, inputs: SFTInputs, trainer: Trainer, taught: Taught | None) -> None:
+def train_sequences(stage: StageRun, inputs: SFTInputs, trainer: Trainer, taught: TeacherTargets | None) -> None:
     """All steps and evaluations of a stage, and its model. `taught`: what teachers say of the rows."""
     batches = sequences_of(stage, inputs, taught)
     train_batches(stage, inputs, trainer, batches, lambda: evaluate_held_out(trainer, inputs, taught))
 
 
-def sequences_of(stage: StageRun, inputs: SFTInputs, taught: Taught | None) -> SFTBatches:
+def sequences_of(stage: StageRun, inputs: SFTInputs, taught: TeacherTargets | None) -> SFTBatches:
     section = inputs.section
     return SFTBatches(section, inputs.rows, inputs.renderer, seed=stage.seed, mixed=inputs.mixed, taught=taught)
 
@@ -95,7 +95,7 @@ def train_batches(
         return {**with_perplexities(metrics), **dropped, **({} if seen is None else seen(metrics))}
 
     held_out = HeldOut(evaluate=evaluate_all, metrics=metrics_of)
-    with stage.opened(trainer, batches, section.num_steps) as (sinks, checkpointer):
+    with stage.opened(trainer, batches, section.steps) as (sinks, checkpointer):
         evaluation = held_out if section.eval_dataset is not None else None
         result = stage.train(trainer, step, batches, sinks, checkpointer, section, evaluation)
     if result:

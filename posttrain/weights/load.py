@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ from jax.typing import DTypeLike
 
 from posttrain.config import AttentionKernel, DecodeAttention, GroupedKernel, LoRA, Quantize, Remat
 from posttrain.errors import ConfigError
-from posttrain.mesh import param_sharding
+from posttrain.mesh import RULES, TILES, param_sharding
 from posttrain.models import hf
 from posttrain.models.config import Compute, LatentAttentionConfig, ModelConfig
 from posttrain.models.decoder import Decoder
@@ -234,16 +235,36 @@ def _shardings(model: Decoder, mesh: Mesh | None) -> dict[str, NamedSharding | N
     """Where each parameter goes; None: the default device."""
     if mesh is None:
         return {path: None for path, _, _ in ModelWeights(model).shapes()}
-    tensor = mesh.shape["tensor"]
-    for block in model.config.blocks:
-        counts = {"num_kv_heads": block.attention.num_kv_heads, "num_heads": block.attention.num_heads}
-        if isinstance(block.attention, LatentAttentionConfig):
-            # The one head of its cache is that of the latents, which every device has.
-            del counts["num_kv_heads"]
-        for name, heads in counts.items():
-            if heads % tensor:
-                raise ConfigError(
-                    f"mesh.tensor={tensor} must divide {name}={heads} of {model.config.model_type}; "
-                    f"use {' or '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
-                )
+    check_mesh(model, mesh.shape)
     return {path: param_sharding(mesh, path, dims, shape) for path, dims, shape in ModelWeights(model).shapes()}
+
+
+SPLIT_FIELDS = {"vocab": "vocab_size", "embed": "hidden_size", "mlp": "intermediate_size", "expert": "num_experts"}
+"""Name of a parameter's dimension -> field of `config.json`."""
+
+
+def check_mesh(model: Decoder, sizes: Mapping[str, int]) -> None:
+    """ConfigError where an axis of a mesh does not divide what it splits of the model; it names the sizes that do."""
+    splits: dict[str, dict[str, int]] = {axis: {} for axis in sizes}
+    for block in model.config.blocks:
+        if not isinstance(block.attention, LatentAttentionConfig):
+            # The one head of a latent cache is that of the latents, which every device has.
+            splits["tensor"][f"num_kv_heads={block.attention.num_kv_heads}"] = block.attention.num_kv_heads
+        splits["tensor"][f"num_heads={block.attention.num_heads}"] = block.attention.num_heads
+    for path, dims, shape in ModelWeights(model).shapes():
+        for dim, size in zip(dims, shape, strict=True):
+            axis = None if dim.endswith(TILES) else RULES[dim]
+            if axis is not None:
+                name = (
+                    f"{SPLIT_FIELDS[dim]}={size}" if dim in SPLIT_FIELDS else f"the dimension {dim} ({size}) of {path}"
+                )
+                splits[axis].setdefault(name, size)
+    for axis, split in splits.items():
+        wrong = next((name for name, size in split.items() if size % sizes[axis]), None)
+        if wrong is not None:
+            common = math.gcd(*split.values())
+            *first, last = [str(n) for n in range(1, common + 1) if common % n == 0]
+            raise ConfigError(
+                f"mesh.{axis}={sizes[axis]} must divide {wrong} of {model.config.model_type}; "
+                f"use {', '.join(first)}{' or ' if first else ''}{last}"
+            )

@@ -156,12 +156,8 @@ def test_a_name_that_two_stages_have_is_refused(write: Write) -> None:
         ("tokenizer: bytes", "tokenizer: bytes\n  zzz: 1",
          "run.yaml:6: model.zzz: unknown field; known here: path, init, family, tokenizer, stop_tokens, dtype, "
          "compute_dtype, lora, adapter, quantize, remat, attention, decode_attention, grouped_matmul, long_context"),
-        ("    batch_rows: 4\n", "",
-         "run.yaml:7: stages.0.batch_rows: required, but missing: Rows of `row_tokens` in one optimiser step."),
         ("seed: 0\n", "",
          "run.yaml: seed: required, but missing: Start of every random key: data order, sampling, initial weights."),
-        ("{learning_rate: 1e-4}", "{}",
-         "run.yaml:12: stages.0.optimizer.learning_rate: required, but missing: Peak step size."),
         ("num_steps: 10", "num_steps: many", "run.yaml:9: stages.0.num_steps: must be a whole number; got 'many'"),
         ("num_steps: 10", "num_steps: 0", "run.yaml:9: stages.0.num_steps: must be at least 1; got 0"),
         ("{learning_rate: 1e-4}", "{learning_rate: -1}",

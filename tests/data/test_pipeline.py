@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from posttrain.batch import Batch
-from posttrain.config import DatasetSection, OptimizerSection, SFTSection
+from posttrain.config import DatasetSection, SFTSection
 from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import PromptBatches, SFTBatches, eval_batches
 from posttrain.data.sources import Rows, load_rows
@@ -35,7 +35,7 @@ def write(path: Path, letter: str) -> None:
 
 def stage(folder: Path, **fields: Any) -> tuple[SFTSection, Rows, Renderer]:
     dataset = DatasetSection(path="rows.jsonl", chat=False, **fields.pop("dataset", {}))
-    defaults = {"num_steps": 1, "batch_rows": 2, "row_tokens": 24, "optimizer": OptimizerSection(learning_rate=1.0)}
+    defaults = {"num_steps": 1, "batch_rows": 2, "row_tokens": 24, "optimizer": {"learning_rate": 1.0}}
     section = SFTSection(dataset=dataset, **{**defaults, **fields})
     return section, load_rows(dataset, base_dir=folder), Renderer(load_tokenizer("bytes"), chat=False)
 
@@ -186,13 +186,13 @@ def test_a_single_row_repeats(folder: Path) -> None:
 def test_a_process_with_an_open_stream_ends_quietly(folder: Path, code: int) -> None:
     program = (
         "from pathlib import Path\n"
-        "from posttrain.config import DatasetSection, OptimizerSection, SFTSection\n"
+        "from posttrain.config import DatasetSection, SFTSection\n"
         "from posttrain.data.chat import Renderer\n"
         "from posttrain.data.pipeline import SFTBatches\n"
         "from posttrain.data.sources import load_rows\n"
         "from posttrain.data.tokenizer import load_tokenizer\n"
         "data = DatasetSection(path='rows.jsonl', chat=False)\n"
-        "adam = OptimizerSection(learning_rate=1.0)\n"
+        "adam = {'learning_rate': 1.0}\n"
         "section = SFTSection(dataset=data, num_steps=1, batch_rows=2, row_tokens=24, optimizer=adam)\n"
         f"rows = load_rows(data, base_dir=Path({str(folder)!r}))\n"
         "stream = SFTBatches(section, rows, Renderer(load_tokenizer('bytes'), chat=False), seed=0)\n"

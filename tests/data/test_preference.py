@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain.config import DatasetSection, OptimizerSection, PreferenceSection
+from posttrain.config import DatasetSection, PreferenceSection
 from posttrain.data.chat import Renderer
 from posttrain.data.pairs import ComparisonBatches, Units, all_rows
 from posttrain.data.preference import judged, pair, steps
@@ -135,7 +135,7 @@ def units(table: list[dict[str, Any]], kind: str = "pairs", row_tokens: int = 40
         num_steps=1,
         batch_rows=2,
         row_tokens=row_tokens,
-        optimizer=OptimizerSection(learning_rate=1.0),
+        optimizer={"learning_rate": 1.0},
         **{name: fields.pop(name) for name in ("overlong", "packing") if name in fields},
     )
     rows = Rows("x.jsonl", table, 0, len(table))

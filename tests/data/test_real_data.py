@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain.config import DatasetSection, OptimizerSection, SFTSection
+from posttrain.config import DatasetSection, SFTSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import use_chat
 from posttrain.data.pipeline import SFTBatches
@@ -16,9 +16,7 @@ from tests.data.batches import efficiency, sequences
 
 def batches(shared: Path, tokenizer: Tokenizer, dataset: DatasetSection, **fields: Any) -> SFTBatches:
     rows = load_rows(dataset, base_dir=shared)
-    section = SFTSection(
-        dataset=dataset, num_steps=1, batch_rows=8, optimizer=OptimizerSection(learning_rate=1.0), **fields
-    )
+    section = SFTSection(dataset=dataset, num_steps=1, batch_rows=8, optimizer={"learning_rate": 1.0}, **fields)
     return SFTBatches(section, rows, Renderer(tokenizer, use_chat(dataset, tokenizer, rows.columns)), seed=0)
 
 

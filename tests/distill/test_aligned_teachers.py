@@ -40,7 +40,7 @@ def stage(teacher: Path, **changes: Any) -> dict[str, Any]:
         "num_steps": 3,
         "batch_rows": 4,
         "row_tokens": 16,
-        "optimizer": {"learning_rate": 1e-2},
+        "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
     }
     return {**fields, **changes}
 
@@ -64,7 +64,9 @@ def test_equal_tokens_are_the_ordinary_path(tmp_path: Path, teacher: Path, cache
         for key in two:
             if key.startswith(SAME):
                 assert one[key] == two[key], (one["step"], key)
-    assert [line["distill/taught"] for line in found["aligned"] if "distill/taught" in line] == [1.0] * 2
+    assert [line["distill/covered_tokens"] for line in found["aligned"] if "distill/covered_tokens" in line] == [
+        1.0
+    ] * 2
 
 
 @pytest.mark.thorough
@@ -92,8 +94,11 @@ def test_merged_groups_of_equal_tokens_are_the_ordinary_run(tmp_path: Path, teac
             if key.startswith(("loss", "grad_norm", "distill/", "eval/distill/")):
                 assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), (one["step"], key)
                 assert kept[key] == pytest.approx(one[key], rel=0.03, abs=0.01), (one["step"], key)
-        if "distill/taught" in two:
-            assert two["distill/taught"] == 1 and two["distill/sorted_l1"] == 0 <= kept["distill/sorted_l1"] < 1e-10
+        if "distill/covered_tokens" in two:
+            assert (
+                two["distill/covered_tokens"] == 1
+                and two["distill/sorted_l1"] == 0 <= kept["distill/sorted_l1"] < 1e-10
+            )
 
 
 @pytest.mark.thorough
@@ -112,7 +117,7 @@ def test_samples_in_groups_of_equal_tokens_are_the_ordinary_run(tmp_path: Path, 
         for key in one:
             if key.startswith(("loss", "grad_norm", "distill/", "eval/distill/", "sampling/")):
                 assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), (one["step"], key)
-    assert [line["distill/taught"] for line in found["gold"] if "distill/taught" in line] == [1.0] * 2
+    assert [line["distill/covered_tokens"] for line in found["gold"] if "distill/covered_tokens" in line] == [1.0] * 2
     assert sum("eval/distill/reverse_kl" in line for line in found["gold"]) == 2
 
 
@@ -287,7 +292,11 @@ def test_a_student_of_other_tokens_learns_from_an_aligned_teacher(tmp_path: Path
     steps = lines(tmp_path / "out")
     before, after = steps[0], steps[-1]
     print({name: (before[name], after[name]) for name in before if "distill" in name})
-    assert (0.2 if tokenizer == "align" else 0.95) < steps[1]["distill/taught"] < (0.9 if tokenizer == "align" else 1)
+    assert (
+        (0.2 if tokenizer == "align" else 0.95)
+        < steps[1]["distill/covered_tokens"]
+        < (0.9 if tokenizer == "align" else 1)
+    )
     assert after["eval/distill/kl"] < 0.6 * before["eval/distill/kl"]
     assert after["eval/distill/student_nll"] < 0.8 * before["eval/distill/student_nll"]
     assert after["eval/distill/student_nll"] > after["eval/distill/teacher_nll"]

@@ -15,7 +15,7 @@ from posttrain.batch import NO_ID, Batch, TopK
 from posttrain.distill import cache as teacher_cache
 from posttrain.distill.cache import CacheFolder, TeacherCache, fill
 from posttrain.distill.cache_records import RecordFormat
-from posttrain.distill.targets import Taught, teacher_shares
+from posttrain.distill.targets import TeacherTargets, teacher_shares
 from posttrain.errors import ConfigError
 from posttrain.kernels.logits.divergence import Divergence, divergence
 from posttrain.kernels.logits.softmax import NO_LOGIT
@@ -199,7 +199,7 @@ def test_arrays_of_a_row(tmp_path: Path, small_shards: None) -> None:
         folder = CacheFolder(tmp_path / name, IDENTITY, 10)
         fill(folder, folder.shards, sequence_of, score, lambda _: None)
         caches.append(TeacherCache([folder]))
-    taught = Taught(["small", "large"], "t", caches)
+    taught = TeacherTargets(["small", "large"], "t", caches)
     sequence = sequence_of(4)
     assert sequence is not None
     arrays = taught.arrays(0, 4, {"t": "large"}, sequence)

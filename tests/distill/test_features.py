@@ -36,7 +36,7 @@ def stage(teacher: Path | str = "teacher", **changes: Any) -> dict[str, Any]:
         "num_steps": 3,
         "batch_rows": 4,
         "row_tokens": 16,
-        "optimizer": {"learning_rate": 1e-2},
+        "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
     }
     return {**fields, **changes}
 

@@ -193,7 +193,7 @@ def distill(teacher: Path, **changes: Any) -> dict[str, Any]:
         "num_steps": 3,
         "batch_rows": 4,
         "row_tokens": ROW,
-        "optimizer": {"learning_rate": 1e-2},
+        "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
     }
     return {**stage, **changes}
 

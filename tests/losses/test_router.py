@@ -187,6 +187,14 @@ def test_the_correction_moves_against_the_load() -> None:
     assert_allclose(corrected(jnp.asarray([[1.0, 1.0, 1.0, 1.0]]), load, 0.1), [[1.1, 0.9, 1.0, 1.0]])
 
 
+def test_no_correction_of_a_balanced_mixture() -> None:
+    """Whatever the number of experts: a mean of equal counts may miss them by rounding."""
+    compiled = jax.jit(corrected, static_argnums=2)
+    for experts in (3, 6, 7, 24, 41, 60):
+        load = jnp.arange(1.0, 60.0)[:, None] * jnp.ones((1, experts))
+        assert_array_equal(compiled(jnp.zeros(load.shape), load, 0.1), jnp.zeros(load.shape))
+
+
 @pytest.mark.thorough
 def test_only_its_rate_changes_a_correction() -> None:
     """No gradient, no weight decay, whatever the optimiser does to the rest."""

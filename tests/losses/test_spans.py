@@ -197,7 +197,7 @@ def test_few_ids_are_near_and_the_loss_weighs_the_distance() -> None:
     nlls = [plain.metrics[f"distill/{who}_nll"] for who in ("student", "teacher")]
     expected = [-whole.logps[0, 2:].sum(), -np.take_along_axis(log_softmax(c.teacher), c.theirs[:, None], -1).sum()]
     np.testing.assert_allclose([nll.total for nll in nlls], expected, rtol=1e-5)
-    assert [nll.weight for nll in nlls] == [len(c.tokens)] * 2 and plain.metrics["distill/taught"].value() == 1
+    assert [nll.weight for nll in nlls] == [len(c.tokens)] * 2 and plain.metrics["distill/covered_tokens"].value() == 1
     with pytest.raises(ValueError, match="give the trainer a teacher of groups"):
         DistillLoss(0.0, uld=1.0)(replace(whole, sorted_distance=None), batch)
     with pytest.raises(ValueError, match="groups of tokens are of one teacher"):

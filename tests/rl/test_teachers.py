@@ -17,7 +17,7 @@ from posttrain.cluster.scorers import FrozenModel
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.kernels.logits.divergence import Divergence, divergence
 from posttrain.losses.policy import DISTILL
-from posttrain.rl.teachers import Teaching, add_teachers, distances, interval_of
+from posttrain.rl.teachers import TeacherKL, add_teachers, distances, interval_of
 from posttrain.rl.types import Example, Trajectory
 from tests.rl.test_step import World
 
@@ -111,7 +111,7 @@ def test_a_teacher_that_is_the_student_changes_no_advantage(tokenizer: Tokenizer
     frozen = FrozenModel(model, world.trainer.mesh, temperature=0.7, rows=4)
     world.cluster = Cluster(world.trainer, world.cluster.engine, keep_reference=False, teachers=[frozen])
     alone = world.step()
-    world.settings = replace(world.settings, teaching=Teaching(coef=1.0, shares=None))
+    world.settings = replace(world.settings, teaching=TeacherKL(coef=1.0, shares=None))
     both = world.step()
     assert_array_equal(alone.batch.tokens[0, :4], both.batch.tokens[0, :4])
     metrics = {name: metric for name, metric in both.metrics.items() if name.startswith("distill/")}

@@ -13,7 +13,7 @@ import pytest
 from scipy import stats
 
 from posttrain.rollout.processors import Tables, Tally, process_reference
-from posttrain.rollout.sampling import Drawn, Sampling, sample, sample_reference, score, uniforms
+from posttrain.rollout.sampling import Drawn, Sampling, _inverse_cdf, sample, sample_reference, score, uniforms
 from posttrain.rollout.types import SamplingParams
 from tests.rollout.engines import log_softmax
 
@@ -293,3 +293,33 @@ def test_uniforms_are_uniform_over_keys_and_positions() -> None:
     assert stats.kstest(u.ravel(), "uniform").pvalue > 1e-3
     assert abs(np.corrcoef(u[:-1].ravel(), u[1:].ravel())[0, 1]) < 0.05
     assert len(np.unique(u)) > 0.99 * u.size
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-50}, {"min_p": 0.99999999}, {"temperature": 0.0} | NEUTRAL],
+    ids=str,
+)
+def test_logits_from_a_product_in_the_same_program(settings: dict[str, Any]) -> None:
+    """XLA rounds a product once for its maximum and otherwise where it is subtracted: nothing equals its maximum."""
+    rows, vocab = 16, 131
+    logits = jnp.asarray(np.random.default_rng(5).normal(size=(rows, vocab)) * 3, jnp.float32)
+    sampling = sampling_of([params(**settings)] * rows, vocab)
+
+    @jax.jit
+    def program(x: jax.Array, sampling: Sampling) -> tuple[jax.Array, Drawn]:
+        capped = 0.37 * (30.0 * jnp.tanh(x / 30.0))
+        return capped, sample(capped, jnp.arange(rows, dtype=jnp.int32), sampling, sampling.tally(vocab))
+
+    capped, drawn = jax.device_get(program(logits, sampling))
+    np.testing.assert_array_equal(drawn.tokens, capped.argmax(axis=-1))
+    expected = [log_softmax(row, 1.0).max() for row in capped]
+    np.testing.assert_allclose(drawn.logps, expected, atol=1e-5)
+
+
+def test_where_rounding_leaves_no_entry_the_largest_is_drawn() -> None:
+    """A target that no cumulated mass exceeds, here for its number is 1, must not give an improbable last token."""
+    probs = np.full((1, 40), 1e-30, np.float32)
+    probs[0, [7, 21]] = 0.3, 1.0
+    assert _inverse_cdf(jnp.asarray(probs), jnp.ones(1)).tolist() == [21]

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from posttrain.api import PythonRun
 from posttrain.config.yaml_file import load_config
-from posttrain.runs.summary import _difference
+from posttrain.runs.summary import _difference, _print_answers
 from posttrain.stages.table import row_notes
 from tests.stages.runs import lines, posttrain, rl_stage, sft_stage, write_run
 
@@ -31,6 +30,15 @@ def test_difference_is_paired() -> None:
         "p = 1.000, not significant"
     )
     assert "fewer than two prompts" in _difference(pairs([0.0, None], [1.0, 1.0]), "reward")
+
+
+def test_numbers_are_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    sample = {"prompt": "p", "completion": "c", "reward": 0.019999999552965164}
+    one = {"measure": "reward", "n": 2, "mean": 0.02, "low": 0.0, "high": 0.1, "samples": [sample] * 2}
+    other = {**one, "samples": [{**sample, "reward": None}, {**sample, "reward": 1.0}]}
+    _print_answers("0-rl", {"before": one, "after": other})
+    shown = capsys.readouterr().out
+    assert "0.0199" not in shown and " 0.02 " in shown and " - " in shown and " 1 " in shown
 
 
 @pytest.mark.parametrize(
@@ -67,8 +75,3 @@ def test_rows_left_out_are_counted_and_said_once(tmp_path: Path) -> None:
     assert outcome.out.count(train) == outcome.out.count(held_out) == 1, outcome.out
     found = [line["data/dropped_ratio"] for line in lines(tmp_path / "out") if "grad_norm" in line]
     assert found == [15 / 24] * 2
-
-
-def test_a_run_from_python_is_a_kind_of_its_own() -> None:
-    with pytest.raises(TypeError, match="abstract"):
-        PythonRun("model", "data.jsonl")  # type: ignore[abstract]

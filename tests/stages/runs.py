@@ -61,7 +61,7 @@ def sft_stage(**changes: Any) -> dict[str, Any]:
         "num_steps": 4,
         "batch_rows": 4,
         "row_tokens": 16,
-        "optimizer": {"learning_rate": 1e-2},
+        "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
     }
     return {**stage, **changes}
 

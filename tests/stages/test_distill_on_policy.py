@@ -137,7 +137,7 @@ def gkd(folder: Path, **changes: Any) -> dict[str, Any]:
         "batch_rows": 4,
         "row_tokens": 16,
         "checkpoint_every": 2,
-        "optimizer": {"learning_rate": 1e-2},
+        "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
     }
     return {**stage, **changes}
 

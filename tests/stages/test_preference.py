@@ -42,7 +42,7 @@ def preference_stage(**changes: Any) -> dict[str, Any]:
         "num_steps": 3,
         "batch_rows": 4,
         "row_tokens": 48,
-        "optimizer": {"learning_rate": 1e-2},
+        "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
     }
     return {**stage, **changes}
 

@@ -24,7 +24,7 @@ def reward_stage(**changes: Any) -> dict[str, Any]:
         "batch_rows": 16,
         "row_tokens": 24,
         "num_steps": 60,
-        "optimizer": {"learning_rate": 2e-2},
+        "optimizer": {"learning_rate": 2e-2, "schedule": "constant"},
     }
     return {**stage, **changes}
 
@@ -49,7 +49,7 @@ def test_steps_are_judged(tmp_path: Path) -> None:
         wrong = [other for other in LETTERS if other != letter]
         steps = [letter if right else str(rng.choice(wrong)) for right in labels]
         rows.append({"prompt": f"{letter}=", "completions": steps, "labels": labels})
-    settings = {"num_steps": 200, "batch_rows": 32, "optimizer": {"learning_rate": 1e-2}}
+    settings = {"num_steps": 200, "batch_rows": 32, "optimizer": {"learning_rate": 1e-2, "schedule": "constant"}}
     before, after = trained(tmp_path, rows, loss="process", **settings)
     assert before["eval/rewards/accuracies_low"] < 0.55 < 0.65 < after["eval/rewards/accuracies_low"], after
     assert after["eval/rewards/margins_low"] > 0.3 and after["eval/calibration/brier_high"] < 0.25

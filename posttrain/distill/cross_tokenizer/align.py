@@ -21,12 +21,12 @@ class Group(NamedTuple):
 
     @property
     def single(self) -> bool:
-        """Whether it is one token on each side."""
+        """True for one token on each side."""
         return self.one[1] - self.one[0] == 1 == self.other[1] - self.other[0]
 
 
 def groups(one: Int[np.ndarray, " N1"], other: Int[np.ndarray, " M1"]) -> list[Group]:
-    """The smallest groups. Both are rising bounds: where the first token begins, and where each token ends.
+    """Split into the smallest groups. Both are rising byte bounds: start of the first token, end of each token.
 
     >>> groups(np.asarray([0, 3, 5, 9]), np.asarray([0, 5, 7, 9]))
     [Group(one=(0, 2), other=(0, 1)), Group(one=(2, 3), other=(1, 3))]
@@ -70,18 +70,18 @@ class Pairs(NamedTuple):
     one: Int[np.ndarray, " N"]
     other: Int[np.ndarray, " N"]
     one_stop: Int[np.ndarray, " N"]
-    """Where the tokens of that text end: behind the group's last one."""
+    """Position after the group's last token."""
     other_stop: Int[np.ndarray, " N"]
     same_text: int
     """Bytes of the first sequence's runs that the other has as well."""
     single: int
-    """Of them those in groups of one token on each side."""
+    """Bytes of `same_text` in groups of one token on each side."""
     text: int
     """All bytes of the first sequence's runs."""
 
 
 def pair(one: Sequence[Run], other: Sequence[Run]) -> Pairs:
-    """The first run with the first, the second with the second. What two runs do not both say has no pair."""
+    """Align the runs of both sequences in order. Text that only one of two runs has gets no pair."""
     places: list[tuple[int, int, int, int]] = []
     same_text = single = 0
     for a, b in zip(one, other, strict=False):
@@ -99,7 +99,7 @@ def pair(one: Sequence[Run], other: Sequence[Run]) -> Pairs:
 
 
 def _shift(one: bytes, other: bytes) -> int | None:
-    """Where `other` begins in `one`, negative where it begins before; None: they do not overlap, or not surely.
+    """Offset of `other` in `one`, negative if it begins before; None if they do not overlap unambiguously.
 
     Templates put text before an answer, and first tokens of plain texts have no loss: the ends are looked at first.
     Rows that are too short cut both texts.
@@ -115,7 +115,7 @@ def _shift(one: bytes, other: bytes) -> int | None:
 
 
 def _overlaps(one: bytes, other: bytes) -> list[int]:
-    """Where the end of `one` that begins `other` may start, so that at least half of the shorter text is in both."""
+    """Offsets in `one` whose suffix begins `other`, with at least half of the shorter text in common."""
     least = -(-min(len(one), len(other)) // 2)
     starts = range(max(len(one) - len(other), 0) + 1, len(one) - least + 1) if least else ()
     return [at for at in starts if other.startswith(one[at:])]

@@ -1,4 +1,4 @@
-"""What a teacher says of groups of its tokens, each with the text of a group of the student's: GOLD."""
+"""GOLD targets: teacher log-probabilities of token groups whose text is that of a student's token group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEAST = 1e-30
 
 @dataclass(frozen=True, eq=False)
 class SharedTokens:
-    """Which tokens of a teacher are the student's as well: those of one text, and special ones of one name."""
+    """Tokens shared by teacher and student: equal text, or special tokens of equal name."""
 
     table: Int[np.ndarray, " W"]
     """The student's id of each of the teacher's, or `NO_ID`."""
@@ -46,7 +46,7 @@ class SharedTokens:
         firsts: tuple[Int[np.ndarray, " G"], Int[np.ndarray, " G"]],
         ends: tuple[Int[np.ndarray, " G"], Int[np.ndarray, " G"]],
     ) -> TopK:
-        """Of arrays [N, k] and [N] over all tokens of groups, of which those at `begins` are the first; for each group.
+        """Merge arrays [N, k] and [N] over tokens into groups that start at `begins`.
 
         `firsts`, `ends`: first tokens of groups, and what ends a text, student's and teacher's. `token_logps` becomes
         that of the group. Its first tokens have no place among the others any more: what begins with them and is not
@@ -81,7 +81,7 @@ class SharedTokens:
 
 
 def _sum(tail: Float[np.ndarray, " G"], more: Float[np.ndarray, " G"]) -> Float[np.ndarray, " G"]:
-    """The log of what is left; the same bits where nothing is added."""
+    """Log of tail plus added mass; bitwise the tail where nothing is added."""
     found = np.log(np.maximum(np.exp(np.float64(tail)) + more, LEAST))
     return np.where(more == 0, tail, found).astype(np.float32)
 

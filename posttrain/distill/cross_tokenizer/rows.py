@@ -1,4 +1,4 @@
-"""A teacher with other tokens: it reads the same rows in its own, and speaks where a token begins in both.
+"""Rows of a teacher with another tokenizer: its own tokens of the same text, aligned to the student's.
 
 With `shared` it speaks of groups of tokens, which have one text on both sides.
 """
@@ -23,24 +23,24 @@ from posttrain.distill.cross_tokenizer.vocabulary import Vocabulary, VocabularyM
 from posttrain.tree import replace
 
 Mine = tuple[Int[np.ndarray, "*B"], Int[np.ndarray, "*B"]]
-"""The student's tokens, and which of them are spoken of."""
+"""Student tokens, and their alignment (`Aligned.taught`)."""
 
 Its = tuple[Int[np.ndarray, "*C"], Int[np.ndarray, "*C"]]
-"""The teacher's, in rows of another length."""
+"""Teacher tokens in rows of another length, and their alignment (`Aligned.asked`)."""
 
 
 class Aligned(NamedTuple):
-    """A sequence of the student's, and the same text in the teacher's tokens.
+    """Student sequence aligned with the same text in the teacher's tokens.
 
     The n-th token that is taught is the student's for the n-th that the teacher is asked of; in both arrays the later
     tokens of a group are -1.
     """
 
     taught: Int[np.ndarray, " T"]
-    """Of the student's tokens: 0 where nothing is said of it, else 1 + the student's token that ends the text."""
+    """Per student token: 0 without a target, else 1 + the student's token that ends the text."""
     tokens: Int[np.ndarray, " U"]
     asked: Int[np.ndarray, " U"]
-    """Of the teacher's tokens: 0, or 1 + the teacher's token that ends the text."""
+    """Per teacher token: 0, or 1 + the teacher's token that ends the text."""
     pairs: Pairs
 
     def part_of(self, sequence: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -59,15 +59,15 @@ class Aligner:
     map: VocabularyMap | SharedTokens
     row_tokens: int
     loss_on: LossOn
-    """Of the rows."""
+    """Tokens of the rows that have loss."""
 
     @property
     def shared(self) -> SharedTokens | None:
-        """Of a teacher that speaks of groups."""
+        """Shared tokens of a GOLD teacher, whose targets are token groups; else None."""
         return self.map if isinstance(self.map, SharedTokens) else None
 
     def align(self, dataset: int, row: Mapping[str, Any], sequence: Mapping[str, np.ndarray]) -> Aligned:
-        """Of the sequence that a row became. A token is taught where the teacher's there stands for it."""
+        """Align a tokenised row. A student token has a target where the teacher's aligned token maps to it."""
         section, renderer = self.renderers[dataset]
         theirs = tokenize_example(row, section, renderer, self.loss_on)
         return self._paired(Example(sequence["tokens"], sequence["loss_weight"] > 0), theirs)
@@ -75,7 +75,7 @@ class Aligner:
     def align_sample(
         self, dataset: int, messages: Sequence[Message], tokens: Sequence[int], sampled: Sequence[bool]
     ) -> Aligned:
-        """Of what the student sampled, the last of the messages."""
+        """Align a sampled completion, the last of the messages."""
         *prompt, turn = messages
         # A character of which the student sampled only the first bytes is no text.
         answer: Message = {**turn, "content": str(turn["content"]).rstrip("\ufffd")}
@@ -104,7 +104,7 @@ class Aligner:
         return Aligned(taught, tokens, asked, pairs)
 
     def translate(self, said: TopK, mine: Mine, its: Its) -> TopK:
-        """What the teacher said where it was asked, arrays [N, k] and [N], in the student's tokens.
+        """Translate teacher top-k at aligned positions, arrays [N, k] and [N], to the student's tokens.
 
         `mine`, `its`: the tokens of both sides with `Aligned.taught` and `asked`.
         """
@@ -116,7 +116,7 @@ class Aligner:
         return self.map.top_k(said, tokens, ends)
 
     def place(self, said: TopK, mine: Mine, its: Its) -> TopK:
-        """What the teacher said of its rows, at the student's tokens in theirs; elsewhere it is zeros."""
+        """Place the teacher's top-k at the aligned student tokens; zeros elsewhere."""
         taught = mine[1]
         there, at = np.nonzero(taught > 0), np.nonzero(its[1])
         found = jax.tree.map(lambda x: np.asarray(x)[at], said)
@@ -129,12 +129,12 @@ class Aligner:
         return self.grouped(jax.tree.map(spread, self.translate(found, mine, its)), taught)
 
     def grouped(self, said: TopK, taught: Int[np.ndarray, "B T"]) -> TopK:
-        """With the groups that the tokens are in, where the teacher speaks of groups."""
+        """Add the token groups, for a GOLD teacher."""
         return said if self.shared is None else replace(said, back=back_of(taught))
 
 
 class TeacherRows(NamedTuple):
-    """Sequences as a teacher reads them, one in a row."""
+    """Teacher-token sequences, one per row."""
 
     tokens: Int[np.ndarray, "N U"]
     positions: Int[np.ndarray, "N U"]

@@ -1,4 +1,4 @@
-"""Teachers with tokens of their own: how much of the data they can speak of, found before a run."""
+"""Cross-tokenizer teachers: alignment and token coverage, checked before a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Data = tuple[DatasetSection, Rows, Renderer]
 def make_aligners(
     section: DistillSection, teachers: Sequence[TeacherSource], data: Sequence[Data], tokenizer: Tokenizer
 ) -> tuple[dict[int, Aligner], list[str]]:
-    """Of each teacher with tokens of its own, by its number, and a line that says what share of the tokens it teaches.
+    """Make the aligner of each cross-tokenizer teacher, by number, and a note of its token coverage.
 
     ConfigError where the two do not read the same text.
     """
@@ -81,7 +81,7 @@ def _look(section: DistillSection, aligner: Aligner, data: Sequence[Data]) -> Fo
 
 
 def _row_tokens(section: DistillSection, source: TeacherSource, found: Found) -> int:
-    """As long for the teacher as the student's rows are for the student, and no shorter than a sequence."""
+    """Teacher row length in proportion to the student's rows, and no shorter than a sequence."""
     mine = sum(len(aligned.taught) for _, aligned in found)
     its = [len(aligned.tokens) for _, aligned in found]
     needed = max(-(-section.row_tokens * sum(its) // mine), *its, 2)
@@ -89,7 +89,7 @@ def _row_tokens(section: DistillSection, source: TeacherSource, found: Found) ->
 
 
 def _note(source: TeacherSource, aligner: Aligner, found: Found) -> str:
-    """ConfigError where too little is aligned."""
+    """Format the coverage of a teacher. ConfigError if too little is aligned."""
     text, same, single = (sum(getattr(a.pairs, name) for _, a in found) for name in ("text", "same_text", "single"))
     begin, spoken_of = sum(len(a.pairs.one) for _, a in found), sum(int((a.taught != 0).sum()) for _, a in found)
     taught = spoken_of / sum(count for count, _ in found)
@@ -125,7 +125,7 @@ Arrays = dict[str, np.ndarray]
 def aligned_tokenizer(
     section: DistillSection, aligner: Aligner, number: int, data: Data
 ) -> Callable[[int], Arrays | None]:
-    """As `row_tokenizer`, with loss only where the teacher speaks, and with the arrays of `Aligned`."""
+    """Make a row tokenizer with loss only at aligned tokens, and with the arrays of `Aligned`."""
     dataset, rows, renderer = data
     tokenize = row_tokenizer(section, dataset, rows, renderer)
 
@@ -147,7 +147,7 @@ def theirs(made: Mapping[str, np.ndarray]) -> Arrays:
 
 
 def aligned_scorer(aligner: Aligner, score: Scorer) -> Callable[[Sequence[Mapping[str, np.ndarray]]], Iterator[TopK]]:
-    """What a teacher says of sequences of `aligned_tokenizer`, in the student's tokens."""
+    """Make a scorer of `aligned_tokenizer` sequences that returns top-k in the student's tokens."""
 
     def scored(sequences: Sequence[Mapping[str, np.ndarray]]) -> Iterator[TopK]:
         for made, said in zip(sequences, score([theirs(one) for one in sequences]), strict=True):

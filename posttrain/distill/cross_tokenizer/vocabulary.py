@@ -1,4 +1,4 @@
-"""The texts of token ids, and from a teacher's ids to those of a student with other tokens."""
+"""Token texts of a vocabulary, and the map from a teacher's token ids to a student's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNKNOWN = -1
 
 
 class Vocabulary:
-    """What each token of a tokenizer says, in bytes. ConfigError where it is of a kind that does not tell."""
+    """Byte text of each token of a tokenizer. ConfigError for an unsupported decoder."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -58,7 +58,7 @@ class Vocabulary:
 
 
 class VocabularyMap:
-    """A teacher's distribution over its tokens as one over the first tokens that the student has for their texts.
+    """Map of a teacher's distribution to the first student tokens of its tokens' texts.
 
     A token of the same text is itself; another counts for the first token of its text in the student's tokens; one that
     the student cannot say counts with the rest. The mass beyond the teacher's best ids stays with the rest, too: each
@@ -90,7 +90,7 @@ class VocabularyMap:
         tokens: Int[np.ndarray, " N"],
         ends: tuple[Int[np.ndarray, " N"], Int[np.ndarray, " N"]],
     ) -> TopK:
-        """Of arrays [N, k] and [N]. `tokens`: the student's. `ends`: what ends a text, student's and teacher's."""
+        """Map arrays [N, k] and [N]. `tokens`: the student's. `ends`: end-of-text tokens of student and teacher."""
         mine, its = ends
         theirs = np.asarray(said.ids)
         ids = np.where(theirs == its[:, None], mine[:, None], self.ids(theirs))

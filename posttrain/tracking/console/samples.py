@@ -26,7 +26,12 @@ def sample_table(title: str, rows: Sequence[Sample], output: Console) -> Table:
     scores = [] if len(names) == 1 else names
     heads = [printable(head, output.encoding) for head in ("reward", *scores, "advantage", "stop")]
     body = [
-        [_score(row.reward), *(_score(row.rewards.get(n)) for n in scores), _score(row.advantage), row.stop]
+        [
+            shown_number(row.reward),
+            *(shown_number(row.rewards.get(n)) for n in scores),
+            shown_number(row.advantage),
+            row.stop,
+        ]
         for row in rows
     ]
     body = [[printable(cell, output.encoding) for cell in cells] for cells in body]
@@ -46,5 +51,6 @@ def sample_table(title: str, rows: Sequence[Sample], output: Console) -> Table:
     return table
 
 
-def _score(value: float | None) -> str:
+def shown_number(value: float | None) -> str:
+    """Number of a sample to three significant digits; `-` where there is none."""
     return "-" if value is None else f"{value:.3g}"

@@ -1,0 +1,134 @@
+"""Mesh and memory of a run's model from its shapes alone: divisibility, parameters, bytes of the training state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from posttrain.config import MESH_AXES, ModelSection, RewardModelSection, RunConfig
+from posttrain.distill.teachers import devices_of_teachers
+from posttrain.errors import ConfigError
+from posttrain.mesh import RULES, TILES, mesh_sizes
+from posttrain.models.config import Compute, ModelConfig
+from posttrain.models.decoder import Decoder
+from posttrain.train.optim import make_optimizer
+from posttrain.weights.load import check_mesh, outline_of
+from posttrain.weights.lora import attach_lora
+from posttrain.weights.quantize import quantized_outline
+from posttrain.weights.scalar_head import add_scalar_head
+from posttrain.weights.state import ModelWeights
+
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSize:
+    """Parameters of a model, and bytes of its training state over all devices and on each."""
+
+    total: int
+    trained: int
+    weights: int
+    gradient: int
+    """Of float32 numbers, whatever the type of the parameters."""
+    optimizer: int
+    """Moments, and float32 masters of parameters in fewer bits."""
+    per_device: int
+
+
+def mesh_of_run(config: RunConfig, num_devices: int | None) -> dict[str, int]:
+    """Devices on each axis of the training mesh. ConfigError where they do not multiply to those there are.
+
+    `num_devices`: of the machine that will run; None: of this one.
+    """
+    count = jax.device_count() if num_devices is None else num_devices
+    try:
+        return dict(zip(MESH_AXES, mesh_sizes(config.mesh, count - devices_of_teachers(config, count)), strict=True))
+    except ConfigError as error:
+        if num_devices is not None:
+            raise
+        raise ConfigError(f"{error}; those are of this machine: check --devices N checks for another") from error
+
+
+def describe_size(config: RunConfig, model: ModelConfig, mesh: Mapping[str, int]) -> list[str]:
+    """Lines of parameters and bytes. ConfigError where the mesh does not divide the model."""
+    outline = _outline(config, model)
+    check_mesh(outline, mesh)
+    size = training_size(config, outline, mesh)
+    trained = "all trained" if size.trained == size.total else f"{size.trained:,} trained ({_share(size)})"
+    if config.model.adapter is not None:
+        trained = "the adapter's are trained beside them"
+    parts = f"weights {_bytes(size.weights)}, gradient {_bytes(size.gradient)}, optimiser {_bytes(size.optimizer)}"
+    whole = size.weights + size.gradient + size.optimizer
+    devices = math.prod(mesh.values())
+    split = f", {_bytes(size.per_device)} on each of {devices} devices" if devices > 1 else ""
+    return [
+        f"parameters: {size.total:,}, {trained}",
+        f"memory: {parts}: {_bytes(whole)}{split}; activations and caches come on top",
+    ]
+
+
+def training_size(config: RunConfig, outline: Decoder, mesh: Mapping[str, int]) -> TrainingSize:
+    """Count what training holds of a model that has shapes in place of arrays."""
+    arrays = {".".join(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(nnx.state(outline))}
+    weights = ModelWeights(outline)
+    trainable, dims = weights.trainable(), weights.dims()
+    parts = {path: math.prod(mesh[axis] for axis in _axes(dims[path], p.shape, mesh)) for path, p in arrays.items()}
+    optimizer = make_optimizer(config.stages[0].optimizer, 1)
+    states = {path: _state_bytes(optimizer, arrays[path]) for path in trainable}
+    held = {path: p.size * p.dtype.itemsize for path, p in arrays.items()}
+    gradient = {path: arrays[path].size * FLOAT32_BYTES for path in trainable}
+    each = sum((held[path] + gradient.get(path, 0) + states.get(path, 0)) // parts[path] for path in arrays)
+    return TrainingSize(
+        total=sum(p.size for path, p in arrays.items() if not path.endswith((".lora_scale", ".scales"))),
+        trained=sum(arrays[path].size for path in trainable if not path.endswith(".lora_scale")),
+        weights=sum(held.values()),
+        gradient=sum(gradient.values()),
+        optimizer=sum(states.values()),
+        per_device=each,
+    )
+
+
+def _outline(config: RunConfig, model: ModelConfig) -> Decoder:
+    section: ModelSection = config.model
+    dtype = jnp.dtype(section.dtype)
+    outline = outline_of(model, Compute.of(dtype), dtype)
+    if section.quantize != "none":
+        outline = quantized_outline(outline, section.quantize)
+    lora, scored = section.lora, isinstance(config.stages[-1], RewardModelSection)
+
+    def changed(decoder: Decoder) -> Decoder:
+        if lora is not None:
+            attach_lora(decoder, lora, seed=0)
+        if scored:
+            add_scalar_head(decoder, seed=0)
+        return decoder
+
+    return nnx.eval_shape(changed, outline) if lora is not None or scored else outline
+
+
+def _state_bytes(optimizer: optax.GradientTransformation, parameter: jax.ShapeDtypeStruct) -> int:
+    leaves = jax.tree.leaves(jax.eval_shape(optimizer.init, {"x": parameter}))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.shape)
+
+
+def _axes(dims: tuple[str, ...], shape: tuple[int, ...], mesh: Mapping[str, int]) -> list[str]:
+    """Mesh axes that split a parameter."""
+    named = [(RULES[dim.removesuffix(TILES)], size) for dim, size in zip(dims, shape, strict=True)]
+    return [axis for axis, size in named if axis is not None and size % mesh[axis] == 0]
+
+
+def _share(size: TrainingSize) -> str:
+    return f"{size.trained / size.total:.2%}"
+
+
+def _bytes(count: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+        if count >= scale:
+            return f"{count / scale:,.1f} {unit}"
+    return f"{count / 2**10:,.1f} KiB"

@@ -1,0 +1,75 @@
+"""Check: what a machine must have, what the model takes, what the lines say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from posttrain.config import DistillSection
+from posttrain.config.yaml_file import load_config
+from posttrain.losses.sft import SFTLoss
+from posttrain.models.hf import config_from_init
+from posttrain.runs.size import TrainingSize, _outline, training_size
+from posttrain.stages.distill import describe
+from posttrain.train.optim import make_optimizer
+from posttrain.train.trainer import Trainer
+from posttrain.weights.load import init_model
+from posttrain.weights.lora import count_parameters
+from tests.stages.runs import INIT, posttrain, rl_stage, sft_stage, write_run
+
+ONE = dict.fromkeys(("data", "fsdp", "expert", "tensor"), 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["output=gs://bucket/run"], "output: gs://bucket/run is a URL, and runs write to folders only; give a folder"),
+        (
+            ["mesh={data: 1, fsdp: 3}"],
+            "fsdp=3, expert=1, tensor=1 must multiply to the number of devices, 8; those",
+        ),
+        (["mesh={fsdp: 1, tensor: 8}"], "mesh.tensor=8 must divide num_kv_heads=1 of qwen3; use 1"),
+        (["mesh={fsdp: 3}", "--devices", "3"], "mesh.fsdp=3 must divide hidden_size=16 of qwen3; use 1, 2, 4, 8 or 16"),
+        (["mesh={fsdp: 3}", "--devices", "4"], "must multiply to the number of devices, 4"),
+    ],
+)
+def test_mistakes(tmp_path: Path, overrides: list[str], words: str) -> None:
+    error = posttrain("check", write_run(tmp_path, sft_stage()), *overrides).error
+    assert words in error and ("--devices N" in error) == (words.endswith("those"))
+
+
+def test_lines(tmp_path: Path) -> None:
+    file = write_run(tmp_path, sft_stage(), rl_stage())
+    out = posttrain("check", file, "--devices", "16").out
+    assert "mesh: data=1, fsdp=16, expert=1, tensor=1 (16 devices)" in out
+    assert "parameters: 6,544, all trained\nmemory: weights 25.6 KiB, gradient 25.6 KiB, optimiser 51.1 KiB" in out
+    assert "0-sft: 24 dataset rows, 4 steps of 4 x 16 tokens\n" in out
+    served = {"teachers": [{"path": "big/one", "url": "http://host:8000/v1"}, {"path": "b"}], "teacher_column": "t"}
+    section = DistillSection.model_validate({"dataset": {"path": "a"}, "num_steps": 3, **served})
+    assert describe(section, None, 1) == (
+        "3 steps of 8 x 1024 tokens; teachers big/one (asked at http://host:8000/v1), b (in the training step)"
+    )
+
+
+@pytest.mark.parametrize("model", [{}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "lora": {"rank": 2}}])
+def test_bytes_are_those_of_the_trainer(tmp_path: Path, model: dict[str, Any]) -> None:
+    file = write_run(tmp_path, sft_stage(), model={"init": INIT, "tokenizer": "bytes", **model})
+    config = load_config(file).config
+    fields = {**INIT, "vocab_size": 261}
+    size = training_size(config, _outline(config, config_from_init(fields)), ONE)
+    made = init_model(fields, dtype=config.model.dtype, lora=config.model.lora, seed=0)
+    optimizer = make_optimizer(config.stages[0].optimizer, 4)
+    trainer = Trainer(made, SFTLoss(), optimizer, temperature=1.0, max_grad_norm=1.0)
+    state = trainer.state()
+    count = count_parameters(made)
+    assert (size.total, size.trained) == (count.total, count.trainable)
+    held = [leaf for leaf in jax.tree.leaves(trainer._opt_state) if leaf.shape]
+    assert size.optimizer == sum(leaf.nbytes for leaf in held)
+    assert size.weights == sum(leaf.nbytes for leaf in trainer._weights.read().values())
+    assert size.gradient == 4 * sum(leaf.size for leaf in trainer.params.values())
+    assert size.per_device == size.weights + size.gradient + size.optimizer and state
+    split = training_size(config, _outline(config, config_from_init(fields)), {**ONE, "fsdp": 2})
+    assert isinstance(split, TrainingSize) and size.per_device / 2 <= split.per_device < size.per_device
