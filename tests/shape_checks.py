@@ -8,12 +8,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import types
+import typing
 from collections.abc import Callable
 from typing import Any
 
 import jaxtyping
+from beartype import BeartypeConf, beartype
+from jaxtyping import TypeCheckError
 
-check_now = jaxtyping.jaxtyped
+check_all = jaxtyping.jaxtyped
+check = beartype(conf=BeartypeConf(violation_type=TypeCheckError))
 
 
 def install(package: str) -> None:
@@ -22,33 +27,53 @@ def install(package: str) -> None:
     jaxtyping.install_import_hook(package, "beartype.beartype")
 
 
-def check_at_first_call(*, typechecker: Any) -> Callable[[Any], Any]:
-    """`jaxtyped`, whose work on a function waits until it is called."""
+def check_at_first_call(target: Any = None, *, typechecker: Any = None) -> Any:
+    """Stands for `jaxtyped`, whose work on a function waits here until it is called."""
+    if target is None:
+        return check_at_first_call
+    if inspect.isfunction(target):
+        return waiting(target)
+    if isinstance(target, classmethod | staticmethod):
+        return type(target)(waiting(target.__func__))
+    if isinstance(target, property):
+        return property(*(part and waiting(part) for part in (target.fget, target.fset, target.fdel)))
+    if dataclasses.is_dataclass(target) and "__init__" in vars(target):
+        target.__init__ = waiting(target.__init__)
+    return target
 
-    def decorate(target: Any) -> Any:
-        if inspect.isfunction(target):
-            return waiting(target)
-        if isinstance(target, classmethod | staticmethod):
-            return type(target)(decorate(target.__func__))
-        if isinstance(target, property):
-            return property(*(part and decorate(part) for part in (target.fget, target.fset, target.fdel)))
-        if inspect.isclass(target):
-            if dataclasses.is_dataclass(target) and "__init__" in vars(target):
-                target.__init__ = decorate(target.__init__)
-            return target
-        return check_now(target, typechecker=typechecker)
 
-    def waiting(function: Callable[..., Any]) -> Callable[..., Any]:
-        checked: Callable[..., Any] | None = None
+def waiting(function: Callable[..., Any]) -> Callable[..., Any]:
+    checked: Callable[..., Any] | None = None
 
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            __tracebackhide__ = True
-            nonlocal checked
-            if checked is None:
-                checked = check_now(function, typechecker=typechecker)
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        nonlocal checked
+        if checked is None:
+            # A generator's parameters are checked when it begins, out of the context below.
+            later = inspect.isgeneratorfunction(inspect.unwrap(function))
+            checked = check_all(function, typechecker=check) if later else check(resolved(function))
+        with check_all("context"):  # in which a dimension has one size
             return checked(*args, **kwargs)
 
-        return call
+    return call
 
-    return decorate
+
+def resolved(function: Any) -> Any:
+    """The function with annotations that are types; `Any` where a name is only imported for type checkers."""
+    same = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    functools.update_wrapper(same, function)
+    del same.__wrapped__
+    same.__kwdefaults__ = function.__kwdefaults__
+    same.__annotations__ = {name: resolve(hint, function) for name, hint in function.__annotations__.items()}
+    return same
+
+
+def resolve(hint: Any, function: Any) -> Any:
+    holder = types.SimpleNamespace(__annotations__={"value": hint})
+    try:
+        return typing.get_type_hints(holder, function.__globals__, include_extras=True)["value"]
+    except Exception:
+        return Any

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from beartype import beartype
 from jaxtyping import Float, TypeCheckError
 
 from posttrain.kernels.logits.chunks import chunk_length
 from tests.shape_checks import check_at_first_call
 
-checked = check_at_first_call(typechecker=beartype)
+checked = check_at_first_call
 
 
 @checked
