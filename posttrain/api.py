@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from posttrain.config import ModelSection, RunConfig, SampledSection, Section
+from posttrain.config import ModelSection, RunConfig, Section
 from posttrain.config.yaml_file import build_config, dump_config, load_config
 from posttrain.errors import ConfigError
-from posttrain.runs.code_identity import source_of
+from posttrain.runs.code_identity import code_texts
 from posttrain.runs.run import RunResult, run
 
 MODEL_FIELDS = frozenset(ModelSection.model_fields) - {"path"}
@@ -201,11 +201,9 @@ def _plain(value: Any) -> Any:
 
 
 def _digest(config: RunConfig, more: Sequence[str]) -> str:
-    """The same for the same settings; a function counts with its source, so that an edited reward is another run."""
-    parts = [dump_config(config), *more]
-    for stage in config.stages:
-        if isinstance(stage, SampledSection):
-            parts += [source_of(reward.fn) for reward in stage.rewards]
+    """The same for the same settings; a function counts with its source and what that reaches, so that an edited
+    reward is another run."""
+    parts = [dump_config(config), *more, *code_texts(config, Path.cwd()).values()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
 
 

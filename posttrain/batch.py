@@ -1,13 +1,4 @@
-"""The one sequence format: rows of tokens with per-token arrays beside them.
-
-Shape legend, used in every signature of the package:
-
-    B rows      T tokens of a row      S sequences in a row    P prompts     G samples of one prompt
-    D embed     N heads                K kv heads              H head dim    F mlp
-    V vocabulary                       E experts               L layers
-
-Alignment: `x[b, t]` describes `tokens[b, t]` itself, never the next token. Lengths make masks, token ids never do.
-"""
+"""Batch: rows of tokens with per-token arrays, and the statistics, losses and protocols over them."""
 
 from __future__ import annotations
 
@@ -18,66 +9,79 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from posttrain.tree import Mean, pytree, replace
+from posttrain.tree import Mean, Metric, pytree, replace
+
+# Shape legend, used in every signature of the package:
+#
+#     B rows      T tokens of a row      S sequences in a row    P prompts     G samples of one prompt
+#     D embed     N heads                K kv heads              H head dim    F mlp
+#     V vocabulary                       E experts               L layers
+#
+# Alignment: `x[b, t]` describes `tokens[b, t]` itself, never the next token. Masks come from lengths, never from token
+# ids.
 
 HostArray = np.ndarray
 
 
 NO_ID = 2**31 - 1
-"""Placeholder for a teacher's id that stands for no token of the student."""
+"""Placeholder for a teacher's id without a token in the student's vocabulary."""
 
 
 @pytree
 class TopK:
-    """What a teacher said of each token: the K most probable ids of the distribution that it was drawn from."""
+    """Teacher top-k per token: the K most probable ids of the distribution that predicts it."""
 
     ids: Int[Array | HostArray, "*B K"]
-    """Of the student's vocabulary; one outside of it stands for none."""
+    """Ids in the student's vocabulary; larger ids have no student token."""
     logps: Float[Array | HostArray, "*B K"]
-    """At temperature 1."""
+    """Log-probabilities at temperature 1."""
     tail: Float[Array | HostArray, "*B"]
-    """Log of the probability of all other ids together."""
+    """Log-probability of all other ids together."""
     scaled_tail: Float[Array | HostArray, "*B"]
     """Log of the sum of p^(1 / temperature) over all other ids, at the temperature of the divergence."""
     token_logps: Float[Array | HostArray, "*B"]
-    """Of the token itself; of the whole group where tokens are merged."""
+    """Log-probability of the token itself; of the whole group if tokens are merged."""
     back: Int[Array | HostArray, "*B"] | None = None
-    """Where the teacher's tokens are merged in groups with the student's: how many tokens before this one its group
-    begins; negative for a token in none."""
+    """Offset back to the first token of this token's group, if tokens are merged with the student's; negative: no
+    group."""
 
 
 @pytree
 class Batch:
-    """Rows ready for a training step (device or host arrays); optional arrays exist or are `None`, never zeros."""
+    """Training batch (device or host arrays); optional arrays are present or None, never zeros."""
 
     tokens: Int[Array | HostArray, "B T"]
     positions: Int[Array | HostArray, "B T"]
-    """Restart at 0 in each sequence that does not go on from another, as `parents` says."""
+    """Position in the sequence, from 0; continues from the parent sequence if there is one."""
     segments: Int[Array | HostArray, "B T"]
-    """1..S within a row, rising; 0 is padding."""
+    """Sequence ids 1..S within a row, ascending; 0 is padding."""
     loss_weight: Float[Array | HostArray, "B T"]
-    """0 on prompt, tool output, padding and on the first token of a sequence."""
+    """Loss weight; 0 on prompt, tool output, padding and the first token of a sequence."""
     parents: Int[Array | HostArray, "B T"] | None = None
-    """Of a token whose sequence goes on from an earlier one of its row, and sees that one too: its segment; else 0."""
+    """Segment of the parent sequence (earlier in the row, visible to this one); 0: none."""
     sampler_logps: Float[Array | HostArray, "B T"] | None = None
-    """The rollout engine's log-probability of each sampled token, before truncation."""
+    """Rollout engine's log-probability of each sampled token under the model's full distribution, before truncation."""
+    behaviour_logps: Float[Array | HostArray, "B T"] | None = None
+    """Log-probability with which each token was drawn, after penalties, bias and truncation, by the weights that drew
+    it: the denominator of importance weights."""
     old_logps: Float[Array | HostArray, "B T"] | None = None
-    """The trainer's own log-probability before the first update on this batch, if it was recomputed."""
+    """Log-probabilities of the proximal policy, the denominator of ratios; None: the trainer's own of this forward
+    pass, so that every ratio is exactly 1."""
+    staleness: Int[Array | HostArray, "B T"] | None = None
+    """Weight updates since each token was sampled; None: all tokens are fresh."""
     ref_logps: Float[Array | HostArray, "B T"] | None = None
     advantages: Float[Array | HostArray, "B T"] | None = None
     experts: Int[Array | HostArray, "B T M k"] | None = None
-    """The experts that the sampler used in each mixture of a model; negative where it recorded none."""
+    """Experts used by the sampler in each MoE layer; negative: not recorded."""
     roles: Int[Array | HostArray, "B T"] | None = None
-    """On the tokens of answers that are compared: 1 chosen or desirable, -1 rejected or undesirable, 2 an answer to
-    another prompt; else 0. A pair is a chosen sequence and the rejected one that follows it in its row."""
+    """Role of answer tokens: 1 chosen or desirable, -1 rejected or undesirable, 2 answer to another prompt; else 0. A
+    pair is a chosen sequence and the rejected one that follows it in its row."""
     margins: Float[Array | HostArray, "B T"] | None = None
-    """By how much a pair's chosen answer is known to be better, on its tokens; 0 elsewhere."""
+    """Preference margin of a pair, on the chosen answer's tokens; 0 elsewhere."""
     teachers: tuple[TopK, ...] | None = None
-    """What teachers outside of the step said of each token."""
+    """Precomputed top-k of teachers outside of the step."""
     teacher_weights: Float[Array | HostArray, "B T N"] | None = None
-    """How much each of N teachers counts for a token; 0: it says nothing of it. None: one teacher, of all tokens."""
-    returns: Float[Array | HostArray, "B T"] | None = None
-    old_values: Float[Array | HostArray, "B T"] | None = None
+    """Weight of each of N teachers per token; 0: the teacher does not cover it. None: one teacher for all tokens."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -86,14 +90,13 @@ class Batch:
 
 
 def rows_per_pass(total: int, wanted: int | None, shards: int) -> int:
-    """Rows of one forward pass over `total`: all or `wanted`, rounded up to a multiple of the devices they are on."""
+    """Rows per forward pass over `total`: all or `wanted`, rounded up to a multiple of the row shards."""
     rows = total if wanted is None else min(wanted, total)
     return -(-rows // shards) * shards
 
 
-def filled(batch: Batch) -> dict[str, float]:
-    """Of host rows the metrics `num_tokens` and `data/filled_ratio`: the share of the places that hold a token, of the
-    rows that hold any."""
+def packing_metrics(batch: Batch) -> dict[str, float]:
+    """Metrics `num_tokens` and `data/filled_ratio` of host rows: share of non-padding positions in non-empty rows."""
     held = np.asarray(batch.segments) > 0
     num_tokens, num_places = int(held.sum()), int(held.any(axis=1).sum()) * held.shape[1]
     return {"num_tokens": float(num_tokens), "data/filled_ratio": num_tokens / max(num_places, 1)}
@@ -101,29 +104,30 @@ def filled(batch: Batch) -> dict[str, float]:
 
 @pytree
 class TokenStats:
-    """What one forward pass says of each token, float32; 0 at the first token of a sequence and at padding."""
+    """Token statistics of one forward pass, float32; 0 at the first token of a sequence and at padding."""
 
     logps: Float[Array, "B T"]
     entropy: Float[Array, "B T"] | None = None
-    """Entropy in nats of the distribution that `tokens[b, t]` was drawn from."""
+    """Entropy in nats of the distribution that predicts `tokens[b, t]`."""
     sampling_logps: Float[Array, "B T"] | None = None
-    """Log-probabilities at the temperature of the sampler, where that is another; without a gradient."""
+    """Log-probabilities at the sampler's temperature, if different; without a gradient."""
     mean_logps: Float[Array, "B T"] | None = None
-    """Mean log-probability of all tokens of the vocabulary in its place."""
+    """Mean log-probability over the vocabulary at this position (label smoothing)."""
     log_squares: Float[Array, "B T"] | None = None
-    """Log of the sum of squared probabilities in its place; without a gradient."""
+    """Log of the sum of squared probabilities at this position; without a gradient."""
     divergence: Float[Array, "B T"] | None = None
-    """From the teachers' distribution, as `posttrain.kernels.logits.divergence.Divergence` says."""
+    """Divergence from the teachers as defined by `posttrain.kernels.logits.divergence.Divergence`."""
     teacher_kl: Float[Array, "B T"] | None = None
     """KL(teacher || student) at temperature 1; without a gradient."""
     teacher_logps: Float[Array, "B T"] | None = None
-    """The teachers' log-probability of the token, at temperature 1; of a group it stands at the first token."""
+    """Teachers' log-probability of the token at temperature 1; for a token group at its first token."""
     sorted_distance: Float[Array, "B T"] | None = None
-    """Of groups: the L1 distance of the sorted probabilities of tokens that only one vocabulary has."""
+    """L1 distance of the sorted probabilities of unshared tokens (cross-tokenizer ULD), at the first token of each
+    group."""
     hidden_distance: Float[Array, "B T"] | None = None
-    """From a teacher's hidden states of the context that predicts the token."""
+    """Distance from a teacher's hidden states at the context that predicts the token."""
     relation_divergence: Float[Array, "B T"] | None = None
-    """From a teacher's relations of that context to those before it."""
+    """Divergence from a teacher's attention relations of that context."""
 
 
 DIFFERENTIABLE = (
@@ -135,80 +139,79 @@ DIFFERENTIABLE = (
     "hidden_distance",
     "relation_divergence",
 )
-"""Statistics that have a gradient."""
+"""Statistics with a gradient."""
 
 
 @pytree
 class ScoreStats:
-    """What one forward pass of a model with a scalar head says of each token, float32."""
+    """Scalar-head scores per token of one forward pass, float32."""
 
     scores: Float[Array, "B T"]
 
 
 @pytree
 class RouterStats:
-    """Of one mixture-of-experts layer, summed over real tokens; with a leading dimension M, of every such layer."""
+    """Router statistics of one MoE layer, summed over real tokens; with a leading dimension M, of every MoE layer."""
 
     load: Float[Array, "*M E"]
-    """How often each expert was chosen."""
+    """Selections per expert."""
     balance: Float[Array, "*M"]
     """Load-balancing loss of each sequence times its length."""
     z: Float[Array, "*M"]
     """Squared log-partition of the router's logits."""
     entropy: Float[Array, "*M"]
-    """Of the router's probabilities."""
+    """Entropy of the router's probabilities."""
     replaced: Float[Array, "*M"]
-    """Experts that were used though the router itself would have chosen others."""
+    """Number of used experts that the router would not have chosen."""
 
 
 @pytree
 class LossOutput:
-    """A loss as a sum with its weight, and metrics that add up in the same way."""
+    """Loss as a sum with its weight, with additive metrics."""
 
     loss: Mean
-    metrics: Mapping[str, Mean]
+    metrics: Mapping[str, Metric]
 
 
 @runtime_checkable
 class TokenLoss(Protocol):
-    """Any callable of (stats, batch): sft, policy, preference, distillation, or a user's own."""
+    """Loss interface: a callable of (stats, batch), for SFT, policy, preference, distillation or custom losses."""
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput: ...
 
 
 @runtime_checkable
 class ScoreLoss(Protocol):
-    """A loss on the scores of a model with a scalar head: reward models."""
+    """Loss interface on scores of a model with a scalar head: reward models."""
 
     def __call__(self, stats: ScoreStats, batch: Batch) -> LossOutput: ...
 
 
 @runtime_checkable
 class LinearLoss(Protocol):
-    """A loss whose gradient by the statistics does not depend on them: a sum of them, weighted by what is in the batch.
+    """Loss that is linear in the statistics, with factors from the batch: its gradient does not depend on them.
 
-    The trainer then has the head's part of the gradient from the forward pass, and computes logits once.
+    The trainer then computes the head's gradient in the forward pass, and logits once.
     """
 
     @property
     def linear_in(self) -> tuple[str, ...]:
-        """Names of the statistics that have a gradient, all of them: others would get none."""
+        """Names of all statistics with a gradient; others get none."""
 
 
 @runtime_checkable
 class BatchLoss(Protocol):
-    """A loss that may compare sequences across the whole batch, and not only within a row, such as a mean over it.
+    """Loss that may compare sequences across the whole batch, not only within a row, such as a batch mean.
 
-    Where `needs_whole_batch` is true, the trainer calls it once on all rows of a step, however many micro-batches the
-    model takes them in.
+    If `needs_whole_batch` is true, the trainer calls it once on all rows of a step, regardless of micro-batches.
     """
 
     @property
     def needs_whole_batch(self) -> bool: ...
 
 
-def of_teacher(batch: Batch, number: int) -> Batch:
-    """The batch with loss only where this teacher counts."""
+def teacher_batch(batch: Batch, number: int) -> Batch:
+    """Batch with loss weight only on tokens covered by this teacher."""
     if batch.teacher_weights is None:
         return batch
     counts = np.asarray(batch.teacher_weights)[..., number] > 0

@@ -1,4 +1,4 @@
-"""The command line: `posttrain run | check | distill | generate | export | upcycle | prune`."""
+"""The command line: `posttrain run | check | schema | distill | generate | export | upcycle | prune`."""
 
 from __future__ import annotations
 
@@ -60,6 +60,14 @@ def check(
     for line in recipe.check(loaded.config, loaded.base_dir, devices):
         print(line)
     print("ok")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of configurations, with which editors complete and check them."""
+    from posttrain.config.json_schema import json_schema
+
+    print(json.dumps(json_schema(), indent=1))
 
 
 @app.command()

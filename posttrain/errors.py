@@ -1,4 +1,4 @@
-"""Errors that a person can mend, and the nearest-name hints of their messages."""
+"""Error classes for users, and nearest-name hints in messages."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import difflib
 from collections.abc import Iterable
 
 SIMILAR = 0.65
-"""Least `difflib` ratio of a misspelling: `stf` for `sft` has more, two words that share a syllable less."""
+"""Minimum `difflib` ratio of a misspelling: `stf` for `sft` is above it, words sharing one syllable are below."""
 
 
 class ConfigError(ValueError):
-    """A mistake in a configuration or call: one line that says where, the rule, what was given, what to do."""
+    """Invalid configuration or call: one line with location, rule, given value and remedy."""
 
 
 class RunError(RuntimeError):
@@ -18,11 +18,11 @@ class RunError(RuntimeError):
 
 
 def nearest_name(name: str, options: Iterable[str]) -> str | None:
-    """Return the option spelled most like the name, if any is a misspelling of it."""
+    """Return the option most similar to a misspelt name, if any."""
     return next(iter(difflib.get_close_matches(name, list(options), n=1, cutoff=SIMILAR)), None)
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:
-    """Format `; did you mean 'nearest'?`, or nothing where no option is spelled like the name."""
+    """Format `; did you mean 'nearest'?`; empty if no option is similar."""
     near = nearest_name(name, options)
     return "" if near is None else f"; did you mean {near!r}?"

@@ -1,4 +1,4 @@
-"""Meshes, and the one table that turns the names of a parameter's dimensions into shardings."""
+"""Device meshes, and the table that maps parameter dimension names to shardings."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ RULES: Mapping[str, str | None] = {
     "rank": None,
     "score": None,
 }
-"""Name of a parameter's dimension -> mesh axis."""
+"""Parameter dimension name -> mesh axis."""
 
 TILES = "_tiles"
-"""End of the name of a dimension that counts tiles of another: split like it where the axis divides their number."""
+"""Name suffix of a dimension that counts tiles of another: sharded like it if the axis divides the number of tiles."""
 
 BATCH_SPEC = PartitionSpec(ROW_AXES)
-"""Rows are split over all axes but `tensor`; T is never split."""
+"""Batch rows are sharded over all axes but `tensor`; T is never sharded."""
 
 
 def make_mesh(section: MeshSection, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh that a configuration asks for. ConfigError where the sizes do not multiply to the number of devices."""
+    """Create the mesh of a configuration. Raises ConfigError if the sizes do not multiply to the number of devices."""
     devices = jax.devices() if devices is None else devices
     grid = np.asarray(devices).reshape(mesh_sizes(section, len(devices)))
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def mesh_sizes(section: MeshSection, num_devices: int) -> tuple[int, ...]:
-    """Sizes of `MESH_AXES` for so many devices. ConfigError where they do not multiply to that number."""
+    """Sizes of `MESH_AXES` for `num_devices`. Raises ConfigError if they do not multiply to it."""
     given = (section.data, section.fsdp, section.expert, section.tensor)
     fixed = math.prod(size for size in given if size != -1)
     sizes = tuple(num_devices // fixed if size == -1 else size for size in given)
@@ -58,12 +58,12 @@ def single_device_mesh() -> Mesh:
 
 
 def row_shards(mesh: Mesh | AbstractMesh) -> int:
-    """Devices that share the rows of a batch."""
+    """Number of shards of a batch's rows."""
     return math.prod(mesh.shape[axis] for axis in ROW_AXES)
 
 
 def param_sharding(mesh: Mesh, name: str, dims: Sequence[str], shape: Sequence[int]) -> NamedSharding:
-    """Sharding of a parameter from its dimensions' names; a dimension that its axis does not divide is an error."""
+    """Sharding of a parameter by its dimension names. Raises ConfigError if an axis does not divide its dimension."""
     spec: list[str | None] = []
     for dim, size in zip(dims, shape, strict=True):
         axis = RULES[dim.removesuffix(TILES)]

@@ -1,4 +1,4 @@
-"""Metrics on their way to the sinks: sums that are divided once, timers, compilations, peak memory."""
+"""Metrics before the sinks: means, timers, compilation counts, peak memory."""
 
 from __future__ import annotations
 
@@ -8,48 +8,49 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.monitoring
 import numpy as np
 from jax import Array
 
-from posttrain.tree import Mean
+from posttrain.tree import Max, Mean, Metric, added
 
-Metrics = dict[str, Mean | float | Array]
-"""Names to sums with weights, or to plain numbers; on the device until a sink wants them."""
+MetricT = TypeVar("MetricT", bound=Metric)
+Metrics = dict[str, Metric | float | Array]
+"""Metric names to accumulators or plain numbers, on the device until written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One completion as people read it."""
+    """Completion in readable form, for the sample table and files."""
 
     prompt: str
     completion: str
     reward: float | None
-    """The weighted sum; `None` where every reward function failed or did not apply."""
+    """Weighted sum of rewards; None if every reward function failed or did not apply."""
     rewards: Mapping[str, float | None]
-    """By reward function; `None` where it failed or did not apply."""
+    """Reward by function; None if it failed or did not apply."""
     advantage: float | None
-    """`None` in an evaluation, and where the group was left out."""
+    """Advantage; None in an evaluation, and if the group was dropped."""
     stop: str
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """More columns for the files, as JSON allows; not in the console's table."""
+    """Additional JSON columns for files; not shown in the console's table."""
 
 
-# jax's own record of one program built: XLA ran, or the persistent compilation cache answered.
+# JAX's event per built program: compiled by XLA or loaded from the persistent compilation cache.
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
-def to_host(metrics: Mapping[str, Mean | float | Array]) -> dict[str, float]:
-    """All single numbers as Python floats in one transfer; NaN where nothing was counted (weight 0)."""
+def to_host(metrics: Mapping[str, Metric | float | Array]) -> dict[str, float]:
+    """Fetch all scalar metrics as Python floats in one transfer; NaN if nothing was counted (weight 0)."""
     fetched = jax.device_get({name: value for name, value in metrics.items() if not _is_table(value)})
-    return {name: value.value() if isinstance(value, Mean) else float(value) for name, value in fetched.items()}
+    return {name: value.value() if isinstance(value, Mean | Max) else float(value) for name, value in fetched.items()}
 
 
-def tables(metrics: Mapping[str, Mean | float | Array]) -> dict[str, np.ndarray]:
-    """The metrics that are arrays of numbers, such as the share of each expert of each layer."""
+def tables(metrics: Mapping[str, Metric | float | Array]) -> dict[str, np.ndarray]:
+    """Fetch array metrics, such as the share of each expert of each layer."""
     found = jax.device_get({name: value for name, value in metrics.items() if _is_table(value)})
     return {name: np.asarray(value) for name, value in found.items()}
 
@@ -58,17 +59,17 @@ def _is_table(value: object) -> bool:
     return isinstance(value, Array | np.ndarray) and value.ndim > 0
 
 
-def merge(*parts: Mapping[str, Mean]) -> dict[str, Mean]:
-    """Sums of equal names added up, exact for any split; a name may be missing from some parts."""
-    merged: dict[str, Mean] = {}
+def merge(*parts: Mapping[str, MetricT]) -> dict[str, MetricT]:
+    """Merge metrics of equal names, exact for any split; names may be missing from some parts."""
+    merged: dict[str, MetricT] = {}
     for part in parts:
         for name, value in part.items():
-            merged[name] = merged[name] + value if name in merged else value
+            merged[name] = added(merged[name], value) if name in merged else value
     return merged
 
 
 class Timer:
-    """Wall seconds per phase: `with timer("rollout"): ...` adds to `timing_s/rollout`.
+    """Wall-clock timer per phase: `with timer("rollout"): ...` adds to `timing_s/rollout`.
 
     JAX returns before the device is done: a phase that ends in device work must fetch or block on its result.
     """
@@ -85,17 +86,16 @@ class Timer:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
-        """Seconds of each phase since the last call."""
+        """Return and reset the seconds of each phase."""
         seconds, self._seconds = self._seconds, {}
         return {f"timing_s/{phase}": value for phase, value in seconds.items()}
 
 
 class CompileCounter:
-    """Programs that this process built, and the seconds it took: `perf/compilations`, `perf/compile_s`.
+    """Counter of compiled programs and compile seconds: `perf/compilations`, `perf/compile_s`.
 
-    Every program counts, also one of a single operation outside `jit`, one built by another thread, and one that came
-    from the persistent compilation cache (a new program all the same, only cheaper). Tracing is not in the seconds.
-    `close` stops the counting.
+    Counts every program: single operations outside `jit`, programs of other threads, and loads from the persistent
+    compilation cache (cheaper, but still a new program). Tracing time is not included. `close` stops the counting.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class CompileCounter:
                 self._seconds += duration_secs
 
     def metrics(self) -> dict[str, float]:
-        """Programs and seconds since the last call."""
+        """Return and reset programs and seconds."""
         with self._lock:
             programs, seconds = self._programs, self._seconds
             self._programs, self._seconds = 0, 0.0
@@ -121,7 +121,7 @@ class CompileCounter:
 
 
 def peak_memory_gib() -> float:
-    """The highest use so far, of the fullest local device; on the CPU platform of the process's resident set."""
+    """Peak memory of the fullest local device; on CPU the process's peak resident set."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     peaks = [s["peak_bytes_in_use"] for s in stats if s is not None]
     if peaks:

@@ -1,4 +1,4 @@
-"""Intervals and tests for evaluations: samples of one prompt are not independent, nor tokens of one sequence."""
+"""Confidence intervals and tests for evaluations, clustered by prompt or sequence."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from numpy.typing import ArrayLike
 from scipy import special
 
 LEVEL = 0.95
-"""Coverage of every interval here."""
+"""Coverage of every interval."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with its 95 % interval; `n` counts what is independent: prompts, sequences."""
+    """Mean with its 95 % confidence interval; `n` counts independent units: prompts, sequences."""
 
     mean: float
     low: float
@@ -41,9 +41,9 @@ class PairedDifference(Interval):
 def mean_interval(values: ArrayLike, clusters: ArrayLike | None = None) -> Interval:
     """Mean over prompts with its 95 % interval: Wilson's for 0/1 outcomes, Student's t otherwise.
 
-    `clusters` names the prompt of each value: the prompt means are averaged, so each prompt counts once. For 0/1
-    outcomes with several samples per prompt Wilson's interval takes the effective number of samples, p (1 - p) / se^2
-    with the t correction of Korn and Graubard (1998). One prompt of real-valued outcomes has no interval: (-inf, inf).
+    `clusters`: prompt of each value; prompt means are averaged, so each prompt counts once. For 0/1 outcomes with
+    several samples per prompt, Wilson's interval uses the effective sample size p (1 - p) / se^2 with the t correction
+    of Korn and Graubard (1998). A single prompt of real-valued outcomes has no interval: (-inf, inf).
     """
     outcomes = _finite(values, "values")
     means = outcomes if clusters is None else _cluster_means(outcomes, np.asarray(clusters))
@@ -61,9 +61,9 @@ def mean_interval(values: ArrayLike, clusters: ArrayLike | None = None) -> Inter
 
 
 def paired_difference(before: ArrayLike, after: ArrayLike) -> PairedDifference:
-    """after - before, paired by prompt; arrays are [P], or [P, G] whose samples are averaged per prompt first.
+    """Difference after - before, paired by prompt; arrays are [P], or [P, G] averaged per prompt first.
 
-    Differences of 0/1 outcomes get the interval of Agresti and Min (2005) and McNemar's exact test; others Student's
+    Differences of 0/1 outcomes use the interval of Agresti and Min (2005) and McNemar's exact test; others Student's
     paired t. Raises ValueError for unequal numbers of prompts, and for fewer than two.
     """
     first, second = _prompt_means(before, "before"), _prompt_means(after, "after")
@@ -72,17 +72,17 @@ def paired_difference(before: ArrayLike, after: ArrayLike) -> PairedDifference:
             f"paired_difference: before has {len(first)} prompts and after {len(second)}; "
             "give the same two or more prompts in the same order"
         )
-    moved = second - first
-    n, mean = len(moved), float(moved.mean())
+    difference = second - first
+    n, mean = len(difference), float(difference.mean())
     if np.isin(np.concatenate([first, second]), (0.0, 1.0)).all():
-        up, down = int((moved > 0).sum()), int((moved < 0).sum())
+        up, down = int((difference > 0).sum()), int((difference < 0).sum())
         p_value = min(1.0, 2.0 * float(special.bdtr(min(up, down), up + down, 0.5))) if up + down else 1.0
         centre = (up - down) / (n + 2)
         half = _normal_quantile() * math.sqrt(((up + down + 1) / (n + 2) - centre**2) / (n + 2))
         return PairedDifference(mean, max(-1.0, centre - half), min(1.0, centre + half), n, p_value)
-    error = float(moved.std(ddof=1)) / math.sqrt(n)
+    error = float(difference.std(ddof=1)) / math.sqrt(n)
     if error == 0.0:
-        # All prompts moved alike: only the sign test still says something.
+        # All prompts changed equally: only the sign test is informative.
         p_value = 1.0 if mean == 0.0 else 0.5 ** (n - 1)
     else:
         p_value = 2.0 * float(special.stdtr(n - 1, -abs(mean) / error))
@@ -91,10 +91,10 @@ def paired_difference(before: ArrayLike, after: ArrayLike) -> PairedDifference:
 
 
 def ratio_interval(totals: ArrayLike, weights: ArrayLike) -> Interval:
-    """sum(totals) / sum(weights), such as a mean over tokens, with its 95 % interval; one number for each sequence.
+    """Ratio sum(totals) / sum(weights), such as a token mean, with its 95 % interval; one entry per sequence.
 
-    The variance is that of the linearised ratio R: n / (n - 1) sum((total - R weight)^2) / sum(weights)^2, and the
-    interval Student's t. Cochran, Sampling Techniques, section 6.4. One sequence has no interval: (-inf, inf).
+    The variance is that of the linearized ratio R: n / (n - 1) sum((total - R weight)^2) / sum(weights)^2, and the
+    interval Student's t. Cochran, Sampling Techniques, section 6.4. A single sequence has no interval: (-inf, inf).
     """
     total, weight = _weighted(totals, weights)
     n, ratio = len(total), float(total.sum() / weight.sum())
@@ -103,7 +103,7 @@ def ratio_interval(totals: ArrayLike, weights: ArrayLike) -> Interval:
 
 
 def paired_ratio_difference(before: ArrayLike, after: ArrayLike, weights: ArrayLike) -> PairedDifference:
-    """The change of `ratio_interval`'s ratio over the same sequences, of totals before and after."""
+    """Change of `ratio_interval`'s ratio over the same sequences, from totals before and after."""
     first, weight = _weighted(before, weights)
     second, _ = _weighted(after, weights)
     found = ratio_interval(second - first, weight)
@@ -117,8 +117,11 @@ def paired_ratio_difference(before: ArrayLike, after: ArrayLike, weights: ArrayL
 def difference_of_ratios(
     totals: ArrayLike, weights: ArrayLike, other_totals: ArrayLike, other_weights: ArrayLike
 ) -> Interval:
-    """sum(totals) / sum(weights) - sum(other_totals) / sum(other_weights), one of each for every prompt, with its 95 %
-    interval from the residuals of both ratios (see `ratio_interval`); a prompt may have a weight in one of them only.
+    """Difference sum(totals) / sum(weights) - sum(other_totals) / sum(other_weights), one entry of each per
+    prompt.
+
+    The 95 % interval uses the residuals of both ratios (see `ratio_interval`); a prompt may have weight in only
+    one.
     """
     parts = []
     for total, weight in ((totals, weights), (other_totals, other_weights)):
@@ -126,8 +129,8 @@ def difference_of_ratios(
         total, weight = np.asarray(total, np.float64), np.asarray(weight, np.float64)
         ratio = total.sum() / weight.sum()
         parts.append((ratio, (total - ratio * weight) / weight.sum(), weight > 0))
-    (one, first, counted), (other, second, as_well) = parts
-    n, mean = int((counted | as_well).sum()), float(one - other)
+    (first_ratio, first, counted), (second_ratio, second, second_counted) = parts
+    n, mean = int((counted | second_counted).sum()), float(first_ratio - second_ratio)
     half = _t_quantile(n - 1) * math.sqrt(n / (n - 1) * float(np.square(first - second).sum())) if n > 1 else math.inf
     return Interval(mean, mean - half, mean + half, n)
 
@@ -135,7 +138,7 @@ def difference_of_ratios(
 def standard_error(rewards_PG: Iterable[ArrayLike]) -> float:
     """Standard error of a step's mean reward, clustered by prompt: sd(prompt means) / sqrt(P).
 
-    NaN marks a sample without a reward; prompts without any are left out. NaN where fewer than two prompts are left.
+    NaN marks a sample without a reward; prompts without any reward are excluded. NaN if fewer than two prompts remain.
     """
     rows = [np.asarray(row, np.float64) for row in rewards_PG]
     means = [float(row[~np.isnan(row)].mean()) for row in rows if not np.isnan(row).all()]
@@ -143,7 +146,7 @@ def standard_error(rewards_PG: Iterable[ArrayLike]) -> float:
 
 
 def _wilson(p: float, n: float) -> tuple[float, float]:
-    """Score interval of a proportion, Wilson (1927); its ends are exactly 0 or 1 where all outcomes are."""
+    """Wilson (1927) score interval of a proportion; its ends are exactly 0 or 1 if all outcomes are."""
     z = _normal_quantile()
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
@@ -175,11 +178,11 @@ def _prompt_means(values: ArrayLike, name: str) -> np.ndarray:
 
 
 def _weighted(totals: ArrayLike, weights: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    """Of the sequences that have a weight."""
+    """Totals and weights of sequences with positive weight."""
     total, weight = _finite(totals, "totals"), _finite(weights, "weights")
     if len(total) != len(weight) or (weight < 0).any() or not weight.any():
         raise ValueError(
-            f"totals and weights must be as many and some weight positive, none negative; got {len(total)} and "
+            f"totals and weights must have equal lengths, no negative and some positive weight; got {len(total)} and "
             f"{len(weight)} from {weight.min()} to {weight.max()}"
         )
     return total[weight > 0], weight[weight > 0]
@@ -195,6 +198,6 @@ def _finite(values: ArrayLike, name: str) -> np.ndarray:
     if array.ndim != 1 or len(array) == 0 or not np.isfinite(array).all():
         raise ValueError(
             f"{name} must be a flat, non-empty sequence of finite numbers, got shape {array.shape} with "
-            f"{int((~np.isfinite(array)).sum())} not finite; leave out samples without an outcome"
+            f"{int((~np.isfinite(array)).sum())} not finite; remove samples without an outcome"
         )
     return array

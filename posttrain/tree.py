@@ -1,4 +1,4 @@
-"""Pytree dataclasses and `Mean`, the one way in which the package adds numbers up."""
+"""Pytree dataclasses, and metrics that merge over micro-batches, steps and hosts: `Mean` and `Max`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast, dataclass_transform
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 T = TypeVar("T")
@@ -16,16 +17,16 @@ replace = dataclasses.replace
 
 
 def static(**kwargs: Any) -> Any:
-    """A dataclass field that is part of the tree's structure (hashed and compared, never traced)."""
+    """Dataclass field that is part of the tree structure (hashed and compared, never traced)."""
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field, static))
 def pytree(cls: type[T]) -> type[T]:
-    """Frozen keyword-only dataclass that is a JAX pytree; its unflatten skips `__init__`.
+    """Decorator: frozen keyword-only dataclass registered as a JAX pytree; unflattening skips `__init__`.
 
-    Skipping `__init__` lets `jax.tree.map` put shardings, shapes or `None` where arrays stood, also while
-    jaxtyping checks constructors in tests.
+    Skipping `__init__` lets `jax.tree.map` store shardings, shapes or None in place of arrays, also while jaxtyping
+    checks constructors in tests.
     """
     cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     fields = dataclasses.fields(cast(Any, cls))
@@ -54,7 +55,7 @@ def pytree(cls: type[T]) -> type[T]:
 
 @pytree
 class Mean:
-    """A sum and the weight it will be divided by: adds exactly over micro-batches, steps and hosts.
+    """Sum with its weight, divided at the end: adds exactly over micro-batches, steps and hosts.
 
     >>> (Mean(total=3.0, weight=2.0) + Mean(total=1.0, weight=2.0)).value()
     1.0
@@ -67,16 +68,52 @@ class Mean:
         return Mean(total=self.total + other.total, weight=self.weight + other.weight)
 
     def value(self) -> float:
-        """The quotient as a Python float (reads the device); NaN where nothing was counted."""
+        """Quotient as a Python float (reads the device); NaN if nothing was counted."""
         weight = float(self.weight)
         return float(self.total) / weight if weight else float("nan")
 
 
+@pytree
+class Max:
+    """The largest of some numbers that are not negative: merges by the larger one; a NaN stays.
+
+    >>> (Max(largest=3.0) + Max(largest=1.0)).value()
+    3.0
+    """
+
+    largest: Array | float
+
+    def __add__(self, other: Max) -> Max:
+        return Max(largest=jnp.maximum(self.largest, other.largest))
+
+    def value(self) -> float:
+        """The number as a Python float (reads the device)."""
+        return float(self.largest)
+
+
+Metric = Mean | Max
+"""A number that a loss gives beside itself; `+` merges those of two micro-batches."""
+
+
+def added(one: Any, other: Any) -> Any:
+    """Merge two trees of one structure: arrays by their sum, `Max` by the larger."""
+    return jax.tree.map(lambda a, b: a + b, one, other, is_leaf=lambda node: isinstance(node, Max))
+
+
+def added_up(stacked: Any) -> Any:
+    """Merge what a tree of arrays [M, ...] holds along M, as `added` would one after the other."""
+
+    def all_of(node: Any) -> Any:
+        return Max(largest=jnp.max(node.largest, axis=0)) if isinstance(node, Max) else jnp.sum(node, axis=0)
+
+    return jax.tree.map(all_of, stacked, is_leaf=lambda node: isinstance(node, Max))
+
+
 def path_str(path: tuple[Any, ...]) -> str:
-    """A key path as dotted words: `stages.0.blocks.0.attention.q.kernel`."""
+    """Key path as a dotted string: `stages.0.blocks.0.attention.q.kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """`jax.tree.map` whose function gets the dotted path first."""
+    """`jax.tree.map` with the dotted path as the function's first argument."""
     return jax.tree_util.tree_map_with_path(lambda path, *leaves: function(path_str(path), *leaves), tree, *rest)

@@ -1,4 +1,4 @@
-"""Objects that a user names in a configuration, as `file.py:name` or `package.module:name`, and nearest-name hints."""
+"""User objects named in a configuration as `file.py:name` or `package.module:name`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from posttrain.errors import ConfigError, did_you_mean
 
 
 def missing_path(path: Path) -> str:
-    """Why a path does not exist, in words: the nearest name beside it, or the first folder that is missing."""
+    """Explain why a path does not exist: the nearest name beside it, or the first missing folder."""
     if not path.parent.is_dir():
         existing = next(parent for parent in path.parents if parent.is_dir())
-        return f"no file {path}: there is no folder {path.parent} (the path exists up to {existing})"
+        return f"no file {path}: no folder {path.parent} (the path exists up to {existing})"
     return f"no file {path}{did_you_mean(path.name, (entry.name for entry in path.parent.iterdir()))}"
 
 
 def import_transformers(submodule: str = "") -> ModuleType:
-    """The library or a module of it, without its advice to install torch: only tokenizers and templates are used."""
+    """Import transformers or a submodule without its advice to install torch: only tokenizers and templates are
+    used."""
     switch = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     before = os.environ.get(switch)
     os.environ[switch] = "1"
@@ -41,17 +42,17 @@ def import_transformers(submodule: str = "") -> ModuleType:
 
 
 def is_object_spec(text: str) -> bool:
-    """Whether the text has the form `file.py:name` or `package.module:name`."""
+    """Return True if the text has the form `file.py:name` or `package.module:name`."""
     source, separator, name = text.rpartition(":")
     dotted = all(part.isidentifier() for part in source.split("."))
     return bool(separator) and name.isidentifier() and (source.endswith(".py") or dotted)
 
 
 def import_object(spec: str, *, base_dir: Path | None) -> object:
-    """The object that `file.py:name` or `package.module:name` names; files are relative to `base_dir`.
+    """Import the object named by `file.py:name` or `package.module:name`; files are relative to `base_dir`.
 
-    A file is executed once per process. While it is imported, its own folder (for modules: `base_dir`) is importable.
-    Raises `ConfigError` where the file, the module or the name does not exist, or where the import itself fails.
+    A file is executed once per process. During import its folder (for modules: `base_dir`) is on `sys.path`. Raises
+    ConfigError if the file, module or name does not exist, or the import fails.
     """
     if not is_object_spec(spec):
         raise ConfigError(f"{spec!r} does not name an object; write 'file.py:name' or 'package.module:name'")
@@ -118,16 +119,16 @@ def _importable(folder: Path) -> Iterator[None]:
 
 
 def describe_error(error: BaseException) -> str:
-    """One line: the exception and the innermost line of a user's code that it went through, if there is one."""
+    """Format an exception in one line with the innermost line of user code, if any."""
     if isinstance(error, SyntaxError):
         place, message = f"{error.filename}:{error.lineno}", error.msg
     else:
         frames = traceback.extract_tb(error.__traceback__)
-        ours = ("<frozen", str(Path(__file__).parent))
+        package = ("<frozen", str(Path(__file__).parent))
         libraries = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
-        beside = [f for f in frames if not f.filename.startswith(ours)]
-        theirs = [f for f in beside if not f.filename.startswith(libraries)]
-        near = theirs or beside
+        foreign = [f for f in frames if not f.filename.startswith(package)]
+        user_frames = [f for f in foreign if not f.filename.startswith(libraries)]
+        near = user_frames or foreign
         place = f"{near[-1].filename}:{near[-1].lineno}" if near else ""
         message = f"sys.exit({error.code!r}) is called" if isinstance(error, SystemExit) else str(error)
     return f"{type(error).__name__}: {' '.join(message.split())}" + (f" ({place})" if place else "")

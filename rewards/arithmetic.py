@@ -27,6 +27,16 @@ def problems(*, count: int, seed: int, held_out: bool, forgotten: float = 0.0) -
     return rows
 
 
+def pairs(*, count: int, seed: int, held_out: bool) -> list[dict[str, str]]:
+    """Rows with `prompt`, `chosen`, the right sum, and `rejected`, the one with a forgotten carry."""
+    rows = problems(count=count, seed=seed, held_out=held_out, forgotten=1.0)
+    return [
+        {"prompt": row["prompt"], "chosen": row["answer"], "rejected": row["completion"]}
+        for row in rows
+        if row["completion"] != row["answer"]
+    ]
+
+
 def _is_held_out(a: int, b: int) -> bool:
     return random.Random(1000 * a + b).random() < 0.25
 

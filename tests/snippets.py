@@ -5,17 +5,19 @@ from __future__ import annotations
 import ast
 import json
 import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import posttrain as pt
 from posttrain.runs.check import check
 from posttrain.runs.run import RunResult
-from tests.tiny import tiny_model
 
 ROWS = [
     {"prompt": f"{n}+1=", "question": f"{n}+1=", "completion": str(n + 1), "answer": str(n + 1), "text": f"{n}+1"}
+    | {"chosen": str(n + 1), "rejected": str(n)}
     for n in range(8)
 ]
 
@@ -36,7 +38,7 @@ class Checked(ast.NodeTransformer):
         if name in ("load_model", "load_tokenizer") and node.args and isinstance(node.args[0], ast.Constant):
             node.args[0] = ast.Constant(str(self.model))
         for keyword in node.keywords:
-            if keyword.arg == "model" and isinstance(keyword.value, ast.Constant):
+            if keyword.arg in ("model", "teacher") and isinstance(keyword.value, ast.Constant):
                 keyword.value = ast.Constant(str(self.model))
         return node
 
@@ -46,24 +48,26 @@ class Checked(ast.NodeTransformer):
         return node
 
 
-def run_python(text: str, folder: Path) -> dict[str, Any]:
-    """Execute a block in an empty folder; the names that it leaves."""
-    model = folder / "tiny" / "model"
-    tokenizer = pt.load_tokenizer("bytes")
-    pt.save_model(tiny_model(windows=(None,), max_positions=4096), model, tokenizer=tokenizer)
-    rewrite = Checked(model)
+def run_python(text: str, folder: Path, name: str = "block") -> dict[str, Any]:
+    """Execute a block in a folder that `tests.documents.write_folder` made; the names that it leaves."""
+    rewrite = Checked(folder / "runs" / "quickstart" / "0-sft" / "model")
     tree = ast.fix_missing_locations(rewrite.visit(ast.parse(text)))
-    for name in rewrite.data:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        rows = "".join(json.dumps(row) + "\n" for row in ROWS) if name.endswith("l") else json.dumps(ROWS)
-        (folder / name).write_text(rows)
+    for file in rewrite.data:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        rows = "".join(json.dumps(row) + "\n" for row in ROWS) if file.endswith("l") else json.dumps(ROWS)
+        (folder / file).write_text(rows)
 
     def fit(run: pt.SFT | pt.RL) -> RunResult:
+        for file, rows in run._files.items():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(rows)
         check(run.config, folder)
         # What a run leaves, with a result that every evaluation has.
         result = {when: {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 8, "samples": []} for when in ("before", "after")}
-        return RunResult(output=folder, stages=["tiny"], results=[result])
+        return RunResult(output=folder / "runs" / "quickstart", stages=["0-sft"], results=[result])
 
-    names: dict[str, Any] = {"__name__": "readme", "_fit": fit}
-    exec(compile(tree, "README.md", "exec"), names)
-    return names
+    # A module of its own, where dataclasses look for the names of their annotations.
+    module = sys.modules["document"] = ModuleType("document")
+    vars(module)["_fit"] = fit
+    exec(compile(tree, name, "exec", dont_inherit=True), vars(module))
+    return vars(module)

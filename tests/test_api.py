@@ -64,14 +64,17 @@ def test_sft_then_rl_in_a_running_loop(folder: Path) -> None:
     )
 
 
-def test_seed_is_drawn_once_and_kept(folder: Path) -> None:
+def test_seed_is_drawn_once_and_kept(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = sft(dataset=[{"text": "1+1=2"}] * 8)
     result = run.fit()
     assert result.output == Path(run.config.output)
     again = sft(dataset=[{"text": "1+1=2"}] * 8)
     assert again.config == run.config
     written = (result.model_path / "model.safetensors").stat().st_mtime_ns
-    assert again.fit().model_path == result.model_path
+    handed_back = again.fit()
+    assert handed_back.model_path == result.model_path
+    assert list(result.trained) == ["0-sft"] and list(handed_back.trained) == []
+    assert "NOTHING WAS TRAINED: runs/sft-" in capsys.readouterr().out
     assert (result.model_path / "model.safetensors").stat().st_mtime_ns == written
     assert f"seed: {run.config.seed}\n" in (result.output / "config.yaml").read_text()
     with pytest.raises(pt.ConfigError, match="holds a run with other rows of dataset"):
@@ -116,6 +119,19 @@ def test_edited_reward_is_another_run(folder: Path) -> None:
     second = define("def score(completions):\n    return [0.5 for _ in completions]\n")
     assert "0.5" in inspect.getsource(second)
     assert rl(rewards=[first]).config.output != rl(rewards=[second]).config.output
+
+
+def test_edited_helper_is_another_run(folder: Path) -> None:
+    """Of a function that is named; a comment is no edit."""
+
+    def output(helper: str) -> str:
+        (folder / "helpers.py").write_text(f"def share(c):\n    return {helper}\n")
+        (folder / "task.py").write_text(
+            "from helpers import share\ndef low(completions):\n    return share(completions)\n"
+        )
+        return rl(rewards=["task.py:low"]).config.output
+
+    assert output("[0.0 for _ in c]") == output("[0.0 for _ in c]  # why") != output("[1.0 for _ in c]")
 
 
 def test_three_arguments_on_a_real_model(shared: Path) -> None:

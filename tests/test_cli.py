@@ -69,7 +69,7 @@ def test_finished_run_prints_its_summary_again(finished: tuple[Path, str]) -> No
     again = posttrain("run", file)
     assert again.code == 0
     done, summary = again.out.split("0-sft: held-out perplexity", 1)
-    assert done.count("done before") == 2
+    assert done.count("done before") == 2 and f"NOTHING WAS TRAINED: {file.parent / 'out'} holds this run" in done
     assert first.endswith("0-sft: held-out perplexity" + summary) and "mean reward" in summary
     assert before == {path: path.stat().st_mtime_ns for path in file.parent.glob("out/*/model/*")}
 
@@ -87,9 +87,9 @@ def test_other_text_of_a_function_in_the_same_folder(finished: tuple[Path, str])
     text = rewards.read_text()
     rewards.write_text(text.replace("t < 128", "t < 64"))
     error = posttrain("run", file).error
-    assert f"{file.parent / 'out'} holds a run that began with another text of stages.1.rewards.0.fn=" in error
-    assert "give another output to run with the new one" in error
-    rewards.write_text(text)
+    assert f"{file.parent / 'out'} holds a run that began with other code of stages.1.rewards.0.fn=" in error
+    assert "give another output to run with the new code" in error
+    rewards.write_text(text + "\n\ndef another():\n    return 1\n")
     assert posttrain("run", file).code == 0
 
 

@@ -1,8 +1,9 @@
-"""What README and configs/ say can be done: commands parse, configurations pass their check, Python runs, links exist.
+"""Documents and configs/ say what can be done: commands parse, configurations pass, Python runs, links exist.
 
-A `bash` block of README holds commands of the forms in `FORMS`. A `python` block is run, but where it would train, the
-run is only checked (`tests/snippets.py`), and checkpoints and data that are not here are tiny ones. A `yaml` block is a
-part of a file, a whole configuration, or fields of one. A block without a language is output or a tree of files.
+A `bash` block holds commands of the forms in `FORMS`. A `python` block is run, but where it would train it is only
+checked (`tests/snippets.py`). A `yaml` block is a whole configuration, which is checked, or some of its fields. A block
+without a language, or `text`, is output, a tree of files, or another project's code. `-m thorough` runs what the pages
+spell out (`tests/test_documents_run.py`).
 """
 
 from __future__ import annotations
@@ -14,54 +15,53 @@ import shlex
 import textwrap
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-import yaml
 
 from posttrain.cli import app
-from posttrain.config import RLSection, RunConfig, SFTSection
+from posttrain.config import RunConfig
 from posttrain.config.yaml_file import build_config, load_config
 from posttrain.runs.check import check
 from posttrain.stages.table import stage_names
+from tests.documents import (
+    DOCUMENTS,
+    FENCE,
+    PYTHON,
+    ROOT,
+    SHELL,
+    YAML,
+    Block,
+    all_blocks,
+    blocks,
+    blocks_of,
+    check_fields,
+    is_part_of_a_file,
+    is_whole,
+    parse,
+    titled,
+    write_folder,
+)
 from tests.snippets import run_python
 
-ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+README_LINES = 150
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 CONFIG_LINES = 40
-FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^(?P=indent)```\s*$", re.M | re.S)
 LINK = re.compile(r"\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)|<(?:img|a)[^>]*?(?:src|href)=\"([^\"]+)\"")
+INLINE_CALL = re.compile(r"\| `(pt\.\w+\(.*?\))` \|")
 REMOTE = re.compile(r"[a-z][a-z0-9+.-]*:", re.I)
 
 
-@dataclass(frozen=True)
-class Block:
-    language: str
-    text: str
-    line: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.language or 'plain'}-line-{self.line}"
+def parameters(*languages: str) -> list[Any]:
+    return [pytest.param(block, id=block.name) for block in all_blocks(*languages)]
 
 
-def blocks(text: str) -> list[Block]:
-    return [
-        Block(found["language"], textwrap.dedent(found["text"]), text[: found.start()].count("\n") + 1)
-        for found in FENCE.finditer(text)
-    ]
-
-
-def readme() -> str:
-    return README.read_text(encoding="utf-8") if README.exists() else ""
-
-
-def of(*languages: str) -> list[Any]:
-    return [pytest.param(block, id=block.name) for block in blocks(readme()) if block.language in languages]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("documents"))
 
 
 # --- configurations ---------------------------------------------------------------------------------------------------
@@ -148,19 +148,24 @@ def posttrain_command(words: Sequence[str]) -> None:
     context = command.make_context(words[1], list(words[2:]))
     if words[1] in ("run", "check"):
         checked(context.params["config"], tuple(context.params["overrides"] or ()))
-    elif context.params["model"].startswith("runs/"):
-        assert context.params["model"] in output_folders(), f"no configuration writes {context.params['model']}"
+        return
+    source = next((context.params[name] for name in ("model", "source", "run") if name in context.params), "")
+    if source.startswith("runs/"):
+        assert source in output_folders(), f"no configuration writes {source}"
 
 
+@functools.cache
 def output_folders() -> set[str]:
-    """The models that the stages of all configurations leave."""
-    loaded = [load_config(path).config for path in CONFIGS]
-    return {f"{config.output}/{name}/model" for config in loaded for name in stage_names(config)}
+    """The runs that all configurations write, and the models that their stages leave."""
+    written = [parse(text) for name, text in titled(DOCUMENTS) if name.endswith(".yaml")]
+    loaded = [load_config(path).config for path in CONFIGS] + [build_config(data) for data in written if is_whole(data)]
+    models = {f"{config.output}/{name}/model" for config in loaded for name in stage_names(config)}
+    return models | {config.output for config in loaded}
 
 
 def pip_command(words: Sequence[str]) -> None:
-    """`pip install`: files and extras that it names exist."""
-    assert words[1] == "install", words
+    """`pip install` or `wheel`: files and extras that it names exist."""
+    assert words[1] in ("install", "wheel"), words
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for before, word in itertools.pairwise(words):
         if before in ("-c", "-r"):
@@ -177,7 +182,7 @@ def python_command(words: Sequence[str]) -> None:
     elif words[1] == "-m" and words[2] == "posttrain":
         posttrain_command(words[2:])
     elif words[1] == "-m":
-        assert words[2] in ("pytest", "venv", "mypy", "ruff", "virtualenv"), words
+        assert words[2] in ("pytest", "venv", "mypy", "ruff", "virtualenv", "mkdocs", "build"), words
         for word in words[3:]:
             if word.startswith("tests"):
                 in_root(word.split("::")[0])
@@ -207,13 +212,15 @@ FORMS: dict[str, Callable[[Sequence[str]], None]] = {
     "git": names_nothing_of_ours,
     "test": names_nothing_of_ours,
     "tensorboard": names_nothing_of_ours,
+    "mkdocs": names_nothing_of_ours,
 }
 
 
 def check_command(words: Sequence[str]) -> None:
+    words = [*itertools.takewhile(lambda word: word != ">", words)]
     while re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]
-    program = words[0].removeprefix("./").removeprefix(".venv/bin/")
+    program = re.sub(r"^(\./|\.venv/bin/|~/\w+/bin/)", "", words[0])
     assert program in FORMS, f"{shlex.join(words)}: a form that no test covers; there are {', '.join(FORMS)}"
     FORMS[program]([program, *words[1:]])
 
@@ -226,42 +233,46 @@ def check_script(text: str) -> list[str]:
     return [words[0] for words in found]
 
 
-@pytest.mark.parametrize("block", of("bash", "sh", "shell", "console"))
-def test_commands(block: Block, offline: None) -> None:
+@pytest.mark.parametrize("block", parameters(*SHELL))
+def test_commands(block: Block, folder: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
     assert check_script(block.text)
 
 
-# --- Python -----------------------------------------------------------------------------------------------------------
+# --- Python and YAML --------------------------------------------------------------------------------------------------
 
 
-def is_part_of_a_file(text: str, *patterns: str) -> bool:
-    """Whether a file that is tested elsewhere holds the block as it stands."""
-    wanted = "\n" + text.strip("\n") + "\n"
-    return any(wanted in "\n" + path.read_text() + "\n" for pattern in patterns for path in ROOT.glob(pattern))
-
-
-@pytest.mark.parametrize("block", of("python", "py"))
-def test_python(block: Block, offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if blocks_of(d, *PYTHON)], ids=lambda path: path.stem)
+def test_python(document: Path, folder: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block may use what the blocks before it define."""
+    monkeypatch.chdir(folder)
     patterns = ("rewards/*.py", "notebooks/*.py", "posttrain/**/*.py")
-    if is_part_of_a_file(block.text, *patterns):
-        return
-    # A block may use what the blocks before it define.
-    so_far = [b for b in blocks(readme()) if b.language in ("python", "py") and b.line <= block.line]
-    monkeypatch.chdir(tmp_path)
-    run_python("\n".join(b.text for b in so_far if not is_part_of_a_file(b.text, *patterns)), tmp_path)
+    own = [b for b in blocks_of(document, *PYTHON) if not is_part_of_a_file(b.text, *patterns)]
+    # Lines stay where they are in the document, for the message of an error.
+    lines: list[str] = []
+    for block in own:
+        lines += [""] * (block.line - len(lines)) + block.text.splitlines()
+    # What tables say in one line comes last: it needs what the blocks define.
+    cells = INLINE_CALL.findall(FENCE.sub("", document.read_text(encoding="utf-8")))
+    run_python("\n".join([*lines, *cells]), folder, document.name)
 
 
-@pytest.mark.parametrize("block", of("yaml", "yml"))
-def test_yaml(block: Block) -> None:
+@pytest.mark.parametrize("block", parameters(*YAML))
+def test_yaml(block: Block, folder: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
     if is_part_of_a_file(block.text, "configs/*.yaml"):
         return
-    data = yaml.safe_load(block.text)
-    assert isinstance(data, dict)
-    if {"model", "output"} <= data.keys():
-        build_config(data)
+    data = parse(block.text)
+    if is_whole(data):
+        check(first_rows(build_config(data), 50), folder)
     else:
-        known = {*RunConfig.model_fields, *RLSection.model_fields, *SFTSection.model_fields}
-        assert data.keys() <= known, f"no field of a configuration: {sorted(data.keys() - known)}"
+        check_fields(data)
+
+
+def test_every_method_begins_with_a_configuration() -> None:
+    for page in sorted((ROOT / "docs" / "methods").glob("*.md")):
+        first = next(iter(blocks(page.read_text())))
+        assert first.language == "yaml" and first.title and is_whole(parse(first.text)), page
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -273,11 +284,24 @@ def links(text: str) -> list[str]:
     return [target.split("#")[0] for target in found if not REMOTE.match(target) and not target.startswith("#")]
 
 
-def test_readme_exists_and_its_links() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert [target for target in links(text) if not (ROOT / target).exists()] == []
-    named = re.findall(r"\bconfigs/[\w./*-]*\w", text)
-    assert [name for name in named if not list(ROOT.glob(name))] == []
+GENERATED = {"config.md", "api.md"}
+"""Pages that `docs/hooks.py` makes; `mkdocs build --strict` follows links to them, and to headings."""
+NAMED = re.compile(
+    r"(?<![\w./-])(?:configs|rewards|notebooks|bench|tests|posttrain|docs)/[\w./*-]*\.(?:py|yaml|md|ipynb|txt|svg)\b"
+)
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: path.stem)
+def test_links_and_names_of_files(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    targets = [target for target in links(text) if Path(target).name not in GENERATED]
+    assert [target for target in targets if not (document.parent / target).exists()] == []
+    named = [name for name in NAMED.findall(FENCE.sub("", text)) if not list(ROOT.glob(name))]
+    assert named == []
+
+
+def test_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= README_LINES
 
 
 def tree_names(text: str) -> list[str]:
@@ -287,7 +311,7 @@ def tree_names(text: str) -> list[str]:
     return [name for name in names if re.search(r"/$|\.(py|yaml|toml|txt|md|ipynb)$", name)]
 
 
-@pytest.mark.parametrize("block", of("", "text"))
+@pytest.mark.parametrize("block", parameters("", "text"))
 def test_trees_name_what_is_there(block: Block) -> None:
     hidden = {".git", ".venv", "runs"}
     paths = [path for top in ROOT.iterdir() if top.name not in hidden for path in (top, *top.rglob("*"))]
@@ -339,6 +363,7 @@ def correct(completions, answer, **_):
 result = pt.RL(model="path/to/model", dataset="train.jsonl", rewards=[correct]).fit()
 texts = pt.generate(result.load_model(), pt.load_tokenizer("owner/model"), ["1+1="], max_new_tokens=2, temperature=0.0)
 """
+    write_folder(tmp_path, [])
     assert len(run_python(text, tmp_path)["texts"]) == 1
     with pytest.raises(ValueError, match="temprature"):
         run_python(text.replace("rewards=", "sampling={'temprature': 1}, rewards="), tmp_path)

@@ -45,7 +45,7 @@ def test_module_below_base_dir(tmp_path: Path) -> None:
     ("spec", "message"),
     [
         ("gsm8j.py:correct", r"no file .*gsm8j\.py; did you mean 'gsm8k\.py'\?"),
-        ("nowhere/gsm8k.py:correct", r"there is no folder .*nowhere"),
+        ("nowhere/gsm8k.py:correct", r"no folder .*nowhere"),
         ("gsm8k.py:corect", r"gsm8k\.py has no 'corect'; did you mean 'correct'\?"),
         ("raising.py:f", r"fails to import: ZeroDivisionError: division by zero \(.*raising\.py:2\)"),
         ("syntax.py:f", r"fails to import: SyntaxError: .* \(.*syntax\.py:1\)"),

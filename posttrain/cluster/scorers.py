@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Float
 
-from posttrain.batch import Batch, TopK, of_teacher, rows_per_pass
+from posttrain.batch import Batch, TopK, rows_per_pass, teacher_batch
 from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.kernels.logits.top_k import top_k
 from posttrain.mesh import BATCH_SPEC, row_shards
@@ -35,7 +35,7 @@ class Reference:
 
     def logps(self, batch: Batch) -> Float[np.ndarray, "B T"]:
         """Log-probabilities of the batch's tokens, at the actor's temperature."""
-        return np.asarray(self._actor.stats(model_inputs(batch), {**self._actor.weights, **self._weights}).logps)
+        return np.asarray(self._actor.stats(_own_routing(batch), {**self._actor.weights, **self._weights}).logps)
 
     def added_to(self, batch: Batch) -> Batch:
         """The batch with its log-probabilities."""
@@ -43,8 +43,13 @@ class Reference:
 
     def for_step(self, batch: Batch) -> Batch:
         """The same for the actor's next step, which, where it is the first, is compiled meanwhile."""
-        self._actor.compile_ahead(replace(batch, ref_logps=np.zeros(batch.shape, np.float32)), model_inputs(batch))
+        self._actor.compile_ahead(replace(batch, ref_logps=np.zeros(batch.shape, np.float32)), _own_routing(batch))
         return self.added_to(batch)
+
+
+def _own_routing(batch: Batch) -> Batch:
+    """The inputs of a model whose router chooses for itself: recorded experts are the actor's."""
+    return replace(model_inputs(batch), experts=None)
 
 
 def model_inputs(batch: Batch) -> Batch:
@@ -152,5 +157,5 @@ def teacher_logps(teachers: Sequence[Scorer], batch: Batch) -> Float[np.ndarray,
     for number, (share, teacher) in enumerate(zip(shares, teachers, strict=True)):
         if share.any():
             # One that has no say may say anything.
-            total += np.where(share > 0, share * teacher.logps(of_teacher(batch, number)), 0.0)
+            total += np.where(share > 0, share * teacher.logps(teacher_batch(batch, number)), 0.0)
     return total

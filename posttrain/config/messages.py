@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from posttrain.config import RunConfig, Section
+from posttrain.config.trl_names import find_trl_name
 from posttrain.errors import did_you_mean, nearest_name
 
 Sections = tuple[type[Section], ...]
@@ -95,10 +96,12 @@ def messages(error: ValidationError, source: Source) -> list[str]:
         if item["type"] == "extra_forbidden":
             top = source.short and key[:-1] == FIRST_STAGE
             fields = _below((*parents, RunConfig) if top else parents)
-            near = _nearest_field(str(key[-1]), fields)
+            near, hint = _hint(str(key[-1]), fields, _kind(parents))
             if near is not None:
-                misspelt.add((near,) if top and near in RunConfig.model_fields else (*key[:-1], near))
-            text = f"unknown field; did you mean {near!r}?" if near else f"unknown field; known here: {_names(fields)}"
+                words = near.split(".")
+                of_the_run = words[0] in RunConfig.model_fields and (top or near not in fields)
+                misspelt.add((*(() if of_the_run else key[:-1]), *words))
+            text = f"unknown field; {hint}"
         else:
             key = (*key, "kind") if item["type"].startswith("union_tag") else key
             text = _explain(item, key, parents, inside)
@@ -177,6 +180,22 @@ def _kinds(sections: Sections) -> str:
 
 def _names(fields: Mapping[str, str]) -> str:
     return ", ".join(name for name in fields if "." not in name)
+
+
+def _kind(parents: Sections) -> str | None:
+    """The kind of a stage; None for other sections."""
+    info = parents[0].model_fields.get("kind") if parents else None
+    return None if info is None else info.default
+
+
+def _hint(word: str, fields: Mapping[str, str], kind: str | None) -> tuple[str | None, str]:
+    """The field that is meant by an unknown one, and a sentence about it: TRL's names lead, misspellings follow."""
+    found = find_trl_name(word, fields, kind) or find_trl_name(word, _below((RunConfig,)))
+    if found is not None:
+        name, entry = found
+        return name, f"did you mean {name!r}?" + (f" ({entry.note})" if entry.note else "")
+    near = _nearest_field(word, fields)
+    return near, f"known here: {_names(fields)}" if near is None else f"did you mean {near!r}?"
 
 
 def _nearest_field(word: str, fields: Mapping[str, str]) -> str | None:

@@ -40,6 +40,15 @@ class SamplingSection(Section):
     ignore_eos: Flag = False
     """Go on after the tokenizer's end-of-sequence tokens."""
 
+    @property
+    def changes_distribution(self) -> bool:
+        """Tokens are not drawn from the model's whole distribution at `temperature`, but from a truncated one, or from
+        logits with penalties or bias."""
+        names = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        plain = SamplingSection.model_construct(max_tokens=self.max_tokens)
+        changed = any(getattr(self, name) != getattr(plain, name) for name in names)
+        return changed or bool(self.logit_bias) or self.allowed_token_ids is not None
+
 
 class RewardSection(Section):
     fn: Any = None
@@ -51,8 +60,19 @@ class RewardSection(Section):
     weight: float = 1.0
     args: dict[str, Any] = {}
     """More keyword arguments for the function."""
+    name: Text | None = None
+    """In metrics and messages; by default the function's own. The same function twice needs two names."""
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds for one call; after that samples are scored one by one, and who takes as long again has no reward."""
+    """Seconds that a step waits for the function. A call on all samples that fails or takes over half of it is made
+    anew for each sample alone, so that only samples at fault have no value; what still runs at the end is killed."""
+    on_error: Literal["drop"] | float = "drop"
+    """Value of a sample on which the function raises, ends its process, takes too long or returns no finite number.
+    `drop`: the sample has no reward and is left out of its group. A number, such as 0, also punishes a policy that
+    provokes errors."""
+    isolate: Literal["auto", "process", "thread"] = "auto"
+    """`process`: the function runs in a child process, without access to the devices and with its own module state,
+    which a hang or a crash cannot harm; it must be named as `file.py:function` or `module:function`. `thread`: in this
+    process, where nothing can be killed. `auto`: a process where the function is named, else a thread."""
 
     @model_validator(mode="after")
     def _one(self) -> RewardSection:
@@ -62,6 +82,10 @@ class RewardSection(Section):
             raise ValueError(f"reduce={self.reduce} has no effect on a function; it is of a reward model (model)")
         if self.model is not None and self.args:
             raise ValueError("args are of a function; a reward model (model) takes none")
+        if self.model is not None and (self.timeout_s != 60.0 or self.isolate != "auto"):
+            raise ValueError("timeout_s and isolate are of a function; a reward model (model) runs on the devices")
+        if self.isolate == "process" and not isinstance(self.fn, str):
+            raise ValueError("isolate: process needs a function that a child can import; name it as file.py:function")
         return self
 
 
@@ -175,8 +199,10 @@ class SampledSection(TrainSection):
     group_size: PositiveInt = 8
     """Samples of one prompt, which are compared with each other; RL without rewards is content with one."""
     max_prompt_tokens: PositiveInt | None = None
-    """Longer prompts are an error that names the row; by default what `sampling.max_tokens` leaves of a row, in online
-    preference of half a row."""
+    """Maximum prompt length in tokens; by default what `sampling.max_tokens` leaves of a row, in online preference of
+    half a row."""
+    overlong: Literal["drop", "error"] = "error"
+    """Prompts longer than `max_prompt_tokens`: leave their rows out, or refuse the dataset and name the rows."""
     sampling: SamplingSection = SamplingSection()
     """How completions are drawn."""
     eval_sampling: SamplingSection | None = None
@@ -200,6 +226,11 @@ class SampledSection(TrainSection):
         """Samples that a step draws from at once."""
         return self.step_rows
 
+    @property
+    def max_sampled_tokens(self) -> int:
+        """Most sampled tokens of a trajectory, which has one turn; the constant length of Dr. GRPO."""
+        return self.sampling.max_tokens
+
     @model_validator(mode="wrap")
     @classmethod
     def _default_lengths(cls, data: Any, build: Any) -> Any:
@@ -211,6 +242,25 @@ class SampledSection(TrainSection):
         if self.rewards and not any(reward.weight for reward in self.rewards):
             raise ValueError("rewards: every weight is 0, so that there is nothing to learn; give one of them another")
         return self
+
+
+OldLogps = Literal["self", "trainer", "sampler"]
+ZeroAdvantage = Literal["skip", "update"]
+RatioLevel = Literal["token", "sequence_mean", "sequence_sum"]
+
+
+class ImportanceSection(Section):
+    """Importance weights pi_old / pi_behaviour of the surrogate, where the policy that drew the tokens is another."""
+
+    apply: Literal["auto", "always", "never"] = "auto"
+    """`auto`: where the sampler's distribution is not the trainer's: with top-k, top-p, min-p, penalties, logit bias,
+    allowed tokens, `rollout.quantize` or `prompts_ahead`."""
+    level: RatioLevel = "token"
+    """One weight for each token, or for the sequence: exp of the mean or of the sum of its log-ratios."""
+    bound: Literal["truncate", "mask"] = "truncate"
+    """Weights beyond `low` and `high` become the bound (TIS), or 0, which leaves the token out (MIS)."""
+    low: Annotated[float, Field(ge=0, lt=1)] | None = None
+    high: Annotated[float, Field(gt=1)] | None = 2.0
 
 
 class RLSection(SampledSection):
@@ -227,14 +277,44 @@ class RLSection(SampledSection):
     teacher_coef: Annotated[float, Field(gt=0)] = 1.0
     """Weight of log(teacher / student) of each sampled token, which is added to the advantage of the rewards."""
     kl_coef: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the KL from the reference. This and the next eight override the algorithm's own values."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """Estimator of that KL, see `posttrain.losses.kl`: k1, whose expected gradient is 0, needs the correction."""
+    kl_bias_correction: Flag | None = None
+    """Multiply the KL by the ratio pi / pi_old, so that its gradient is that of KL(policy || reference); with
+    `ratio: sequence_mean` only nearly. arXiv:2512.02556."""
     clip_low: Annotated[float, Field(gt=0)] | None = None
     clip_high: Annotated[float, Field(gt=0)] | None = None
-    """Each overrides the algorithm's own value."""
-    recompute_old_logps: Flag = False
-    """Score the samples with the trainer before the update instead of trusting the sampler's log-probabilities."""
+    """The ratio pi / pi_old is clipped to 1 - clip_low .. 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Upper bound of the ratio where the advantage is negative, arXiv:1912.09729; at least 1 + clip_high."""
+    entropy_coef: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the entropy bonus."""
+    ratio: RatioLevel | None = None
+    """One ratio for each token, or for the sequence: exp of the mean (GSPO) or of the sum (RLOO) of its log-ratios."""
+    reduce: Literal["sequence_mean", "token_mean", "constant_length"] | None = None
+    """Loss of a step: mean over sequences of their token means (GRPO), mean over all tokens (DAPO), or sum over tokens
+    by the number of sequences and a constant, `sampling.max_tokens` (Dr. GRPO)."""
+    old_logps: OldLogps = "self"
+    """Source of the proximal log-probabilities of pi_old. `self`: the trainer's own of the same forward pass, so that
+    the ratio of the first update is exactly 1; `trainer`: a forward pass before the update; `sampler`: the engine's,
+    from which the trainer differs by rounding, enough to clip GSPO and RLOO in bfloat16."""
+    importance_sampling: ImportanceSection = ImportanceSection()
+    """Importance weights for samples of another policy than the trainer's."""
+    zero_advantage: ZeroAdvantage = "skip"
+    """A step whose advantages are all 0, as no group has different rewards, is counted without an update: KL, entropy
+    bonus, momentum and weight decay would act alone, which `update` lets them do."""
     prompts_ahead: NonNegativeInt = 0
     """Prompts begun beyond `prompts_per_step`: a step learns from as many groups as that, the first that are whole, and
     leaves the others, which go on at the next step under its weights. Partial rollouts, arXiv:2501.12599."""
+    max_staleness: PositiveInt = 4
+    """With `prompts_ahead`: most steps from the begin of a group to the step that learns from it; a step waits for the
+    groups that must not wait longer."""
+
+    @property
+    def samples_off_policy(self) -> bool:
+        """Tokens are drawn from another distribution than the trainer's: importance weights have an effect."""
+        return self.sampling.changes_distribution or self.rollout.quantize != "none" or self.prompts_ahead > 0
 
     @property
     def samples_in_flight(self) -> int:
@@ -261,6 +341,24 @@ class RLSection(SampledSection):
             )
         return self
 
+    @property
+    def weighs_samples(self) -> bool:
+        """Importance weights are applied."""
+        apply = self.importance_sampling.apply
+        return apply == "always" or (apply == "auto" and self.samples_off_policy)
+
+    @model_validator(mode="after")
+    def _weighs(self) -> RLSection:
+        given = self.importance_sampling
+        others = [name for name in given.model_fields_set if name != "apply"]
+        if others and not self.weighs_samples:
+            raise ValueError(
+                f"importance_sampling.{', '.join(sorted(others))} without effect: apply={given.apply} and samples of "
+                f"{'another' if self.samples_off_policy else 'the same'} policy have no importance weights; remove it, "
+                "or use apply: always"
+            )
+        return self
+
     @model_validator(mode="after")
     def _fits(self) -> RLSection:
         check_sampling(self.sampling, self.row_tokens)
@@ -269,9 +367,18 @@ class RLSection(SampledSection):
                 f"prompts_ahead={self.prompts_ahead} and rollout.record_routing: samples that go on at a later step "
                 "would mix the experts of two versions of the weights; use one of the two"
             )
-        if self.rollout.quantize != "none" and not self.recompute_old_logps:
+        if self.prompts_ahead > self.max_staleness * self.prompts_per_step:
             raise ValueError(
-                f"rollout.quantize={self.rollout.quantize} needs recompute_old_logps: true: the log-probabilities of "
-                "a quantized sampler are not the trainer's, and the first update's ratio would not be 1"
+                f"prompts_ahead={self.prompts_ahead} with prompts_per_step={self.prompts_per_step} makes groups wait "
+                f"longer than max_staleness={self.max_staleness} steps; raise it to "
+                f"{-(-self.prompts_ahead // self.prompts_per_step)} or begin fewer prompts ahead"
+            )
+        if not self.prompts_ahead and self.max_staleness != RLSection.model_fields["max_staleness"].default:
+            raise ValueError(f"max_staleness={self.max_staleness} has no effect without prompts_ahead")
+        if self.teachers and self.old_logps != "trainer" and (self.rollout.quantize != "none" or self.prompts_ahead):
+            raise ValueError(
+                f"teachers with rollout.quantize={self.rollout.quantize} and prompts_ahead={self.prompts_ahead} need "
+                "old_logps: trainer: the advantage is log(teacher / student), and the sampler's log-probabilities are "
+                "not the student's"
             )
         return self

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -42,12 +44,41 @@ def best_fit(lengths_ND: Int[np.ndarray, "N D"], room_D: Int[np.ndarray, " D"]) 
     sequences come in a random order, early rows are as full and as long as late ones.
     """
     assert (lengths_ND <= room_D).all(), (lengths_ND.max(axis=0), room_D)
-    free_ND = np.empty(lengths_ND.shape)
-    shares_ND = lengths_ND / room_D
-    rows: list[list[int]] = []
+    shares_N = (lengths_ND / room_D).max(axis=1, initial=0.0)
     # Of equal lengths the first one put into a row finds more that fits beside it: it must not be the earlier one.
     drawn = np.random.default_rng(0).permutation(len(lengths_ND))
-    for number in np.lexsort((drawn, -shares_ND.max(axis=1, initial=0.0))).tolist():
+    numbers = np.lexsort((drawn, -shares_N)).tolist()
+    rows = (
+        _fit(numbers, lengths_ND[:, 0], int(room_D[0])) if len(room_D) == 1 else _fit_all(numbers, lengths_ND, room_D)
+    )
+    return [sorted(row) for row in sorted(rows, key=itemgetter(0))]
+
+
+def _fit(numbers: Sequence[int], lengths_N: Int[np.ndarray, " N"], room: int) -> list[list[int]]:
+    """Each sequence in turn into the row with the least room, of equal ones the first: a sorted list of rooms."""
+    lengths, rows = lengths_N.tolist(), list[list[int]]()
+    # Room and number of each row in one integer.
+    free, base = list[int](), max(len(lengths), 1)
+    for number in numbers:
+        length = lengths[number]
+        place = bisect_left(free, length * base)
+        if place < len(free):
+            key = free.pop(place)
+            rows[key % base].append(number)
+        else:
+            key = room * base + len(rows)
+            rows.append([number])
+        insort(free, key - length * base)
+    return rows
+
+
+def _fit_all(
+    numbers: Sequence[int], lengths_ND: Int[np.ndarray, "N D"], room_D: Int[np.ndarray, " D"]
+) -> list[list[int]]:
+    """As `_fit` where several lengths must fit: the least room is that of the smallest sum of shares."""
+    free_ND = np.empty(lengths_ND.shape)
+    rows: list[list[int]] = []
+    for number in numbers:
         fits = (free_ND[: len(rows)] >= lengths_ND[number]).all(axis=1)
         if fits.any():
             row = int(np.argmin(np.where(fits, (free_ND[: len(rows)] / room_D).sum(axis=1), np.inf)))
@@ -57,7 +88,30 @@ def best_fit(lengths_ND: Int[np.ndarray, "N D"], room_D: Int[np.ndarray, " D"]) 
             free_ND[row] = room_D
         rows[row].append(number)
         free_ND[row] -= lengths_ND[number]
-    return [sorted(row) for row in sorted(rows, key=lambda row: row[0])]
+    return rows
+
+
+class Spans(NamedTuple):
+    """Tokens of packed sequences, one after the other: their places in rows laid end to end."""
+
+    places: Int[np.ndarray, " N"]
+    positions: Int[np.ndarray, " N"]
+    """In their sequence."""
+    segments: Int[np.ndarray, " N"]
+    """Number of their sequence in its row, from 1."""
+
+
+def spans(lengths: Sequence[Sequence[int]], row_tokens: int) -> Spans:
+    """`lengths`: of the sequences of each row, which stand side by side from its start."""
+    counts = [len(row) for row in lengths]
+    lengths_S = np.asarray([length for row in lengths for length in row], np.int64)
+    segments_S = np.concatenate([np.arange(1, count + 1) for count in counts]) if counts else np.zeros(0, int)
+    starts_S = np.cumsum(lengths_S) - lengths_S
+    firsts_R = np.cumsum([0, *counts[:-1]])
+    rows_S = np.repeat(np.arange(len(counts)), counts)
+    begin_S = rows_S * row_tokens + starts_S - starts_S[firsts_R][rows_S]
+    positions = np.arange(lengths_S.sum()) - np.repeat(starts_S, lengths_S)
+    return Spans(np.repeat(begin_S, lengths_S) + positions, positions, np.repeat(segments_S, lengths_S))
 
 
 class Place(NamedTuple):

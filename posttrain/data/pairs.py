@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -17,6 +18,7 @@ from posttrain.data.format import prompt_messages
 from posttrain.data.packing import common_prefix
 from posttrain.data.pipeline import Stream, fingerprint, order, token_fingerprint, window_of
 from posttrain.data.preference import CHOSEN, Answer, is_paired, judged, margin, mismatched, pair, prompt_of, steps
+from posttrain.data.sequence_cache import SequenceCache
 from posttrain.data.sources import Rows
 from posttrain.data.windows import PackedBatches, Window
 from posttrain.errors import ConfigError
@@ -70,8 +72,26 @@ class Units:
         names = ("tokens", "positions", "part", "parent", "roles", "loss_weight", "unit")
         return names + ("margins",) * self.margins + ("ref_logps",) * (self.ref_logps is not None)
 
+    @cached_property
+    def _tokenised(self) -> SequenceCache:
+        """Units without what a reference says of them: the same ones with and without it."""
+        section = self.section
+        fitting = (section.row_tokens, section.overlong)
+        kind = (self.kind, self.weigh_prompts, self.margins, self.share_prompts)
+        return self.rows.sequences(
+            (self.dataset.model_dump_json(), self.renderer, *fitting, *kind), self._tokenise, len(self)
+        )
+
     def __call__(self, index: int) -> Unit | None:
         """The arrays of a unit; None where it is left out: too long, or answers that are the same."""
+        unit = self._tokenised(index)
+        if unit is None or self.ref_logps is None:
+            return unit
+        logps = np.zeros(len(unit["tokens"]), np.float32)
+        logps[unit["loss_weight"] > 0] = self.ref_logps(index, unit)
+        return {**unit, "ref_logps": logps}
+
+    def _tokenise(self, index: int) -> Unit | None:
         row = index // self._per_row
         with self.rows.named(row) as values:
             sequences = self._sequences(index)
@@ -82,9 +102,6 @@ class Units:
             better = margin(values) if self.margins else 0.0
         if self.margins:
             unit["margins"] = np.where(unit["roles"] == CHOSEN, better, 0.0).astype(np.float32)
-        if self.ref_logps is not None:
-            unit["ref_logps"] = np.zeros(len(unit["tokens"]), np.float32)
-            unit["ref_logps"][unit["loss_weight"] > 0] = self.ref_logps(index, unit)
         return unit
 
     def _sequences(self, index: int) -> list[Judged]:

@@ -124,18 +124,31 @@ class SFTBatches(Stream):
 
 
 class PromptBatches(Stream):
-    """Endless lists of the numbers of `prompts_per_step` rows; every epoch holds each row once, in a new order."""
+    """Endless lists of `prompts_per_step` places in `kept`; every epoch holds each one once, in a new order.
 
-    def __init__(self, section: DatasetSection, rows: Rows, *, prompts_per_step: int, seed: int) -> None:
+    `kept`: numbers of the rows whose prompts are trained on, by default all.
+    """
+
+    def __init__(
+        self,
+        section: DatasetSection,
+        rows: Rows,
+        *,
+        prompts_per_step: int,
+        seed: int,
+        kept: Sequence[int] | None = None,
+    ) -> None:
         import grain
 
+        kept = range(len(rows)) if kept is None else kept
         identity = {
             "dataset": fingerprint(section, rows),
+            "prompts": f"{len(kept):,} rows, {_digest(json.dumps(list(kept)))}",
             "seed": seed,
             "shuffle": section.shuffle,
             "prompts_per_step": prompts_per_step,
         }
-        numbers = order(len(rows), shuffle=section.shuffle, seed=seed)
+        numbers = order(len(kept), shuffle=section.shuffle, seed=seed)
         # A number costs less than handing it over from a thread.
         prompts = numbers.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         super().__init__(iter(prompts.batch(prompts_per_step, batch_fn=list)), identity)
@@ -225,17 +238,26 @@ def row_tokenizer(
 ) -> Callable[[int], dict[str, np.ndarray] | None]:
     """A function from a row's number to its sequence; None for one that is left out as too long.
 
-    `number`: of the dataset, by which `taught` knows it.
+    A row is tokenised once for all readers that are made alike. `number`: of the dataset, by which `taught` knows it.
     """
 
-    def tokenize(index: int) -> dict[str, np.ndarray] | None:
+    loss = loss_on(section)
+
+    def make(index: int) -> dict[str, np.ndarray] | None:
         with rows.named(index) as row:
-            example = tokenize_example(row, dataset, renderer, loss_on(section))
+            example = tokenize_example(row, dataset, renderer, loss)
             kept = fit_to_row(example, section.row_tokens, section.overlong)
-            if kept is None:
-                return None
-            arrays = sequence(kept)
-            return arrays if taught is None else arrays | taught.arrays(number, index, row, arrays)
+        return None if kept is None else sequence(kept)
+
+    key = (dataset.model_dump_json(), renderer, loss, section.row_tokens, section.overlong)
+    sequences = rows.sequences(key, make)
+
+    def tokenize(index: int) -> dict[str, np.ndarray] | None:
+        arrays = sequences(index)
+        if arrays is None or taught is None:
+            return arrays
+        with rows.named(index) as row:
+            return arrays | taught.arrays(number, index, row, arrays)
 
     return tokenize
 

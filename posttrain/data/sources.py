@@ -6,14 +6,15 @@ import csv
 import inspect
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from posttrain.config import DatasetSection
 from posttrain.config.yaml_file import did_you_mean_path, resolve_path
+from posttrain.data.sequence_cache import Arrays, SequenceCache
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.runtime.hub import hub_is_reachable, is_hub_id
 from posttrain.tracking.console import progress
@@ -51,6 +52,7 @@ class Rows:
     table: Table
     start: int
     stop: int
+    _sequences: dict[Hashable, SequenceCache] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -64,6 +66,15 @@ class Rows:
     def columns(self) -> tuple[str, ...]:
         """The columns of the first row."""
         return tuple(self[0])
+
+    def sequences(self, key: Hashable, make: Callable[[int], Arrays | None], count: int | None = None) -> SequenceCache:
+        """The sequences that `make` makes of the rows, each once for all that ask with the same `key`.
+
+        `key`: all that the sequences depend on beside the rows. `count`: of the sequences, by default of the rows.
+        """
+        if key not in self._sequences:
+            self._sequences[key] = SequenceCache(make, len(self) if count is None else count)
+        return self._sequences[key]
 
     @contextmanager
     def named(self, index: int) -> Iterator[dict[str, Any]]:

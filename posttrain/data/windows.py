@@ -9,14 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.data.packing import best_fit
+from posttrain.data.packing import Spans, best_fit, spans
 
 Arrays = dict[str, np.ndarray]
 State = dict[str, Any]
 
-READ_AHEAD = 64
-"""Sequences made ahead of their use, in a thread. For each that is taken grain looks through all of them: 512 cost four
-times as much as making the sequences of `bench/train.py spread`."""
 MOST_TOKENS = 2**24
 """In a window: with long rows it ends before it has all its sequences, so that the host can hold it."""
 
@@ -44,7 +41,8 @@ sequences 96.3 %, with 4,096 97.7 %. Of sequences that are short beside a row on
 class PackedBatches:
     """Batches of packed rows [batch_rows, length], arrays by name; rows that the last batch of all lacks are empty.
 
-    `examples`: a grain `MapDataset` of arrays by name, or None for one that is left out. `lengths`: of a row, by name.
+    `examples`: arrays by name, or None for one that is left out; a sequence, or a grain `MapDataset`.
+    `lengths`: of a row, by name.
     Windows end with an epoch of `epoch` examples, so that every epoch holds each one once.
     `numbered`: the names of tokens, beside which all else stands. Of each there is also where in its sequence a token
     is (`_positions`), and in which sequence of the row, from 1 (`_segments`).
@@ -60,12 +58,10 @@ class PackedBatches:
         lengths: Mapping[str, int],
         numbered: Sequence[str] = ("tokens",),
     ) -> None:
-        import grain
-
         self._epoch, self._window, self._batch_rows = epoch, window, batch_rows
         self._lengths, self._numbered = dict(lengths), tuple(numbered)
-        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=min(READ_AHEAD, epoch))
-        self._examples = iter(examples.to_iter_dataset(options, allow_nones=True))
+        # By number: grain's own iterator costs several times what making a short sequence does.
+        self._examples = examples
         self._start = self._row = 0
         self._next_start = 0
         self._rows: deque[list[Arrays]] = deque()
@@ -91,7 +87,6 @@ class PackedBatches:
     def set_state(self, state: State) -> None:
         self._start, row = state["start"], state["row"]
         self._rows.clear()
-        self._examples.set_state({"next_index": self._start})
         if row:
             self._read()
         for _ in range(row):
@@ -115,15 +110,12 @@ class PackedBatches:
 
     def _sequences(self) -> tuple[list[Arrays], int]:
         """Of the window at `_start`, and how many examples it has with those that are left out."""
-        left = self._epoch - self._start % self._epoch
+        left = min(self._epoch - self._start % self._epoch, len(self._examples) - self._start)
         kept: list[Arrays] = []
         taken = tokens = 0
         # What remains of the epoch after a window is never less than the window: the next one fills its rows as well.
         while taken < left and not (self._is_enough(taken, tokens) and left - taken >= taken):
-            try:
-                example = next(self._examples)
-            except StopIteration:
-                break
+            example = self._examples[self._start + taken]
             taken += 1
             if example is not None:
                 kept.append(example)
@@ -136,18 +128,21 @@ class PackedBatches:
 
     def _filled(self, rows: Sequence[Sequence[Arrays]]) -> Arrays:
         made: Arrays = {}
+        placed: dict[tuple[int, tuple[tuple[int, ...], ...]], Spans] = {}
         for name, length in self._lengths.items():
-            of_one, shape = rows[0][0][name], (self._batch_rows, length)
-            made[name] = np.zeros((*shape, *of_one.shape[1:]), of_one.dtype)
-            positions, segments = np.zeros((2, *shape), np.int32)
-            for row, members in enumerate(rows):
-                start = 0
-                for number, member in enumerate(members, start=1):
-                    span = slice(start, start + len(member[name]))
-                    made[name][row, span] = member[name]
-                    positions[row, span] = np.arange(len(member[name]))
-                    segments[row, span] = number
-                    start = span.stop
+            arrays = [member[name] for members in rows for member in members]
+            key = length, tuple(tuple(len(member[name]) for member in members) for members in rows)
+            where = placed.get(key) or placed.setdefault(key, spans(key[1], length))
+            shape = (self._batch_rows, length)
+            made[name] = _spread(np.concatenate(arrays), where, shape)
             if name in self._numbered:
-                made |= {f"{name}_positions": positions, f"{name}_segments": segments}
+                made[f"{name}_positions"] = _spread(where.positions.astype(np.int32), where, shape)
+                made[f"{name}_segments"] = _spread(where.segments.astype(np.int32), where, shape)
         return made
+
+
+def _spread(values: np.ndarray, where: Spans, shape: tuple[int, int]) -> np.ndarray:
+    """An array of zeros [batch_rows, length, ...] with the values in their places."""
+    made = np.zeros((shape[0] * shape[1], *values.shape[1:]), values.dtype)
+    made[where.places] = values
+    return made.reshape(*shape, *values.shape[1:])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from posttrain.batch import Batch, TopK, of_teacher
+from posttrain.batch import Batch, TopK, teacher_batch
 from posttrain.data.format import no_column
 from posttrain.distill.cache import TeacherCache
 from posttrain.distill.cross_tokenizer.rows import Aligned, Aligner, TeacherRows
@@ -118,7 +118,7 @@ class TeacherTargets:
         self, number: int, teacher: Callable[[Batch], TopK], batch: Batch, rows: Mapping[str, np.ndarray] | None
     ) -> TopK:
         if number not in self._aligners:
-            return teacher(of_teacher(batch, number))
+            return teacher(teacher_batch(batch, number))
         assert rows is not None, "samples are asked by ask_samples"
         tokens, asked = _of_teacher(number)
         theirs = Batch(

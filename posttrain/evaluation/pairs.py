@@ -15,7 +15,7 @@ from posttrain.batch import Batch, BatchLoss, ScoreStats, TokenStats
 from posttrain.cluster.scorers import model_inputs
 from posttrain.data.pairs import Units, all_rows
 from posttrain.evaluation.unit_sums import Sums, UnitSums, interval_of, intervals, joined
-from posttrain.losses.pairs import Pairs, pairs_of, sequences_of
+from posttrain.losses.pairs import PairedSequences, pairs_of, sequences_of
 from posttrain.losses.reward_model import reward_pairs
 from posttrain.metrics import merge, to_host
 from posttrain.tracking.console import progress_bar
@@ -90,8 +90,9 @@ class Evaluation:
         return np.asarray([numbers.setdefault(self._prompt(int(unit)), len(numbers)) for unit in units])
 
     def _totals(self, stats: Stats, batch: Batch) -> dict[str, Mean]:
+        """The loss and its means, whose parts are those of units."""
         output = self._loss(stats, batch)
-        return {"loss": output.loss, **output.metrics}
+        return {"loss": output.loss, **{name: m for name, m in output.metrics.items() if isinstance(m, Mean)}}
 
     def _stats(self, batch: Batch) -> Stats:
         """Compute the statistics that a loss reads, as host arrays."""
@@ -128,7 +129,9 @@ def calibration_error(margins: Float[np.ndarray, " N"]) -> float:
 
 def _compared(stats: Stats, batch: Batch) -> tuple[Bool[Any, "B S"], Float[Any, "B S"]]:
     """Return which pairs are valid, and the margin of each chosen answer."""
-    pairs: Pairs = pairs_of(sequences_of(stats, batch)) if isinstance(stats, TokenStats) else reward_pairs(stats, batch)
+    pairs: PairedSequences = (
+        pairs_of(sequences_of(stats, batch)) if isinstance(stats, TokenStats) else reward_pairs(stats, batch)
+    )
     return pairs.valid, pairs.chosen.logps - pairs.rejected.logps
 
 

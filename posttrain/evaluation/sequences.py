@@ -17,7 +17,7 @@ from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import eval_batches
 from posttrain.data.sources import Rows
 from posttrain.distill.targets import TeacherTargets
-from posttrain.losses.distill import teaching
+from posttrain.losses.distill import teacher_weight
 from posttrain.metrics import Metrics, to_host
 from posttrain.statistics import paired_ratio_difference, ratio_interval
 from posttrain.tracking.console import progress_bar
@@ -104,7 +104,7 @@ def _sums(batch: Batch, stats: TokenStats) -> dict[str, Float[np.ndarray, " n"]]
     segments, weight = np.asarray(batch.segments), np.asarray(batch.loss_weight, np.float64)
     values = {"weight": weight, "nll": -weight * np.where(weight > 0, stats.logps, 0.0)}
     if stats.teacher_kl is not None:
-        shares = np.asarray(teaching(batch))
+        shares = np.asarray(teacher_weight(batch))
         said = {"kl": stats.teacher_kl, "divergence": stats.divergence, "student_nll": -shares * stats.logps}
         said["teacher_nll"] = None if stats.teacher_logps is None else -stats.teacher_logps
         values["taught"] = weight * shares

@@ -1,7 +1,7 @@
-"""What runs on the devices under the models and the losses."""
+"""Kernels: attention, grouped matrix products, token statistics; selection per platform."""
 
-from posttrain.runtime.cpu import run_in_caller, seat_collectives
+from posttrain.runtime.cpu import disable_async_dispatch, reserve_collective_threads
 
-# Here, since whoever runs a model of ours has imported this before the first use of a device.
-run_in_caller()
-seat_collectives()
+# Set up here because every model imports this package before the first device is used.
+disable_async_dispatch()
+reserve_collective_threads()

@@ -1,6 +1,6 @@
-"""How far hidden states, and relations among tokens, of a student are from a teacher's: a number for each token.
+"""Feature distillation kernels: per-token distance of hidden states and of attention relations to a teacher's.
 
-In chunks of the contexts that count: of a row of T tokens no T x T array is ever whole, forward or backward.
+Computed in chunks of the predicting contexts: no T x T array is materialized in either pass.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from posttrain.kernels.logits.chunks import Plan, along, of_tokens, plan_of
+from posttrain.kernels.logits.chunks import ChunkPlan, chunk_plan, take_tokens, to_tokens
 from posttrain.kernels.logits.softmax import NO_LOGIT
 
 CHUNK_ELEMENTS = 1 << 22
-"""Numbers of a chunk, in float32 16 MiB; value and gradient hold a few such arrays."""
+"""Elements per chunk: 16 MiB in float32; value and gradient hold a few such arrays."""
 
 MIN_CHUNK_TOKENS = 16
-"""Tokens of a row in a chunk, so that long rows do not make products of single vectors."""
+"""Minimum tokens of a row per chunk, so that long rows do not become products of single vectors."""
 
 TINY = 1e-12
-"""Least squared length of a vector that is divided by its own."""
+"""Lower bound of a squared vector norm used as a divisor."""
 
 HiddenLoss = Literal["mse", "cosine"]
 Contexts = Bool[Array, "B Tc"]
-"""Those that count, of the Tc = T - 1 that predict a token: `token_stats.predicting`."""
+"""Mask over the Tc = T - 1 contexts that predict a token: `token_stats.predicting`."""
 
 
 def hidden_distance(
@@ -39,7 +39,7 @@ def hidden_distance(
 ) -> Float[Array, "B T"]:
     """`mse`: mean((P s - t)^2) over the teacher's dimensions, arXiv:1909.10351 eq. 9; `cosine`: 1 - cos(P s, t).
 
-    At the tokens that the contexts in `counts` predict, from the hidden states of these contexts; 0 elsewhere.
+    Computed from the hidden states of the contexts in `counts`, stored at the tokens that they predict; 0 elsewhere.
     """
 
     def distance(_: Any, chunk: tuple[Array, Array]) -> Float[Array, "B C"]:
@@ -50,14 +50,14 @@ def hidden_distance(
         if kind == "mse":
             return jnp.mean(jnp.square(s - t), axis=-1)
         lengths = (jnp.maximum(jnp.sum(jnp.square(x), axis=-1), TINY) for x in (s, t))
-        of_student, of_teacher = map(jax.lax.rsqrt, lengths)
-        return 1.0 - jnp.sum(s * t, axis=-1) * of_student * of_teacher
+        student_inverse, teacher_inverse = map(jax.lax.rsqrt, lengths)
+        return 1.0 - jnp.sum(s * t, axis=-1) * student_inverse * teacher_inverse
 
     return _over_contexts(distance, (student, teacher), _in_chunks(counts, teacher.shape[2]))
 
 
-class Related(NamedTuple):
-    """Queries, keys or values of a layer of both, all heads beside each other, to be split into `heads`."""
+class RelationPair(NamedTuple):
+    """Queries, keys or values of one layer of student and teacher, all heads concatenated, to be split into `heads`."""
 
     student: Float[Array, "B T _D"]
     teacher: Float[Array, "B T _E"]
@@ -65,12 +65,12 @@ class Related(NamedTuple):
 
 
 def relation_divergence(
-    related: Sequence[Related], segments: Int[Array, "B T"], counts: Contexts
+    related: Sequence[RelationPair], segments: Int[Array, "B T"], counts: Contexts
 ) -> Float[Array, "B T"]:
-    """Mean over `related` and heads of KL(R_teacher || R_student) of MiniLMv2, arXiv:2012.15828 eq. 4-5, with
-    R = softmax(x_i . x_j / sqrt(size of a head)) over the tokens j up to i of the same sequence.
+    """Mean over `related` and heads of KL(R_teacher || R_student), MiniLMv2, arXiv:2012.15828 eq. 4-5.
 
-    At the tokens that the contexts i in `counts` predict; 0 elsewhere.
+    R = softmax(x_i . x_j / sqrt(head size)) over tokens j <= i of the same sequence. Stored at the tokens predicted by
+    the contexts i in `counts`; 0 elsewhere.
     """
     stacks: dict[tuple[int, int], list[tuple[Array, Array, float]]] = {}
     for one in related:
@@ -99,7 +99,7 @@ def _head_divergence(
         return jax.nn.log_softmax(jnp.where(visible, scores * x.shape[-1] ** -0.5, NO_LOGIT), axis=-1)
 
     def kl(order: Int[Array, "B C"], chunk: tuple[Array, Array]) -> Float[Array, "B C"]:
-        visible = segments[:, None, :] == along(segments, order)[:, :, None]
+        visible = segments[:, None, :] == take_tokens(segments, order)[:, :, None]
         visible &= places[None, None] <= order[:, :, None]
         log_s, log_t = (log_relation(x, keys, visible) for x, keys in zip(chunk, (student, teacher), strict=True))
         return jnp.sum(jnp.where(visible, jnp.exp(log_t) * (log_t - log_s), 0.0), axis=-1)
@@ -112,26 +112,26 @@ def _split(x: Float[Array, "B T W"], heads: int) -> Float[Array, "R B T H"]:
 
 
 class _Chunks(NamedTuple):
-    """In which order, and how many of a row at a time, contexts are computed."""
+    """Order of contexts and number of contexts of a row per chunk."""
 
-    plan: Plan
+    plan: ChunkPlan
     counts: Contexts
     size: int
 
 
 def _in_chunks(counts: Contexts, width: int) -> _Chunks:
-    """Of what makes `width` numbers of each context; at most half a row at a time."""
+    """Chunks for arrays with `width` elements per context; at most half a row per chunk."""
     rows, length = counts.shape
     size = max(1, min(max(CHUNK_ELEMENTS // (rows * width), MIN_CHUNK_TOKENS), (length + 1) // 2))
-    return _Chunks(plan_of(counts, size), counts, size)
+    return _Chunks(chunk_plan(counts, size), counts, size)
 
 
 def _over_contexts(
     function: Callable[[Any, Any], Float[Array, "B C"]], arrays: Any, chunks: _Chunks
 ) -> Float[Array, "B T"]:
-    """`function` of the places of contexts, [B, C], and of `arrays` [B, T, ...] there.
+    """Apply `function` to context indices [B, C] and the gathered `arrays` [B, T, ...], chunk by chunk.
 
-    Chunks without any that counts are left out; the backward pass computes each chunk again.
+    Chunks without a predicting context are skipped; the backward pass recomputes each chunk.
     """
     plan, counts, size = chunks
     order = jnp.minimum(plan.order, counts.shape[1])
@@ -140,15 +140,15 @@ def _over_contexts(
         return jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), 1, 0)
 
     @jax.checkpoint
-    def of_chunk(index: Array, order: Array, chunk: Any) -> Array:
-        def nothing(order: Array, _: Any) -> Array:
+    def chunk_result(index: Array, order: Array, chunk: Any) -> Array:
+        def skip(order: Array, _: Any) -> Array:
             return jnp.zeros(order.shape, jnp.float32)
 
-        return jax.lax.cond(index < plan.num_chunks, function, nothing, order, chunk)
+        return jax.lax.cond(index < plan.num_chunks, function, skip, order, chunk)
 
     def body(_: None, chunk: Any) -> tuple[None, Array]:
-        return None, of_chunk(*chunk)
+        return None, chunk_result(*chunk)
 
-    inputs = (split(order), jax.tree.map(lambda x: split(along(x, order)), arrays))
-    _, found = jax.lax.scan(body, None, (jnp.arange(len(inputs[0])), *inputs))
-    return of_tokens(jnp.moveaxis(found, 0, 1).reshape(len(order), -1), plan, counts)
+    inputs = (split(order), jax.tree.map(lambda x: split(take_tokens(x, order)), arrays))
+    _, values = jax.lax.scan(body, None, (jnp.arange(len(inputs[0])), *inputs))
+    return to_tokens(jnp.moveaxis(values, 0, 1).reshape(len(order), -1), plan, counts)

@@ -1,4 +1,4 @@
-"""One matrix product per group of rows: the experts of a mixture."""
+"""Grouped matrix products: one per group of rows, for MoE experts."""
 
 from __future__ import annotations
 
@@ -25,68 +25,70 @@ Gradients: TypeAlias = tuple[Float[Array, "M D"], Float[Array, "E D F"], None]
 def grouped_matmul(
     x: Float[Array, "M D"], w: Float[Array, "E D F"], group_sizes: Sizes, *, kernel: GroupedKernel, platform: str
 ) -> Float[Array, "M F"]:
-    """x[m] @ w[e] for the rows m of group e, accumulated in float32; rows stand by group, those after the last yield 0.
+    """x[m] @ w[e] for the rows m of group e, accumulated in float32; rows are sorted by group, rows beyond the last are
+    0.
 
-    `platform`: of the devices that it runs on. `kernel` other than "auto" raises ConfigError where it cannot serve.
-    Kernels of TPU and GPU work on one device's rows: under a mesh of several they are called inside `jax.shard_map`.
+    `platform`: of the devices that run it. Raises ConfigError if an explicit `kernel` cannot serve. TPU and GPU kernels
+    work on one device's rows: under a mesh of several devices call them inside `jax.shard_map`.
     """
-    request = Request(platform=platform, dtype=str(x.dtype), tokamax=installed("tokamax"))
-    name = select(kernel, request)
-    log_choice("grouped matmul", name, f"{w.shape[0]} groups", request.platform)
+    call = GroupedMatmulCall(platform=platform, dtype=str(x.dtype), tokamax=installed("tokamax"))
+    name = select(kernel, call)
+    log_choice("grouped matmul", name, f"{w.shape[0]} groups", call.platform)
     if name == "megablox":
-        return megablox(request.platform == "cpu", x, w, group_sizes)
+        return megablox(call.platform == "cpu", x, w, group_sizes)
     return KERNELS[name](x, w, group_sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """What the choice depends on."""
+class GroupedMatmulCall:
+    """Inputs of kernel selection."""
 
     platform: str
     dtype: str
     tokamax: bool
-    """The package is installed."""
+    """True if the `tokamax` package is installed."""
 
 
-def choose(request: Request) -> str:
-    """The kernel of "auto"."""
-    if request.platform == "cpu":
+def choose(call: GroupedMatmulCall) -> str:
+    """Select the kernel for "auto"."""
+    if call.platform == "cpu":
         return "buckets"
-    preferred = {"tpu": "megablox", "gpu": "tokamax"}.get(request.platform, "ragged_dot")
-    return preferred if refusal(preferred, request) is None else "ragged_dot"
+    preferred = {"tpu": "megablox", "gpu": "tokamax"}.get(call.platform, "ragged_dot")
+    return preferred if refusal(preferred, call) is None else "ragged_dot"
 
 
-def select(kernel: str, request: Request) -> str:
-    """The kernel to run. ConfigError where the one that is asked for cannot serve, with those that can."""
+def select(kernel: str, call: GroupedMatmulCall) -> str:
+    """Validate or select the kernel. Raises ConfigError listing the alternatives if the requested kernel cannot
+    serve."""
     if kernel == "auto":
-        return choose(request)
+        return choose(call)
     names = get_args(GroupedKernel)
     if kernel not in names:
-        raise ConfigError(f"grouped matmul: no kernel {kernel!r}; use one of {', '.join(names)}")
-    reason = refusal(kernel, request)
+        raise ConfigError(f"grouped matmul: unknown kernel {kernel!r}; use one of {', '.join(names)}")
+    reason = refusal(kernel, call)
     if reason is not None:
-        others = ", ".join(name for name in names if refusal(name, request) is None)
+        others = ", ".join(name for name in names if refusal(name, call) is None)
         raise ConfigError(f"grouped matmul: kernel {kernel!r} {reason}; use {others}")
     return kernel
 
 
-def refusal(kernel: str, request: Request) -> str | None:
-    """Why a kernel cannot serve; None where it can."""
+def refusal(kernel: str, call: GroupedMatmulCall) -> str | None:
+    """Return why a kernel cannot serve; None if it can."""
     if kernel == "megablox":
-        if request.platform not in ("cpu", "tpu"):
-            return f"runs on TPU, and interpreted on CPU, got {request.platform}"
-        if request.dtype not in ("float32", "bfloat16"):
-            return f"computes in float32 and bfloat16, got {request.dtype}"
+        if call.platform not in ("cpu", "tpu"):
+            return f"runs on TPU (interpreted on CPU), got {call.platform}"
+        if call.dtype not in ("float32", "bfloat16"):
+            return f"supports float32 and bfloat16, got {call.dtype}"
     if kernel == "tokamax":
-        if not request.tokamax:
+        if not call.tokamax:
             return "is not installed: pip install 'posttrain[kernels]'"
-        if request.platform != "gpu":
-            return f"runs on GPU, got {request.platform}"
+        if call.platform != "gpu":
+            return f"runs on GPU, got {call.platform}"
     return None
 
 
 def reference(x: Float[Array, "M D"], w: Float[Array, "E D F"], group_sizes: Sizes) -> Float[Array, "M F"]:
-    """Every row through every group, one of them kept."""
+    """Reference implementation: every row times every group's matrix, then select."""
     groups = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(x.shape[0]), side="right")
     every = jnp.einsum("md,edf->emf", x, w, preferred_element_type=jnp.float32)
     chosen = jax.nn.one_hot(groups, w.shape[0], axis=0)
@@ -94,7 +96,7 @@ def reference(x: Float[Array, "M D"], w: Float[Array, "E D F"], group_sizes: Siz
 
 
 def ragged_dot(x: Float[Array, "M D"], w: Float[Array, "E D F"], group_sizes: Sizes) -> Float[Array, "M F"]:
-    """XLA's own. On CPU it does the work of the reference."""
+    """`jax.lax.ragged_dot`. On CPU it costs as much as the reference."""
     return lax.ragged_dot(x, w, group_sizes, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
@@ -103,9 +105,9 @@ def ragged_dot(x: Float[Array, "M D"], w: Float[Array, "E D F"], group_sizes: Si
 
 @jax.custom_vjp
 def buckets(x: Float[Array, "M D"], w: Float[Array, "E D F"], group_sizes: Sizes) -> Float[Array, "M F"]:
-    """Each group cut into buckets of a fixed number of rows, the last one partly empty; one product for each.
+    """Split each group into buckets of a fixed number of rows, the last one partly empty; one product per bucket.
 
-    No group is too large, none costs anything when it is empty, and besides operands and result nothing is held.
+    Any group size works, empty groups cost nothing, and only operands and result are held in memory.
     """
     plan = _Buckets(x, w, group_sizes)
 
@@ -130,7 +132,7 @@ def _buckets_backward(saved: Saved, d_out: Array) -> Gradients:
         dx, dw = carry
         group, d = plan.group[i], plan.take(d_more, i)
         dx = plan.put(dx, i, jnp.einsum("mf,df->md", d, w[group], preferred_element_type=jnp.float32))
-        # Rows of other groups have no gradient in `d`.
+        # Rows of other groups are zero in `d`.
         added = jnp.einsum("md,mf->df", plan.take(x_more, i), d, preferred_element_type=jnp.float32)
         return dx, dw.at[group].add(added)
 
@@ -142,7 +144,7 @@ buckets.defvjp(_buckets_forward, _buckets_backward)
 
 
 class _Buckets:
-    """Which rows each bucket holds: `size` of them from `first` on, of which the first `filled` are of its group."""
+    """Rows per bucket: `size` rows starting at `first`, of which the first `filled` belong to its group."""
 
     MAX_ROWS = 128
     MIN_ROWS = 16
@@ -161,7 +163,7 @@ class _Buckets:
         self.filled = jnp.minimum(group_sizes[self.group] - before, self.size)
 
     def widened(self, x: Array) -> Array:
-        """With room for the last bucket."""
+        """Pad rows so that the last bucket fits."""
         return jnp.pad(x, ((0, self.size), (0, 0)))
 
     def take(self, x: Array, i: Array) -> Array:
@@ -169,7 +171,7 @@ class _Buckets:
         return jnp.where((jnp.arange(self.size) < self.filled[i])[:, None], block, 0)
 
     def put(self, x: Array, i: Array, block: Array) -> Array:
-        # The zeros after the filled rows fall where later buckets write, or where no group is.
+        # Zeros after the filled rows land in rows that later buckets overwrite or no group owns.
         return lax.dynamic_update_slice_in_dim(x, block.astype(x.dtype), self.first[i], axis=0)
 
 
@@ -180,7 +182,7 @@ class _Buckets:
 def megablox(
     interpret: bool, x: Float[Array, "M D"], w: Float[Array, "E D F"], group_sizes: Sizes
 ) -> Float[Array, "M F"]:
-    """JAX's TPU kernel."""
+    """Megablox TPU kernel from JAX Pallas."""
     return _megablox_forward(interpret, x, w, group_sizes)[0]
 
 
@@ -203,7 +205,7 @@ megablox.defvjp(_megablox_forward, _megablox_backward)
 
 
 def _tiles(x: Array, w: Array, contracted: int, kept: int) -> tuple[int, int, int]:
-    """Rows, contracted and kept dimension of a tile; operands and result of one fit a TPU's vector memory twice."""
+    """Tile sizes (rows, contracted, kept): operands and result of a tile fit twice in a TPU's vector memory."""
     rows = 512 if x.shape[0] >= 512 * w.shape[0] else 128
     most = 1024 if x.dtype.itemsize == 2 else 512
     return rows, min(most, -(-contracted // 128) * 128), min(most, -(-kept // 128) * 128)
@@ -214,7 +216,7 @@ def _padded(x: Array, tiles: tuple[int, int, int]) -> Array:
 
 
 def _in_groups(x: Array, group_sizes: Array) -> Array:
-    """With 0 in the rows after the last group, which kernels leave as they find them."""
+    """Zero the rows beyond the last group, which kernels leave undefined."""
     return jnp.where((jnp.arange(x.shape[0]) < jnp.sum(group_sizes))[:, None], x, 0)
 
 
@@ -228,7 +230,7 @@ def tokamax(
     *,
     implementation: str | tuple[str, ...] = ("mosaic", "triton"),
 ) -> Float[Array, "M F"]:
-    """An extra of the installation, imported only here. Without a fused implementation it raises."""
+    """Ragged dot of tokamax, an optional dependency imported only here. Raises without a fused implementation."""
     out = tokamax_library().ragged_dot(x, w, group_sizes, implementation=implementation)
     return _in_groups(out, group_sizes)
 

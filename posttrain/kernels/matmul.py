@@ -1,4 +1,4 @@
-"""Activations times a weight matrix, with a backward pass that XLA:CPU runs at full speed."""
+"""Matrix product of activations and weights with a backward pass that XLA:CPU runs at full speed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from posttrain.kernels.platform import platform_of
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul(x: Float[Array, "*B D"], w: Float[Array, "D F"], dtype: DTypeLike | None = None) -> Float[Array, "*B F"]:
-    """x @ w, added up and given in `dtype`, or in that of the operands.
+    """x @ w, accumulated and returned in `dtype`, or in the operands' dtype.
 
-    The default gradient contracts in an order for which XLA:CPU first writes transposed copies of x and of the output's
-    gradient, which costs more than the product. The products here are the same; on other platforms nothing changes.
+    For the default gradient XLA:CPU first writes transposed copies of x and of the output's gradient, which costs more
+    than the product. This backward pass computes the same products; other platforms are unaffected.
     """
     return lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=dtype)
 
@@ -34,7 +34,7 @@ def _backward(
 ) -> tuple[Float[Array, "*B D"], Float[Array, "D F"]]:
     x, w = saved
     dx = lax.dot_general(gradient, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
-    # XLA:CPU writes the first operand transposed: better the narrower one.
+    # XLA:CPU transposes the first operand: pass the narrower one first.
     if x.shape[-1] <= gradient.shape[-1]:
         dw = _over_tokens(x, gradient, dtype)
     elif platform_of(None) == "cpu":
@@ -50,8 +50,8 @@ def _over_tokens(x: Float[Array, "*B D"], y: Float[Array, "*B F"], dtype: DTypeL
 
 
 def _turned(x: Float[Array, "*B D"], y: Float[Array, "*B F"], dtype: DTypeLike | None) -> Float[Array, "F D"]:
-    """The same, transposed, with x turned first and the product after it. Of both XLA would make one product with y as
-    its transposed operand, the wider one, which the library YNN does not take."""
+    """Same product, transposed: transposes x first, then multiplies. Without the barriers XLA merges both into one
+    product with y, the wider one, as its transposed operand, which the YNN library does not support."""
     first = lax.optimization_barrier(jnp.moveaxis(x, -1, 0))
     tokens = tuple(range(x.ndim - 1))
     along = tuple(n + 1 for n in tokens), tokens

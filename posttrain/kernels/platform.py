@@ -1,4 +1,4 @@
-"""What the choice of a kernel depends on: the platform, installed packages, and how arrays lie on a mesh."""
+"""Platform facts for kernel selection: devices, installed packages, mesh axes of rows and heads."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ LOGGER = logging.getLogger("posttrain.kernels")
 
 
 def platform_of(mesh: Mesh | None) -> str:
-    """`cpu`, `gpu` or `tpu`: that of the mesh's devices, else the default one."""
+    """Return `cpu`, `gpu` or `tpu`: the platform of the mesh's devices, or the default backend."""
     return jax.default_backend() if mesh is None else str(mesh.devices.flat[0].platform)
 
 
 def compute_capability(mesh: Mesh | None) -> float | None:
-    """The generation of the mesh's GPUs, else of the default one, such as 9.0; None: there is no GPU."""
+    """GPU compute capability of the mesh's devices or the default device, such as 9.0; None without a GPU."""
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     return float(device.compute_capability) if device.platform == "gpu" else None
 
 
 def has_fp8(mesh: Mesh | None) -> bool:
-    """The devices know fp8; on others each number is made of integers."""
+    """Return True if the devices support fp8 natively; others emulate it with integers."""
     capability = compute_capability(mesh)
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     return "TPU7" in device.device_kind if capability is None else capability >= 8.9
@@ -57,16 +57,16 @@ def installed(package: str) -> bool:
 
 @functools.cache
 def tokamax_library() -> Any:
-    """The package `tokamax`, an extra of the installation."""
+    """Import `tokamax`, an optional dependency."""
     flags = importlib.import_module("absl.flags")
     library = importlib.import_module("tokamax")
     if not flags.FLAGS.is_parsed():
-        # At its first call it would take the program's command line for its own, and refuse what it does not know.
+        # On its first call tokamax would parse the program's command line and reject unknown flags.
         flags.FLAGS(sys.argv[:1])
     return library
 
 
 @functools.cache
 def log_choice(operation: str, kernel: str, kind: str, platform: str) -> None:
-    """One line for each combination, however often it is traced."""
+    """Log the selected kernel once per combination, however often it is traced."""
     LOGGER.info("%s: kernel %r for %s on %s", operation, kernel, kind, platform)

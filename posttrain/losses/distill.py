@@ -1,4 +1,4 @@
-"""Losses against a teacher's distribution."""
+"""Distillation losses against a teacher's distribution."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from posttrain.batch import Batch, LossOutput, TokenStats
 from posttrain.losses.policy import distance_metrics
 from posttrain.losses.reduce import token_mean
 from posttrain.losses.sft import likelihood_metrics, masked
-from posttrain.tree import Mean
+from posttrain.tree import Mean, Metric
 
 
 @dataclass(frozen=True)
 class DistillLoss:
-    """(1 - c) divergence + c nll per token, c = `cross_entropy`: sum(w x) / sum(w). GKD, arXiv:2306.13649.
+    """Distillation loss (1 - c) divergence + c nll per token, c = `cross_entropy`: sum(w x) / sum(w). GKD,
+    arXiv:2306.13649.
 
-    To that come the distance of hidden states times `hidden` and the divergence of relations times `attention`; and of
-    groups of tokens (GOLD) the distance of what only one vocabulary has, times `uld`, to the divergence.
+    Additional terms: `hidden` * distance of hidden states, `attention` * divergence of attention relations; and for
+    token groups (GOLD) `uld` * L1 distance over unshared tokens, as a part of the divergence.
 
-    Which divergence, and at which temperature, is the trainer's `terms.divergence`. A token that no teacher speaks of
-    has only the second part, and does not count in the metrics `distill/...`; `distill/covered_tokens` is the share of
-    the others.
+    The divergence and its temperature are the trainer's `terms.divergence`. Tokens without a teacher have only the nll
+    term and do not count in the metrics `distill/...`; `distill/covered_tokens` is the share of the others.
     """
 
     cross_entropy: float
@@ -35,8 +35,8 @@ class DistillLoss:
     def __post_init__(self) -> None:
         if not 0 <= self.cross_entropy < 1:
             raise ValueError(
-                f"DistillLoss.cross_entropy={self.cross_entropy} must be at least 0 and less than 1; with 1 nothing "
-                "would be left of the teacher: use SFTLoss"
+                f"DistillLoss.cross_entropy={self.cross_entropy} must be at least 0 and less than 1; with 1 the "
+                "teacher would have no effect: use SFTLoss"
             )
 
     @property
@@ -50,9 +50,9 @@ class DistillLoss:
         return ("divergence", *(name for name, factor in others.items() if factor))
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
-        """ValueError where the trainer has no teacher, or does not match what has a weight."""
+        """Raises ValueError if the trainer has no teacher, or a weighted term has no statistics."""
         if stats.divergence is None or stats.teacher_kl is None or stats.teacher_logps is None:
-            raise ValueError("DistillLoss: there is no stats.divergence; give the trainer terms and a teacher")
+            raise ValueError("DistillLoss: stats.divergence is None; give the trainer terms and a teacher")
         weight, segments = jnp.asarray(batch.loss_weight), jnp.asarray(batch.segments)
         c = self.cross_entropy
         loss = (1 - c) * masked(stats.divergence, batch)
@@ -63,19 +63,21 @@ class DistillLoss:
         features = self._features(stats)
         for factor, values in features.values():
             loss += factor * masked(values, batch)
-        taught = weight * teaching(batch)
-        # Each is a sum over teachers already, so a token counts as much as its teachers do.
-        metrics = {
-            "distill/divergence": Mean(total=_total(stats.divergence, weight), weight=taught.sum()),
-            "distill/kl": Mean(total=_total(stats.teacher_kl, weight), weight=taught.sum()),
-            "distill/student_nll": Mean(total=_total(-stats.logps * teaching(batch), weight), weight=taught.sum()),
-            "distill/teacher_nll": Mean(total=_total(-stats.teacher_logps, weight), weight=taught.sum()),
+        covered = weight * teacher_weight(batch)
+        # Each statistic is already weighted over teachers, so a token counts by its total teacher weight.
+        metrics: dict[str, Metric] = {
+            "distill/divergence": Mean(total=_total(stats.divergence, weight), weight=covered.sum()),
+            "distill/kl": Mean(total=_total(stats.teacher_kl, weight), weight=covered.sum()),
+            "distill/student_nll": Mean(
+                total=_total(-stats.logps * teacher_weight(batch), weight), weight=covered.sum()
+            ),
+            "distill/teacher_nll": Mean(total=_total(-stats.teacher_logps, weight), weight=covered.sum()),
         }
         if stats.sorted_distance is not None:
-            metrics["distill/sorted_l1"] = Mean(total=_total(stats.sorted_distance, weight), weight=taught.sum())
+            metrics["distill/sorted_l1"] = Mean(total=_total(stats.sorted_distance, weight), weight=covered.sum())
         metrics |= {n: Mean(total=_total(x, weight), weight=weight.sum()) for n, (_, x) in features.items()}
         if batch.teacher_weights is not None:
-            metrics["distill/covered_tokens"] = Mean(total=taught.sum(), weight=weight.sum())
+            metrics["distill/covered_tokens"] = Mean(total=covered.sum(), weight=weight.sum())
         if batch.sampler_logps is not None:
             metrics |= distance_metrics(stats, batch, weight > 0)
         return LossOutput(
@@ -85,26 +87,28 @@ class DistillLoss:
     def _sorted(self, stats: TokenStats) -> Float[Array, "B T"]:
         if stats.sorted_distance is None:
             raise ValueError(
-                f"DistillLoss.uld={self.uld}: nothing is known of it; give the trainer a teacher of groups"
+                f"DistillLoss.uld={self.uld}: stats.sorted_distance is None; give the trainer a cross-tokenizer teacher"
             )
         return stats.sorted_distance
 
     def _features(self, stats: TokenStats) -> dict[str, tuple[float, Float[Array, "B T"]]]:
-        """What has a weight, under the names of its metrics."""
-        found = {}
+        """Weighted feature terms by metric name."""
+        features = {}
         for name, factor, values in (
             ("hidden", self.hidden, stats.hidden_distance),
             ("attention", self.attention, stats.relation_divergence),
         ):
             if factor and values is None:
-                raise ValueError(f"DistillLoss.{name}={factor}: nothing is known of it; give the trainer a matching")
+                raise ValueError(
+                    f"DistillLoss.{name}={factor}: no statistics for it; give the trainer a layer matching"
+                )
             if factor and values is not None:
-                found[f"distill/{name}"] = (factor, values)
-        return found
+                features[f"distill/{name}"] = (factor, values)
+        return features
 
 
-def teaching(batch: Batch) -> Float[Array, "B T"]:
-    """The weight of all teachers of a token together."""
+def teacher_weight(batch: Batch) -> Float[Array, "B T"]:
+    """Total weight of all teachers per token."""
     if batch.teacher_weights is None:
         return jnp.ones(batch.tokens.shape, jnp.float32)
     return jnp.sum(jnp.asarray(batch.teacher_weights), axis=-1)

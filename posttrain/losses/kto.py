@@ -1,4 +1,4 @@
-"""KTO: answers that are each good or bad, without pairs."""
+"""KTO: preference loss on single answers labelled desirable or undesirable."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ Kind = Literal["kto", "apo_zero_unpaired"]
 
 @dataclass(frozen=True, kw_only=True)
 class KTOLoss:
-    """Kahneman-Tversky optimisation, arXiv:2402.01306: 1 - sigmoid(+-(beta * log-ratio - beta * KL)).
+    """Kahneman-Tversky optimization, arXiv:2402.01306: 1 - sigmoid(+-(beta * log-ratio - beta * KL)).
 
-    Answers have the role 1 (desirable), -1 (undesirable) or 2: to another prompt, and the mean log-ratio of these
-    estimates the KL of policy and reference (at least 0, without gradient). `apo_zero_unpaired`,
-    arXiv:2408.06266, has none.
+    Answers have the role 1 (desirable), -1 (undesirable) or 2 (answer to another prompt; their mean log-ratio estimates
+    the KL of policy and reference, clipped at 0, without a gradient). `apo_zero_unpaired`, arXiv:2408.06266, has no KL.
     """
 
     kind: Kind = "kto"
@@ -46,11 +45,11 @@ class KTOLoss:
 
     @property
     def needs_whole_batch(self) -> bool:
-        """The KL is a mean over the batch."""
+        """True for `kto`: the KL is a mean over the batch."""
         return self.kind == "kto"
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
-        """Raises ValueError where `batch.roles` or `batch.ref_logps` are `None`."""
+        """Raises ValueError if `batch.roles` or `batch.ref_logps` is None."""
         sequences = sequences_of(stats, batch)
         ratios = log_ratios(sequences, "KTOLoss")
         counted = sequences.lengths > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,33 +11,38 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import Batch, HostArray, LossOutput, TokenStats
-from posttrain.losses.kl import MAX_LOG_RATIO, KLEstimator, k3
-from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, sequence_sums, to_tokens, token_mean
-from posttrain.tree import Mean
+from posttrain.losses.importance import ImportanceSampling, RatioLevel, level_log_ratio
+from posttrain.losses.kl import KLEstimator, gradient_of, k3
+from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, token_mean
+from posttrain.tree import Max, Mean, Metric
 
-RatioLevel = Literal["token", "sequence_mean", "sequence_sum"]
+OUTLIER_NATS = 0.5
+"""A sampled token of which sampler and trainer differ by more is an outlier."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_old. PPO eq. 7, arXiv:1707.06347.
 
-    pi_old is `old_logps` of the batch if they are there, else `sampler_logps`. Ratios, KL and metrics are over tokens
-    with a positive `loss_weight`; other tokens may hold anything, inf and NaN included.
+    pi_old is the proximal policy: `old_logps` of the batch, or without them the policy itself without a gradient, so
+    that every ratio is exactly 1. Ratios, KL and metrics are over tokens with a positive `loss_weight`; other tokens
+    may hold anything, inf and NaN included.
     """
 
     clip_low: float
     clip_high: float
     reduce: Reduction
     ratio: RatioLevel = "token"
-    """Of each token, or one for the sequence: exp of the mean (GSPO) or of the sum (RLOO) of its log-ratios."""
+    importance: ImportanceSampling | None = None
+    """Weights of the surrogate where `behaviour_logps` say that another policy drew the tokens; never of the KL."""
     dual_clip: float | None = None
     """Upper bound of r where A < 0, arXiv:1912.09729; at least 1 + clip_high."""
     kl_coef: float = 0.0
     """Weight of KL(policy || reference), added per token and reduced in the same way."""
     kl_estimator: KLEstimator = k3
-    kl_bias_correction: bool = False
-    """Multiply the KL by r, so that it is unbiased on samples of pi_old. arXiv:2512.02556."""
+    kl_bias_correction: bool = True
+    """Multiply the KL by r, so that its gradient is that of KL(policy || reference), unless `ratio` is `sequence_mean`.
+    arXiv:2512.02556."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus, subtracted per token and reduced in the same way."""
 
@@ -56,16 +61,28 @@ class PolicyLoss:
                 f"PolicyLoss.kl_coef={self.kl_coef} and entropy_coef={self.entropy_coef} must not be negative"
             )
 
+        if self.kl_coef and gradient_of(self.kl_estimator, bias_correction=self.kl_bias_correction) == "nothing":
+            raise ValueError(
+                f"PolicyLoss.kl_estimator=k1 with kl_coef={self.kl_coef}: the gradient of k1 is 0 in expectation, so "
+                "that it would add noise and no penalty; use k3, k2, or kl_bias_correction"
+            )
+
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
-        """Raises ValueError where advantages, old and sampler log-probs, or what a coefficient needs are `None`."""
+        """Raises ValueError where advantages, or what a coefficient or importance weights need, are `None`."""
         weight, segments = jnp.asarray(batch.loss_weight), jnp.asarray(batch.segments)
         mask = weight > 0
         logps = jnp.where(mask, stats.logps, 0.0)
-        log_ratio = logps - jnp.where(mask, _old_logps(batch), 0.0)
-        ratio = self._ratio(log_ratio, mask, segments)
+        proximal = jax.lax.stop_gradient(stats.logps if batch.old_logps is None else jnp.asarray(batch.old_logps))
+        log_ratio = logps - jnp.where(mask, proximal, 0.0)
+        ratio = jnp.exp(level_log_ratio(self.ratio, log_ratio, mask, segments))
         advantages = jnp.where(mask, _required(batch.advantages, "batch.advantages", "every policy loss"), 0.0)
 
         surrogate = self._surrogate(ratio, advantages)
+        metrics: dict[str, Metric] = {}
+        if self.importance is not None:
+            behaviour = _required(batch.behaviour_logps, "batch.behaviour_logps", "importance sampling")
+            weights, metrics = self.importance(proximal, behaviour, mask, segments)
+            surrogate *= weights
         loss = surrogate
         if self.kl_coef:
             kl = self.kl_estimator(
@@ -76,22 +93,12 @@ class PolicyLoss:
             entropy = _required(stats.entropy, "stats.entropy", f"entropy_coef={self.entropy_coef}")
             loss -= self.entropy_coef * jnp.where(mask, entropy, 0.0)
 
-        metrics = {"policy_loss": self.reduce(surrogate, weight, segments)}
+        metrics |= {"policy_loss": self.reduce(surrogate, weight, segments)}
         metrics |= self._clip_metrics(ratio, advantages, mask, segments)
-        approx_kl = k3(_old_logps(batch), stats.logps, mask)
+        approx_kl = k3(proximal, stats.logps, mask)
         metrics["approx_kl"] = token_mean(approx_kl, mask.astype(stats.logps.dtype), segments)
         metrics |= distance_metrics(stats, batch, mask)
         return LossOutput(loss=self.reduce(loss, weight, segments), metrics=metrics)
-
-    def _ratio(
-        self, log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"], segments: Int[Array, "B T"]
-    ) -> Float[Array, "B T"]:
-        if self.ratio != "token":
-            sums = sequence_sums(log_ratio, segments)
-            if self.ratio == "sequence_mean":
-                sums /= jnp.maximum(sequence_sums(mask.astype(log_ratio.dtype), segments), 1.0)
-            log_ratio = to_tokens(sums, segments)
-        return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
     def _surrogate(self, ratio: Float[Array, "B T"], advantages: Float[Array, "B T"]) -> Float[Array, "B T"]:
         clipped = jnp.clip(ratio, 1 - self.clip_low, 1 + self.clip_high)
@@ -124,8 +131,9 @@ GRPO = PolicyLoss(clip_low=0.2, clip_high=0.2, reduce=sequence_mean, kl_coef=0.0
 DAPO = replace(GRPO, clip_high=0.28, reduce=token_mean, kl_coef=0.0)
 """arXiv:2503.14476: higher upper bound, token-level mean, no KL."""
 
-GSPO = replace(GRPO, ratio="sequence_mean", clip_low=3e-4, clip_high=4e-4, kl_coef=0.0)
-"""arXiv:2507.18071 eq. 5-7 and section 5.1: one length-normalised ratio per sequence, no KL."""
+GSPO = replace(GRPO, ratio="sequence_mean", clip_low=3e-4, clip_high=4e-4, kl_coef=0.0, kl_bias_correction=False)
+"""arXiv:2507.18071 eq. 5-7 and section 5.1: one length-normalised ratio per sequence, no KL; a length-normalised ratio
+corrects no gradient of it."""
 
 RLOO = replace(GRPO, ratio="sequence_sum", kl_coef=0.0)
 """arXiv:2402.14740: a whole answer is one action. The ratio and its clip matter only off-policy."""
@@ -140,33 +148,35 @@ def dr_grpo(max_tokens: int) -> PolicyLoss:
     return replace(GRPO, reduce=ConstantLength(max_tokens), kl_coef=0.0)
 
 
-def _old_logps(batch: Batch) -> Array:
-    """Log-probs of the policy that the ratio is taken against; the only place that decides it."""
-    old = batch.sampler_logps if batch.old_logps is None else batch.old_logps
-    if old is None:
-        raise ValueError("PolicyLoss: the batch has neither old_logps nor sampler_logps; keep those of the rollout")
-    return jax.lax.stop_gradient(jnp.asarray(old))
-
-
 def _required(value: Array | HostArray | None, name: str, why: str) -> Array:
     if value is None:
         raise ValueError(f"PolicyLoss: {name} is None but {why} needs it")
     return jnp.asarray(value)
 
 
-def distance_metrics(stats: TokenStats, batch: Batch, mask: Bool[Array, "B T"]) -> dict[str, Mean]:
-    """Token means: policy against reference and sampler, where the batch has them, and its entropy.
+def distance_metrics(stats: TokenStats, batch: Batch, mask: Bool[Array, "B T"]) -> dict[str, Metric]:
+    """Distance of the policy from reference and sampler, where the batch has them, and its entropy; token means.
 
-    The sampler is compared with the trainer before the update (`old_logps`) where that is known, else with it now.
+    `sampling/logp_difference/*`: absolute difference of sampler and trainer, before the update, over tokens that the
+    weights of now have sampled: mean, largest, and the share above `OUTLIER_NATS`. That of older tokens, who have a
+    reason to differ, is `sampling/logp_difference/stale_mean`.
     """
     counted, segments = mask.astype(stats.logps.dtype), jnp.asarray(batch.segments)
-    values: dict[str, Array] = {}
+    metrics: dict[str, Metric] = {}
     if batch.ref_logps is not None:
-        values["kl"] = k3(stats.logps, jnp.asarray(batch.ref_logps), mask)
+        metrics["kl"] = token_mean(k3(stats.logps, jnp.asarray(batch.ref_logps), mask), counted, segments)
     if stats.entropy is not None:
-        values["entropy"] = stats.entropy
+        metrics["entropy"] = token_mean(stats.entropy, counted, segments)
     if batch.sampler_logps is not None:
-        now = stats.logps if stats.sampling_logps is None else stats.sampling_logps
-        trainer = now if batch.old_logps is None else jnp.asarray(batch.old_logps)
-        values["sampling/logp_difference/mean"] = jnp.abs(trainer - jnp.asarray(batch.sampler_logps))
-    return {name: token_mean(value, counted, segments) for name, value in values.items()}
+        trainer = stats.logps if stats.sampling_logps is None else stats.sampling_logps
+        gap = jax.lax.stop_gradient(jnp.abs(trainer - jnp.asarray(batch.sampler_logps)))
+        stale = jnp.zeros_like(mask) if batch.staleness is None else jnp.asarray(batch.staleness) > 0
+        fresh = counted * ~stale
+        metrics |= {
+            "sampling/logp_difference/mean": token_mean(gap, fresh, segments),
+            "sampling/logp_difference/max": Max(largest=jnp.max(jnp.where(fresh > 0, gap, 0.0))),
+            "sampling/logp_difference/outliers": token_mean((gap > OUTLIER_NATS).astype(gap.dtype), fresh, segments),
+        }
+        if batch.staleness is not None:
+            metrics["sampling/logp_difference/stale_mean"] = token_mean(gap, counted * stale, segments)
+    return metrics

@@ -1,4 +1,4 @@
-"""Direct preference optimisation: losses over pairs of a chosen and a rejected answer, against a reference."""
+"""DPO family: losses over pairs of a chosen and a rejected answer, against a reference model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from posttrain.errors import did_you_mean
 from posttrain.losses.kl import MAX_LOG_RATIO
 from posttrain.losses.pairs import (
     Needs,
-    Pairs,
+    PairedSequences,
     log_ratios,
     nll_of_chosen,
     output,
@@ -27,17 +27,17 @@ from posttrain.losses.pairs import (
 )
 from posttrain.tree import Mean, replace
 
-Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 Values = Float[Array, "B S"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What the losses of pairs read; 0 where there is no pair."""
+    """Inputs of pairwise losses; 0 where there is no pair."""
 
-    pairs: Pairs
+    pairs: PairedSequences
     ratios: tuple[Values, Values]
-    """Log-ratios of policy and reference, of chosen and of rejected answers."""
+    """Log-ratios of policy and reference, of chosen and rejected answers."""
     divergence: Callable[[Values], Values]
 
     @property
@@ -50,47 +50,47 @@ class Scores:
 
     @property
     def delta(self) -> Values:
-        """Of the log-ratios through the divergence."""
+        """Difference of the log-ratios after the f-divergence transform."""
         return self.divergence(self.chosen) - self.divergence(self.rejected)
 
     def mean_delta(self) -> Values:
-        """With each side divided by its length."""
+        """Difference with each side divided by its length."""
         lengths = [jnp.maximum(side.lengths, 1.0) for side in (self.pairs.chosen, self.pairs.rejected)]
         return self.divergence(self.chosen) / lengths[0] - self.divergence(self.rejected) / lengths[1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceLoss:
-    """The DPO family, arXiv:2305.18290: a function of the log-ratios of policy and reference of both answers.
+    """DPO family, arXiv:2305.18290: a function of both answers' log-ratios of policy and reference.
 
-    `kinds`: one or several names of `KINDS`, whose losses are added with `weights`. The reward of an answer is
+    `kinds`: one or several names of `KINDS`, whose losses are added with `weights`. The implicit reward of an answer is
     beta * log-ratio.
     """
 
     kinds: tuple[str, ...] = ("sigmoid",)
     weights: tuple[float, ...] = ()
-    """One for each kind; by default 1."""
+    """One per kind; by default 1."""
     beta: float = 0.1
-    """How strongly the policy is held to the reference."""
+    """Strength of the regularization towards the reference."""
     label_smoothing: float = 0.0
-    """Probability that a pair's labels are swapped; `sigmoid` is then cDPO. For `exo_pair` it must be positive."""
-    divergence: Divergence = "reverse_kl"
-    """The f-divergence to the reference, arXiv:2309.16240: of the kinds that compare both answers (`DIVERGED`); in the
+    """Probability that a pair's labels are swapped; `sigmoid` is then cDPO. Must be positive for `exo_pair`."""
+    divergence: FDivergence = "reverse_kl"
+    """f-divergence to the reference, arXiv:2309.16240, for the kinds that compare both answers (`DIVERGED`); in the
     others its constant would not cancel."""
     alpha: float | None = None
-    """Of `alpha_divergence`."""
+    """Parameter of `alpha_divergence`."""
     tail_weight: float = 1.0
     """Weight of tokens beyond the length of a pair's shorter answer, arXiv:2409.06411."""
     temperature: float | None = None
-    """Of the switch in `discopop`; by default 0.05."""
+    """Temperature of the switch in `discopop`; by default 0.05."""
     use_weighting: bool = False
-    """WPO, arXiv:2406.11827 eq. 2: pairs weigh as much as the policy itself would write them; `stats.log_squares` must
-    be there. Log-ratios count in full: the weights have no gradient."""
+    """Pair weights of WPO, arXiv:2406.11827 eq. 2: the policy's own probability of both answers, without a gradient.
+    Requires `stats.log_squares`."""
 
     def __post_init__(self) -> None:
         for kind in self.kinds:
             if kind not in KINDS:
-                known = f"{did_you_mean(kind, KINDS)}; there are {', '.join(KINDS)}"
+                known = f"{did_you_mean(kind, KINDS)}; known: {', '.join(KINDS)}"
                 raise ValueError(f"PreferenceLoss.kinds: {kind!r} is unknown{known}")
         if (
             not self.kinds
@@ -101,9 +101,9 @@ class PreferenceLoss:
                 f"PreferenceLoss.weights={self.weights} must be one number for each of kinds={self.kinds}, at least "
                 "one and none negative"
             )
-        if self.divergence not in get_args(Divergence):
+        if self.divergence not in get_args(FDivergence):
             raise ValueError(
-                f"PreferenceLoss.divergence={self.divergence!r} must be one of {', '.join(get_args(Divergence))}"
+                f"PreferenceLoss.divergence={self.divergence!r} must be one of {', '.join(get_args(FDivergence))}"
             )
         if self.beta <= 0 or not 0 <= self.label_smoothing < 0.5 or not 0 <= self.tail_weight <= 1:
             raise ValueError(
@@ -113,7 +113,7 @@ class PreferenceLoss:
         self._refuse_unused()
 
     def _refuse_unused(self) -> None:
-        """A setting that would change nothing is a mistake."""
+        """Raises ValueError for settings without effect."""
         if self.label_smoothing and not SMOOTHED & set(self.kinds):
             raise ValueError(
                 f"PreferenceLoss.label_smoothing={self.label_smoothing} has no effect on {', '.join(self.kinds)}; "
@@ -131,7 +131,7 @@ class PreferenceLoss:
                 f"only on {', '.join(sorted(DIVERGED))}"
             )
         if self.use_weighting and self.kinds == ("sft",):
-            raise ValueError("PreferenceLoss.use_weighting weighs pairs; it has no effect on sft, a mean over tokens")
+            raise ValueError("PreferenceLoss.use_weighting has no effect on sft, a mean over tokens")
         if self.tail_weight != 1.0 and self.kinds == ("sft",):
             raise ValueError(f"PreferenceLoss.tail_weight={self.tail_weight} has no effect on sft, a mean over tokens")
         if self.temperature is not None and "discopop" not in self.kinds:
@@ -143,11 +143,11 @@ class PreferenceLoss:
 
     @property
     def needs_whole_batch(self) -> bool:
-        """Whether a pair's loss depends on the others of its batch, or on how many tokens these have."""
+        """True if a pair's loss depends on other pairs of its batch, or on their number of tokens."""
         return bool(WHOLE_BATCH & set(self.kinds))
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
-        """Raises ValueError where `batch.roles`, `batch.ref_logps` or `stats.log_squares`, if needed, are `None`."""
+        """Raises ValueError if `batch.roles`, `batch.ref_logps` or, if required, `stats.log_squares` is None."""
         pairs = pairs_of(sequences_of(stats, batch, self.tail_weight))
         ratios = [log_ratios(side, type(self).__name__) for side in (pairs.chosen, pairs.rejected)]
         scores = Scores(pairs=pairs, ratios=(ratios[0], ratios[1]), divergence=self._score)
@@ -165,7 +165,7 @@ class PreferenceLoss:
         return output(loss, metrics, stats, batch)
 
     def _share(self, stats: TokenStats, batch: Batch) -> Values:
-        """Of each pair: p / sum of p^2, geometric means over the tokens of each answer, multiplied."""
+        """WPO weight of each pair: p / sum of p^2, geometric means over the tokens of each answer, multiplied."""
         if stats.log_squares is None:
             raise ValueError(
                 "PreferenceLoss: use_weighting needs stats.log_squares; give the trainer terms=Terms(squares=True)"
@@ -174,7 +174,7 @@ class PreferenceLoss:
         return jax.lax.stop_gradient(jnp.exp(aligned.chosen.mean_logps() + aligned.rejected.mean_logps()))
 
     def _score(self, log_ratio: Values) -> Values:
-        """f'(ratio), 0 where policy and reference agree."""
+        """f'(ratio), shifted to 0 where policy and reference agree."""
         if self.divergence == "reverse_kl":
             return log_ratio
         bounded = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -188,62 +188,63 @@ class PreferenceLoss:
 
 
 def smoothed(logits: Float[Array, "*N"], label_smoothing: float) -> Float[Array, "*N"]:
-    """-(1 - s) log sigmoid(x) - s log sigmoid(-x)."""
+    """Binary cross-entropy with label smoothing: -(1 - s) log sigmoid(x) - s log sigmoid(-x)."""
     loss = -jax.nn.log_sigmoid(logits)
     return (1 - label_smoothing) * loss - label_smoothing * jax.nn.log_sigmoid(-logits) if label_smoothing else loss
 
 
 def _sigmoid(s: Scores, c: PreferenceLoss) -> Values:
-    """arXiv:2305.18290 eq. 7; with label smoothing https://ericmitchell.ai/cdpo.pdf."""
+    """DPO, arXiv:2305.18290 eq. 7; with label smoothing cDPO, https://ericmitchell.ai/cdpo.pdf."""
     return smoothed(c.beta * s.delta, c.label_smoothing)
 
 
 def _sigmoid_norm(s: Scores, c: PreferenceLoss) -> Values:
-    """With log-ratios per token, arXiv:2411.15124."""
+    """Length-normalized DPO, arXiv:2411.15124."""
     return smoothed(c.beta * s.mean_delta(), c.label_smoothing)
 
 
 def _hinge(s: Scores, c: PreferenceLoss) -> Values:
-    """arXiv:2305.10425."""
+    """Hinge loss (SLiC), arXiv:2305.10425."""
     return jax.nn.relu(1 - c.beta * s.delta)
 
 
 def _ipo(s: Scores, c: PreferenceLoss) -> Values:
-    """arXiv:2310.12036, with log-ratios per token: a squared loss of sums would grow with the length."""
+    """IPO, arXiv:2310.12036, with log-ratios per token: a squared loss of sums would grow with the length."""
     return jnp.square(s.mean_delta() - 1 / (2 * c.beta))
 
 
 def _exo_pair(s: Scores, c: PreferenceLoss) -> Values:
-    """arXiv:2402.00856 eq. 16."""
+    """EXO, arXiv:2402.00856 eq. 16."""
     x, e = c.beta * s.delta, c.label_smoothing
     won = jax.nn.sigmoid(x) * (jax.nn.log_sigmoid(x) - jnp.log1p(-e))
     return won + jax.nn.sigmoid(-x) * (jax.nn.log_sigmoid(-x) - jnp.log(e))
 
 
 def _nca_pair(s: Scores, c: PreferenceLoss) -> Values:
-    """arXiv:2402.05369."""
+    """NCA, arXiv:2402.05369."""
     chosen, rejected = c.beta * s.chosen, c.beta * s.rejected
     return -jax.nn.log_sigmoid(chosen) - 0.5 * jax.nn.log_sigmoid(-chosen) - 0.5 * jax.nn.log_sigmoid(-rejected)
 
 
 def _robust(s: Scores, c: PreferenceLoss) -> Values:
-    """Unbiased under swapped labels, arXiv:2403.00409."""
+    """Robust DPO: unbiased under swapped labels, arXiv:2403.00409."""
     x, e = c.beta * s.delta, c.label_smoothing
     return (-(1 - e) * jax.nn.log_sigmoid(x) + e * jax.nn.log_sigmoid(-x)) / (1 - 2 * e)
 
 
 def _bco_pair(s: Scores, c: PreferenceLoss) -> Values:
-    """arXiv:2404.04656 without its shift of rewards: is an answer a chosen one, by its reward alone."""
+    """BCO, arXiv:2404.04656, without its reward shift: binary classification of each answer by its reward."""
     return -jax.nn.log_sigmoid(c.beta * s.chosen) - jax.nn.log_sigmoid(-c.beta * s.rejected)
 
 
 def _sppo_hard(s: Scores, c: PreferenceLoss) -> Values:
-    """arXiv:2405.00675 with the chosen answer's probability of winning taken as 1."""
+    """SPPO, arXiv:2405.00675, with a winning probability of 1 for the chosen answer."""
     return jnp.square(s.chosen - 0.5 / c.beta) + jnp.square(s.rejected + 0.5 / c.beta)
 
 
 def _aot(s: Scores, c: PreferenceLoss) -> Values:
-    """Alignment by optimal transport, arXiv:2406.05882: sorted margins of the policy against those of the reference."""
+    """Alignment by optimal transport (AOT), arXiv:2406.05882: sorted margins of the policy against those of the
+    reference."""
     chosen, rejected = s.pairs.chosen, s.pairs.rejected
     assert chosen.ref_logps is not None and rejected.ref_logps is not None
     policy = _sorted(chosen.logps - rejected.logps, s.pairs)
@@ -252,40 +253,40 @@ def _aot(s: Scores, c: PreferenceLoss) -> Values:
 
 
 def _aot_unpaired(s: Scores, c: PreferenceLoss) -> Values:
-    """The same with sorted log-ratios of chosen and of rejected answers."""
+    """AOT unpaired: sorted log-ratios of chosen and of rejected answers."""
     delta = _sorted(s.chosen, s.pairs) - _sorted(s.rejected, s.pairs)
     return _spread(smoothed(c.beta * delta, c.label_smoothing), s)
 
 
 def _apo_zero(s: Scores, c: PreferenceLoss) -> Values:
-    """Raises chosen answers, lowers rejected ones, arXiv:2408.06266."""
+    """APO-zero: raises chosen answers, lowers rejected ones, arXiv:2408.06266."""
     return 1 - jax.nn.sigmoid(c.beta * s.chosen) + jax.nn.sigmoid(c.beta * s.rejected)
 
 
 def _apo_down(s: Scores, c: PreferenceLoss) -> Values:
-    """Lowers both, rejected answers more, arXiv:2408.06266."""
+    """APO-down: lowers both, rejected answers more, arXiv:2408.06266."""
     return jax.nn.sigmoid(c.beta * s.chosen) + 1 - jax.nn.sigmoid(c.beta * (s.chosen - s.rejected))
 
 
 def _discopop(s: Scores, c: PreferenceLoss) -> Values:
-    """Log-ratio modulated loss, arXiv:2406.08414 eq. 5."""
+    """DiscoPOP (log-ratio modulated loss), arXiv:2406.08414 eq. 5."""
     x = c.beta * s.delta
     share = jax.nn.sigmoid(x / (0.05 if c.temperature is None else c.temperature))
     return -jax.nn.log_sigmoid(x) * (1 - share) + jnp.exp(-jnp.clip(x, -MAX_LOG_RATIO)) * share
 
 
 def _sft(s: Scores, c: PreferenceLoss) -> Values:
-    raise AssertionError("a mean over tokens, which PreferenceLoss adds itself")
+    raise AssertionError("sft is added by PreferenceLoss.__call__")
 
 
-def _sorted(values: Values, pairs: Pairs) -> Float[Array, " N"]:
-    """All pairs of the batch in rising order; what is no pair comes last."""
+def _sorted(values: Values, pairs: PairedSequences) -> Float[Array, " N"]:
+    """Values of all pairs of the batch in ascending order; entries without a pair come last."""
     valid, flat = pairs.valid.reshape(-1), values.reshape(-1)
     return flat[jnp.argsort(jnp.where(valid, jax.lax.stop_gradient(flat), jnp.inf))]
 
 
 def _spread(values: Float[Array, " N"], s: Scores) -> Values:
-    """Sorted values at the places of pairs: which one stands where does not matter to their sum."""
+    """Scatter sorted values back to pairs; their order is irrelevant to the sum."""
     valid = s.pairs.valid.reshape(-1)
     return values[jnp.where(valid, jnp.cumsum(valid) - 1, 0)].reshape(s.pairs.valid.shape)
 
@@ -307,12 +308,12 @@ KINDS: Mapping[str, Callable[[Scores, PreferenceLoss], Values]] = {
     "discopop": _discopop,
     "sft": _sft,
 }
-"""Each the loss of every pair; `sft` is the mean of -log p over the tokens of chosen answers."""
+"""Loss of every pair by kind; `sft` is the mean of -log p over the tokens of chosen answers."""
 
 SMOOTHED = {"sigmoid", "sigmoid_norm", "exo_pair", "robust", "aot", "aot_unpaired"}
-"""Kinds that know label smoothing."""
+"""Kinds with label smoothing."""
 
 DIVERGED = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop"}
-"""Kinds of which the log-ratios go through the divergence."""
+"""Kinds whose log-ratios pass through the f-divergence."""
 
 WHOLE_BATCH = {"aot", "aot_unpaired", "sft"}

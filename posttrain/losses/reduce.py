@@ -1,7 +1,6 @@
-"""From per-token values to `Mean`: sums whose addition over rows and micro-batches is exact.
+"""Reductions of per-token values to `Mean`, additive over rows and micro-batches.
 
-A sequence is one segment id within one row. Tokens of weight 0 never matter, whatever their value, and a sequence
-without weighted tokens does not count: masking a sequence is the same as removing it.
+A sequence is one segment id within a row; tokens of weight 0 never count.
 """
 
 from __future__ import annotations
@@ -17,27 +16,27 @@ from jaxtyping import Float, Int
 from posttrain.tree import Mean
 
 Reduction = Callable[[Float[Array, "B T"], Float[Array, "B T"], Int[Array, "B T"]], Mean]
-"""Of (values, weight, segments); a hashable value: one of the functions below or an instance of `ConstantLength`."""
+"""Reduction of (values, weight, segments), hashable: one of the functions below or a `ConstantLength`."""
 
 
 def sequence_sums(values: Float[Array, "B T"], segments: Int[Array, "B T"]) -> Float[Array, "B S"]:
-    """Sum of each sequence by its segment id; S = T + 1 whatever the packing, and column 0 is the padding."""
+    """Sum of each sequence by its segment id; S = T + 1 regardless of packing, and column 0 is padding."""
     num_segments = segments.shape[1] + 1
     return jax.vmap(lambda x, s: jax.ops.segment_sum(x, s, num_segments=num_segments))(values, segments)
 
 
 def to_tokens(per_sequence: Float[Array, "B S"], segments: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """The value of its sequence at every token: the way back from `sequence_sums`."""
+    """Broadcast values per sequence to tokens: the inverse of `sequence_sums`."""
     return jnp.take_along_axis(per_sequence, segments, axis=1)
 
 
 def token_mean(values: Float[Array, "B T"], weight: Float[Array, "B T"], segments: Int[Array, "B T"]) -> Mean:
-    """sum(w x) / sum(w) over all tokens: every token counts the same. SFT; DAPO, arXiv:2503.14476 eq. 8."""
+    """Token mean sum(w x) / sum(w): every token counts the same. SFT; DAPO, arXiv:2503.14476 eq. 8."""
     return Mean(total=_weighted(values, weight).sum(), weight=weight.sum())
 
 
 def sequence_mean(values: Float[Array, "B T"], weight: Float[Array, "B T"], segments: Int[Array, "B T"]) -> Mean:
-    """Mean over sequences of each one's token mean: every sequence counts the same. GRPO, arXiv:2402.03300 eq. 3."""
+    """Mean over sequences of their token means: every sequence counts the same. GRPO, arXiv:2402.03300 eq. 3."""
     weights = sequence_sums(weight, segments)
     counts = weights > 0
     means = jnp.where(counts, sequence_sums(_weighted(values, weight), segments) / jnp.where(counts, weights, 1.0), 0.0)
@@ -46,9 +45,9 @@ def sequence_mean(values: Float[Array, "B T"], weight: Float[Array, "B T"], segm
 
 @dataclass(frozen=True)
 class ConstantLength:
-    """sum(w x) / (number of sequences * length): no bias towards short or long answers. Dr. GRPO, arXiv:2503.20783.
+    """Constant normalizer sum(w x) / (number of sequences * length): no length bias. Dr. GRPO, arXiv:2503.20783.
 
-    `length` is a constant of the run, such as the largest number of sampled tokens. Raises ValueError if it is below 1.
+    `length` is a constant of the run, such as the maximum number of sampled tokens. Raises ValueError if it is below 1.
     """
 
     length: int

@@ -1,4 +1,4 @@
-"""Losses over pairs that need no reference model: CPO, SimPO, ORPO."""
+"""Reference-free pairwise losses: CPO, SimPO, ORPO."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from posttrain.losses.preference import smoothed
 
 CPOKind = Literal["sigmoid", "hinge", "ipo"]
 SMALLEST = 1e-7
-"""Of 1 - probability, in the odds of ORPO."""
+"""Lower bound of 1 - probability in the odds of ORPO."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CPOLoss:
-    """Contrastive preference optimisation, arXiv:2401.08417: f(log p(chosen) - log p(rejected)) + nll_coef * NLL."""
+    """Contrastive preference optimization, arXiv:2401.08417: f(log p(chosen) - log p(rejected)) + nll_coef * NLL."""
 
     kind: CPOKind = "sigmoid"
     beta: float = 0.1
@@ -42,11 +42,11 @@ class CPOLoss:
 
     @property
     def needs_whole_batch(self) -> bool:
-        """The likelihood term is a mean over the tokens of the batch."""
+        """True with an NLL term, which is a mean over the batch's tokens."""
         return self.nll_coef > 0
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
-        """Raises ValueError where `batch.roles` are `None`."""
+        """Raises ValueError if `batch.roles` is None."""
         pairs = pairs_of(sequences_of(stats, batch))
         if self.kind == "ipo":
             delta = pairs.chosen.mean_logps() - pairs.rejected.mean_logps()
@@ -64,7 +64,8 @@ class CPOLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class SimPOLoss:
-    """-log sigmoid(beta * (r(chosen) - r(rejected)) - gamma), r the mean log p of a token. arXiv:2405.14734 eq. 6.
+    """SimPO: -log sigmoid(beta * (r(chosen) - r(rejected)) - gamma), r the mean log p per token; arXiv:2405.14734 eq.
+    6.
 
     With `alpha` r = (1 - p^-alpha) / alpha, p the geometric mean probability: AlphaPO, arXiv:2501.03884. With
     `nll_coef` the mean -log p of chosen answers is added (CPO-SimPO).
@@ -88,7 +89,7 @@ class SimPOLoss:
         return self.nll_coef > 0
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
-        """Raises ValueError where `batch.roles` are `None`."""
+        """Raises ValueError if `batch.roles` is None."""
         pairs = pairs_of(sequences_of(stats, batch))
         chosen, rejected = (self._reward(side.mean_logps()) for side in (pairs.chosen, pairs.rejected))
         losses = smoothed(self.beta * (chosen - rejected) - self.gamma, self.label_smoothing)
@@ -105,9 +106,9 @@ class SimPOLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class ORPOLoss:
-    """NLL - beta * log sigmoid(log odds(chosen) - log odds(rejected)), arXiv:2403.07691.
+    """ORPO: NLL - beta * log sigmoid(log odds(chosen) - log odds(rejected)), arXiv:2403.07691.
 
-    The NLL is that of all that has a weight in the chosen sequences: give their prompts one.
+    The NLL covers all weighted tokens of chosen sequences: give their prompts a weight.
     """
 
     beta: float = 0.1
@@ -124,7 +125,7 @@ class ORPOLoss:
         return True
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
-        """Raises ValueError where `batch.roles` are `None`."""
+        """Raises ValueError if `batch.roles` is None."""
         pairs = pairs_of(sequences_of(stats, batch))
         chosen, rejected = pairs.chosen.mean_logps(), pairs.rejected.mean_logps()
         log_odds = _log_odds(chosen) - _log_odds(rejected)
@@ -139,7 +140,7 @@ class ORPOLoss:
 
 
 def _log_odds(mean_logps: Float[Array, "B S"]) -> Float[Array, "B S"]:
-    """log(p / (1 - p)); of a certain answer, and where there is none, with 1 - p = `SMALLEST`."""
+    """log(p / (1 - p)), with 1 - p bounded below by `SMALLEST`."""
     bounded = jnp.minimum(mean_logps, jnp.log1p(-SMALLEST))
     return bounded - jnp.log(-jnp.expm1(bounded))
 

@@ -1,4 +1,4 @@
-"""Losses of reward models on the scores of a scalar head: pairs of answers, and judged steps."""
+"""Reward model losses on scalar-head scores: Bradley-Terry on pairs, cross-entropy on steps (process rewards)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jax import Array
 from jaxtyping import Float
 
 from posttrain.batch import Batch, LossOutput, ScoreStats, TokenStats
-from posttrain.losses.pairs import Needs, Pairs, pairs_of, sequences_of
+from posttrain.losses.pairs import Needs, PairedSequences, pairs_of, sequences_of
 from posttrain.losses.reduce import sequence_sums
 from posttrain.tree import Mean, replace
 
 
 @dataclass(frozen=True, kw_only=True)
 class BradleyTerryLoss:
-    """-log sigmoid(r(chosen) - r(rejected) - margin) + center_coef * (r(chosen) + r(rejected))^2.
+    """Bradley-Terry: -log sigmoid(r(chosen) - r(rejected) - margin) + center_coef * (r(chosen) + r(rejected))^2.
 
     The reward r of a sequence is the score of its last token. arXiv:2203.02155 eq. 1; margins: arXiv:2307.09288 eq. 2;
     centring: arXiv:2312.09244 eq. 2.
@@ -34,7 +34,7 @@ class BradleyTerryLoss:
         return Needs(rows="pairs", reference=False, margins=True)
 
     def __call__(self, stats: ScoreStats, batch: Batch) -> LossOutput:
-        """Raises ValueError where `batch.roles` or `batch.margins` are `None`."""
+        """Raises ValueError if `batch.roles` or `batch.margins` is None."""
         pairs = reward_pairs(stats, batch)
         chosen, rejected = pairs.chosen.logps, pairs.rejected.logps
         losses = -jax.nn.log_sigmoid(chosen - rejected - jnp.where(pairs.valid, _margins(batch), 0.0))
@@ -53,16 +53,17 @@ class BradleyTerryLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessLoss:
-    """Cross-entropy of sigmoid(score at a step's last token) with whether the step is right. arXiv:2305.20050."""
+    """Process reward loss: cross-entropy of sigmoid(score at a step's last token) with the step's label;
+    arXiv:2305.20050."""
 
     @property
     def needs(self) -> Needs:
         return Needs(rows="steps", reference=False)
 
     def __call__(self, stats: ScoreStats, batch: Batch) -> LossOutput:
-        """Raises ValueError where `batch.roles` are `None`."""
+        """Raises ValueError if `batch.roles` is None."""
         if batch.roles is None:
-            raise ValueError("ProcessLoss: batch.roles is None; it needs them: 1 a right step, -1 a wrong one")
+            raise ValueError("ProcessLoss: batch.roles is None; set 1 for a correct step, -1 for a wrong one")
         roles, weight = jnp.asarray(batch.roles), jnp.asarray(batch.loss_weight)
         signed = jnp.where(weight > 0, stats.scores, 0.0) * jnp.sign(roles)
 
@@ -79,8 +80,8 @@ class ProcessLoss:
         return LossOutput(loss=mean(-jax.nn.log_sigmoid(signed)), metrics=metrics)
 
 
-def reward_pairs(stats: ScoreStats, batch: Batch) -> Pairs:
-    """Pairs whose `logps` are rewards: the score of each sequence's last token."""
+def reward_pairs(stats: ScoreStats, batch: Batch) -> PairedSequences:
+    """PairedSequences whose `logps` are rewards: the score of each sequence's last token."""
     segments = jnp.asarray(batch.segments)
     last = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (0, 1)), constant_values=True) & (segments > 0)
     rewards = sequence_sums(jnp.where(last, stats.scores, 0.0), segments)
@@ -89,9 +90,9 @@ def reward_pairs(stats: ScoreStats, batch: Batch) -> Pairs:
 
 
 def _margins(batch: Batch) -> Float[Array, "B S"]:
-    """Of each sequence, the mean over the tokens of its answer."""
+    """Margin of each sequence: mean over the tokens of its answer."""
     if batch.margins is None:
-        raise ValueError("BradleyTerryLoss: batch.margins is None; give 0 where no margin is known")
+        raise ValueError("BradleyTerryLoss: batch.margins is None; set 0 where no margin is known")
     roles, segments = jnp.asarray(batch.roles), jnp.asarray(batch.segments)
     answers = (roles != 0).astype(jnp.float32)
     return sequence_sums(jnp.asarray(batch.margins) * answers, segments) / jnp.maximum(

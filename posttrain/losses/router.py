@@ -1,4 +1,4 @@
-"""What keeps the experts of a mixture in use: auxiliary losses, a corrected choice, and how one sees it."""
+"""MoE load balancing: auxiliary and z losses, bias correction (DeepSeek-V3), load metrics."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from posttrain.tree import Mean
 
 @dataclass(frozen=True, kw_only=True)
 class RouterLoss:
-    """balance_coef * balance + z_coef * z, both means over the mixtures of a model and over tokens.
+    """MoE auxiliary loss balance_coef * balance + z_coef * z, both means over MoE layers and tokens.
 
-    balance: E / k * sum_e share_e * mean probability_e of each sequence, arXiv:2412.19437 eq. 17; 1 where all experts
-    are used alike (in transformers k, there `router_aux_loss_coef` is balance_coef / k).
-    z: the squared log-partition of the router's logits, arXiv:2202.08906 eq. 5.
+    balance: E / k * sum_e share_e * mean probability_e of each sequence, arXiv:2412.19437 eq. 17; 1 for uniform use of
+    experts (k in transformers, whose `router_aux_loss_coef` is balance_coef / k). z: squared log-partition of router
+    logits, arXiv:2202.08906 eq. 5.
     """
 
     balance_coef: float = 0.0
@@ -40,13 +40,13 @@ class RouterLoss:
         return self.balance_coef > 0 or self.z_coef > 0
 
     def __call__(self, stats: RouterStats) -> Float[Array, ""]:
-        """The sum over mixtures and tokens; its weight is their number."""
+        """Sum over MoE layers and tokens; its weight is their number."""
         return self.balance_coef * jnp.sum(stats.balance) + self.z_coef * jnp.sum(stats.z)
 
 
 def router_means(stats: RouterStats, num_tokens: Float[Array, ""]) -> dict[str, Mean]:
-    """Means over mixtures and tokens: `moe/balance_loss`, `moe/z_loss`, `moe/router_entropy` in nats, and
-    `moe/replaced_ratio`, the share of experts that were replayed though the router would have chosen others."""
+    """Router metrics, means over MoE layers and tokens: `moe/balance_loss`, `moe/z_loss`, `moe/router_entropy` in nats,
+    and `moe/replaced_ratio`, the share of replayed experts that the router would not have chosen."""
     weight = num_tokens * stats.load.shape[0]
     return {
         "moe/balance_loss": Mean(total=jnp.sum(stats.balance), weight=weight),
@@ -57,11 +57,11 @@ def router_means(stats: RouterStats, num_tokens: Float[Array, ""]) -> dict[str, 
 
 
 def load_metrics(load: Float[Array, "M E"]) -> dict[str, Array]:
-    """Of the experts' shares of all choices in a step, 1 / E each where they are used alike.
+    """Load metrics from the experts' shares of all selections in a step; 1 / E each for uniform use.
 
-    `moe/share`: that of each expert of each mixture, a table. `moe/load_max_share` and `moe/load_min_share`: the
-    extremes of any mixture. Means over mixtures: `moe/load_entropy`, in nats, at most log E, and `moe/max_violation`,
-    E * largest share - 1, arXiv:2408.15664 eq. 4.
+    `moe/share`: table of each expert of each MoE layer. `moe/load_max_share` and `moe/load_min_share`: extremes over
+    all layers. Means over layers: `moe/load_entropy`, in nats, at most log E, and `moe/max_violation`, E * largest
+    share - 1, arXiv:2408.15664 eq. 4.
     """
     shares = load / jnp.maximum(jnp.sum(load, axis=-1, keepdims=True), 1.0)
     return {
@@ -73,8 +73,8 @@ def load_metrics(load: Float[Array, "M E"]) -> dict[str, Array]:
     }
 
 
-def corrected(correction: Float[Array, "M E"], load: Float[Array, "M E"], rate: float) -> Float[Array, "M E"]:
-    """The bias of the choice after a step: + rate for an expert below the mean load, - rate above. arXiv:2408.15664.
+def updated_correction(correction: Float[Array, "M E"], load: Float[Array, "M E"], rate: float) -> Float[Array, "M E"]:
+    """Updated bias correction after a step: + rate for an expert below the mean load, - rate above; arXiv:2408.15664.
 
     Loads are counts: their sum and E times each are exact, where a mean may miss the load that is equal to it.
     """
@@ -86,7 +86,7 @@ AnyLoss = Callable[[Any, Batch], LossOutput]
 
 
 def weight_of(loss: AnyLoss, batch: Batch, *, scores: bool) -> Array:
-    """The weight that a loss will have on a batch: it must not depend on the model, so any statistics will do.
+    """Weight of a loss on a batch, computed with dummy statistics, since it must not depend on the model.
 
     `scores`: the model has a scalar head.
     """
@@ -94,7 +94,7 @@ def weight_of(loss: AnyLoss, batch: Batch, *, scores: bool) -> Array:
 
 
 def _stats_of(logps: Float[Array, "B T"], scores: bool) -> TokenStats | ScoreStats:
-    """Statistics that hold all that a loss may read."""
+    """Dummy statistics with every field that a loss may read."""
     if scores:
         return ScoreStats(scores=logps)
     others = {field.name: -logps for field in dataclasses.fields(TokenStats) if field.name != "logps"}
@@ -102,9 +102,9 @@ def _stats_of(logps: Float[Array, "B T"], scores: bool) -> TokenStats | ScoreSta
 
 
 def check_weight(loss: AnyLoss, batch: Batch, *, scores: bool) -> None:
-    """ValueError where the weight of a loss changes with the model's output.
+    """Raises ValueError if the weight of a loss depends on the model's output.
 
-    The share of the router's losses in the gradient of a micro-batch needs the whole batch's weight beforehand.
+    The share of the router loss in a micro-batch's gradient needs the whole batch's weight beforehand.
     """
 
     @jax.jit
@@ -115,7 +115,7 @@ def check_weight(loss: AnyLoss, batch: Batch, *, scores: bool) -> None:
     first, second = jax.device_get(weights(batch))
     if not math.isclose(first, second, rel_tol=1e-5):
         raise ValueError(
-            f"router: balance_coef and z_coef need a loss whose weight depends on the batch alone; that of "
+            f"router: balance_coef and z_coef need a loss whose weight depends on the batch only; that of "
             f"{type(loss).__name__} is {first} or {second} for different log-probabilities: count tokens or sequences "
             "of the batch, or set both coefficients to 0"
         )

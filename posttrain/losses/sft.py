@@ -1,4 +1,4 @@
-"""Losses on given text."""
+"""Supervised fine-tuning losses: negative log-likelihood, DFT."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from posttrain.tree import Mean
 class SFTLoss:
     """Negative log-likelihood: sum(-w log p) / sum(w).
 
-    With `label_smoothing` e the target is the token with 1 - e and any of the n tokens with e / n each,
-    arXiv:1512.00567 section 7; `stats.mean_logps` must be there.
+    With `label_smoothing` e the target distribution is 1 - e on the token plus e / n on each of the n tokens,
+    arXiv:1512.00567 section 7; requires `stats.mean_logps`.
     """
 
     label_smoothing: float = 0.0
@@ -33,7 +33,7 @@ class SFTLoss:
         return ("logps", "mean_logps") if self.label_smoothing else ("logps",)
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
-        """ValueError where smoothing lacks `stats.mean_logps`."""
+        """Raises ValueError if label smoothing lacks `stats.mean_logps`."""
         metrics = likelihood_metrics(stats, batch)
         if not self.label_smoothing:
             return LossOutput(loss=metrics["nll"], metrics=metrics)
@@ -49,7 +49,7 @@ class SFTLoss:
 
 @dataclass(frozen=True)
 class DFTLoss:
-    """Dynamic fine-tuning: sum(-w sg(p) log p) / sum(w), a weaker pull of improbable tokens. arXiv:2508.05629."""
+    """Dynamic fine-tuning (DFT): sum(-w sg(p) log p) / sum(w), down-weighting improbable tokens; arXiv:2508.05629."""
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
         logps = masked(stats.logps, batch)
@@ -58,12 +58,12 @@ class DFTLoss:
 
 
 def masked(values: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
-    """0 at tokens without weight: what is there must not reach the gradient as 0 * inf."""
+    """Set tokens without weight to 0, so that their values cannot reach the gradient as 0 * inf."""
     return jnp.where(jnp.asarray(batch.loss_weight) > 0, values, 0.0)
 
 
 def likelihood_metrics(stats: TokenStats, batch: Batch) -> dict[str, Mean]:
-    """`nll` and `entropy`, means over tokens."""
+    """Token means `nll` and `entropy`."""
     metrics = {"nll": _mean(-masked(stats.logps, batch), batch)}
     if stats.entropy is not None:
         metrics["entropy"] = _mean(masked(stats.entropy, batch), batch)

@@ -1,4 +1,4 @@
-"""A low-rank matrix beside a frozen one, arXiv:2106.09685; with a magnitude it is DoRA, arXiv:2402.09353."""
+"""LoRA adapters (arXiv:2106.09685) and, with a magnitude, DoRA (arXiv:2402.09353)."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ Product = Callable[[Array, Array], Array]
 
 
 class LoRAParam(nnx.Param):
-    """A parameter of an adapter: trained while the base stays frozen."""
+    """Trained adapter parameter; the base stays frozen."""
 
 
 class DropoutKey(nnx.Variable[Array]):
-    """Of the pass that a model is bound for; no part of its weights."""
+    """PRNG key of adapter dropout, set for one forward pass; not a weight."""
 
 
 class Adapter(nnx.Module):
-    """Makes gain * (W + scale A B) of a frozen W [in, out]; the gain, one number per output, is 1 without a magnitude.
+    """LoRA or DoRA adapter: gain * (W + scale A B) of a frozen W [in, out]; the gain per output is 1 without a
+    magnitude.
 
-    With one it is (|W| + magnitude) / |W + scale A B|, where |.| is the norm over `in` and the denominator carries no
-    gradient (section 4.3 of DoRA). The magnitude is thus what training adds to |W|: like B, 0 stands for the base.
+    With a magnitude (DoRA) it is (|W| + magnitude) / |W + scale A B|, where |.| is the norm over `in` and the
+    denominator carries no gradient (section 4.3 of DoRA). The magnitude parameter is the difference to |W|: like B, 0
+    is the base model.
 
-    Arrays have the leading dimensions of W. `lora_scale` is 0 in layers that have no adapter.
+    Arrays have the leading dimensions of W. `lora_scale` is 0 in layers without an adapter.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class Adapter(nnx.Module):
         self.fixed_gain: Any = nnx.data(None)
 
     def down(self, x: Float[Array, "*B in"], product: Product = matmul) -> Float[Array, "*B r"]:
-        """x A, where in training parts of x are dropped."""
+        """x A, with dropout on x in training."""
         if self.key is not None:
             kept = jax.random.bernoulli(self.key[...], 1.0 - self.dropout, x.shape)
             x = jnp.where(kept, x / (1.0 - self.dropout), jnp.zeros((), x.dtype))
@@ -63,7 +65,7 @@ class Adapter(nnx.Module):
         product: Product = matmul,
         group: Int[Array, " B"] | None = None,
     ) -> Float[Array, "*B out"]:
-        """The whole output from y = x W and low = x A; `group`: of which expert each row is."""
+        """Adapted output from y = x W and low = x A; `group`: expert of each row."""
         y = y + product(low.astype(y.dtype), self.scaled_b(y.dtype))
         if self.lora_magnitude is None:
             return y
@@ -71,7 +73,7 @@ class Adapter(nnx.Module):
         return y * (gain.at[group].get(mode="clip") if group is not None else _as_row(gain, y.ndim))
 
     def scaled_b(self, dtype: DTypeLike) -> Float[Array, "*L r out"]:
-        """scale * B: the scale costs least there."""
+        """scale * B: the cheapest factor to scale."""
         b = self.lora_b[...].astype(jnp.float32)
         return (b * _trailing(self.lora_scale[...], b.ndim)).astype(dtype)
 
@@ -81,7 +83,7 @@ class Adapter(nnx.Module):
         return jnp.matmul(a, self.scaled_b(a.dtype), precision=jax.lax.Precision.HIGHEST)
 
     def gain(self, kernel: Float[Array, "*L in out"]) -> Float[Array, "*L out"]:
-        """In float32. Without forming W + scale A B: |W|^2 + 2 sum B (A^T W) + sum B (A^T A B)."""
+        """DoRA gain in float32, without forming W + scale A B: |W|^2 + 2 sum B (A^T W) + sum B (A^T A B)."""
         if self.fixed_gain is not None:
             return self.fixed_gain[...]
         a, b = (jax.lax.stop_gradient(x) for x in (self.lora_a[...].astype(jnp.float32), self.scaled_b(jnp.float32)))
@@ -94,20 +96,20 @@ class Adapter(nnx.Module):
         return jnp.where(usable, magnitude / jnp.where(usable, norm, 1.0), 1.0)
 
     def fix_gain(self, kernel: Float[Array, "*L in out"]) -> None:
-        """Compute the gain here, once, rather than at every call: kernel and adapter stay as they are."""
+        """Precompute the gain, for kernel and adapter that no longer change, instead of recomputing it per call."""
         if self.lora_magnitude is not None:
             dims = self.lora_magnitude.get_metadata("dims")
             self.fixed_gain = nnx.Variable(self.gain(kernel), dims=dims)
 
     def merged(self, kernel: Float[Array, "*L in out"]) -> Float[Array, "*L in out"]:
-        """gain * (W + scale A B), computed in float32, in the type of W."""
+        """gain * (W + scale A B), computed in float32 and returned in the dtype of W."""
         wide = kernel.astype(jnp.float32) + self.delta()
         if self.lora_magnitude is not None:
             wide = wide * self.gain(kernel)[..., None, :]
         return wide.astype(kernel.dtype)
 
     def unmerged(self, kernel: Float[Array, "*L in out"]) -> Float[Array, "*L in out"]:
-        """W of what `merged` returned; of DoRA the gain must have been fixed before."""
+        """Recover W from the result of `merged`; for DoRA the gain must have been fixed before merging."""
         wide = kernel.astype(jnp.float32)
         if self.lora_magnitude is not None:
             assert self.fixed_gain is not None
@@ -116,7 +118,7 @@ class Adapter(nnx.Module):
 
 
 def column_norms(kernel: Float[Array, "*L in out"]) -> Float[Array, "*L out"]:
-    """|W| in float32."""
+    """Norm of each column (over `in`) in float32."""
     return jnp.sqrt(jnp.sum(jnp.square(kernel.astype(jnp.float32)), axis=-2))
 
 
@@ -125,7 +127,7 @@ def _dot(x: Float[Array, "*L i j"], y: Float[Array, "*L j k"]) -> Float[Array, "
 
 
 def _trailing(scale: Float[Array, "*L"], ndim: int) -> Array:
-    """With dimensions of 1 behind, `ndim` in all."""
+    """Append dimensions of 1 up to `ndim`."""
     return scale.reshape(scale.shape + (1,) * (ndim - scale.ndim))
 
 
@@ -138,14 +140,14 @@ def has_dropout(model: nnx.Module) -> bool:
 
 
 def without_dropout(model: nnx.Module) -> None:
-    """Let the adapters see all of their inputs, also in training."""
+    """Disable adapter dropout."""
     for _, node in nnx.iter_graph(model):
         if isinstance(node, Adapter):
             node.dropout = 0.0
 
 
 def drop(model: nnx.Module, key: Array) -> None:
-    """Let the adapters of a model, bound for one training pass, drop parts of their inputs: each layer other parts."""
+    """Enable adapter dropout for one training pass, with a separate key per layer."""
     nodes = ((".".join(map(str, path)), node) for path, node in nnx.iter_graph(model) if isinstance(node, Adapter))
     found = dict(sorted({path: node for path, node in nodes if node.dropout > 0.0}.items()))
     for index, adapter in enumerate(found.values()):

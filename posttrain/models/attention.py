@@ -1,4 +1,4 @@
-"""Grouped-query attention: projections, norms, RoPE, cache, kernel."""
+"""Grouped-query attention layer: projections, norms, RoPE, KV cache, kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jax import Array
 from jaxtyping import Float
 
 from posttrain.models.config import AttentionConfig, ModelConfig
-from posttrain.models.context import Context, Place, Stored, StoredPages, Tape, attend, store
+from posttrain.models.forward_state import Context, ForwardState, LayerIndex, StoredKeys, StoredPages, attend, store
 from posttrain.models.layers import Init, Linear, RMSNorm, normal, param, rms_normed
 from posttrain.models.rope import apply_rope
 
@@ -32,36 +32,38 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm.of(model, repeats, dims[0], sizes[0], init) if c.qk_norm else None
         self.k_norm = RMSNorm.of(model, repeats, dims[1], sizes[1], init) if c.qk_norm and own_keys else None
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context, tape: Tape, place: Place) -> Float[Array, "B T D"]:
+    def __call__(
+        self, x: Float[Array, "B T D"], context: Context, state: ForwardState, index: LayerIndex
+    ) -> Float[Array, "B T D"]:
         c = self.config
-        tape.projected["q"] = q = self._heads(self.q(x), self.q_norm, c.num_heads)
+        state.projected["q"] = q = self._heads(self.q(x), self.q_norm, c.num_heads)
         if c.rope is not None:
             q = apply_rope(q, context.rope[c.rope], interleaved=c.rope.interleaved)
-        stored = self._keys_and_values(x, context, tape, place) if c.reuses is None else tape.kept[c.reuses]
+        stored = self._keys_and_values(x, context, state, index) if c.reuses is None else state.kept[c.reuses]
         if c.keeps is not None:
-            assert isinstance(stored, Stored), "ragged paged attention keeps nothing for later layers"
-            tape.kept[c.keeps] = stored
+            assert isinstance(stored, StoredKeys), "ragged paged attention cannot share keys and values between layers"
+            state.kept[c.keeps] = stored
         sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
-        out = attend(q, stored, context, tape, window=c.window, scale=c.scale, soft_cap=c.soft_cap, sinks=sinks)
+        out = attend(q, stored, context, state, window=c.window, scale=c.scale, soft_cap=c.soft_cap, sinks=sinks)
         return self.o(out.reshape(*x.shape[:2], -1))
 
     def _keys_and_values(
-        self, x: Float[Array, "B T D"], context: Context, tape: Tape, place: Place
-    ) -> Stored | StoredPages:
+        self, x: Float[Array, "B T D"], context: Context, state: ForwardState, index: LayerIndex
+    ) -> StoredKeys | StoredPages:
         c = self.config
         assert self.k is not None
         projected = self.k(x)
         k = self._heads(projected, self.k_norm, c.num_kv_heads)
         v = (projected if self.v is None else self.v(x)).reshape(*x.shape[:2], c.num_kv_heads, c.head_dim)
-        tape.projected |= {"k": k, "v": v}
+        state.projected |= {"k": k, "v": v}
         if c.rope is not None:
             k = apply_rope(k, context.rope[c.rope], interleaved=c.rope.interleaved)
         if c.value_norm:
             v = rms_normed(v, self.norm_eps).astype(v.dtype)
-        return store(k.swapaxes(1, 2), v.swapaxes(1, 2), context, tape, place)
+        return store(k.swapaxes(1, 2), v.swapaxes(1, 2), context, state, index)
 
     def _heads(self, x: Float[Array, "B T F"], norm: RMSNorm | None, heads: int) -> Float[Array, "B T N H"]:
-        """Split into heads, normed over all of them or over each."""
+        """Split into heads, with the norm over the whole projection or per head."""
         if norm is not None and self.config.qk_norm == "projection":
             x = norm(x)
         x = x.reshape(*x.shape[:2], heads, self.config.head_dim)

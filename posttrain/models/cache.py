@@ -1,4 +1,4 @@
-"""The key-value cache: one row per sequence, indexed by position."""
+"""KV cache with one row per sequence, indexed by position."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from posttrain.tree import pytree, replace, static
 
 @pytree
 class KVCache:
-    """Keys [R, B, K, H, S] and values [R, B, K, S, H] of each block of the stages' patterns, for its R repeats:
-    position p of row b stands at index p of S. So CPUs read both fastest. None: a block that reuses another's, or whose
-    values are part of its keys, which then stand as [R, B, K, S, H].
+    """KV cache: keys [R, B, K, H, S] and values [R, B, K, S, H] per block of the stages' patterns and its R repeats.
 
-    A position is written before it is first read, so what an earlier sequence left behind never shows.
+    Position p of row b is stored at index p of S. This layout is the fastest to read on CPU. None: the block reuses
+    another's keys and values, or its values are part of its keys (latent attention), stored as [R, B, K, S, H].
+
+    Each position is written before it is read, so stale values of an earlier sequence are never visible.
     """
 
     keys: tuple[Float[Array, "_R B _K _1 _2"] | None, ...]
     values: tuple[Float[Array, "_R B _K S _H"] | None, ...]
     fresh: bool = static(default=False)
-    """All rows begin with the tokens that come, one after the other: attention need not look into the cache for them,
-    and padding may be written, since a position is written again before it is read."""
+    """Prefill from position 0 in every row: attention uses the new keys and values only, and padding may be written,
+    since each position is overwritten before it is read."""
 
     @property
     def width(self) -> int:
-        """Positions of a row; attention reads all of them."""
+        """Positions per row; attention reads all of them."""
         return next(array for array in (*self.values, *self.keys) if array is not None).shape[3]
 
     def write(
@@ -45,11 +46,11 @@ class KVCache:
         def put(stored: tuple[Array | None, ...], new: Array, *, last: bool) -> tuple[Array | None, ...]:
             array = stored[slot]
             assert array is not None
-            if self.fresh:  # all places of the layer
+            if self.fresh:  # all positions of the layer
                 padded = jnp.pad(new, [(0, 0)] * 2 + [(0, self.width - new.shape[2]), (0, 0)]).astype(array.dtype)
                 changed = array.at[repeat].set(padded.swapaxes(2, 3) if last else padded)
             else:
-                # Row by row: with row numbers among the indices, XLA would bring all rows to every device.
+                # Row by row: with row numbers among the indices, XLA would gather all rows on every device.
                 place = partial(row, last=last)
                 changed = jax.vmap(place, in_axes=(1, 0, 0), out_axes=1)(array, new.swapaxes(1, 2), positions)
             return (*stored[:slot], changed, *stored[slot + 1 :])
@@ -71,7 +72,7 @@ class KVCache:
 
 
 def empty_cache(config: ModelConfig, rows: int, length: int, dtype: np.dtype, *, fresh: bool = False) -> KVCache:
-    """Zeros for `rows` sequences of up to `length` tokens."""
+    """Allocate zeros for `rows` sequences of up to `length` tokens."""
 
     keys: list[Array | None] = []
     values: list[Array | None] = []

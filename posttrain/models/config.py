@@ -1,4 +1,4 @@
-"""What a decoder is made of: static descriptions, made from a Hugging Face `config.json` by a family file."""
+"""Model configuration: static architecture descriptions that family files build from `config.json`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "swiglu_oai"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary position embedding, arXiv:2104.09864. `posttrain.models.rope` makes the frequencies of every kind."""
+    """Rotary position embedding, arXiv:2104.09864. `posttrain.models.rope` computes the frequencies of every type."""
 
     frequencies: tuple[float, ...]
-    """Radians per position of each rotated pair; dimensions of the head beyond the pairs stay as they are."""
+    """Radians per position of each rotated pair; head dimensions beyond the pairs are not rotated."""
     magnitude: float = 1.0
-    """Multiplies the rotated vectors: YaRN's and LongRoPE's attention factor."""
+    """Factor on rotated vectors: attention factor of YaRN and LongRoPE."""
     interleaved: bool = False
-    """The pairs are (x[2i], x[2i + 1]); else (x[i], x[i + pairs])."""
+    """Rotate pairs (x[2i], x[2i + 1]); otherwise (x[i], x[i + pairs])."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,69 +35,69 @@ class AttentionConfig:
     num_kv_heads: int
     head_dim: int
     rope: Rope | None
-    """None: the layer sees no positions."""
+    """Position embedding; None: NoPE."""
     scale: float
-    """Of the products of queries and keys."""
+    """Factor on the products of queries and keys."""
     window: int | None = None
-    """Tokens visible, itself included; None: all."""
+    """Sliding window in tokens, including the query's own; None: full attention."""
     soft_cap: float | None = None
-    """Logits become cap * tanh(logits / cap)."""
+    """Soft cap: logits become cap * tanh(logits / cap)."""
     sinks: bool = False
-    """A learned logit per head takes part in the softmax and has no value."""
+    """Attention sinks: a learned logit per head in the softmax, without a value."""
     qk_norm: Literal["head", "projection"] | None = None
-    """RMSNorm of queries and keys before RoPE, over each head or over the whole projection."""
+    """RMSNorm of queries and keys before RoPE, per head or over the whole projection."""
     value_norm: bool = False
-    """RMSNorm without a scale over each head's values."""
+    """RMSNorm without scale over each head's values."""
     keys_as_values: bool = False
-    """The projection of the keys serves as that of the values."""
+    """Use the key projection as the value projection."""
     qkv_bias: bool = False
     out_bias: bool = False
     keeps: str | None = None
-    """Under this name later layers reuse this layer's keys and values."""
+    """Name under which later layers reuse this layer's keys and values."""
     reuses: str | None = None
-    """The layer has no keys and values of its own but takes those kept under this name."""
+    """Name of the stored keys and values to use; the layer has none of its own."""
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """Heads and the size of one, of the layer's own queries, keys and values."""
+        """Number and size of heads of the layer's own queries, keys and values."""
         kv = (self.num_kv_heads, self.head_dim)
         return {"q": (self.num_heads, self.head_dim), **({} if self.reuses else {"k": kv, "v": kv})}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttentionConfig:
-    """Multi-head latent attention of DeepSeek-V2, arXiv:2405.04434, section 2.1."""
+    """Multi-head latent attention (MLA) of DeepSeek-V2, arXiv:2405.04434, section 2.1."""
 
     num_heads: int
     q_rank: int | None
-    """None: queries are projected directly."""
+    """Rank of the query projection; None: full-rank."""
     kv_rank: int
     nope_dim: int
-    """Dimensions of a head without positions; `rope_dim` more have them."""
+    """Head dimensions without RoPE; `rope_dim` more have it."""
     rope_dim: int
     value_dim: int
     rope: Rope
     scale: float
     norm_eps: float
-    """Of the norms of both latents, whatever the model's other norms have."""
+    """Epsilon of both latents' norms, independent of the model's other norms."""
     bias: bool = False
     window: int | None = None
 
     @property
     def num_kv_heads(self) -> int:
-        """Of what the cache holds: the latents, which all heads share."""
+        """KV heads in the cache: one, the latent shared by all heads."""
         return 1
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """Heads and the size of one, of queries and keys without their rotary parts, and of values."""
+        """Number and size of heads of queries and keys without their RoPE part, and of values."""
         sizes = {"q": self.nope_dim, "k": self.nope_dim, "v": self.value_dim}
         return {name: (self.num_heads, size) for name, size in sizes.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig:
-    """Gated: down(activation(gate x) * up x)."""
+    """Gated MLP: down(activation(gate x) * up x)."""
 
     dim: int
     activation: Activation = "silu"
@@ -106,35 +106,35 @@ class MLPConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """Which experts a token goes to, and with what weights."""
+    """MoE router: expert selection and weights."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalize: bool = True
-    """The weights of the chosen experts sum to 1 (before `scale`)."""
+    """Normalize the weights of the selected experts to sum 1 (before `scale`)."""
     scale: float = 1.0
     bias: bool = False
-    """A bias in the router's projection."""
+    """Bias in the router's projection."""
     correction: bool = False
-    """A bias per expert that takes part in the choice only, arXiv:2408.15664."""
+    """Bias per expert used for selection only (bias correction), arXiv:2408.15664."""
     num_groups: int = 1
     top_groups: int = 1
-    """Experts are chosen within the groups whose two best scores have the largest sums, arXiv:2412.19437."""
+    """Number of groups selected, by the sum of their two best scores, before experts; arXiv:2412.19437."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """A mixture of gated MLPs; every token goes to `top_k` of them, none is dropped."""
+    """Mixture of experts of gated MLPs; every token is routed to `top_k` of them, no token is dropped."""
 
     num_experts: int
     top_k: int
     expert: MLPConfig
     router: RouterConfig
     shared: MLPConfig | None = None
-    """An expert that every token goes to."""
+    """Shared expert applied to every token."""
     shared_gate: bool = False
-    """The shared expert's output is multiplied by sigmoid(gate x)."""
+    """Multiply the shared expert's output by sigmoid(gate x)."""
     swiglu_limit: float | None = None
-    """Bound of what the activation `swiglu_oai` gets."""
+    """Clipping bound of the inputs of the activation `swiglu_oai`."""
 
     def __post_init__(self) -> None:
         groups, chosen, experts = self.router.num_groups, self.router.top_groups, self.num_experts
@@ -144,26 +144,26 @@ class MoEConfig:
             raise ConfigError(f"topk_group={chosen} must be from 1 to n_group={groups}")
         if not 1 <= self.top_k <= chosen * (experts // groups):
             raise ConfigError(
-                f"num_experts_per_tok={self.top_k} must be from 1 to {chosen * (experts // groups)}, the experts that "
-                "there are to choose from"
+                f"num_experts_per_tok={self.top_k} must be from 1 to {chosen * (experts // groups)}, the experts in "
+                "the selected groups"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """What may differ between layers."""
+    """Per-layer configuration."""
 
     attention: AttentionConfig | LatentAttentionConfig
     mlp: MLPConfig | MoEConfig
     norms: Literal["pre", "post", "sandwich"] = "pre"
-    """Where the norms stand: before attention and MLP, after them (before the residual sum), or both."""
+    """Norm placement: before attention and MLP, after them (before the residual sum), or both."""
     residual_scale: float = 1.0
-    """Multiplies what attention and MLP add."""
+    """Factor on the outputs of attention and MLP."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
-    """A short pattern of blocks, repeated: (5 local + 1 global) x n."""
+class StageConfig:
+    """Short pattern of blocks, repeated: (5 local + 1 global) x n."""
 
     blocks: tuple[BlockConfig, ...]
     repeats: int
@@ -175,24 +175,24 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerInputsConfig:
-    """What each layer gets of the tokens beside the residual stream."""
+    """Per-layer token inputs beside the residual stream (Gemma 3n and 4)."""
 
     vocab_size: int
     dim: int
-    """Of what one layer gets."""
+    """Input size per layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     model_type: str
-    """The Hugging Face `model_type`, which is the name of the family's file."""
+    """Hugging Face `model_type`: the name of the family's file."""
     vocab_size: int
     """Rows of the embedding."""
     embed_dim: int
     norm_eps: float
     tie_embeddings: bool
     max_positions: int
-    stages: tuple[Stage, ...]
+    stages: tuple[StageConfig, ...]
     initializer_range: float = 0.02
     norm_offset: float = 0.0
     """RMSNorm multiplies by offset + scale."""
@@ -200,19 +200,19 @@ class ModelConfig:
     logits_scale: float = 1.0
     logits_soft_cap: float | None = None
     num_tokens: int | None = None
-    """Ids from here on are padding of the embedding: they have no token, and their probability is 0 for trainer and
-    sampler alike. None: every row has a token."""
+    """Number of ids with a token: embedding rows from here on are padding with probability 0 in trainer and sampler.
+    None: every row has a token."""
     layer_inputs: LayerInputsConfig | None = None
     scalar_head: bool = False
-    """One number per token in place of logits: a reward model."""
+    """Scalar head instead of logits (one number per token): a reward model."""
     further_layers: int = 0
-    """Layers that a checkpoint has after the last, for predicting more than the next token: they are not loaded."""
+    """Multi-token prediction layers of the checkpoint after the last layer; not loaded."""
     hf_json: str = "{}"
-    """The `config.json` of the model, as text: `save_model` writes it."""
+    """`config.json` of the model as text; written by `save_model`."""
     generation_json: str = "{}"
-    """The `generation_config.json` that the model came with, as text: `save_model` writes it."""
+    """`generation_config.json` of the model as text; written by `save_model`."""
     block: type[nnx.Module] | None = None
-    """The family's own kind of block; None: `posttrain.models.decoder.Block`."""
+    """Family-specific block class; None: `posttrain.models.decoder.Block`."""
 
     @property
     def num_layers(self) -> int:
@@ -220,39 +220,39 @@ class ModelConfig:
 
     @property
     def blocks(self) -> tuple[BlockConfig, ...]:
-        """One entry per layer, in order."""
+        """Configuration of each layer, in order."""
         return tuple(block for stage in self.stages for _ in range(stage.repeats) for block in stage.blocks)
 
     @property
     def mixtures(self) -> tuple[MoEConfig, ...]:
-        """Of the layers that are mixtures of experts, in order."""
+        """Configuration of each MoE layer, in order."""
         return tuple(block.mlp for block in self.blocks if isinstance(block.mlp, MoEConfig))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """How a model is computed: speed and memory depend on it, the function does not (but for rounding)."""
+    """Compute options: they change speed and memory, not the function (except for rounding)."""
 
     dtype: np.dtype
-    """Of activations and matrix products."""
+    """Dtype of activations and matrix products."""
     remat: Remat = "none"
     attention: AttentionKernel = "auto"
     decode_attention: DecodeAttention = "auto"
     grouped_matmul: GroupedKernel = "auto"
     mesh: Mesh | None = None
-    """Where the weights lie, for kernels that GSPMD cannot split; None: one device."""
+    """Mesh of the weights, for kernels that GSPMD cannot partition; None: one device."""
 
     @classmethod
     def of(cls, dtype: DTypeLike) -> Compute:
         return cls(dtype=jnp.dtype(dtype))
 
 
-def stages_of(blocks: tuple[BlockConfig, ...]) -> tuple[Stage, ...]:
-    """The shortest repeating pattern of the layers as stages; a remainder becomes stages of its own."""
-    stages: list[Stage] = []
+def stages_of(blocks: tuple[BlockConfig, ...]) -> tuple[StageConfig, ...]:
+    """Group layers into stages by the shortest repeating pattern; a remainder becomes separate stages."""
+    stages: list[StageConfig] = []
     while blocks:
         period, repeats = _best_pattern(blocks)
-        stages.append(Stage(blocks=blocks[:period], repeats=repeats))
+        stages.append(StageConfig(blocks=blocks[:period], repeats=repeats))
         blocks = blocks[period * repeats :]
     return tuple(stages)
 

@@ -1,8 +1,8 @@
-"""The one decoder: embedding, stages of blocks, final norm, head."""
+"""Decoder-only transformer for all families: embedding, stages of blocks, final norm, head; rematerialization."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -15,30 +15,40 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
 from posttrain.batch import RouterStats
-from posttrain.kernels.layout import computed_once, layers_of
+from posttrain.config import Remat
+from posttrain.kernels.layout import computed_once, unstack_layers
 from posttrain.models.attention import Attention
 from posttrain.models.cache import KVCache
-from posttrain.models.config import BlockConfig, Compute, LatentAttentionConfig, ModelConfig, MoEConfig, Rope
-from posttrain.models.config import Stage as StageConfig
-from posttrain.models.context import Context, Place, Routing, Stored, Tape
+from posttrain.models.config import (
+    BlockConfig,
+    Compute,
+    LatentAttentionConfig,
+    ModelConfig,
+    MoEConfig,
+    Rope,
+    StageConfig,
+)
+from posttrain.models.forward_state import Context, ForwardState, LayerIndex, Routing, StoredKeys
 from posttrain.models.heads import ScalarHead
 from posttrain.models.latent import LatentAttention
 from posttrain.models.layers import MLP, Adaptable, Embedding, Init, LayerInputs, Linear, RMSNorm
 from posttrain.models.moe import MoE
 from posttrain.models.pages import PagedCache
-from posttrain.models.remat import BLOCK_INPUT, rematerialized
 from posttrain.models.rope import Tables, rope_tables
-from posttrain.models.taps import HIDDEN, Features, Given, StageTaps, Taps
+from posttrain.models.taps import HIDDEN, Features, StageTaps, TapArrays, Taps
 
 SPLIT_LAYERS_ON_CPU = 32
-"""Up to this depth decoding on a CPU unrolls the layers: a scan copies weights and cache at every token."""
+"""Maximum depth up to which CPU decoding unrolls the layers: a scan copies weights and cache at every token."""
 
 NO_TOKEN = -1e30
-"""Logit of an id without a token: its probability is 0, also where it is multiplied by the logit."""
+"""Logit of an id without a token: probability 0, finite so that its product with the probability is 0."""
+
+BLOCK_INPUT = "block_input"
+"""Checkpoint name of each block's input."""
 
 
 class Block(nnx.Module):
-    """A residual block."""
+    """Residual block: attention and MLP (or MoE) with their norms."""
 
     def __init__(self, config: BlockConfig, model: ModelConfig, repeats: int, init: Init):
         self.config = config
@@ -60,11 +70,13 @@ class Block(nnx.Module):
             else MLP(config.mlp, repeats, model.embed_dim, init)
         )
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context, tape: Tape, place: Place) -> Float[Array, "B T D"]:
+    def __call__(
+        self, x: Float[Array, "B T D"], context: Context, state: ForwardState, index: LayerIndex
+    ) -> Float[Array, "B T D"]:
         inputs = x if self.attention_norm is None else self.attention_norm(x)
-        x = self._add(x, self.attention(inputs, context, tape, place), self.attention_post_norm)
+        x = self._add(x, self.attention(inputs, context, state, index), self.attention_post_norm)
         inputs = x if self.mlp_norm is None else self.mlp_norm(x)
-        out = self.mlp(inputs, context, tape, place) if isinstance(self.mlp, MoE) else self.mlp(inputs)
+        out = self.mlp(inputs, context, state, index) if isinstance(self.mlp, MoE) else self.mlp(inputs)
         return self._add(x, out, self.mlp_post_norm)
 
     def _add(self, x: Float[Array, "B T D"], new: Float[Array, "B T D"], norm: RMSNorm | None) -> Float[Array, "B T D"]:
@@ -73,23 +85,23 @@ class Block(nnx.Module):
         return x + (new if scale == 1.0 else new * jnp.asarray(scale, new.dtype))
 
 
-class Passed(NamedTuple):
-    """What goes from layer to layer."""
+class LayerCarry(NamedTuple):
+    """Values passed from layer to layer."""
 
     x: Float[Array, "B T D"]
     cache: KVCache | PagedCache | None
-    kept: dict[str, Stored]
+    kept: dict[str, StoredKeys]
 
 
-RoutingOf = list[tuple[RouterStats, Int[Array, "B T k"]]]
-Carry = tuple[Passed, list[Given]]
-"""From repeat to repeat of a stage: also what is tapped so far."""
+BlockRouting = list[tuple[RouterStats, Int[Array, "B T k"]]]
+ScanCarry = tuple[LayerCarry, list[TapArrays]]
+"""Scan carry over the repeats of a stage: layer carry and collected activations."""
 
 
-class Stage(nnx.Module):
-    """The blocks of a pattern, each holding the stacked weights of all its repeats."""
+class DecoderStage(nnx.Module):
+    """Blocks of one pattern, each with the stacked weights of all repeats."""
 
-    def __init__(self, config: StageConfig, model: ModelConfig, first: Place, init: Init):
+    def __init__(self, config: StageConfig, model: ModelConfig, first: LayerIndex, init: Init):
         self.repeats = config.repeats
         self.first = first
         self.moe = tuple(isinstance(block.mlp, MoEConfig) for block in config.blocks)
@@ -97,40 +109,45 @@ class Stage(nnx.Module):
         self.blocks = nnx.List([block_class(block, model, config.repeats, init) for block in config.blocks])
 
     def __call__(
-        self, passed: Passed, context: Context, *, unroll: bool
-    ) -> tuple[Passed, list[tuple[RouterStats, Int[Array, "R B T k"]]], Features]:
-        """The layers in order; also the routing of each mixture of experts in the pattern, stacked over the repeats,
-        and what is tapped."""
+        self, layer_carry: LayerCarry, context: Context, *, unroll: bool
+    ) -> tuple[LayerCarry, list[tuple[RouterStats, Int[Array, "R B T k"]]], Features]:
+        """Apply the layers in order.
+
+        Returns the carry, the routing of each MoE block in the pattern stacked over repeats, and the collected
+        activations.
+        """
         parts = [nnx.split(block) for block in self.blocks]
         taps = None
         if context.taps is not None:
             configs = [block.config for block in self.blocks]
             taps = StageTaps(context.taps, configs, self.repeats, int(self.first.layer))
 
-        def pattern(carry: Carry, inputs: tuple[list[Any], int | Array]) -> tuple[Carry, RoutingOf]:
-            passed, taken = carry
-            routing: RoutingOf = []
+        def pattern(carry: ScanCarry, inputs: tuple[list[Any], int | Array]) -> tuple[ScanCarry, BlockRouting]:
+            layer_carry, collected = carry
+            routing: BlockRouting = []
             for index, (graph, _) in enumerate(parts):
                 names = () if taps is None else taps.names(index)
-                passed, of_block, given = self._block(index, graph, passed, inputs[0][index], inputs[1], context, names)
-                routing += of_block
+                layer_carry, block_routing, tapped = self._block(
+                    index, graph, layer_carry, inputs[0][index], inputs[1], context, names
+                )
+                routing += block_routing
                 if taps is not None:
-                    taken = taps.put(taken, index, inputs[1], {HIDDEN: passed.x, **given})
-            return (passed, taken), routing
+                    collected = taps.put(collected, index, inputs[1], {HIDDEN: layer_carry.x, **tapped})
+            return (layer_carry, collected), routing
 
         weights = [state for _, state in parts]
-        carry: Carry = (passed, [] if taps is None else taps.empty(passed.x))
+        carry: ScanCarry = (layer_carry, [] if taps is None else taps.empty(layer_carry.x))
         if self.repeats > 1 and not unroll:
             carry, routing = jax.lax.scan(pattern, carry, (weights, jnp.arange(self.repeats, dtype=jnp.int32)))
         else:
             leaves, tree = jax.tree.flatten(weights)
-            layers = zip(*(layers_of(w, jnp.minimum(context.segments[0, 0], 0)) for w in leaves), strict=True)
-            # Traced once for all of several.
+            layers = zip(*(unstack_layers(w, jnp.minimum(context.segments[0, 0], 0)) for w in leaves), strict=True)
+            # Trace the pattern once for several repeats.
             one, number = (pattern, int) if self.repeats == 1 else (jax.jit(pattern), jnp.int32)
             routings = []
             for repeat, here in enumerate(layers):
-                carry, of_repeat = one(carry, (jax.tree.unflatten(tree, here), number(repeat)))
-                routings.append(of_repeat)
+                carry, repeat_routing = one(carry, (jax.tree.unflatten(tree, here), number(repeat)))
+                routings.append(repeat_routing)
             routing = jax.tree.map(lambda *repeats: jnp.stack(repeats), *routings)
         return carry[0], routing, {} if taps is None else taps.by_layer(carry[1])
 
@@ -138,47 +155,47 @@ class Stage(nnx.Module):
         self,
         index: int,
         graph: Any,
-        passed: Passed,
+        layer_carry: LayerCarry,
         weights: Any,
         repeat: int | Array,
         context: Context,
         names: Sequence[str],
-    ) -> tuple[Passed, RoutingOf, Given]:
-        """One layer, of which the backward pass keeps what the run's `remat` says; and what it hands out."""
+    ) -> tuple[LayerCarry, BlockRouting, TapArrays]:
+        """One layer under the run's `remat` policy, with its collected activations."""
 
-        def run(passed: Passed, weights: Any) -> tuple[Passed, RoutingOf, Given]:
-            tape = Tape(cache=passed.cache, kept=dict(passed.kept))
+        def run(layer_carry: LayerCarry, weights: Any) -> tuple[LayerCarry, BlockRouting, TapArrays]:
+            state = ForwardState(cache=layer_carry.cache, kept=dict(layer_carry.kept))
             block: Block = nnx.merge(graph, weights)
-            x = block(checkpoint_name(passed.x, BLOCK_INPUT), context, tape, self._place(index, repeat))
-            given = {name: tape.projected[name] for name in names if name != HIDDEN}
-            given = {name: heads.reshape(*heads.shape[:2], -1) for name, heads in given.items()}
-            return Passed(x, tape.cache, tape.kept), tape.routing, given
+            x = block(checkpoint_name(layer_carry.x, BLOCK_INPUT), context, state, self._layer_index(index, repeat))
+            tapped = {name: state.projected[name] for name in names if name != HIDDEN}
+            tapped = {name: heads.reshape(*heads.shape[:2], -1) for name, heads in tapped.items()}
+            return LayerCarry(x, state.cache, state.kept), state.routing, tapped
 
-        return rematerialized(run, context.compute.remat)(passed, weights)
+        return rematerialized(run, context.compute.remat)(layer_carry, weights)
 
-    def _place(self, index: int, repeat: int | Array) -> Place:
+    def _layer_index(self, index: int, repeat: int | Array) -> LayerIndex:
         before = sum(self.moe[:index])
-        return Place(
+        return LayerIndex(
             slot=self.first.slot + index,
             repeat=repeat,
             layer=self.first.layer + repeat * len(self.moe) + index,
             moe=self.first.moe + repeat * sum(self.moe) + before,
         )
 
-    def split_repeats(self) -> list[Stage]:
-        """One stage of a single repeat for each of its own, weights sliced out of the stacks."""
+    def split_repeats(self) -> list[DecoderStage]:
+        """Split into stages with one repeat each, slicing the stacked weights."""
         graph, weights = nnx.split(self)
         pieces = []
         for repeat in range(self.repeats):
             piece = nnx.merge(graph, jax.tree.map(lambda w, r=repeat: w[r : r + 1], weights))
             piece.repeats = 1
-            piece.first = self._place(0, repeat)
+            piece.first = self._layer_index(0, repeat)
             pieces.append(piece)
         return pieces
 
 
 class Decoder(nnx.Module):
-    """A decoder-only transformer; what differs between families is in `config`.
+    """Decoder-only transformer; families differ by `config`.
 
     >>> hidden, _ = model(tokens, positions, segments)  # doctest: +SKIP
     >>> logits = model.logits(hidden)  # doctest: +SKIP
@@ -187,12 +204,12 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, compute: Compute, *, dtype: np.dtype, rngs: nnx.Rngs):
         self.config = config
         self.compute = compute
-        self.unroll = False  # repeats of a pattern one after the other, and not in a loop
+        self.unroll = False  # unroll the repeats of a pattern instead of scanning
         init = Init(config.initializer_range, dtype, rngs)
         self.embed = Embedding(config.vocab_size, config.embed_dim, init, scale=config.embed_scale)
         self.layer_inputs = LayerInputs(config, config.layer_inputs, init) if config.layer_inputs else None
         self.stages = nnx.List(
-            [Stage(s, config, first, init) for s, first in zip(config.stages, first_places(config), strict=True)]
+            [DecoderStage(s, config, first, init) for s, first in zip(config.stages, first_layers(config), strict=True)]
         )
         self.final_norm = RMSNorm(
             (), "embed", config.embed_dim, eps=config.norm_eps, dtype=dtype, offset=config.norm_offset
@@ -209,7 +226,7 @@ class Decoder(nnx.Module):
         segments: Int[Array, "B T"],
         cache: KVCache | PagedCache | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache | PagedCache | None]:
-        """Hidden states after the final norm, ready for `logits`, and the cache with these tokens written into it."""
+        """Return hidden states after the final norm (input of `logits`) and the updated cache."""
         hidden, cache, _ = self.forward(tokens, positions, segments, cache)
         return hidden, cache
 
@@ -224,10 +241,10 @@ class Decoder(nnx.Module):
         noise: Float[Array, "B T D"] | None = None,
         parents: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache | PagedCache | None, Routing | None]:
-        """As calling the model, and the routing of its mixtures of experts (None: it has none).
+        """Forward pass that also returns the MoE routing (None: the model has no MoE layer).
 
-        `experts`: those to use, such as the ones that a sampler used; the router chooses where they are negative.
-        `noise` is added to the embedded tokens. `parents`: as `Batch` has them; not with a cache.
+        `experts`: routing to replay, such as the sampler's; the router chooses where negative. `noise` is added to the
+        token embeddings. `parents`: as in `Batch`; not with a cache.
         """
         return self._forward(tokens, positions, segments, cache, None, experts, noise, parents)[:3]
 
@@ -242,9 +259,9 @@ class Decoder(nnx.Module):
         noise: Float[Array, "B T D"] | None = None,
         parents: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Routing | None, Features]:
-        """As `forward` without a cache, and what layers hand out."""
-        hidden, _, routing, found = self._forward(tokens, positions, segments, None, taps, experts, noise, parents)
-        return hidden, routing, found
+        """Forward pass without a cache that also returns collected activations."""
+        hidden, _, routing, collected = self._forward(tokens, positions, segments, None, taps, experts, noise, parents)
+        return hidden, routing, collected
 
     def _forward(
         self,
@@ -257,7 +274,7 @@ class Decoder(nnx.Module):
         noise: Float[Array, "B T D"] | None,
         parents: Int[Array, "B T"] | None,
     ) -> tuple[Float[Array, "B T D"], KVCache | PagedCache | None, Routing | None, Features]:
-        assert cache is None or parents is None, "a row of the cache is one sequence"
+        assert cache is None or parents is None, "a cache row holds one sequence; parents need packed rows"
         x = self.embed(tokens, self.compute.dtype)
         if noise is not None:
             x = x + noise.astype(x.dtype)
@@ -277,25 +294,25 @@ class Decoder(nnx.Module):
             layer_inputs=None if self.layer_inputs is None else self.layer_inputs(tokens, x),
             taps=taps,
         )
-        passed, routings, features = Passed(x, cache, {}), [], Features()
+        layer_carry, routings, features = LayerCarry(x, cache, {}), [], Features()
         for stage in self.stages:
-            passed, routing, found = stage(passed, context, unroll=self.unroll)
-            features |= found
+            layer_carry, routing, collected = stage(layer_carry, context, unroll=self.unroll)
+            features |= collected
             if routing:
                 # [R, pattern, ...] -> [layers, ...]
                 stacked = jax.tree.map(lambda *blocks: jnp.stack(blocks, axis=1), *routing)
                 routings.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked))
-        hidden = self.final_norm(passed.x)
+        hidden = self.final_norm(layer_carry.x)
         if not routings:
-            return hidden, passed.cache, None, features
+            return hidden, layer_carry.cache, None, features
         stats, chosen = jax.tree.map(lambda *stages: jnp.concatenate(stages), *routings)
-        return hidden, passed.cache, Routing(experts=chosen, stats=stats), features
+        return hidden, layer_carry.cache, Routing(experts=chosen, stats=stats), features
 
     def for_decoding(self) -> Decoder:
-        """The same function, for a loop over single tokens; call it outside of the loop, under `jit`.
+        """Return a copy for a decoding loop over single tokens; call it outside the loop, under `jit`.
 
-        On CPU the slices of stacked weights are real copies, so they are made once here instead of at every token, as
-        are the norms of DoRA everywhere. The cache must be one for `decoding_config`.
+        On CPU slices of stacked weights are copies, so they are made once here instead of per token, as are the DoRA
+        gains on all platforms. The cache must be allocated for `decoding_config`.
         """
         config = decoding_config(self.config)
         sliced = nnx.merge(*nnx.split(self))
@@ -305,15 +322,15 @@ class Decoder(nnx.Module):
         if config is self.config:
             return sliced
         sliced.stages = nnx.List([piece for stage in sliced.stages for piece in stage.split_repeats()])
-        for stage, first in zip(sliced.stages, first_places(config), strict=True):
+        for stage, first in zip(sliced.stages, first_layers(config), strict=True):
             stage.first = first
         sliced.config = config
         return sliced
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """float32 logits; for log-probabilities of long rows use `token_stats`, which never holds all of them."""
+        """float32 logits; for log-probabilities of long rows use `token_stats`, which works in chunks."""
         c = self.config
-        assert self.score is None, "a reward model has scores, no logits"
+        assert self.score is None, "a reward model has scores instead of logits"
         logits = self.embed.logits(hidden) if self.head is None else self.head.logits(hidden)
         if c.logits_scale != 1.0:
             logits = logits * c.logits_scale
@@ -324,34 +341,55 @@ class Decoder(nnx.Module):
         return logits
 
     def scores(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-        """The scalar head's float32 number of every token, which tells of all up to it."""
+        """float32 score of every token from the scalar head, which depends on all tokens up to it."""
         assert self.score is not None, "only a reward model has scores"
         return self.score(hidden)
 
 
 def _ropes(config: ModelConfig) -> dict[Rope, None]:
-    """Those that differ, in order: tables made for every layer would be traced for every layer."""
+    """Distinct RoPE configurations in order, so that each table is traced once, not per layer."""
     blocks = (block for stage in config.stages for block in stage.blocks)
     return dict.fromkeys(rope for block in blocks if (rope := block.attention.rope))
 
 
-def first_places(config: ModelConfig) -> list[Place]:
-    """Where the first layer of each stage stands."""
-    places, place = [], Place(0, 0, 0, 0)
+def first_layers(config: ModelConfig) -> list[LayerIndex]:
+    """Layer indices of the first layer of each stage."""
+    firsts, index = [], LayerIndex(0, 0, 0, 0)
     for stage in config.stages:
-        places.append(place)
+        firsts.append(index)
         moe = sum(isinstance(block.mlp, MoEConfig) for block in stage.blocks)
-        place = Place(
-            place.slot + len(stage.blocks), 0, place.layer + stage.num_layers, place.moe + moe * stage.repeats
+        index = LayerIndex(
+            index.slot + len(stage.blocks), 0, index.layer + stage.num_layers, index.moe + moe * stage.repeats
         )
-    return places
+    return firsts
 
 
 def decoding_config(config: ModelConfig) -> ModelConfig:
-    """The stages of `Decoder.for_decoding` on this platform."""
+    """Configuration of `Decoder.for_decoding` on this platform."""
     if jax.default_backend() != "cpu" or config.num_layers > SPLIT_LAYERS_ON_CPU:
         return config
     if all(stage.repeats == 1 for stage in config.stages):
         return config
     stages = tuple(replace(s, repeats=1) for s in config.stages for _ in range(s.repeats))
     return replace(config, stages=stages)
+
+
+def rematerialized(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    """Wrap `function` with a policy: `none` saves everything, `full` only its inputs, `dots` matrix products, `offload`
+    its inputs in host memory."""
+    policies = jax.checkpoint_policies
+    if remat == "none":
+        return function
+    if remat == "full":
+        return jax.checkpoint(function)
+    if remat == "dots":
+        return jax.checkpoint(function, policy=policies.checkpoint_dots_with_no_batch_dims)
+    return jax.checkpoint(
+        function,
+        policy=policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[BLOCK_INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    )

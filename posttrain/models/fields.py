@@ -1,4 +1,4 @@
-"""The fields of a `config.json`, read by type; what was read is remembered."""
+"""Typed reader of `config.json` that records the fields read."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ POSITIVE = frozenset(
         *("kv_lora_rank", "q_lora_rank", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"),
     )
 )
-"""Numbers without which there is no model, in any family."""
+"""Fields that must be positive in every family."""
 
 
 class Fields:
-    """A JSON object. An explicit null counts as absent, but for `optional`."""
+    """JSON object with typed access. An explicit null counts as absent, except for `optional`."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json", *, long_context: bool = False):
         self.where = where
         self.long_context_used = False
         self._long_context = long_context
         self.read: dict[str, Any] = {}
-        """Every field that was asked for, with the value that the asker got."""
+        """Fields read so far, with the value returned."""
         self._values = {key: value for key, value in values.items() if value is not None}
         self._nulls = values.keys() - self._values.keys()
 
     @property
     def long_context(self) -> bool:
-        """Whether the run wants the factors for long sequences."""
+        """Return True if the run requests the factors for long sequences."""
         self.long_context_used = True
         return self._long_context
 
@@ -43,10 +43,11 @@ class Fields:
         return key in self._values
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """The value of the type `kind`, required where there is no default. ConfigError if absent or of another one."""
+        """Return the field as type `kind`; required without a default. Raises ConfigError if absent or of another
+        type."""
         value = self._values.get(key, default)
         if value is None:
-            raise ConfigError(f"{key}: the model's {self.where} must have it")
+            raise ConfigError(f"{key}: missing in the model's {self.where}")
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
@@ -57,14 +58,14 @@ class Fields:
         return value
 
     def optional(self, key: str, kind: type[T], default: T | None = None) -> T | None:
-        """The value; None where it is null, and without a default also where it is absent."""
+        """Return the field; None if it is null, or absent without a default."""
         if key in self or (default is not None and key not in self._nulls):
             return self.get(key, kind, default)
         self.read[key] = None
         return None
 
     def section(self, key: str) -> Fields:
-        """The object under `key`; an empty one where there is none."""
+        """Return the object under `key`; empty if absent."""
         values = self._values.get(key, {})
         if not isinstance(values, dict):
             raise ConfigError(f"{key}: must be an object, got {values!r}")
@@ -72,14 +73,14 @@ class Fields:
         return Fields(values, where=key)
 
     def refuse(self, key: str, *allowed: Any, why: str) -> None:
-        """ConfigError where `key` is present with another value than those allowed."""
+        """Raises ConfigError if `key` is present with a value other than `allowed`."""
         value = self._values.get(key)
         self.read[key] = value
         if value is not None and value not in allowed:
             raise ConfigError(f"{key}={value!r} is not supported: {why}")
 
     def refuse_unread(self, *, allowed: Iterable[str] = ()) -> None:
-        """ConfigError for a field that nobody asked for: it would be without effect."""
+        """Raises ConfigError for a field that was never read and hence would have no effect."""
         for key in self._values.keys() - self.read.keys() - set(allowed):
             where = "" if self.where == "config.json" else f"{self.where}: "
             raise ConfigError(f"{where}{key}: unknown field{did_you_mean(key, sorted(self.read))}")

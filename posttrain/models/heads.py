@@ -1,4 +1,4 @@
-"""A scalar head in place of the logits: one number for every token, for rewards and values."""
+"""Scalar heads for reward models and critics: one number per token instead of logits."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from posttrain.models.layers import Init, normal, param
 
 CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 WITHOUT_CLASSIFIER = ("gemma4_text", "granite", "glm4_moe")
-"""Families of which transformers has no sequence classifier, and so no form on disk."""
+"""Families without a sequence classifier in transformers, and so without a file format."""
 
 
 class ScalarHead(nnx.Module):
-    """x w: no bias, as sequence classifiers of one label in transformers."""
+    """Linear head x w without a bias, as in one-label sequence classifiers of transformers."""
 
     def __init__(self, embed_dim: int, init: Init):
         self.kernel = param(normal(init, (embed_dim, 1)), ("embed", "score"))
@@ -32,11 +32,11 @@ class ScalarHead(nnx.Module):
 
 
 def reward_config(config: ModelConfig) -> ModelConfig:
-    """The description of the same decoder as a sequence classifier of one label."""
+    """Return the configuration of the same decoder as a one-label sequence classifier (reward model)."""
     if config.scalar_head:
         return config
     if config.model_type in WITHOUT_CLASSIFIER:
-        raise ConfigError(f"model: transformers has no sequence classifier of {config.model_type}; use another family")
+        raise ConfigError(f"model: transformers has no sequence classifier for {config.model_type}; use another family")
     fields = json.loads(config.hf_json)
     names = fields.get("architectures") or []
     if len(names) != 1 or not names[0].endswith(CAUSAL):
@@ -46,9 +46,9 @@ def reward_config(config: ModelConfig) -> ModelConfig:
 
 
 def with_padding(config: ModelConfig, pad_id: int | None, stop_ids: Sequence[int]) -> ModelConfig:
-    """Name the token that transformers takes for padding: it reads the score at the last other token.
+    """Set the padding token, since transformers reads the score at the last non-padding token.
 
-    So none that ends a sequence; without one transformers takes a single sequence at a time, and says so.
+    A stop token is never used; without a padding token transformers accepts one sequence at a time and reports it.
     """
     fields = json.loads(config.hf_json)
     fields["pad_token_id"] = None if pad_id in stop_ids else pad_id
@@ -56,13 +56,13 @@ def with_padding(config: ModelConfig, pad_id: int | None, stop_ids: Sequence[int
 
 
 def is_classifier(fields: dict[str, object]) -> bool:
-    """Whether a `config.json` is of a sequence classifier. ConfigError for one of several labels."""
+    """Return True if a `config.json` is of a sequence classifier. Raises ConfigError for more than one label."""
     names = fields.get("architectures")
     if not isinstance(names, list) or not names or not str(names[0]).endswith(CLASSIFIER):
         return False
     labels = fields.get("id2label", {0: "", 1: ""})
     if not isinstance(labels, dict) or len(labels) != 1:
-        raise ConfigError(f"id2label: a reward model has one label, got {labels!r}")
+        raise ConfigError(f"id2label: a reward model needs exactly one label, got {labels!r}")
     return True
 
 

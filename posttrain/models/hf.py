@@ -1,4 +1,4 @@
-"""What families share: reading `config.json` into a description of the model."""
+"""Hugging Face `config.json` -> `ModelConfig`: family registry and helpers shared by family files."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-"""`hidden_act` -> ours."""
+"""`hidden_act` -> activation."""
 
 
 @runtime_checkable
 class Family(Protocol):
-    """What a file `families/<model_type>.py` has."""
+    """Interface of a family file `families/<model_type>.py`."""
 
     ARCHITECTURE: str
-    """Name of the transformers class, for `config.json`."""
+    """Class name in transformers, for `config.json`."""
     NAMES: Names
 
     def config_from_hf(self, hf: Fields) -> ModelConfig: ...
@@ -54,19 +54,19 @@ class Family(Protocol):
 
 @runtime_checkable
 class Wrapper(Protocol):
-    """What the file of a multimodal model has, of which we take the text part."""
+    """Interface of a multimodal model's file, of which only the text part is loaded."""
 
     def text_config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """The `config.json` of the text part."""
+        """Return the `config.json` of the text part."""
         ...
 
     def text_name(self, name: str) -> str | None:
-        """The text part's own name of a tensor; None: not part of it."""
+        """Return the text model's name of a tensor; None: not part of it."""
         ...
 
 
-_LINEAR = "its layers of linear attention keep a state in place of keys and values, which the decoder does not have"
-_STATE_SPACE = "its state-space layers keep a state in place of keys and values, which the decoder does not have"
+_LINEAR = "its linear attention layers need a recurrent state instead of keys and values, which the decoder lacks"
+_STATE_SPACE = "its state-space layers need a recurrent state instead of keys and values, which the decoder lacks"
 
 UNSUPPORTED: Mapping[str, str] = {
     "qwen3_next": f"{_LINEAR}; use a qwen3 or qwen3_moe",
@@ -82,17 +82,17 @@ UNSUPPORTED: Mapping[str, str] = {
     "bamba": _STATE_SPACE,
     "mamba": _STATE_SPACE,
     "mamba2": _STATE_SPACE,
-    "lfm2": "its layers of short convolutions keep a state, which the decoder does not have",
+    "lfm2": "its short convolution layers need a state, which the decoder lacks",
 }
-"""`model_type` that no family file can bring -> why."""
+"""`model_type` that no family file can support -> reason."""
 
 
 ADDED: dict[str, ModuleType] = {}
-"""Families from files of their own, by their full name."""
+"""Families registered from user files, by module name."""
 
 
 def add_families(folder: str | Path) -> None:
-    """Look for family files in this folder, too, after those of the package. ConfigError where there is no such folder.
+    """Add a folder to search for family files, after those of the package. Raises ConfigError if it does not exist.
 
     >>> add_families("no/such/folder")
     Traceback (most recent call last):
@@ -105,7 +105,7 @@ def add_families(folder: str | Path) -> None:
 
 
 def add_family(file: str | Path) -> None:
-    """Take the family of this name from a file. ConfigError where there is none, or the package has the family.
+    """Register a family from a file. Raises ConfigError if it does not exist, or the package has the family.
 
     >>> add_family("no/such/family.py")
     Traceback (most recent call last):
@@ -136,7 +136,7 @@ def _packaged() -> list[str]:
 
 
 def family_module(model_type: str) -> Any:
-    """The family's or wrapper's file. ConfigError for an unknown one."""
+    """Import the file of a family or wrapper. Raises ConfigError for an unknown one."""
     known = sorted({*_packaged(), *(name.rsplit(".", 1)[-1] for name in ADDED)})
     if model_type not in known:
         if model_type in UNSUPPORTED:
@@ -151,19 +151,19 @@ def family(model_type: str) -> Family:
 
 
 def text_part(hf: Mapping[str, Any]) -> tuple[dict[str, Any], Wrapper | None]:
-    """The `config.json` of the text model, and the wrapper that it came in."""
+    """Return the text model's `config.json` and its multimodal wrapper, if any."""
     module = family_module(Fields(hf).get("model_type", str))
     return (module.text_config(hf), module) if isinstance(module, Wrapper) else (dict(hf), None)
 
 
 class NoLongContext(ConfigError):
-    """`long_context` of a model that has nothing to choose."""
+    """Raised if `long_context` is set for a model with one set of RoPE factors."""
 
 
 def config_from_hf(hf: Mapping[str, Any], *, long_context: bool = False) -> ModelConfig:
-    """The description in a `config.json`, of whatever family. ConfigError where it asks for what we do not have.
+    """Parse a `config.json` of any family. Raises ConfigError for unsupported features.
 
-    `long_context`: use the factors for long sequences of a model with two sets; ConfigError where it has no such sets.
+    `long_context`: use the long-sequence factors of a model with two sets; raises NoLongContext if it has one set.
     """
     text, _ = text_part(hf)
     fields = Fields(text, long_context=long_context)
@@ -180,10 +180,10 @@ def config_from_hf(hf: Mapping[str, Any], *, long_context: bool = False) -> Mode
 
 
 NOT_WRITTEN = ("quantization_config", "auto_map")
-"""What does not hold for the files that we write: they are in full precision, and no code of the model's own."""
+"""Fields not written by `save_model`, which writes full precision and no custom code."""
 
 DEQUANTIZED: Mapping[str, Mapping[str, Any]] = {"mxfp4": {}, "fp8": {"fmt": "e4m3", "weight_block_size": [128, 128]}}
-"""`quant_method` of checkpoints whose weights become full ones on loading -> what else must be so."""
+"""`quant_method` of checkpoints that are dequantized on loading -> required values of other fields."""
 
 
 def _check_quantization(quantization: Mapping[str, Any] | None) -> None:
@@ -192,11 +192,11 @@ def _check_quantization(quantization: Mapping[str, Any] | None) -> None:
     method: Any = quantization.get("quant_method")
     if method not in DEQUANTIZED:
         raise ConfigError(
-            f"quantization_config: weights quantised by {method!r} are not supported, only {', '.join(DEQUANTIZED)}; "
+            f"quantization_config: weights quantized by {method!r} are not supported, only {', '.join(DEQUANTIZED)}; "
             "use a checkpoint of the same model with full weights"
         )
     for key, value in DEQUANTIZED[method].items():
-        # transformers does not write the format, of which there is one.
+        # transformers does not write the format, which has one value.
         if (found := quantization.get(key, value if key == "fmt" else None)) != value:
             raise ConfigError(
                 f"quantization_config: {method} with {key}={found} is not supported, only {value}; "
@@ -205,13 +205,14 @@ def _check_quantization(quantization: Mapping[str, Any] | None) -> None:
 
 
 NEUTRAL_KEYS = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "model_type")
-"""Fields of every `config.json`."""
+"""Fields of every `config.json` that no family needs to read."""
 
 
 def config_from_init(hf: Mapping[str, Any]) -> ModelConfig:
-    """The description of a model made from scratch. ConfigError for a field that its family does not read.
+    """Parse the configuration of a model initialized from scratch. Raises ConfigError for a field its family does not
+    read.
 
-    The `config.json` of the model names every field, so that another tool's defaults do not matter.
+    The resulting `config.json` has every field, so that other tools' defaults do not matter.
     """
     fields = Fields(hf)
     module = family(fields.get("model_type", str))
@@ -224,7 +225,7 @@ def config_from_init(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The `config.json` of a model."""
+    """Return the `config.json` of a model."""
     return cast(dict[str, Any], json.loads(config.hf_json))
 
 
@@ -236,7 +237,7 @@ def activation(hf: Fields, key: str = "hidden_act", default: str = "silu") -> Ac
 
 
 def layer_types(hf: Fields, default: Sequence[str]) -> list[str]:
-    """The type of each layer. ConfigError for another number of them and for unknown types."""
+    """Type of each layer. Raises ConfigError for a wrong count or unknown types."""
     kinds = hf.get("layer_types", list, list(default))
     if len(kinds) != len(default):
         raise ConfigError(f"layer_types: must name num_hidden_layers={len(default)} layers, got {len(kinds)}")
@@ -246,7 +247,7 @@ def layer_types(hf: Fields, default: Sequence[str]) -> list[str]:
 
 
 def qwen_windows(hf: Fields) -> list[int | None]:
-    """Sliding window of each layer, in the convention of Qwen2: the layers from `max_window_layers` on have it."""
+    """Sliding window of each layer as in Qwen2: layers from `max_window_layers` on have it."""
     num_layers = hf.get("num_hidden_layers", int)
     used, window = hf.get("use_sliding_window", bool, False), hf.optional("sliding_window", int, 4096)
     window = window if used else None
@@ -262,9 +263,9 @@ def qwen_windows(hf: Fields) -> list[int | None]:
 def attention_config(
     hf: Fields, *, rope: Rope | None, head_dim: int, default_kv_heads: int | None = None, **changes: Any
 ) -> AttentionConfig:
-    """Grouped-query attention; `changes` are fields of `AttentionConfig`, by default of plain causal attention.
+    """Grouped-query attention; `changes` override fields of plain causal attention.
 
-    `default_kv_heads`: where `num_key_value_heads` may be left out; null then stands for as many as queries.
+    `default_kv_heads`: default of `num_key_value_heads` where it may be absent; null means as many as query heads.
     """
     num_heads, key = hf.get("num_attention_heads", int), "num_key_value_heads"
     given = hf.get(key, int) if default_kv_heads is None else hf.optional(key, int, default_kv_heads)
@@ -278,7 +279,7 @@ def attention_config(
 
 
 def head_dim_of(hf: Fields) -> int:
-    """`head_dim`, by default an equal share of `hidden_size`."""
+    """`head_dim`, by default `hidden_size / num_attention_heads`."""
     return hf.get("head_dim", int, hf.get("hidden_size", int) // hf.get("num_attention_heads", int))
 
 
@@ -287,7 +288,7 @@ def mlp_config(hf: Fields, *, bias: bool = False, dim: str = "intermediate_size"
 
 
 def windowed(attention: AttentionConfig, windows: Sequence[int | None]) -> list[AttentionConfig]:
-    """The attention of each layer, where only the window differs."""
+    """Attention of each layer, differing only in the window."""
     return [replace(attention, window=window) for window in windows]
 
 
@@ -299,9 +300,9 @@ def decoder_config(
     block: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> ModelConfig:
-    """A decoder of these layers; `block`: fields of every `BlockConfig`.
+    """Decoder with these layers; `block`: fields of every `BlockConfig`.
 
-    `changes`: fields of `ModelConfig`, of which `norm_eps` and `tie_embeddings` are only defaults.
+    `changes`: fields of `ModelConfig`; `norm_eps` and `tie_embeddings` are only defaults for absent fields.
     """
     num_layers = hf.get("num_hidden_layers", int)
     if num_layers < 1:

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads come from one small latent per token."""
+"""Multi-head latent attention (MLA): keys and values of all heads are projections of one small latent per token."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from jax import Array
 from jaxtyping import Float
 
 from posttrain.models.config import LatentAttentionConfig, ModelConfig
-from posttrain.models.context import Context, Place, Stored, Tape, attend, store
+from posttrain.models.forward_state import Context, ForwardState, LayerIndex, StoredKeys, attend, store
 from posttrain.models.layers import Init, Linear, RMSNorm
 from posttrain.models.rope import apply_rope
 
 
 class LatentAttention(nnx.Module):
-    """DeepSeek-V2's, arXiv:2405.04434, section 2.1.
+    """Multi-head latent attention of DeepSeek-V2, arXiv:2405.04434, section 2.1.
 
-    The cache holds only the latents and the shared rotated key. Where rows begin, latents are expanded to keys and
-    values of every head; for what a cache holds the expansion moves into queries and outputs: the same sums, reordered.
+    The cache holds only latents and the shared rotated key. In prefill, latents are expanded to keys and values of
+    every head; in decoding the expansion is absorbed into queries and outputs: the same sums in another order.
     """
 
     def __init__(self, config: LatentAttentionConfig, model: ModelConfig, repeats: int, init: Init):
@@ -40,7 +40,9 @@ class LatentAttention(nnx.Module):
         out = c.num_heads * c.value_dim
         self.o = Linear(repeats, ("heads", "embed"), (out, model.embed_dim), init, bias=c.bias)
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context, tape: Tape, place: Place) -> Float[Array, "B T D"]:
+    def __call__(
+        self, x: Float[Array, "B T D"], context: Context, state: ForwardState, index: LayerIndex
+    ) -> Float[Array, "B T D"]:
         c = self.config
         rows, length, _ = x.shape
         q = self._queries(x).reshape(rows, length, c.num_heads, c.nope_dim + c.rope_dim)
@@ -49,10 +51,10 @@ class LatentAttention(nnx.Module):
         down = self.kv_down(x)
         latent = self.kv_norm(down[..., : c.kv_rank])
         k_rope = apply_rope(down[..., None, c.kv_rank :], tables, interleaved=interleaved)[:, :, 0]
-        if tape.cache is None or tape.fresh:
-            out = self._expanded(q_nope, q_rope, latent, k_rope, context, tape, place)
+        if state.cache is None or state.fresh:
+            out = self._expanded(q_nope, q_rope, latent, k_rope, context, state, index)
         else:
-            out = self._absorbed(q_nope, q_rope, latent, k_rope, context, tape, place)
+            out = self._absorbed(q_nope, q_rope, latent, k_rope, context, state, index)
         return self.o(out.reshape(rows, length, -1))
 
     def _queries(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
@@ -68,20 +70,20 @@ class LatentAttention(nnx.Module):
         latent: Float[Array, "B T R"],
         k_rope: Float[Array, "B T Hr"],
         context: Context,
-        tape: Tape,
-        place: Place,
+        state: ForwardState,
+        index: LayerIndex,
     ) -> Float[Array, "B T N Hv"]:
         c = self.config
         kv = self.kv(latent).reshape(*latent.shape[:2], c.num_heads, c.nope_dim + c.value_dim)
         shared = jnp.broadcast_to(k_rope[:, :, None], (*kv.shape[:3], c.rope_dim))
         keys = jnp.concatenate([kv[..., : c.nope_dim], shared], axis=-1)
         values = kv[..., c.nope_dim :]
-        tape.projected |= {"q": q_nope, "k": kv[..., : c.nope_dim], "v": values}
-        if tape.cache is not None:
-            store(self._cached(latent, k_rope), None, context, tape, place)
+        state.projected |= {"q": q_nope, "k": kv[..., : c.nope_dim], "v": values}
+        if state.cache is not None:
+            store(self._cached(latent, k_rope), None, context, state, index)
         segments = context.segments
-        stored = Stored(keys.swapaxes(1, 2), values.swapaxes(1, 2), context.positions, segments, segments)
-        return self._attend(jnp.concatenate([q_nope, q_rope], axis=-1), stored, context, tape)
+        stored = StoredKeys(keys.swapaxes(1, 2), values.swapaxes(1, 2), context.positions, segments, segments)
+        return self._attend(jnp.concatenate([q_nope, q_rope], axis=-1), stored, context, state)
 
     def _absorbed(
         self,
@@ -90,22 +92,22 @@ class LatentAttention(nnx.Module):
         latent: Float[Array, "B T R"],
         k_rope: Float[Array, "B T Hr"],
         context: Context,
-        tape: Tape,
-        place: Place,
+        state: ForwardState,
+        index: LayerIndex,
     ) -> Float[Array, "B T N Hv"]:
         c = self.config
         up = self.kv.weight(q_nope.dtype).reshape(c.kv_rank, c.num_heads, c.nope_dim + c.value_dim)
-        stored = store(self._cached(latent, k_rope), None, context, tape, place)
-        assert isinstance(stored, Stored), "ragged paged attention knows no latents"
+        stored = store(self._cached(latent, k_rope), None, context, state, index)
+        assert isinstance(stored, StoredKeys), "ragged paged attention does not support latent attention"
         stored = stored._replace(values=stored.keys[..., : c.kv_rank])
         q_latent = jnp.einsum("btnh,rnh->btnr", q_nope, up[..., : c.nope_dim])
-        out = self._attend(jnp.concatenate([q_latent, q_rope], axis=-1), stored, context, tape)
+        out = self._attend(jnp.concatenate([q_latent, q_rope], axis=-1), stored, context, state)
         return jnp.einsum("btnr,rnh->btnh", out, up[..., c.nope_dim :])
 
     def _cached(self, latent: Float[Array, "B T R"], k_rope: Float[Array, "B T Hr"]) -> Float[Array, "B 1 T H"]:
         return jnp.concatenate([latent, k_rope], axis=-1)[:, None]
 
     def _attend(
-        self, q: Float[Array, "B T N H"], stored: Stored, context: Context, tape: Tape
+        self, q: Float[Array, "B T N H"], stored: StoredKeys, context: Context, state: ForwardState
     ) -> Float[Array, "B T N Hv"]:
-        return attend(q, stored, context, tape, window=self.config.window, scale=self.config.scale)
+        return attend(q, stored, context, state, window=self.config.window, scale=self.config.scale)

@@ -1,4 +1,4 @@
-"""Parameters and the small layers: Linear, RMSNorm, Embedding, gated MLP."""
+"""Parameters and basic layers: Linear, RMSNorm, Embedding, gated MLP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SWIGLU_OAI_ALPHA = 1.702
 def gated(
     activation: Activation, gate: Float[Array, "*B F"], up: Float[Array, "*B F"], limit: float | None = None
 ) -> Float[Array, "*B F"]:
-    """activation(gate) * up; `swiglu_oai` is gpt-oss's: gate sigmoid(1.702 gate) (up + 1), both bounded by `limit`."""
+    """activation(gate) * up; `swiglu_oai` is gpt-oss's: gate sigmoid(1.702 gate) (up + 1), both clipped to `limit`."""
     if activation == "silu":
         return jax.nn.silu(gate) * up
     if activation == "gelu":
@@ -38,7 +38,7 @@ def gated(
 
 
 class Init(NamedTuple):
-    """How parameters are born."""
+    """Parameter initialization: standard deviation, dtype, PRNG keys."""
 
     stddev: float
     dtype: np.dtype
@@ -46,7 +46,7 @@ class Init(NamedTuple):
 
 
 def param(value: Array, dims: tuple[str, ...], kind: type[nnx.Param] = nnx.Param) -> Any:
-    """A parameter that names its dimensions; `posttrain.mesh` turns names into shardings."""
+    """Create a parameter with named dimensions, which `posttrain.mesh` maps to shardings."""
     assert value.ndim == len(dims), (value.shape, dims)
     return kind(value, dims=dims)
 
@@ -56,28 +56,28 @@ def normal(init: Init, shape: tuple[int, ...]) -> Array:
 
 
 class Adaptable(nnx.Module):
-    """A layer with matrices that adapters can stand beside."""
+    """Layer with weight matrices that accept adapters."""
 
     adapters: nnx.Dict[Adapter]
-    """By the name of the matrix."""
+    """Adapters by matrix name."""
 
     def matrices(self) -> Mapping[str, Any]:
-        """The parameters [*leading, in, out] by name; a quantised one reads like a parameter."""
+        """Parameters [*leading, in, out] by name; a quantized matrix reads like a parameter."""
         raise NotImplementedError
 
     def fix_gains(self) -> None:
-        """Compute here, once, what each call would compute anew of adapters: matrices and adapters stay as they are."""
+        """Precompute adapter gains, for matrices and adapters that no longer change."""
         for name, adapter in self.adapters.items():
             adapter.fix_gain(self.matrices()[name][...])
 
     def merged(self, name: str) -> Float[Array, "*L in out"]:
-        """A matrix with its adapter's part, in the matrix' type."""
+        """Matrix with its adapter merged, in the matrix's dtype."""
         matrix, adapter = self.matrices()[name][...], self.adapters.get(name)
         return matrix if adapter is None else adapter.merged(matrix)
 
 
 class Linear(Adaptable):
-    """x W + b; an adapter changes W.
+    """Linear layer x W + b with an optional adapter on W.
 
     Weights of all `repeats` layers are stacked in a leading dimension, which the decoder scans over.
     """
@@ -93,11 +93,11 @@ class Linear(Adaptable):
         return {"kernel": self.kernel}
 
     def frozen(self, dtype: DTypeLike) -> Float[Array, "*L in out"]:
-        """The kernel without the adapter."""
+        """Kernel without the adapter."""
         return self.kernel[...].astype(dtype)
 
     def weight(self, dtype: np.dtype) -> Float[Array, "in out"]:
-        """The kernel with the adapter's part, of the one layer that the decoder is at."""
+        """Kernel of the current layer with the adapter merged."""
         adapter = self.adapters.get("kernel")
         return self.frozen(dtype) if adapter is None else adapter.merged(self.frozen(jnp.float32)).astype(dtype)
 
@@ -108,7 +108,7 @@ class Linear(Adaptable):
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)[None, None]
 
     def logits(self, hidden: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
-        """The output in float32, of a layer that stands alone in its stack."""
+        """float32 output of a layer with a stack of size 1 (the language model head)."""
         graph, state = nnx.split(self)
         alone = nnx.merge(graph, jax.tree.map(lambda w: w[0], state))
         kernel = alone.frozen(hidden.dtype)
@@ -120,7 +120,7 @@ class Linear(Adaptable):
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * (offset + scale) over the last dimension, computed in float32 (arXiv:1910.07467)."""
+    """RMSNorm x / rms(x) * (offset + scale) over the last dimension in float32 (arXiv:1910.07467)."""
 
     def __init__(self, lead: tuple[int, ...], dim: str, size: int, *, eps: float, dtype: np.dtype, offset: float = 0.0):
         self.eps = eps
@@ -129,7 +129,7 @@ class RMSNorm(nnx.Module):
 
     @classmethod
     def of(cls, model: ModelConfig, repeats: int, dim: str, size: int, init: Init) -> RMSNorm:
-        """One of the model's own norms, in a block."""
+        """Norm of a block with the model's settings."""
         return cls((repeats,), dim, size, eps=model.norm_eps, dtype=init.dtype, offset=model.norm_offset)
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
@@ -144,7 +144,7 @@ def rms_normed(x: Float[Array, "*B D"], eps: float) -> Float[Array, "*B D"]:
 
 
 class Embedding(Adaptable):
-    """The table that tokens are looked up in; where it is tied, logits are products with its rows."""
+    """Token embedding table; with tied embeddings also the output head."""
 
     def __init__(self, vocab_size: int, embed_dim: int, init: Init, *, scale: float):
         self.scale = scale
@@ -162,7 +162,7 @@ class Embedding(Adaptable):
         return x if self.scale == 1.0 else x * jnp.asarray(self.scale, dtype)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """hidden times the transposed table, in float32."""
+        """Logits in float32: hidden times the transposed table."""
         table, adapter = self.embedding[...], self.adapters.get("embedding")
         if adapter is None:
             return _transposed_product(hidden, table)
@@ -177,7 +177,8 @@ def _transposed_product(x: Float[Array, "B T D"], table: Float[Array, "V D"]) ->
 
 
 class LayerInputs(nnx.Module):
-    """(E[token] sqrt(P) + norm(W x / sqrt(D))) / sqrt(2), P numbers for each layer, of the embedded tokens x."""
+    """Per-layer inputs of embedded tokens x: (E[token] sqrt(P) + norm(W x / sqrt(D))) / sqrt(2), P numbers per
+    layer."""
 
     def __init__(self, model: ModelConfig, config: LayerInputsConfig, init: Init):
         size = model.num_layers * config.dim

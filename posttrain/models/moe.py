@@ -1,4 +1,4 @@
-"""Mixtures of experts: a router sends each token to a few of many MLPs. None is dropped."""
+"""Mixture of experts (MoE): router, grouped expert MLPs, expert parallelism. No token is dropped."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from posttrain.kernels.grouped_matmul import grouped_matmul
 from posttrain.kernels.platform import platform_of
 from posttrain.mesh import RULES, row_shards
 from posttrain.models.config import Compute, MLPConfig, ModelConfig, MoEConfig
-from posttrain.models.context import Context, Place, Tape
+from posttrain.models.forward_state import Context, ForwardState, LayerIndex
 from posttrain.models.layers import MLP, Adaptable, Init, Linear, gated, normal, param
 from posttrain.models.quant import Quantized
 
 
 class Router(nnx.Module):
-    """Scores of all experts for each token, in float32, and the choice of the best."""
+    """Router: float32 scores of all experts per token, and top-k selection."""
 
     def __init__(self, config: MoEConfig, repeats: int, embed_dim: int, init: Init):
         self.config = config
@@ -46,7 +46,7 @@ class Router(nnx.Module):
         return jax.nn.softmax(logits, axis=-1)
 
     def choose(self, scores: Float[Array, "B T E"]) -> Int[Array, "B T k"]:
-        """The `top_k` best experts, within the best groups where there are groups."""
+        """Select the `top_k` experts, within the best groups if there are groups."""
         c = self.config.router
         scores = jax.lax.stop_gradient(scores)
         if self.correction is not None:
@@ -60,7 +60,7 @@ class Router(nnx.Module):
         return jax.lax.top_k(scores, self.config.top_k)[1]
 
     def weights(self, scores: Float[Array, "B T E"], experts: Int[Array, "B T k"]) -> Float[Array, "B T k"]:
-        """How much of each chosen expert a token gets."""
+        """Weight of each selected expert."""
         chosen = jnp.take_along_axis(scores, experts, axis=-1)
         if self.config.router.normalize:
             chosen = chosen / (jnp.sum(chosen, axis=-1, keepdims=True) + 1e-20)
@@ -68,7 +68,7 @@ class Router(nnx.Module):
 
 
 class Experts(Adaptable):
-    """The gated MLPs of all experts, stacked."""
+    """Gated MLPs of all experts, stacked."""
 
     def __init__(self, config: MoEConfig, repeats: int, embed_dim: int, init: Init):
         self.config: MLPConfig = config.expert
@@ -91,7 +91,7 @@ class Experts(Adaptable):
     def __call__(
         self, x: Float[Array, "N D"], experts: Int[Array, "N k"], weights: Float[Array, "N k"], compute: Compute
     ) -> Float[Array, "N D"]:
-        """sum over the chosen experts of weight * expert(x)."""
+        """Weighted sum of the selected experts' outputs."""
         if not any(isinstance(matrix, Quantized) for matrix in self.matrices().values()):
             return self._computed(x, experts, weights, compute)
         graph, state = nnx.split(self)
@@ -102,7 +102,7 @@ class Experts(Adaptable):
                 setattr(here, name, nnx.Param(matrix[...], dims=matrix.get_metadata("dims")))
             return here._computed(x, experts, weights, compute)
 
-        # Else the backward pass would keep the matrices of all layers as they were before quantisation.
+        # Otherwise the backward pass would save the dequantized matrices of all layers.
         return jax.checkpoint(run)(state, x, experts, weights)
 
     def _computed(
@@ -120,11 +120,12 @@ class Experts(Adaptable):
         compute: Compute,
         mesh: Mesh,
     ) -> Float[Array, "N D"]:
-        """Each device sorts only the tokens of its group on the axis `expert`, and applies its own experts to them.
+        """Expert parallelism: each device sorts only the tokens of its group on the axis `expert` and applies its own
+        experts.
 
-        Under GSPMD alone, a sort of all tokens would gather them everywhere.
+        Under GSPMD alone, sorting all tokens would gather them on every device.
         """
-        # Inside, a device has only a part of the sums over the input.
+        # Inside `shard_map` a device has only a part of the sums over inputs.
         self.fix_gains()
         graph, state = nnx.split(self)
         flat = nnx.to_flat_state(state)
@@ -136,7 +137,7 @@ class Experts(Adaptable):
             gathered = [_whole(array, of) for array, of in zip(arrays, axes, strict=True)]
             here = nnx.merge(graph, nnx.from_flat_state(zip([path for path, _ in flat], gathered, strict=True)))
             if here.down_bias is not None:
-                # What is split over `tensor` adds up; the bias must be in one part only.
+                # Partial outputs are summed over `tensor`; add the bias in one shard only.
                 here.down_bias.set_value(jnp.where(jax.lax.axis_index("tensor") == 0, here.down_bias[...], 0))
             x, experts, weights = (jax.lax.all_gather(array, "expert", tiled=True) for array in tokens)
             experts = experts - jax.lax.axis_index("expert") * here.gate[...].shape[0]
@@ -150,13 +151,13 @@ class Experts(Adaptable):
             out_specs=PartitionSpec("tensor", ROW_AXES),
             check_vma=False,
         )(tokens, [variable[...].astype(x.dtype) for _, variable in flat])
-        # Added up out here, for then the backward pass needs no communication over `tensor`.
+        # Summing outside `shard_map` avoids communication over `tensor` in the backward pass.
         return jnp.sum(parts, axis=0)[: x.shape[0]]
 
     def _mixture(
         self, x: Float[Array, "N D"], experts: Int[Array, "N k"], weights: Float[Array, "N k"], compute: Compute
     ) -> Float[Array, "N D"]:
-        """The part of the experts whose weights are here: those numbered from 0 on. Others yield 0."""
+        """Outputs of the local experts, numbered from 0; other experts yield 0."""
         top_k, num_here = experts.shape[1], self.gate[...].shape[0]
         numbers = experts.reshape(-1)
         numbers = jnp.where((numbers >= 0) & (numbers < num_here), numbers, num_here)
@@ -183,7 +184,7 @@ class Experts(Adaptable):
             self.limit,
         )
         out = product(hidden, "down", self.down_bias)
-        # Back to the tokens' order by a gather, whose sum does not depend on the order of a scatter.
+        # Restore token order by a gather: unlike a scatter its sum has a fixed order.
         back = out[jnp.argsort(order)].reshape(*experts.shape, -1)
         return jnp.sum(back * weights[..., None].astype(back.dtype), axis=1)
 
@@ -197,15 +198,17 @@ class MoE(nnx.Module):
         gate = (repeats, ("embed", "router"), (embed_dim, 1), init)
         self.shared_gate = Linear(*gate, bias=False) if config.shared_gate else None
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context, tape: Tape, place: Place) -> Float[Array, "B T D"]:
+    def __call__(
+        self, x: Float[Array, "B T D"], context: Context, state: ForwardState, index: LayerIndex
+    ) -> Float[Array, "B T D"]:
         logits = self.router.logits(x)
         scores = self.router.scores(logits)
         experts = chosen = self.router.choose(scores)
         if context.experts is not None:
-            given = context.experts[place.moe]
+            given = context.experts[index.moe]
             experts = jnp.where(given < 0, chosen, given)
         weights = self.router.weights(scores, experts)
-        tape.routing.append((router_stats(logits, scores, experts, chosen, context.segments), experts))
+        state.routing.append((router_stats(logits, scores, experts, chosen, context.segments), experts))
         flat = [array.reshape(-1, array.shape[-1]) for array in (x, experts, weights)]
         out = self.experts(flat[0], flat[1], flat[2], context.compute).reshape(x.shape)
         if self.shared is None:
@@ -215,7 +218,7 @@ class MoE(nnx.Module):
 
 
 def _whole(array: Array, axes: tuple[str | None, ...]) -> Array:
-    """A device's part of a parameter with the rest that lies along `fsdp`."""
+    """All-gather a parameter shard over `fsdp`."""
     for dim, axis in enumerate(axes):
         if axis == "fsdp":
             array = jax.lax.all_gather(array, axis, axis=dim, tiled=True)
@@ -229,12 +232,11 @@ def router_stats(
     chosen: Int[Array, "B T k"],
     segments: Int[Array, "B T"],
 ) -> RouterStats:
-    """Statistics of the real tokens, of the `experts` used where the router would have `chosen` these.
+    """Router statistics of real tokens, for the `experts` used and those the router has `chosen`.
 
-    The balance of a sequence is E / k * sum_e share_e * mean probability_e.
-
-    The shares count how often each expert was chosen and carry no gradient; the balance is 1 where all are used alike.
-    By sequence, arXiv:2412.19437, eq. 17: then no split of the batch changes it.
+    The balance of a sequence is E / k * sum_e share_e * mean probability_e, 1 for uniform use. Shares count how often
+    each expert was selected and carry no gradient. Computed per sequence, arXiv:2412.19437, eq. 17, so that no split of
+    the batch changes it.
     """
     num_experts, length = logits.shape[-1], logits.shape[1]
     real = (segments > 0).astype(jnp.float32)
@@ -250,7 +252,7 @@ def router_stats(
     balance = jnp.sum(shares * probs, axis=-1) * num_experts / experts.shape[-1]
     log_z = jax.nn.logsumexp(logits, axis=-1)
     replaced = jnp.sum(~jnp.any(experts[..., :, None] == chosen[..., None, :], axis=-1), axis=-1)
-    # xlogy: the derivative of 0 log 0 is not a number.
+    # xlogy: the derivative of 0 log 0 is NaN.
     entropy = -jnp.sum(jax.scipy.special.xlogy(probs, probs), axis=-1)
     return RouterStats(
         load=jnp.sum(used, axis=(0, 1)),
@@ -262,7 +264,7 @@ def router_stats(
 
 
 def correction_paths(config: ModelConfig) -> dict[str, list[int]]:
-    """Where the corrections of the routers' choices are, and the numbers of the mixtures that each of them stacks."""
+    """Parameter paths of the routers' bias corrections -> indices of the MoE layers stacked in each."""
     found: dict[str, list[int]] = {}
     number = 0
     for s, stage in enumerate(config.stages):
@@ -276,17 +278,15 @@ def correction_paths(config: ModelConfig) -> dict[str, list[int]]:
 
 
 def check_router(config: ModelConfig, loss_on: bool, correction_rate: float, *, adapter: bool) -> None:
-    """ConfigError where the balancing of a mixture of experts is asked of a model that it cannot be done with."""
+    """Raises ConfigError if MoE load balancing is configured for a model that does not support it."""
     if (loss_on or correction_rate) and not config.mixtures:
-        raise ConfigError(
-            f"router: {config.model_type} has no mixture of experts to balance; remove the section router"
-        )
+        raise ConfigError(f"router: {config.model_type} has no MoE layer to balance; remove the section router")
     if not correction_rate:
         return
     if not correction_paths(config):
         raise ConfigError(
-            f"router.correction_rate={correction_rate}: the routers of {config.model_type} have no correction of their "
-            "choice; use router.balance_coef"
+            f"router.correction_rate={correction_rate}: the routers of {config.model_type} have no bias "
+            "correction; use router.balance_coef"
         )
     if adapter:
         raise ConfigError(
@@ -296,9 +296,9 @@ def check_router(config: ModelConfig, loss_on: bool, correction_rate: float, *, 
 
 
 def check_recording(config: ModelConfig) -> None:
-    """ConfigError where there is no routing to record."""
+    """Raises ConfigError if the model has no routing to record."""
     if not config.mixtures:
         raise ConfigError(
-            f"rollout.record_routing: {config.model_type} has no mixture of experts whose routing could be recorded; "
+            f"rollout.record_routing: {config.model_type} has no MoE layer whose routing could be recorded; "
             "remove the option"
         )

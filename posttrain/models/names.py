@@ -1,4 +1,4 @@
-"""The names of tensors in Hugging Face checkpoints, and where each stands in our stacked parameters."""
+"""CheckpointTensor names of Hugging Face checkpoints and their location in our stacked parameters."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from posttrain.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Name:
-    """A tensor's name in the checkpoint; `{layer}` and `{expert}` are indices."""
+    """CheckpointTensor name in the checkpoint; `{layer}` and `{expert}` are indices."""
 
     hf: str
     transpose: bool = False
-    """Stored as [out, in], where ours is [in, out]."""
+    """Stored as [out, in]; ours is [in, out]."""
     fused: tuple[str, ...] = ()
-    """Our parameters that the tensor holds along its output dimension, in order; empty: this one alone."""
+    """Our parameters fused in the tensor along its output dimension, in order; empty: only this one."""
     alternating: bool = False
-    """The fused parameters take turns along the output dimension, instead of following one another."""
+    """Fused parameters are interleaved along the output dimension instead of concatenated."""
 
 
 Names = Mapping[str, Name]
-"""Our parameter path, within its block for what a block holds -> the tensor's name."""
+"""Parameter path (within its block for block parameters) -> tensor name."""
 
 
 def linear(path: str, hf: str) -> dict[str, Name]:
@@ -32,7 +32,7 @@ def linear(path: str, hf: str) -> dict[str, Name]:
 
 
 def fused(hf: str, *paths: str) -> dict[str, Name]:
-    """Linear layers that are one in the checkpoint."""
+    """Names of linear layers that are fused in the checkpoint."""
     kernels, biases = (tuple(f"{path}.{kind}" for path in paths) for kind in ("kernel", "bias"))
     return {path: Name(f"{hf}.weight", transpose=True, fused=kernels) for path in kernels} | {
         path: Name(f"{hf}.bias", fused=biases) for path in biases
@@ -62,27 +62,27 @@ DECODER_NAMES: Names = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """What a tensor of a checkpoint gives to one of our parameters."""
+class ParamSlice:
+    """Slice of a checkpoint tensor that belongs to one of our parameters."""
 
     param: str
     """Our dotted path."""
     index: tuple[int, ...]
-    """Place in the parameter's leading dimensions: (), (repeat,) or (repeat, expert)."""
+    """Index into the parameter's leading dimensions: (), (repeat,) or (repeat, expert)."""
     columns: slice
-    """Of the tensor's output dimension."""
+    """Columns of the tensor's output dimension."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tensor:
-    """One tensor of a checkpoint, and the parts of our stacked parameters that it holds."""
+class CheckpointTensor:
+    """Checkpoint tensor with the slices of our stacked parameters that it holds."""
 
     name: str
     shape: tuple[int, ...]
-    """As stored in the checkpoint."""
+    """Shape as stored in the checkpoint."""
     transpose: bool
-    """The last two dimensions are stored the other way round."""
-    parts: tuple[Part, ...]
+    """Last two dimensions are swapped in the checkpoint."""
+    parts: tuple[ParamSlice, ...]
 
     @property
     def size(self) -> int:
@@ -94,10 +94,10 @@ _BLOCK_PATH = re.compile(r"stages\.(\d+)\.blocks\.(\d+)\.(.+)")
 
 def tensors(
     config: ModelConfig, names: Names, params: Iterable[tuple[str, tuple[str, ...], tuple[int, ...]]]
-) -> list[Tensor]:
-    """The checkpoint's tensors behind our parameters (path, names of dimensions, shape), in the same order."""
+) -> list[CheckpointTensor]:
+    """List the checkpoint tensors of our parameters (path, dimension names, shape), in the same order."""
     shapes = {path: shape for path, _, shape in params}
-    found: dict[str, Tensor] = {}
+    found: dict[str, CheckpointTensor] = {}
     for path, dims, shape in params:
         prefix, key, layers = _layers(config, path)
         name = names[key]
@@ -111,20 +111,20 @@ def tensors(
         lead = _lead(dims, name)
         for index, values in _indices(layers, shape[: len(lead)], lead):
             stored = (*shape[len(lead) : -1], stop)
-            tensor = Tensor(
+            tensor = CheckpointTensor(
                 name=name.hf.format(**values),
                 shape=(*stored[:-2], stored[-1], stored[-2]) if name.transpose else stored,
                 transpose=name.transpose,
-                parts=(Part(param=path, index=index, columns=columns),),
+                parts=(ParamSlice(param=path, index=index, columns=columns),),
             )
             if earlier := found.get(tensor.name):
-                tensor = Tensor(**{**vars(earlier), "parts": earlier.parts + tensor.parts})
+                tensor = CheckpointTensor(**{**vars(earlier), "parts": earlier.parts + tensor.parts})
             found[tensor.name] = tensor
     return list(found.values())
 
 
 def _lead(dims: tuple[str, ...], name: Name) -> tuple[str, ...]:
-    """The leading dimensions that the checkpoint has one tensor each for."""
+    """Leading dimensions with one checkpoint tensor per index."""
     lead = dims[:1] if dims[0] == "layers" else ()
     return (*lead, "expert") if "{expert}" in name.hf else lead
 
@@ -132,7 +132,7 @@ def _lead(dims: tuple[str, ...], name: Name) -> tuple[str, ...]:
 def _indices(
     layers: range, sizes: tuple[int, ...], lead: tuple[str, ...]
 ) -> Iterable[tuple[tuple[int, ...], dict[str, int]]]:
-    """Places in the leading dimensions, and what to put into the name for each."""
+    """Indices into the leading dimensions with the values to format into the name."""
     if not lead:
         return [((), {})]
     if len(lead) == 1:
@@ -145,7 +145,7 @@ def _indices(
 
 
 def _layers(config: ModelConfig, path: str) -> tuple[str, str, range]:
-    """What stands before the block's own part of a path, that part, and the layers that the parameter holds."""
+    """Split a path into its block prefix and the rest, with the layers that the parameter stacks."""
     match = _BLOCK_PATH.fullmatch(path)
     if match is None:
         return "", path, range(1)

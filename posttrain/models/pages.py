@@ -1,4 +1,4 @@
-"""Keys and values in pages that a table names: what decoding reads and writes without a copy of its rows."""
+"""Paged KV cache: pages of a shared pool addressed by a table, read and written without copying rows."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from posttrain.tree import pytree, replace, static
 
 @pytree
 class PagedCache:
-    """As `KVCache`, but rows share a pool: R repeats x D lanes x P pages, of which row n of a lane uses its own.
+    """Paged variant of `KVCache`: a pool of R repeats x D lanes x P pages shared by the rows of each lane.
 
-    Apart: keys and values [R, D, P, page, K, H]. Together (`together`): [R, D, P, page, 2 K, H] in `keys`, the key
-    and the value of a head side by side, as ragged paged attention reads them.
+    Separate: keys and values [R, D, P, page, K, H]. Combined (`together`): [R, D, P, page, 2 K, H] in `keys`, the key
+    and value of a head interleaved, as ragged paged attention reads them.
     """
 
     keys: tuple[Float[Array, "_R D P S _K _H"] | None, ...]
     values: tuple[Float[Array, "_R D P S _K _H"] | None, ...]
     table: Int[Array, "D n W"]
-    """Pages of each row from its start on."""
+    """Page table of each row, from its start."""
     first: Int[Array, "D n"]
-    """Place in the table of the first page that may be written."""
+    """Table index of the first writable page."""
     targets: Int[Array, "D n M"]
-    """Pages that may be written, `first` and later ones; P where there is none."""
+    """Writable pages from `first` on; P: none."""
     together: bool = static()
     mesh: Mesh | None = static()
-    """That the pool is spread over."""
+    """Mesh that the pool is sharded over."""
 
     @property
     def page(self) -> int:
@@ -77,7 +77,7 @@ class PagedCache:
         def lane(array: Array, new: Array, targets: Array, offsets: Array) -> Array:
             return array.at[repeat, targets, offsets].set(new.astype(array.dtype), mode="drop")
 
-        # Lane by lane: with lane numbers among the indices, XLA would bring all lanes to every device.
+        # Lane by lane: with lane numbers among the indices, XLA would gather all lanes on every device.
         new = padded.reshape(lanes, rows, *padded.shape[1:])
         changed = jax.vmap(lane, in_axes=(1, 0, 0, 0), out_axes=1)(array, new, targets, places % size)
         return (*stored[:slot], changed, *stored[slot + 1 :])
@@ -85,7 +85,7 @@ class PagedCache:
     def read(
         self, slot: int, repeat: int | Int[Array, ""]
     ) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"] | None]:
-        """All pages of every row, one after the other: a copy."""
+        """Gather all pages of every row: a copy."""
         assert not self.together, "ragged paged attention reads pages in place"
         keys, values = self.keys[slot], self.values[slot]
         assert keys is not None
@@ -100,6 +100,6 @@ class PagedCache:
 
 
 def interleaved(keys: Float[Array, "B K T H"], values: Float[Array, "B K T H"]) -> Float[Array, "B K2 T H"]:
-    """Key and value of each head side by side."""
+    """Interleave the key and value of each head."""
     both = jnp.stack([keys, values], axis=2)
     return both.reshape(both.shape[0], -1, *both.shape[3:])

@@ -1,4 +1,4 @@
-"""Quantised matrices: codes of four or eight bits, and scales. They are read like parameters, and never trained."""
+"""Quantized weight matrices (4 or 8 bits) with scales; read like parameters, never trained."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from posttrain.errors import ConfigError
 from posttrain.mesh import TILES
 
 TILE = 64
-"""Inputs that share a scale with 4-bit codes, or the even divisor of their number that is nearest to it."""
+"""Preferred tile size: inputs per scale for 4-bit codes; the closest even divisor of the input size is used."""
 
 TYPES: dict[str, Any] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "int4": jnp.int4, "nf4": "nf4"}
 PER_OUTPUT = ("int8", "fp8")
-"""Kinds with one scale for each output."""
+"""Kinds with one scale per output."""
 
 # fmt: off
 NF4 = (
@@ -32,24 +32,24 @@ NF4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )
 # fmt: on
-"""The numbers that the codes of nf4 stand for: QLoRA, arXiv:2305.14314, appendix E."""
+"""Values of the nf4 codes: QLoRA, arXiv:2305.14314, appendix E."""
 
 NUMBERS = {"nf4": NF4, "int4": tuple(map(float, (*range(8), *range(-8, 0))))}
-"""Of the codes of 4 bits."""
+"""Values of the 4-bit codes."""
 
 Shape = tuple[str, tuple[str, ...], tuple[int, ...]]
-"""Path, names of the dimensions and shape of a parameter."""
+"""Path, dimension names and shape of a parameter."""
 
 
 class QuantizedParam(nnx.Param):
-    """A parameter of a quantised matrix: it stays as it is."""
+    """Frozen parameter of a quantized matrix."""
 
 
 class Quantized(nnx.Module):
-    """In place of a parameter [*L, in, out] of type `dtype`: number(code) * scale of its tile of inputs, in that type.
+    """Quantized replacement of a parameter [*L, in, out]: value(code) * scale per tile of inputs, in `dtype`.
 
-    It reads like the parameter. `codes` have its shape, or half of `in` where two of 4 bits share a byte; `scales` are
-    [*L, tiles, out].
+    It reads like the parameter. `codes` have its shape, or half of `in` where two 4-bit codes share a byte; `scales`
+    are [*L, tiles, out].
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Quantized(nnx.Module):
         return _plain("", self.codes.get_metadata("dims"), self.codes.shape)[1]
 
     def __getitem__(self, index: Any) -> Float[Array, "*L in out"]:
-        """All with `...`; with numbers, what stands there in the leading dimensions."""
+        """Dequantize: all with `...`, or the given leading indices."""
         return self._values(self.codes[index], self.scales[index])
 
     def product(self, function: Callable[[Array, Array], Array], x: Float[Array, "*B in"]) -> Float[Array, "*B out"]:
-        """function(x, W). The backward pass computes W again, for it would else keep those of all layers."""
+        """function(x, W). The backward pass dequantizes W again instead of saving it for all layers."""
 
         def run(x: Array, codes: Array, scales: Array) -> Array:
             return function(x, self._values(codes, scales).astype(x.dtype))
@@ -94,10 +94,10 @@ class Quantized(nnx.Module):
 def quantized(
     matrix: Float[Array, "*L in out"], kind: Quantize
 ) -> tuple[Shaped[Array, "*L rows out"], Float[Array, "*L tiles out"]]:
-    """Codes and scales: the largest number of each tile gets the largest code."""
+    """Quantize to codes and scales: the largest magnitude of each tile gets the largest code."""
     import qwix
 
-    # Column by column: qwix flattens what it quantises to nf4, which would gather a matrix from its devices.
+    # Column by column: qwix flattens its nf4 input, which would gather a sharded matrix.
     column: Any = functools.partial(qwix.quantize, qtype=TYPES[kind], tiled_axes={0: tile_size(kind, matrix.shape[-2])})
     column = jax.vmap(column, in_axes=-1, out_axes=-1)
     for _ in matrix.shape[:-2]:
@@ -108,7 +108,7 @@ def quantized(
 
 
 def quantized_shape(matrix: Any, kind: Quantize) -> Quantized:
-    """What a parameter that has a shape and no array becomes. ConfigError where it does not divide into tiles."""
+    """Quantized shape of an abstract parameter. Raises ConfigError if it does not divide into tiles."""
     *lead, inputs, outputs = matrix.shape
     tiles, packed = inputs // tile_size(kind, inputs), kind not in PER_OUTPUT
     rows, dtype = (inputs // 2, jnp.uint8) if packed else (inputs, TYPES[kind])
@@ -124,7 +124,7 @@ def _scale_type(kind: Quantize) -> np.dtype:
 def dequantized(
     codes: Shaped[Array, "*L rows out"], scales: Float[Array, "*L tiles out"], kind: Quantize
 ) -> Float[Array, "*L in out"]:
-    """number(code) * scale in float32."""
+    """value(code) * scale in float32."""
     tiled = codes.reshape(*scales.shape[:-1], -1, codes.shape[-1])
     if kind in PER_OUTPUT:
         numbers = tiled.astype(jnp.float32)
@@ -134,9 +134,9 @@ def dequantized(
 
 
 def _packed(codes: Shaped[Array, "*L in out"], tiles: int) -> UInt8[Array, "*L rows out"]:
-    """The second half of each tile beside the first, in the upper bits: a device that has whole tiles needs no others.
+    """Pack the second half of each tile into the upper 4 bits of the first: a shard of whole tiles is self-contained.
 
-    Not JAX's own types of 4 bits, which take a whole byte on some platforms and in some programs.
+    JAX's own 4-bit dtypes take a whole byte on some platforms and in some programs.
     """
     bits = codes.astype(jnp.int8).astype(jnp.uint8) & 15
     low, high = jnp.split(bits.reshape(*codes.shape[:-2], tiles, -1, codes.shape[-1]), 2, axis=-2)
@@ -144,7 +144,7 @@ def _packed(codes: Shaped[Array, "*L in out"], tiles: int) -> UInt8[Array, "*L r
 
 
 def _looked_up(codes: UInt8[Array, "*L"], numbers: Sequence[float]) -> Float[Array, "*L"]:
-    """numbers[code] by selects, bit by bit: unlike the gather of qwix they fuse with what follows, sharded or not."""
+    """values[code] by bitwise selects: unlike the gather of qwix they fuse with the consumer, sharded or not."""
     found: list[Any] = [np.float32(number) for number in numbers]
     for bit in range(4):
         is_set = (codes & (1 << bit)) != 0
@@ -154,28 +154,28 @@ def _looked_up(codes: UInt8[Array, "*L"], numbers: Sequence[float]) -> Float[Arr
 
 @functools.cache
 def tile_size(kind: Quantize, num_inputs: int) -> int:
-    """Inputs that share a scale. ConfigError where 4-bit codes cannot stand in pairs."""
+    """Inputs per scale. Raises ConfigError if 4-bit codes cannot be paired."""
     if kind in PER_OUTPUT:
         return num_inputs
     if num_inputs % 2:
-        raise ConfigError(f"quantize={kind}: a matrix has {num_inputs} inputs, not an even number; use int8 or fp8")
+        raise ConfigError(f"quantize={kind}: a matrix has an odd number of inputs, {num_inputs}; use int8 or fp8")
     sizes = [size for size in range(2, num_inputs + 1, 2) if num_inputs % size == 0]
     return min(sizes, key=lambda size: abs(math.log(size / TILE)))
 
 
 def squared_error(matrix: Float[Array, "*L in out"], replaced: Float[Array, "*L in out"]) -> Float[Array, " 2"]:
-    """Sums of the squared differences and of the squared numbers of `matrix`."""
+    """Sums of squared differences and of squared values of `matrix`."""
     wide = matrix.astype(jnp.float32)
     return jnp.stack([jnp.sum(jnp.square(wide - replaced.astype(jnp.float32))), jnp.sum(jnp.square(wide))])
 
 
 def plain_shapes(shapes: Iterable[Shape]) -> list[Shape]:
-    """Of all parameters as if no matrix were quantised."""
+    """Shapes of all parameters as if none were quantized."""
     return [_plain(*shape) for shape in shapes if not shape[0].endswith(".scales")]
 
 
 def _plain(path: str, dims: tuple[str, ...], shape: tuple[int, ...]) -> Shape:
-    """Of a matrix from its codes, which are in pairs where the dimension says so."""
+    """Shape of the dequantized matrix from its codes, which are packed in pairs if the dimension name says so."""
     path = path.removesuffix(".codes")
     if not dims or not dims[-2:][0].endswith(TILES):
         return path, dims, shape

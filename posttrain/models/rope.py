@@ -1,4 +1,4 @@
-"""Rotary position embedding: the frequencies of every kind that checkpoints ask for, and the rotation."""
+"""Rotary position embedding (RoPE): frequencies of every `rope_type`, and the rotation."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def default_frequencies(theta: float, dim: int) -> np.ndarray:
 
 
 def linear(frequencies: np.ndarray, factor: float) -> np.ndarray:
-    """Position interpolation, arXiv:2306.15595."""
+    """Linear position interpolation, arXiv:2306.15595."""
     return frequencies / np.float32(factor)
 
 
 def llama3(frequencies: np.ndarray, *, factor: float, low: float, high: float, original: int) -> np.ndarray:
-    """Frequency-dependent stretching of Llama 3.1, arXiv:2407.21783, section 3.2."""
+    """Frequency-dependent scaling of Llama 3.1, arXiv:2407.21783, section 3.2."""
     wavelength = 2 * np.pi / frequencies
     keep = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
     return keep * frequencies + (1 - keep) * frequencies / factor
@@ -37,7 +37,7 @@ def llama3(frequencies: np.ndarray, *, factor: float, low: float, high: float, o
 def yarn(
     theta: float, dim: int, *, factor: float, original: int, beta_fast: float, beta_slow: float, truncate: bool
 ) -> np.ndarray:
-    """NTK by parts, arXiv:2309.00071, section 3.2: pairs that turn often stay, those that turn seldom are stretched."""
+    """YaRN (NTK by parts), arXiv:2309.00071, section 3.2: interpolates low-frequency pairs only."""
 
     def pair_with(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -54,7 +54,7 @@ def yarn(
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """1 + 0.1 weight ln(factor), arXiv:2309.00071, eq. 22."""
+    """YaRN attention factor 1 + 0.1 weight ln(factor), arXiv:2309.00071, eq. 22."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
@@ -69,9 +69,9 @@ def rope_from_hf(
 ) -> Rope:
     """RoPE from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`.
 
-    `theta`, `rotary_factor`: the family's defaults; None: it always rotates the whole head. `layer_type`: the entry,
-    where `rope_parameters` has one for each type of layer. ConfigError for unknown kinds and for fields that a kind
-    lacks or does not have.
+    `theta`, `rotary_factor`: the family's defaults; None: it always rotates the whole head. `layer_type`: the entry to
+    use if `rope_parameters` has one per layer type. Raises ConfigError for unknown types and for missing or unknown
+    fields.
     """
     fields = _section(hf)
     if layer_type is not None and layer_type in fields:
@@ -90,14 +90,15 @@ def rope_from_hf(
 
 
 def default_rope(theta: float, head_dim: int) -> Rope:
-    """RoPE as it was first described, over the whole head."""
+    """Plain RoPE over the whole head."""
     return Rope(frequencies=tuple(map(float, default_frequencies(theta, head_dim))))
 
 
 def max_positions(hf: Fields) -> int:
-    """`max_position_embeddings`, but for YaRN at least what it stretches to: who adds it leaves that field as it is.
+    """Maximum positions: `max_position_embeddings`, for YaRN at least the extended length, since it may be unchanged
+    there.
 
-    Of LongRoPE's two sets of factors each is for so many positions.
+    For LongRoPE, the range of the selected set of factors.
     """
     positions, fields = hf.get("max_position_embeddings", int), _section(hf)
     if _kind(fields) == "yarn" and "factor" in fields:
@@ -121,7 +122,7 @@ def _kind(fields: Fields) -> str:
 
 
 def _original(fields: Fields, hf: Fields) -> int:
-    """Positions before the stretch; as in transformers, the field beside the section counts more."""
+    """Original (unextended) positions; as in transformers, the field outside the section takes precedence."""
     key = "original_max_position_embeddings"
     if key in hf or key in fields:
         return (hf if key in hf else fields).get(key, int)
@@ -129,14 +130,14 @@ def _original(fields: Fields, hf: Fields) -> int:
 
 
 def _kinds(kind: str, fields: Fields, hf: Fields, theta: float, head_dim: int, part: float) -> tuple[np.ndarray, float]:
-    """Frequencies and magnitude."""
+    """Frequencies and attention factor."""
     dim = int(head_dim * part)
     if kind == "default":
         return default_frequencies(theta, dim), 1.0
     if kind == "linear":
         return linear(default_frequencies(theta, dim), fields.get("factor", float)), 1.0
     if kind == "proportional":
-        # The pairs are those of the whole head; what is not turned has frequency 0.
+        # Pairs span the whole head; unrotated ones have frequency 0.
         turned = np.arange(head_dim // 2) < int(part * head_dim // 2)
         return linear(default_frequencies(theta, head_dim), fields.get("factor", float, 1.0)) * turned, 1.0
     if kind == "llama3":
@@ -176,8 +177,8 @@ def _yarn_from_hf(fields: Fields, hf: Fields, theta: float, dim: int) -> tuple[n
 
 
 def _longrope_from_hf(fields: Fields, hf: Fields, theta: float, dim: int) -> tuple[np.ndarray, float]:
-    """LongRoPE, arXiv:2402.13753: a stretch per pair. transformers chooses the set by the longest row of a batch, which
-    makes a row depend on its neighbours; here the run chooses."""
+    """LongRoPE, arXiv:2402.13753: a scale per pair. transformers selects the set of factors by the longest row of a
+    batch, which makes a row depend on its neighbours; here the run selects it."""
     original = _original(fields, hf)
     factor = fields.get("factor", float, hf.get("max_position_embeddings", int) / original)
     default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -193,14 +194,14 @@ def _longrope_from_hf(fields: Fields, hf: Fields, theta: float, dim: int) -> tup
 
 
 def rope_tables(rope: Rope, positions: Int[Array, "B T"]) -> Tables:
-    """Cosines and sines of every position, times the magnitude, float32."""
+    """Cosines and sines of every position times the attention factor, float32."""
     frequencies = jnp.asarray(rope.frequencies, jnp.float32)
     angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
     return jnp.cos(angles) * rope.magnitude, jnp.sin(angles) * rope.magnitude
 
 
 def apply_rope(x: Float[Array, "B T N H"], tables: Tables, *, interleaved: bool) -> Float[Array, "B T N H"]:
-    """Rotate the pairs of each head; dimensions beyond them pass through."""
+    """Rotate the pairs of each head; remaining dimensions pass through."""
     cos, sin = (table[:, :, None, :] for table in tables)
     pairs = cos.shape[-1]
     wide, rest = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]

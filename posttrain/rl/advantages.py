@@ -6,10 +6,13 @@ of a group with fewer than two valid rewards. Arithmetic in float64, result in f
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Bool, Float
+
+from posttrain.errors import ConfigError
 
 Rewards = Float[np.ndarray, "P G"]
 Advantage = Callable[[Rewards], Rewards]
@@ -39,6 +42,27 @@ def leave_one_out(rewards_PG: Rewards) -> Rewards:
     count = (~np.isnan(rewards)).sum(axis=1, keepdims=True)
     # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1).
     return (_centered(rewards) * count / np.maximum(count - 1, 1)).astype(np.float32)
+
+
+def given_advantage(function: Advantage, name: str) -> Advantage:
+    """A user's function: 0 for samples without a reward, NaN for others of which it made no finite number.
+
+    ConfigError where it does not return one advantage per reward.
+    """
+
+    def advantage(rewards_PG: Rewards) -> Rewards:
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            # Of a group without any reward, numpy says that its mean is of nothing.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            made = np.asarray(function(rewards_PG.copy()), np.float32)
+        if made.shape != rewards_PG.shape:
+            raise ConfigError(
+                f"advantage: {name} must return an advantage for each of the rewards [P, G] = {rewards_PG.shape}; "
+                f"it returned the shape {made.shape}"
+            )
+        return np.where(np.isnan(rewards_PG), 0.0, np.where(np.isfinite(made), made, np.nan)).astype(np.float32)
+
+    return advantage
 
 
 def is_mixed(rewards_PG: Rewards) -> Bool[np.ndarray, " P"]:

@@ -10,7 +10,9 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from posttrain.errors import ConfigError, did_you_mean
+from posttrain.losses.kl import KLEstimator, k1, k2, k3
 from posttrain.losses.policy import DAPO, DISTILL, GRPO, GSPO, RLOO, PolicyLoss, dr_grpo
+from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, token_mean
 from posttrain.rl.advantages import Advantage, Rewards, centered, is_mixed, leave_one_out, standardized
 
 GroupT = TypeVar("GroupT")
@@ -53,24 +55,36 @@ ALGORITHMS: dict[str, Callable[[int], Algorithm]] = {
     "rloo": lambda _: Algorithm("rloo", RLOO, leave_one_out),
     "distill": lambda _: Algorithm("distill", DISTILL, centered),
 }
-"""By name, as a function of the largest number of sampled tokens."""
+"""By name, as a function of the largest number of sampled tokens of a trajectory."""
+REDUCTIONS: dict[str, Reduction] = {"sequence_mean": sequence_mean, "token_mean": token_mean}
+ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def make_algorithm(
     name: str,
     *,
     max_tokens: int,
-    kl_coef: float | None = None,
-    clip_low: float | None = None,
-    clip_high: float | None = None,
     advantage: Advantage | None = None,
+    reduce: str | None = None,
+    kl_estimator: str | None = None,
+    **loss: Any,
 ) -> Algorithm:
-    """An entry of `ALGORITHMS` with the given values in place of its own. Raises ConfigError for an unknown name."""
+    """An entry of `ALGORITHMS` with the given values in place of its own, None for its own.
+
+    `max_tokens`: the largest number of sampled tokens of a trajectory. `loss`: fields of `PolicyLoss`. ConfigError for
+    an unknown name, or values that do not go together.
+    """
     if name not in ALGORITHMS:
         raise ConfigError(
             f"algorithm: {name!r} is unknown{did_you_mean(name, ALGORITHMS)}; there are {', '.join(ALGORITHMS)}"
         )
     algorithm = ALGORITHMS[name](max_tokens)
-    given: dict[str, Any] = {"kl_coef": kl_coef, "clip_low": clip_low, "clip_high": clip_high}
-    loss = replace(algorithm.loss, **{field: value for field, value in given.items() if value is not None})
-    return replace(algorithm, loss=loss, advantage=algorithm.advantage if advantage is None else advantage)
+    if reduce is not None:
+        loss["reduce"] = ConstantLength(max_tokens) if reduce == "constant_length" else REDUCTIONS[reduce]
+    if kl_estimator is not None:
+        loss["kl_estimator"] = ESTIMATORS[kl_estimator]
+    try:
+        made = replace(algorithm.loss, **{field: value for field, value in loss.items() if value is not None})
+    except ValueError as error:
+        raise ConfigError(str(error).removeprefix("PolicyLoss.")) from error
+    return replace(algorithm, loss=made, advantage=algorithm.advantage if advantage is None else advantage)

@@ -18,9 +18,10 @@ from posttrain.cluster.cluster import Cluster, Role
 from posttrain.losses.policy import distance_metrics
 from posttrain.metrics import Metrics, Timer
 from posttrain.rl.assemble import Pair, assemble_pairs
+from posttrain.rl.metrics import rollout_metrics
 from posttrain.rl.rewards import Rubric
 from posttrain.rl.sampler import Sampler
-from posttrain.rl.step import RowSettings, StepResult, rollout_metrics, sample, score, update
+from posttrain.rl.step import RowSettings, StepResult, sample, score, update
 from posttrain.rl.types import Example, Group
 from posttrain.tracking.console import progress_bar
 from posttrain.tree import replace
@@ -31,7 +32,7 @@ class OnlineLoss:
     """A loss on pairs, and beside its metrics how far the policy is from its sampler and from the reference."""
 
     pairs: Any
-    """A `JudgedLoss` on pairs and a reference."""
+    """A `PairLoss` on pairs and a reference."""
 
     @property
     def needs_whole_batch(self) -> bool:
@@ -99,7 +100,7 @@ async def online_step(
     )
     with timer("logps"), progress_bar(f"step {step + 1}: log-probabilities", closing=False):
         batch = replace(batch, ref_logps=cluster.logps(Role.REFERENCE, batch))
-    metrics: Metrics = update(cluster, batch, timer)
+    metrics: Metrics = update(cluster, batch, timer, learns=bool(pairs))
     metrics |= {"frac_ties": 1 - len(pairs) / len(groups_P)}
     metrics |= rollout_metrics(groups_P, rewards, step)
     return StepResult(

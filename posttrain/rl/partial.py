@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,7 +18,8 @@ class PromptsAhead:
 
     def __init__(self, prompts: PromptBatches, examples: Sequence[Example], in_flight: int):
         """`prompts`: one by one."""
-        self._prompts, self._examples, self._in_flight = prompts, examples, in_flight
+        self._prompts, self._in_flight = prompts, in_flight
+        self._examples = {example.index: example for example in examples}
         self.left: Sequence[Unfinished] = ()
 
     def __next__(self) -> list[int]:
@@ -37,7 +38,7 @@ def _to_json(group: Unfinished) -> dict[str, Any]:
     return {"row": group.example.index, "step": group.step, "prompt": group.prompt, "completions": completions}
 
 
-def _from_json(group: dict[str, Any], examples: Sequence[Example]) -> Unfinished:
+def _from_json(group: dict[str, Any], examples: Mapping[int, Example]) -> Unfinished:
     completions = {int(sample): _completion(fields) for sample, fields in group["completions"].items()}
     return Unfinished(
         example=examples[group["row"]], step=group["step"], prompt=group["prompt"], completions=completions

@@ -57,13 +57,20 @@ class ModelReward:
 
         self._scores = jax.jit(scores)
 
-    def __call__(self, trajectories: Sequence[Trajectory]) -> list[float]:
-        """One reward for each. ValueError for a sequence that is longer than the model's context."""
+    def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | ValueError]:
+        """One reward for each; an error in place of that of a sequence longer than the model's context."""
         sequences = [self._sequence(one) for one in trajectories]
-        found: list[float] = []
-        for first in range(0, len(sequences), self._rows):
-            found += self._of_rows(sequences[first : first + self._rows])
-        return found
+        fitting = [sequence for sequence in sequences if len(sequence[0]) <= self._longest]
+        scores: list[float] = []
+        for first in range(0, len(fitting), self._rows):
+            scores += self._of_rows(fitting[first : first + self._rows])
+        scored = iter(scores)
+        return [
+            next(scored)
+            if len(tokens) <= self._longest
+            else ValueError(f"{self.path}: {len(tokens)} tokens, more than its {self._longest} positions")
+            for tokens, _ in sequences
+        ]
 
     def _sequence(self, trajectory: Trajectory) -> tuple[list[int], int]:
         """Tokens, and where the answer starts."""
@@ -85,8 +92,6 @@ class ModelReward:
 
     def _of_rows(self, sequences: Sequence[tuple[list[int], int]]) -> list[float]:
         lengths = [len(tokens) for tokens, _ in sequences]
-        if max(lengths) > self._longest:
-            raise ValueError(f"{self.path}: {max(lengths)} tokens, more than its {self._longest} positions")
         # Powers of two: few programs, however long the longest sequence of a step is.
         width = min(max(MIN_WIDTH, 1 << (max(lengths) - 1).bit_length()), self._longest)
         tokens = np.zeros((self._rows, width), np.int32)

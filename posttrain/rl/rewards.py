@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dis
 import inspect
-import math
-import numbers
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,11 +14,15 @@ import numpy as np
 
 from posttrain.data.chat import Message
 from posttrain.errors import ConfigError, did_you_mean
+from posttrain.rl.reward_call import LOGGERS, check_values
+from posttrain.rl.reward_processes import ProcessCaller, RewardServer
+from posttrain.rl.reward_scoring import Caller, Failure, Scores, Scoring
+from posttrain.rl.reward_threads import ThreadCaller
+from posttrain.rl.reward_worker import Function
 from posttrain.rl.types import Group, RewardError, RewardFunction, Rewards, Trajectory
 from posttrain.tracking.console import cut
-from posttrain.user_code import describe_error
 
-PROVIDED = ("prompts", "completions", "completion_tokens", "completion_ids", "trajectories", "log_metric", "log_extra")
+PROVIDED = ("prompts", "completions", "completion_tokens", "completion_ids", "trajectories", *LOGGERS)
 """Keywords that every reward function may name; `completion_ids` is what other frameworks call `completion_tokens`."""
 
 SHOWN_CELLS = 80
@@ -29,16 +31,23 @@ SHOWN_CELLS = 80
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """A function with its weight; `args` are more keyword arguments, `timeout_s` bounds one call."""
+    """A function with its weight; `args` are more keyword arguments."""
 
     function: RewardFunction
     weight: float
     args: Mapping[str, Any] = field(default_factory=dict)
-    timeout_s: float
+    timeout_s: float | None
+    """Seconds that a step waits for the function. None: a reward model, one call without a time-out."""
+    name: str = ""
+    """In metrics and messages; by default the function's own."""
+    on_error: Literal["drop"] | float = "drop"
+    """Value of a sample on which the function fails; `drop`: the sample has no reward."""
+    isolated: Function | None = None
+    """Where child processes import the function from. None: it runs in threads of this process."""
 
-    @property
-    def name(self) -> str:
-        return getattr(self.function, "__name__", type(self.function).__name__)
+    def __post_init__(self) -> None:
+        if not self.name:
+            object.__setattr__(self, "name", getattr(self.function, "__name__", type(self.function).__name__))
 
 
 def missing_arguments(reward: Reward, columns: Sequence[str]) -> list[str]:
@@ -60,37 +69,93 @@ def missing_arguments(reward: Reward, columns: Sequence[str]) -> list[str]:
 
 
 class Rubric:
-    """Scores groups with all functions: with none of them, as where only a teacher speaks, every total is 0.
-
-    Raises when a function breaks its contract or fails on every sample.
-    """
+    """Scores groups with all functions: with none of them, as where only a teacher speaks, every total is 0."""
 
     def __init__(self, rewards: Sequence[Reward]):
         names = [reward.name for reward in rewards]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
-            raise ConfigError(f"rewards: the function name {repeated[0]!r} stands twice; metrics need distinct names")
+            raise ConfigError(
+                f"rewards: the name {repeated[0]!r} stands twice; metrics need distinct names: give one of them a name"
+            )
         self.rewards = tuple(rewards)
+        isolated = list(dict.fromkeys(reward.isolated for reward in rewards if reward.isolated is not None))
+        self._server = RewardServer(isolated)
+        self._callers: dict[str, Caller] = {
+            reward.name: ThreadCaller(reward.function, reward.name)
+            if reward.isolated is None
+            else ProcessCaller(self._server, isolated.index(reward.isolated), reward.name)
+            for reward in rewards
+        }
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Have a child process import its functions while this one does something else; at the end no child is left."""
+        if self._server.functions:
+            self._server.start()
+        try:
+            yield
+        finally:
+            for caller in self._callers.values():
+                caller.close()
+            self._server.close()
 
     async def score(self, groups_P: Sequence[Group], advance: Callable[[int], None] | None = None) -> Rewards:
-        """`advance(1)` is called for each function that is done."""
+        """`advance(1)` is called for each function that is done. ConfigError for arguments that no process can read."""
         group_size = len(groups_P[0])
         samples = [trajectory for group in groups_P for trajectory in group]
-        calls = [_Call(reward, samples, group_size) for reward in self.rewards]
-        await asyncio.gather(*(call.run(advance) for call in calls))
-        shape = (len(groups_P), group_size)
-        parts = {call.reward.name: np.asarray(call.values, np.float32).reshape(shape) for call in calls}
-        errors = [error for call in calls for error in call.errors]
-        total = _weighted_sum(self.rewards, parts, shape)
-        for error in errors:
-            total[error.prompt, error.sample] = np.nan
-        metrics = {
-            f"rewards/{call.reward.name}/{name}": float(np.mean(values))
-            for call in calls
-            for name, values in call.metrics.items()
-        }
-        extras = {name: values for call in calls for name, values in call.extras.items()}
-        return Rewards(total_PG=total, parts_PG=parts, errors=errors, metrics=metrics, extras=extras)
+        models = asyncio.Lock()
+
+        async def scored(reward: Reward) -> Scores:
+            if reward.timeout_s is None:
+                async with models:  # programs of two models at once could wait for each other's collectives
+                    scores = await _score_by_model(reward, samples)
+            else:
+                names = _accepted(reward.function)
+
+                def keywords(indexes: Sequence[int]) -> Mapping[str, Any]:
+                    return _keywords(reward, names, [samples[index] for index in indexes])
+
+                loggers = [name for name in LOGGERS if names is None or name in names]
+                caller = self._callers[reward.name]
+                scores = await Scoring(caller, keywords, loggers, len(samples), reward.timeout_s).run()
+            if advance is not None:
+                advance(1)
+            return scores
+
+        found = await asyncio.gather(*(scored(reward) for reward in self.rewards))
+        return _gather(self.rewards, found, (len(groups_P), group_size))
+
+
+def _gather(rewards: Sequence[Reward], found: Sequence[Scores], shape: tuple[int, int]) -> Rewards:
+    parts: dict[str, np.ndarray] = {}
+    errors: list[RewardError] = []
+    dropped = np.zeros(shape, bool)
+    for reward, scores in zip(rewards, found, strict=True):
+        values = parts[reward.name] = np.asarray(scores.values, np.float32).reshape(shape)
+        for index, (kind, message) in sorted(scores.failures.items()):
+            prompt, sample = divmod(index, shape[1])
+            errors.append(RewardError(function=reward.name, prompt=prompt, sample=sample, kind=kind, error=message))
+            if reward.on_error == "drop":
+                dropped[prompt, sample] = True
+            else:
+                values[prompt, sample] = reward.on_error
+    total = _weighted_sum(rewards, parts, shape)
+    total[dropped] = np.nan
+    metrics = {
+        f"rewards/{reward.name}/{name}": float(np.mean(values))
+        for reward, scores in zip(rewards, found, strict=True)
+        for name, values in scores.metrics.items()
+    }
+    extras = {name: values for scores in found for name, values in scores.extras.items()}
+    notes = [f"reward {r.name}: {s.note}" for r, s in zip(rewards, found, strict=True) if s.note is not None]
+    return Rewards(total_PG=total, parts_PG=parts, errors=errors, metrics=metrics, extras=extras, notes=notes)
+
+
+async def _score_by_model(reward: Reward, samples: Sequence[Trajectory]) -> Scores:
+    """One call; what a model raises ends the run."""
+    values, errors = check_values(await asyncio.to_thread(reward.function, samples), len(samples))
+    return Scores(values, {index: Failure("error", message) for index, message in errors.items()})
 
 
 def _weighted_sum(rewards: Sequence[Reward], parts: Mapping[str, np.ndarray], shape: tuple[int, int]) -> np.ndarray:
@@ -102,9 +167,9 @@ def _weighted_sum(rewards: Sequence[Reward], parts: Mapping[str, np.ndarray], sh
 
 
 def error_lines(rewards: Rewards, groups_P: Sequence[Group]) -> list[str]:
-    """One line for each function that failed: on how many samples, and the first error with its sample."""
+    """One line for each function that failed: on how many samples, and the first error with its sample; and notes."""
     count = sum(map(len, groups_P))
-    lines = []
+    lines = list(rewards.notes)
     for name in dict.fromkeys(error.function for error in rewards.errors):
         errors = [error for error in rewards.errors if error.function == name]
         first = min(errors, key=lambda error: (error.prompt, error.sample))
@@ -116,127 +181,37 @@ def error_lines(rewards: Rewards, groups_P: Sequence[Group]) -> list[str]:
     return lines
 
 
-class _DeadlineError(Exception):
-    """Ours, and so told apart from a TimeoutError that a function raises itself."""
+def _keywords(reward: Reward, names: frozenset[str] | None, samples: Sequence[Trajectory]) -> dict[str, Any]:
+    """Arguments of a call, but for the loggers. `names`: those that the function reads; None: all."""
+    rows = [s.example.row for s in samples]
+    columns = {name: [row[name] for row in rows] for name in rows[0] if all(name in row for row in rows)}
+    provided: dict[str, Callable[[], Any]] = {
+        "prompts": lambda: [_prompt(s) for s in samples],
+        "completions": lambda: [s.text if s.example.plain else [_turn(s)] for s in samples],
+        "completion_tokens": lambda: tokens,
+        "completion_ids": lambda: tokens,
+        "trajectories": lambda: list(samples),
+    }
+    wanted = [name for name in provided if names is None or name in names]
+    tokens = [s.completion_tokens for s in samples] if {"completion_tokens", "completion_ids"} & {*wanted} else []
+    keywords = {**columns, **{name: provided[name]() for name in wanted}, **reward.args}
+    return keywords if names is None else {name: value for name, value in keywords.items() if name in names}
 
 
-class _ExitError(Exception):
-    """A function called `sys.exit`, which would end the thread or the loop that waits for it."""
+def _accepted(function: RewardFunction) -> frozenset[str] | None:
+    """Names of the arguments that the function reads; None: all that there are, because it reads its `**kwargs`."""
+    parameters = inspect.signature(function).parameters
+    rest = next((name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD), None)
+    return None if rest is not None and _reads(function, rest) else frozenset(parameters)
 
 
-class _Call:
-    """One function over all samples of a step."""
-
-    def __init__(self, reward: Reward, samples: Sequence[Trajectory], group_size: int):
-        self.reward = reward
-        self.samples = samples
-        self.group_size = group_size
-        self.values: list[float] = []
-        self.errors: list[RewardError] = []
-        self.metrics: dict[str, list[float]] = {}
-        self.extras: dict[str, list[Any]] = {}
-
-    async def run(self, advance: Callable[[int], None] | None) -> None:
-        try:
-            self.values = await self._values(self.samples)
-        except ConfigError:
-            raise
-        except Exception:
-            await self._one_by_one()
-        if len(self.errors) == len(self.samples):
-            first = self.errors[0]
-            raise ConfigError(
-                f"reward {self.reward.name}: failed on every sample; the first {first.kind}: {first.error}"
-            )
-        if advance is not None:
-            advance(1)
-
-    async def _one_by_one(self) -> None:
-        """After a failure each sample is scored alone, side by side: only those that cause it lose their reward.
-
-        What the functions logged is dropped, since it would be in another order than the samples.
-        """
-        self.values = [value for (value,) in await asyncio.gather(*map(self._alone, range(len(self.samples))))]
-        self.metrics.clear()
-        self.extras.clear()
-
-    async def _alone(self, index: int) -> list[float]:
-        try:
-            return await self._values([self.samples[index]])
-        except ConfigError:
-            raise
-        except _DeadlineError:
-            self._fail(index, "timeout", f"no answer within {self.reward.timeout_s:g} s")
-        except Exception as error:
-            self._fail(index, "error", str(error) if isinstance(error, _ExitError) else describe_error(error))
-        return [math.nan]
-
-    def _fail(self, index: int, kind: Literal["error", "timeout"], message: str) -> None:
-        prompt, sample = divmod(index, self.group_size)
-        self.errors.append(
-            RewardError(function=self.reward.name, prompt=prompt, sample=sample, kind=kind, error=message)
-        )
-
-    async def _values(self, samples: Sequence[Trajectory]) -> list[float]:
-        function, keywords = self.reward.function, self._keywords(samples)
-        if inspect.iscoroutinefunction(function):
-            call: asyncio.Future[Any] = asyncio.ensure_future(_awaited(function, keywords))
-        else:
-            call = _in_daemon_thread(function, keywords)
-        done, _ = await asyncio.wait([call], timeout=self.reward.timeout_s)
-        if not done:
-            call.cancel()
-            raise _DeadlineError
-        result = call.result()
-        return _checked(self.reward.name, result, len(samples))
-
-    def _keywords(self, samples: Sequence[Trajectory]) -> dict[str, Any]:
-        rows = [s.example.row for s in samples]
-        columns = {name: [row[name] for row in rows] for name in rows[0] if all(name in row for row in rows)}
-        tokens = [s.completion_tokens for s in samples]
-        provided = {
-            "prompts": [_prompt(s) for s in samples],
-            "completions": [s.text if s.example.plain else [_turn(s)] for s in samples],
-            "completion_tokens": tokens,
-            "completion_ids": tokens,
-            "trajectories": list(samples),
-            "log_metric": lambda name, value: self.metrics.setdefault(name, []).append(float(value)),
-            "log_extra": lambda name, values: self.extras.setdefault(name, []).extend(values),
-        }
-        keywords = {**columns, **provided, **self.reward.args}
-        parameters = inspect.signature(self.reward.function).parameters
-        return keywords if _takes_any(parameters) else {k: v for k, v in keywords.items() if k in parameters}
-
-
-async def _awaited(function: RewardFunction, keywords: Mapping[str, Any]) -> Any:
-    try:
-        return await function(**keywords)
-    except SystemExit as error:
-        raise _ExitError(describe_error(error)) from error
-
-
-def _in_daemon_thread(function: RewardFunction, keywords: Mapping[str, Any]) -> asyncio.Future[Any]:
-    """Like `asyncio.to_thread`, but a function that never returns does not keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if not future.done():
-            future.set_exception(error) if error is not None else future.set_result(result)
-
-    def work() -> None:
-        try:
-            outcome: tuple[Any, BaseException | None] = (function(**keywords), None)
-        except SystemExit as error:
-            outcome = (None, _ExitError(describe_error(error)))
-        except Exception as error:
-            outcome = (None, error)
-        # After a time-out the loop may be gone; nobody waits for this answer any more.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(settle, *outcome)
-
-    threading.Thread(target=work, daemon=True, name=f"reward {getattr(function, '__name__', '')}").start()
-    return future
+def _reads(function: RewardFunction, variable: str) -> bool:
+    """False only where the code of a plain function never loads the variable."""
+    code = getattr(function, "__code__", None)
+    if code is None or hasattr(function, "__wrapped__") or variable in code.co_cellvars:
+        return True
+    loads = [i.argval for i in dis.get_instructions(code) if i.opname.startswith("LOAD_FAST")]
+    return any(variable == found or (isinstance(found, tuple) and variable in found) for found in loads)
 
 
 def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
@@ -249,21 +224,3 @@ def _prompt(sample: Trajectory) -> Any:
 
 def _turn(sample: Trajectory) -> Message:
     return {"role": "assistant", "content": sample.text}
-
-
-def _checked(name: str, result: Any, count: int) -> list[float]:
-    """The function's answer as floats, None as NaN; ConfigError when it is not one number or None per sample."""
-    if isinstance(result, (str, bytes)) or not hasattr(result, "__len__"):
-        raise ConfigError(f"reward {name}: must return a list of {count} numbers or None, got {type(result).__name__}")
-    if len(result) != count:
-        raise ConfigError(f"reward {name}: must return one value per completion, got {len(result)} for {count}")
-    values = []
-    for value in result:
-        if value is None:
-            values.append(math.nan)
-            continue
-        scalar = value.item() if hasattr(value, "item") else value
-        if not isinstance(scalar, numbers.Real) or not math.isfinite(scalar):
-            raise ConfigError(f"reward {name}: each value must be a finite number or None, got {value!r}")
-        values.append(float(scalar))
-    return values

@@ -1,4 +1,4 @@
-"""From prompts to trajectories: every sample is one conversation between the engine and an environment."""
+"""From prompts to trajectories: every sample is one answer of the engine to the prompt of a dataset row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.config import SamplingSection
 from posttrain.data.chat import Message, Renderer
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
-from posttrain.rl.types import Env, Example, Group, SingleTurn, Trajectory
+from posttrain.rl.types import Example, Group, Trajectory
 from posttrain.rollout.stopping import text_of
 from posttrain.rollout.types import Call, Completion, ResumableEngine, RolloutEngine, SamplingParams, sample_key
 
@@ -36,21 +36,18 @@ class Sampler:
     sampling: SamplingSection
     max_prompt_tokens: int
     seed: int
-    make_env: Callable[[Example], Env] = SingleTurn
 
     def params(self, step: int, prompt: int, sample: int) -> SamplingParams:
         return sampling_params(self.sampling, self.renderer.tokenizer, sample_key(self.seed, step, prompt, sample))
 
     async def rollout(self, example: Example, step: int, prompt_number: int, sample: int) -> Trajectory:
-        """One conversation. ConfigError for a prompt that is too long, `Aborted` for an answer that did not end."""
+        """One answer. ConfigError for a prompt that is too long, `Aborted` for an answer that did not end."""
         asked = self.ask(example, step, prompt_number, sample)
-        return await asked.answered(await self.engine.generate(asked.prompt, asked.params))
+        return asked.answered(await self.engine.generate(asked.prompt, asked.params))
 
     def ask(self, example: Example, step: int, prompt_number: int, sample: int) -> Asked:
         """ConfigError for a prompt that is too long."""
-        env = self.make_env(example)
-        messages = list(env.start())
-        prompt = self.renderer.prompt(messages)
+        prompt = list(example.prompt_tokens)
         if len(prompt) > self.max_prompt_tokens:
             raise ConfigError(
                 f"row {example.index}: its prompt has {len(prompt)} tokens, more than max_prompt_tokens="
@@ -58,9 +55,7 @@ class Sampler:
             )
         params = self.params(step, prompt_number, sample)
         decode = self.renderer.tokenizer.decode
-        return Asked(
-            example=example, sample=sample, env=env, messages=messages, prompt=prompt, params=params, decode=decode
-        )
+        return Asked(example=example, sample=sample, prompt=prompt, params=params, decode=decode)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,28 +64,21 @@ class Asked:
 
     example: Example
     sample: int
-    env: Env
-    messages: Sequence[Message]
     prompt: Sequence[int]
     params: SamplingParams
     decode: Callable[[Sequence[int]], str]
 
-    async def answered(self, completion: Completion) -> Trajectory:
+    def answered(self, completion: Completion) -> Trajectory:
         """`Aborted` for an answer that did not end."""
         if completion.stop == "abort":
             raise Aborted(completion)
         text = text_of(self.decode, completion.tokens, self.params.ends, self.params.stop)
         turn: Message = {"role": "assistant", "content": text}
-        reply = await self.env.reply(turn)
-        if not reply.done:
-            raise ConfigError(
-                f"{type(self.env).__name__}: conversations of several turns are not supported; reply with done=True"
-            )
         before = len(self.prompt)
         return Trajectory(
             example=self.example,
             sample=self.sample,
-            messages=[*self.messages, turn],
+            messages=[*self.example.messages, turn],
             text=text,
             tokens=[*self.prompt, *completion.tokens],
             sampled=[False] * before + [True] * len(completion.tokens),
@@ -158,33 +146,58 @@ async def collect_some(
     step: int,
     *,
     enough: int,
+    max_staleness: int,
     carried: Sequence[Unfinished] = (),
 ) -> tuple[list[Group], list[Unfinished]]:
     """Partial rollouts, arXiv:2501.12599: goes on with the groups of earlier steps and begins one for each example;
     when `enough` are whole, these are returned and the others left, to be `carried` to a later step. The order stays.
 
-    Every token knows the version of the weights that sampled it. What is left depends on the arguments and the weights,
-    not on time. The first failure is raised.
+    No group is returned more than `max_staleness` steps after it began, if every step asks for as many: of the
+    oldest as many are returned as must not wait, see `due_groups`. Every token knows the version of the
+    weights that sampled it. What is left depends on the arguments and the weights, not on time. The first failure is
+    raised.
     """
     groups = [*carried, *(Unfinished(example=e, step=step, prompt=number) for number, e in enumerate(examples_P))]
     asked = [[sampler.ask(g.example, g.step, g.prompt, sample) for sample in range(group_size)] for g in groups]
-    groups = _go_on(resumable(sampler.engine), groups, asked, enough)
+    due = due_groups([group.step for group in groups], step, enough, max_staleness)
+    groups = _go_on(resumable(sampler.engine), groups, asked, enough, due)
     whole = [i for i, group in enumerate(groups) if all(map(group.is_done, range(group_size)))][:enough]
-    trajectories: list[Group] = [
-        await asyncio.gather(*(one.answered(groups[i].completions[one.sample]) for one in asked[i])) for i in whole
-    ]
+    trajectories: list[Group] = [[one.answered(groups[i].completions[one.sample]) for one in asked[i]] for i in whole]
     return trajectories, [group for i, group in enumerate(groups) if i not in whole]
 
 
+def due_groups(begun: Sequence[int], step: int, per_step: int, max_staleness: int) -> list[tuple[int, int]]:
+    """Pairs (N, n): of the N oldest groups this step must return n, where no step returns more than `per_step`, so that
+    each can be returned at most `max_staleness` steps after it began. `begun`: the step of each group, rising.
+
+    >>> due_groups([0, 0, 0, 1, 1, 1], step=1, per_step=3, max_staleness=1)
+    [(3, 3), (6, 3)]
+    >>> due_groups([0, 0, 0, 1, 1, 1], step=1, per_step=3, max_staleness=2)
+    []
+    """
+    found = []
+    for later in range(max_staleness + 1):
+        # Those that must be returned by the step so much later, less those that the steps in between can return.
+        oldest = sum(first + max_staleness <= step + later for first in begun)
+        if oldest > later * per_step:
+            found.append((oldest, min(oldest - later * per_step, per_step)))
+    return found
+
+
 def _go_on(
-    engine: ResumableEngine, groups: Sequence[Unfinished], asked: Sequence[Sequence[Asked]], enough: int
+    engine: ResumableEngine,
+    groups: Sequence[Unfinished],
+    asked: Sequence[Sequence[Asked]],
+    enough: int,
+    due: Sequence[tuple[int, int]],
 ) -> list[Unfinished]:
-    """Until `enough` groups are whole."""
+    """Until `enough` groups are whole, and of the oldest as many as are `due`."""
     todo = [(i, one) for i, of_group in enumerate(asked) for one in of_group if not groups[i].is_done(one.sample)]
 
     def are_enough(done: Sequence[bool]) -> bool:
         open_groups = {i for (i, _), is_done in zip(todo, done, strict=True) if not is_done}
-        return len(groups) - len(open_groups) >= enough
+        waited_for = all(sum(i not in open_groups for i in range(oldest)) >= least for oldest, least in due)
+        return waited_for and len(groups) - len(open_groups) >= enough
 
     if are_enough([False] * len(todo)):
         return list(groups)

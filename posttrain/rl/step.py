@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -11,22 +11,20 @@ from jaxtyping import Float, Int
 
 from posttrain.batch import Batch
 from posttrain.cluster.cluster import Cluster, Role
-from posttrain.errors import RunError
+from posttrain.config.rl import OldLogps, ZeroAdvantage
 from posttrain.metrics import Metrics, Timer
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.assemble import assemble
+from posttrain.rl.metrics import rollout_metrics
 from posttrain.rl.rewards import Rubric
 from posttrain.rl.sampler import Sampler, Unfinished, collect, collect_some
 from posttrain.rl.teachers import TeacherKL, add_teachers
-from posttrain.rl.types import Example, Group, Rewards, Trajectory
-from posttrain.statistics import standard_error
+from posttrain.rl.types import Example, Group, Rewards
 from posttrain.tracking.console import progress_bar
 from posttrain.tree import replace
 
-LOGP_DIFFERENCE = "sampling/logp_difference/mean"
-MAX_LOGP_DIFFERENCE = 0.1
-"""Nats per token. One model in float32 differs by 1e-6, in bfloat16 by 5e-3; a sampler of 260,000 parameters in int8 by
-0.02, in fp8 by 0.06."""
+ROUNDING = 1e-6
+"""Advantages up to this share of the largest reward are 0: a mean of equal rewards may be rounded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +40,16 @@ class RowSettings:
 class StepSettings(RowSettings):
     """What `rl_step` needs beside the objects."""
 
-    recompute_old_logps: bool
+    old_logps: OldLogps = "self"
+    """Source of the proximal log-probabilities, see `RLSection`."""
+    zero_advantage: ZeroAdvantage = "skip"
+    """Do without an update in a step whose advantages are all 0, see `RLSection`."""
     teaching: TeacherKL | None = None
     enough: int | None = None
     """Groups that a step learns from, where it leaves those that take longer to later ones; None: all that it
     begins."""
+    max_staleness: int = 0
+    """With `enough`: the most steps between the begin of a group and the step that learns from it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,36 +81,24 @@ async def rl_step(
     `carried`: what the step before has `left`.
     """
     step = cluster.actor.step_number
-    title = f"step {step + 1}"
-    left: list[Unfinished] = []
-    if settings.enough is None:
-        groups_P = await sample(sampler, examples_P, settings.group_size, step, timer)
-    else:
-        with timer("rollout"), progress_bar(f"{title}: sampling", closing=False):
-            groups_P, left = await collect_some(
-                sampler, examples_P, settings.group_size, step, enough=settings.enough, carried=carried
-            )
+    groups_P, left = await sample_some(sampler, examples_P, settings, step, timer, carried)
     rewards = await score(rubric, groups_P, step, timer)
     kept_P, rewards_PG = algorithm.keep(groups_P, rewards.total_PG)
     advantages_PG = algorithm.advantage(rewards_PG)
     batch = assemble(
         kept_P,
         advantages_PG,
-        ~np.isnan(rewards_PG),
+        ~np.isnan(rewards_PG) & ~np.isnan(advantages_PG),
         row_tokens=settings.row_tokens,
         num_rows=settings.num_rows,
         shares=None if settings.teaching is None else settings.teaching.shares,
+        version=None if settings.enough is None else step,
     )
-    taught: Metrics = {}
-    with timer("logps"), progress_bar(f"{title}: log-probabilities", closing=False):
-        if algorithm.loss.kl_coef:
-            batch = replace(batch, ref_logps=cluster.logps(Role.REFERENCE, batch))
-        if settings.recompute_old_logps:
-            batch = replace(batch, old_logps=cluster.logps(Role.ACTOR, batch))
-        if settings.teaching is not None:
-            batch, taught = add_teachers(batch, cluster.logps(Role.TEACHER, batch), settings.teaching.coef)
-    metrics = update(cluster, batch, timer)
+    batch, taught = add_logps(cluster, algorithm, batch, settings, timer)
+    learns = settings.zero_advantage == "update" or has_signal(batch, rewards_PG)
+    metrics = update(cluster, batch, timer, learns=learns)
     metrics |= taught | rollout_metrics(groups_P, rewards, step)
+    metrics["advantages/invalid"] = float((np.isnan(advantages_PG) & ~np.isnan(rewards_PG)).mean())
     return StepResult(
         metrics=metrics,
         groups_P=groups_P,
@@ -116,6 +107,53 @@ async def rl_step(
         batch=batch,
         left=left,
     )
+
+
+async def sample_some(
+    sampler: Sampler,
+    examples_P: Sequence[Example],
+    settings: StepSettings,
+    step: int,
+    timer: Timer,
+    carried: Sequence[Unfinished],
+) -> tuple[list[Group], list[Unfinished]]:
+    """The groups that a step learns from, and those that it leaves to a later one."""
+    if settings.enough is None:
+        return await sample(sampler, examples_P, settings.group_size, step, timer), []
+    with timer("rollout"), progress_bar(f"step {step + 1}: sampling", closing=False):
+        return await collect_some(
+            sampler,
+            examples_P,
+            settings.group_size,
+            step,
+            enough=settings.enough,
+            max_staleness=settings.max_staleness,
+            carried=carried,
+        )
+
+
+def add_logps(
+    cluster: Cluster, algorithm: Algorithm, batch: Batch, settings: StepSettings, timer: Timer
+) -> tuple[Batch, Metrics]:
+    """The batch with the log-probabilities of reference and proximal policy that its loss needs, and with teachers."""
+    title = f"step {cluster.actor.step_number + 1}"
+    with timer("logps"), progress_bar(f"{title}: log-probabilities", closing=False):
+        if algorithm.loss.kl_coef:
+            batch = replace(batch, ref_logps=cluster.logps(Role.REFERENCE, batch))
+        if settings.old_logps == "trainer":
+            batch = replace(batch, old_logps=cluster.logps(Role.ACTOR, batch))
+        elif settings.old_logps == "sampler":
+            batch = replace(batch, old_logps=batch.sampler_logps)
+        if settings.teaching is None:
+            return batch, {}
+        return add_teachers(batch, cluster.logps(Role.TEACHER, batch), settings.teaching.coef)
+
+
+def has_signal(batch: Batch, rewards_PG: Float[np.ndarray, "P G"]) -> bool:
+    """Tell whether any advantage of the batch differs from 0 by more than rounding of the rewards."""
+    assert batch.advantages is not None
+    scale = np.abs(rewards_PG[~np.isnan(rewards_PG)]).max(initial=0.0)
+    return not np.abs(batch.advantages).max() <= ROUNDING * scale
 
 
 async def sample(
@@ -133,12 +171,14 @@ async def score(rubric: Rubric, groups_P: Sequence[Group], step: int, timer: Tim
         return await rubric.score(groups_P, advance)
 
 
-def update(cluster: Cluster, batch: Batch, timer: Timer) -> Metrics:
-    """One update, after which the engine has the new weights."""
+def update(cluster: Cluster, batch: Batch, timer: Timer, *, learns: bool) -> Metrics:
+    """One update, unless the batch teaches nothing, after which the engine has the new weights."""
     title = f"step {cluster.actor.step_number + 1}"
     with timer("update"), progress_bar(f"{title}: update", closing=False):
-        metrics = jax.block_until_ready(cluster.actor.step(batch))
+        metrics = jax.block_until_ready(cluster.actor.step(batch, update=learns))
         cluster.sync_weights()
+    if batch.advantages is not None:
+        metrics["advantages/abs_max"] = float(np.abs(batch.advantages).max())
     return metrics
 
 
@@ -148,104 +188,3 @@ def _of_all(
     by_group = {id(group): advantages for group, advantages in zip(kept_P, advantages_PG, strict=True)}
     left_out = np.full(len(groups_P[0]), np.nan, np.float32)
     return np.stack([by_group.get(id(group), left_out) for group in groups_P])
-
-
-def check_agreement(metrics: Mapping[str, float], step: int) -> None:
-    """RunError when sampler and trainer give the same tokens log-probabilities that are too far apart. A step with
-    samples that began under earlier weights says nothing of that: they have a reason to be apart."""
-    gap = metrics[LOGP_DIFFERENCE]
-    if gap > MAX_LOGP_DIFFERENCE and not metrics["sampling/staleness/mean"]:
-        raise RunError(
-            f"step {step}: sampler and trainer disagree by {gap:.3f} nats per token on average, more than "
-            f"{MAX_LOGP_DIFFERENCE}: stale weights, another temperature, or another precision in the engine"
-        )
-
-
-class RewardWatch:
-    """Ends a run whose rewards say nothing: RunError after `limit` steps in a row of which no sample has a reward.
-
-    A single such step may be chance, where functions apply to some rows only. A run without functions has no rewards to
-    miss: it learns from teachers.
-    """
-
-    def __init__(self, limit: int):
-        self._limit = limit
-        self._steps = 0
-
-    def see(self, step: int, rewards: Rewards) -> None:
-        nothing = bool(rewards.parts_PG) and np.isnan(rewards.total_PG).all()
-        self._steps = self._steps + 1 if nothing else 0
-        if self._steps >= self._limit:
-            why = rewards.errors[0].error if rewards.errors else "the functions return None: they do not apply"
-            raise RunError(
-                f"step {step}: no sample has a reward, in {self._steps} steps in a row, and so nothing is learned "
-                f"({why}); see that the rewards apply to the rows of dataset"
-            )
-
-
-def rollout_metrics(groups_P: Sequence[Group], rewards: Rewards, step: int) -> dict[str, float]:
-    """What the samples of a step and their rewards say."""
-    return sample_metrics(groups_P, step) | (_reward_metrics(rewards) if rewards.parts_PG else {})
-
-
-def sample_metrics(groups_P: Sequence[Group], step: int) -> dict[str, float]:
-    """What the samples of a step say, under the names that practitioners search for. `staleness`: updates since a token
-    was sampled."""
-    samples = [trajectory for group in groups_P for trajectory in group]
-    lengths = np.asarray([sample.num_sampled for sample in samples])
-    clipped = np.asarray([sample.stop == "length" for sample in samples])
-    ended = lengths[~clipped]
-    return {
-        "completions/mean_length": float(lengths.mean()),
-        "completions/min_length": float(lengths.min()),
-        "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float(clipped.mean()),
-        "completions/mean_terminated_length": float(ended.mean()) if ended.size else float("nan"),
-        "completions/num_tokens": float(lengths.sum()),
-        "sampling/kept_mass/mean": _kept_mass(samples),
-        "sampling/staleness/mean": _staleness(samples, step),
-    }
-
-
-def _reward_metrics(rewards: Rewards) -> dict[str, float]:
-    total_PG = rewards.total_PG
-    std_P = _std_of_groups(total_PG)
-    failed = {kind: sum(e.kind == kind for e in rewards.errors) for kind in ("error", "timeout")}
-    metrics = {
-        "reward": _nanmean(total_PG),
-        "reward_stderr": standard_error(total_PG),
-        "reward_std": _nanmean(std_P),
-        "frac_reward_zero_std": _nanmean(np.where(np.isnan(std_P), np.nan, std_P == 0.0)),
-        "rewards/invalid": float(np.isnan(total_PG).mean()),
-        "rewards/errors": failed["error"] / total_PG.size,
-        "rewards/timeouts": failed["timeout"] / total_PG.size,
-    }
-    for name, part in rewards.parts_PG.items():
-        metrics[f"rewards/{name}/mean"] = _nanmean(part)
-        metrics[f"rewards/{name}/std"] = float(np.nanstd(part)) if not np.isnan(part).all() else float("nan")
-    return metrics | dict(rewards.metrics)
-
-
-def _nanmean(values: np.ndarray) -> float:
-    return float(np.nanmean(values)) if not np.isnan(values).all() else float("nan")
-
-
-def _std_of_groups(total_PG: np.ndarray) -> np.ndarray:
-    """Standard deviation (n - 1) within each group; NaN where fewer than two rewards are valid."""
-    std = np.full(len(total_PG), np.nan)
-    for index, row in enumerate(total_PG):
-        valid = row[~np.isnan(row)]
-        if valid.size > 1:
-            # Equal rewards must give exactly 0, which the rounding of a mean would not.
-            std[index] = 0.0 if valid.min() == valid.max() else valid.std(ddof=1)
-    return std
-
-
-def _staleness(samples: Sequence[Trajectory], step: int) -> float:
-    versions = np.concatenate([np.asarray(s.versions)[np.asarray(s.sampled)] for s in samples])
-    return float((step - versions).mean()) if versions.size else 0.0
-
-
-def _kept_mass(samples: Sequence[Trajectory]) -> float:
-    kept = np.concatenate([np.asarray(s.kept_logps)[np.asarray(s.sampled)] for s in samples])
-    return float(np.exp(kept).mean()) if kept.size else float("nan")

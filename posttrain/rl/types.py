@@ -1,10 +1,10 @@
-"""What flows through reinforcement learning: examples, trajectories, groups, environments, reward outcomes."""
+"""What flows through reinforcement learning: examples, trajectories, groups, reward outcomes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -20,8 +20,8 @@ class Example:
     """Position in the dataset."""
     row: Mapping[str, Any]
     messages: Sequence[Message]
-    length: int
-    """Tokens of the prompt."""
+    prompt_tokens: Sequence[int]
+    """`messages` as the stage's renderer tokenises them."""
     plain: bool
     """The dataset's prompt is a string; reward functions then get completions as strings, else as message lists."""
 
@@ -43,7 +43,7 @@ class Trajectory:
     logps: Sequence[float]
     """Of the sampled tokens, before truncation; 0 elsewhere."""
     kept_logps: Sequence[float]
-    """Log of the probability mass that top-k/top-p/min-p kept; 0 elsewhere and without truncation."""
+    """logp minus the log of the probability with which the token was drawn, see `Completion`; 0 elsewhere."""
     stop: Literal["stop", "length", "abort"]
     versions: Sequence[int]
     """Version of the weights that wrote each token; -1 on tokens that were not sampled."""
@@ -61,36 +61,6 @@ class Trajectory:
 
 Group = Sequence[Trajectory]
 """The G samples of one prompt."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reply:
-    """An environment's answer to the assistant's message."""
-
-    messages: Sequence[Message]
-    done: bool
-
-
-@runtime_checkable
-class Env(Protocol):
-    """One conversation, used once: `start`, then `reply` until done."""
-
-    def start(self) -> Sequence[Message]: ...
-
-    async def reply(self, message: Message) -> Reply: ...
-
-
-class SingleTurn:
-    """The prompt of a dataset row, one answer, done."""
-
-    def __init__(self, example: Example):
-        self.example = example
-
-    def start(self) -> Sequence[Message]:
-        return self.example.messages
-
-    async def reply(self, message: Message) -> Reply:
-        return Reply(messages=(), done=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +86,8 @@ class Rewards:
     """What the functions gave to `log_metric`, averaged, as `rewards/<function>/<name>`."""
     extras: Mapping[str, Sequence[Any]]
     """What the functions gave to `log_extra`: a column of the samples table, in order (p, g)."""
+    notes: Sequence[str] = ()
+    """Lines for the user on what made scoring slower."""
 
 
 RewardFunction = Callable[..., Any]

@@ -20,7 +20,7 @@ from posttrain.rollout.runner import Dispatch, Outcome, Runner
 from posttrain.rollout.scheduler import Plan, Scheduler
 from posttrain.rollout.shapes import Expected, Shapes
 from posttrain.rollout.types import Call, Completion, SamplingParams
-from posttrain.runtime.host_memory import settle
+from posttrain.runtime.host_memory import trim_host_memory
 from posttrain.tracking.console import progress_bar
 from posttrain.weights.quantize import Copies
 from posttrain.weights.state import ADAPTER, ModelWeights
@@ -220,7 +220,7 @@ class NativeEngine:
         examples = self._runner.examples(expected, rereads=rereads or self._scheduler.may_preempt)
         with progress_bar("compiling the rollout engine's programs", len(examples)) as advance:
             self._runner.warm_up(self._loaded, examples, advance)
-        settle(platform_of(self._loaded.source.model.compute.mesh))
+        trim_host_memory(platform_of(self._loaded.source.model.compute.mesh))
 
     def metrics(self) -> dict[str, float]:
         """Since the last call, but for the number of programs; blocks as a share of all that there are. A late

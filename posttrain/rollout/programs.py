@@ -18,8 +18,8 @@ from jaxtyping import Bool, Float, Int
 
 from posttrain.models.cache import KVCache, empty_cache
 from posttrain.models.config import ModelConfig
-from posttrain.models.context import Routing
 from posttrain.models.decoder import Decoder
+from posttrain.models.forward_state import Routing
 from posttrain.rollout.blocks import BLOCK
 from posttrain.rollout.decoding import DecodingWeights, Loaded, Readied
 from posttrain.rollout.lanes import by_rows, mesh_of, on_each_shard

@@ -1,30 +1,22 @@
-"""The user's functions that a run depends on, by their text: a resumed run goes on only with the same."""
+"""User code that a run depends on, by digests of its source: a run resumes only with the same code."""
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import RunConfig, SampledSection
+from posttrain.config import RunConfig, SampledSection, TrainSection
 from posttrain.errors import ConfigError
-from posttrain.stages.inputs import object_of
+from posttrain.runs.source_text import source_of, source_of_name
+from posttrain.stages.inputs import resolve_spec
 from posttrain.user_code import is_object_spec
 from posttrain.weights.locate import local_or_hub, origin_of_folder
 
 CODE_NAME = "code.json"
-
-
-def source_of(function: Any) -> str:
-    """The text of a function or of an object's class; nothing where it is not Python, or was typed at a prompt."""
-    try:
-        return inspect.getsource(function if hasattr(function, "__code__") else type(function))
-    except (OSError, TypeError):
-        return ""
 
 
 def remember_code(output: Path, config: RunConfig, base_dir: Path) -> None:
@@ -33,7 +25,7 @@ def remember_code(output: Path, config: RunConfig, base_dir: Path) -> None:
 
 
 def check_code(output: Path, config: RunConfig, base_dir: Path) -> None:
-    """ConfigError where a function has another text than when the run began."""
+    """ConfigError where a function, or something that it calls, has changed since the run began."""
     file = output / CODE_NAME
     if not file.exists():
         return
@@ -41,22 +33,26 @@ def check_code(output: Path, config: RunConfig, base_dir: Path) -> None:
     changed = [name for name, digest in _digests(config, base_dir).items() if before.get(name, digest) != digest]
     if changed:
         raise ConfigError(
-            f"output: {output} holds a run that began with another text of {', '.join(changed)}; "
-            "give another output to run with the new one, or bring the old one back to go on"
+            f"output: {output} holds a run that began with other code of {', '.join(changed)}, or of what that calls; "
+            "give another output to run with the new code, or bring the old code back to resume"
         )
 
 
 def _digests(config: RunConfig, base_dir: Path) -> dict[str, str]:
-    """By where the function is used: of the file that holds it, of one from Python its own text."""
-    texts = {
+    """By where the function is used: a digest of its source and of all that it reaches in the user's files."""
+    texts = code_texts(config, base_dir) | _reward_models(config, base_dir)
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
+
+
+def code_texts(config: RunConfig, base_dir: Path) -> dict[str, str]:
+    """By where a function of the user is used: its source and that of all that it reaches in the user's files."""
+    return {
         f"stages.{index}.{field}={named if isinstance(named, str) else named.__class__.__name__}": (
-            _file_text(named, base_dir) if isinstance(named, str) else source_of(named)
+            _source_of_spec(named, base_dir) if isinstance(named, str) else source_of(named)
         )
         for index, section in enumerate(config.stages)
         for field, named in _functions(section)
     }
-    texts |= _reward_models(config, base_dir)
-    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
 
 
 def _reward_models(config: RunConfig, base_dir: Path) -> dict[str, str]:
@@ -70,10 +66,13 @@ def _reward_models(config: RunConfig, base_dir: Path) -> dict[str, str]:
     return found
 
 
-def _functions(section: Any) -> Iterator[tuple[str, Any]]:
+def _functions(section: TrainSection) -> Iterator[tuple[str, Any]]:
     if isinstance(section, SampledSection):
         rewards = enumerate(section.rewards)
         yield from ((f"rewards.{index}.fn", reward.fn) for index, reward in rewards if reward.fn is not None)
+    for number, dataset in enumerate(section.all_datasets):
+        if is_object_spec(dataset.path):
+            yield f"datasets.{number}", dataset.path
     for field in ("advantage", "loss"):
         if field in type(section).model_fields:
             named = getattr(section, field)
@@ -82,9 +81,13 @@ def _functions(section: Any) -> Iterator[tuple[str, Any]]:
                 yield field, kind
 
 
-def _file_text(spec: str, base_dir: Path) -> str:
-    """Of the module in which the object is defined."""
-    found = object_of(spec, base_dir)
-    name = getattr(found, "__module__", None) or type(found).__module__
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return "" if file is None else Path(file).read_text(encoding="utf-8", errors="replace")
+def _source_of_spec(spec: str, base_dir: Path) -> str:
+    """Nothing is imported. Empty where there is no such file, which a later check says."""
+    source, _, name = resolve_spec(spec, base_dir).rpartition(":")
+    if source.endswith(".py"):
+        files = [base_dir / Path(source).expanduser()]
+    else:
+        folders = [base_dir, *map(Path, sys.path)]
+        modules = [folder.joinpath(*source.split(".")) for folder in folders]
+        files = [file for path in modules for file in (path.with_name(f"{path.name}.py"), path / "__init__.py")]
+    return next((source_of_name(file, name) for file in files if file.is_file()), "")

@@ -13,7 +13,7 @@ from posttrain.config import RunConfig
 from posttrain.errors import ConfigError
 from posttrain.kernels import grouped_matmul
 from posttrain.kernels.attention import dispatch
-from posttrain.kernels.attention.request import Request
+from posttrain.kernels.attention.call import AttentionCall
 from posttrain.kernels.platform import compute_capability, installed
 from posttrain.models.config import AttentionConfig, LatentAttentionConfig, ModelConfig
 from posttrain.rollout.paged import refusal_of_ragged
@@ -31,7 +31,7 @@ def check_kernels(config: RunConfig, model: ModelConfig, *, here: bool) -> list[
         requests = list(_attention_requests(config, model))
         notes += _check("attention", config.model.attention, dispatch.select, requests, here=here)
     if config.model.grouped_matmul != "auto" and model.mixtures:
-        request = grouped_matmul.Request(platform="", dtype=_dtype(config), tokamax=True)
+        request = grouped_matmul.GroupedMatmulCall(platform="", dtype=_dtype(config), tokamax=True)
         notes += _check("grouped_matmul", config.model.grouped_matmul, grouped_matmul.select, [request], here=here)
     if config.model.decode_attention == "ragged":
         refusal = refusal_of_ragged(model, jnp.dtype(_dtype(config)), max(1, config.mesh.tensor))
@@ -64,11 +64,11 @@ def _dtype(config: RunConfig) -> str:
     return config.model.compute_dtype or config.model.dtype
 
 
-def _attention_requests(config: RunConfig, model: ModelConfig) -> Iterator[Request]:
+def _attention_requests(config: RunConfig, model: ModelConfig) -> Iterator[AttentionCall]:
     """The whole rows of training; a sampler's cache has the kernel of "auto"."""
     for row_tokens in {section.row_tokens for section in config.stages}:
         for kind in {block.attention for block in model.blocks}:
-            yield Request(
+            yield AttentionCall(
                 platform="",
                 rows=1,
                 num_queries=row_tokens,

@@ -40,6 +40,8 @@ class RunResult:
     stages: Sequence[str]
     results: Sequence[Mapping[str, Any]]
     """By stage: `before` and `after` evaluations, where there is an `eval_dataset`."""
+    trained: Sequence[str]
+    """Stages that this call trained; none where the run had been finished before."""
 
     @property
     def model_path(self) -> Path:
@@ -61,7 +63,7 @@ def run(config: RunConfig, base_dir: Path) -> RunResult:
     with _claimed(output, config, base_dir), stop_on_signals() as stop:
         for note in prepared.notes + row_notes(config, row_shards(mesh)):
             console().print(note, markup=False, soft_wrap=True)
-        source = None
+        source, trained = None, []
         for name, inputs in zip(names, prepared.stages, strict=True):
             folder = output / name
             folder.mkdir(exist_ok=True)
@@ -87,11 +89,20 @@ def run(config: RunConfig, base_dir: Path) -> RunResult:
                 continue
             if stop.requested:
                 raise Interrupted(f"stopped before {name}")
+            trained.append(name)
             console().rule(f"{name}: {inputs.section.steps} steps", align="left")
             STAGES[inputs.section.kind].run(stage, inputs)
             gc.collect()  # a trainer and its programs form a cycle that holds the weights
     results = [json.loads((output / name / "result.json").read_text(encoding="utf-8")) for name in names]
-    result = RunResult(output=output, stages=names, results=results)
+    result = RunResult(output=output, stages=names, results=results, trained=trained)
+    if not trained:
+        console().print(
+            f"NOTHING WAS TRAINED: {output} holds this run, finished before with the same settings and code; these are "
+            "its results. To train again give another output, or delete the folder.",
+            style="bold yellow",
+            markup=False,
+            soft_wrap=True,
+        )
     print_summary(result.output, names, results, config)
     return result
 

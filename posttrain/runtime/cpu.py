@@ -1,4 +1,4 @@
-"""How XLA compiles and runs programs for a CPU; others are not concerned."""
+"""XLA:CPU runtime settings: dispatch, threads for collectives, compile options."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ from typing import Any
 
 import jax
 
-# For each virtual device: as many collective operations of a program can wait for other devices at one time.
+# Collective operations of a program that may wait for other devices at the same time, per virtual device.
 THREADS_PER_DEVICE = 8
 
 
-def run_in_caller() -> None:
-    """Have programs run in the thread that calls them, where all that they read is ready, and take their memory from
-    its part of the heap.
+def disable_async_dispatch() -> None:
+    """Disable asynchronous CPU dispatch: programs run in the calling thread and allocate from its malloc arena.
 
-    XLA else runs each in any thread of a pool, whose parts of the heap hold at most 64 MiB in one piece. To be called
-    before the first use of a device; later it changes nothing.
+    Otherwise XLA runs programs in pool threads, whose arenas hold at most 64 MiB contiguously. Call it before the first
+    use of a device; later calls have no effect.
     """
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
-def seat_collectives() -> None:
-    """Give virtual devices threads enough for all collective operations of a program that can be under way at once.
+def reserve_collective_threads() -> None:
+    """Give virtual CPU devices enough threads for all concurrent collective operations of a program.
 
-    XLA has one thread a device, and does not order a loop that reduces over devices and a gather beside it: where each
-    device waits in another of the two, none is left to join them, and the program hangs (jaxlib 0.10.2, in `distill` on
-    8 devices, as often as not). A number that the caller chose stands. To be called before the first use of a device.
+    XLA uses one thread per device and does not order a loop that reduces over devices and a gather beside it: if
+    devices wait in different ones, no thread is left to join them, and the program hangs (jaxlib 0.10.2, in `distill`
+    on 8 devices, about half of the time). An existing PJRT_NPROC is kept. Call it before the first use of a device.
     """
     asked = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     devices = max([jax.config.values["jax_num_cpu_devices"], *map(int, asked[-1:])])
@@ -35,8 +34,8 @@ def seat_collectives() -> None:
         os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * devices))
 
 
-def compiled_sooner(platform: str) -> dict[str, Any] | None:
-    """Options of `jax.jit` for a program whose time is in its matrix products, which are in libraries: what LLVM makes
-    of the rest with less effort runs as fast. They go before `XLA_FLAGS`."""
+def fast_compile_options(platform: str) -> dict[str, Any] | None:
+    """Options of `jax.jit` that compile faster, for programs dominated by library matrix products: less LLVM effort on
+    the rest runs as fast. They have lower precedence than `XLA_FLAGS`."""
     reduced = jax.config.read("jax_disable_most_optimizations")
     return {"xla_backend_optimization_level": 1} if platform == "cpu" and not reduced else None

@@ -1,4 +1,4 @@
-"""Memory of the host: what the C library keeps for later, where XLA's programs for a CPU have theirs, and Python's."""
+"""Host memory: glibc malloc settings for XLA:CPU, and Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-"""Of `mallopt`, malloc.h of glibc."""
+"""Parameters of `mallopt`, malloc.h of glibc."""
 _LARGEST = 2**31 - 1
 
 
-def settle(platform: str) -> None:
-    """After a compilation: give back what was freed, hundreds of MiB that the allocator would keep beside what the
-    program wants. For a program of the `cpu`, keep what is freed from now on, at the heap's end up to 2 GiB: large
-    pieces else come from the system for every run, page by page and zeroed, a seventh of a training step's time.
+def trim_host_memory(platform: str) -> None:
+    """Return freed memory to the system after a compilation, hundreds of MiB that the allocator would keep.
 
-    Only glibc can be told; nothing happens with another C library.
+    For programs on `cpu`, also keep memory freed later, up to 2 GiB at the heap's end: otherwise large blocks are
+    mapped and zeroed by the system in every run, a seventh of a training step's time. Requires glibc; has no effect
+    with another C library.
     """
     library = ctypes.CDLL(None)
     if not hasattr(library, "malloc_trim"):
@@ -29,9 +29,9 @@ def settle(platform: str) -> None:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Python looks for garbage in cycles only afterwards: tracing makes so many objects, and keeps them, that it would
-    look through all that live again and again."""
+def gc_disabled() -> Iterator[None]:
+    """Disable cyclic garbage collection in the block: tracing allocates so many long-lived objects that the collector
+    would scan all live objects again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:

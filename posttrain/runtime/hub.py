@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub answers, asked before a download that would retry for a minute."""
+"""Hugging Face hub reachability, checked before downloads that would retry for a minute."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether the text has the form `name` or `owner/name`."""
+    """Return True if the text has the form `name` or `owner/name`."""
     return HUB_ID.fullmatch(name) is not None
 
 
 def hub_is_reachable(timeout_s: float = 5.0) -> bool:
-    """False in the library's offline mode, or where no connection to the hub can be opened.
+    """Return False in the library's offline mode, or if no connection to the hub can be opened.
 
-    Behind a proxy the answer is left to the download itself.
+    Behind a proxy it returns True and leaves the check to the download.
     """
     from huggingface_hub import constants
 

@@ -1,4 +1,4 @@
-"""Running a coroutine to its end from ordinary code, also inside a notebook, whose own loop is already running."""
+"""Running a coroutine from synchronous code, also inside a notebook, whose event loop is already running."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, in a thread of its own where this thread already runs a loop."""
+    """`asyncio.run`, in a separate thread if this thread already runs an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

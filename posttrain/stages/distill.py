@@ -14,7 +14,7 @@ from posttrain.cluster.scorers import Scorer as LogpsOf
 from posttrain.config import DatasetSection, DistillSection, ModelSection, TeacherSection
 from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import fingerprint, row_tokenizer, token_fingerprint
-from posttrain.data.prefetch import Ahead, BatchStream
+from posttrain.data.prefetch import MAX_BATCHES, MeasuredStream, Prefetch
 from posttrain.data.sources import Rows
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.distill.cache import CacheFolder, TeacherCache
@@ -39,6 +39,7 @@ from posttrain.kernels.logits.divergence import Divergence
 from posttrain.kernels.logits.spans import packed
 from posttrain.mesh import row_shards
 from posttrain.models.decoder import Decoder
+from posttrain.rl.guards import sampler_disagrees
 from posttrain.stages import sequences
 from posttrain.stages.context import StageRun
 from posttrain.stages.distill_on_policy import MixedBatches, Samples
@@ -109,14 +110,14 @@ def run(stage: StageRun, inputs: SFTInputs) -> None:
     taught = TeacherTargets(
         titles, section.teacher_column, caches, [teacher.top_k for teacher in outside], inputs.aligners
     )
-    trainer = make_trainer(stage, inputs, terms=terms_of(section, inputs.aligners), teachers=teachers)
+    refuse = None if section.sampling is None else sampler_disagrees
+    trainer = make_trainer(stage, inputs, terms=terms_of(section, inputs.aligners), teachers=teachers, refuse=refuse)
     given = None if section.on_policy == 1 else sequences_of(stage, inputs, taught)
     with ExitStack() as closing:
-        batches: BatchStream | None = given
-        if given is not None and (outside or caches is not None):
-            # A server answers, and a cache is decoded, while the step before runs.
-            batches = Ahead(given)
-            closing.callback(batches.close)
+        batches: MeasuredStream | None = None
+        if given is not None:
+            # Teachers outside of the step are asked for one batch at a time, while the step before runs.
+            batches = closing.enter_context(Prefetch(given, max_batches=1 if outside else MAX_BATCHES))
         samples = None
         if section.on_policy:
             samples = Samples(stage, inputs, trainer, taught, _scorers(stage, section, teachers, outside))

@@ -12,16 +12,17 @@ from posttrain.batch import Batch
 from posttrain.cluster.scorers import Scorer, model_inputs
 from posttrain.config import DistillSection
 from posttrain.data.pipeline import PromptBatches
-from posttrain.data.prefetch import BatchStream
+from posttrain.data.prefetch import MeasuredStream
 from posttrain.distill.targets import TeacherTargets
 from posttrain.errors import RunError
 from posttrain.evaluation.rollouts import evaluate
 from posttrain.mesh import row_shards
-from posttrain.metrics import Metrics, to_host
+from posttrain.metrics import Metrics
 from posttrain.rl.assemble import assemble
+from posttrain.rl.guards import LIMITS, check_agreement
+from posttrain.rl.metrics import sample_metrics
 from posttrain.rl.rewards import Rubric
 from posttrain.rl.sampler import Sampler, collect
-from posttrain.rl.step import LOGP_DIFFERENCE, check_agreement, sample_metrics
 from posttrain.rl.teachers import distances, merged_distances, shares_of
 from posttrain.runtime.run_async import run_async
 from posttrain.stages.context import StageRun
@@ -56,7 +57,10 @@ class Samples:
         )
         self._taught = taught
         self._trainer, self._engine, self._teachers = trainer, engine, teachers
-        self.prompts = PromptBatches(section.dataset, inputs.rows, prompts_per_step=section.batch_rows, seed=stage.seed)
+        kept = [example.index for example in self._examples]
+        self.prompts = PromptBatches(
+            section.dataset, inputs.rows, prompts_per_step=section.batch_rows, seed=stage.seed, kept=kept
+        )
         self._sampler = Sampler(
             engine=engine,
             renderer=inputs.renderer,
@@ -95,10 +99,9 @@ class Samples:
 
     def seen(self, metrics: Metrics) -> Mapping[str, float]:
         """Sample metrics of an on-policy step, else none. RunError where sampler and trainer disagree."""
-        found = {name: value for name, value in metrics.items() if name == LOGP_DIFFERENCE}
-        if not found:
+        if not LIMITS.keys() <= metrics.keys():
             return {}
-        check_agreement({**to_host(found), **self._said}, self._trainer.step_number)
+        check_agreement(metrics, self._trainer.step_number)
         return self._said
 
     def evaluate(self) -> dict[str, float]:
@@ -128,7 +131,7 @@ class MixedBatches:
     """Batches of the dataset and of the student's samples: a coin for each step, under the run's seed, says which."""
 
     def __init__(
-        self, sequences: BatchStream | None, samples: Samples, share: float, seed: int, step: Callable[[], int]
+        self, sequences: MeasuredStream | None, samples: Samples, share: float, seed: int, step: Callable[[], int]
     ):
         self._sequences, self._samples, self._share, self._seed, self._step = sequences, samples, share, seed, step
 
@@ -141,6 +144,10 @@ class MixedBatches:
             return self._samples.batch(step)
         assert self._sequences is not None
         return next(self._sequences)
+
+    def metrics(self) -> dict[str, float]:
+        """The wait for batches of the dataset; none in a step on samples."""
+        return {} if self._sequences is None else self._sequences.metrics()
 
     def state(self) -> dict[str, Any]:
         sequences = None if self._sequences is None else self._sequences.state()

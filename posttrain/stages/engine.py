@@ -73,7 +73,7 @@ def warm_up(
     if section.warm_up and isinstance(engine, NativeEngine):
         expected = []
         for sampler, examples in prompts:
-            lengths = [example.length for example in examples]
+            lengths = [len(example.prompt_tokens) for example in examples]
             expected.append(Expected(params=sampler.params(0, 0, 0), shortest=min(lengths), longest=max(lengths)))
         # A sample that fails ends the step, and with it what was sampled beside it.
         engine.warm_up(expected, rereads=rereads)

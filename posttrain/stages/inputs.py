@@ -21,9 +21,7 @@ def rows_of(section: DatasetSection, base_dir: Path) -> Rows:
     """The rows of a dataset section, its path resolved like every path of a configuration."""
     spec = section.path
     if is_object_spec(spec):
-        file, _, name = spec.rpartition(":")
-        if file.endswith(".py") and path_exists(file, base_dir):
-            spec = f"{resolve_path(file, base_dir).resolve()}:{name}"
+        spec = resolve_spec(spec, base_dir)
     elif path_exists(spec, base_dir):
         spec = str(resolve_path(spec, base_dir).resolve())
     return load_rows(section.model_copy(update={"path": spec}), base_dir=base_dir)
@@ -43,10 +41,15 @@ def callable_of(spec: str, field: str, base_dir: Path) -> Any:
 
 def object_of(spec: str, base_dir: Path) -> object:
     """`file.py:name` or `module:name`, the file looked for like every path of a configuration."""
+    return import_object(resolve_spec(spec, base_dir), base_dir=base_dir)
+
+
+def resolve_spec(spec: str, base_dir: Path) -> str:
+    """`file.py:name` with the whole path of its file; `module:name` as it is."""
     file, _, name = spec.rpartition(":")
     if file.endswith(".py") and path_exists(file, base_dir):
-        spec = f"{resolve_path(file, base_dir).resolve()}:{name}"
-    return import_object(spec, base_dir=base_dir)
+        return f"{resolve_path(file, base_dir).resolve()}:{name}"
+    return spec
 
 
 def describe_rows(section: SequenceSection | ComparedSection, shards: int) -> str:

@@ -24,9 +24,9 @@ from posttrain.data.pairs import Units
 from posttrain.data.preference import is_paired
 from posttrain.data.sources import checked_rows, each_row
 from posttrain.errors import ConfigError, did_you_mean
-from posttrain.kernels.attention import serves_parents
+from posttrain.kernels.attention import supports_parents
 from posttrain.losses.kto import KTOLoss
-from posttrain.losses.pairs import JudgedLoss, Needs
+from posttrain.losses.pairs import Needs, PairLoss
 from posttrain.losses.preference import KINDS, PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
 from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss
@@ -59,7 +59,7 @@ LOSSES = {"preference": PREFERENCE_LOSSES, "reward_model": REWARD_LOSSES}
 class JudgedInputs:
     section: PreferenceSection | RewardModelSection
     loss: Any
-    """A `JudgedLoss`."""
+    """A `PairLoss`."""
     units: Units
     eval_units: Units | None
     dropped_ratio: float
@@ -128,7 +128,7 @@ def make_loss(
         loss = made(**fixed, **values)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"loss: {error}") from error
-    if not isinstance(loss, JudgedLoss):
+    if not isinstance(loss, PairLoss):
         raise ConfigError(f"loss: {kind} does not say what it needs; give it a property needs -> posttrain.Needs")
     return loss
 
@@ -185,7 +185,7 @@ def shares_prompts(
             why = "has a weight on prompts" if needs.prompts else "takes one answer to a prompt"
             raise ConfigError(f"share_prompts: true has no effect: the loss {why}; remove it")
         return False
-    known = serves_parents(model.attention, jax.default_backend())
+    known = supports_parents(model.attention, jax.default_backend())
     if section.share_prompts is True and model.attention != "auto" and not known:
         raise ConfigError(
             f"share_prompts: the kernel of model.attention={model.attention} knows no rows whose sequences go on from "
@@ -199,7 +199,7 @@ def units_of(
     dataset: DatasetSection,
     rows: Any,
     renderer: Any,
-    loss: JudgedLoss,
+    loss: PairLoss,
     *,
     share_prompts: bool,
 ) -> Units:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from posttrain.batch import Batch
 from posttrain.cluster.reference_cache import check_scored, model_key, with_reference, with_reference_of_all
 from posttrain.cluster.scorers import Reference
 from posttrain.config import PreferenceSection
 from posttrain.data.pairs import ComparisonBatches, Units
+from posttrain.data.prefetch import Prefetch
 from posttrain.evaluation.pairs import Evaluation, metrics_of, with_margins
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.losses.router import RouterLoss
@@ -28,20 +28,19 @@ def run(stage: StageRun, inputs: JudgedInputs) -> None:
     section = inputs.section
     trainer = make_trainer(stage, inputs, stage.load_model())
     referenced = _referenced(stage, inputs, trainer)
-    batches, eval_units = ComparisonBatches(referenced.units, seed=stage.seed), referenced.eval_units
+    eval_units = referenced.eval_units
+    batches = Prefetch(ComparisonBatches(referenced.units, seed=stage.seed))
     dropped = {"data/dropped_ratio": inputs.dropped_ratio} if inputs.dropped_ratio else {}
-
-    def step() -> Mapping[str, Any]:
-        return {**with_margins(trainer.step(referenced.for_step(next(batches)))), **dropped}
 
     held_out = None
     if eval_units is not None:
         held_out = HeldOut(
             evaluate=Evaluation(trainer, inputs.loss, eval_units, referenced.complete), metrics=metrics_of
         )
-    with stage.opened(trainer, batches, section.steps) as (sinks, checkpointer):
-        result = stage.train(trainer, step, batches, sinks, checkpointer, section, held_out)
-    stage.finish(trainer.model, result)
+    with batches, stage.training(trainer, batches, section, held_out) as training:
+        for _ in training:
+            metrics = trainer.step(referenced.for_step(next(batches)))
+            training.log({**with_margins(metrics), **dropped, **batches.metrics()})
 
 
 def make_trainer(stage: StageRun, inputs: JudgedInputs, model: Decoder) -> Trainer:

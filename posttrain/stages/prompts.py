@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,8 +25,10 @@ from posttrain.data.sources import Rows, each_row
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.distill.teachers import TeacherSource
 from posttrain.errors import ConfigError
+from posttrain.losses.importance import ImportanceSampling
 from posttrain.losses.preference import KINDS
 from posttrain.models.heads import CLASSIFIER
+from posttrain.rl.advantages import given_advantage
 from posttrain.rl.algorithms import Algorithm, make_algorithm
 from posttrain.rl.assemble import Shares
 from posttrain.rl.reward_model import ModelReward
@@ -35,7 +38,7 @@ from posttrain.rl.teachers import shares_of
 from posttrain.rl.types import Example
 from posttrain.rollout.blocks import BLOCK, least_cache
 from posttrain.stages.engine import EngineFactory, engine_of
-from posttrain.stages.inputs import callable_of, rows_and_renderer
+from posttrain.stages.inputs import callable_of, resolve_spec, rows_and_renderer
 from posttrain.stages.pairs import PREFERENCE_LOSSES, make_loss
 from posttrain.user_code import describe_error
 from posttrain.weights.locate import local_or_hub, read_model_config
@@ -49,6 +52,7 @@ class Scored:
     renderer: Renderer
     rows: Rows
     examples: Sequence[Example]
+    """Of the rows whose prompts are not too long."""
     eval_renderer: Renderer | None
     eval_examples: Sequence[Example]
     rubric: Rubric
@@ -68,11 +72,14 @@ class RLInputs(Scored):
 class OnlineInputs(Scored):
     section: OnlinePreferenceSection
     loss: Any
-    """A `JudgedLoss` on pairs and a reference."""
+    """A `PairLoss` on pairs and a reference."""
     share_prompts: bool
 
 
-def prepare_scored(section: SampledSection, tokenizer: Tokenizer, base_dir: Path, shares: Shares | None) -> Scored:
+def prepare_scored(
+    section: SampledSection, tokenizer: Tokenizer, base_dir: Path, shares: Shares | None
+) -> tuple[Scored, list[str]]:
+    """Load prompts and rewards. Also a line for each dataset of which prompts are left out."""
     refuse_completions(section)
     check_token_ids({"sampling": section.sampling, "eval_sampling": section.eval_sampling}, tokenizer)
     room, answer = section.sequence_tokens, section.sampling.max_tokens
@@ -82,14 +89,17 @@ def prepare_scored(section: SampledSection, tokenizer: Tokenizer, base_dir: Path
     rubric = rubric_of(section, base_dir)
     rows, renderer = rows_and_renderer(section.dataset, tokenizer, base_dir)
     _check_columns(rubric, rows.columns)
-    examples = examples_of(rows, section.dataset, renderer, limit, rubric, shares)
+    examples, notes = examples_of(rows, section.dataset, renderer, limit, rubric, shares, section.overlong)
     eval_examples: list[Example] = []
     eval_renderer = None
     if section.eval_dataset is not None:
         eval_rows, eval_renderer = rows_and_renderer(section.eval_dataset, tokenizer, base_dir)
         _check_columns(rubric, eval_rows.columns)
-        eval_examples = examples_of(eval_rows, section.eval_dataset, eval_renderer, limit, rubric, shares)
-    return Scored(
+        eval_examples, more = examples_of(
+            eval_rows, section.eval_dataset, eval_renderer, limit, rubric, shares, section.overlong
+        )
+        notes += more
+    scored = Scored(
         section=section,
         renderer=renderer,
         rows=rows,
@@ -100,6 +110,7 @@ def prepare_scored(section: SampledSection, tokenizer: Tokenizer, base_dir: Path
         max_prompt_tokens=limit,
         make_engine=engine_of(section.rollout, base_dir),
     )
+    return scored, notes
 
 
 def online_loss(section: OnlinePreferenceSection, base_dir: Path) -> Any:
@@ -132,17 +143,25 @@ def prepare_prompts(
     held_out: tuple[Rows, Renderer] | None,
     tokenizer: Tokenizer,
     base_dir: Path,
-) -> PromptInputs:
+) -> tuple[PromptInputs, list[str]]:
+    """The prompts, and a line for each dataset of which some are left out; a prompt is never cut."""
     assert section.sampling is not None
     check_token_ids({"sampling": section.sampling}, tokenizer)
     limit, shares = section.row_tokens - section.sampling.max_tokens, shares_of(section)
-    found: list[list[Example]] = [
-        [] if data is None or one is None else examples_of(one[0], data, one[1], limit, Rubric([]), shares)
+    overlong: Literal["drop", "error"] = "drop" if section.overlong == "drop" else "error"
+    found = [
+        ([], [])
+        if data is None or one is None
+        else examples_of(one[0], data, one[1], limit, Rubric([]), shares, overlong)
         for data, one in ((section.dataset, source), (section.eval_dataset, held_out))
     ]
-    return PromptInputs(
-        examples=found[0], eval_examples=found[1], max_tokens=limit, make_engine=engine_of(section.rollout, base_dir)
+    inputs = PromptInputs(
+        examples=found[0][0],
+        eval_examples=found[1][0],
+        max_tokens=limit,
+        make_engine=engine_of(section.rollout, base_dir),
     )
+    return inputs, [note for _, notes in found for note in notes]
 
 
 MODEL_REWARD = "reward_model"
@@ -156,8 +175,12 @@ def examples_of(
     max_prompt_tokens: int,
     rubric: Rubric,
     shares: Shares | None,
-) -> list[Example]:
-    """All prompts, each checked: what is wrong with row 5,000 is said before the first step."""
+    overlong: Literal["drop", "error"],
+) -> tuple[list[Example], list[str]]:
+    """All prompts, each tokenised once and checked, and a line that says how many are left out as too long.
+
+    ConfigError where all are, or where one is that `overlong` forbids.
+    """
     complete = {rows.columns}
 
     def example(index: int) -> Example:
@@ -166,18 +189,32 @@ def examples_of(
                 _check_columns(rubric, tuple(row))
                 complete.add(tuple(row))
             messages = prompt_messages(row, section)
-            length = len(renderer.prompt(messages))
-            if length > max_prompt_tokens:
-                raise ConfigError(
-                    f"its prompt has {length} tokens, max_prompt_tokens={max_prompt_tokens}; "
-                    "raise row_tokens and max_prompt_tokens, or leave the row out"
-                )
-            made = Example(index=index, row=row, messages=messages, length=length, plain=prompt_is_text(row, section))
+            # Four bytes a token, where a list of numbers has eight and more.
+            tokens = array("i", renderer.prompt(messages))
+            plain = prompt_is_text(row, section)
+            made = Example(index=index, row=row, messages=messages, prompt_tokens=tokens, plain=plain)
             if shares is not None:
                 shares(made)
             return made
 
-    return list(each_row(rows, range(len(rows)), "prompts", example))
+    kept: list[Example] = []
+    long: list[tuple[int, int]] = []
+    for made in each_row(rows, range(len(rows)), "prompts", example):
+        length = len(made.prompt_tokens)
+        if length <= max_prompt_tokens:
+            kept.append(made)
+        else:
+            long.append((rows.start + made.index, length))
+    if not long:
+        return kept, []
+    found = (
+        f"{len(long):,} of {len(rows):,} prompts of {rows.name} have more than max_prompt_tokens={max_prompt_tokens} "
+        f"tokens (row {long[0][0]}: {long[0][1]}; the longest: {max(length for _, length in long)})"
+    )
+    if overlong == "error" or not kept:
+        remedy = ", or set overlong to drop" if kept else ""
+        raise ConfigError(f"{found}; raise row_tokens and max_prompt_tokens{remedy}")
+    return kept, [f"{found}; they are left out (overlong: drop)"]
 
 
 def check_token_ids(samplings: Mapping[str, SamplingSection | None], tokenizer: Tokenizer) -> None:
@@ -231,18 +268,29 @@ def _check_columns(rubric: Rubric, columns: Sequence[str]) -> None:
 
 
 def rubric_of(section: SampledSection, base_dir: Path) -> Rubric:
+    """The rewards of a stage. Functions that are named run in child processes, which are not started yet."""
     rewards: list[Reward] = []
     for item in section.rewards:
         if item.model is not None:
             number = sum(reward.name.startswith(MODEL_REWARD) for reward in rewards)
-            name = f"{MODEL_REWARD}_{number + 1}" if number else MODEL_REWARD
-            scorer = ModelReward(_classifier(item.model, base_dir), item.reduce, name)
-            rewards.append(Reward(function=scorer, weight=item.weight, timeout_s=item.timeout_s))
-            continue
-        function = callable_of(item.fn, "rewards.fn", base_dir) if isinstance(item.fn, str) else item.fn
+            name = item.name or (f"{MODEL_REWARD}_{number + 1}" if number else MODEL_REWARD)
+            function: Any = ModelReward(_classifier(item.model, base_dir), item.reduce, name)
+        else:
+            function = callable_of(item.fn, "rewards.fn", base_dir) if isinstance(item.fn, str) else item.fn
         if not callable(function):
             raise ConfigError(f"rewards.fn={item.fn!r} is not a function; name one as file.py:function")
-        rewards.append(Reward(function=function, weight=item.weight, args=item.args, timeout_s=item.timeout_s))
+        isolated = isinstance(item.fn, str) and item.isolate != "thread"
+        rewards.append(
+            Reward(
+                function=function,
+                weight=item.weight,
+                args=item.args,
+                name=item.name or "",
+                timeout_s=None if item.fn is None else item.timeout_s,
+                on_error=item.on_error,
+                isolated=(resolve_spec(item.fn, base_dir), str(base_dir.resolve())) if isolated else None,
+            )
+        )
     return Rubric(rewards)
 
 
@@ -258,29 +306,62 @@ def _classifier(path: str, base_dir: Path) -> str:
 
 
 def _probe(advantage: Callable[..., Any], name: str, group_size: int) -> None:
-    """ConfigError where a user's function does not take rewards [P, G], or does not return as many advantages."""
-    rewards_PG = np.arange(2 * group_size, dtype=np.float32).reshape(2, group_size) % 3
+    """ConfigError where a user's function does not take rewards [P, G], or does not return as many finite advantages.
+
+    The groups that a run meets sooner or later: different rewards, equal ones, and one sample without a reward (NaN).
+    """
+    mixed = np.arange(group_size, dtype=np.float32) % 3
+    rewards_PG = np.stack([mixed, np.ones_like(mixed), np.where(np.arange(group_size) == 0, np.nan, mixed)])
     try:
-        made = np.asarray(advantage(rewards_PG.copy()), np.float32)
+        made = given_advantage(advantage, name)(rewards_PG)
+    except ConfigError:
+        raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"advantage: {name}(rewards_PG) raised {describe_error(error)}") from error
-    if made.shape != rewards_PG.shape:
-        raise ConfigError(
-            f"advantage: {name} must return an advantage for each of the rewards [P, G] = {rewards_PG.shape}; "
-            f"it returned the shape {made.shape}"
-        )
+    valid_PG = ~np.isnan(rewards_PG)
+    for rewards, advantages, valid in zip(rewards_PG, made, valid_PG, strict=True):
+        if valid.sum() > 1 and np.isnan(advantages[valid]).any():
+            raise ConfigError(
+                f"advantage: {name} must return a finite advantage for each sample that has a reward; of the group "
+                f"{rewards.tolist()} (nan: no reward) it made {advantages.tolist()}; use np.nanmean and np.nanstd, "
+                "and add a small number to what it divides by"
+            )
 
 
 def algorithm_of(section: RLSection, base_dir: Path) -> Algorithm:
     advantage = None
     if section.advantage is not None:
-        advantage = callable_of(section.advantage, "advantage", base_dir)
-        _probe(advantage, section.advantage, section.group_size)
+        given = callable_of(section.advantage, "advantage", base_dir)
+        _probe(given, section.advantage, section.group_size)
+        advantage = given_advantage(given, section.advantage)
     return make_algorithm(
         section.algorithm,
-        max_tokens=section.sampling.max_tokens,
-        kl_coef=section.kl_coef,
-        clip_low=section.clip_low,
-        clip_high=section.clip_high,
+        max_tokens=section.max_sampled_tokens,
         advantage=advantage,
+        importance=_importance_of(section),
+        **{name: getattr(section, name) for name in LOSS_FIELDS},
     )
+
+
+LOSS_FIELDS = (
+    "kl_coef",
+    "kl_estimator",
+    "kl_bias_correction",
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "entropy_coef",
+    "ratio",
+    "reduce",
+)
+"""Fields of the section that are fields of the policy loss."""
+
+
+def _importance_of(section: RLSection) -> ImportanceSampling | None:
+    given = section.importance_sampling
+    if not section.weighs_samples:
+        return None
+    try:
+        return ImportanceSampling(level=given.level, bound=given.bound, low=given.low, high=given.high)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from posttrain.batch import Batch
 from posttrain.data.pairs import ComparisonBatches
+from posttrain.data.prefetch import Prefetch
 from posttrain.evaluation.pairs import Evaluation, metrics_of, with_margins
 from posttrain.models.decoder import Decoder
 from posttrain.models.heads import with_padding
@@ -20,11 +18,8 @@ def run(stage: StageRun, inputs: JudgedInputs) -> None:
     """Train one reward model to the end of its stage, from its newest checkpoint if there is one."""
     section = inputs.section
     trainer = make_trainer(stage, inputs, load_reward_model(stage))
-    batches = ComparisonBatches(inputs.units, seed=stage.seed)
+    batches = Prefetch(ComparisonBatches(inputs.units, seed=stage.seed))
     dropped = {"data/dropped_ratio": inputs.dropped_ratio} if inputs.dropped_ratio else {}
-
-    def step() -> Mapping[str, Any]:
-        return {**with_margins(trainer.step(next(batches))), **dropped}
 
     def as_it_is(batch: Batch) -> Batch:
         return batch
@@ -32,9 +27,9 @@ def run(stage: StageRun, inputs: JudgedInputs) -> None:
     held_out = None
     if (units := inputs.eval_units) is not None:
         held_out = HeldOut(evaluate=Evaluation(trainer, inputs.loss, units, as_it_is), metrics=metrics_of)
-    with stage.opened(trainer, batches, section.steps) as (sinks, checkpointer):
-        result = stage.train(trainer, step, batches, sinks, checkpointer, section, held_out)
-    stage.finish(trainer.model, result)
+    with batches, stage.training(trainer, batches, section, held_out) as training:
+        for _ in training:
+            training.log({**with_margins(trainer.step(next(batches))), **dropped, **batches.metrics()})
 
 
 def load_reward_model(stage: StageRun) -> Decoder:

@@ -72,7 +72,8 @@ def prepare(section: SFTSection | DistillSection, prepared: Prepared) -> tuple[S
         aligners, more = make_aligners(section, teachers, data, tokenizer)
         notes += more
         if section.on_policy:
-            prompts = prepare_prompts(section, (rows, renderer), held_out, tokenizer, base_dir)
+            prompts, more = prepare_prompts(section, (rows, renderer), held_out, tokenizer, base_dir)
+            notes += more
     inputs = SFTInputs(
         section=section,
         renderer=renderer,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from posttrain.config import DistillSection, SFTSection
 from posttrain.data.pipeline import SFTBatches
-from posttrain.data.prefetch import BatchStream
+from posttrain.data.prefetch import MeasuredStream, Prefetch
 from posttrain.distill.features import matching_of
 from posttrain.distill.targets import TeacherTargets
 from posttrain.evaluation.sequences import Record, difference, evaluate, metrics_of, with_perplexities
@@ -18,7 +17,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.stages.context import HeldOut, StageRun
 from posttrain.stages.sequences import SFTInputs
 from posttrain.train.optim import make_optimizer
-from posttrain.train.trainer import Trainer
+from posttrain.train.trainer import Refuse, Trainer
 
 
 def run(stage: StageRun, inputs: SFTInputs) -> None:
@@ -27,7 +26,8 @@ def run(stage: StageRun, inputs: SFTInputs) -> None:
     assert isinstance(section, SFTSection)
     mean_over = stage.tokenizer.num_ids if section.label_smoothing else None
     trainer = make_trainer(stage, inputs, terms=Terms(mean_over=mean_over), noise_alpha=section.noise_alpha)
-    train_sequences(stage, inputs, trainer, None)
+    with Prefetch(sequences_of(stage, inputs, None)) as batches:
+        train_batches(stage, inputs, trainer, batches, lambda: evaluate_held_out(trainer, inputs, None))
 
 
 def evaluate_held_out(trainer: Trainer, inputs: SFTInputs, taught: TeacherTargets | None) -> Record:
@@ -43,8 +43,9 @@ def make_trainer(
     terms: Terms,
     teachers: Sequence[Decoder] = (),
     noise_alpha: float = 0.0,
+    refuse: Refuse | None = None,
 ) -> Trainer:
-    """Of a stage that trains on given sequences."""
+    """Trainer of a stage whose loss is on sequences. `refuse`: a veto on updates, see `Trainer`."""
     section, model = inputs.section, stage.load_model()
     features = section.features if isinstance(section, DistillSection) else None
     return Trainer(
@@ -62,13 +63,8 @@ def make_trainer(
         teachers=teachers,
         matching=None if features is None else matching_of(features, model.config, teachers[0].config, stage.seed),
         noise_alpha=noise_alpha,
+        refuse=refuse,
     )
-
-
-def train_sequences(stage: StageRun, inputs: SFTInputs, trainer: Trainer, taught: TeacherTargets | None) -> None:
-    """All steps and evaluations of a stage, and its model. `taught`: what teachers say of the rows."""
-    batches = sequences_of(stage, inputs, taught)
-    train_batches(stage, inputs, trainer, batches, lambda: evaluate_held_out(trainer, inputs, taught))
 
 
 def sequences_of(stage: StageRun, inputs: SFTInputs, taught: TeacherTargets | None) -> SFTBatches:
@@ -80,24 +76,19 @@ def train_batches(
     stage: StageRun,
     inputs: SFTInputs,
     trainer: Trainer,
-    batches: BatchStream,
+    batches: MeasuredStream,
     evaluate_all: Callable[[], Record],
     seen: Callable[[Metrics], Mapping[str, float]] | None = None,
 ) -> None:
     """All steps and evaluations of a stage, and its model. `seen`: what is known of a step beside its metrics."""
     section = inputs.section
-
     # A row that does not fit is an error before the first step, where none may be left out.
     dropped = {} if section.overlong == "error" else {"data/dropped_ratio": inputs.dropped_ratio}
-
-    def step() -> Mapping[str, Any]:
-        metrics = trainer.step(next(batches))
-        return {**with_perplexities(metrics), **dropped, **({} if seen is None else seen(metrics))}
-
-    held_out = HeldOut(evaluate=evaluate_all, metrics=metrics_of)
-    with stage.opened(trainer, batches, section.steps) as (sinks, checkpointer):
-        evaluation = held_out if section.eval_dataset is not None else None
-        result = stage.train(trainer, step, batches, sinks, checkpointer, section, evaluation)
-    if result:
-        result["difference"] = difference(result["before"], result["after"])
-    stage.finish(trainer.model, result)
+    held_out = None
+    if section.eval_dataset is not None:
+        held_out = HeldOut(evaluate=evaluate_all, metrics=metrics_of, difference=difference)
+    with stage.training(trainer, batches, section, held_out) as training:
+        for _ in training:
+            metrics = trainer.step(next(batches))
+            sampled = {} if seen is None else seen(metrics)
+            training.log({**with_perplexities(metrics), **dropped, **batches.metrics(), **sampled})

@@ -1,4 +1,4 @@
-"""Files that a run writes: `metrics.jsonl`, `samples.jsonl`, TensorBoard events; and all sinks of a stage at once."""
+"""Metric sinks: `metrics.jsonl`, `samples.jsonl`, TensorBoard events, and all sinks of a stage combined."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ HISTOGRAM_BINS = 30
 
 @runtime_checkable
 class Sink(Protocol):
-    """Receives host numbers as `to_host` gives them, any names."""
+    """Receiver of host metrics as returned by `to_host`, with any names."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def tables(self, step: int, tables: Mapping[str, np.ndarray]) -> None:
-        """Numbers of which there are too many for a metric each."""
+        """Write arrays with too many values for a metric each."""
         ...
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None: ...
@@ -40,11 +40,11 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """`metrics.jsonl`, `samples.jsonl` and, where there are any, `tables.jsonl` in `directory`: strict JSON, one object
-    per line with step, stage and time.
+    """JSONL sink: `metrics.jsonl`, `samples.jsonl` and, if there are tables, `tables.jsonl` in `directory`.
 
-    NaN (nothing was counted) is null, an infinity the string "inf" or "-inf". Each line is flushed; a line that a
-    killed process left half written is removed on opening. Several stages may share the files.
+    Strict JSON, one object per line with step, stage and time. NaN (nothing was counted) is null, an infinity the
+    string "inf" or "-inf". Each line is flushed; a partial last line of a killed process is removed on opening. Several
+    stages may share the files.
     """
 
     def __init__(self, directory: str | os.PathLike[str], stage: str) -> None:
@@ -53,12 +53,12 @@ class JsonlSink:
         self._stage = stage
         self._metrics_path, self._samples_path = folder / "metrics.jsonl", folder / "samples.jsonl"
         self._tables_path = folder / "tables.jsonl"
-        self._metrics, self._samples = _open_whole(self._metrics_path), _open_whole(self._samples_path)
+        self._metrics, self._samples = _open_for_append(self._metrics_path), _open_for_append(self._samples_path)
 
     def truncate_after(self, step: int, *, evaluation: bool) -> None:
-        """Remove this stage's lines of later steps: a run that resumes at `step` writes them again.
+        """Remove this stage's lines of later steps, which a run that resumes at `step` writes again.
 
-        With `evaluation` those of an evaluation at `step` itself go too: the last one follows the last checkpoint.
+        `evaluation`: also remove evaluations at `step` itself, since the final one runs after the last checkpoint.
         Raises ValueError for a line that is not a JSON object with `step` and `stage`.
         """
 
@@ -70,14 +70,14 @@ class JsonlSink:
         tables = [self._tables_path] if self._tables_path.exists() else []
         for path in (self._metrics_path, self._samples_path, *tables):
             _keep_lines(path, lambda line: not written_again(line))
-        self._metrics, self._samples = _open_whole(self._metrics_path), _open_whole(self._samples_path)
+        self._metrics, self._samples = _open_for_append(self._metrics_path), _open_for_append(self._samples_path)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         _write_line(self._metrics, {**self._head(step), **metrics})
 
     def tables(self, step: int, tables: Mapping[str, np.ndarray]) -> None:
         rounded = {name: np.round(table.astype(np.float64), TABLE_DIGITS).tolist() for name, table in tables.items()}
-        with _open_whole(self._tables_path) as file:
+        with _open_for_append(self._tables_path) as file:
             _write_line(file, {**self._head(step), **rounded})
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
@@ -98,7 +98,7 @@ def _write_line(file: TextIO, entry: Mapping[str, Any]) -> None:
 
 
 def _strict(value: Any) -> Any:
-    """The value without numbers that JSON does not have."""
+    """Replace numbers that JSON cannot represent."""
     if isinstance(value, Mapping):
         return {key: _strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -108,8 +108,8 @@ def _strict(value: Any) -> Any:
     return value
 
 
-def _open_whole(path: Path) -> TextIO:
-    """Open for appending, without a last line that has no end."""
+def _open_for_append(path: Path) -> TextIO:
+    """Open for appending, after removing a partial last line."""
     with path.open("ab+") as file:
         file.seek(0)
         whole = sum(len(line) for line in file if line.endswith(b"\n"))
@@ -119,7 +119,7 @@ def _open_whole(path: Path) -> TextIO:
 
 
 def _keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a JSONL file with the lines that `keep` wants; a process killed meanwhile leaves the old file."""
+    """Rewrite a JSONL file with the lines selected by `keep`, atomically."""
     part = path.with_name(path.name + ".part")
     with path.open("rb") as source, part.open("wb") as target:
         for number, line in enumerate(source, start=1):
@@ -140,9 +140,9 @@ _event_files = itertools.count()
 
 
 class TensorBoardSink:
-    """Scalars and sample texts as a TensorBoard event file, in `directory`; NaN is left out.
+    """TensorBoard sink: scalars and sample texts as an event file in `directory`; NaN is omitted.
 
-    Event records are written directly: TensorBoard's own writer imports TensorFlow where that is installed.
+    Event records are written directly: TensorBoard's own writer imports TensorFlow if that is installed.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -151,14 +151,14 @@ class TensorBoardSink:
 
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        # The name must be new, and later names must sort later.
+        # The name must be unique, and later names must sort later.
         name = f"events.out.tfevents.{time.time_ns() // 1000:016d}.{socket.gethostname()}.{os.getpid()}"
         self._event = Event
         self._records = RecordWriter((folder / f"{name}.{next(_event_files)}").open("xb"))
         self._emit(file_version="brain.Event:2")
 
     def truncate_after(self, step: int) -> None:
-        """Tell TensorBoard to forget what earlier files hold of later steps."""
+        """Mark later steps in earlier event files as superseded."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         self._emit(step=step + 1, session_log=SessionLog(status=SessionLog.START))
@@ -172,7 +172,7 @@ class TensorBoardSink:
         self._emit(step=step, summary=Summary(value=values))
 
     def tables(self, step: int, tables: Mapping[str, np.ndarray]) -> None:
-        """A histogram of each."""
+        """Write a histogram per table."""
         from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 
         values = []
@@ -211,7 +211,7 @@ class TensorBoardSink:
 
 
 def _markdown(row: Sample) -> str:
-    """A sample whose texts are indented code, so that nothing in them is read as Markdown."""
+    """Format a sample with its texts as indented code, so that nothing in them is parsed as Markdown."""
     numbers = {"reward": row.reward, **row.rewards, "advantage": row.advantage, **row.extra, "stop": row.stop}
     facts = "\n".join(f"{name} = {value}" for name, value in numbers.items())
     parts = (("Prompt", row.prompt), ("Completion", row.completion), ("Scores", facts))
@@ -221,7 +221,7 @@ def _markdown(row: Sample) -> str:
 
 
 class Sinks:
-    """Several sinks as one; all are closed, also when one fails."""
+    """Several sinks combined; all are closed, even if one fails."""
 
     def __init__(self, *sinks: Sink) -> None:
         self._sinks = sinks
@@ -253,10 +253,11 @@ def open_sinks(
     tensorboard: bool,
     start_step: int,
 ) -> Sinks:
-    """Console, JSONL and (in `tensorboard/`) TensorBoard for a stage that starts or resumes after `start_step`.
+    """Open console, JSONL and (in `tensorboard/`) TensorBoard sinks of a stage that starts or resumes after
+    `start_step`.
 
-    What the files hold of later steps of this stage is removed, and after all steps the evaluation that follows them:
-    with `start_step` = -1, everything.
+    Entries of later steps of this stage are removed, and after the last step also its evaluation; with `start_step` =
+    -1 all entries.
     """
     jsonl = JsonlSink(directory, stage)
     jsonl.truncate_after(start_step, evaluation=start_step == num_steps)

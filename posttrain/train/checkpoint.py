@@ -1,4 +1,4 @@
-"""Checkpoints: arrays and host data of one step, written together and seen only when complete."""
+"""Checkpoints: arrays and host data of one step, written atomically in the background."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from posttrain.tree import path_str
 Tree = TypeVar("Tree")
 
 FORMAT = 2
-"""Of the host part; a checkpoint of another one is refused."""
+"""Format of the host part; checkpoints of another format are rejected."""
 
 
 class Checkpointer:
-    """Saves steps below `directory` in the background and keeps the newest `keep`; also a context manager.
+    """Checkpoint manager: saves steps below `directory` in the background and keeps the newest `keep`; a context
+    manager.
 
-    A step holds the leaves of a tree of jax arrays under their dotted paths, and a JSON object beside them. It appears
-    under its number when all of it is on the disk: a process killed while saving leaves the steps before. What such a
-    process left unfinished is removed on opening, so only one run may have a directory open. An error of a save in the
-    background is raised by the next call.
+    A step holds the leaves of a tree of jax arrays under their dotted paths, and a JSON object. It appears under its
+    number once it is completely on disk: a process killed while saving leaves the previous steps. Incomplete steps are
+    removed on opening, so only one run may have a directory open. An error of a background save is raised by the next
+    call.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 2) -> None:
@@ -40,7 +41,7 @@ class Checkpointer:
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1")
         self.directory = Path(directory).absolute()
-        # Orbax reports every array and every phase; its errors are exceptions as well.
+        # Orbax logs every array and phase; its errors are raised as exceptions as well.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         self._manager = ocp.CheckpointManager(
             self.directory,
@@ -50,10 +51,10 @@ class Checkpointer:
         )
 
     def save(self, step: int, arrays: Any, host: dict[str, Any]) -> None:
-        """Start to write step `step`; returns once the arrays may be donated or overwritten.
+        """Start writing step `step`; returns once the arrays may be donated or overwritten.
 
-        Raises ValueError for a leaf that is no jax array, for `host` that JSON cannot hold, and for a step that is not
-        after the latest.
+        Raises ValueError for a leaf that is not a jax array, for `host` that is not JSON, and for a step not after the
+        latest.
         """
         import orbax.checkpoint as ocp
 
@@ -70,33 +71,33 @@ class Checkpointer:
             text = json.dumps(host)
         except (TypeError, ValueError) as error:
             raise ValueError(f"checkpoint: host must be JSON, but {error}") from error
-        # The text and not the object: Orbax would write it later, when the caller may have changed it.
+        # Save text, not the object: Orbax would serialize it later, when the caller may have changed it.
         record = {"format": FORMAT, "host": text, "arrays": {path: _spec(leaf) for path, leaf in leaves.items()}}
         self._manager.save(
             step, args=ocp.args.Composite(arrays=ocp.args.PyTreeSave(leaves), host=ocp.args.JsonSave(record))
         )
 
     def latest_step(self) -> int | None:
-        """The newest step that is complete; waits for a save in the background."""
+        """Newest complete step; waits for a background save."""
         self.wait()
         return self._manager.latest_step()
 
     def restore(self, step: int, like: Tree, *, partial: bool = False) -> tuple[Tree, dict[str, Any]]:
-        """The arrays of `step` in the structure, types and shardings of `like`, and the host data.
+        """Restore the arrays of `step` in the structure, dtypes and shardings of `like`, and the host data.
 
-        `like` holds arrays or `jax.ShapeDtypeStruct`; a leaf without a sharding goes to the first device. `partial`:
-        it holds only some of the branches that the checkpoint's tree has, each whole, and only those are read. Raises
-        ConfigError where the leaves of the checkpoint are others (all are listed), where there is no such step, where
-        another version wrote it in another format, or where it cannot be read.
+        `like` holds arrays or `jax.ShapeDtypeStruct`; leaves without a sharding go to the first device. `partial`:
+        `like` holds only some of the checkpoint's top-level branches, each complete, and only those are read. Raises
+        ConfigError if the leaves differ (listing all), the step does not exist, the format differs, or the checkpoint
+        cannot be read.
         """
         import orbax.checkpoint as ocp
 
         self.wait()
         if step not in self._manager.all_steps():
             raise ConfigError(
-                f"{self.directory}: no checkpoint of step {step}; there are {sorted(self._manager.all_steps())}"
+                f"{self.directory}: no checkpoint of step {step}; available: {sorted(self._manager.all_steps())}"
             )
-        wanted = _by_path(like)
+        requested = _by_path(like)
         with self._readable(step):
             args = ocp.args.Composite(host=ocp.args.JsonRestore())
             record = self._manager.restore(step, args=args)["host"]
@@ -104,21 +105,21 @@ class Checkpointer:
         if written != FORMAT:
             raise ConfigError(
                 f"{self.directory / str(step)}: the checkpoint has format {written}, this version reads {FORMAT}; "
-                "go on with the version that wrote it, or use another output folder"
+                "resume with the version that wrote it, or use another output folder"
             )
-        branches = {path.split(".")[0] for path in (wanted if partial else saved)}
-        self._check(step, {path: spec for path, spec in saved.items() if path.split(".")[0] in branches}, wanted)
-        target = {path: _target(leaf) for path, leaf in wanted.items()}
+        branches = {path.split(".")[0] for path in (requested if partial else saved)}
+        self._check(step, {path: spec for path, spec in saved.items() if path.split(".")[0] in branches}, requested)
+        target = {path: _target(leaf) for path, leaf in requested.items()}
         with self._readable(step):
             restore_args = ocp.checkpoint_utils.construct_restore_args(target)
             args = ocp.args.Composite(
                 arrays=ocp.args.PyTreeRestore(target, restore_args=restore_args, partial_restore=partial)
             )
             leaves = self._manager.restore(step, args=args)["arrays"]
-        return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in wanted]), host
+        return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in requested]), host
 
     def wait(self) -> None:
-        """Until all that was saved is on the disk."""
+        """Wait until all saved steps are on disk."""
         self._manager.wait_until_finished()
 
     def close(self) -> None:
@@ -132,25 +133,31 @@ class Checkpointer:
     ) -> None:
         self.close()
 
-    def _check(self, step: int, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-        problems = [f"{path} {_show(_spec(leaf))} is not in it" for path, leaf in wanted.items() if path not in saved]
-        problems += [
-            f"{path} {_show(spec)} is in it but not in the run" for path, spec in saved.items() if path not in wanted
+    def _check(self, step: int, saved: dict[str, Any], requested: dict[str, Any]) -> None:
+        problems = [
+            f"{path} {_show(_spec(leaf))} is not in the checkpoint"
+            for path, leaf in requested.items()
+            if path not in saved
         ]
         problems += [
-            f"{path} is {_show(saved[path])} in it and {_show(_spec(leaf))} in the run"
-            for path, leaf in wanted.items()
+            f"{path} {_show(spec)} is in the checkpoint but not in the run"
+            for path, spec in saved.items()
+            if path not in requested
+        ]
+        problems += [
+            f"{path} is {_show(saved[path])} in the checkpoint and {_show(_spec(leaf))} in the run"
+            for path, leaf in requested.items()
             if path in saved and saved[path] != _spec(leaf)
         ]
         if problems:
             raise ConfigError(
-                f"{self.directory / str(step)}: checkpoint of another model or optimiser: {'; '.join(problems)}. "
+                f"{self.directory / str(step)}: checkpoint of another model or optimizer: {'; '.join(problems)}. "
                 "Resume with the configuration that wrote it, or use another output folder"
             )
 
     @contextlib.contextmanager
     def _readable(self, step: int) -> Iterator[None]:
-        """Turn whatever a damaged file makes Orbax raise into one line that says what to do."""
+        """Convert any Orbax error on a damaged file into a ConfigError with a remedy."""
         try:
             with _quiet():
                 yield
@@ -158,14 +165,14 @@ class Checkpointer:
             reason = " ".join(str(error).split())
             raise ConfigError(
                 f"{self.directory / str(step)}: the checkpoint of step {step} cannot be read "
-                f"({type(error).__name__}: {reason[:200]}); remove this folder to go on from the step before, "
+                f"({type(error).__name__}: {reason[:200]}); remove this folder to resume from the previous step, "
                 "or restore it from a copy"
             ) from error
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep asyncio from printing the reads that a failed restore leaves behind: its error is raised anyway."""
+    """Suppress asyncio's messages about reads abandoned by a failed restore, whose error is raised anyway."""
     logger, hook = logging.getLogger("asyncio"), sys.unraisablehook
     level = logger.level
     try:

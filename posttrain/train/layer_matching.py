@@ -1,4 +1,4 @@
-"""What of a student's layers shall become as in a teacher's, and how far it is from that."""
+"""Feature distillation: which student layers match which teacher layers, and the distance between them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from posttrain.kernels.features import HiddenLoss, Related, hidden_distance, relation_divergence
+from posttrain.kernels.features import HiddenLoss, RelationPair, hidden_distance, relation_divergence
 from posttrain.kernels.logits.chunks import predicting
 from posttrain.models.taps import HIDDEN, Features, Taps
 
 
 class Relation(NamedTuple):
-    """A student's layer, the teacher's, which projection of both (q, k or v), and into how many heads it is split."""
+    """Matched attention relation: student layer, teacher layer, projection (q, k or v), number of relation heads."""
 
     student: int
     teacher: int
@@ -28,15 +28,15 @@ class Relation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Matching:
-    """Pairs of layers, the student's first, which count from 0; at least one pair or relation."""
+    """Layer matching: (student, teacher) pairs counted from 0; at least one pair or relation."""
 
     hidden: tuple[tuple[int, int], ...] = ()
     kind: HiddenLoss = "cosine"
     widths: tuple[int, int] | None = None
-    """Of student and teacher: each pair has a learned projection from the one to the other. None: it has none."""
+    """Widths of student and teacher, for a learned projection per pair; None: no projection."""
     relations: tuple[Relation, ...] = ()
     seed: int
-    """Of the projections."""
+    """Seed of the projections."""
 
     @property
     def student(self) -> Taps:
@@ -50,19 +50,19 @@ class Matching:
         layers = {HIDDEN: frozenset(pair[side] for pair in self.hidden)}
         for name in ("q", "k", "v"):
             layers[name] = frozenset((r.student, r.teacher)[side] for r in self.relations if r.name == name)
-        return Taps(layers={name: wanted for name, wanted in layers.items() if wanted})
+        return Taps(layers={name: layers_of_name for name, layers_of_name in layers.items() if layers_of_name})
 
     def shapes(self) -> dict[str, tuple[tuple[str, str], tuple[int, int]]]:
-        """Names of the dimensions and shape of each projection, by path."""
+        """Dimension names and shape of each projection, by path."""
         return {} if self.widths is None else {_path(own): (("embed", "latent"), self.widths) for own, _ in self.hidden}
 
     def projections(self) -> dict[str, Float[np.ndarray, "D E"]]:
-        """As training begins: the identity where the widths are equal, else random."""
-        draw, made = np.random.default_rng(self.seed), {}
+        """Initial projections: the identity for equal widths, else random."""
+        draw, result = np.random.default_rng(self.seed), {}
         for path, (_, (own, other)) in self.shapes().items():
             matrix = np.eye(own) if own == other else draw.normal(0, own**-0.5, (own, other))
-            made[path] = matrix.astype(np.float32)
-        return made
+            result[path] = matrix.astype(np.float32)
+        return result
 
     def __call__(
         self,
@@ -72,9 +72,9 @@ class Matching:
         segments: Int[Array, "B T"],
         only: Bool[Array, "B T"],
     ) -> dict[str, Float[Array, "B T"]]:
-        """Fields of `TokenStats`; means over the pairs. What comes of the teacher has no gradient."""
+        """Feature distances as fields of `TokenStats`, means over pairs. Teacher features have no gradient."""
         counts, teacher = predicting(segments, only), jax.lax.stop_gradient(teacher)
-        found = {}
+        stats = {}
         if self.hidden:
             distances = [
                 hidden_distance(
@@ -82,11 +82,13 @@ class Matching:
                 )
                 for own, other in self.hidden
             ]
-            found["hidden_distance"] = jnp.mean(jnp.stack(distances), axis=0)
+            stats["hidden_distance"] = jnp.mean(jnp.stack(distances), axis=0)
         if self.relations:
-            related = [Related(student[own][n], teacher[other][n], heads) for own, other, n, heads in self.relations]
-            found["relation_divergence"] = relation_divergence(related, segments, counts)
-        return found
+            related = [
+                RelationPair(student[own][n], teacher[other][n], heads) for own, other, n, heads in self.relations
+            ]
+            stats["relation_divergence"] = relation_divergence(related, segments, counts)
+        return stats
 
 
 def _path(layer: int) -> str:

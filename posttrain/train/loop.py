@@ -1,4 +1,4 @@
-"""The loop around steps: metrics, evaluation, checkpoints, resuming, a clean stop. Steps of any kind go through it."""
+"""Training loop around steps of any kind: metrics, evaluation, checkpoints, resume, clean stop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -26,7 +26,7 @@ from posttrain.weights.locate import Origin
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A stream that knows where it stands."""
+    """Data stream with a restorable position."""
 
     def state(self) -> dict[str, Any]: ...
 
@@ -34,11 +34,11 @@ class Resumable(Protocol):
 
 
 class Interrupted(Exception):
-    """The run was asked to stop; its checkpoint is on the disk and the same command goes on from it."""
+    """Raised after a requested stop; the checkpoint is on disk and the same command resumes from it."""
 
 
 class StopRequest:
-    """Becomes true at the first SIGINT or SIGTERM; the second one interrupts at once."""
+    """Stop flag: set by the first SIGINT or SIGTERM; a second one interrupts immediately."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -47,13 +47,13 @@ class StopRequest:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        # Not `print`: the signal may have come in the middle of one.
+        # Not `print`: the signal may interrupt one.
         os.write(2, b"stopping after this step, with a checkpoint; press Ctrl-C again to stop at once\n")
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Turn SIGINT and SIGTERM into a request to stop between steps; other threads than the main one cannot."""
+    """Convert SIGINT and SIGTERM into a stop request between steps; no effect outside the main thread."""
     stop = StopRequest()
     previous = {}
     try:
@@ -70,30 +70,30 @@ def stop_on_signals() -> Iterator[StopRequest]:
 
 @dataclass(frozen=True, kw_only=True)
 class Every:
-    """How often things happen, in steps."""
+    """Intervals in steps."""
 
     checkpoint: int
     evaluation: int | None
-    """None: only before the first and after the last step."""
+    """Evaluation interval; None: only before the first and after the last step."""
 
 
 def restore_latest(trainer: Trainer, data: Resumable, checkpointer: Checkpointer, origin: Origin) -> bool:
-    """Bring trainer and data to the newest checkpoint; False where there is none.
+    """Restore trainer and data from the newest checkpoint; return False if there is none.
 
-    ConfigError where the checkpoint continues another model than `origin`, other data, or other parameters.
+    Raises ConfigError if the checkpoint belongs to another model than `origin`, other data, or other parameters.
     """
     step = checkpointer.latest_step()
     if step is None:
         return False
     state, host = checkpointer.restore(step, trainer.state())
     check_origin(checkpointer.directory / str(step), host["origin"], origin)
-    trainer.restore(state, host["step"])
+    trainer.restore(state, host["step"], host["skipped_updates"])
     data.restore(host["data"])
     return True
 
 
 def check_origin(where: Path, saved: Mapping[str, str], origin: Origin) -> None:
-    """ConfigError where what lies in `where` began with a model of other parts: `saved` and not those of `origin`."""
+    """Raises ConfigError if the folder's initial model (`saved` parts) differs from `origin`."""
     names = sorted({*saved, *origin.parts})
     changed = [
         f"{name} {'is gone' if name not in origin.parts else 'is new' if name not in saved else 'has changed'}"
@@ -102,57 +102,86 @@ def check_origin(where: Path, saved: Mapping[str, str], origin: Origin) -> None:
     ]
     if changed:
         raise ConfigError(
-            f"{where}: continues another model: in {origin.name} {', '.join(changed)} since it was written; "
-            "give another output, or bring the old model back"
+            f"{where}: the initial model differs: in {origin.name} {', '.join(changed)} since it was written; "
+            "use another output, or restore the old model"
         )
 
 
-def run_steps(
-    trainer: Trainer,
-    step: Callable[[], Mapping[str, Any]],
-    data: Resumable,
-    *,
-    origin: Origin,
-    num_steps: int,
-    checkpointer: Checkpointer,
-    sink: Sink,
-    learning_rate: optax.Schedule,
-    every: Every,
-    evaluate: Callable[[], Mapping[str, float]] | None,
-    stop: StopRequest,
-) -> None:
-    """Call `step` until the trainer has done `num_steps` updates. Each call does one update and returns its metrics.
+class TrainingLoop:
+    """Training steps that are left: iterate over them, and `log` the metrics of each.
 
-    Metrics of a step that still runs are fetched when the next one has been dispatched, others at once.
+    Between steps it writes metrics, evaluates, saves checkpoints, and stops when asked to:
+
+        with TrainingLoop(trainer, batches, ...) as loop:
+            for _ in loop:
+                loop.log(trainer.step(next(batches)))
+
+    Metrics of a step that still runs on the device are fetched when the next one has been dispatched, others at once.
     Raises Interrupted after a checkpoint when `stop` is requested, FloatingPointError when a gradient is not finite.
     """
-    lines = _StepLines(sink)
-    try:
-        while trainer.step_number < num_steps:
-            lines.start()
-            rate = learning_rate(trainer.step_number)
-            metrics = step()
-            done = trainer.step_number
-            lines.add(done, metrics, rate)
-            evaluating = every.evaluation is not None and done % every.evaluation == 0 and done < num_steps
-            if evaluate is not None and evaluating:
-                lines.flush()
-                sink.write(done, evaluate())
-            if stop.requested or done == num_steps or done % every.checkpoint == 0:
-                lines.flush()
-                checkpointer.save(
-                    done, trainer.state(), {"step": done, "data": data.state(), "origin": dict(origin.parts)}
-                )
-            if stop.requested and done < num_steps:
-                checkpointer.wait()
-                raise Interrupted(f"stopped after step {done} of {num_steps}")
-    except Exception:
-        lines.flush()
-        raise
-    finally:
-        lines.close()
-        with progress_bar("writing the checkpoint"):
-            checkpointer.wait()
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        data: Resumable,
+        *,
+        origin: Origin,
+        num_steps: int,
+        checkpointer: Checkpointer,
+        sink: Sink,
+        learning_rate: optax.Schedule,
+        every: Every,
+        evaluate: Callable[[], Mapping[str, float]] | None,
+        stop: StopRequest,
+    ):
+        self._trainer, self._data, self._origin, self._num_steps = trainer, data, origin, num_steps
+        self._checkpointer, self._sink, self._schedule = checkpointer, sink, learning_rate
+        self._every, self._evaluate, self._stop = every, evaluate, stop
+        self._rate: Any = None
+        self._lines = _StepLines(sink)
+
+    def __enter__(self) -> TrainingLoop:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if isinstance(error, Exception):
+                self._lines.flush()
+        finally:
+            self._lines.close()
+            with progress_bar("writing the checkpoint"):
+                self._checkpointer.wait()
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the number of each step that is left, from 1; the trainer must do it before the next one."""
+        trainer = self._trainer
+        while trainer.step_number < self._num_steps:
+            self._lines.start()
+            self._rate = self._schedule(trainer.step_number - trainer.skipped_updates)
+            yield trainer.step_number + 1
+            self._after(trainer.step_number)
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Hand over the metrics of the step that was done."""
+        self._lines.add(self._trainer.step_number, metrics, self._rate)
+
+    def _after(self, done: int) -> None:
+        """Evaluate, save and stop, where step `done` is one for it."""
+        last = done == self._num_steps
+        every = self._every.evaluation
+        if self._evaluate is not None and every is not None and done % every == 0 and not last:
+            self._lines.flush()
+            self._sink.write(done, self._evaluate())
+        if self._stop.requested or last or done % self._every.checkpoint == 0:
+            self._lines.flush()
+            host: dict[str, Any] = {"step": done, "skipped_updates": self._trainer.skipped_updates}
+            host |= {"data": self._data.state(), "origin": dict(self._origin.parts)}
+            self._checkpointer.save(done, self._trainer.state(), host)
+        if self._stop.requested and not last:
+            self._checkpointer.wait()
+            raise Interrupted(f"stopped after step {done} of {self._num_steps}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +193,7 @@ class _Pending:
 
 
 class _StepLines:
-    """One line per step, written when its metrics are known; at most one step waits for that."""
+    """Metric lines: one per step, written once its metrics are available; at most one step is pending."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -176,9 +205,9 @@ class _StepLines:
         self._started = time.perf_counter()
 
     def add(self, step: int, metrics: Mapping[str, Any], learning_rate: Any) -> None:
-        """A step that was dispatched: the step before is written, and this one too if it is done.
+        """Add a dispatched step: write the previous step, and this one if it is done.
 
-        It is where its metrics are on the host, and where programs run in the thread that calls them, as on a CPU.
+        It is done if its metrics are on the host, or if programs run in the calling thread, as on CPU.
         """
         compiled = self._compiles.metrics()
         self.flush()
@@ -188,15 +217,15 @@ class _StepLines:
             self.flush()
 
     def flush(self) -> None:
-        """Wait for the pending step and write its line. FloatingPointError if its gradient was not finite."""
+        """Wait for the pending step and write its line. Raises FloatingPointError if its gradient is not finite."""
         if self._pending is None:
             return
         line, self._pending = self._pending, None
         host = to_host(line.metrics)
         check_finite(host, line.step)
-        # A step that was dispatched while another ran began when that one was over.
-        begun, self._finished = max(line.started, self._finished), time.perf_counter()
-        self._sink.write(line.step, host | _performance(host, self._finished - begun) | line.compiled)
+        # A step dispatched while another ran started when that one finished.
+        started, self._finished = max(line.started, self._finished), time.perf_counter()
+        self._sink.write(line.step, host | _performance(host, self._finished - started) | line.compiled)
         if shares := tables(line.metrics):
             self._sink.tables(line.step, shares)
 
@@ -215,6 +244,9 @@ def _performance(metrics: Mapping[str, float], seconds: float) -> dict[str, floa
         "perf/tokens_per_s": metrics["num_tokens"] / seconds,
         "perf/peak_memory_gib": peak_memory_gib(),
     }
+    if "timing_s/data" in metrics:
+        # A wait while the step before still runs is not in the seconds.
+        result["perf/data_wait_share"] = min(1.0, metrics["timing_s/data"] / seconds)
     rollout = metrics.get("timing_s/rollout")
     if rollout:
         result["perf/generated_tokens_per_s"] = metrics["completions/num_tokens"] / rollout

@@ -1,4 +1,4 @@
-"""AdamW with schedules, float32 masters of low-precision parameters, and clipping by the global norm."""
+"""AdamW with schedules, float32 master weights of low-precision parameters, and global norm clipping."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from posttrain.tree import map_with_path
 Tree = TypeVar("Tree")
 
 UNDECAYED = ("bias", "scale", "correction", "sinks")
-"""Last words of the paths that weight decay leaves alone: biases, scales of norms, corrections of a router's choice,
-and the logits of attention sinks."""
+"""Last path components excluded from weight decay: biases, norm scales, router bias corrections, attention sinks."""
 
 
 def decay_mask(params: Any) -> Any:
-    """True where weight decay applies. By name: stacked layers give a bias as many dimensions as a matrix has."""
+    """True for parameters with weight decay. By name, since a stacked bias has as many dimensions as a matrix."""
     return map_with_path(lambda path, _: re.split(r"[._]", path)[-1] not in UNDECAYED, params)
 
 
 def make_schedule(section: OptimizerSection, num_steps: int) -> optax.Schedule:
-    """Learning rate of step 0, 1, ...: linear from 0 over `warmup_steps`, then the schedule down to 0 at `num_steps`.
+    """Learning rate of step 0, 1, ...: linear warm-up from 0 over `warmup_steps`, then the schedule down to 0 at
+    `num_steps`.
 
     With warm-up the first step has rate 0, as in Hugging Face's `get_*_schedule_with_warmup`.
     """
@@ -41,7 +41,7 @@ def make_schedule(section: OptimizerSection, num_steps: int) -> optax.Schedule:
         elif kind == "linear":
             factor = 1.0 - done
         else:
-            # (1 + cos(pi x)) / 2 without the cancellation near the end.
+            # (1 + cos(pi x)) / 2 without cancellation near the end.
             factor = jnp.cos(0.5 * jnp.pi * done) ** 2
         return peak * jnp.where(step < warmup, step / max(1, warmup), factor)
 
@@ -49,9 +49,9 @@ def make_schedule(section: OptimizerSection, num_steps: int) -> optax.Schedule:
 
 
 def make_optimizer(section: OptimizerSection, num_steps: int) -> optax.GradientTransformation:
-    """AdamW, arXiv:1711.05101, with the section's schedule; moments and masters are float32.
+    """AdamW, arXiv:1711.05101, with the section's schedule; moments and master weights are float32.
 
-    Gradients are not clipped here but by the trainer, with `clipped`, for which the norm must be known: it is a metric.
+    Clipping is done by the trainer with `clipped`, since the gradient norm is also a metric.
     """
     return with_master_weights(
         optax.adamw(
@@ -66,17 +66,17 @@ def make_optimizer(section: OptimizerSection, num_steps: int) -> optax.GradientT
 
 
 class MasterState(NamedTuple):
-    """The inner optimiser's state, and float32 copies of the parameters that are stored in fewer bits."""
+    """State of the inner optimizer, and float32 master weights of low-precision parameters."""
 
     inner: Any
     masters: Any
-    """`optax.MaskedNode` (no leaf) where the parameter itself has 32 bits."""
+    """Master weights; `optax.MaskedNode` (no leaf) for 32-bit parameters."""
 
 
 def with_master_weights(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Run `tx` in float32 on exact copies of bfloat16 parameters, so that updates below their rounding add up.
+    """Run `tx` in float32 on master weights of bfloat16 parameters, so that updates below their rounding accumulate.
 
-    The update that it returns moves each parameter onto its rounded master. `params` is required in `update`.
+    The returned update moves each parameter to its rounded master. `params` is required in `update`.
     """
 
     def init(params: Any) -> MasterState:
@@ -100,15 +100,15 @@ def with_master_weights(tx: optax.GradientTransformation) -> optax.GradientTrans
 
 
 def global_norm(grads: Any) -> Float[Array, ""]:
-    """The square root of the sum of all squares, in float32."""
+    """Square root of the sum of all squares, in float32."""
     squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
     return jnp.sqrt(jnp.sum(jnp.stack(squares)))
 
 
 def clipped(grads: Tree, norm: Float[Array, ""], max_norm: float) -> Tree:
-    """Gradients of this global norm times min(1, max_norm / norm).
+    """Clip gradients of this global norm: multiply by min(1, max_norm / norm).
 
-    A gradient within `max_norm` comes back bitwise. A norm that is not finite makes every gradient NaN.
+    Gradients within `max_norm` are returned unchanged (bitwise). A norm that is not finite makes every gradient NaN.
     """
     factor = jnp.where(jnp.isfinite(norm), max_norm / jnp.maximum(norm, max_norm), jnp.nan)
     return jax.tree.map(lambda g: (g.astype(jnp.float32) * factor).astype(g.dtype), grads)
@@ -119,5 +119,5 @@ def _is_low(parameter: Any) -> bool:
 
 
 def _full(params: Any, masters: Any) -> Any:
-    """The parameters in float32: the master where there is one."""
+    """Parameters in float32: the master weight if there is one."""
     return jax.tree.map(lambda p, m: m if _is_low(p) else p, params, masters)

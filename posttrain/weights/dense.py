@@ -1,4 +1,4 @@
-"""A mixture of experts as a dense model: its most used experts side by side in one MLP. To be distilled."""
+"""MoE to dense: the most used experts of each layer concatenated into one MLP, as a start for distillation."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ EXPERT_FIELDS = (
     "router_aux_loss_coef",
     "router_jitter_noise",
 )
-"""What a `config.json` says of a mixture alone."""
+"""MoE-only fields of `config.json`."""
 
 
 def dense_config(mixture: ModelConfig, experts: int) -> ModelConfig:
-    """The description of the dense model with `experts` of each layer, which must be alike.
+    """Configuration of the dense model with `experts` experts per layer; all layers must be alike.
 
-    ConfigError where no family can express it.
+    Raises ConfigError if no dense family can express it.
     """
     block = mixture.blocks[0]
     families = [dense for dense, target in TARGETS.items() if target == mixture.model_type]
     if not families or not all(isinstance(b.mlp, MoEConfig) for b in mixture.blocks):
         raise ConfigError(
-            f"prune: experts: {mixture.model_type} is no mixture with a dense counterpart, as there are of "
+            f"prune: experts: {mixture.model_type} is not an MoE model with a dense counterpart; supported: "
             f"{', '.join(dict.fromkeys(TARGETS.values()))}"
         )
     moe = block.mlp
     assert isinstance(moe, MoEConfig)
     if moe.shared is not None or not moe.router.normalize:
         raise ConfigError(
-            f"prune: experts: this {mixture.model_type} has a shared expert, or weights that do not sum to 1; there is "
-            "no such dense model"
+            f"prune: experts: this {mixture.model_type} has a shared expert or unnormalized router weights, "
+            "which no dense model can express"
         )
     if not 1 <= experts <= moe.num_experts:
         raise ConfigError(f"prune: experts={experts} must be from 1 to {moe.num_experts}")
@@ -58,7 +58,7 @@ def dense_config(mixture: ModelConfig, experts: int) -> ModelConfig:
     family = "mistral" if block.attention.window and "mistral" in families else families[0]
     fields = Fields(json.loads(mixture.hf_json))
     hf.family(mixture.model_type).config_from_hf(fields)
-    # With what the family of mixtures takes for granted, which another one need not.
+    # Write out the MoE family's defaults, since another family may have different ones.
     known = {key: value for key, value in fields.read.items() if value is not None} | json.loads(mixture.hf_json)
     kept = {key: value for key, value in known.items() if key not in EXPERT_FIELDS}
     changes = {
@@ -73,9 +73,9 @@ def dense_config(mixture: ModelConfig, experts: int) -> ModelConfig:
 
 
 def dense(model: Decoder, experts: int, load: Float[np.ndarray, "L E"]) -> Decoder:
-    """The dense model: sum over the most used experts of each layer of (its share of their use) * expert(x).
+    """Dense model: sum over the most used experts of each layer of (its share of their use) * expert(x).
 
-    `load`: how often each expert is chosen. Where all experts are alike, it is the mixture's function.
+    `load`: selections per expert. Equals the MoE model's function if all experts are identical.
     """
     config = dense_config(model.config, experts)
     weights = ModelWeights(outline_of(config, model.compute, model.embed.embedding[...].dtype))
@@ -83,13 +83,13 @@ def dense(model: Decoder, experts: int, load: Float[np.ndarray, "L E"]) -> Decod
     chosen = np.sort(np.argsort(-load, axis=1, kind="stable")[:, :experts], axis=1)
     share = np.take_along_axis(load, chosen, axis=1)
     if not (share.sum(axis=1) > 0).all():
-        raise ConfigError("prune: experts: a layer used none of its experts; give more text")
+        raise ConfigError("prune: experts: a layer selected none of its experts; give more text")
     share = share / share.sum(axis=1, keepdims=True)
-    made = {}
+    arrays = {}
     for path, _, shape in weights.shapes():
         before, inside, name = path.partition(".mlp.")
         if not inside:
-            made[path] = mixture[path]
+            arrays[path] = mixture[path]
             continue
         source = mixture[f"{before}.mlp.experts.{name.removesuffix('.kernel')}"]
         kept = np.take_along_axis(np.asarray(source, np.float32), chosen[:, :, None, None], axis=1)
@@ -97,5 +97,5 @@ def dense(model: Decoder, experts: int, load: Float[np.ndarray, "L E"]) -> Decod
             joined = (kept * share[:, :, None, None]).reshape(shape)
         else:
             joined = kept.swapaxes(1, 2).reshape(shape)
-        made[path] = jnp.asarray(joined.astype(source.dtype))
-    return weights.bind(made)
+        arrays[path] = jnp.asarray(joined.astype(source.dtype))
+    return weights.bind(arrays)

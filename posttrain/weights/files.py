@@ -1,4 +1,4 @@
-"""The files of a checkpoint in Hugging Face layout: where they are, and what is in them."""
+"""Checkpoint files in Hugging Face layout: lookup, validation, tensor access."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import numpy as np
 from posttrain.config.yaml_file import did_you_mean_path
 from posttrain.errors import ConfigError
 from posttrain.models.config import AttentionConfig, ModelConfig
-from posttrain.models.names import LAYER, Names, Tensor
-from posttrain.weights.fp8 import unblocked
-from posttrain.weights.mxfp4 import unpacked
+from posttrain.models.names import LAYER, CheckpointTensor, Names
+from posttrain.weights.fp8 import split_fp8
+from posttrain.weights.mxfp4 import merge_mxfp4
 from posttrain.weights.tensor_file import CHUNK_BYTES, Readable, Region, Task, open_tensors
 
 LOGGER = logging.getLogger("posttrain.weights")
@@ -31,23 +31,23 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 
 FLOATS = ("F32", "F16", "BF16")
-"""Types of tensors that become parameters."""
+"""CheckpointTensor types that can become parameters."""
 OTHER_WEIGHTS = ("*.bin", "*.pth", "*.pt", "*.gguf")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
-"""What is downloaded of a hub repository: descriptions, weights, and the tokenizer's files."""
+"""Patterns of files to download from a hub repository: config, weights, tokenizer."""
 HUB_OTHERS = ["*/*", "consolidated*"]
-"""What is not, although its name ends like that: the same weights once more in other layouts."""
+"""Patterns of files not to download: the same weights in other layouts."""
 
 
 def find_folder(path: str | Path) -> Path:
-    """The folder of a checkpoint: a local one, or a hub repository's, downloaded once."""
+    """Resolve the folder of a checkpoint: local, or downloaded from the hub (cached). Raises ConfigError."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise ConfigError(f"model {path}: is a file; give the folder that holds config.json")
+        raise ConfigError(f"model {path}: is a file; give the folder with config.json")
     if isinstance(path, Path) or path.startswith(("/", ".", "~")) or path.count("/") > 1:
-        raise ConfigError(f"model {path}: there is no such folder{did_you_mean_path(str(path))}")
+        raise ConfigError(f"model {path}: no such folder{did_you_mean_path(str(path))}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -56,13 +56,13 @@ def find_folder(path: str | Path) -> Path:
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(
-            f"model {path}: is no local folder, and the Hugging Face hub did not give it ({reason}); give an existing "
-            f"folder, or check the id and the network{did_you_mean_path(path)}"
+            f"model {path}: not a local folder, and the Hugging Face hub did not provide it ({reason}); give an "
+            f"existing folder, or check the id and the network{did_you_mean_path(path)}"
         ) from error
 
 
 def _unused_names(config: ModelConfig, names: Names) -> set[str]:
-    """Tensors that files have for layers that reuse other layers' keys and values."""
+    """Tensors in files for layers that reuse other layers' keys and values."""
     keys = ("attention.k.kernel", "attention.v.kernel", "attention.k_norm.scale")
     return {
         names[key].hf.format(layer=layer)
@@ -73,18 +73,19 @@ def _unused_names(config: ModelConfig, names: Names) -> set[str]:
 
 
 class Checkpoint:
-    """The open safetensors files of a folder. `text_name`: our part's own name of a tensor, None: not our part."""
+    """Open safetensors files of a folder. `text_name`: maps a stored name to ours, None for other parts of the
+    model."""
 
     def __init__(self, folder: Path, stack: ExitStack, text_name: Callable[[str], str | None] = lambda name: name):
         self._folder = folder
         stored = (tensor for file in _weight_files(folder) for tensor in open_tensors(file, stack).items())
         named = ((text_name(name), tensor) for name, tensor in stored)
-        rest, matrices = unblocked({name: tensor for name, tensor in named if name is not None})
-        self._tensors = unpacked(rest) | matrices
+        rest, matrices = split_fp8({name: tensor for name, tensor in named if name is not None})
+        self._tensors = merge_mxfp4(rest) | matrices
 
     @property
     def dtype(self) -> np.dtype:
-        """bfloat16 where most of the numbers are, else float32, which holds float16 exactly."""
+        """bfloat16 if at least half of the values are stored in it, else float32, which represents float16 exactly."""
         sizes = Counter[str]()
         for tensor in self._tensors.values():
             sizes[tensor.kind] += math.prod(tensor.shape)
@@ -92,17 +93,20 @@ class Checkpoint:
 
     @property
     def largest(self) -> int:
-        """Numbers in the largest tensor."""
+        """Number of elements in the largest tensor."""
         return max(math.prod(tensor.shape) for tensor in self._tensors.values())
 
-    def reads(self, tensor: Tensor, out: np.ndarray, region: Region) -> Iterator[Task]:
-        """Tasks that put `tensor[region]`, as stored, into `out`."""
+    def reads(self, tensor: CheckpointTensor, out: np.ndarray, region: Region) -> Iterator[Task]:
+        """Tasks that read `tensor[region]`, as stored, into `out`."""
         return self._tensors[tensor.name].reads(out, region)
 
-    def check(self, tensors: Sequence[Tensor], config: ModelConfig, names: Names, *, values: bool = True) -> None:
-        """One ConfigError with every tensor that is missing, unknown, or of another shape or an unreadable type.
+    def check(
+        self, tensors: Sequence[CheckpointTensor], config: ModelConfig, names: Names, *, values: bool = True
+    ) -> None:
+        """Raises one ConfigError listing every tensor that is missing, unknown, or has another shape or an unsupported
+        type.
 
-        Without `values` no number is read: a head that is tied to the embedding may still differ from it.
+        Without `values` only headers are read: a head that is tied to the embedding may still differ from it.
         """
         expected, found = {tensor.name: tensor for tensor in tensors}, self._tensors
         extra = {name for name in found if name not in expected and not name.endswith("rotary_emb.inv_freq")}
@@ -133,23 +137,21 @@ class Checkpoint:
             }
         )
         if faults:
-            raise ConfigError(f"{self._folder}: the tensors do not fit config.json: {'; '.join(faults)}")
+            raise ConfigError(f"{self._folder}: tensors do not match config.json: {'; '.join(faults)}")
 
     def _without_further_layers(self, names: set[str], config: ModelConfig, *, warn: bool) -> set[str]:
         last = config.num_layers + config.further_layers
         starts = tuple(LAYER.format(layer=layer) + "." for layer in range(config.num_layers, last))
         further = {name for name in names if name.startswith(starts)}
         if further and warn:
-            LOGGER.warning(
-                "%s: %d tensors of layers that predict further tokens are not loaded", self._folder, len(further)
-            )
+            LOGGER.warning("%s: %d tensors of multi-token prediction layers are not loaded", self._folder, len(further))
         return names - further
 
 
 def summary(faults: Mapping[str, str], *, near: Collection[str] = ()) -> list[str]:
-    """One line for all tensors that differ by their numbers alone and have the same fault.
+    """One line per fault for all tensors whose names differ only in numbers.
 
-    `near`: patterns of names, of which the most similar is mentioned.
+    `near`: name patterns from which the most similar is suggested.
     """
     groups: dict[tuple[str, str], list[str]] = {}
     for name, what in faults.items():
@@ -167,17 +169,17 @@ def _pattern(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
-def _equal(one: Readable, two: Readable) -> bool:
-    """Whether two matrices are, read a little at a time."""
-    if one.shape != two.shape or not {one.kind, two.kind} <= set(FLOATS):
+def _equal(a: Readable, b: Readable) -> bool:
+    """Return True if two matrices are equal, reading in chunks."""
+    if a.shape != b.shape or not {a.kind, b.kind} <= set(FLOATS):
         return False
-    rows = max(1, CHUNK_BYTES // (4 * one.shape[1]))
-    for start in range(0, one.shape[0], rows):
-        region = slice(start, min(start + rows, one.shape[0])), slice(0, one.shape[1])
-        ours, theirs = (np.empty((region[0].stop - start, one.shape[1]), np.float32) for _ in range(2))
-        for task in (*one.reads(ours, region), *two.reads(theirs, region)):
+    rows = max(1, CHUNK_BYTES // (4 * a.shape[1]))
+    for start in range(0, a.shape[0], rows):
+        region = slice(start, min(start + rows, a.shape[0])), slice(0, a.shape[1])
+        first, second = (np.empty((region[0].stop - start, a.shape[1]), np.float32) for _ in range(2))
+        for task in (*a.reads(first, region), *b.reads(second, region)):
             task()
-        if not np.array_equal(ours, theirs):
+        if not np.array_equal(first, second):
             return False
     return True
 
@@ -189,14 +191,14 @@ def _weight_files(folder: Path) -> list[Path]:
     elif index.is_file():
         names = read_json(index).get("weight_map")
         if not isinstance(names, dict):
-            raise ConfigError(f"{index}: must have weight_map, the file of each tensor")
+            raise ConfigError(f"{index}: needs weight_map, the file of each tensor")
         files = [folder / name for name in sorted(set(names.values()))]
     else:
         others = sorted(file.name for pattern in OTHER_WEIGHTS for file in folder.glob(pattern))
         hint = f"; {others[0]} is not read, convert it to safetensors" if others else ""
         raise ConfigError(f"{folder}: has neither {WEIGHTS} nor {WEIGHTS_INDEX}{hint}")
     if absent := [file.name for file in files if not file.is_file()]:
-        raise ConfigError(f"{folder}: {', '.join(absent)} of {index.name} not there")
+        raise ConfigError(f"{folder}: {', '.join(absent)} listed in {index.name} not found")
     return files
 
 
@@ -208,7 +210,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise ConfigError(f"{path}: is no JSON ({error})") from error
+        raise ConfigError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(read, dict):
         raise ConfigError(f"{path}: must hold a JSON object")
     return read

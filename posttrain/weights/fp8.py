@@ -1,4 +1,4 @@
-"""8-bit matrices of DeepSeek's files: e4m3 floats, a float32 factor for every block of 128 x 128 of them."""
+"""FP8 weights of DeepSeek checkpoints: e4m3 values with a float32 scale per 128 x 128 block."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from posttrain.weights.tensor_file import CHUNK_BYTES, KINDS, Readable, Region, 
 
 KIND = "F8_E4M3"
 FACTORS = "_scale_inv"
-"""What the name of a matrix' factors ends in, after the matrix' own."""
+"""Name suffix of the scales tensor, after the matrix's own name."""
 
 BLOCK = 128
-"""Rows and columns that share a factor; the last blocks may be cut off."""
+"""Rows and columns per scale; blocks at the edge may be smaller."""
 
 
 def dequantized(values: np.ndarray, factors: np.ndarray, rows: range, columns: range) -> np.ndarray:
-    """The given rows and columns of a matrix, whose stored values are `values`, in float32."""
+    """Dequantize the given rows and columns to float32."""
     factor = factors[np.asarray(rows) // BLOCK][:, np.asarray(columns) // BLOCK]
     return values.astype(np.float32) * factor
 
 
-class Blocks:
-    """The matrix behind its 8-bit values and the factors of their blocks."""
+class FP8Matrix:
+    """Matrix stored as 8-bit values and block scales, read as BF16."""
 
     kind = "BF16"
 
@@ -33,7 +33,7 @@ class Blocks:
         self._values, self._factors = values, factors
 
     def reads(self, out: np.ndarray, region: Region) -> Iterator[Task]:
-        """Tasks, in any order or at once, that put `tensor[region]` into `out`, converted to its type."""
+        """Tasks (any order, concurrent) that read `tensor[region]` into `out`, converted to its dtype."""
         rows, columns = (range(*part.indices(size)) for part, size in zip(region, self.shape, strict=True))
         at_once = max(1, CHUNK_BYTES // (4 * self.shape[1] * rows.step))
         for start in range(0, len(rows), at_once):
@@ -50,14 +50,14 @@ class Blocks:
         assign(out, dequantized(values, factors, rows, columns))
 
 
-def unblocked(stored: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, Readable]]:
-    """A checkpoint's tensors without those that hold 8-bit matrices, and these matrices."""
+def split_fp8(stored: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, Readable]]:
+    """Split a checkpoint's tensors into those not in FP8 and the FP8 matrices."""
     rest, matrices = dict(stored), dict[str, Readable]()
     for name, values in stored.items():
         factors = stored.get(name + FACTORS)
         if factors is None or values.kind != KIND or len(values.shape) != 2:
             continue
         if factors.kind == "F32" and factors.shape == tuple(-(-size // BLOCK) for size in values.shape):
-            matrices[name] = Blocks(values, factors)
+            matrices[name] = FP8Matrix(values, factors)
             del rest[name], rest[name + FACTORS]
     return rest, matrices

@@ -1,4 +1,4 @@
-"""Models from checkpoints in Hugging Face layout, and with random weights."""
+"""Loading models from checkpoints in Hugging Face layout, and initializing them with random weights."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from posttrain.mesh import RULES, TILES, param_sharding
 from posttrain.models import hf
 from posttrain.models.config import Compute, LatentAttentionConfig, ModelConfig
 from posttrain.models.decoder import Decoder
-from posttrain.models.names import Part, Tensor, tensors
+from posttrain.models.names import CheckpointTensor, ParamSlice, tensors
 from posttrain.models.quant import Quantized
 from posttrain.tracking.console import progress_bar
 from posttrain.weights import peft_load
 from posttrain.weights.files import GENERATION, Checkpoint, find_folder, read_json
 from posttrain.weights.lora import attach_lora, planned_scales
 from posttrain.weights.peft_save import refusal
-from posttrain.weights.pieces import Reader
+from posttrain.weights.pieces import ParameterReader
 from posttrain.weights.quantize import (
     Errors,
     print_errors,
@@ -60,16 +60,17 @@ def load_model(
     quantize: Quantize = "none",
     seed: int | None = None,
 ) -> Decoder:
-    """The model of a folder in Hugging Face layout or of a hub id, with a new adapter (`lora`) or PEFT's (`adapter`).
+    """Load a model from a folder in Hugging Face layout or a hub id, with a new adapter (`lora`) or a PEFT adapter
+    (`adapter`).
 
-    `dtype`: of the parameters, by default as on disk (float32 for float16). `compute_dtype`: of activations, by default
-    `dtype`. `long_context`: the long factors of LongRoPE. `num_tokens`: of the tokenizer; ids from there on get the
-    probability 0. `quantize`: hold the matrices of the layers in 8 or 4 bits, under an adapter that is trained; no more
-    than one layer of one of them is ever there in `dtype`. `seed`: of a new adapter's weights, drawn from the
-    system. ConfigError for unusable files, and for more tokens than the embedding has rows.
+    `dtype`: of the parameters, by default as stored (float32 for float16). `compute_dtype`: of activations, by default
+    `dtype`. `long_context`: use the long factors of LongRoPE. `num_tokens`: of the tokenizer; ids from there on get
+    probability 0. `quantize`: store the layers' matrices in 8 or 4 bits (frozen base of an adapter); at most one layer
+    of one matrix is in `dtype` at a time. `seed`: of a new adapter's weights, by default from the system. Raises
+    ConfigError for unusable files, and if the tokenizer has more ids than the embedding has rows.
     """
     if lora is not None and adapter is not None:
-        raise ConfigError("load_model: lora makes a new adapter, adapter loads one; give one of them")
+        raise ConfigError("load_model: lora creates an adapter, adapter loads one; set only one of them")
     folder = find_folder(path)
     config, wrapper = _described(folder, long_context=long_context)
     if (folder / GENERATION).is_file():
@@ -104,8 +105,7 @@ def load_model(
 
 
 def check_weights(folder: Path) -> None:
-    """ConfigError where the files in a folder are not the weights that its `config.json` describes; only their headers
-    are read."""
+    """Raises ConfigError if the weights in a folder do not match its `config.json`; only file headers are read."""
     config, wrapper = _described(folder, long_context=False)
     names = hf.family(config.model_type).NAMES
     with ExitStack() as stack:
@@ -115,7 +115,7 @@ def check_weights(folder: Path) -> None:
 
 
 def _described(folder: Path, *, long_context: bool) -> tuple[ModelConfig, hf.Wrapper | None]:
-    """What `config.json` says of the model, and the wrapper that it came in."""
+    """Parse `config.json` into the configuration and the multimodal wrapper, if any."""
     fields = read_json(folder / "config.json")
     try:
         return hf.config_from_hf(fields, long_context=long_context), hf.text_part(fields)[1]
@@ -125,20 +125,20 @@ def _described(folder: Path, *, long_context: bool) -> tuple[ModelConfig, hf.Wra
 
 def _read_weights(
     checkpoint: Checkpoint,
-    stored: Sequence[Tensor],
+    stored: Sequence[CheckpointTensor],
     outline: Decoder,
     target: Decoder,
     shardings: Mapping[str, NamedSharding | None],
     description: str,
 ) -> tuple[Weights, Errors]:
-    """The parameters of `target`, which is `outline` where nothing is quantised."""
+    """Read the parameters of `target`, which is `outline` unless quantized."""
     params = {".".join(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(nnx.state(outline))}
-    sources: dict[str, dict[tuple[int, ...], tuple[Tensor, Part]]] = {path: {} for path in params}
+    sources: dict[str, dict[tuple[int, ...], tuple[CheckpointTensor, ParamSlice]]] = {path: {} for path in params}
     for tensor in stored:
         for part in tensor.parts:
             sources[part.param][part.index] = tensor, part
     megabytes = sum(p.size * p.dtype.itemsize for p in params.values()) // 10**6
-    with progress_bar(description, megabytes) as advance, Reader(checkpoint, advance) as reader:
+    with progress_bar(description, megabytes) as advance, ParameterReader(checkpoint, advance) as reader:
         weights, errors = Weights(), Errors()
         quantized = {p: s.matrix for p, s in quantizable(target).items() if isinstance(s.matrix, Quantized)}
         for path, p in params.items():
@@ -165,7 +165,8 @@ def init_model(
     num_tokens: int | None = None,
     quantize: Quantize = "none",
 ) -> Decoder:
-    """A model with random weights from the fields of a `config.json`; each device draws only its own part."""
+    """Initialize a model with random weights from the fields of a `config.json`; each device draws only its own
+    shard."""
     config = with_tokens(hf.config_from_init(hf_config), num_tokens)
     compute = Compute(
         dtype=jnp.dtype(dtype if compute_dtype is None else compute_dtype),
@@ -195,9 +196,9 @@ def init_model(
 
 
 def check_lora(config: ModelConfig, lora: LoRA, quantize: Quantize = "none") -> str | None:
-    """ConfigError where the adapter does not fit the model, or quantisation its sizes; no weights are needed.
+    """Raises ConfigError if the adapter does not fit the model, or quantization its sizes; no weights are needed.
 
-    The reason where PEFT cannot hold the adapter, which can then only be merged.
+    Returns the reason if PEFT cannot represent the adapter, which can then only be merged; None if it can.
     """
     outline = outline_of(config, Compute.of(jnp.float32), jnp.dtype(jnp.float32))
     if quantize != "none":
@@ -207,15 +208,17 @@ def check_lora(config: ModelConfig, lora: LoRA, quantize: Quantize = "none") -> 
 
 
 def check_adapter(config: ModelConfig, adapter: str | Path, wrapper: hf.Wrapper | None, *, reward: bool) -> None:
-    """ConfigError where PEFT's adapter does not fit the model, or the run (`reward`: it trains a reward model)."""
+    """Raises ConfigError if a PEFT adapter does not fit the model or the run (`reward`: it trains a reward model)."""
     outline = outline_of(config, Compute.of(jnp.float32), jnp.dtype(jnp.float32))
     peft_load.check_adapter(outline, adapter, text_name=wrapper.text_name if wrapper else None)
     if outline.score is not None and not reward:
-        raise ConfigError(f"{adapter}: is of a reward model, which scores answers and writes none")
+        raise ConfigError(
+            f"{adapter}: is an adapter of a reward model, which cannot generate; use one of a causal language model"
+        )
 
 
 def with_tokens(config: ModelConfig, num_tokens: int | None) -> ModelConfig:
-    """The model for a tokenizer with this many ids. ConfigError where the embedding has fewer rows."""
+    """Set the tokenizer's number of ids. Raises ConfigError if the embedding has fewer rows."""
     if num_tokens is None or num_tokens == config.vocab_size:
         return config
     if num_tokens > config.vocab_size:
@@ -227,12 +230,12 @@ def with_tokens(config: ModelConfig, num_tokens: int | None) -> ModelConfig:
 
 
 def outline_of(config: ModelConfig, compute: Compute, dtype: np.dtype) -> Decoder:
-    """A decoder with shapes in place of arrays."""
+    """Abstract decoder: shapes instead of arrays."""
     return nnx.eval_shape(lambda: Decoder(config, compute, dtype=dtype, rngs=nnx.Rngs(0)))
 
 
 def _shardings(model: Decoder, mesh: Mesh | None) -> dict[str, NamedSharding | None]:
-    """Where each parameter goes; None: the default device."""
+    """Sharding of each parameter; None: default device."""
     if mesh is None:
         return {path: None for path, _, _ in ModelWeights(model).shapes()}
     check_mesh(model, mesh.shape)
@@ -240,15 +243,15 @@ def _shardings(model: Decoder, mesh: Mesh | None) -> dict[str, NamedSharding | N
 
 
 SPLIT_FIELDS = {"vocab": "vocab_size", "embed": "hidden_size", "mlp": "intermediate_size", "expert": "num_experts"}
-"""Name of a parameter's dimension -> field of `config.json`."""
+"""Parameter dimension name -> field of `config.json`."""
 
 
 def check_mesh(model: Decoder, sizes: Mapping[str, int]) -> None:
-    """ConfigError where an axis of a mesh does not divide what it splits of the model; it names the sizes that do."""
+    """Raises ConfigError if a mesh axis does not divide a dimension that it splits; the message lists valid sizes."""
     splits: dict[str, dict[str, int]] = {axis: {} for axis in sizes}
     for block in model.config.blocks:
         if not isinstance(block.attention, LatentAttentionConfig):
-            # The one head of a latent cache is that of the latents, which every device has.
+            # The single head of a latent cache is replicated on every device.
             splits["tensor"][f"num_kv_heads={block.attention.num_kv_heads}"] = block.attention.num_kv_heads
         splits["tensor"][f"num_heads={block.attention.num_heads}"] = block.attention.num_heads
     for path, dims, shape in ModelWeights(model).shapes():

@@ -1,4 +1,4 @@
-"""The configuration's model before its weights: where it lies, and what its `config.json` says."""
+"""Model lookup before loading weights: folder or hub id, `config.json`, identity for resume."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from posttrain.weights.files import read_json
 
 SAMPLED_BLOCKS = 256
 BLOCK_BYTES = 4096
-"""Of each file of weights so much is read for its digest, evenly spread: other weights differ nearly everywhere."""
+"""Bytes per sampled block of a weights file's digest, evenly spread: different weights differ nearly everywhere."""
 
 RANDOM_WEIGHTS = "model.init"
-"""Name of the origin of a model that begins with random weights."""
+"""Origin name of a model with random initial weights."""
 
 
 def local_or_hub(name: str, base_dir: Path) -> str:
-    """The folder that the configuration means, or the hub id as it stands."""
+    """Resolve a local folder relative to `base_dir`; return a hub id unchanged."""
     found = None if is_hub_id(name) and not path_exists(name, base_dir) else resolve_path(name, base_dir)
     return name if found is None else str(found)
 
@@ -42,17 +42,16 @@ def path_exists(name: str, base_dir: Path) -> bool:
 
 
 def unreachable(name: str) -> bool:
-    """Whether only the hub may have it, and cannot be asked."""
+    """Return True if the name may only exist on the hub and the hub is unreachable."""
     path = Path(name)
     local = name == "bytes" or path.exists() or is_object_spec(name) or path.suffix in FILE_SUFFIXES
     return not local and is_hub_id(name) and not hub_is_reachable()
 
 
 def refuse_misspelt(field: str, name: str, base_dir: Path) -> None:
-    """ConfigError for a hub id that looks like the path of something here that is not there.
+    """Raises ConfigError for a hub id that looks like a misspelt local path, when the hub is unreachable.
 
-    For where the hub cannot be asked: either the path's folder is here, or something with a similar name. What the
-    libraries keep of the hub on this machine is no mistake.
+    That is: the path's parent folder exists, or a similar name does. Ids in the local hub cache are accepted.
     """
     import datasets
     from huggingface_hub import constants
@@ -65,7 +64,7 @@ def refuse_misspelt(field: str, name: str, base_dir: Path) -> None:
         Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
     ]
     if not any(folder.is_dir() for folder in kept):
-        raise ConfigError(f"{field}: {name} is no file or folder here, and the hub cannot be reached{near}")
+        raise ConfigError(f"{field}: {name} is not a local file or folder, and the hub is unreachable{near}")
 
 
 def tokenizer_name(section: ModelSection, base_dir: Path) -> str:
@@ -75,10 +74,10 @@ def tokenizer_name(section: ModelSection, base_dir: Path) -> str:
 
 
 def read_model_config(section: ModelSection, base_dir: Path, *, vocab_size: int | None) -> ModelConfig | None:
-    """The description of the run's model; None where only the hub has it and the hub cannot be asked.
+    """Read the run's model configuration; None if it is on the hub and the hub is unreachable.
 
-    `vocab_size`: of the tokenizer, for `init` without one. A family in a file of its own is known from here on.
-    ConfigError where the description cannot be read.
+    `vocab_size`: of the tokenizer, for `init` without one. Registers the family if it has its own file. Raises
+    ConfigError.
     """
     add_family(section, base_dir)
     if section.init is not None:
@@ -104,7 +103,7 @@ def read_model_config(section: ModelSection, base_dir: Path, *, vocab_size: int 
 
 
 def add_family(section: ModelSection, base_dir: Path) -> None:
-    """Make the model's family known, if it has a file of its own."""
+    """Register the model's family from `model.family`, if set."""
     if section.family is None:
         return
     try:
@@ -114,7 +113,7 @@ def add_family(section: ModelSection, base_dir: Path) -> None:
 
 
 def read_wrapper(section: ModelSection, base_dir: Path) -> hf.Wrapper | None:
-    """The multimodal model around the text model, if there is one; `read_model_config` has found its description."""
+    """Return the multimodal wrapper of the text model, if any; call after `read_model_config`."""
     assert section.path is not None
     file = _config_file(local_or_hub(section.path, base_dir))
     return None if file is None else hf.text_part(read_json(file))[1]
@@ -124,7 +123,7 @@ def _config_file(name: str) -> Path | None:
     folder = Path(name)
     if folder.exists():
         if not folder.is_dir():
-            raise ConfigError(f"model.path: {folder} is a file; give the folder that holds config.json")
+            raise ConfigError(f"model.path: {folder} is a file; give the folder with config.json")
         return folder / "config.json"
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -136,41 +135,41 @@ def _config_file(name: str) -> Path | None:
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).split("\n")[0]
         raise ConfigError(
-            f"model.path: {name} is no local folder, and the Hugging Face hub has no config.json of it ({reason}); "
+            f"model.path: {name} is not a local folder, and the Hugging Face hub has no config.json for it ({reason}); "
             f"give an existing folder, or check the id{did_you_mean_path(name)}"
         ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The model that a stage begins with. A checkpoint holds only what is trained: it means nothing over another."""
+    """Identity of a stage's initial model, checked on resume: a checkpoint holds only trained parameters."""
 
     name: str
-    """A folder, a hub id, or `model.init`."""
+    """Folder, hub id, or `model.init`."""
     parts: Mapping[str, str]
-    """What it is made of, such as files, and a digest or value of each."""
+    """Digest or value per part, such as files."""
 
 
 def origin_of_folder(name: str, folder: Path) -> Origin:
-    """A checkpoint in Hugging Face layout by the content of its `config.json` and of its files of weights."""
+    """Origin of a checkpoint folder: digests of its `config.json` and weights files."""
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
     files = [folder / "config.json", *sorted(weights)]
     return Origin(name=name, parts={file.name: _digest(file) for file in files})
 
 
 def origin_of_adapter(folder: Path) -> dict[str, str]:
-    """Digests of the files of an adapter."""
+    """Digests of an adapter's files."""
     return {file.name: _digest(file) for file in sorted(folder.glob("adapter_*")) if file.is_file()}
 
 
 def origin_of_init(fields: Mapping[str, Any], seed: int) -> Origin:
-    """Random weights by what they are drawn from."""
+    """Origin of random weights: config fields and seed."""
     parts = {name: json.dumps(value, sort_keys=True, default=str) for name, value in fields.items()}
     return Origin(name=RANDOM_WEIGHTS, parts={**parts, "seed": str(seed)})
 
 
 def _digest(file: Path) -> str:
-    """Of a whole file; of large weights their size, their header, and blocks."""
+    """Digest of a whole file; for large weights of their size, header and sampled blocks."""
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with file.open("rb") as source:

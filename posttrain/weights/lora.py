@@ -1,4 +1,4 @@
-"""Adapters on a decoder: where they stand, how they are made, merged and counted."""
+"""LoRA adapters on a decoder: target matching, initialization, merging, parameter counts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from posttrain.errors import ConfigError
 from posttrain.mesh import param_sharding
 from posttrain.models import hf
 from posttrain.models.adapter import Adapter
-from posttrain.models.decoder import Decoder, first_places
+from posttrain.models.decoder import Decoder, first_layers
 from posttrain.models.layers import Adaptable, Linear
-from posttrain.models.names import Tensor, tensors
+from posttrain.models.names import CheckpointTensor, tensors
 from posttrain.models.quant import Quantized, plain_shapes
 from posttrain.weights.state import ADAPTER, ModelWeights
 
@@ -32,17 +32,17 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A matrix that an adapter can stand beside."""
+    """Matrix that an adapter can be attached to."""
 
     owner: Adaptable
     name: str
-    """Of the matrix in its owner."""
+    """Name of the matrix in its owner."""
     param: str
-    """The matrix's own path."""
+    """Parameter path of the matrix."""
     layers: range | None
-    """The layers that are stacked in it; None: it stands outside of the layers."""
+    """Layers stacked in the matrix; None: outside the layers."""
     modules: tuple[frozenset[str], ...]
-    """Names in the checkpoint: one set for each stacked layer."""
+    """Module names in the checkpoint, one set per stacked layer."""
 
     @property
     def matrix(self) -> Any:
@@ -54,36 +54,37 @@ class Site:
 
     @property
     def drops(self) -> bool:
-        """Dropout acts here."""
+        """Return True if adapter dropout applies here."""
         return isinstance(self.owner, Linear) and self.layers is not None
 
     @property
     def routes(self) -> bool:
-        """It decides on experts: only files of PEFT bring an adapter for it."""
+        """Return True for a router matrix: adapters on it come only from PEFT files."""
         return "router" in self.matrix.get_metadata("dims")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Of the adapter of one site, for each stacked layer; scale 0: the layer has none."""
+class AdapterPlan:
+    """Rank and scale of one site's adapter per stacked layer; scale 0: no adapter on the layer."""
 
     ranks: tuple[int, ...]
     scales: tuple[float, ...]
 
 
-def base_tensors(model: Decoder) -> list[Tensor]:
-    """The checkpoint's tensors behind the model's parameters, adapters left out."""
+def base_tensors(model: Decoder) -> list[CheckpointTensor]:
+    """Checkpoint tensors of the model's parameters, without adapters."""
     shapes = [shape for shape in plain_shapes(ModelWeights(model).shapes()) if ADAPTER not in shape[0]]
     return tensors(model.config, hf.family(model.config.model_type).NAMES, shapes)
 
 
-def module_of(tensor: Tensor) -> str:
-    """The module in the checkpoint that holds a tensor."""
+def module_of(tensor: CheckpointTensor) -> str:
+    """Checkpoint module that owns a tensor."""
     return tensor.name.removesuffix(".weight").removesuffix(".bias")
 
 
 def sites(model: Decoder) -> dict[str, Site]:
-    """By path, such as `stages.0.blocks.0.attention.q`, `stages.0.blocks.0.mlp.experts.up`, `embed`, `head`."""
+    """Adapter sites by path, such as `stages.0.blocks.0.attention.q`, `stages.0.blocks.0.mlp.experts.up`, `embed`,
+    `head`."""
     modules = _modules(model)
     found = {}
     for where, node in nnx.iter_graph(model):
@@ -99,12 +100,12 @@ def sites(model: Decoder) -> dict[str, Site]:
 
 
 def _modules(model: Decoder) -> dict[str, tuple[frozenset[str], ...]]:
-    """Names in the checkpoint of what holds each parameter, for each stacked layer."""
+    """Checkpoint module names of each parameter, per stacked layer."""
     found: dict[str, dict[int, set[str]]] = {}
     for tensor in base_tensors(model):
         for part in tensor.parts:
-            of_layer = found.setdefault(part.param, {})
-            of_layer.setdefault(part.index[0] if part.index else 0, set()).add(module_of(tensor))
+            layer_names = found.setdefault(part.param, {})
+            layer_names.setdefault(part.index[0] if part.index else 0, set()).add(module_of(tensor))
     return {param: tuple(frozenset(names[i]) for i in sorted(names)) for param, names in found.items()}
 
 
@@ -113,7 +114,7 @@ def _layers(model: Decoder, path: str) -> range | None:
     if match is None:
         return None
     stage, block = int(match[1]), int(match[2])
-    first, period = first_places(model.config)[stage].layer, len(model.config.stages[stage].blocks)
+    first, period = first_layers(model.config)[stage].layer, len(model.config.stages[stage].blocks)
     return range(first + block, first + model.config.stages[stage].num_layers, period)
 
 
@@ -123,36 +124,40 @@ def _matches(pattern: str, path: str, modules: Iterable[str]) -> bool:
 
 
 def attach_lora(model: Decoder, lora: LoRA, *, seed: int, mesh: Mesh | None = None) -> None:
-    """Put adapters that change nothing yet on the matrices that the targets name; what is named to be saved is trained.
+    """Attach adapters with zero effect to the matrices matched by the targets; mark `modules_to_save` as trained.
 
-    Each device draws only its part. ConfigError for patterns that name nothing or what takes no adapter, and for a
-    model that already has one.
+    Each device draws only its shard. Raises ConfigError for patterns that match nothing or a matrix without adapter
+    support, and for a model that already has an adapter.
     """
     if has_lora(model):
         raise ConfigError("lora: the model already has an adapter; merge it first")
-    every = sites(model)
-    plans = _plans(lora, every, model.config.num_layers)
-    saved = _saved(lora, model, {every[path].param for path in plans})
+    all_sites = sites(model)
+    plans = _plans(lora, all_sites, model.config.num_layers)
+    saved = _saved(lora, model, {all_sites[path].param for path in plans})
     attach(model, plans, dora=lora.dora, dropout=lora.dropout, rslora=lora.rslora, seed=seed, mesh=mesh)
-    ModelWeights(model).save_whole(saved)
+    ModelWeights(model).set_saved(saved)
 
 
 def planned_scales(model: Decoder, lora: LoRA) -> dict[str, tuple[float, ...]]:
-    """The scales of the layers of every matrix that would get an adapter, by our path of the matrix."""
-    every = sites(model)
-    return {every[path].param: plan.scales for path, plan in _plans(lora, every, model.config.num_layers).items()}
+    """Scales per layer of every matrix that would get an adapter, by parameter path."""
+    all_sites = sites(model)
+    return {
+        all_sites[path].param: plan.scales for path, plan in _plans(lora, all_sites, model.config.num_layers).items()
+    }
 
 
-def _plans(lora: LoRA, every: Mapping[str, Site], num_layers: int) -> dict[str, Plan]:
+def _plans(lora: LoRA, all_sites: Mapping[str, Site], num_layers: int) -> dict[str, AdapterPlan]:
     if unknown := [layer for layer in lora.layers or () if layer >= num_layers]:
-        raise ConfigError(f"lora.layers: {unknown[0]} is no layer of the model, whose layers are 0 to {num_layers - 1}")
-    every = {path: site for path, site in every.items() if not site.routes}
-    chosen = {path for target in lora.targets for path in _named(target, every)}
-    if lora.dropout and (path := next((path for path in sorted(chosen) if not every[path].drops), None)):
-        raise ConfigError(f"lora.dropout={lora.dropout} does not act on {path}; leave it out of targets, or dropout")
-    used, plans = set[str](), dict[str, Plan]()
+        raise ConfigError(f"lora.layers: {unknown[0]} is not a layer of the model; use 0 to {num_layers - 1}")
+    all_sites = {path: site for path, site in all_sites.items() if not site.routes}
+    chosen = {path for target in lora.targets for path in _named(target, all_sites)}
+    if lora.dropout and (path := next((path for path in sorted(chosen) if not all_sites[path].drops), None)):
+        raise ConfigError(
+            f"lora.dropout={lora.dropout} does not apply to {path}; remove it from targets, or set dropout to 0"
+        )
+    used, plans = set[str](), dict[str, AdapterPlan]()
     for path in sorted(chosen):
-        site, ranks, scales = every[path], [], []
+        site, ranks, scales = all_sites[path], [], []
         for index, modules in enumerate(site.modules):
             here = site.layers is None or lora.layers is None or site.layers[index] in lora.layers
             if not here or not any(_targeted(target, path, site, modules) for target in lora.targets):
@@ -167,10 +172,10 @@ def _plans(lora: LoRA, every: Mapping[str, Site], num_layers: int) -> dict[str, 
             ranks.append(rank)
             scales.append(2.0 if alpha is None else alpha / (math.sqrt(rank) if lora.rslora else rank))
         if any(scales):
-            plans[path] = Plan(ranks=tuple(ranks), scales=tuple(scales))
+            plans[path] = AdapterPlan(ranks=tuple(ranks), scales=tuple(scales))
     for name, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         if idle := [pattern for pattern in patterns if pattern not in used]:
-            raise ConfigError(f"lora.{name}: {idle[0]!r} matches no adapter; there are {_shown(plans)}")
+            raise ConfigError(f"lora.{name}: {idle[0]!r} matches no adapter; available: {_site_names(plans)}")
     return plans
 
 
@@ -178,16 +183,18 @@ def _targeted(target: str, path: str, site: Site, modules: Iterable[str]) -> boo
     return site.layers is not None if target == ALL_LINEAR else _matches(target, path, modules)
 
 
-def _named(target: str, every: Mapping[str, Site]) -> list[str]:
-    """The sites that a target names. ConfigError where there is none."""
+def _named(target: str, all_sites: Mapping[str, Site]) -> list[str]:
+    """Sites matched by a target. Raises ConfigError if there is none."""
     _check_pattern("targets", target)
-    found = [p for p, site in every.items() if any(_targeted(target, p, site, modules) for modules in site.modules)]
+    found = [p for p, site in all_sites.items() if any(_targeted(target, p, site, modules) for modules in site.modules)]
     if not found:
-        raise ConfigError(f"lora.targets: {target!r} matches nothing that takes an adapter; there are {_shown(every)}")
+        raise ConfigError(
+            f"lora.targets: {target!r} matches no matrix that supports adapters; available: {_site_names(all_sites)}"
+        )
     return found
 
 
-def _shown(paths: Iterable[str]) -> str:
+def _site_names(paths: Iterable[str]) -> str:
     return ", ".join(sorted({path.split("blocks.")[-1].split(".", 1)[-1] for path in paths}))
 
 
@@ -195,11 +202,11 @@ def _check_pattern(field: str, pattern: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"lora.{field}: {pattern!r} is no regular expression: {error}") from error
+        raise ConfigError(f"lora.{field}: {pattern!r} is not a valid regular expression: {error}") from error
 
 
 def _saved(lora: LoRA, model: Decoder, adapted: Collection[str]) -> set[str]:
-    """The parameters of the modules to save."""
+    """Parameters of the `modules_to_save`."""
     modules = _modules(model)
     quantized = {site.param for site in sites(model).values() if isinstance(site.matrix, Quantized)}
     saved: set[str] = set()
@@ -207,13 +214,13 @@ def _saved(lora: LoRA, model: Decoder, adapted: Collection[str]) -> set[str]:
         _check_pattern("modules_to_save", pattern)
         found = {p for p, names in modules.items() if any(_matches(pattern, p.rsplit(".", 1)[0], n) for n in names)}
         if not found:
-            kinds = _shown(path.rsplit(".", 1)[0] for path in modules)
-            raise ConfigError(f"lora.modules_to_save: {pattern!r} matches no module; there are {kinds}")
+            kinds = _site_names(path.rsplit(".", 1)[0] for path in modules)
+            raise ConfigError(f"lora.modules_to_save: {pattern!r} matches no module; available: {kinds}")
         if both := sorted(found & set(adapted)):
             raise ConfigError(f"lora.modules_to_save: {pattern!r} matches {both[0]}, which has an adapter; choose one")
         if fixed := sorted(found & quantized):
             raise ConfigError(
-                f"lora.modules_to_save: {pattern!r} matches {fixed[0]}, which model.quantize keeps from training; "
+                f"lora.modules_to_save: {pattern!r} matches {fixed[0]}, which model.quantize freezes; "
                 "give it an adapter"
             )
         saved |= found
@@ -221,22 +228,29 @@ def _saved(lora: LoRA, model: Decoder, adapted: Collection[str]) -> set[str]:
 
 
 def attach(
-    model: Decoder, plans: Mapping[str, Plan], *, dora: bool, dropout: float, rslora: bool, seed: int, mesh: Mesh | None
+    model: Decoder,
+    plans: Mapping[str, AdapterPlan],
+    *,
+    dora: bool,
+    dropout: float,
+    rslora: bool,
+    seed: int,
+    mesh: Mesh | None,
 ) -> None:
-    """Put an adapter at each planned site."""
-    every, dtype = sites(model), model.embed.embedding.dtype
-    dims = {path: _dims(every[path].matrix.get_metadata("dims"), dora=dora) for path in plans}
+    """Attach an adapter at each planned site."""
+    all_sites, dtype = sites(model), model.embed.embedding.dtype
+    dims = {path: _dims(all_sites[path].matrix.get_metadata("dims"), dora=dora) for path in plans}
 
     def draw(seed: Array) -> dict[str, dict[str, Array]]:
-        # Folded, because `init_model` draws the base from the same seed.
+        # Fold in a constant, because `init_model` draws the base from the same seed.
         keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), max(1, len(plans)))
-        drawn = _drawn({p: (key, every[p], plans[p]) for key, p in zip(keys, sorted(plans), strict=False)})
-        born = {p: _born(drawn[p], every[p], plans[p], dtype) for p in plans}
-        return {path: {name: arrays[name] for name in dims[path]} for path, arrays in born.items()}
+        drawn = _draw_arrays({p: (key, all_sites[p], plans[p]) for key, p in zip(keys, sorted(plans), strict=False)})
+        initial = {p: _init_arrays(drawn[p], all_sites[p], plans[p], dtype) for p in plans}
+        return {path: {name: arrays[name] for name in dims[path]} for path, arrays in initial.items()}
 
     shardings = None if mesh is None else _shardings(mesh, dims, jax.eval_shape(draw, jnp.uint32(0)))
     for path, arrays in jax.jit(draw, out_shardings=shardings)(jnp.uint32(seed)).items():
-        site = every[path]
+        site = all_sites[path]
         rate = dropout if site.drops else 0.0
         site.owner.adapters[site.name] = Adapter(arrays, dims[path], dropout=rate, rslora=rslora)
 
@@ -256,9 +270,9 @@ def _shardings(mesh: Mesh, dims: Mapping[str, Any], shapes: Mapping[str, Any]) -
     }
 
 
-def _drawn(sites: Mapping[str, tuple[Array, Site, Plan]]) -> dict[str, Array]:
-    """What the adapters begin with, each of its own key: A uniform, of an embedding B normal, as in PEFT. Those of one
-    shape are drawn together, since every draw takes a while to compile."""
+def _draw_arrays(sites: Mapping[str, tuple[Array, Site, AdapterPlan]]) -> dict[str, Array]:
+    """Initial values, each from its own key: A uniform, of an embedding B normal, as in PEFT. Arrays of one shape are
+    drawn together, since every draw takes a while to compile."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for path, (_, site, plan) in sites.items():
         *lead, before, after = site.matrix.shape
@@ -277,8 +291,8 @@ def _uniform(key: Array, shape: tuple[int, ...]) -> Array:
     return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
 
 
-def _born(drawn: Array, site: Site, plan: Plan, dtype: np.dtype) -> dict[str, Array]:
-    """One of A and B is drawn, the other 0. Columns beyond a layer's rank are 0."""
+def _init_arrays(drawn: Array, site: Site, plan: AdapterPlan, dtype: np.dtype) -> dict[str, Array]:
+    """Initial adapter arrays: one of A and B is drawn, the other 0. Columns beyond a layer's rank are 0."""
     *lead, before, after = site.matrix.shape
     rank, stacked = max(plan.ranks), tuple(lead[:1])
     used = np.arange(rank) < np.reshape(plan.ranks, (*stacked, *(1 for _ in lead[1:]), 1, 1))
@@ -296,12 +310,12 @@ def has_lora(model: Decoder) -> bool:
 
 
 def merge(model: Decoder) -> dict[str, Adapter]:
-    """Add every adapter to its matrix, in float32, and take it off; `unmerge` with what is returned undoes that.
+    """Merge every adapter into its matrix, in float32, and detach it; `unmerge` with the result reverts this.
 
-    ConfigError for adapters beside quantised matrices: `merged` makes plain ones of these.
+    Raises ConfigError for adapters on quantized matrices: use `merged`, which dequantizes.
 
-    Exact to the rounding of the matrix' type: 2^-24 of a number in float32, 2^-9 in bfloat16 each way, in which small
-    adapters may drown.
+    Exact up to rounding in the matrix's dtype: 2^-24 relative in float32, 2^-9 in bfloat16 each way, in which small
+    adapters may vanish.
     """
     detached = {}
     for path, site in sites(model).items():
@@ -316,10 +330,10 @@ def merge(model: Decoder) -> dict[str, Adapter]:
 
 
 def unmerge(model: Decoder, detached: Mapping[str, Adapter]) -> None:
-    """Subtract the adapters that `merge` returned from their matrices, and put them beside these again."""
-    every = sites(model)
+    """Subtract the adapters returned by `merge` from their matrices and attach them again."""
+    all_sites = sites(model)
     for path, adapter in detached.items():
-        site = every[path]
+        site = all_sites[path]
         site.matrix.set_value(_by_layer(Adapter.unmerged, adapter, site.matrix[...]))
         adapter.fixed_gain = nnx.data(None)
         site.owner.adapters[site.name] = adapter
@@ -331,7 +345,7 @@ def _by_layer(method: Callable[[Adapter, Array], Array], adapter: Adapter, kerne
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _mapped(method: Callable[[Adapter, Array], Array], graph: Any, state: Any, kernel: Array) -> Array:
-    """Layer by layer, for the sake of memory: the float32 matrix of only one is alive."""
+    """Map over layers to limit memory: only one layer's float32 matrix is alive."""
 
     def one(inputs: tuple[Any, Array]) -> Array:
         return method(nnx.merge(graph, inputs[0]), inputs[1])
@@ -340,9 +354,9 @@ def _mapped(method: Callable[[Adapter, Array], Array], graph: Any, state: Any, k
 
 
 def merged(model: Decoder) -> Decoder:
-    """A model without adapter and quantised matrices that computes the same, as exactly as `merge` can.
+    """Copy of the model with adapters merged and matrices dequantized, exact up to the rounding of `merge`.
 
-    The given model stays as it is; parameters without an adapter are shared with it.
+    The original is unchanged; parameters without an adapter are shared.
     """
     weights = ModelWeights(model)
     copy = weights.bind(weights.read())
@@ -352,7 +366,7 @@ def merged(model: Decoder) -> Decoder:
             setattr(site.owner, site.name, plain)
             site.owner.adapters.pop(site.name, None)
     merge(copy)
-    ModelWeights(copy).save_whole(())
+    ModelWeights(copy).set_saved(())
     return copy
 
 
@@ -363,12 +377,12 @@ def _merged_layers(name: str, graph: Any, state: Any) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCount:
-    """Parameters of a kind of module, or of the whole model."""
+    """Parameter count of one module type, or of the whole model."""
 
     kind: str
     trainable: int
     total: int
-    """The adapter's included."""
+    """All parameters, the adapter's included."""
 
     @property
     def share(self) -> float:
@@ -376,7 +390,7 @@ class ParameterCount:
 
 
 def parameter_rows(model: Decoder) -> list[ParameterCount]:
-    """What training changes of each kind of module, over all layers: `attention.q`, `mlp.up`, `norms`, `head`, ..."""
+    """Parameter counts by module type over all layers: `attention.q`, `mlp.up`, `norms`, `head`, ..."""
     weights = ModelWeights(model)
     trainable, found = weights.trainable(), dict[str, list[int]]()
     for path, _, shape in plain_shapes(weights.shapes()):

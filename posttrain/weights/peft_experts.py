@@ -1,5 +1,4 @@
-"""Experts as transformers 5 and PEFT hold them: for each layer `gate_up_proj` and `down_proj` of all, which PEFT calls
-`target_parameters`; a checkpoint may hold each expert's matrices alone."""
+"""Adapters on MoE experts in PEFT's format: `target_parameters` on stacked `gate_up_proj` and `down_proj`."""
 
 from __future__ import annotations
 
@@ -8,84 +7,85 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from posttrain.models.names import Part, Tensor
+from posttrain.models.names import CheckpointTensor, ParamSlice
 
-ALONE = re.compile(r"(.+)\.experts\.\d+\.(\w+)\.weight")
-"""A matrix of one expert in a checkpoint."""
+PER_EXPERT = re.compile(r"(.+)\.experts\.\d+\.(\w+)\.weight")
+"""CheckpointTensor name of a single expert's matrix in a checkpoint."""
 
 
 ROUTER = re.compile(r".+\.mlp\.(gate|router)")
-"""A router in transformers 5, which PEFT takes for a parameter. That of Gemma 4 is a module."""
+"""Router module names in transformers 5, which PEFT treats as a parameter. Gemma 4's router is a module."""
 
 
 def in_memory(name: str) -> str:
-    """What transformers calls what the checkpoint calls so: Mixtral's modules have other names in it."""
+    """Map a checkpoint's module name to the name in transformers (differs for Mixtral)."""
     return name.replace(".block_sparse_moe.", ".mlp.")
 
 
-def expert_parameters(every: Iterable[Tensor]) -> dict[str, Tensor]:
-    """By name, such as `model.layers.0.mlp.experts.gate_up_proj`, of shape [experts, out, in] or as the checkpoint's.
+def expert_parameters(every: Iterable[CheckpointTensor]) -> dict[str, CheckpointTensor]:
+    """Stacked expert parameters by name, such as `model.layers.0.mlp.experts.gate_up_proj`.
 
-    `every`: the tensors of the checkpoint, all of them.
+    Shape [experts, out, in], or as in the checkpoint. `every`: all tensors of the checkpoint.
     """
-    found: dict[str, Tensor] = {}
-    alone: dict[str, dict[str, list[Tensor]]] = {}
+    found: dict[str, CheckpointTensor] = {}
+    alone: dict[str, dict[str, list[CheckpointTensor]]] = {}
     for tensor in every:
         if len(tensor.shape) == 3 and ".experts." in tensor.parts[0].param:
             found[tensor.name] = tensor
-        elif match := ALONE.fullmatch(tensor.name):
+        elif match := PER_EXPERT.fullmatch(tensor.name):
             stem = in_memory(f"{match[1]}.experts")
             param = tensor.parts[0].param
             name = f"{stem}.{'down' if param.endswith('.down') else 'gate_up'}_proj"
             alone.setdefault(name, {}).setdefault(param, []).append(tensor)
-    return found | {name: _together(name, of) for name, of in alone.items()}
+    return found | {name: _stack_experts(name, of) for name, of in alone.items()}
 
 
-def _together(name: str, of: Mapping[str, list[Tensor]]) -> Tensor:
-    """One tensor of all experts; of several parameters in turn along its output dimension."""
+def _stack_experts(name: str, of: Mapping[str, list[CheckpointTensor]]) -> CheckpointTensor:
+    """Stack single experts into one tensor; several parameters are concatenated along its output dimension."""
     parts, stop = [], 0
     for param, tensors in sorted(of.items()):
         start, stop = stop, stop + tensors[0].shape[0]
-        parts.append(Part(param=param, index=tensors[0].parts[0].index[:1], columns=slice(start, stop)))
+        parts.append(ParamSlice(param=param, index=tensors[0].parts[0].index[:1], columns=slice(start, stop)))
     experts = next(iter(of.values()))
     shape = (len(experts), stop, experts[0].shape[1])
-    return Tensor(name=name, shape=shape, transpose=True, parts=tuple(parts))
+    return CheckpointTensor(name=name, shape=shape, transpose=True, parts=tuple(parts))
 
 
-def words_of_experts(every: Iterable[Tensor]) -> set[str]:
-    """Last words of the names of matrices that a checkpoint holds for each expert alone.
+def per_expert_suffixes(every: Iterable[CheckpointTensor]) -> set[str]:
+    """Name suffixes of matrices that a checkpoint stores per expert.
 
-    PEFT takes a `target_modules` that ends so for the parameters of all experts.
+    PEFT applies a `target_modules` entry with such a suffix to the stacked parameters of all experts.
     """
-    return {match[2] for tensor in every if (match := ALONE.fullmatch(tensor.name))}
+    return {match[2] for tensor in every if (match := PER_EXPERT.fullmatch(tensor.name))}
 
 
-def shape_of(tensor: Tensor) -> tuple[int, ...]:
-    """([experts,] in, out)"""
+def shape_of(tensor: CheckpointTensor) -> tuple[int, ...]:
+    """Logical shape ([experts,] in, out) of a tensor."""
     *experts, before, after = tensor.shape
     return (*experts, after, before) if tensor.transpose else tensor.shape
 
 
 def wrappers(names: Iterable[str]) -> dict[str, str]:
-    """In whose name PEFT stores the adapter of each parameter of experts: the last of a module is outermost."""
-    of_module: dict[str, list[str]] = {}
+    """PEFT module path of each expert parameter's adapter: for several in a module, the last is the outermost
+    wrapper."""
+    by_module: dict[str, list[str]] = {}
     for name in sorted(names, key=lambda name: name.endswith(".down_proj")):
-        of_module.setdefault(name.rpartition(".")[0], []).append(name)
+        by_module.setdefault(name.rpartition(".")[0], []).append(name)
     return {
         name: module + ".base_layer" * (len(of) - 1 - i)
-        for module, of in of_module.items()
+        for module, of in by_module.items()
         for i, name in enumerate(of)
     }
 
 
 def stack(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A [experts, r, in] and B [experts, out, r] as PEFT's [experts r, in] and [out, r experts]; those of one module as
-    they are."""
+    """Reshape A [experts, r, in] and B [experts, out, r] to PEFT's [experts r, in] and [out, r experts]; 2-D pairs pass
+    through."""
     if a.ndim == 2:
         return a, b
     return a.reshape(-1, a.shape[-1]), b.transpose(1, 2, 0).reshape(b.shape[1], -1)
 
 
 def unstack(a: np.ndarray, b: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
-    """The inverse of `stack`."""
+    """Inverse of `stack`."""
     return a.reshape(num_experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, num_experts).transpose(2, 0, 1)

@@ -1,4 +1,4 @@
-"""Adapters from the files of PEFT, `adapter_config.json` and `adapter_model.safetensors`, into a model."""
+"""Loading PEFT adapters (`adapter_config.json`, `adapter_model.safetensors`) into a model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from posttrain.errors import ConfigError
 from posttrain.models.adapter import column_norms
 from posttrain.models.decoder import Decoder
-from posttrain.models.names import Tensor
+from posttrain.models.names import CheckpointTensor
 from posttrain.weights.files import find_folder, read_json
-from posttrain.weights.lora import Plan, Site, attach, base_tensors, has_lora, module_of, sites
+from posttrain.weights.lora import AdapterPlan, Site, attach, base_tensors, has_lora, module_of, sites
 from posttrain.weights.peft_experts import expert_parameters, in_memory, shape_of, unstack, wrappers
 from posttrain.weights.pieces import Gather
 from posttrain.weights.quantize import plain_arrays
@@ -30,13 +30,13 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 CLASSIFIER = "SEQ_CLS"
-"""`task_type` of an adapter of a reward model, whose scalar head is saved with it."""
+"""`task_type` of a reward model's adapter, whose scalar head is saved with it."""
 
 READ = {"r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "target_modules"}
 READ |= {"modules_to_save", "peft_type", "bias", "init_lora_weights", "ensure_weight_tying", "target_parameters"}
 SILENT = {"task_type", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "auto_mapping"}
 SILENT |= {"megatron_core", "qalora_group_size", "layers_pattern", "layers_to_transform", "exclude_modules"}
-"""Fields that say nothing which the tensors do not say."""
+"""Fields without information beyond the tensors."""
 
 KEY = re.compile(r"(.+)\.lora_(?:(embedding_)?([AB])(?:\.weight)?|(magnitude_vector)(?:\.weight)?)")
 
@@ -45,12 +45,12 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class _Module:
-    """What an adapter's file holds for one module of the checkpoint, or for a parameter of all experts."""
+    """Adapter tensors of one checkpoint module, or of one stacked expert parameter."""
 
     a: np.ndarray
-    """[r, in], of experts [experts, r, in]."""
+    """Shape [r, in], for experts [experts, r, in]."""
     b: np.ndarray
-    """[out, r], of experts [experts, out, r]."""
+    """Shape [out, r], for experts [experts, out, r]."""
     magnitude: np.ndarray | None
     scale: float
 
@@ -58,14 +58,14 @@ class _Module:
 def load_adapter(
     model: Decoder, path: str | Path, *, mesh: Mesh | None = None, text_name: Callable[[str], str | None] | None = None
 ) -> None:
-    """Put the PEFT adapter of a folder or hub id beside the model's weights, ready to be used, trained, or merged.
+    """Attach the PEFT adapter of a folder or hub id to the model, to be used, trained, or merged.
 
-    `text_name`: as of a multimodal family's `Wrapper`. ConfigError for what is not supported, by name, and for tensors
-    that do not fit the model.
+    `text_name`: of a multimodal family's `Wrapper`. Raises ConfigError for unsupported options, by name, and for
+    tensors that do not fit the model.
     """
     if has_lora(model):
         raise ConfigError(f"{find_folder(path)}: the model already has an adapter; merge it first")
-    found = _find(model, path, text_name, mesh=mesh)
+    found = _match_files(model, path, text_name, mesh=mesh)
     config, modules, whole, tensors = found.config, found.modules, found.whole, found.tensors
     attach(
         model,
@@ -79,23 +79,23 @@ def load_adapter(
     weights, placed = ModelWeights(model), ModelWeights(model).read()
     new = _adapter_arrays(model, modules, tensors) | _whole_arrays(model, whole)
     weights.write({p: jax.device_put(array.astype(placed[p].dtype), placed[p].sharding) for p, array in new.items()})
-    weights.save_whole(_whole_arrays(model, whole).keys())
+    weights.set_saved(_whole_arrays(model, whole).keys())
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
-    """An adapter's files beside the model that they are for."""
+class _AdapterFiles:
+    """Parsed adapter files, matched with the model."""
 
     config: Mapping[str, Any]
     modules: Mapping[str, _Module]
     whole: Arrays
-    tensors: Mapping[str, Tensor]
-    plans: Mapping[str, Plan]
+    tensors: Mapping[str, CheckpointTensor]
+    plans: Mapping[str, AdapterPlan]
 
 
-def _find(
+def _match_files(
     model: Decoder, path: str | Path, text_name: Callable[[str], str | None] | None, *, mesh: Mesh | None = None
-) -> _Found:
+) -> _AdapterFiles:
     folder = find_folder(path)
     config = read_json(folder / CONFIG)
     _check_config(folder, config, model)
@@ -106,19 +106,19 @@ def _find(
     stored = _read(folder / WEIGHTS, text_name)
     tensors = {module_of(t): t for t in base_tensors(model) if not t.name.endswith(".bias")}
     tensors |= expert_parameters(tensors.values()) | {in_memory(name): t for name, t in tensors.items()}
-    modules, whole = _sorted(folder, config, stored, tensors, model)
+    modules, whole = _match_tensors(folder, config, stored, tensors, model)
     plans = _plans(folder, sites(model), modules, tensors)
-    return _Found(config=config, modules=modules, whole=whole, tensors=tensors, plans=plans)
+    return _AdapterFiles(config=config, modules=modules, whole=whole, tensors=tensors, plans=plans)
 
 
 def check_adapter(outline: Decoder, path: str | Path, *, text_name: Callable[[str], str | None] | None = None) -> None:
-    """ConfigError where an adapter does not fit a model, of which there need be no weights."""
-    _find(outline, path, text_name)
+    """Raises ConfigError if an adapter does not fit a model, which may be abstract."""
+    _match_files(outline, path, text_name)
 
 
 def _check_config(folder: Path, config: Mapping[str, Any], model: Decoder) -> None:
     def refuse(what: str) -> None:
-        raise ConfigError(f"{folder / CONFIG}: {what} is not supported; merge it with PEFT, and load the merged model")
+        raise ConfigError(f"{folder / CONFIG}: {what} is not supported; merge it with PEFT and load the merged model")
 
     if config.get("peft_type") != "LORA":
         refuse(f"peft_type={config.get('peft_type')!r}")
@@ -131,7 +131,7 @@ def _check_config(folder: Path, config: Mapping[str, Any], model: Decoder) -> No
         if value and key not in READ | SILENT:
             refuse(f"{key}={value!r}")
     if "r" not in config or "lora_alpha" not in config:
-        raise ConfigError(f"{folder / CONFIG}: must have r and lora_alpha")
+        raise ConfigError(f"{folder / CONFIG}: needs r and lora_alpha")
     names = [*(config.get("target_modules") or []), *(config.get("modules_to_save") or [])]
     outer = {"embed_tokens", "lm_head"} & {name.rsplit(".", 1)[-1] for name in names}
     if model.config.tie_embeddings and outer and not config.get("ensure_weight_tying"):
@@ -139,14 +139,14 @@ def _check_config(folder: Path, config: Mapping[str, Any], model: Decoder) -> No
 
 
 def _read(file: Path, text_name: Callable[[str], str | None]) -> Arrays:
-    """The tensors under the names that modules have in our part of the checkpoint."""
+    """Read the tensors, keyed by module names of the text model."""
     if not file.is_file():
-        raise ConfigError(f"{file}: is not there; adapters in other files, such as .bin, are not supported")
+        raise ConfigError(f"{file}: not found; adapters in other formats, such as .bin, are not supported")
     try:
         with safe_open(file, framework="numpy") as handle:
             stored = {key.removeprefix(PREFIX): handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file}: is damaged or incomplete ({error}); copy it anew") from error
+        raise ConfigError(f"{file}: damaged or incomplete ({error}); copy it again") from error
     renamed = {}
     for key, array in stored.items():
         module, mark, rest = key.partition(".lora_")
@@ -156,10 +156,10 @@ def _read(file: Path, text_name: Callable[[str], str | None]) -> Arrays:
     return renamed
 
 
-def _sorted(
-    folder: Path, config: Mapping[str, Any], stored: Arrays, tensors: Mapping[str, Tensor], model: Decoder
+def _match_tensors(
+    folder: Path, config: Mapping[str, Any], stored: Arrays, tensors: Mapping[str, CheckpointTensor], model: Decoder
 ) -> tuple[dict[str, _Module], Arrays]:
-    """Low-rank pairs by module, and tensors saved whole by name. One ConfigError lists all that does not fit."""
+    """Low-rank pairs by module, and fully saved tensors by name. Raises one ConfigError listing all mismatches."""
     parts: dict[str, Arrays] = {}
     parameters = _parameters(folder, config, tensors)
     whole, faults = Arrays(), list[str]()
@@ -171,17 +171,17 @@ def _sorted(
         name = key.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
         module = parameters.get(match[1], match[1]) if match is not None else None
         if model.config.tie_embeddings and (module or name).startswith("lm_head"):
-            continue  # the embedding's own, once more
+            continue  # a copy of the tied embedding
         if match is not None and module is not None and module in tensors:
             parts.setdefault(module, {})[match[3] or "magnitude"] = array
         elif module is None and name in known and array.shape == known[name].shape:
-            # As in PEFT, "norm" means every module whose name ends so: input_layernorm, too.
+            # As in PEFT, "norm" matches every module with that suffix, including input_layernorm.
             if module_of(known[name]).endswith(tuple(config.get("modules_to_save") or ())):
                 whole[name] = array
             elif not outlined and not np.array_equal(base.tensor(known[name]), array):
-                faults.append(f"{key} differs from the base's, and is not in modules_to_save")
+                faults.append(f"{key} differs from the base and is not in modules_to_save")
         else:
-            faults.append(f"{key} {array.shape} is not the model's")
+            faults.append(f"{key} {array.shape} matches no parameter of the model")
     modules = {}
     for module, found in parts.items():
         *experts, into, out = shape_of(tensors[module])
@@ -190,10 +190,10 @@ def _sorted(
         got = {name: array.shape for name, array in found.items()}
         if got != shapes or ranks % math.prod(experts):
             of = f", with a multiple of the {experts[0]} experts in place of {ranks}" if experts else ""
-            faults.append(f"{module} has {got}, must have {shapes}{of}")
+            faults.append(f"{module} has shapes {got}, expected {shapes}{of}")
         else:
             a, b = unstack(found["A"], found["B"], *experts) if experts else (found["A"], found["B"])
-            scale = _scale(config, _named(config, module), a.shape[-2])
+            scale = _scale(config, _pattern_name(config, module), a.shape[-2])
             modules[module] = _Module(a=a, b=b, magnitude=found.get("magnitude"), scale=scale)
     faults += _missing(config, modules, whole)
     if faults:
@@ -201,37 +201,38 @@ def _sorted(
     return modules, whole
 
 
-def _parameters(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The parameters of experts by what the file calls them. ConfigError for targets that are no matrices."""
+def _parameters(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, CheckpointTensor]) -> dict[str, str]:
+    """Expert parameters by the file's module names. Raises ConfigError for targets that match no matrix."""
     targets = list(config.get("target_parameters") or [])
     experts = expert_parameters(tensors.values())
     matrices = [*experts, *(f"{name}.weight" for name, tensor in tensors.items() if len(tensor.shape) == 2)]
-    if unknown := [t for t in targets if not any(_ends(name, t) for name in matrices)]:
-        known = ", ".join(sorted({name.split(".", 3)[-1] for name in experts})) or "none here"
+    if unknown := [t for t in targets if not any(_has_suffix(name, t) for name in matrices)]:
+        known = ", ".join(sorted({name.split(".", 3)[-1] for name in experts})) or "none"
         raise ConfigError(
-            f"{folder / CONFIG}: target_parameters={unknown[0]!r} is no matrix of the model; those of experts: {known}"
+            f"{folder / CONFIG}: target_parameters={unknown[0]!r} matches no matrix of the model; "
+            f"expert parameters: {known}"
         )
-    wrapped = wrappers(name for name in experts if any(_ends(name, t) for t in targets))
+    wrapped = wrappers(name for name in experts if any(_has_suffix(name, t) for t in targets))
     return {module: name for name, module in wrapped.items()}
 
 
-def _ends(name: str, end: str) -> bool:
+def _has_suffix(name: str, end: str) -> bool:
     return f".{name}".endswith(f".{end}")
 
 
-def _named(config: Mapping[str, Any], module: str) -> str:
-    """What PEFT's patterns see of a module."""
+def _pattern_name(config: Mapping[str, Any], module: str) -> str:
+    """Name that PEFT matches patterns against."""
     weight = f"{module}.weight"
-    return weight if any(_ends(weight, t) for t in config.get("target_parameters") or ()) else module
+    return weight if any(_has_suffix(weight, t) for t in config.get("target_parameters") or ()) else module
 
 
 def _missing(config: Mapping[str, Any], modules: Mapping[str, Any], whole: Mapping[str, Any]) -> list[str]:
-    """Modules and parameters that the configuration lists and the file does not hold."""
+    """Modules and parameters listed in the configuration but absent from the file."""
     targets = config.get("target_modules")
     listed = [] if isinstance(targets, str) or targets is None else targets
-    faults = [f"{t} of target_modules is missing" for t in listed if not any(_ends(m, t) for m in modules)]
+    faults = [f"{t} of target_modules is missing" for t in listed if not any(_has_suffix(m, t) for m in modules)]
     for target in config.get("target_parameters") or []:
-        if not any(_ends(_named(config, module), target) for module in modules):
+        if not any(_has_suffix(_pattern_name(config, module), target) for module in modules):
             faults.append(f"{target} of target_parameters is missing")
     held = [name.rsplit(".", 1)[0] for name in whole]
     # PEFT lists every name that a classifier's head may have.
@@ -241,7 +242,7 @@ def _missing(config: Mapping[str, Any], modules: Mapping[str, Any], whole: Mappi
 
 
 def _scale(config: Mapping[str, Any], name: str, rank: int) -> float:
-    """PEFT's rule: the first pattern counts that, as a regular expression, matches the end of the name."""
+    """Scale by PEFT's rule: the first `alpha_pattern` that matches the end of the name as a regular expression."""
     patterns = config.get("alpha_pattern") or {}
     key = next((p for p in patterns if re.fullmatch(rf"(.*\.)?({p})", name)), None)
     alpha = config["lora_alpha"] if key is None else patterns[key]
@@ -249,27 +250,29 @@ def _scale(config: Mapping[str, Any], name: str, rank: int) -> float:
 
 
 def _plans(
-    folder: Path, every: Mapping[str, Site], modules: Mapping[str, _Module], tensors: Mapping[str, Tensor]
-) -> dict[str, Plan]:
+    folder: Path, every: Mapping[str, Site], modules: Mapping[str, _Module], tensors: Mapping[str, CheckpointTensor]
+) -> dict[str, AdapterPlan]:
     by_param = {site.param: path for path, site in every.items()}
     ranks: dict[str, list[int]] = {}
     scales: dict[str, list[float]] = {}
     for name, module in modules.items():
         for part in tensors[name].parts:
             if part.param not in by_param:
-                raise ConfigError(f"{folder}: an adapter on {name} is not supported")
+                raise ConfigError(
+                    f"{folder}: an adapter on {name} is not supported; merge it with PEFT and load the merged model"
+                )
             path, layer = by_param[part.param], part.index[0] if part.index else 0
             num = len(every[path].modules)
             of, scale = ranks.setdefault(path, [0] * num), scales.setdefault(path, [0.0] * num)
             of[layer] = max(of[layer], module.a.shape[-2])
             if scale[layer] not in (0.0, module.scale):
-                raise ConfigError(f"{folder}: {name}: experts of one layer with different alphas are not supported")
+                raise ConfigError(f"{folder}: {name}: different alphas for experts of one layer are not supported")
             scale[layer] = module.scale
-    return {path: Plan(ranks=tuple(ranks[path]), scales=tuple(scales[path])) for path in ranks}
+    return {path: AdapterPlan(ranks=tuple(ranks[path]), scales=tuple(scales[path])) for path in ranks}
 
 
-def _adapter_arrays(model: Decoder, modules: Mapping[str, _Module], tensors: Mapping[str, Tensor]) -> Arrays:
-    """The arrays of the attached adapters: stacked, in our layout, a fused module's B in parts."""
+def _adapter_arrays(model: Decoder, modules: Mapping[str, _Module], tensors: Mapping[str, CheckpointTensor]) -> Arrays:
+    """Arrays of the attached adapters: stacked, in our layout, with the B of fused modules split."""
     by_param = {site.param: site for site in sites(model).values()}
     found: dict[str, Arrays] = {}
     for name, module in modules.items():
@@ -287,7 +290,7 @@ def _adapter_arrays(model: Decoder, modules: Mapping[str, _Module], tensors: Map
         site = by_param[param]
         base, _, name = param.rpartition(".")
         if "lora_magnitude" in arrays:
-            # Layers without an adapter have no magnitude in the file; none acts there.
+            # Layers without an adapter have no magnitude in the file, and it has no effect there.
             arrays["lora_magnitude"] -= np.asarray(column_norms(site.matrix[...]))
         result |= {f"{base}.adapters.{name}.{key}": array for key, array in arrays.items()}
     return result
@@ -304,7 +307,7 @@ def _empty(site: Site) -> Arrays:
 
 
 def _whole_arrays(model: Decoder, whole: Arrays) -> Arrays:
-    """The parameters that hold the tensors saved whole, these put in."""
+    """Parameters with the fully saved tensors inserted."""
     weights, result = ModelWeights(model).read(), Arrays()
     for tensor in base_tensors(model):
         if tensor.name in whole:

@@ -1,4 +1,4 @@
-"""A model's adapter as the files of PEFT, `adapter_config.json` and `adapter_model.safetensors`."""
+"""Saving a model's adapter in PEFT's format (`adapter_config.json`, `adapter_model.safetensors`)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from safetensors.numpy import save_file
 from posttrain.errors import ConfigError
 from posttrain.models.adapter import column_norms
 from posttrain.models.decoder import Decoder
-from posttrain.models.names import Part, Tensor
+from posttrain.models.names import CheckpointTensor, ParamSlice
 from posttrain.weights.lora import base_tensors, has_lora, module_of, sites
 from posttrain.weights.peft_experts import (
-    ALONE,
+    PER_EXPERT,
     ROUTER,
     expert_parameters,
     in_memory,
+    per_expert_suffixes,
     shape_of,
     stack,
-    words_of_experts,
     wrappers,
 )
 from posttrain.weights.peft_load import CLASSIFIER, CONFIG, PREFIX, WEIGHTS, Arrays
@@ -35,16 +35,16 @@ from posttrain.weights.state import ModelWeights
 
 
 def save_adapter(model: Decoder, path: str | Path, *, base: str | None = None) -> None:
-    """Write the model's adapter, and what is trained in full beside it, as a folder that PEFT loads; it appears whole.
+    """Save the adapter and the parameters trained in full beside it as a folder that PEFT loads; written atomically.
 
-    `base`: folder or hub id of the model without the adapter, which PEFT's `AutoPeftModel` reads. ConfigError where the
-    model has no adapter, for what PEFT cannot hold, and for a folder that holds something else.
+    `base`: folder or hub id of the base model, which PEFT's `AutoPeftModel` reads. Raises ConfigError if the model has
+    no adapter, if PEFT cannot represent it, and for a folder with other content.
     """
     if not has_lora(model):
         raise ConfigError("save_adapter: the model has no adapter; use save_model")
     target = Path(path).expanduser().resolve()
     if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / CONFIG).is_file())):
-        raise ConfigError(f"save_adapter: {target} is not an adapter's folder; give a new or empty folder")
+        raise ConfigError(f"save_adapter: {target} is not an adapter folder; give a new or empty folder")
     exported = _Export(model)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
@@ -59,38 +59,37 @@ def save_adapter(model: Decoder, path: str | Path, *, base: str | None = None) -
 
 
 def refusal(model: Decoder, scales: Mapping[str, Sequence[float]], *, dora: bool, dropout: float) -> str | None:
-    """Why PEFT cannot hold an adapter with these scales of each layer, by our path of the matrix; None where it can.
+    """Return why PEFT cannot represent an adapter with these scales per layer and parameter path; None if it can.
 
-    The model may be without weights, and without the adapter.
+    The model may be abstract, and without the adapter.
     """
     if model.config.tie_embeddings and "embed.embedding" in scales and dora:
-        return "PEFT has no DoRA on an embedding that is also the head"
+        return "PEFT does not support DoRA on a tied embedding"
     every = base_tensors(model)
-    words = words_of_experts(every)
+    suffixes = per_expert_suffixes(every)
     for tensor in every:
         if not any(p.param in scales and scales[p.param][p.index[0] if p.index else 0] for p in tensor.parts):
             continue
         if dora and (param := tensor.parts[0].param).rsplit(".", 2)[-2] == "experts":
-            return f"PEFT has no DoRA on experts ({param})"
-        if (dora or dropout) and _is_parameter(module_of(tensor), words):
-            return (
-                f"PEFT takes {module_of(tensor)} for a parameter, for which it has no {'DoRA' if dora else 'dropout'}"
-            )
+            return f"PEFT does not support DoRA on experts ({param})"
+        if (dora or dropout) and _is_parameter(module_of(tensor), suffixes):
+            option = "DoRA" if dora else "dropout"
+            return f"PEFT treats {module_of(tensor)} as a parameter, which does not support {option}"
     return None
 
 
-def _mistaken(module: str, words: Collection[str]) -> bool:
-    """Among `target_modules` PEFT would take the name for that of experts: it goes to `target_parameters`."""
-    return module.rsplit(".", 1)[-1] in words and not ALONE.fullmatch(f"{module}.weight")
+def _looks_like_experts(module: str, suffixes: Collection[str]) -> bool:
+    """Return True if PEFT would confuse the name in `target_modules` with experts: it goes to `target_parameters`."""
+    return module.rsplit(".", 1)[-1] in suffixes and not PER_EXPERT.fullmatch(f"{module}.weight")
 
 
-def _is_parameter(module: str, words: Collection[str]) -> bool:
-    """It goes to `target_parameters`."""
-    return _mistaken(module, words) or ROUTER.fullmatch(in_memory(module)) is not None
+def _is_parameter(module: str, suffixes: Collection[str]) -> bool:
+    """Return True if the module goes to `target_parameters`."""
+    return _looks_like_experts(module, suffixes) or ROUTER.fullmatch(in_memory(module)) is not None
 
 
 class _Export:
-    """An adapter under the names of PEFT."""
+    """Adapter tensors and configuration under PEFT's names."""
 
     def __init__(self, model: Decoder):
         self.model = model
@@ -107,66 +106,73 @@ class _Export:
         if reason := refusal(model, self.scales, dora=self.dora, dropout=self.dropout):
             raise ConfigError(f"save_adapter: {reason}; use save_model, which merges")
         self.every = base_tensors(model)
-        self.words = words_of_experts(self.every)
+        self.suffixes = per_expert_suffixes(self.every)
         self.modules = [module_of(tensor) for tensor in self.every]
         self._masks: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
         self.saved: list[str] = []
         self.targets: list[str] = []
         """Modules with an adapter."""
         self.parameters: list[str] = []
-        """Parameters with an adapter, such as those of all experts."""
+        """Parameters with an adapter, such as stacked experts."""
         self._add_all()
 
     def _add_all(self) -> None:
         saved, read = ModelWeights(self.model).saved(), ModelWeights(self.model).read()
         experts = expert_parameters(self.every)
-        self.alone = self._alone(experts.values())
+        self.per_expert = self._per_expert(experts.values())
         for tensor in self.every:
             module = module_of(tensor)
             if any(part.param in saved for part in tensor.parts):
                 self.tensors[PREFIX + tensor.name] = Gather(read).tensor(tensor)
                 self.saved.append(module)
                 if self.model.config.tie_embeddings and tensor.parts[0].param == "embed.embedding":
-                    # PEFT asks for both of what is tied.
+                    # PEFT needs both tensors of a tied pair.
                     self.tensors[f"{PREFIX}lm_head.weight"] = self.tensors[PREFIX + tensor.name].copy()
-            elif self._here(tensor) and (self.alone or ".experts." not in tensor.parts[0].param):
-                if _is_parameter(module, self.words):
+            elif self._has_adapter(tensor) and (self.per_expert or ".experts." not in tensor.parts[0].param):
+                if _is_parameter(module, self.suffixes):
                     module, name = in_memory(module), in_memory(tensor.name)
                     self.parameters.append(name)
                 else:
                     name = module
                     self.targets.append(name)
                 self._add(tensor, module, name)
-        if not self.alone:
-            for name, module in wrappers(name for name, tensor in experts.items() if self._here(tensor)).items():
+        if not self.per_expert:
+            for name, module in wrappers(name for name, tensor in experts.items() if self._has_adapter(tensor)).items():
                 self.parameters.append(name)
                 self._add(experts[name], module, name)
 
-    def _alone(self, experts: Iterable[Tensor]) -> bool:
-        """PEFT can read the adapters of experts one by one, as those of its older versions: those of all layers are of
-        one rank and alpha, both of what it joins have one, no other module's name ends as theirs, and no router has
-        one."""
+    def _per_expert(self, experts: Iterable[CheckpointTensor]) -> bool:
+        """Return True if PEFT can read per-expert adapters (format of older versions).
+
+        Requires one rank and alpha over all layers, all fused parts adapted or none, no other module with an expert's
+        suffix, and no adapter on a router.
+        """
         ranks, here = set[tuple[int, float]](), dict[str, set[bool]]()
         for tensor in experts:
             for part in tensor.parts:
-                of_kind = here.setdefault(tensor.name.rsplit(".", 1)[-1], set())
-                of_kind.add(found := self._scale(part) != 0.0)
+                kind_has_adapter = here.setdefault(tensor.name.rsplit(".", 1)[-1], set())
+                kind_has_adapter.add(found := self._scale(part) != 0.0)
                 if found:
                     ranks.add((int(self._used(part).sum()), self._scale(part)))
         routers = any(".router." in param for param in self.scales)
-        if routers or self.rslora or len(ranks) != 1 or any(len(of_kind) > 1 for of_kind in here.values()):
+        if (
+            routers
+            or self.rslora
+            or len(ranks) != 1
+            or any(len(kind_has_adapter) > 1 for kind_has_adapter in here.values())
+        ):
             return False
-        return bool(self.words) and not any(_mistaken(module, self.words) for module in self.modules)
+        return bool(self.suffixes) and not any(_looks_like_experts(module, self.suffixes) for module in self.modules)
 
-    def _scale(self, part: Part) -> float:
-        """0: no adapter."""
+    def _scale(self, part: ParamSlice) -> float:
+        """Scale of a slice's adapter; 0: no adapter."""
         return self.scales[part.param][part.index[0] if part.index else 0] if part.param in self.scales else 0.0
 
-    def _here(self, tensor: Tensor) -> bool:
+    def _has_adapter(self, tensor: CheckpointTensor) -> bool:
         return any(self._scale(part) for part in tensor.parts)
 
-    def _used(self, part: Part) -> np.ndarray:
-        """The columns of A that a layer has, and not only others."""
+    def _used(self, part: ParamSlice) -> np.ndarray:
+        """Mask of the columns of A that a layer uses."""
         key = (part.param, part.index[:1])
         if key not in self._masks:
             adapter = self.adapters[part.param]
@@ -175,16 +181,16 @@ class _Export:
             self._masks[key] = np.any(a, axis=tuple(range(a.ndim - 1))) | np.any(b, axis=tuple(range(b.ndim - 1)))
         return self._masks[key]
 
-    def _pair(self, part: Part) -> tuple[np.ndarray, np.ndarray]:
-        """A [..., in, r] and B [..., r, out]"""
+    def _pair(self, part: ParamSlice) -> tuple[np.ndarray, np.ndarray]:
+        """A [..., in, r] and B [..., r, out]."""
         adapter, used = self.adapters[part.param], self._used(part)
         a, b = (np.asarray(x[...][part.index], np.float32) for x in (adapter.lora_a, adapter.lora_b))
         return a[..., used], b[..., used, :]
 
-    def _add(self, tensor: Tensor, module: str, name: str) -> None:
-        """One A and one B of all parts of a tensor: where their A differ, side by side, B being zero across.
+    def _add(self, tensor: CheckpointTensor, module: str, name: str) -> None:
+        """Add one A and one B for all slices of a tensor: differing A are concatenated, with a block-diagonal B.
 
-        `module`: in whose name PEFT stores them. `name`: what PEFT's patterns see.
+        `module`: PEFT's module path. `name`: matched by PEFT's patterns.
         """
         parts = [part for part in tensor.parts if self._scale(part)]
         pairs = [self._pair(part) for part in parts]
@@ -210,7 +216,7 @@ class _Export:
         alpha = scale * (math.sqrt(rank) if self.rslora else rank)
         self.alphas[name] = round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-6) else alpha
 
-    def _magnitudes(self, tensor: Tensor, out: int) -> np.ndarray:
+    def _magnitudes(self, tensor: CheckpointTensor, out: int) -> np.ndarray:
         magnitudes = np.empty(out, np.float32)
         for part in tensor.parts:
             magnitudes[part.columns] = np.asarray(column_norms(self.matrices[part.param][part.index]))
@@ -220,9 +226,11 @@ class _Export:
         return magnitudes
 
     def config(self, base: str | None) -> dict[str, Any]:
-        # PEFT knows no patterns for experts one by one.
-        alone = {name for name in self.ranks if self.alone and ALONE.fullmatch(f"{name}.weight")}
-        rank, alpha = (Counter(of[m] for m in alone or of).most_common(1)[0][0] for of in (self.ranks, self.alphas))
+        # PEFT has no patterns for single experts.
+        per_expert = {name for name in self.ranks if self.per_expert and PER_EXPERT.fullmatch(f"{name}.weight")}
+        rank, alpha = (
+            Counter(of[m] for m in per_expert or of).most_common(1)[0][0] for of in (self.ranks, self.alphas)
+        )
         tied = self.model.config.tie_embeddings
         return {
             "peft_type": "LORA",
@@ -250,7 +258,7 @@ class _Export:
 
 
 def _short(meant: Collection[str], every: Collection[str], end: Callable[[str], str]) -> list[str]:
-    """Ends of names, where all that end so are meant; else the whole name."""
+    """Shorten names to suffixes where all names with that suffix are included."""
     total, found = (Counter(end(name) for name in set(names)) for names in (every, meant))
     return sorted({name if total[e := end(name)] != found[e] else e for name in meant})
 
@@ -260,5 +268,5 @@ def _word(name: str) -> str:
 
 
 def _place(name: str) -> str:
-    """In its layer."""
+    """Name within its layer."""
     return re.sub(r".*\blayers\.\d+\.", "", name)

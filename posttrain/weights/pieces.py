@@ -1,4 +1,4 @@
-"""Parameters to their devices and back piece by piece, so that the host never holds much of them."""
+"""Parameter transfer between checkpoint files and devices in pieces, with bounded host memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int
 
-from posttrain.models.names import Part, Tensor
+from posttrain.models.names import CheckpointTensor, ParamSlice
 from posttrain.weights.files import Checkpoint
 from posttrain.weights.tensor_file import Region, assign
 
@@ -26,25 +26,26 @@ MAX_PIECE_BYTES = 64 << 20
 MIN_PIECE_BYTES = 4 << 20
 MAX_THREADS = 8
 
-Sources = Mapping[tuple[int, ...], tuple[Tensor, Part]]
-"""Place in a parameter's leading dimensions -> where its values come from."""
+Sources = Mapping[tuple[int, ...], tuple[CheckpointTensor, ParamSlice]]
+"""Index into a parameter's leading dimensions -> source tensor and slice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """A parameter cut into pieces. Each holds the same block of every device's part: none moves between devices."""
+    """Pieces of a sharded parameter. Each covers the same block of every device's shard, so none moves between
+    devices."""
 
     shape: tuple[int, ...]
     parts: tuple[int, ...]
-    """Number of the devices' parts along each dimension."""
+    """Number of shards along each dimension."""
     block: tuple[int, ...]
-    """Shape of a piece in one device's part."""
+    """Shape of a piece within one shard."""
 
     @classmethod
     def cut(cls, shape: tuple[int, ...], parts: Sequence[int], order: Sequence[int], *, max_size: int) -> Pieces:
-        """Pieces of at most `max_size` numbers, where the last dimension of `order` alone does not have more.
+        """Cut into pieces of at most `max_size` elements, unless the last dimension of `order` alone exceeds it.
 
-        `order`: the dimensions from outer to inner, as they lie in the checkpoint.
+        `order`: dimensions from outer to inner in the checkpoint's layout.
         """
         block = [size // n for size, n in zip(shape, parts, strict=True)]
         for dim in order[:-1]:
@@ -60,15 +61,14 @@ class Pieces:
         return tuple(b * n for b, n in zip(self.block, self.parts, strict=True))
 
     def starts(self) -> Iterator[tuple[int, ...]]:
-        """Where the pieces begin in each device's part; the last ones overlap others, so that all are alike."""
+        """Start of each piece within a shard; the last ones overlap others, so that all have one shape."""
         sizes = [size // n for size, n in zip(self.shape, self.parts, strict=True)]
         return product(
             *([min(i, size - b) for i in range(0, size, b)] for size, b in zip(sizes, self.block, strict=True))
         )
 
     def bands(self, start: tuple[int, ...]) -> Iterator[tuple[tuple[slice, slice], ...]]:
-        """The parts of a piece that are one block of the parameter: for each dimension where in the piece, and where
-        in the parameter."""
+        """Contiguous blocks of a piece: for each dimension the slice of the piece and the slice of the parameter."""
         found = []
         for size, n, b, first in zip(self.shape, self.parts, self.block, start, strict=True):
             part = size // n
@@ -81,7 +81,7 @@ class Pieces:
 
 
 def stored_order(sources: Sources, ndim: int) -> list[int]:
-    """A parameter's dimensions in the order in which the checkpoint has them."""
+    """Dimensions of a parameter in the checkpoint's order."""
     index, (tensor, _) = next(iter(sources.items()))
     order = list(range(ndim))
     if tensor.transpose and ndim - len(index) >= 2:
@@ -91,8 +91,8 @@ def stored_order(sources: Sources, ndim: int) -> list[int]:
 
 def stored_blocks(
     piece: np.ndarray, pieces: Pieces, start: tuple[int, ...], sources: Sources
-) -> Iterator[tuple[Tensor, Region, np.ndarray]]:
-    """What fills a piece: a tensor, a region of it as stored, and the view of `piece` that this region belongs to."""
+) -> Iterator[tuple[CheckpointTensor, Region, np.ndarray]]:
+    """Sources of a piece: tensor, its region as stored, and the view of `piece` to fill."""
     lead = len(next(iter(sources)))
     for bands in pieces.bands(start):
         places = [zip(range(to.start, to.stop), range(at.start, at.stop), strict=True) for to, at in bands[:lead]]
@@ -108,13 +108,13 @@ def stored_blocks(
 
 
 def _within(columns: slice, inner: slice) -> slice:
-    """columns[inner]"""
+    """Compose slices: columns[inner]."""
     step = columns.step or 1
     return slice(columns.start + inner.start * step, columns.start + (inner.stop - 1) * step + 1, step)
 
 
-class Reader:
-    """Reads parameters of a checkpoint, several tensors at once, while the piece before goes to the devices."""
+class ParameterReader:
+    """Parameter reader: reads several tensors at once while the previous piece is transferred to the devices."""
 
     def __init__(self, checkpoint: Checkpoint, advance: Callable[[int], None]):
         self._checkpoint = checkpoint
@@ -123,14 +123,14 @@ class Reader:
         self._pending: Array | None = None
         self._bytes = 0.0
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> ParameterReader:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
     def read(self, shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding | None, sources: Sources) -> Array:
-        """A parameter on its devices. One that fits a piece is put there as it is, others are written into place."""
+        """Read a parameter to its devices: in one transfer if it fits a piece, else piece by piece into place."""
         local = shape if sharding is None else sharding.shard_shape(shape)
         parts = [size // part for size, part in zip(shape, local, strict=True)]
         order = stored_order(sources, len(shape))
@@ -152,7 +152,8 @@ class Reader:
         self._advance(int(self._bytes // 10**6 - before // 10**6))
 
     def _max_size(self, dtype: np.dtype) -> int:
-        """Two pieces on the host, and two on the devices where these are the host, are at most the largest tensor."""
+        """Elements per piece: two pieces on the host, and two on the devices if these are the host, are at most the
+        largest tensor."""
         largest = self._checkpoint.largest * dtype.itemsize // 4
         return min(MAX_PIECE_BYTES, max(MIN_PIECE_BYTES, largest)) // dtype.itemsize
 
@@ -169,7 +170,7 @@ class Reader:
         tasks = [task for tensor, region, view in blocks for task in self._checkpoint.reads(tensor, view, region)]
         for _ in self._pool.map(lambda task: task(), tasks):
             pass
-        # Reading may run ahead of the devices by one piece.
+        # Reading may be at most one piece ahead of the devices.
         jax.block_until_ready(self._pending)
         if sharding is None:
             return jax.device_put(values)
@@ -178,7 +179,7 @@ class Reader:
 
 @partial(jax.jit, donate_argnums=0, static_argnames="sharding")
 def write(array: Array, piece: Array, start: Int[Array, " N"], sharding: NamedSharding | None) -> Array:
-    """The array, in place, with a piece in every device's part at `start`."""
+    """Write a piece into every device's shard at `start`, in place."""
 
     def local(array: Array, piece: Array, start: Array) -> Array:
         return jax.lax.dynamic_update_slice(array, piece, tuple(start))
@@ -192,7 +193,7 @@ def write(array: Array, piece: Array, start: Int[Array, " N"], sharding: NamedSh
 
 @runtime_checkable
 class Lazy(Protocol):
-    """A parameter of which a layer, or an expert of one, is computed when it is asked for."""
+    """Lazily computed parameter, by layer or expert."""
 
     dtype: np.dtype
     nbytes: int
@@ -201,14 +202,15 @@ class Lazy(Protocol):
 
 
 class Gather:
-    """A model's parameters on the host as a checkpoint stores them, one tensor after the other."""
+    """Host copies of a model's parameters in checkpoint layout, one tensor at a time."""
 
     def __init__(self, weights: Mapping[str, Array | Lazy]):
         self._weights = weights
         self._held: dict[str, tuple[tuple[int, ...], np.ndarray]] = {}
 
-    def tensor(self, tensor: Tensor) -> np.ndarray:
-        """In the order of `names.tensors` each layer or expert of a parameter is fetched once; small ones together."""
+    def tensor(self, tensor: CheckpointTensor) -> np.ndarray:
+        """Return a tensor. In the order of `names.tensors`, each layer or expert of a parameter is fetched once; small
+        ones together."""
         self._held = {part.param: self._held[part.param] for part in tensor.parts if part.param in self._held}
         values = [self._values(part) for part in tensor.parts]
         if len(values) == 1 and not tensor.transpose:
@@ -219,7 +221,7 @@ class Gather:
             assign(view[..., part.columns], value)
         return out
 
-    def _values(self, part: Part) -> np.ndarray:
+    def _values(self, part: ParamSlice) -> np.ndarray:
         array = self._weights[part.param]
         place = part.index[: _depth(array, len(part.index))]
         if part.param not in self._held or self._held[part.param][0] != place:
@@ -232,7 +234,7 @@ class Gather:
 
 
 def _depth(array: Array | Lazy, most: int) -> int:
-    """How many leading dimensions are indexed on the device, for a piece that the host may hold."""
+    """Number of leading dimensions to index on the device so that a piece fits host memory."""
     if not isinstance(array, Array):
         return most
     return next((n for n in range(most) if array.nbytes <= MAX_PIECE_BYTES * math.prod(array.shape[:n])), most)
@@ -246,6 +248,6 @@ def _slice(array: Array, place: tuple[int | Array, ...]) -> Array:
 
 
 def _on_host(array: Array) -> np.ndarray:
-    # Through a new array over the same buffers: JAX keeps the copy on the host as long as the array that was asked.
+    # Copy through a new array over the same buffers: JAX caches the host copy as long as the requested array lives.
     parts = [shard.data for shard in array.addressable_shards]
     return np.asarray(jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts))

@@ -1,4 +1,4 @@
-"""A smaller model cut out of a large one: fewer layers, heads and experts, narrower MLPs and residual stream."""
+"""Structured pruning: fewer layers, KV heads and experts, narrower MLPs and residual stream."""
 
 from __future__ import annotations
 
@@ -21,54 +21,56 @@ from posttrain.weights.state import ModelWeights
 
 @dataclass(frozen=True, kw_only=True)
 class Pruning:
-    """What is kept; None: all. ConfigError where the numbers do not fit the model.
+    """Pruning plan; None: keep all. Raises ConfigError if it does not fit the model.
 
-    Of MLPs the neurons with the largest product of the norms of their three vectors stay, in each layer its own; of key
-    heads those with the largest product of the norms of values and output, with their query heads; of the residual
-    stream the dimensions in which the matrices that read or write it are largest, in all layers the same.
+    Importance: MLP neurons by the product of the norms of their three vectors, per layer; KV heads (with their query
+    heads) by the product of the norms of values and output, per layer; residual dimensions by the magnitude of the
+    matrices that read or write them, the same in all layers.
     """
 
     experts: int | None = None
-    """The most used experts of each layer, which become one MLP: the model is a dense one then."""
+    """Number of most used experts per layer to merge into one MLP: the result is a dense model."""
     kv_heads: int | None = None
-    """Key-value heads, each with the query heads that share it."""
+    """Number of KV heads, each kept with its query heads."""
 
     layers: tuple[int, ...] | None = None
-    """Numbers of the layers, from 0, rising."""
+    """Layer indices to keep, from 0, ascending."""
     mlp_dim: int | None = None
     embed_dim: int | None = None
 
 
 def pruned_config(config: ModelConfig, plan: Pruning) -> ModelConfig:
-    """The description of the smaller model."""
+    """Configuration of the pruned model."""
     original = config
     if len(config.stages) != 1 or len(config.stages[0].blocks) != 1:
-        raise ConfigError(f"prune: the layers of this {config.model_type} differ in kind; only models of alike layers")
+        raise ConfigError(
+            f"prune: the layers of this {config.model_type} differ in type; only uniform layers are supported"
+        )
     if plan.experts is not None:
         config = dense_config(config, plan.experts)
     block, num_layers = config.stages[0].blocks[0], config.num_layers
     fields = json.loads(config.hf_json)
     if plan.layers is not None:
         if sorted({*plan.layers}) != list(plan.layers) or not plan.layers or not 0 <= plan.layers[-1] < num_layers:
-            raise ConfigError(f"prune: layers={list(plan.layers)} must rise and be from 0 to {num_layers - 1}")
+            raise ConfigError(f"prune: layers={list(plan.layers)} must be ascending and from 0 to {num_layers - 1}")
         fields["num_hidden_layers"] = len(plan.layers)
         if fields.get("layer_types") is not None:
             fields["layer_types"] = [fields["layer_types"][layer] for layer in plan.layers]
     if plan.mlp_dim is not None:
         if not isinstance(block.mlp, MLPConfig):
             raise ConfigError(
-                f"prune: mlp_dim: {config.model_type} has experts in place of an MLP; leave it out, or give experts"
+                f"prune: mlp_dim: {config.model_type} has experts instead of an MLP; remove mlp_dim, or set experts"
             )
         _check("mlp_dim", plan.mlp_dim, block.mlp.dim)
         fields["intermediate_size"] = plan.mlp_dim
     if plan.embed_dim is not None:
         _check("embed_dim", plan.embed_dim, config.embed_dim)
-        # Where it is not written, families take the quotient of width and heads.
+        # Without this field families compute it from width and heads.
         fields |= {"hidden_size": plan.embed_dim, "head_dim": getattr(block.attention, "head_dim", None)}
     if plan.kv_heads is not None:
         attention = block.attention
         if not isinstance(attention, AttentionConfig) or attention.qk_norm == "projection":
-            raise ConfigError(f"prune: kv_heads: the heads of {config.model_type} do not come apart; leave it out")
+            raise ConfigError(f"prune: kv_heads: the heads of {config.model_type} cannot be separated; remove kv_heads")
         _check("kv_heads", plan.kv_heads, attention.num_kv_heads)
         fields["num_key_value_heads"] = plan.kv_heads
         fields["num_attention_heads"] = plan.kv_heads * (attention.num_heads // attention.num_kv_heads)
@@ -77,7 +79,7 @@ def pruned_config(config: ModelConfig, plan: Pruning) -> ModelConfig:
 
 
 def pruned(model: Decoder, plan: Pruning, load: Float[np.ndarray, "L E"] | None = None) -> Decoder:
-    """The smaller model; what both have is equal. `load`: how often each expert is chosen, where `plan` keeps some."""
+    """Pruned model, sharing unchanged parameters. `load`: selections per expert, needed for `plan.experts`."""
     config = pruned_config(model.config, plan)
     if plan.experts is not None:
         assert load is not None
@@ -86,16 +88,16 @@ def pruned(model: Decoder, plan: Pruning, load: Float[np.ndarray, "L E"] | None 
     arrays = {path: np.asarray(w) for path, w in weights.read().items()}
     dims = weights.dims()
     layers = list(range(model.config.num_layers)) if plan.layers is None else list(plan.layers)
-    embed = None if plan.embed_dim is None else _widest(arrays, dims, plan.embed_dim)
-    neurons = None if plan.mlp_dim is None else _strongest(arrays, plan.mlp_dim)[layers]
+    embed = None if plan.embed_dim is None else _top_embed_dims(arrays, dims, plan.embed_dim)
+    neurons = None if plan.mlp_dim is None else _top_neurons(arrays, plan.mlp_dim)[layers]
     block = model.config.blocks[0].attention
     groups = None
     if plan.kv_heads is not None:
         assert isinstance(block, AttentionConfig)
-        groups = _heaviest(arrays, block.num_kv_heads, plan.kv_heads)[layers]
+        groups = _top_kv_groups(arrays, block.num_kv_heads, plan.kv_heads)[layers]
     dtype = model.embed.embedding[...].dtype
     outline = ModelWeights(outline_of(config, model.compute, dtype))
-    made = {}
+    result = {}
     for path, names, shape in outline.shapes():
         array = arrays[path]
         for axis, name in enumerate(names):
@@ -110,40 +112,42 @@ def pruned(model: Decoder, plan: Pruning, load: Float[np.ndarray, "L E"] | None 
                 size = array.shape[axis] // block.num_kv_heads
                 array = _take(array, (groups[..., None] * size + np.arange(size)).reshape(len(layers), -1), axis)
         assert array.shape == tuple(shape), (path, array.shape, shape)
-        made[path] = jnp.asarray(array)
-    return outline.bind(made)
+        result[path] = jnp.asarray(array)
+    return outline.bind(result)
 
 
 def _take(array: np.ndarray, places: Int[np.ndarray, "L n"], axis: int) -> np.ndarray:
-    """Of each layer its own places along an axis."""
+    """Select per-layer indices along an axis."""
     return np.take_along_axis(
         array, places.reshape(len(places), *(-1 if at == axis else 1 for at in range(1, array.ndim))), axis=axis
     )
 
 
-def _check(name: str, given: int, there: int) -> None:
-    if not 1 <= given <= there:
-        raise ConfigError(f"prune: {name}={given} must be from 1 to {there}")
+def _check(name: str, given: int, maximum: int) -> None:
+    if not 1 <= given <= maximum:
+        raise ConfigError(f"prune: {name}={given} must be from 1 to {maximum}")
 
 
-def _widest(arrays: Mapping[str, np.ndarray], dims: Mapping[str, Sequence[str]], count: int) -> Int[np.ndarray, " D"]:
+def _top_embed_dims(
+    arrays: Mapping[str, np.ndarray], dims: Mapping[str, Sequence[str]], count: int
+) -> Int[np.ndarray, " D"]:
     total: np.ndarray | float = 0.0
     for path, array in arrays.items():
         if "embed" in dims[path] and array.ndim > 1 and "norm" not in path:
             axis = dims[path].index("embed")
             others = tuple(at for at in range(array.ndim) if at != axis)
-            # A matrix counts by its shape of importance, not by its size.
+            # Normalize each matrix so that it contributes by its distribution, not its magnitude.
             squares = np.square(array.astype(np.float64)).sum(axis=others)
             total = total + squares / squares.sum()
     return np.sort(np.argsort(-np.asarray(total), kind="stable")[:count])
 
 
-def _strongest(arrays: Mapping[str, np.ndarray], count: int) -> Int[np.ndarray, "L F"]:
+def _top_neurons(arrays: Mapping[str, np.ndarray], count: int) -> Int[np.ndarray, "L F"]:
     strength = _norms(arrays, "mlp.gate", 1) * _norms(arrays, "mlp.up", 1) * _norms(arrays, "mlp.down", 2)
     return np.sort(np.argsort(-strength, axis=1, kind="stable")[:, :count], axis=1)
 
 
-def _heaviest(arrays: Mapping[str, np.ndarray], groups: int, count: int) -> Int[np.ndarray, "L K"]:
+def _top_kv_groups(arrays: Mapping[str, np.ndarray], groups: int, count: int) -> Int[np.ndarray, "L K"]:
     values, out = _norms(arrays, "attention.v", 1), _norms(arrays, "attention.o", 2)
     weight = 1.0
     for norms in (values, out):

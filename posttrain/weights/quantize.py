@@ -1,4 +1,4 @@
-"""Which matrices of a model are quantised, on loading and for a sampler, and how far that takes them."""
+"""Weight quantization on loading and for samplers, with its error; lazily merged weights."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from posttrain.models.layers import Adaptable
 from posttrain.models.quant import Quantized, dequantized, quantized, quantized_shape, squared_error
 from posttrain.tracking.console import console
 from posttrain.weights.lora import Site, merge, sites
-from posttrain.weights.pieces import Reader, Sources, write
+from posttrain.weights.pieces import ParameterReader, Sources, write
 from posttrain.weights.state import ADAPTER, ModelWeights, Weights
 
 LOGGER = logging.getLogger("posttrain.weights")
 CODES, SCALES = ".codes", ".scales"
 
 Errors = dict[str, Float[Array, " 2"]]
-"""By the path of a parameter: `squared_error`."""
+"""`squared_error` by parameter path."""
 
 
 def quantizable(model: Decoder) -> dict[str, Site]:
-    """The matrices of the layers, by parameter. Routers, embeddings, head, norms and biases stay as they are."""
+    """Quantizable matrices of the layers by parameter; not routers, embeddings, head, norms and biases."""
     return {site.param: site for site in sites(model).values() if site.layers is not None and not site.routes}
 
 
@@ -46,7 +46,7 @@ def is_quantized(model: Decoder) -> bool:
 
 
 def quantize_model(model: Decoder, kind: Quantize) -> Errors:
-    """Replace the matrices of the layers by quantised ones, layer by layer, their adapters merged first."""
+    """Quantize the layers' matrices in place, layer by layer, after merging their adapters."""
     errors = {}
     for path, site in quantizable(model).items():
         graph, state = nnx.split(site.owner)
@@ -72,7 +72,7 @@ def _with_error(matrix: Array, kind: Quantize) -> tuple[Array, Array, Float[Arra
 
 
 def quantized_outline(outline: Decoder, kind: Quantize) -> Decoder:
-    """Of a model that is not there yet. ConfigError for matrices that do not divide into tiles."""
+    """Quantized shapes of an abstract model. Raises ConfigError for matrices that do not divide into tiles."""
     changed = nnx.merge(*nnx.split(outline))
     for site in quantizable(changed).values():
         setattr(site.owner, site.name, quantized_shape(site.matrix, kind))
@@ -80,19 +80,19 @@ def quantized_outline(outline: Decoder, kind: Quantize) -> Decoder:
 
 
 def read_quantized(
-    reader: Reader, path: str, outline: Quantized, sharding: NamedSharding | None, sources: Sources
+    reader: ParameterReader, path: str, outline: Quantized, sharding: NamedSharding | None, sources: Sources
 ) -> tuple[Weights, Float[Array, " 2"]]:
-    """Codes and scales of a parameter of which one layer after the other is read and quantised, and `squared_error`."""
+    """Read and quantize a parameter layer by layer; return codes, scales and `squared_error`."""
     parts = {path + CODES: outline.codes, path + SCALES: outline.scales}
     placed = {p: _sharding(sharding, p, part.get_metadata("dims"), part.shape) for p, part in parts.items()}
     found = {p: jnp.zeros(part.shape, part.dtype, device=placed[p]) for p, part in parts.items()}
     squares = []
     for layer in range(outline.shape[0]):
-        of_layer = {(0, *index[1:]): source for index, source in sources.items() if index[0] == layer}
-        matrix = reader.read((1, *outline.shape[1:]), outline.dtype, sharding, of_layer)
+        layer_sources = {(0, *index[1:]): source for index, source in sources.items() if index[0] == layer}
+        matrix = reader.read((1, *outline.shape[1:]), outline.dtype, sharding, layer_sources)
         *pieces, square = _quantized_piece(outline.kind, tuple(placed.values()), matrix)
         squares.append(square)
-        # Reading may run ahead of the devices by one layer.
+        # Reading may be at most one layer ahead of the devices.
         jax.block_until_ready(squares[-2:-1])
         start = np.asarray([layer] + [0] * len(outline.shape[1:]), np.int32)
         found = {
@@ -122,50 +122,50 @@ def _placed(array: Array, sharding: Sharding | None) -> Array:
     return array if sharding is None else jax.lax.with_sharding_constraint(array, sharding)
 
 
-def told(kind: RolloutQuantize, model: Decoder, own: Weights) -> str:
-    """In one line what a sampler's copy is, of which these arrays are its own."""
+def copy_summary(kind: RolloutQuantize, model: Decoder, own: Weights) -> str:
+    """Log line about a sampler's copy whose own arrays are `own`."""
     compute = model.compute
     size, plain = (sum(w.nbytes for w in of) / 2**20 for of in (own.values(), ModelWeights(model).read().values()))
-    line = f"rollout: samples from a copy, {size:,.1f} MiB beside the model's {plain:,.1f}"
+    line = f"rollout: samples from a copy of {size:,.1f} MiB besides the model's {plain:,.1f} MiB"
     if kind == "none":
         return line
-    line += f", its matrices stored in {kind}; products are in {compute.dtype}, of matrices made whole layer by layer"
+    line += f", its matrices stored in {kind} and dequantized per layer for products in {compute.dtype}"
     if kind == "fp8" and not has_fp8(compute.mesh):
-        line += f"; {platform_of(compute.mesh)} has no fp8 here and emulates it: int8 is as small and more exact"
+        line += f"; {platform_of(compute.mesh)} has no native fp8 and emulates it: int8 is as small and more accurate"
     return line
 
 
-class _Made(NamedTuple):
+class _CopyProgram(NamedTuple):
     outline: ModelWeights
     kept: frozenset[str]
     program: Callable[[Weights], Weights]
 
 
 class Copies:
-    """Makes copies of a model's present weights for a sampler, adapters merged and then quantised, by one program.
+    """Copies of a model's current weights for a sampler, adapters merged and then quantized, by one program.
 
-    A copy is a structure without arrays, and its arrays. What neither changes is shared with the model. ConfigError
-    for "none" where an adapter's matrix is quantised: merging would make a plain one of it.
+    A copy is an abstract model and its arrays. Unchanged parameters are shared with the model. Raises ConfigError for
+    "none" with an adapter on a quantized matrix, since merging would need a plain matrix.
     """
 
     def __init__(self, kind: RolloutQuantize):
         self.kind = kind
         self.own_bytes = 0
-        """Of the latest copy: what it does not share with the model, over all devices."""
-        self._made: dict[Hashable, _Made] = {}
+        """Bytes of the latest copy not shared with the model, over all devices."""
+        self._programs: dict[Hashable, _CopyProgram] = {}
 
     def __call__(self, model: Decoder) -> tuple[ModelWeights, Weights]:
         source, graph = ModelWeights(model), nnx.graphdef(model)
-        if graph not in self._made:
-            self._made[graph] = self._make(source)
-        made, arrays = self._made[graph], source.read()
-        shared, own = {path: arrays[path] for path in made.kept}, made.program(arrays)
+        if graph not in self._programs:
+            self._programs[graph] = self._make(source)
+        copy_program, arrays = self._programs[graph], source.read()
+        shared, own = {path: arrays[path] for path in copy_program.kept}, copy_program.program(arrays)
         if not self.own_bytes:
-            LOGGER.info("%s", told(self.kind, model, own))
+            LOGGER.info("%s", copy_summary(self.kind, model, own))
         self.own_bytes = sum(array.nbytes for array in own.values())
-        return made.outline, {**shared, **own}
+        return copy_program.outline, {**shared, **own}
 
-    def _make(self, source: ModelWeights) -> _Made:
+    def _make(self, source: ModelWeights) -> _CopyProgram:
         def copied(arrays: Weights) -> Decoder:
             copy = source.bind(arrays)
             if self.kind != "none":
@@ -186,11 +186,11 @@ class Copies:
                 return found
             return {path: _placed(w, param_sharding(mesh, path, *new[path])) for path, w in found.items()}
 
-        return _Made(outline=outline, kept=kept, program=jax.jit(program))
+        return _CopyProgram(outline=outline, kept=kept, program=jax.jit(program))
 
 
 class Merged:
-    """A matrix with its adapter merged, plain and in its type, of which a layer is computed when it is asked for."""
+    """Lazily merged matrix: dequantized, adapter merged, in its dtype, computed per layer on request."""
 
     def __init__(self, owner: Adaptable, name: str):
         self._graph, self._state = nnx.split(owner)
@@ -201,7 +201,7 @@ class Merged:
         self._computed: tuple[tuple[int, ...], Array] | None = None
 
     def part(self, index: tuple[int, ...]) -> Array:
-        """A layer, or an expert of it; the device holds the layer until another one is asked for."""
+        """Return a layer, or an expert of it; the latest layer is cached on the device."""
         layer = index[:1]
         if self._computed is None or self._computed[0] != layer:
             self._computed = None
@@ -218,7 +218,7 @@ def _merged_layer(graph: Any, name: str, state: Any, index: int | Array | None) 
 
 
 def plain_arrays(model: Decoder) -> dict[str, Array | Merged]:
-    """The parameters as if the model had neither adapter nor quantised matrices, without holding them."""
+    """Parameters as if the model had neither adapter nor quantized matrices, computed lazily."""
     found: dict[str, Array | Merged] = {
         path: array
         for path, array in ModelWeights(model).read().items()
@@ -232,15 +232,15 @@ def plain_arrays(model: Decoder) -> dict[str, Array | Merged]:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightError:
-    """How far the weights of a kind of module are from what they were."""
+    """Relative quantization error of one module type."""
 
     kind: str
     relative: float
-    """Root mean square of the differences, by that of the weights."""
+    """Root mean square of the differences divided by that of the weights."""
 
 
 def error_rows(errors: Mapping[str, Array]) -> list[WeightError]:
-    """By kind of module: `attention.q`, `mlp.up`, `mlp.experts.down`, ..., and all of them."""
+    """Errors by module type: `attention.q`, `mlp.up`, `mlp.experts.down`, ..., and over all."""
     sums: dict[str, np.ndarray] = {}
     for path, squares in jax.device_get(dict(errors)).items():
         kind = re.sub(r"^stages\.\d+\.blocks\.\d+\.", "", path).removesuffix(".kernel")

@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face layout, out."""
+"""Saving models as checkpoints in Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from posttrain.weights.state import ModelWeights
 from posttrain.weights.tensor_file import Outline, write_tensors
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""Size that no file of weights exceeds, unless one tensor does."""
+"""Maximum size of a weights file, unless one tensor exceeds it."""
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
-"""What a folder may hold that `save_model` replaces."""
+"""Files that `save_model` may replace."""
 MODEL_FOLDERS = ("additional_chat_templates",)
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -32,7 +32,7 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @runtime_checkable
 class SavedTokenizer(Protocol):
-    """What `save_model` needs of a tokenizer."""
+    """Tokenizer interface used by `save_model`."""
 
     @property
     def stop_ids(self) -> Sequence[int]: ...
@@ -41,11 +41,11 @@ class SavedTokenizer(Protocol):
 
 
 def save_model(model: Decoder, path: str | Path, *, tokenizer: SavedTokenizer | None = None) -> None:
-    """Write a folder that transformers loads, an adapter merged into its base; the folder appears whole or not at all.
+    """Save a folder that transformers loads, with the adapter merged into its base; written atomically.
 
-    Quantised matrices are written as what the model computes with: plain ones in the type that it was loaded in.
+    Quantized matrices are dequantized to the dtype that the model was loaded in.
 
-    ConfigError where the folder holds something that no model folder has, which replacing it would lose.
+    Raises ConfigError if the folder has files that no model folder has, which replacing it would lose.
     """
     target = Path(path).expanduser().resolve()
     _check_replaceable(target)
@@ -59,12 +59,12 @@ def save_model(model: Decoder, path: str | Path, *, tokenizer: SavedTokenizer | 
         config["dtype" if "dtype" in config else "torch_dtype"] = model.embed.embedding[...].dtype.name
         ids = {key: config[key] for key in SPECIAL_TOKENS if config.get(key) is not None}
         generation = ids | json.loads(model.config.generation_json)
-        # It tells transformers to take the values of config.json instead.
+        # This flag makes transformers use the values of config.json instead.
         generation.pop("_from_model_config", None)
         if tokenizer is not None and tokenizer.stop_ids:
             stops = list(tokenizer.stop_ids)
             generation["eos_token_id"] = stops[0] if len(stops) == 1 else stops
-        # transformers fills in a family's usual ids where there are none.
+        # transformers fills in a family's default ids for absent ones.
         _write_json(new / "config.json", {key: generation[key] for key in SPECIAL_TOKENS if key in generation} | config)
         _write_json(new / GENERATION, generation)
         _write_weights(new, model)
@@ -74,9 +74,9 @@ def save_model(model: Decoder, path: str | Path, *, tokenizer: SavedTokenizer | 
 
 
 def hf_tensors(model: Decoder) -> Iterator[tuple[str, np.ndarray]]:
-    """The model's tensors under their Hugging Face names and in their layout, one after the other on the host.
+    """Iterate over the model's tensors with Hugging Face names and layout, one at a time on the host.
 
-    An adapter is not part of them: give `merged(model)`. ConfigError for a quantised model.
+    Adapters are not included: pass `merged(model)`. Raises ConfigError for a quantized model.
     """
     if is_quantized(model):
         raise ConfigError("hf_tensors: the model is quantized; give merged(model)")
@@ -86,7 +86,7 @@ def hf_tensors(model: Decoder) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _write_weights(folder: Path, model: Decoder) -> None:
-    """Files of weights, of which the host holds one tensor at a time."""
+    """Write weights files, holding one tensor at a time on the host."""
     weights = plain_arrays(model)
     gather = Gather(weights)
     stored = {t.name: (t, Outline(t.name, weights[t.parts[0].param].dtype, t.shape)) for t in base_tensors(model)}
@@ -99,7 +99,7 @@ def _write_weights(folder: Path, model: Decoder) -> None:
     if len(shards) == 1:
         files = [WEIGHTS]
     for file, shard in zip(files, shards, strict=True):
-        # Readers map the file into memory, where a number must stand at a multiple of its size.
+        # Readers map the file into memory, where values must be aligned to their size.
         shard.sort(key=lambda outline: -outline.dtype.itemsize)
         write_tensors(folder / file, shard, (gather.tensor(stored[o.name][0]) for o in shard))
     if len(shards) > 1:
@@ -117,7 +117,9 @@ def _check_replaceable(target: Path) -> None:
     foreign = [e.name for e in entries if not any(e.match(p) for p in (MODEL_FOLDERS if e.is_dir() else MODEL_FILES))]
     if foreign or (entries and not (target / "config.json").is_file()):
         names = ", ".join(foreign or [e.name for e in entries])
-        raise ConfigError(f"save_model: {target} is not a model's folder, it holds {names}; give a new or empty folder")
+        raise ConfigError(
+            f"save_model: {target} is not a model folder, it contains {names}; give a new or empty folder"
+        )
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A decoder's scalar head: put on, trained in full beside an adapter, laid on a mesh."""
+"""Scalar head of a decoder: adding it, training it beside an adapter, placing it on a mesh."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SCORE = "score.kernel"
 
 
 def add_scalar_head(model: Decoder, *, seed: int, mesh: Mesh | None = None) -> None:
-    """Give the model a scalar head, if it has none yet; beside an adapter the head is trained in full."""
+    """Add a scalar head, if there is none yet; beside an adapter the head is trained in full."""
     if not model.config.scalar_head:
         with_scalar_head(model, seed=seed)
     weights = ModelWeights(model)
     if has_lora(model):
-        weights.save_whole(weights.saved() | {SCORE})
+        weights.set_saved(weights.saved() | {SCORE})
     if mesh is not None:
         kernel = weights.read()[SCORE]
         sharding = param_sharding(mesh, SCORE, weights.dims()[SCORE], kernel.shape)
@@ -30,9 +30,9 @@ def add_scalar_head(model: Decoder, *, seed: int, mesh: Mesh | None = None) -> N
 
 
 def with_scalar_head(model: Decoder, *, seed: int) -> None:
-    """Replace the model's head by a new scalar one, drawn as its other matrices are; its tokens have scores then.
+    """Replace the model's head by a randomly initialized scalar head.
 
-    ConfigError for a family without a form on disk.
+    Raises ConfigError for a family without a sequence classifier in transformers.
     """
     config = reward_config(model.config)
     dtype = model.embed.embedding[...].dtype

@@ -1,4 +1,4 @@
-"""A model as plain data: its parameters by dotted path, and its structure to bind them to inside `jax.jit`."""
+"""Model state as plain data: parameters by dotted path, and the structure to bind them to inside `jax.jit`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from posttrain.models.quant import QuantizedParam
 Weights = dict[str, Array]
 
 ADAPTER = ".adapters."
-"""Stands in the path of every parameter of an adapter."""
+"""Path component of every adapter parameter."""
 
 SAVED = "saved"
-"""Mark, in a parameter's metadata, of what is trained in full beside an adapter."""
+"""Metadata key of base parameters that are trained in full beside an adapter (PEFT's `modules_to_save`)."""
 
 
 class ModelWeights:
-    """Reads and writes a model's parameters without walking it again.
+    """Access to a model's parameters by path, without traversing it again.
 
-    The model owns its arrays; programs get them as arguments and `bind` them. After a program that donates them,
-    `write` puts the new arrays back, so that everybody who holds the model sees the new weights.
+    The model owns its arrays; programs receive them as arguments and `bind` them. After a program that donates them,
+    `write` stores the new arrays, so that all holders of the model see the new weights.
     """
 
     def __init__(self, model: Decoder):
@@ -43,30 +43,31 @@ class ModelWeights:
             self._variables[path].set_value(value)
 
     def bind(self, weights: Mapping[str, Array]) -> Decoder:
-        """A model over these arrays (tracers, too), with the structure of the original."""
+        """Model with these arrays (or tracers) and the original structure."""
         return nnx.merge(self._graph, nnx.from_flat_state((self._paths[p], w) for p, w in weights.items()))
 
     def trainable(self) -> frozenset[str]:
-        """Paths of the adapter's parameters and those saved beside it if there is one, else of all that can train."""
+        """Paths of trainable parameters: adapter and `modules_to_save` if there is an adapter, else all unquantized
+        ones."""
         adapter = frozenset(path for path, v in self._variables.items() if isinstance(v, LoRAParam))
         plain = frozenset(path for path, v in self._variables.items() if not isinstance(v, QuantizedParam))
         return adapter | self.saved() if adapter else plain
 
     def saved(self) -> frozenset[str]:
-        """Paths of the base's own parameters that are trained in full beside an adapter."""
+        """Paths of base parameters that are trained in full beside an adapter."""
         return frozenset(path for path, v in self._variables.items() if v.get_metadata().get(SAVED, False))
 
-    def save_whole(self, paths: Collection[str]) -> None:
-        """Train these of the base's parameters in full beside the adapter, and no others."""
+    def set_saved(self, paths: Collection[str]) -> None:
+        """Train exactly these base parameters in full beside the adapter."""
         for path, variable in self._variables.items():
             variable.set_metadata(SAVED, path in paths)
 
     def dims(self) -> dict[str, tuple[str, ...]]:
-        """The names of each parameter's dimensions."""
+        """Dimension names of each parameter."""
         return {path: v.get_metadata()["dims"] for path, v in self._variables.items()}
 
     def shapes(self) -> list[tuple[str, tuple[str, ...], tuple[int, ...]]]:
-        """Path, names of dimensions and shape of every parameter, which need not hold an array yet."""
+        """Path, dimension names and shape of every parameter, abstract or not."""
         return [(path, v.get_metadata()["dims"], v.shape) for path, v in self._variables.items()]
 
 
@@ -75,9 +76,9 @@ def _dotted(path: tuple[object, ...]) -> str:
 
 
 def without_adapter(weights: Weights) -> Weights:
-    """The same arrays with the adapter at 0: the base in the same program, without a copy of it.
+    """Weights with the adapter at 0: the base model in the same program, without a copy.
 
-    What is saved in full beside an adapter stays as it was trained.
+    Parameters in `modules_to_save` keep their trained values.
     """
     zero = (".lora_b", ".lora_magnitude")
     return {p: jax.numpy.zeros_like(w) if p.endswith(zero) else w for p, w in weights.items()}

@@ -1,8 +1,4 @@
-"""Files in the safetensors format, read and written piece by piece: no memory map, so the host holds only the pieces.
-
-A file is the length of the header (8 bytes, little-endian), the header (JSON: type, shape and place of each tensor) and
-the tensors' bytes without gaps. https://github.com/huggingface/safetensors
-"""
+"""Safetensors files, read and written in pieces without a memory map, so that the host holds only the pieces."""
 
 from __future__ import annotations
 
@@ -22,6 +18,9 @@ import numpy as np
 
 from posttrain.errors import ConfigError
 
+# Format: length of the header (8 bytes, little-endian), header (JSON: type, shape and offsets of each tensor), then the
+# tensors' bytes without gaps. https://github.com/huggingface/safetensors
+
 KINDS: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -29,12 +28,12 @@ KINDS: Mapping[str, np.dtype] = {
     "U8": np.dtype(np.uint8),
     "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
 }
-"""The types that we read, by their name in the format."""
+"""Supported types by their name in the format."""
 
 CHUNK_BYTES = 4 << 20
-"""What one task reads at once."""
+"""Bytes per read task."""
 BLOCK_ROWS = 128
-"""Rows that a transposition handles at once: their cache lines are still there when the next column comes."""
+"""Rows per block of a transposing copy, so that cache lines are reused for the next column."""
 
 Region = tuple[slice, ...]
 Task = Callable[[], None]
@@ -42,31 +41,31 @@ Task = Callable[[], None]
 
 @runtime_checkable
 class Readable(Protocol):
-    """A tensor of which regions can be read."""
+    """CheckpointTensor with readable regions."""
 
     @property
     def kind(self) -> str:
-        """Its type, as the format names it."""
+        """Type name in the safetensors format."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def reads(self, out: np.ndarray, region: Region) -> Iterator[Task]:
-        """Tasks, in any order or at once, that put `tensor[region]` into `out`, converted to its type."""
+        """Tasks (any order, concurrent) that read `tensor[region]` into `out`, converted to its dtype."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
     file: int
-    """An open file's descriptor."""
+    """Open file descriptor."""
     kind: str
     shape: tuple[int, ...]
     offset: int
 
     def reads(self, out: np.ndarray, region: Region) -> Iterator[Task]:
-        """Tasks, in any order or at once, that put `tensor[region]` into `out`, converted to its type."""
+        """Tasks (any order, concurrent) that read `tensor[region]` into `out`, converted to its dtype."""
         shape = self.shape
         if len(shape) == 1:
             out, region, shape = out[None], (slice(0, 1), *region), (1, *shape)
@@ -90,20 +89,20 @@ class StoredTensor:
         assign(out, rows[::stride, columns])
 
     def _read(self, out: np.ndarray, first: int) -> None:
-        """Fill an array with the values from number `first` on."""
+        """Fill an array with the values from index `first` on."""
         into = out.reshape(-1).view(np.uint8).data
         place = self.offset + first * out.itemsize
         while into:
             count = os.preadv(self.file, [into], place)
             if count == 0:
-                raise OSError("the file has become shorter while it was read")
+                raise OSError("the file was truncated while it was read")
             into, place = into[count:], place + count
 
 
 def assign(out: np.ndarray, values: np.ndarray) -> None:
-    """out[...] = values, where one of them may be transposed."""
+    """out[...] = values, where either may be transposed."""
     if out.dtype == values.dtype:
-        # Copies of plain integers run beside other threads.
+        # Copies of plain integers release the GIL.
         plain = np.dtype(f"u{out.itemsize}")
         out, values = out.view(plain), values.view(plain)
     if out.ndim > 2:
@@ -115,7 +114,7 @@ def assign(out: np.ndarray, values: np.ndarray) -> None:
 
 
 def open_tensors(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
-    """The tensors of a file, which stays open as long as `stack`. ConfigError where it is damaged or incomplete."""
+    """Open a file's tensors until `stack` closes. Raises ConfigError if it is damaged or incomplete."""
     try:
         file = os.open(path, os.O_RDONLY)
     except OSError as error:
@@ -133,7 +132,7 @@ def open_tensors(path: Path, stack: ExitStack) -> dict[str, StoredTensor]:
         if 8 + length + end != size:
             raise ValueError(f"{8 + length + end} bytes expected, {size} found")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: is damaged or incomplete ({error}); copy it anew") from error
+        raise ConfigError(f"{path}: damaged or incomplete ({error}); copy it again") from error
     return tensors
 
 
@@ -148,7 +147,7 @@ def _stored(file: int, base: int, size: int, entry: Mapping[str, Any]) -> Stored
 
 @dataclass(frozen=True)
 class Outline:
-    """What the header says of a tensor."""
+    """Header entry of a tensor to write."""
 
     name: str
     dtype: np.dtype
@@ -160,9 +159,9 @@ class Outline:
 
 
 def write_tensors(path: Path, outlines: Sequence[Outline], arrays: Iterable[np.ndarray]) -> None:
-    """Write a file of tensors that come one after the other, in the order of their outlines."""
+    """Write a file of tensors given one at a time, in the order of their outlines."""
     kinds = {dtype: kind for kind, dtype in KINDS.items()}
-    # transformers refuses a file without this entry.
+    # transformers rejects a file without this entry.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for outline in outlines:

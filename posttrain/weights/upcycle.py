@@ -1,4 +1,4 @@
-"""A dense model as a mixture of experts that computes the same, for training to set the experts apart."""
+"""Upcycling: a dense model as an MoE model that computes the same function, for further training."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ TARGETS: Mapping[str, str] = {
     "qwen2": "qwen2_moe",
     "qwen3": "qwen3_moe",
 }
-"""Dense family -> the family of mixtures that has the same attention."""
+"""Dense family -> MoE family with the same attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Upcycling:
-    """How experts are made of a dense MLP. ValueError (ConfigError) for numbers that do not fit.
+    """Upcycling plan. Raises ConfigError for numbers that do not fit.
 
-    `copy`: every expert is the MLP; a token's `top_k` weights sum to 1, so whatever the router chooses, the result is
-    the MLP's. arXiv:2212.05055.
+    `copy`: every expert is a copy of the MLP; a token's `top_k` weights sum to 1, so the result is the MLP's for any
+    routing. Sparse upcycling, arXiv:2212.05055.
 
-    `split`: the MLP's columns are dealt out to `top_k` experts, and there are `experts / top_k` such groups. The router
-    scores the experts of a group alike, so a token goes to one whole group, in equal parts, and the second matrix is
-    multiplied by `top_k`: the result is the MLP's, at its cost. Virtual groups, arXiv:2410.07524, section 3.2.
+    `split`: the MLP's columns are split over `top_k` experts, and there are `experts / top_k` such groups. The router
+    scores the experts of a group alike, so a token is routed to one whole group with equal weights, and the second
+    matrix is scaled by `top_k`: the result is the MLP's, at its cost. Virtual groups, arXiv:2410.07524, section 3.2.
     """
 
     experts: int
     top_k: int
     mode: Literal["copy", "split"]
     noise: float = 0.0
-    """Standard deviation of what is added to each expert's matrices, in units of the matrix's own."""
+    """Standard deviation of noise added to each expert's matrices, in units of the matrix's own."""
 
     def __post_init__(self) -> None:
         if self.experts < 2:
@@ -52,7 +52,7 @@ class Upcycling:
             raise ConfigError(f"upcycle: top_k={self.top_k} must be from 1 to experts={self.experts}")
         if self.mode == "split" and (self.top_k < 2 or self.experts % self.top_k):
             raise ConfigError(
-                f"upcycle: split makes groups of top_k experts that are the whole MLP together: experts={self.experts} "
+                f"upcycle: split needs groups of top_k experts that form the whole MLP: experts={self.experts} "
                 f"must be a multiple of top_k={self.top_k}, and top_k at least 2; change one of them, or use copy"
             )
         if self.noise < 0:
@@ -60,20 +60,18 @@ class Upcycling:
 
     @property
     def parts(self) -> int:
-        """Experts that the dense MLP is dealt out to."""
+        """Number of experts that the dense MLP is split over."""
         return self.top_k if self.mode == "split" else 1
 
 
 def upcycled_config(dense: ModelConfig, plan: Upcycling) -> ModelConfig:
-    """The description of the mixture. ConfigError where no family of mixtures can express the model."""
+    """Configuration of the MoE model. Raises ConfigError if no MoE family can express it."""
     if dense.model_type not in TARGETS:
-        raise ConfigError(
-            f"upcycle: model_type={dense.model_type} has no counterpart with experts; known: {', '.join(TARGETS)}"
-        )
+        raise ConfigError(f"upcycle: model_type={dense.model_type} has no MoE counterpart; known: {', '.join(TARGETS)}")
     target = TARGETS[dense.model_type]
     fields = Fields(json.loads(dense.hf_json))
     hf.family(dense.model_type).config_from_hf(fields)
-    # With what the dense family takes for granted, which another one need not.
+    # Write out the dense family's defaults, since another family may have different ones.
     known = {key: value for key, value in fields.read.items() if value is not None}
     config = hf.config_from_hf(known | json.loads(dense.hf_json) | _changes(dense, plan, target))
     config = replace(config, generation_json=dense.generation_json)
@@ -87,8 +85,8 @@ def _changes(dense: ModelConfig, plan: Upcycling, target: str) -> dict[str, Any]
     assert isinstance(mlp, MLPConfig)
     if mlp.dim % plan.parts:
         raise ConfigError(
-            f"upcycle: top_k={plan.top_k} must divide intermediate_size={mlp.dim} of {dense.model_type}, whose columns "
-            "split deals out; use a divisor, or copy"
+            f"upcycle: top_k={plan.top_k} must divide intermediate_size={mlp.dim} of {dense.model_type}, "
+            "whose columns are split; use a divisor, or copy"
         )
     dim = mlp.dim // plan.parts
     common: dict[str, Any] = {
@@ -100,19 +98,21 @@ def _changes(dense: ModelConfig, plan: Upcycling, target: str) -> dict[str, Any]
         return common | {"intermediate_size": dim, "num_local_experts": plan.experts}
     own: dict[str, Any] = {"num_experts": plan.experts, "moe_intermediate_size": dim, "norm_topk_prob": True}
     own |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
-    # The family cannot do without a shared expert: it has one that adds nothing yet.
+    # The family requires a shared expert: one with zero output is added.
     return common | own | ({"shared_expert_intermediate_size": dim} if target == "qwen2_moe" else {})
 
 
 def differences(dense: ModelConfig, config: ModelConfig) -> list[str]:
-    """What differs between a dense model and a mixture, but for the MLPs."""
+    """Fields that differ between a dense model and an MoE model, except for the MLPs."""
     faults = set()
-    for ours, theirs in zip(dense.blocks, config.blocks, strict=True):
-        assert isinstance(ours.mlp, MLPConfig)
-        assert isinstance(theirs.mlp, MoEConfig)
-        expert = replace(theirs.mlp.expert, dim=ours.mlp.dim)
-        faults |= _differences(ours.mlp, expert) | _differences(ours.attention, theirs.attention)
-        faults |= _differences(replace(ours, mlp=expert, attention=theirs.attention), replace(theirs, mlp=expert))
+    for dense_block, moe_block in zip(dense.blocks, config.blocks, strict=True):
+        assert isinstance(dense_block.mlp, MLPConfig)
+        assert isinstance(moe_block.mlp, MoEConfig)
+        expert = replace(moe_block.mlp.expert, dim=dense_block.mlp.dim)
+        faults |= _differences(dense_block.mlp, expert) | _differences(dense_block.attention, moe_block.attention)
+        faults |= _differences(
+            replace(dense_block, mlp=expert, attention=moe_block.attention), replace(moe_block, mlp=expert)
+        )
     changed: dict[str, Any] = {"model_type": dense.model_type, "hf_json": dense.hf_json, "stages": dense.stages}
     return sorted(faults | _differences(dense, replace(config, **changed)))
 
@@ -124,9 +124,9 @@ def _differences(a: Any, b: Any) -> set[str]:
 
 
 def upcycled(model: Decoder, plan: Upcycling, *, seed: int) -> Decoder:
-    """The mixture of experts made of a dense model; what both have is shared. `seed`: of the router and the noise.
+    """MoE model from a dense model, sharing unchanged parameters. `seed`: of the router and the noise.
 
-    ConfigError as `upcycled_config`, and where splitting would round the weights.
+    Raises ConfigError as `upcycled_config`, and if splitting would round the weights.
     """
     config = upcycled_config(model.config, plan)
     assert stages_of(config.blocks) == config.stages
@@ -138,19 +138,19 @@ def upcycled(model: Decoder, plan: Upcycling, *, seed: int) -> Decoder:
         )
     weights, dense = ModelWeights(outline_of(config, model.compute, dtype)), ModelWeights(model).read()
     draw = np.random.default_rng(seed)
-    made = {}
+    new = {}
     for path, _, shape in weights.shapes():
         before, inside, name = path.partition(".mlp.")
         if inside and name.startswith("experts."):
             kernel = np.asarray(dense[f"{before}.mlp.{name.removeprefix('experts.')}.kernel"], np.float32)
-            made[path] = _experts(kernel, plan, draw, columns_last=not name.endswith("down")).astype(dtype)
+            new[path] = _experts(kernel, plan, draw, columns_last=not name.endswith("down")).astype(dtype)
         elif path not in dense:
-            made[path] = _new(name, shape, config.initializer_range, plan, draw).astype(dtype)
-    return weights.bind({path: jnp.asarray(made.get(path, dense.get(path))) for path, _, _ in weights.shapes()})
+            new[path] = _new(name, shape, config.initializer_range, plan, draw).astype(dtype)
+    return weights.bind({path: jnp.asarray(new.get(path, dense.get(path))) for path, _, _ in weights.shapes()})
 
 
 def _experts(kernel: np.ndarray, plan: Upcycling, draw: np.random.Generator, *, columns_last: bool) -> np.ndarray:
-    """[layers, experts, in, out] of the dense [layers, in, out]; the groups of experts follow one another."""
+    """Experts [layers, experts, in, out] from the dense [layers, in, out]; groups of experts are consecutive."""
     layers, rows, columns = kernel.shape
     if columns_last:
         parts = kernel.reshape(layers, rows, plan.parts, -1).swapaxes(1, 2)
@@ -163,7 +163,7 @@ def _experts(kernel: np.ndarray, plan: Upcycling, draw: np.random.Generator, *, 
 
 
 def _new(name: str, shape: tuple[int, ...], stddev: float, plan: Upcycling, draw: np.random.Generator) -> np.ndarray:
-    """A parameter that the dense model has not: a router's, or that of a shared expert that adds nothing yet."""
+    """Initialize a parameter that the dense model lacks: a router's, or a shared expert's with zero output."""
     if name in ("shared.down.kernel", "shared_gate.kernel"):
         return np.zeros(shape, np.float32)
     if name != "router.proj.kernel":

@@ -90,7 +90,7 @@ def test_rows_know_their_place(folder: Path) -> None:
     ("path", "fields", "message"),
     [
         ("row.jsonl", {}, r"dataset.path: no file .*row\.jsonl; did you mean 'rows\.json.?'\?"),
-        ("no/rows.jsonl", {}, r"there is no folder .*no \(the path exists up to"),
+        ("no/rows.jsonl", {}, r"no folder .*no \(the path exists up to"),
         ("rows.txt", {}, r"unknown kind of file '\.txt'; use one of \.jsonl, \.json, \.parquet, \.csv"),
         ("broken.jsonl", {}, r"broken\.jsonl:2 is not JSON: Expecting value at column 7"),
         ("list.jsonl", {}, r"list\.jsonl:1 holds a list; each line must be an object"),

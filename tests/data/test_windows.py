@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.batch import filled
+from posttrain.batch import packing_metrics
 from posttrain.data import windows
 from posttrain.data.format import Example
 from posttrain.data.packing import sequence, to_batch
@@ -190,8 +190,8 @@ def test_what_stands_beside_is_packed_by_its_own_length() -> None:
 
 def test_how_full_the_rows_are() -> None:
     (made,) = batches([9, 9, 3], batch_rows=4)
-    assert filled(to_batch(made))["data/filled_ratio"] == pytest.approx((9 + 9 + 3) / (2 * ROW_TOKENS)), (
+    assert packing_metrics(to_batch(made))["data/filled_ratio"] == pytest.approx((9 + 9 + 3) / (2 * ROW_TOKENS)), (
         "of rows that hold any"
     )
     empty = {name: np.zeros_like(array) for name, array in made.items()}
-    assert filled(to_batch(empty))["data/filled_ratio"] == 0
+    assert packing_metrics(to_batch(empty))["data/filled_ratio"] == 0

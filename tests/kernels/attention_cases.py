@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from posttrain.kernels.attention import blockwise, cudnn, splash, tokamax
+from posttrain.kernels.attention.call import MaskInputs, Operands, Variant
 from posttrain.kernels.attention.reference import visible, whole
-from posttrain.kernels.attention.request import Operands, Places, Variant
 
 ROWS, LENGTH, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 384, 4, 2, 8, 12
 LENGTHS = ((200, 150), (384,))
@@ -94,7 +94,7 @@ def compiled(name: str, case: Case) -> Callable[..., tuple[jax.Array, tuple[jax.
 
     def run(rows: Rows, d_out: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         def out(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
-            places = Places(rows.positions, rows.positions, rows.segments, rows.segments, None)
+            places = MaskInputs(rows.positions, rows.positions, rows.segments, rows.segments, None)
             operands = Operands(q, k, v, places, sinks if case.sinks else None)
             return IMPLEMENTATIONS[name](operands, case.variant)
 

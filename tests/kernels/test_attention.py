@@ -15,8 +15,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.config import AttentionKernel
 from posttrain.kernels.attention import attention
+from posttrain.kernels.attention.call import AttentionCall
 from posttrain.kernels.attention.dispatch import block_size, choose, even_block, select
-from posttrain.kernels.attention.request import Request
 from posttrain.kernels.platform import log_choice
 from tests.kernels.attention_cases import CASES, HEADS, Case, Rows, rows
 
@@ -198,7 +198,7 @@ def test_blocks_are_all_that_long_rows_hold() -> None:
 
 # --- choice ----------------------------------------------------------------------------------------------------------
 
-ROWS_2048 = Request(
+ROWS_2048 = AttentionCall(
     platform="tpu",
     rows=4,
     num_queries=2048,
@@ -309,24 +309,24 @@ def test_choice(changes: dict[str, Any], kernel: str) -> None:
         (
             "splash",
             {"num_queries": 100, "num_keys": 100},
-            "multiple of 128 tokens, got 100; use auto, reference, blockwise$",
+            "multiple of 128, got 100; use auto, reference, blockwise$",
         ),
         ("splash", DECODE, "without a cache, got 1 queries on 2048 cached keys"),
-        ("splash", {"row_shards": 3}, "the mesh's 3 parts do not divide 4 rows"),
+        ("splash", {"row_shards": 3}, "the mesh's 3 row shards do not divide 4 rows"),
         ("splash", {"head_shards": 3}, "mesh.tensor=3 does not divide 8 heads in 2 groups"),
         ("cudnn", {}, "'cudnn' runs on GPU, got tpu; use auto, reference, blockwise, splash$"),
-        ("cudnn", {"platform": "gpu", "soft_cap": 1.0}, "neither soft-cap nor sinks"),
+        ("cudnn", {"platform": "gpu", "soft_cap": 1.0}, "neither soft_cap nor sinks"),
         ("cudnn", {"platform": "gpu", "dtype": "float32"}, "bfloat16 and float16, got float32"),
-        ("cudnn", {"platform": "gpu", "head_dim": 160}, "at most 128 numbers, got 160"),
-        ("cudnn", {"platform": "gpu", "num_queries": 11, "num_keys": 11}, "even number of tokens, got 11"),
+        ("cudnn", {"platform": "gpu", "head_dim": 160}, "at most 128, got 160"),
+        ("cudnn", {"platform": "gpu", "num_queries": 11, "num_keys": 11}, "even row length, got 11"),
         ("tokamax", {"platform": "gpu"}, "not installed: pip install"),
         ("tokamax", {"tokamax": True}, "runs on GPU, got tpu"),
-        ("tokamax", {"platform": "gpu", "tokamax": True, "sinks": True}, "does not know sinks"),
+        ("tokamax", {"platform": "gpu", "tokamax": True, "sinks": True}, "does not support sinks"),
         ("tokamax", {"platform": "gpu", "tokamax": True, "dtype": "float32"}, "bfloat16 and float16, got float32"),
         ("tokamax", {"platform": "gpu", "tokamax": True, "compute_capability": 7.5}, "8.0 or more, got 7.5"),
-        ("tokamax", {"platform": "gpu", "tokamax": True, "head_dim": 260}, "at most 256 numbers, got 260"),
-        ("cudnn", {"platform": "gpu", "num_queries": 16384, "num_keys": 16384}, "here of 1,024 MiB, more than 256"),
-        ("flash", {}, "no kernel 'flash'; use one of auto, reference"),
+        ("tokamax", {"platform": "gpu", "tokamax": True, "head_dim": 260}, "at most 256, got 260"),
+        ("cudnn", {"platform": "gpu", "num_queries": 16384, "num_keys": 16384}, "here of 1,024 MiB, maximum 256 MiB"),
+        ("flash", {}, "unknown kernel 'flash'; use one of auto, reference"),
     ],
 )
 def test_a_kernel_that_cannot_serve(kernel: AttentionKernel, changes: dict[str, Any], message: str) -> None:
@@ -335,7 +335,7 @@ def test_a_kernel_that_cannot_serve(kernel: AttentionKernel, changes: dict[str, 
 
 
 def test_a_named_kernel_is_refused_where_it_is_called() -> None:
-    with pytest.raises(ValueError, match="'splash' takes rows of a multiple of 128 tokens, got 12"):
+    with pytest.raises(ValueError, match="'splash' needs a row length that is a multiple of 128, got 12"):
         call(SMALL, CASES["full"], kernel="splash")
 
 

@@ -14,7 +14,7 @@ from numpy.testing import assert_allclose
 
 from posttrain.config import GroupedKernel
 from posttrain.kernels import grouped_matmul as module
-from posttrain.kernels.grouped_matmul import Request, choose, grouped_matmul, select
+from posttrain.kernels.grouped_matmul import GroupedMatmulCall, choose, grouped_matmul, select
 from posttrain.kernels.platform import log_choice
 
 ROWS, EMBED, MLP = 300, 24, 40
@@ -113,21 +113,21 @@ def test_buckets_hold_little_more_than_operands_and_result() -> None:
     assert temporary("buckets") < whole / 2 < whole < temporary("reference")
 
 
-CPU = Request(platform="cpu", dtype="float32", tokamax=False)
+CPU = GroupedMatmulCall(platform="cpu", dtype="float32", tokamax=False)
 
 
 @pytest.mark.parametrize(
     ("request_", "kernel"),
     [
         (CPU, "buckets"),
-        (Request(platform="tpu", dtype="bfloat16", tokamax=True), "megablox"),
-        (Request(platform="tpu", dtype="float16", tokamax=True), "ragged_dot"),
-        (Request(platform="gpu", dtype="bfloat16", tokamax=True), "tokamax"),
-        (Request(platform="gpu", dtype="bfloat16", tokamax=False), "ragged_dot"),
-        (Request(platform="another", dtype="float32", tokamax=True), "ragged_dot"),
+        (GroupedMatmulCall(platform="tpu", dtype="bfloat16", tokamax=True), "megablox"),
+        (GroupedMatmulCall(platform="tpu", dtype="float16", tokamax=True), "ragged_dot"),
+        (GroupedMatmulCall(platform="gpu", dtype="bfloat16", tokamax=True), "tokamax"),
+        (GroupedMatmulCall(platform="gpu", dtype="bfloat16", tokamax=False), "ragged_dot"),
+        (GroupedMatmulCall(platform="another", dtype="float32", tokamax=True), "ragged_dot"),
     ],
 )
-def test_choice(request_: Request, kernel: str) -> None:
+def test_choice(request_: GroupedMatmulCall, kernel: str) -> None:
     assert choose(request_) == select("auto", request_) == select(kernel, request_) == kernel
 
 
@@ -139,13 +139,17 @@ def test_choice(request_: Request, kernel: str) -> None:
             CPU,
             "'tokamax' is not installed: pip install.*; use auto, reference, ragged_dot, buckets, megablox$",
         ),
-        ("tokamax", Request(platform="tpu", dtype="float32", tokamax=True), "runs on GPU, got tpu"),
-        ("megablox", Request(platform="gpu", dtype="float32", tokamax=False), "runs on TPU.*got gpu"),
-        ("megablox", Request(platform="tpu", dtype="float16", tokamax=False), "float32 and bfloat16, got float16"),
-        ("gmm", CPU, "no kernel 'gmm'; use one of auto, reference"),
+        ("tokamax", GroupedMatmulCall(platform="tpu", dtype="float32", tokamax=True), "runs on GPU, got tpu"),
+        ("megablox", GroupedMatmulCall(platform="gpu", dtype="float32", tokamax=False), "runs on TPU.*got gpu"),
+        (
+            "megablox",
+            GroupedMatmulCall(platform="tpu", dtype="float16", tokamax=False),
+            "float32 and bfloat16, got float16",
+        ),
+        ("gmm", CPU, "unknown kernel 'gmm'; use one of auto, reference"),
     ],
 )
-def test_a_kernel_that_cannot_serve(kernel: str, request_: Request, message: str) -> None:
+def test_a_kernel_that_cannot_serve(kernel: str, request_: GroupedMatmulCall, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         select(kernel, request_)
 

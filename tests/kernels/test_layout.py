@@ -9,7 +9,7 @@ from jax import Array
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.kernels import layout
-from posttrain.kernels.layout import computed_once, layers_of
+from posttrain.kernels.layout import computed_once, unstack_layers
 
 STACK = jnp.arange(24.0).reshape(3, 4, 2)
 NOUGHT = jnp.int32(0)
@@ -22,9 +22,9 @@ def test_layers_of_a_stack_and_their_gradients(repeats: int) -> None:
     def total(stack: Array, cut: Any) -> Array:
         return sum(((number + 1) * jnp.sin(layer)).sum() for number, layer in enumerate(cut(stack)))
 
-    layers = jax.jit(layers_of)(stack, NOUGHT)
+    layers = jax.jit(unstack_layers)(stack, NOUGHT)
     assert_array_equal(jnp.stack(layers), stack)
-    found = jax.jit(jax.grad(total), static_argnums=1)(stack, lambda stack: layers_of(stack, NOUGHT))
+    found = jax.jit(jax.grad(total), static_argnums=1)(stack, lambda stack: unstack_layers(stack, NOUGHT))
     assert_array_equal(found, jax.jit(jax.grad(total), static_argnums=1)(stack, list))
 
 
@@ -33,7 +33,7 @@ def test_integers_have_layers_too() -> None:
     codes = jnp.arange(6, dtype=jnp.int8).reshape(3, 2)
 
     def total(scales: Array, codes: Array) -> Array:
-        parts = zip(layers_of(scales, NOUGHT), layers_of(codes, NOUGHT), strict=True)
+        parts = zip(unstack_layers(scales, NOUGHT), unstack_layers(codes, NOUGHT), strict=True)
         return sum((scale * code).sum() for scale, code in parts)
 
     assert_array_equal(jax.jit(jax.grad(total))(jnp.ones((3, 2)), codes), codes.astype(jnp.float32))
@@ -44,8 +44,8 @@ def test_places_are_given_to_kernels() -> None:
     """A place that the compiler knew would be part of a kernel, and so a kernel of its own."""
 
     @jax.jit
-    def program(stack: Array, nought: Array) -> list[Array]:
-        return [jnp.sin(layer) for layer in layers_of(stack, nought)]
+    def program(stack: Array, opaque_zero: Array) -> list[Array]:
+        return [jnp.sin(layer) for layer in unstack_layers(stack, opaque_zero)]
 
     text = program.lower(STACK, NOUGHT).compile().as_text()
     assert "dynamic-slice" in text and " slice(" not in text

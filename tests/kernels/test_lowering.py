@@ -12,7 +12,7 @@ from jax import export
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from posttrain.kernels.attention import dispatch, splash
-from posttrain.kernels.attention.request import Operands, Places, Request
+from posttrain.kernels.attention.call import AttentionCall, MaskInputs, Operands
 from posttrain.kernels.grouped_matmul import megablox
 from tests.kernels.attention_cases import CASES
 
@@ -33,7 +33,7 @@ def operands(length: int, head_dim: int, value_dim: int, dtype: type, *, sinks: 
     shape = jax.ShapeDtypeStruct
     q = shape((rows, length, heads, head_dim), dtype)
     k, v = (shape((rows, kv_heads, length, size), dtype) for size in (head_dim, value_dim))
-    places = Places(*[shape((rows, length), jnp.int32)] * 4, None)
+    places = MaskInputs(*[shape((rows, length), jnp.int32)] * 4, None)
     return Operands(q, k, v, places, shape((heads,), jnp.float32) if sinks else None)
 
 
@@ -75,7 +75,7 @@ def test_splash_on_a_mesh() -> None:
     )
     case = CASES["all"]
     given = operands(1024, 128, 128, jnp.bfloat16, sinks=True)
-    request = Request(
+    request = AttentionCall(
         platform="tpu",
         rows=4,
         num_queries=1024,

@@ -10,9 +10,9 @@ from jax import Array
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 
 from posttrain.kernels.attention import cudnn, ragged_refusal
+from posttrain.kernels.attention.call import MaskInputs, Operands, Variant
 from posttrain.kernels.attention.paged import _on_tpu, ragged_paged_attention
 from posttrain.kernels.attention.reference import single_query, visible
-from posttrain.kernels.attention.request import Operands, Places, Variant
 
 ROWS, HEADS, KV_HEADS, HEAD, PAGE, PAGES, WIDTH, REPEATS = 3, 4, 2, 8, 16, 7, 3, 2
 
@@ -72,7 +72,7 @@ def test_cudnns_call_for_one_query(window: int | None) -> None:
     k, v = drawn(ROWS, KV_HEADS, length, HEAD), drawn(ROWS, KV_HEADS, length, HEAD)
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (ROWS, length))
     ones = jnp.ones_like(positions)
-    places = Places(jnp.asarray([[3], [0], [11]], jnp.int32), positions, ones[:, :1], ones, None)
+    places = MaskInputs(jnp.asarray([[3], [0], [11]], jnp.int32), positions, ones[:, :1], ones, None)
     operands = Operands(drawn(ROWS, 1, HEADS, HEAD), k, v, places, None)
     variant = Variant(window=window, scale=0.3, soft_cap=None)
     expected = single_query(*operands[:3], visible(*places, window)[:, 0], scale=0.3, soft_cap=None, sinks=None)

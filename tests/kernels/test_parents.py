@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from posttrain.kernels.attention.request import Operands, Places
+from posttrain.kernels.attention.call import MaskInputs, Operands
 from tests.kernels.attention_cases import CASES, HEAD_DIM, HEADS, IMPLEMENTATIONS, KV_HEADS, VALUE_DIM, Case
 
 PROMPT, FIRST, SECOND = 150, 90, 144
@@ -28,9 +28,9 @@ def row(*values: int) -> Array:
     return jnp.asarray(np.repeat(np.asarray(values, np.int32), (PROMPT, FIRST, SECOND)))[None]
 
 
-def shared_places() -> Places:
+def shared_places() -> MaskInputs:
     positions = jnp.arange(LENGTH, dtype=jnp.int32)[None] - row(0, 0, FIRST)
-    return Places(positions, positions, segments := row(1, 2, 3), segments, row(0, 1, 1))
+    return MaskInputs(positions, positions, segments := row(1, 2, 3), segments, row(0, 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,11 @@ def test_answers_go_on_from_one_prompt(name: str, case: str) -> None:
             positions = jnp.arange(len(places), dtype=jnp.int32)[None]
             ones = jnp.ones_like(positions)
             operands = Operands(
-                q[:, places], k[:, :, places], v[:, :, places], Places(positions, positions, ones, ones, None), given
+                q[:, places],
+                k[:, :, places],
+                v[:, :, places],
+                MaskInputs(positions, positions, ones, ones, None),
+                given,
             )
             outs[own] = IMPLEMENTATIONS["reference"](operands, kind.variant)
             total += jnp.sum(outs[own] * weights[:, places])

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parents[1] / "goldens" / "losses"
 
-PER_TOKEN = ("logps", "entropy", "loss_weight", "sampler_logps", "old_logps", "ref_logps", "advantages")
+PER_TOKEN = ("logps", "entropy", "loss_weight", "sampler_logps", "behaviour_logps")
+PER_TOKEN += ("old_logps", "ref_logps", "advantages")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def sequences() -> Sequences:
     for prompt, length in [(3, 6), (1, 4), (2, 9), (4, 1), (2, 5), (1, 7)]:
         logps = -rng.exponential(1.0, prompt + length)
         one = {name: logps + rng.normal(0, 0.3, logps.shape) for name in ("sampler_logps", "old_logps", "ref_logps")}
+        one["behaviour_logps"] = one["sampler_logps"] + 0.1
         one |= {"logps": logps, "entropy": rng.uniform(0, 3, logps.shape)}
         one["advantages"] = np.full(logps.shape, rng.normal())
         one["loss_weight"] = (np.arange(prompt + length) >= prompt).astype(float)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -12,10 +13,11 @@ import numpy as np
 import pytest
 
 from posttrain.batch import LossOutput
-from posttrain.losses.kl import k2
+from posttrain.losses.importance import ImportanceSampling
+from posttrain.losses.kl import k1, k2
 from posttrain.losses.policy import DAPO, GRPO, GSPO, RLOO, PolicyLoss, dr_grpo
 from posttrain.losses.reduce import ConstantLength, sequence_mean, token_mean
-from posttrain.tree import Mean, replace
+from posttrain.tree import added, added_up, replace
 
 LOSSES = {
     "grpo": GRPO,
@@ -26,6 +28,7 @@ LOSSES = {
     "all_terms": replace(
         GRPO, dual_clip=1.5, kl_coef=0.1, kl_estimator=k2, kl_bias_correction=True, entropy_coef=0.01, reduce=token_mean
     ),
+    "importance": replace(DAPO, importance=ImportanceSampling(level="sequence_mean", bound="mask", low=0.9, high=1.2)),
 }
 APART = [[0], [1], [2], [3], [4], [5]]
 every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
@@ -44,11 +47,10 @@ def run(loss: PolicyLoss, rows: Any) -> tuple[LossOutput, np.ndarray]:
 
 def assert_same_outputs(actual: LossOutput, expected: LossOutput) -> None:
     assert set(actual.metrics) == set(expected.metrics)
-    for name, mean in {**actual.metrics, "loss": actual.loss}.items():
+    for name, metric in {**actual.metrics, "loss": actual.loss}.items():
         other = expected.loss if name == "loss" else expected.metrics[name]
-        np.testing.assert_allclose(
-            [mean.total, mean.weight], [other.total, other.weight], rtol=2e-6, atol=2e-6, err_msg=name
-        )
+        numbers = [jax.tree.leaves(one) for one in (metric, other)]
+        np.testing.assert_allclose(*numbers, rtol=2e-6, atol=2e-6, err_msg=name)
 
 
 def assert_same_gradient(one: tuple[np.ndarray, Any], other: tuple[np.ndarray, Any], indices: Sequence[int]) -> None:
@@ -82,12 +84,8 @@ def test_any_split_and_order_of_rows(
         out, grad = run(loss, part)
         outputs.append(out)
         assert_same_gradient((grad, part), (expected_grad, whole), order[start:stop])
-    zero = Mean(total=0.0, weight=0.0)
-    added = LossOutput(
-        loss=sum((out.loss for out in outputs), zero),
-        metrics={name: sum((out.metrics[name] for out in outputs), zero) for name in expected.metrics},
-    )
-    assert_same_outputs(added, expected)
+    assert_same_outputs(reduce(added, outputs), expected)
+    assert_same_outputs(added_up(jax.tree.map(lambda *one: jnp.stack(one), *outputs)), expected)
 
 
 @every_loss
@@ -115,7 +113,7 @@ def test_masked_tokens_may_hold_anything(
     def poisoned(x: Any) -> jax.Array:
         return jnp.where(masked, poison, x)
 
-    names = ("sampler_logps", "old_logps", "ref_logps", "advantages")
+    names = ("sampler_logps", "behaviour_logps", "old_logps", "ref_logps", "advantages")
     batch = replace(rows.batch, **{name: poisoned(vars(rows.batch)[name]) for name in names})
     stats = replace(rows.stats, logps=poisoned(rows.stats.logps), entropy=poisoned(rows.stats.entropy))
     actual, grad = run(loss, replace(rows, stats=stats, batch=batch))
@@ -125,35 +123,50 @@ def test_masked_tokens_may_hold_anything(
 
 
 @every_loss
-def test_first_update_on_policy(sequences: Any, lay_out: Callable[..., Any], loss: PolicyLoss) -> None:
+def test_without_old_logps_the_gradient_is_the_plain_policy_gradient(
+    sequences: Any, lay_out: Callable[..., Any], loss: PolicyLoss
+) -> None:
+    """Bitwise ratio 1 and nothing clipped, however far the sampler's log-probabilities are: rounding in bfloat16."""
     rows = lay_out(sequences, [[0, 1], [2, 3, 4], [5]], 24)
     logps = rows.stats.logps
-    batch = replace(rows.batch, sampler_logps=logps, old_logps=None, ref_logps=logps)
-    on_policy = replace(rows, batch=batch)
-    out, grad = run(replace(loss, entropy_coef=0.0), on_policy)
-    assert out.metrics["ratio/mean"].value() == 1.0
-    for name in ("kl", "approx_kl", "sampling/logp_difference/mean", "clip_ratio/region_mean"):
-        assert out.metrics[name].value() == 0.0, name
-    # The plain policy gradient, -A of each token; a mean over the sequence divides it by the sequence's tokens.
+    plain = replace(loss, entropy_coef=0.0, importance=None)
+    gradients = []
+    for noise in (0.0, 6e-3, 0.3):
+        sampler = logps + np.random.default_rng(1).normal(0, noise, logps.shape).astype(np.float32)
+        batch = replace(rows.batch, sampler_logps=sampler, old_logps=None, ref_logps=logps)
+        out, grad = run(plain, replace(rows, batch=batch))
+        assert out.metrics["ratio/mean"].value() == 1.0
+        for name in ("kl", "approx_kl", "clip_ratio/region_mean"):
+            assert out.metrics[name].value() == 0.0, name
+        assert (out.metrics["sampling/logp_difference/max"].value() > 0) == (noise > 0)
+        gradients.append(grad)
+    np.testing.assert_array_equal(gradients[0], gradients[1])
+    np.testing.assert_array_equal(gradients[0], gradients[2])
+    # -A of each token; a mean over the sequence divides it by the sequence's tokens.
     divided = loss.reduce is sequence_mean and loss.ratio != "sequence_sum"
     for place in rows.where.values():
-        weight = batch.loss_weight[place]
-        expected = -batch.advantages[place] * weight / (weight.sum() if divided else 1.0)
-        np.testing.assert_allclose(grad[place], expected, rtol=1e-5, atol=1e-7)
+        weight = rows.batch.loss_weight[place]
+        expected = -rows.batch.advantages[place] * weight / (weight.sum() if divided else 1.0)
+        np.testing.assert_allclose(gradients[0][place], expected, rtol=1e-5, atol=1e-7)
 
 
-def test_old_policy_is_old_logps_then_sampler_logps(sequences: Any, lay_out: Callable[..., Any]) -> None:
+def test_the_sampler_is_compared_with_the_trainer_on_fresh_tokens(sequences: Any, lay_out: Callable[..., Any]) -> None:
+    """Whatever the proximal policy is; older tokens have a mean of their own, and no part in the others."""
     rows = lay_out(sequences, APART, 12)
-    sampler = replace(rows, batch=replace(rows.batch, old_logps=None))
-    swapped = replace(rows, batch=replace(rows.batch, old_logps=rows.batch.sampler_logps, sampler_logps=None))
-    np.testing.assert_array_equal(run(DAPO, sampler)[1], run(DAPO, swapped)[1])
-    assert np.abs(run(DAPO, rows)[1] - run(DAPO, sampler)[1]).max() > 1e-3
-    out, _ = run(DAPO, rows)
-    weight = rows.batch.loss_weight
-    difference = np.abs(rows.batch.old_logps - rows.batch.sampler_logps) * weight
-    np.testing.assert_allclose(
-        out.metrics["sampling/logp_difference/mean"].value(), difference.sum() / weight.sum(), rtol=1e-5
-    )
+    assert np.abs(run(DAPO, rows)[1] - run(DAPO, replace(rows, batch=replace(rows.batch, old_logps=None)))[1]).max() > 0
+    gap = np.abs(rows.stats.logps - rows.batch.sampler_logps)
+    sampled = rows.batch.loss_weight > 0
+    stale = np.zeros(rows.batch.shape, np.int32)
+    stale[:3] = 2
+    for staleness in (None, stale):
+        out, _ = run(DAPO, replace(rows, batch=replace(rows.batch, staleness=staleness)))
+        counted = sampled & (True if staleness is None else staleness == 0)
+        found = {name: out.metrics[f"sampling/logp_difference/{name}"].value() for name in ("mean", "max", "outliers")}
+        expected = {"mean": gap[counted].mean(), "max": gap[counted].max(), "outliers": (gap[counted] > 0.5).mean()}
+        assert found == pytest.approx(expected, rel=1e-5) and 0 < expected["outliers"] < 0.5
+        if staleness is not None:
+            old = out.metrics["sampling/logp_difference/stale_mean"].value()
+            assert old == pytest.approx(gap[sampled & (staleness > 0)].mean(), rel=1e-5)
 
 
 def test_metrics_that_the_batch_cannot_give_are_absent(sequences: Any, lay_out: Callable[..., Any]) -> None:
@@ -165,7 +178,8 @@ def test_metrics_that_the_batch_cannot_give_are_absent(sequences: Any, lay_out: 
     )
     full, _ = run(DAPO, rows)
     out, _ = run(DAPO, bare)
-    assert set(full.metrics) - set(out.metrics) == {"kl", "entropy", "sampling/logp_difference/mean"}
+    gap = {f"sampling/logp_difference/{name}" for name in ("mean", "max", "outliers")}
+    assert set(full.metrics) - set(out.metrics) == {"kl", "entropy", *gap}
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
@@ -191,7 +205,11 @@ def test_what_is_missing_is_named(sequences: Any, lay_out: Callable[..., Any]) -
     missing = [
         (GRPO, {"ref_logps": None}, r"batch\.ref_logps is None but kl_coef=0\.04 needs it"),
         (DAPO, {"advantages": None}, r"batch\.advantages is None"),
-        (DAPO, {"old_logps": None, "sampler_logps": None}, "neither old_logps nor sampler_logps"),
+        (
+            LOSSES["importance"],
+            {"behaviour_logps": None},
+            r"batch\.behaviour_logps is None but importance sampling needs it",
+        ),
     ]
     for loss, absent, message in missing:
         with pytest.raises(ValueError, match=message):
@@ -206,6 +224,7 @@ def test_what_is_missing_is_named(sequences: Any, lay_out: Callable[..., Any]) -
         ({"clip_low": 0.0}, "must be positive"),
         ({"dual_clip": 1.1}, "dual_clip=1.1 must be at least"),
         ({"kl_coef": -0.1}, "must not be negative"),
+        ({"kl_estimator": k1, "kl_bias_correction": False}, "the gradient of k1 is 0 in expectation"),
     ],
 )
 def test_bad_values(fields: dict[str, Any], message: str) -> None:
@@ -217,6 +236,7 @@ def test_presets() -> None:
     assert (GRPO.reduce, GRPO.kl_coef, GRPO.clip_low, GRPO.clip_high) == (sequence_mean, 0.04, 0.2, 0.2)
     assert (DAPO.reduce, DAPO.kl_coef, DAPO.clip_low, DAPO.clip_high) == (token_mean, 0.0, 0.2, 0.28)
     assert (GSPO.ratio, GSPO.clip_low, GSPO.clip_high) == ("sequence_mean", 3e-4, 4e-4)
+    assert [x.kl_bias_correction for x in (GRPO, DAPO, RLOO, GSPO)] == [True, True, True, False]
     assert (RLOO.ratio, RLOO.reduce, RLOO.kl_coef) == ("sequence_sum", sequence_mean, 0.0)
     assert dr_grpo(128).reduce == ConstantLength(128)
     assert len({*LOSSES.values(), dr_grpo(16), replace(GRPO)}) == len(LOSSES)

@@ -16,7 +16,7 @@ from posttrain.batch import Batch, LossOutput, RouterStats, TokenStats
 from posttrain.config import MeshSection, OptimizerSection
 from posttrain.errors import ConfigError
 from posttrain.losses.policy import DAPO, GRPO, GSPO, RLOO, dr_grpo
-from posttrain.losses.router import RouterLoss, check_weight, corrected, load_metrics, weight_of
+from posttrain.losses.router import RouterLoss, check_weight, load_metrics, updated_correction, weight_of
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.metrics import tables, to_host
@@ -184,12 +184,12 @@ def test_a_weight_that_depends_on_the_model_is_refused() -> None:
 
 def test_the_correction_moves_against_the_load() -> None:
     load = jnp.asarray([[0.0, 6.0, 3.0, 3.0]])
-    assert_allclose(corrected(jnp.asarray([[1.0, 1.0, 1.0, 1.0]]), load, 0.1), [[1.1, 0.9, 1.0, 1.0]])
+    assert_allclose(updated_correction(jnp.asarray([[1.0, 1.0, 1.0, 1.0]]), load, 0.1), [[1.1, 0.9, 1.0, 1.0]])
 
 
 def test_no_correction_of_a_balanced_mixture() -> None:
     """Whatever the number of experts: a mean of equal counts may miss them by rounding."""
-    compiled = jax.jit(corrected, static_argnums=2)
+    compiled = jax.jit(updated_correction, static_argnums=2)
     for experts in (3, 6, 7, 24, 41, 60):
         load = jnp.arange(1.0, 60.0)[:, None] * jnp.ones((1, experts))
         assert_array_equal(compiled(jnp.zeros(load.shape), load, 0.1), jnp.zeros(load.shape))
@@ -227,8 +227,8 @@ def test_biases_of_experts_are_not_decayed() -> None:
 @pytest.mark.parametrize(
     ("config", "rate", "adapter", "message"),
     [
-        (tiny_config(), 0.0, False, "router: qwen3 has no mixture of experts to balance; remove the section router"),
-        (PLAIN, 0.1, False, "the routers of qwen3 have no correction of their choice; use router.balance_coef"),
+        (tiny_config(), 0.0, False, "router: qwen3 has no MoE layer to balance; remove the section router"),
+        (PLAIN, 0.1, False, "the routers of qwen3 have no bias correction; use router.balance_coef"),
         (CONFIG, 0.1, True, "router.correction_rate=0.1: an adapter cannot hold the corrections; set it to 0"),
     ],
     ids=["dense", "no-correction", "adapter"],
@@ -241,5 +241,5 @@ def test_what_cannot_be_balanced(config: ModelConfig, rate: float, adapter: bool
 def test_a_trainer_asks_whether_its_model_can_be_balanced() -> None:
     with pytest.raises(ConfigError, match="no mixture"):
         trainer(model=tiny_model())
-    with pytest.raises(ConfigError, match="no correction"):
+    with pytest.raises(ConfigError, match="no bias correction"):
         trainer(model=mixture_model(PLAIN), correction_rate=0.1)

@@ -198,9 +198,9 @@ def test_few_ids_are_near_and_the_loss_weighs_the_distance() -> None:
     expected = [-whole.logps[0, 2:].sum(), -np.take_along_axis(log_softmax(c.teacher), c.theirs[:, None], -1).sum()]
     np.testing.assert_allclose([nll.total for nll in nlls], expected, rtol=1e-5)
     assert [nll.weight for nll in nlls] == [len(c.tokens)] * 2 and plain.metrics["distill/covered_tokens"].value() == 1
-    with pytest.raises(ValueError, match="give the trainer a teacher of groups"):
+    with pytest.raises(ValueError, match="give the trainer a cross-tokenizer teacher"):
         DistillLoss(0.0, uld=1.0)(replace(whole, sorted_distance=None), batch)
-    with pytest.raises(ValueError, match="groups of tokens are of one teacher"):
+    with pytest.raises(ValueError, match="token groups need exactly one teacher"):
         token_stats(
             lambda x: x,
             jnp.zeros((*zeros.shape, OWN)),

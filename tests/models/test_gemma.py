@@ -298,16 +298,16 @@ def test_golden_with_images_in_the_other_layout(tmp_path: Path) -> None:
         ),
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported: Gemma 3 has no cap"),
         (GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported: "),
-        (GEMMA4 | MIXTURE | {"num_experts": None}, "num_experts: the model's config.json must have it"),
+        (GEMMA4 | MIXTURE | {"num_experts": None}, "num_experts: missing in the model's config.json"),
         (GEMMA4 | {"num_kv_shared_layers": 1}, "num_kv_shared_layers=1 leaves no layer of type full_attention whose"),
         (
             GEMMA4 | {"num_kv_shared_layers": 9},
             "num_kv_shared_layers=9 leaves no layer of type full_attention, s",
         ),
-        (GEMMA4 | {"per_layer_config": {"6": {}}}, "per_layer_config: 6 is no layer; there are 6, from 0 on"),
+        (GEMMA4 | {"per_layer_config": {"6": {}}}, "per_layer_config: 6 is not a layer index; use 0 to 5"),
         (GEMMA4 | {"per_layer_config": {"5": {"window": 3}}}, "per_layer_config.5: window: unknown field"),
         (GEMMA4 | INPUTS | {"vocab_size_per_layer_input": 60}, "vocab_size_per_layer_input=60 must be at least vocab_"),
-        ({"model_type": "gemma3"}, "text_config: the model's config.json must have it"),
+        ({"model_type": "gemma3"}, "text_config: missing in the model's config.json"),
     ],
 )
 def test_what_config_json_may_not_say(fields: dict[str, Any], message: str) -> None:

@@ -58,7 +58,7 @@ def test_the_head_is_trained_beside_an_adapter() -> None:
 
 def test_what_has_no_form_on_disk() -> None:
     config = load_model(GOLDENS / "llama").config
-    with pytest.raises(ConfigError, match="no sequence classifier of granite"):
+    with pytest.raises(ConfigError, match="no sequence classifier for granite"):
         reward_config(replace(config, model_type="granite"))
     with pytest.raises(ConfigError, match="is no model ForCausalLM"):
         reward_config(replace(config, hf_json=json.dumps({"architectures": ["BertModel"]})))

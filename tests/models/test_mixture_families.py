@@ -26,7 +26,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf, config_from_init, config_to_hf
 from posttrain.models.moe import Router
 from posttrain.weights.load import load_model
-from posttrain.weights.mxfp4 import BLOCKS, SCALES, dequantized, unpacked
+from posttrain.weights.mxfp4 import BLOCKS, SCALES, dequantized, merge_mxfp4
 from posttrain.weights.save import hf_tensors, save_model
 from posttrain.weights.state import ModelWeights
 from posttrain.weights.tensor_file import open_tensors
@@ -232,10 +232,10 @@ def test_mixtures_of_a_config() -> None:
     [
         ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be at least 1"),
         ("qwen3_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 must be from 1 to 4, the experts"),
-        ("gpt_oss", {"rope_parameters": None}, "rope_scaling: the model's config.json must have it"),
+        ("gpt_oss", {"rope_parameters": None}, "rope_scaling: missing in the model's config.json"),
         ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5 is not supported: the activation's gain is fixed"),
         ("deepseek_v3", {"n_group": 4}, "n_group=4 must split the 6 experts evenly, into groups of 2 or more"),
-        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported: the router's scores"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax' is not supported: router scores"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2 is not supported: latent attention has"),
         ("glm4_moe", {"topk_group": 4}, "topk_group=4 must be from 1 to n_group=3"),
     ],
@@ -257,7 +257,7 @@ def test_layers_for_further_tokens_are_left_out(tmp_path: Path, caplog: pytest.L
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     with caplog.at_level(logging.WARNING, "posttrain.weights"):
         model = load_model(folder)
-    said = f"{folder}: 2 tensors of layers that predict further tokens are not loaded"
+    said = f"{folder}: 2 tensors of multi-token prediction layers are not loaded"
     assert [record.message for record in caplog.records] == [said]
     assert config_to_hf(model.config)["num_nextn_predict_layers"] == 0
     assert {name for name, _ in hf_tensors(model)} == tensors.keys()
@@ -287,7 +287,7 @@ def test_mxfp4_files(tmp_path: Path) -> None:
 
 def test_other_quantisations_are_refused() -> None:
     config = json.loads((GOLDENS / PACKED_FILE / "config.json").read_text())
-    with pytest.raises(ConfigError, match="quantization_config: weights quantised by 'awq' are not supported"):
+    with pytest.raises(ConfigError, match="quantization_config: weights quantized by 'awq' are not supported"):
         config_from_hf(config | {"quantization_config": {"quant_method": "awq"}})
 
 
@@ -310,7 +310,7 @@ def test_parts_of_an_mxfp4_tensor(tmp_path: Path) -> None:
     save_file({"a.down_proj_blocks": blocks, "a.down_proj_scales": scales}, tmp_path / "x.safetensors")
     whole = dequantized(blocks, scales).swapaxes(1, 2)
     with ExitStack() as stack:
-        tensors = unpacked(open_tensors(tmp_path / "x.safetensors", stack))
+        tensors = merge_mxfp4(open_tensors(tmp_path / "x.safetensors", stack))
         packed = tensors["a.down_proj"]
         assert (list(tensors), packed.shape, packed.kind) == (["a.down_proj"], (3, 128, 10), "BF16")
         for region in (

@@ -17,8 +17,8 @@ from posttrain.config import MeshSection
 from posttrain.errors import ConfigError
 from posttrain.mesh import BATCH_SPEC, make_mesh
 from posttrain.models.config import Compute, MLPConfig, MoEConfig, RouterConfig, stages_of
-from posttrain.models.context import Context, Place, Routing, Tape
 from posttrain.models.decoder import Decoder
+from posttrain.models.forward_state import Context, ForwardState, LayerIndex, Routing
 from posttrain.models.moe import MoE, correction_paths, router_stats
 from posttrain.weights.state import ModelWeights
 from tests.mixtures import MIXTURE, mixture_config, mixture_model
@@ -30,9 +30,9 @@ FORWARD: dict[Any, Any] = {}
 def inputs(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Two sequences and some padding in each row."""
     tokens = np.random.default_rng(seed).integers(0, 512, (ROWS, LENGTH)).astype(np.int32)
-    place = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), tokens.shape)
-    segments = np.where(place < 4, 1, np.where(place < 9, 2, 0)).astype(np.int32)
-    return tokens, np.where(place < 4, place, place - 4).astype(np.int32), segments
+    index = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), tokens.shape)
+    segments = np.where(index < 4, 1, np.where(index < 9, 2, 0)).astype(np.int32)
+    return tokens, np.where(index < 4, index, index - 4).astype(np.int32), segments
 
 
 def run(model: Decoder, experts: Any = None, *, rows: int = ROWS) -> tuple[np.ndarray, Routing]:
@@ -70,11 +70,11 @@ def test_a_mixture_is_the_weighted_sum_of_the_chosen_experts() -> None:
         experts=None,
         layer_inputs=None,
     )
-    out = np.asarray(moe(jnp.asarray(x), context, Tape(cache=None), Place(0, 0, 1, 0)))
+    out = np.asarray(moe(jnp.asarray(x), context, ForwardState(cache=None), LayerIndex(0, 0, 1, 0)))
     logits = x @ p["router.proj.kernel"] + p["router.proj.bias"]
     scores = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    for place in np.ndindex(2, 5):
-        token, score = x[place], scores[place]
+    for index in np.ndindex(2, 5):
+        token, score = x[index], scores[index]
         chosen = np.argsort(-(score + p["router.correction"]), kind="stable")[:3]
         shared = silu(token @ p["shared.gate.kernel"]) * (token @ p["shared.up.kernel"]) @ p["shared.down.kernel"]
         expected = shared / (1 + np.exp(-(token @ p["shared_gate.kernel"])))
@@ -83,7 +83,7 @@ def test_a_mixture_is_the_weighted_sum_of_the_chosen_experts() -> None:
             up = token @ p["experts.up"][e] + p["experts.up_bias"][e]
             down = silu(gate) * up @ p["experts.down"][e] + p["experts.down_bias"][e]
             expected = expected + score[e] / score[chosen].sum() * down
-        assert_allclose(out[place], expected, atol=2e-5)
+        assert_allclose(out[index], expected, atol=2e-5)
 
 
 class Result:

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from posttrain.data.byte_tokenizer import FIRST_CONTROL_ID
 from posttrain.rl.types import Example, Group, Trajectory
+
+
+def example(index: int, text: str) -> Example:
+    """A plain prompt in tokens of bytes, as `Renderer` makes them."""
+    return Example(
+        index=index,
+        row={"prompt": text},
+        messages=[{"role": "user", "content": text}],
+        prompt_tokens=[FIRST_CONTROL_ID + 1, *text.encode()],
+        plain=True,
+    )
 
 
 def trajectory(
@@ -22,13 +35,11 @@ def trajectory(
     """A sample whose first `num_prompt` tokens are the prompt."""
     count = len(tokens)
     sampled = [index >= num_prompt for index in range(count)]
-    messages = [{"role": "user", "content": prompt}]
+    asked = replace(example(0, prompt), row=dict(row or {"prompt": prompt}), plain=plain)
     return Trajectory(
-        example=Example(
-            index=0, row=dict(row or {"prompt": prompt}), messages=messages, length=len(prompt), plain=plain
-        ),
+        example=asked,
         sample=sample,
-        messages=[*messages, {"role": "assistant", "content": text}],
+        messages=[*asked.messages, {"role": "assistant", "content": text}],
         text=text,
         tokens=list(tokens),
         sampled=sampled,

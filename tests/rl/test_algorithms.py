@@ -32,6 +32,8 @@ def test_overrides() -> None:
     assert algorithm.loss == replace(GSPO, kl_coef=0.01, clip_low=0.1, clip_high=0.3)
     assert algorithm.advantage is centered
     assert make_algorithm("grpo", max_tokens=64, kl_coef=0.0).loss == replace(GRPO, kl_coef=0.0)
+    with pytest.raises(ConfigError, match=r"^dual_clip=1.1 must be at least 1 \+ clip_high"):
+        make_algorithm("grpo", max_tokens=64, dual_clip=1.1)
 
 
 def test_unknown_name() -> None:

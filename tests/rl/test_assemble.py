@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.rl.assemble import assemble
 from tests.rl.helpers import trajectory
+
+ONE = np.ones((1, 1), np.float32)
 
 
 def test_trajectories_are_packed_with_their_arrays_and_invalid_ones_left_out() -> None:
@@ -25,6 +30,29 @@ def test_trajectories_are_packed_with_their_arrays_and_invalid_ones_left_out() -
     assert_allclose(batch.sampler_logps[0], [0, -0.5, -0.5, 0, 0, -0.5, -0.5, 0])
     assert not batch.segments[1:].any()
     assert batch.ref_logps is None
+
+
+def test_where_a_token_was_drawn_stands_beside_it() -> None:
+    """Its probability there, and how many updates ago that was; of the prompt nothing."""
+    sample = replace(trajectory(tokens=[1, 2, 3], num_prompt=1), kept_logps=[0.0, -0.2, 0.0], versions=[-1, 3, 5])
+    made = {
+        version: assemble([[sample]], ONE, ONE > 0, row_tokens=4, num_rows=1, version=version) for version in (None, 5)
+    }
+    for batch in made.values():
+        assert_allclose(batch.sampler_logps[0], [0, -0.5, -0.5, 0])
+        assert_allclose(batch.behaviour_logps[0], [0, -0.3, -0.5, 0])
+    assert made[None].staleness is None
+    assert_array_equal(made[5].staleness[0], [0, 2, 0, 0])
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(1, 2), (2, 2), (3, 4), (5, 8), (9, 16), (16, 16)])
+def test_recorded_experts_take_no_more_rows_than_an_eighth_a_quarter_a_half_or_all(rows: int, expected: int) -> None:
+    sample = replace(trajectory(tokens=[1, 2, 3]), experts=np.zeros((3, 2, 3), np.int16))
+    group, advantages = [[sample] * rows], np.ones((1, rows), np.float32)
+    batch = assemble(group, advantages, advantages > 0, row_tokens=4, num_rows=16)
+    assert {len(array) for array in vars(batch).values() if array is not None} == {expected}
+    plain = [[replace(sample, experts=None)] * rows]
+    assert len(assemble(plain, advantages, advantages > 0, row_tokens=4, num_rows=16).tokens) == 16
 
 
 def test_every_valid_token_stands_exactly_once() -> None:

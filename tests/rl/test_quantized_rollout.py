@@ -14,10 +14,11 @@ from numpy.testing import assert_allclose, assert_array_equal
 from posttrain.cluster.cluster import Role
 from posttrain.config import LoRA, MeshSection, RolloutQuantize
 from posttrain.data.tokenizer import load_tokenizer
+from posttrain.losses.importance import ImportanceSampling
 from posttrain.mesh import make_mesh, param_sharding
 from posttrain.metrics import CompileCounter, to_host
 from posttrain.models.quant import Quantized
-from posttrain.rl.step import check_agreement
+from posttrain.rl.guards import check_agreement
 from posttrain.rollout.engine import NativeEngine
 from posttrain.weights.lora import attach_lora, merged
 from posttrain.weights.quantize import Copies, quantize_model
@@ -75,7 +76,7 @@ def test_a_copy_of_a_split_model() -> None:
 
 def quantized_world(kind: RolloutQuantize) -> World:
     tokenizer = load_tokenizer("bytes")
-    world = World(tokenizer, lora=True, optimizer=sgd(0.5), recompute=True)
+    world = World(tokenizer, lora=True, optimizer=sgd(0.5), old_logps="trainer", importance=ImportanceSampling())
     model = world.trainer.model
     engine = NativeEngine(
         model, slots=8, max_length=ROW, decode_steps=8, tokenizer_decode=tokenizer.decode, quantize=kind
@@ -90,8 +91,8 @@ def test_an_update_with_a_quantised_sampler(kind: RolloutQuantize, caplog: pytes
     with caplog.at_level("INFO", "posttrain.weights"):
         world = quantized_world(kind)
     (told,) = (record.getMessage() for record in caplog.records)
-    assert f"its matrices stored in {kind}; products are in float32" in told
-    assert ("cpu has no fp8 here and emulates it" in told) == (kind == "fp8")
+    assert f"its matrices stored in {kind} and dequantized per layer for products in float32" in told
+    assert ("cpu has no native fp8 and emulates it" in told) == (kind == "fp8")
     weights = ModelWeights(world.trainer.model)
     matrices = sum(
         array.nbytes for path, array in weights.read().items() if re.search(r"(attention|mlp)\.\w+\.k", path)
@@ -106,7 +107,10 @@ def test_an_update_with_a_quantised_sampler(kind: RolloutQuantize, caplog: pytes
     gap = np.abs(batch.old_logps - batch.sampler_logps)[sampled].mean()
     assert_allclose(metrics["sampling/logp_difference/mean"], gap, rtol=1e-4)
     assert 1e-4 < gap < (0.02 if kind == "int8" else 0.08)
-    check_agreement(metrics, 1)
+    check_agreement(outcome.metrics, 1)
+    assert_allclose(metrics["sampling/importance_sampling_ratio/mean"], 1.0, atol=0.05)
+    ratios = np.exp(batch.old_logps - batch.behaviour_logps)[sampled]
+    assert_allclose(metrics["sampling/importance_sampling_ratio/max"], ratios.max(), rtol=1e-4)
     programs = len(world.cluster.engine.programs), world.trainer.num_programs
     second = to_host(world.step().metrics)
     assert_allclose(second["ratio/mean"], 1.0, atol=1e-4)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import math
+import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +18,8 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from posttrain.errors import ConfigError, RunError
-from posttrain.rl.rewards import Reward, Rubric, error_lines, missing_arguments
-from posttrain.rl.step import RewardWatch
+from posttrain.rl.guards import NoRewardGuard
+from posttrain.rl.rewards import Reward, Rubric, _accepted, error_lines, missing_arguments
 from posttrain.rl.types import Rewards
 from posttrain.runtime.run_async import run_async
 from tests.rl.helpers import groups, trajectory
@@ -25,9 +29,8 @@ TEXTS = (("x", "yy"), ("zzz", ""))
 
 def score(*functions: Callable[..., Any], texts: Any = TEXTS, **kwargs: Any) -> Rewards:
     rows = [{"prompt": f"p{i}", "answer": f"a{i}"} for i in range(len(texts))]
-    rewards = [
-        Reward(function=f, weight=kwargs.get("weight", 1.0), timeout_s=kwargs.get("timeout_s", 60.0)) for f in functions
-    ]
+    fields: dict[str, Any] = {"weight": 1.0, "timeout_s": 60.0, **kwargs}
+    rewards = [Reward(function=f, **fields) for f in functions]
     return run_async(Rubric(rewards).score(groups(texts, rows)))
 
 
@@ -87,8 +90,10 @@ def test_an_exception_costs_only_the_samples_that_cause_it() -> None:
 
 
 def test_only_the_sample_that_hangs_loses_its_reward() -> None:
-    def hangs(completions: list[str]) -> list[float]:
-        time.sleep(30 if "zzz" in completions else 0)
+    def hangs(completions: list[str], log_metric: Any, log_extra: Any) -> list[float]:
+        time.sleep(1.2 if "zzz" in completions else 0)
+        log_metric("late", 1.0)
+        log_extra("late", ["x"])
         return [1.0] * len(completions)
 
     async def stalls(completions: list[str]) -> list[float]:
@@ -96,14 +101,41 @@ def test_only_the_sample_that_hangs_loses_its_reward() -> None:
         return [1.0] * len(completions)
 
     start = time.monotonic()
-    rewards = score(hangs, stalls, timeout_s=0.3)
-    assert time.monotonic() - start < 10
+    rewards = score(hangs, stalls, timeout_s=0.8)
+    assert time.monotonic() - start < 1.1, "one time-out, not two"
     assert_array_equal(rewards.total_PG, [[math.nan, 2.0], [math.nan, 2.0]])
     found = {(e.function, e.prompt, e.sample, e.kind, e.error) for e in rewards.errors}
     assert found == {
-        ("hangs", 1, 0, "timeout", "no answer within 0.3 s"),
-        ("stalls", 0, 0, "timeout", "no answer within 0.3 s"),
+        ("hangs", 1, 0, "timeout", "no answer within 0.8 s"),
+        ("stalls", 0, 0, "timeout", "no answer within 0.8 s"),
     }
+    time.sleep(0.6)
+    assert rewards.metrics == {} and rewards.extras == {}, "written after the time-out"
+
+
+def test_calls_that_never_return_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.rl.reward_threads.MAX_ABANDONED", 3)
+    release = threading.Event()
+
+    def hangs(completions: list[str]) -> list[float]:
+        release.wait(30)
+        return [1.0] * len(completions)
+
+    async def sleeps(completions: list[str]) -> list[float]:
+        await asyncio.sleep(30)
+        return []
+
+    rubric = Rubric([Reward(function=f, weight=1.0, timeout_s=0.1) for f in (hangs, sleeps)])
+    before = threading.active_count()
+    for _ in range(3):
+        rewards = run_async(rubric.score(groups(TEXTS)))
+    assert np.isnan(rewards.total_PG).all()
+    assert threading.active_count() - before <= 3 + 4, "those of one step, and none of a coroutine, which is cancelled"
+    message = next(error.error for error in rewards.errors if error.function == "hangs")
+    assert message.startswith("not called: 3 earlier calls have not returned") and "file.py:function" in message
+    release.set()
+    time.sleep(0.1)
+    assert not np.isnan(run_async(rubric.score(groups(TEXTS))).parts_PG["hangs"]).any()
 
 
 def test_a_timeout_inside_a_function_is_its_own_error() -> None:
@@ -153,41 +185,89 @@ def test_steps_without_any_reward_end_the_run_unless_one_comes_between() -> None
         return [None] * len(completions)
 
     nothing, something = score(never), score(length)
-    watch = RewardWatch(2)
+    watch = NoRewardGuard(2)
     for step in range(3):
-        watch.see(step, score())  # of a run that has no functions
+        watch.check(step, score())  # of a run that has no functions
     for step, rewards in enumerate((nothing, something, nothing, something), start=1):
-        watch.see(step, rewards)
-    watch.see(5, nothing)
+        watch.check(step, rewards)
+    watch.check(5, nothing)
     with pytest.raises(
         RunError, match="step 6: no sample has a reward, in 2 steps in a row.*the functions return None"
     ):
-        watch.see(6, nothing)
+        watch.check(6, nothing)
 
 
-def test_failing_on_every_sample_stops_the_run() -> None:
+def test_failing_on_every_sample_ends_a_run_only_where_it_goes_on() -> None:
     def broken(completions: list[str]) -> list[float]:
         raise KeyError("answer")
 
-    with pytest.raises(ConfigError, match="reward broken: failed on every sample; the first error: KeyError: 'answer'"):
-        score(broken)
+    for on_error in ("drop", 0.0):
+        rewards = score(broken, on_error=on_error)
+        assert len(rewards.errors) == 4
+        watch = NoRewardGuard(2)
+        watch.check(1, rewards)
+        with pytest.raises(RunError, match=r"step 2: no sample has a reward.*\(reward broken: KeyError: 'answer' "):
+            watch.check(2, rewards)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("3", "a value must be a finite number or None, got '3'"),
+        (math.nan, "a value must be a finite number or None, got nan"),
+        (-math.inf, "a value must be a finite number or None, got -inf"),
+        (np.zeros(2), r"a value must be a finite number or None, got array\(\[0., 0.\]\)"),
+        (ValueError("of a judge"), "ValueError: of a judge"),
+    ],
+)
+def test_a_wrong_value_is_an_error_of_its_sample(value: Any, message: str) -> None:
+    calls = []
+
+    def odd(completions: list[str]) -> list[Any]:
+        calls.append(completions)
+        return [value if text == "zzz" else np.float32(1) for text in completions]
+
+    (error,) = (rewards := score(odd)).errors
+    assert (error.prompt, error.sample, error.kind) == (1, 0, "error") and re.fullmatch(message, error.error)
+    assert_array_equal(rewards.total_PG, [[1.0, 1.0], [math.nan, 1.0]])
+    assert len(calls) == 1, "the other values of the call are right"
 
 
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (0.5, "must return a list of 4 numbers or None, got float"),
-        ([1.0], "must return one value per completion, got 1 for 4"),
-        ([1.0, 2.0, "3", 4.0], "each value must be a finite number or None, got '3'"),
-        ([1.0, 2.0, math.nan, 4.0], "each value must be a finite number or None, got nan"),
+        (0.5, "must return a list of 1 numbers or None, got float"),
+        ([1.0, 2.0], "must return one value per completion, got 2 for 1"),
+        ({"reward": 1.0}, "must return a list of 1 numbers or None, got dict"),
     ],
 )
-def test_a_broken_contract_stops_the_run(result: Any, message: str) -> None:
-    def broken() -> Any:
-        return result
+def test_a_result_of_the_wrong_form_is_an_error_of_the_samples_alone(result: Any, message: str) -> None:
+    def broken(completions: list[str]) -> Any:
+        return result if "x" in completions else [1.0] * len(completions)
 
-    with pytest.raises(ConfigError, match=f"reward broken: {message}"):
-        score(broken)
+    (error,) = (rewards := score(broken)).errors
+    assert error.error == message
+    assert_array_equal(rewards.total_PG, [[math.nan, 1.0], [1.0, 1.0]])
+
+
+def test_samples_scored_alone_without_need_are_told() -> None:
+    def logs(completions: list[str], log_extra: Any) -> list[float]:
+        log_extra("half", completions[:1])
+        return [0.0] * len(completions)
+
+    def slow(completions: list[str]) -> list[float]:
+        time.sleep(0.3)
+        return [float(len(text)) for text in completions]
+
+    rewards = score(logs, slow, timeout_s=0.5)
+    assert rewards.extras == {} and not rewards.errors
+    assert_array_equal(rewards.total_PG, [[1.0, 2.0], [3.0, 0.0]])
+    of_logs, of_slow = error_lines(rewards, groups(TEXTS))
+    assert of_logs == (
+        "reward logs: the call on all 4 samples failed, each alone did not: "
+        "log_extra('half') must be given one value per completion, got 1 for 4"
+    )
+    assert of_slow.startswith("reward slow: took 0.3") and of_slow.endswith("raise timeout_s")
 
 
 def test_metrics_and_extra_columns() -> None:
@@ -213,8 +293,58 @@ def test_missing_columns_are_found_without_a_call() -> None:
     ]
 
 
-def test_two_functions_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="the function name 'length' stands twice"):
-        Rubric(
-            [Reward(function=length, weight=1.0, timeout_s=60.0), Reward(function=length, weight=1.0, timeout_s=60.0)]
-        )
+def test_one_function_twice_needs_a_name() -> None:
+    once = Reward(function=length, weight=1.0, timeout_s=60.0)
+    with pytest.raises(ConfigError, match="the name 'length' stands twice.*give one of them a name"):
+        Rubric([once, once])
+    rewards = run_async(Rubric([once, dataclasses.replace(once, name="again", weight=2.0)]).score(groups(TEXTS)))
+    assert_array_equal(rewards.total_PG, [[3.0, 6.0], [9.0, 0.0]])
+    assert list(rewards.parts_PG) == ["length", "again"]
+
+
+class Judge:
+    async def __call__(self, completions: list[str]) -> list[float]:
+        await asyncio.sleep(0)
+        return [float(len(text)) for text in completions]
+
+
+def test_an_object_with_an_async_call_is_awaited() -> None:
+    assert_array_equal(score(Judge()).parts_PG["Judge"], [[1.0, 2.0], [3.0, 0.0]])
+
+
+def test_only_arguments_that_are_read_are_made() -> None:
+    def named(completions: list[str], **_: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    def reads(completions: list[str], **rest: Any) -> list[float]:
+        return [float(len(rest))] * len(completions)
+
+    def inner(completions: list[str], **rest: Any) -> list[float]:
+        return [float(len(rest)) for _ in completions]
+
+    assert _accepted(named) == {"completions", "_"}
+    assert _accepted(reads) is None and _accepted(inner) is None and _accepted(functools.wraps(reads)(named)) is None
+    assert score(reads).total_PG.tolist() == [[8.0, 8.0], [8.0, 8.0]], "two columns, four provided and two loggers"
+
+
+def test_a_reward_model_is_called_once_without_a_time_out_and_one_at_a_time() -> None:
+    running: list[str] = []
+
+    def model(name: str) -> Any:
+        def scores(trajectories: Any) -> list[Any]:
+            running.append(name)
+            assert len(set(running)) == 1
+            time.sleep(0.05)
+            running.remove(name)
+            return [ValueError("too long") if t.text == "zzz" else 1.0 for t in trajectories]
+
+        return Reward(function=scores, weight=1.0, timeout_s=None, name=name)
+
+    def fails(trajectories: Any) -> list[float]:
+        raise MemoryError("of the device")
+
+    rewards = run_async(Rubric([model("one"), model("two")]).score(groups(TEXTS)))
+    assert_array_equal(rewards.total_PG, [[2.0, 2.0], [math.nan, 2.0]])
+    assert {error.error for error in rewards.errors} == {"ValueError: too long"}
+    with pytest.raises(MemoryError, match="of the device"):
+        run_async(Rubric([Reward(function=fails, weight=1.0, timeout_s=None)]).score(groups(TEXTS)))

@@ -23,12 +23,11 @@ from posttrain.rl.assemble import assemble
 from posttrain.rl.rewards import Reward, Rubric
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.step import StepResult, StepSettings, rl_step
-from posttrain.rl.types import Example
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runtime.run_async import run_async
 from posttrain.train.trainer import Trainer
 from tests.mixtures import mixture_config, mixture_model
-from tests.rl.helpers import trajectory
+from tests.rl.helpers import example, trajectory
 
 GROUP, NEW, ROW = 4, 10, 20
 
@@ -60,10 +59,7 @@ class World:
         )
         self.cluster = Cluster(trainer, engine, keep_reference=True)
         prompts = ("1+1=", "2*", "a long", "xyz")
-        examples = [
-            Example(index=i, row={"prompt": p}, messages=[{"role": "user", "content": p}], length=len(p), plain=True)
-            for i, p in enumerate(prompts)
-        ]
+        examples = [example(i, p) for i, p in enumerate(prompts)]
         sampler = Sampler(
             engine=engine,
             renderer=Renderer(tokenizer, False),
@@ -72,9 +68,7 @@ class World:
             seed=7,
         )
         rubric = Rubric([Reward(function=even_share, weight=1.0, timeout_s=60.0)])
-        settings = StepSettings(
-            group_size=GROUP, row_tokens=ROW, num_rows=len(prompts) * GROUP, recompute_old_logps=False
-        )
+        settings = StepSettings(group_size=GROUP, row_tokens=ROW, num_rows=len(prompts) * GROUP)
         step = rl_step(self.cluster, algorithm, rubric, sampler, examples, settings, Timer())
         self.outcome: StepResult = run_async(step)
 
@@ -105,7 +99,6 @@ def test_replay_keeps_the_ratio_near_1_where_rounding_changes_the_routing(tokeni
     assert 0 < metrics["moe/replaced_ratio"] < 0.1
     replayed, own = world.gaps(batch), world.gaps(replace(batch, experts=None))
     assert_allclose(metrics["ratio/mean"], 1.0, atol=0.02)
-    assert abs(metrics["kl"]) < 1e-6
     assert replayed.mean() < 0.9 * own.mean()
     assert replayed.max() < own.max()
 
@@ -113,7 +106,10 @@ def test_replay_keeps_the_ratio_near_1_where_rounding_changes_the_routing(tokeni
     shifted = np.where(np.asarray(batch.experts) < 0, -1, (np.asarray(batch.experts) + 1) % 8)
     other = replace(batch, experts=shifted)
     assert world.gaps(other).mean() > 10 * replayed.mean()
-    assert_array_equal(world.cluster.logps(Role.ACTOR, other), world.cluster.logps(Role.REFERENCE, other))
+    # The reference, here the same weights, has a router of its own.
+    reference = world.cluster.logps(Role.REFERENCE, other)
+    assert_array_equal(reference, world.cluster.logps(Role.ACTOR, replace(batch, experts=None)))
+    assert np.abs(reference - world.cluster.logps(Role.ACTOR, batch)).max() > 1e-3
 
 
 def test_experts_are_packed_with_their_tokens() -> None:
@@ -126,5 +122,5 @@ def test_experts_are_packed_with_their_tokens() -> None:
     assert batch.experts is not None
     assert_array_equal(batch.experts[0, :3], group[0].experts)
     assert_array_equal(batch.experts[0, 3:8], group[2].experts)
-    assert (batch.experts[0, 8:] == -1).all() and (batch.experts[1] == -1).all()
+    assert (batch.experts[0, 8:] == -1).all() and len(batch.experts) == 1
     assert assemble([[trajectory()]], np.ones((1, 1)), np.ones((1, 1), bool), row_tokens=9, num_rows=2).experts is None

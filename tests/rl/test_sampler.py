@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from posttrain.config import SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
-from posttrain.rl.sampler import Aborted, Sampler, collect, collect_some, resumable
-from posttrain.rl.types import Example
+from posttrain.rl.sampler import Aborted, Sampler, Unfinished, collect, collect_some, due_groups, resumable
 from posttrain.rollout.engine import NativeEngine
+from tests.rl.helpers import example
 from tests.tiny import tiny_model
 
 NEW, GROUP = 24, 2
@@ -40,27 +41,26 @@ def sampler() -> Sampler:
     )
 
 
-def example(index: int) -> Example:
-    text = "ab" * (index + 1)
-    return Example(index=index, row={}, messages=[{"role": "user", "content": text}], length=len(text), plain=True)
+def numbered(index: int) -> Example:
+    return example(index, "ab" * (index + 1))
 
 
 def test_samples_that_are_left_go_on_at_a_later_step(sampler: Sampler) -> None:
     """Of six groups three are enough; the others come later, with the tokens that they would have had at once."""
-    examples = [example(i) for i in range(6)]
+    examples = [numbered(i) for i in range(6)]
     expected = asyncio.run(collect(sampler, examples, GROUP, 0))
     engine = sampler.engine
     assert isinstance(engine, NativeEngine)
 
     async def steps() -> None:
-        early, left = await collect_some(sampler, examples, GROUP, 0, enough=3)
+        early, left = await collect_some(sampler, examples, GROUP, 0, enough=3, max_staleness=1)
         assert len(early) == len(left) == 3 and engine.num_free == engine.slots
         stops = {begun.stop for group in left for begun in group.completions.values()}
         assert "abort" in stops
-        again = await collect_some(sampler, examples, GROUP, 0, enough=3)
+        again = await collect_some(sampler, examples, GROUP, 0, enough=3, max_staleness=1)
         assert again == (early, left), "it does not depend on what was sampled before"
         engine.update_weights(engine._loaded.source.model, 1)
-        late, none = await collect_some(sampler, [], GROUP, 1, enough=6, carried=left)
+        late, none = await collect_some(sampler, [], GROUP, 1, enough=6, max_staleness=1, carried=left)
         assert none == []
         by_index = {group[0].example.index: group for group in [*early, *late]}
         assert [[t.tokens for t in by_index[i]] for i in range(6)] == [[t.tokens for t in group] for group in expected]
@@ -70,12 +70,48 @@ def test_samples_that_are_left_go_on_at_a_later_step(sampler: Sampler) -> None:
     asyncio.run(steps())
 
 
+@pytest.mark.parametrize("max_staleness", [1, 3])
+def test_no_group_waits_longer_than_the_bound(max_staleness: int) -> None:
+    """Steps that return two groups of all that are begun, of which an adversary finishes the newest that it may."""
+    waiting: list[int] = []
+    waited = []
+    for step in range(30):
+        waiting += [step] * (2 * (1 + max_staleness) - len(waiting))
+        due = due_groups(waiting, step, 2, max_staleness)
+        allowed = [
+            pair
+            for pair in combinations(range(len(waiting)), 2)
+            if all(sum(i < oldest for i in pair) >= least for oldest, least in due)
+        ]
+        whole = max(allowed)
+        waited += [step - waiting[i] for i in whole]
+        waiting = [begun for i, begun in enumerate(waiting) if i not in whole]
+    assert max(waited) == max_staleness and min(waited) == 0
+
+
+def test_a_step_waits_for_the_groups_that_are_due(sampler: Sampler) -> None:
+    """The slowest group, left at step 0, is returned by the step that the bound names; before, the first that ends."""
+    examples = [numbered(i) for i in range(6)]
+
+    async def steps() -> None:
+        groups = await collect(sampler, examples, GROUP, 0)
+        longest = [max(t.num_sampled for t in group) for group in groups]
+        slow = max(range(6), key=longest.__getitem__)
+        left = [Unfinished(example=examples[slow], step=0, prompt=slow)]
+        for max_staleness, due in ((2, False), (1, True)):
+            new = [one for one in examples if one.index != slow]
+            found, _ = await collect_some(sampler, new, GROUP, 1, enough=1, max_staleness=max_staleness, carried=left)
+            assert [group[0].example.index == slow for group in found] == [due]
+
+    asyncio.run(steps())
+
+
 def test_an_aborted_sample_is_no_answer(sampler: Sampler) -> None:
     engine = sampler.engine
     assert isinstance(engine, NativeEngine)
 
     async def abort_all() -> None:
-        groups = asyncio.ensure_future(collect(sampler, [example(0)], GROUP, 0))
+        groups = asyncio.ensure_future(collect(sampler, [numbered(0)], GROUP, 0))
         while engine.num_free == engine.slots:
             await asyncio.sleep(0)
         assert engine.abort() == GROUP
@@ -94,5 +130,14 @@ def test_an_engine_that_cannot_go_on(sampler: Sampler) -> None:
         def close(self) -> None: ...
 
     with pytest.raises(ConfigError, match="prompts_ahead: Plain has no generate_some"):
-        asyncio.run(collect_some(replace(sampler, engine=Plain()), [example(0)], GROUP, 0, enough=1))
+        asyncio.run(collect_some(replace(sampler, engine=Plain()), [numbered(0)], GROUP, 0, enough=1, max_staleness=1))
     assert resumable(sampler.engine) is sampler.engine
+
+
+def test_a_prompt_is_tokenised_once(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its samples begin with the example's tokens."""
+    asked = sampler.ask(numbered(2), 0, 0, 0)
+    assert asked.prompt == sampler.renderer.prompt(numbered(2).messages)
+    monkeypatch.setattr(Renderer, "prompt", None)
+    (group,) = asyncio.run(collect(sampler, [numbered(2)], GROUP, 0))
+    assert all(sample.tokens[: len(asked.prompt)] == list(asked.prompt) for sample in group)

@@ -7,28 +7,33 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
+from posttrain.batch import Batch
 from posttrain.cluster.cluster import Cluster, Role
 from posttrain.config import LoRA, OptimizerSection, SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, RunError
 from posttrain.evaluation.rollouts import evaluate
+from posttrain.losses.importance import ImportanceSampling
 from posttrain.metrics import Timer, to_host
 from posttrain.rl.algorithms import ALGORITHMS, make_algorithm
+from posttrain.rl.guards import check_agreement, sampler_disagrees
 from posttrain.rl.rewards import Reward, Rubric
 from posttrain.rl.sampler import Sampler, collect
-from posttrain.rl.step import StepResult, StepSettings, check_agreement, rl_step
+from posttrain.rl.step import StepResult, StepSettings, has_signal, rl_step
 from posttrain.rl.types import Example
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runtime.run_async import run_async
 from posttrain.train.optim import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.lora import attach_lora
+from tests.rl.helpers import example
 from tests.tiny import WINDOW, shake, tiny_model
 
 GROUP, NEW, ROW = 4, 8, 16
@@ -58,16 +63,20 @@ class World:
         *,
         algorithm: str = "grpo",
         lora: bool = False,
+        dtype: Any = jnp.float32,
         optimizer: Any = None,
         reward: Any = even_share,
-        recompute: bool = False,
+        old_logps: Any = "self",
+        importance: ImportanceSampling | None = None,
         **sampling: Any,
     ):
-        model = tiny_model(num_layers=2, windows=(WINDOW,), vocab_size=tokenizer.vocab_size, initializer_range=0.1)
+        model = tiny_model(
+            num_layers=2, windows=(WINDOW,), vocab_size=tokenizer.vocab_size, initializer_range=0.1, dtype=dtype
+        )
         if lora:
             attach_lora(model, LoRA(rank=4), seed=0)
         settings = SamplingSection(max_tokens=NEW, **sampling)
-        self.algorithm = make_algorithm(algorithm, max_tokens=NEW)
+        self.algorithm = make_algorithm(algorithm, max_tokens=NEW, importance=importance)
         self.trainer = Trainer(
             model,
             self.algorithm.loss,
@@ -75,6 +84,7 @@ class World:
             temperature=settings.temperature or 1.0,
             max_grad_norm=1.0,
             micro_batch_rows=4,
+            refuse=sampler_disagrees,
         )
         engine = NativeEngine(
             model, slots=8, max_length=ROW, decode_steps=8, tokenizer_decode=tokenizer.decode, version=0
@@ -83,9 +93,7 @@ class World:
         renderer = Renderer(tokenizer, False)
         self.sampler = Sampler(engine=engine, renderer=renderer, sampling=settings, max_prompt_tokens=ROW - NEW, seed=7)
         self.rubric = Rubric([Reward(function=reward, weight=1.0, timeout_s=60.0)])
-        self.settings = StepSettings(
-            group_size=GROUP, row_tokens=ROW, num_rows=3 * GROUP, recompute_old_logps=recompute
-        )
+        self.settings = StepSettings(group_size=GROUP, row_tokens=ROW, num_rows=3 * GROUP, old_logps=old_logps)
 
     def step(self, prompts: Sequence[str] = ("1+1=", "2*", "a long")) -> StepResult:
         call = rl_step(
@@ -95,10 +103,7 @@ class World:
 
 
 def examples(prompts: Sequence[str]) -> list[Example]:
-    return [
-        Example(index=i, row={"prompt": p}, messages=[{"role": "user", "content": p}], length=len(p), plain=True)
-        for i, p in enumerate(prompts)
-    ]
+    return [example(i, p) for i, p in enumerate(prompts)]
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -122,22 +127,40 @@ def test_first_update_has_ratio_1_and_kl_0_for_every_token(
     assert metrics["update_skipped"] == 0
 
 
-@pytest.mark.parametrize("truncation", [{"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.05}])
-def test_truncated_sampling_keeps_the_ratio_at_1(tokenizer: Tokenizer, truncation: dict[str, Any]) -> None:
-    world = World(tokenizer, **truncation)
-    outcome = world.step()
-    metrics = to_host(outcome.metrics)
-    assert_allclose(metrics["ratio/mean"], 1.0, atol=1e-4)
-    assert metrics["sampling/kept_mass/mean"] < 0.999
+def test_truncated_samples_are_weighted_by_the_mass_that_was_kept(tokenizer: Tokenizer) -> None:
+    """pi / pi_behaviour of a token is the mass of the tokens that could be drawn in its place."""
+    outcome = World(tokenizer, importance=ImportanceSampling(), top_p=0.8).step()
+    batch, metrics = outcome.batch, to_host(outcome.metrics)
+    kept = np.concatenate([np.asarray(s.kept_logps)[s.sampled] for group in outcome.groups_P for s in group])
+    sampled = batch.loss_weight > 0
+    # The same tokens, in the order of the rows.
+    assert_allclose(np.sort((batch.sampler_logps - batch.behaviour_logps)[sampled]), np.sort(kept), atol=1e-5)
+    mean = metrics["sampling/importance_sampling_ratio/mean"]
+    assert_allclose(mean, metrics["sampling/kept_mass/mean"], rtol=1e-4)
+    assert 0.7 < mean < 0.95 and metrics["ratio/mean"] == 1.0
+    assert metrics["sampling/importance_sampling_ratio/out_of_bounds"] == 0
+
+
+@pytest.mark.parametrize("algorithm", ["gspo", "rloo"])
+def test_no_sequence_is_clipped_on_policy_in_bfloat16(tokenizer: Tokenizer, algorithm: str) -> None:
+    """Sampler and trainer round differently: enough to clip sequences, were the sampler's numbers the old policy's."""
+    clipped = {}
+    for old_logps in ("self", "sampler"):
+        world = World(tokenizer, algorithm=algorithm, old_logps=old_logps, dtype=jnp.bfloat16)
+        metrics = to_host(world.step().metrics)
+        clipped[old_logps] = metrics["clip_ratio/region_mean"]
+        assert metrics["sampling/logp_difference/mean"] > 1e-3
+        assert old_logps == "sampler" or metrics["ratio/mean"] == 1.0
+    assert clipped["self"] == 0 and (clipped["sampler"] > 0.1 or algorithm == "rloo")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_every_algorithm_moves_the_weights(tokenizer: Tokenizer, algorithm: str) -> None:
-    world = World(tokenizer, algorithm=algorithm, optimizer=sgd(0.1), recompute=algorithm == "gspo")
+    world = World(tokenizer, algorithm=algorithm, optimizer=sgd(0.1), old_logps="trainer")
     before = jax.tree.map(np.asarray, world.trainer.weights)
     outcome = world.step()
-    assert (outcome.batch.old_logps is not None) == (algorithm == "gspo")
+    assert outcome.batch.old_logps is not None
     after = world.trainer.weights
     assert max(np.abs(np.asarray(after[path]) - before[path]).max() for path in before) > 1e-5
 
@@ -208,11 +231,94 @@ def test_evaluation_repeats_itself_and_has_an_interval(tokenizer: Tokenizer) -> 
     assert first.metrics()["eval/reward"] == first.interval.mean
 
 
+def params_of(trainer: Trainer) -> dict[str, np.ndarray]:
+    return {path: np.array(array) for path, array in trainer.params.items()}
+
+
 def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(tokenizer: Tokenizer) -> None:
-    good = to_host(World(tokenizer).step().metrics)
-    check_agreement(good, 1)
-    stale = World(tokenizer)
+    stale = World(tokenizer, optimizer=sgd(0.1))
+    check_agreement(stale.step().metrics, 1)
     shake(stale.trainer.model, seed=1, stddev=0.3)  # the engine still has the weights of before
-    bad = to_host(stale.step().metrics)
-    with pytest.raises(RuntimeError, match="step 1: sampler and trainer disagree by"):
-        check_agreement(bad, 1)
+    before = params_of(stale.trainer)
+    metrics = stale.step().metrics
+    assert to_host(metrics)["update_skipped"] == 1
+    for path, array in stale.trainer.params.items():
+        assert_array_equal(array, before[path], err_msg=path)
+    with pytest.raises(RunError, match="step 2: sampler and trainer disagree by"):
+        check_agreement(metrics, 2)
+
+
+def test_the_gate_judges_fresh_tokens_by_mean_outliers_and_maximum(tokenizer: Tokenizer) -> None:
+    """A veto leaves the weights bitwise; tokens of older weights have a reason to differ."""
+    world = World(tokenizer, optimizer=sgd(0.1))
+    batch = world.step().batch
+    own = world.cluster.logps(Role.ACTOR, batch)
+    sampled = np.argwhere(batch.loss_weight > 0)
+    draw = np.random.default_rng(0)
+
+    def changed(count: int, nats: float, stale: bool = False) -> Batch:
+        """The first `count` tokens differ by so much; `stale`: they are the old ones, else others are."""
+        order = draw.permutation(sampled)
+        logps, staleness = own.copy(), np.zeros(batch.shape, np.int32)
+        logps[tuple(order[:count].T)] += nats
+        staleness[tuple((order[:count] if stale else order[-5:]).T)] = 1
+        return replace(batch, sampler_logps=logps, staleness=staleness)
+
+    few = len(sampled) // 20
+    assert few >= 3
+    refused = {
+        "mean": changed(len(sampled) - 5, 0.2),
+        "one nat on 5 %, whose mean is within": changed(few, 1.0),
+        "one token": changed(1, 11.0),
+        "NaN": changed(1, np.nan),
+        "inf": changed(1, -np.inf),
+    }
+    before = params_of(world.trainer)
+    for name, bad in refused.items():
+        metrics = world.trainer.step(bad)
+        assert to_host(metrics)["update_skipped"] == 1, name
+        for path, array in world.trainer.params.items():
+            assert_array_equal(array, before[path], err_msg=name)
+        with pytest.raises(RunError, match=r"limits: 0.1, 0.01, 10\); the weights are those before the step"):
+            check_agreement(metrics, 1)
+    for good in (lambda: changed(len(sampled) - 5, 0.05), lambda: changed(few, 3.0, stale=True)):
+        before = params_of(world.trainer)
+        metrics = world.trainer.step(good())
+        check_agreement(metrics, 1)
+        assert to_host(metrics)["update_skipped"] == 0
+        assert any((np.asarray(array) != before[path]).any() for path, array in world.trainer.params.items())
+        own = world.cluster.logps(Role.ACTOR, batch)
+
+
+@pytest.mark.parametrize("policy", ["skip", "update"])
+def test_a_step_without_a_mixed_group(tokenizer: Tokenizer, policy: Any) -> None:
+    """Adam's moments and weight decay move no weight, the schedule stays, and the step counts all the same."""
+    alike = [False]
+
+    def reward(completions: Sequence[str]) -> list[float]:
+        return [0.1] * len(completions) if alike[0] else even_share(completions)
+
+    optimizer = make_optimizer(OptimizerSection(learning_rate=1e-2, weight_decay=0.1), 100)
+    world = World(tokenizer, optimizer=optimizer, reward=reward)
+    world.settings = replace(world.settings, zero_advantage=policy)
+    assert to_host(world.step().metrics)["advantages/abs_max"] > 0.1
+    alike[0] = True
+    before = jax.tree.map(np.array, world.trainer.state())
+    metrics = to_host(world.step().metrics)
+    same = jax.tree.leaves(jax.tree.map(np.array_equal, before, jax.tree.map(np.asarray, world.trainer.state())))
+    assert metrics["advantages/abs_max"] == 0 and metrics["frac_reward_zero_std"] == 1
+    assert world.trainer.step_number == 2
+    skips = policy == "skip"
+    assert (metrics["update_skipped"], world.trainer.skipped_updates) == (skips, skips)
+    assert all(same) == skips
+
+
+def test_rounded_advantages_are_no_signal(tokenizer: Tokenizer) -> None:
+    """A user's mean of equal rewards may be rounded; NaN is not hidden."""
+    batch = World(tokenizer).step().batch
+    rewards = np.full((3, GROUP), 0.7, np.float32)
+    for advantage, signal in {0.0: False, 1e-8: False, 1e-5: True, np.nan: True}.items():
+        changed = replace(batch, advantages=np.full(batch.shape, advantage, np.float32))
+        assert has_signal(changed, rewards) == signal, advantage
+    taught = replace(batch, advantages=np.full(batch.shape, 1e-9, np.float32))
+    assert has_signal(taught, np.full((3, GROUP), np.nan)), "of teachers alone"

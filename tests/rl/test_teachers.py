@@ -70,7 +70,7 @@ class Says:
 
 def sample(number: int, length: int, **row: Any) -> Trajectory:
     return Trajectory(
-        example=Example(index=number, row=row, messages=[], length=0, plain=True),
+        example=Example(index=number, row=row, messages=[], prompt_tokens=(), plain=True),
         sample=0,
         messages=[],
         text="",

@@ -90,5 +90,5 @@ def test_a_dense_model_has_nothing_to_record() -> None:
     with pytest.raises(ConfigError) as raised:
         make_engine(tiny_model(), record_routing=True)
     assert str(raised.value) == (
-        "rollout.record_routing: qwen3 has no mixture of experts whose routing could be recorded; remove the option"
+        "rollout.record_routing: qwen3 has no MoE layer whose routing could be recorded; remove the option"
     )

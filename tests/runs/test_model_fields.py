@@ -112,7 +112,7 @@ def test_what_changes_a_run(nll: Any) -> None:
 @pytest.mark.thorough
 def test_quantized_base_and_sampler(tmp_path: Path) -> None:
     """`model.quantize` and `rollout.quantize`, on several devices."""
-    stage = rl_stage(num_steps=2, rollout={"quantize": "int8"}, recompute_old_logps=True)
+    stage = rl_stage(num_steps=2, rollout={"quantize": "int8"})
     model = {"init": INIT, "tokenizer": "bytes", "lora": {"rank": 2}, "quantize": "nf4"}
     done = posttrain("run", write_run(tmp_path, stage, model=model))
     assert done.code == 0 and "base quantized to nf4" in done.out

@@ -7,16 +7,16 @@ import jax
 import pytest
 
 import posttrain.kernels  # noqa: F401 - calls what is tested here, before the first use of a device
-from posttrain.runtime.cpu import THREADS_PER_DEVICE, compiled_sooner, seat_collectives
+from posttrain.runtime.cpu import THREADS_PER_DEVICE, fast_compile_options, reserve_collective_threads
 
 
 def test_options_are_known_to_xla() -> None:
     """jaxlib refuses an option that it does not know; tests compile with less effort still, which stands."""
-    assert compiled_sooner("cpu") is None and compiled_sooner("tpu") is None
+    assert fast_compile_options("cpu") is None and fast_compile_options("tpu") is None
     jax.config.update("jax_disable_most_optimizations", False)
     try:
-        options = compiled_sooner("cpu")
-        assert options == {"xla_backend_optimization_level": 1} and compiled_sooner("gpu") is None
+        options = fast_compile_options("cpu")
+        assert options == {"xla_backend_optimization_level": 1} and fast_compile_options("gpu") is None
         assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
     finally:
         jax.config.update("jax_disable_most_optimizations", True)
@@ -39,7 +39,7 @@ def test_virtual_devices_have_threads_to_wait_in(
     monkeypatch.delenv("PJRT_NPROC", raising=False)
     if chosen is not None:
         monkeypatch.setenv("PJRT_NPROC", chosen)
-    seat_collectives()
+    reserve_collective_threads()
     assert os.environ.get("PJRT_NPROC") == (None if threads is None else str(threads))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.runtime.host_memory import settle, uncollected
+from posttrain.runtime.host_memory import gc_disabled, trim_host_memory
 
 BLOCK, BLOCKS = 4096, 20_000
 
@@ -36,14 +36,14 @@ def test_freed_blocks_below_one_in_use_go_back() -> None:
     for block in blocks[:-1]:
         libc.free(block)
     before = resident_bytes()
-    settle("tpu")
+    trim_host_memory("tpu")
     assert before - resident_bytes() > BLOCK * BLOCKS // 2
     libc.free(blocks[-1])
 
 
 def test_another_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    settle("cpu")
+    trim_host_memory("cpu")
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -52,10 +52,10 @@ def test_the_collector_is_as_it_was(enabled: bool) -> None:
     try:
         if not enabled:
             gc.disable()
-        with uncollected():
+        with gc_disabled():
             assert not gc.isenabled()
         assert gc.isenabled() == enabled
-        with pytest.raises(ZeroDivisionError), uncollected():
+        with pytest.raises(ZeroDivisionError), gc_disabled():
             1 / 0  # noqa: B018
         assert gc.isenabled() == enabled
     finally:
@@ -69,7 +69,7 @@ import jax
 import jax.numpy as jnp
 
 import posttrain.models.decoder
-from posttrain.runtime.host_memory import settle
+from posttrain.runtime.host_memory import trim_host_memory
 
 
 @jax.jit
@@ -89,7 +89,7 @@ def fewest_faults():
 
 x = jnp.arange(4096.0)
 before = fewest_faults()
-settle("cpu")
+trim_host_memory("cpu")
 print(before, fewest_faults())
 """
 

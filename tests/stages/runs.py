@@ -153,6 +153,15 @@ def steps(output: Path, stage: str) -> list[int]:
     return [line["step"] for line in lines(output, stage) if "grad_norm" in line]
 
 
+def check_data_wait(output: Path) -> None:
+    """Every step of an offline stage says how long it waited for its batch."""
+    found = [line for line in lines(output) if "grad_norm" in line]
+    for line in found:
+        waited, share = line["timing_s/data"], line["perf/data_wait_share"]
+        assert waited > 0 and abs(share - waited / line["step_time"]) < 1e-6 and share <= 1, line
+    assert found
+
+
 def weights(output: Path, stage: str) -> bytes:
     return (output / stage / "model" / "model.safetensors").read_bytes()
 

@@ -23,7 +23,7 @@ from posttrain.kernels.logits.top_k import top_k
 from posttrain.weights.load import init_model, load_model
 from posttrain.weights.save import save_model
 from posttrain.weights.state import ModelWeights
-from tests.stages.runs import INIT, ROWS, inside, lines, write_run
+from tests.stages.runs import INIT, ROWS, check_data_wait, inside, lines, write_run
 from tests.stages.runs import posttrain as command
 
 STORIES = "models/stories260k"
@@ -66,7 +66,7 @@ def test_with_a_teacher_in_the_step_and_from_its_cache(folder: Path) -> None:
     live = write_run(folder, distill_stage(), name="live.yaml", output=str(folder / "live"))
     cache = {"cache": str(folder / "cache"), "top_k": 261}
     cached = write_run(folder, distill_stage(**cache), name="cached.yaml")
-    assert "taught by teacher, in the step" in command("check", live).out
+    assert "teacher teacher (in the training step)" in command("check", live).out
     with inside(folder):
         missing = command("run", cached)
         assert "write it with posttrain distill --cache" in missing.error
@@ -81,6 +81,8 @@ def test_with_a_teacher_in_the_step_and_from_its_cache(folder: Path) -> None:
     assert "its cache alone is used" in outcome.out or "no network: the teacher" in outcome.out
     steps = [list(lines(folder / name)) for name in ("live", "out")]
     assert len(steps[0]) == len(steps[1]) == 5
+    for name in ("live", "out"):
+        check_data_wait(folder / name)
     for one, other in zip(*steps, strict=True):
         for name in one.keys() & other.keys():
             if name.startswith(("loss", "distill/", "grad_norm", "eval/")):

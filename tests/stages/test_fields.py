@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posttrain.config import DistillSection
+from posttrain.config import DistillSection, RewardSection
 from posttrain.config.yaml_file import load_config
 from posttrain.data.format import loss_on
 from posttrain.data.pipeline import PromptBatches, SFTBatches, eval_batches
@@ -20,10 +20,14 @@ from posttrain.evaluation.sequences import counted
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.divergence import Divergence
 from posttrain.losses.distill import DistillLoss
+from posttrain.losses.importance import ImportanceSampling
+from posttrain.losses.kl import k2
+from posttrain.losses.reduce import ConstantLength, token_mean
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.mesh import single_device_mesh
 from posttrain.rl.advantages import centered
-from posttrain.rl.sampler import Sampler, sampling_params
+from posttrain.rl.partial import PromptsAhead
+from posttrain.rl.sampler import Sampler, Unfinished, sampling_params
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runs.prepare import prepare
 from posttrain.stages.distill import cache_folders, terms_of
@@ -66,19 +70,99 @@ def test_policy_loss(folder: Path) -> None:
     loss = rl(folder, "clip_low=0.11", "clip_high=0.33", "kl_coef=0.07").algorithm.loss
     assert (loss.clip_low, loss.clip_high, loss.kl_coef) == (0.11, 0.33, 0.07)
     assert rl(folder, "kl_coef=0").algorithm.loss.kl_coef == 0 != rl(folder).algorithm.loss.kl_coef
+    others = {"dual_clip": 3.0, "kl_bias_correction": False, "entropy_coef": 0.01, "ratio": "sequence_sum"}
+    changed = rl(folder, *(f"{name}={value}" for name, value in others.items())).algorithm.loss
+    assert {name: getattr(changed, name) for name in others} == others
+    assert rl(folder, "kl_estimator=k2").algorithm.loss.kl_estimator is k2
+    assert rl(folder, "reduce=token_mean").algorithm.loss.reduce is token_mean
+    assert rl(folder, "reduce=constant_length").algorithm.loss.reduce == ConstantLength(6)
+    with pytest.raises(ConfigError, match="kl_estimator=k1 with kl_coef=0.04: the gradient of k1 is 0"):
+        rl(folder, "kl_estimator=k1", "kl_bias_correction=false")
     algorithms = {rl(folder, f"algorithm={name}").algorithm for name in ("grpo", "dr_grpo", "dapo", "gspo", "rloo")}
     assert len({algorithm.loss for algorithm in algorithms}) == 5
     other = rl(folder, "algorithm=dr_grpo", "sampling.max_tokens=5").algorithm.loss
     assert other.reduce != rl(folder, "algorithm=dr_grpo").algorithm.loss.reduce
 
 
-def test_advantage_and_rewards(folder: Path) -> None:
-    inputs = rl(folder, "advantage=posttrain.rl.advantages:centered")
-    assert inputs.algorithm.advantage is centered
+def test_importance_sampling(folder: Path) -> None:
+    """By default exactly where the sampler's distribution is not the trainer's."""
+    assert rl(folder).algorithm.loss.importance is None
+    plain = ("sampling.temperature=0.7", "sampling.stop=[x]", "sampling.ignore_eos=true", "rollout.merge_lora=true")
+    assert rl(folder, *plain).algorithm.loss.importance is None
+    penalties = ("repetition_penalty=1.1", "presence_penalty=0.1", "frequency_penalty=0.1")
+    others = ("top_k=3", "top_p=0.9", "min_p=0.1", "logit_bias={5: 1.0}", "allowed_token_ids=[5, 6]")
+    changes = (*penalties, *others)
+    for override in (*(f"sampling.{change}" for change in changes), "rollout.quantize=int8", "prompts_ahead=2"):
+        assert rl(folder, override).algorithm.loss.importance == ImportanceSampling(), override
+    never = rl(folder, "sampling.top_k=3", "importance_sampling.apply=never")
+    assert never.algorithm.loss.importance is None
+    given = "importance_sampling={apply: always, level: sequence_mean, bound: mask, low: 0.5, high: 3.0}"
+    expected = ImportanceSampling(level="sequence_mean", bound="mask", low=0.5, high=3.0)
+    assert rl(folder, given).algorithm.loss.importance == expected
+    with pytest.raises(ConfigError, match="masks nothing; give one of them"):
+        rl(folder, "importance_sampling={apply: always, bound: mask, high: null}")
+    with pytest.raises(ConfigError, match="prompts_ahead=9 with prompts_per_step=2 .* max_staleness=4 .* it to 5"):
+        rl(folder, "prompts_ahead=9")
+    with pytest.raises(
+        ConfigError, match="importance_sampling.high without effect: apply=auto and samples of the same"
+    ):
+        rl(folder, "importance_sampling.high=3.0")
+    with pytest.raises(ConfigError, match="max_staleness=2 has no effect without prompts_ahead"):
+        rl(folder, "max_staleness=2")
+
+
+def test_rewards(folder: Path) -> None:
     (folder / "graded.py").write_text("def graded(completions, scale):\n    return [scale for _ in completions]\n")
-    spec = "[{fn: 'rewards_of_test.py:low', weight: 0.5}, {fn: 'graded.py:graded', args: {scale: 3}}]"
-    rewards = rl(folder, f"rewards={spec}").rubric.rewards
-    assert [(r.name, r.weight, dict(r.args)) for r in rewards] == [("low", 0.5, {}), ("graded", 1.0, {"scale": 3})]
+    spec = (
+        "[{fn: 'rewards_of_test.py:low', weight: 0.5, timeout_s: 2, on_error: 0}, "
+        "{fn: 'graded.py:graded', args: {scale: 3}, name: scaled, isolate: thread}]"
+    )
+    one, other = rl(folder, f"rewards={spec}").rubric.rewards
+    assert (one.name, one.weight, one.args, one.timeout_s, one.on_error) == ("low", 0.5, {}, 2.0, 0.0)
+    assert one.isolated == (f"{folder / 'rewards_of_test.py'}:low", str(folder))
+    assert (other.name, other.weight, other.args, other.timeout_s) == ("scaled", 1.0, {"scale": 3}, 60.0)
+    assert other.on_error == "drop" and other.isolated is None
+    with pytest.raises(ValueError, match="isolate: process needs a function that a child can import"):
+        RewardSection(fn=len, isolate="process")
+    with pytest.raises(ValueError, match="timeout_s and isolate are of a function"):
+        RewardSection(model="m", timeout_s=5.0)
+
+
+ADVANTAGES = """
+import numpy as np
+plain = lambda r: r - r.mean(1, keepdims=True)
+scaled = lambda r: (r - np.nanmean(r, 1, keepdims=True)) / np.nanstd(r, 1, keepdims=True)
+careful = lambda r: (r - np.nanmean(r, 1, keepdims=True)) / (np.nanstd(r, 1, keepdims=True) + 1e-4)
+fewer = lambda r: r[:, 1:]
+raising = lambda r: r.no_such_method()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "plain",
+            r"of the group \[nan, 1.0, 2.0, 0.0\] \(nan: no reward\) it made \[0.0, nan, nan, nan\]; use np.nanmean",
+        ),
+        ("scaled", r"of the group \[1.0, 1.0, 1.0, 1.0\].* and add a small number to what it divides by"),
+        ("fewer", r"it returned the shape \(3, 3\)"),
+        ("raising", "raised AttributeError: "),
+    ],
+)
+def test_advantages_that_a_run_would_die_of(folder: Path, name: str, message: str) -> None:
+    (folder / "advantages.py").write_text(ADVANTAGES)
+    with pytest.raises(ConfigError, match=f"advantage: advantages.py:{name}.*{message}"):
+        rl(folder, f"advantage=advantages.py:{name}")
+
+
+def test_advantage(folder: Path) -> None:
+    (folder / "advantages.py").write_text(ADVANTAGES)
+    rewards_PG = np.asarray([[0.0, 1.0, 2.0, 3.0], [np.nan, 1.0, 2.0, 3.0], [np.nan] * 4], np.float32)
+    made = rl(folder, "advantage=posttrain.rl.advantages:centered").algorithm.advantage(rewards_PG)
+    np.testing.assert_array_equal(made, centered(rewards_PG))
+    made = rl(folder, "advantage=advantages.py:careful").algorithm.advantage(rewards_PG)
+    assert np.isfinite(made).all() and (made[np.isnan(rewards_PG)] == 0).all() and made[1, 1] < made[1, 2] < made[1, 3]
 
 
 def test_sampling(folder: Path) -> None:
@@ -207,6 +291,36 @@ def test_prompts_of_rl(folder: Path) -> None:
     assert order("dataset.shuffle=false") == [0, 1]
     assert order("dataset.shuffle=false", "prompts_per_step=3") == [0, 1, 2]
     assert order() != order(seed=1)
+
+
+def test_prompts_that_are_too_long_are_counted_or_left_out(folder: Path) -> None:
+    """Of the 24 prompts those of two digits have six tokens."""
+    said = r"14 of 24 prompts of .*rows.jsonl have more than max_prompt_tokens=5 tokens \(row 10: 6; the longest: 6\)"
+    with pytest.raises(ConfigError, match=f"stages.1: {said}; raise row_tokens .*, or set overlong to drop"):
+        rl(folder, "max_prompt_tokens=5")
+    with pytest.raises(ConfigError, match="24 of 24 prompts .*; raise row_tokens and max_prompt_tokens$"):
+        rl(folder, "max_prompt_tokens=4", "overlong=drop")
+    inputs = rl(folder, "max_prompt_tokens=5", "overlong=drop", "dataset.skip=8", "dataset.limit=4")
+    assert [example.index for example in inputs.examples] == [0, 1]
+
+
+def test_rows_of_prompts_that_are_left_out_are_never_drawn(folder: Path) -> None:
+    """The places drawn are those of the examples; a resumed run has the same ones."""
+    section, rows = (inputs := rl(folder)).section, inputs.rows
+
+    def prompts(kept: list[int] | None) -> PromptBatches:
+        return PromptBatches(section.dataset, rows, prompts_per_step=4, seed=0, kept=kept)
+
+    drawn = [place for _ in range(6) for place in next(prompts([3, 5, 7, 9]))]
+    assert set(drawn) == {0, 1, 2, 3}
+    with pytest.raises(ConfigError, match="cannot resume: prompts was '24 rows"):
+        prompts([3, 5, 7, 9]).restore(prompts(None).state())
+    examples = [inputs.examples[index] for index in (3, 5, 7, 9)]
+    ahead = PromptsAhead(prompts([3, 5, 7, 9]), examples, 4)
+    ahead.left = [Unfinished(example=examples[2], step=1, prompt=0)]
+    resumed = PromptsAhead(prompts([3, 5, 7, 9]), examples, 4)
+    resumed.restore(ahead.state())
+    assert [group.example.index for group in resumed.left] == [7]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.stages.runs import lines, posttrain, rl_stage, sft_stage, write_run
+from tests.stages.runs import check_data_wait, lines, posttrain, rl_stage, sft_stage, write_run
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", pytest.param("rloo", marks=pytest.mark.thorough)])
@@ -24,13 +24,22 @@ def test_loss_falls(tmp_path: Path) -> None:
     assert posttrain("run", write_run(tmp_path, sft_stage(num_steps=25))).code == 0
     nll = [line["nll"] for line in lines(tmp_path / "out")]
     assert nll[-1] < nll[0] / 2
+    check_data_wait(tmp_path / "out")
 
 
 def test_each_program_compiles_once_and_the_first_update_is_on_policy(tmp_path: Path) -> None:
     held_out = {"path": "rows.jsonl", "chat": False, "limit": 3}
     stages = [
         sft_stage(num_steps=6, eval_dataset=held_out, eval_every=2),
-        rl_stage(num_steps=6, kl_coef=0.1, recompute_old_logps=True, eval_dataset=held_out, eval_every=2),
+        rl_stage(
+            num_steps=6,
+            kl_coef=0.1,
+            old_logps="trainer",
+            eval_dataset=held_out,
+            eval_every=2,
+            max_prompt_tokens=5,
+            overlong="drop",
+        ),
     ]
     assert posttrain("run", write_run(tmp_path, *stages)).code == 0
     for stage in ("0-sft", "1-rl"):
@@ -39,6 +48,7 @@ def test_each_program_compiles_once_and_the_first_update_is_on_policy(tmp_path: 
         }
         assert all(count == 0 for step, count in compiled.items() if step > 1), compiled
     first = next(line for line in lines(tmp_path / "out", "1-rl") if "grad_norm" in line)
+    assert first["data/dropped_ratio"] == pytest.approx(14 / 24), "the prompts of two digits"
     assert first["step"] == 1 and abs(first["kl"]) < 1e-6
     assert abs(first["sampling/logp_difference/mean"]) < 1e-4
     assert first["clip_ratio/high_mean"] == first["clip_ratio/low_mean"] == 0

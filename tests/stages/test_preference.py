@@ -29,7 +29,7 @@ from posttrain.stages.pairs import JudgedInputs, shares_prompts
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import init_model
 from tests.runs.test_resume import finish, kill_at
-from tests.stages.runs import INIT, lines, posttrain, steps, weights, write_run
+from tests.stages.runs import INIT, check_data_wait, lines, posttrain, steps, weights, write_run
 
 PAIRS = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": f"{i}no", "margin": i % 3} for i in range(12)]
 JUDGED = [{"prompt": f"{i}+1=", "completion": str(i + 1 + i % 2), "label": i % 2 == 0} for i in range(12)]
@@ -77,6 +77,7 @@ def test_cached_and_live_reference_are_the_same(tmp_path: Path, own_cache: Path)
     assert len(list(own_cache.iterdir())) == 2
     np.testing.assert_allclose(losses(tmp_path / "b", reference="live"), cached, rtol=1e-5)
     assert len(list(own_cache.iterdir())) == 2
+    check_data_wait(tmp_path / "a" / "out")
     told = lines(tmp_path / "a" / "out")
     result = json.loads((tmp_path / "a" / "out" / "0-preference" / "result.json").read_text())
     assert len(result["after"]["preferred"]) == 5

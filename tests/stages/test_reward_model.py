@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.stages.runs import lines, posttrain, rl_stage, write_run
+from tests.stages.runs import check_data_wait, lines, posttrain, rl_stage, write_run
 
 LETTERS = "abcdefgh"
 PARTS = (((33, 127), 6), ((0xA1, 0xFF), 3))
@@ -35,6 +35,7 @@ def trained(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> list[di
     (folder / "judged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = posttrain("run", file)
     assert done.code == 0, done.err
+    check_data_wait(folder / "out")
     assert ("steps judged rightly: 0." in done.out) == (changes["loss"] == "process")
     assert ("of right steps" in done.out) != ("of chosen answers" in done.out)
     result = json.loads((folder / "out" / "0-reward_model" / "result.json").read_text())

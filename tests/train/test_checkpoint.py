@@ -46,7 +46,7 @@ def test_a_step_comes_back_bitwise_and_the_newest_are_kept(tmp_path, capfd):
         for step in (3, 5, 9):
             checkpointer.save(step, tree(step), {**host, "step": step})
         assert checkpointer.latest_step() == 9
-        with pytest.raises(ConfigError, match=r"no checkpoint of step 3; there are \[5, 9\]"):
+        with pytest.raises(ConfigError, match=r"no checkpoint of step 3; available: \[5, 9\]"):
             checkpointer.restore(3, like(tree()))
     with Checkpointer(tmp_path / "new" / "folder") as checkpointer:
         assert checkpointer.latest_step() == 9
@@ -104,10 +104,10 @@ def test_all_differences_of_the_leaves_are_in_one_error(tmp_path):
     message = str(error.value)
     for part in (
         str(tmp_path / "1"),
-        "a is float32[2, 3] in it and float32[3, 2] in the run",
-        "b is float32[2] in it and bfloat16[2] in the run",
-        "c float32[1] is in it but not in the run",
-        "e.f float32[5] is not in it",
+        "a is float32[2, 3] in the checkpoint and float32[3, 2] in the run",
+        "b is float32[2] in the checkpoint and bfloat16[2] in the run",
+        "c float32[1] is in the checkpoint but not in the run",
+        "e.f float32[5] is not in the checkpoint",
     ):
         assert part in message
     assert "; d " not in message
@@ -133,7 +133,7 @@ def test_another_format_is_refused(tmp_path, monkeypatch):
             before.setattr("posttrain.train.checkpoint.FORMAT", 1)
             checkpointer.save(1, {"a": jnp.zeros(1)}, {})
             checkpointer.wait()
-        with pytest.raises(ConfigError, match="checkpoint has format 1, this version reads 2; go on with the version"):
+        with pytest.raises(ConfigError, match="checkpoint has format 1, this version reads 2; resume with the version"):
             checkpointer.restore(1, {"a": jnp.zeros(1)})
 
 

@@ -206,7 +206,7 @@ def test_no_array_of_tokens_times_tokens_is_whole() -> None:
     segments = jnp.ones((rows, length), jnp.int32)
 
     def total(x: jax.Array, y: jax.Array) -> jax.Array:
-        related = [features.Related(x, y, heads), features.Related(x, x, heads)]
+        related = [features.RelationPair(x, y, heads), features.RelationPair(x, x, heads)]
         return jnp.sum(features.relation_divergence(related, segments, predicting(segments)))
 
     text = jax.jit(jax.grad(total)).lower(x, y).compile().as_text()
@@ -311,5 +311,5 @@ def test_resumed_is_never_stopped(whole: Trainer, update: Any, tmp_path: Path) -
 def test_a_matching_without_its_teacher_or_weight() -> None:
     with pytest.raises(ValueError, match="matching is of one teacher in the step, and there are 0"):
         Trainer(student(), DistillLoss(0.0), optax.sgd(1.0), temperature=1.0, max_grad_norm=1.0, matching=matching())
-    with pytest.raises(ValueError, match="DistillLoss.attention=2.0: nothing is known of it"):
+    with pytest.raises(ValueError, match="DistillLoss.attention=2.0: no statistics for it"):
         trainer(matching(relations=())).evaluate([apart()])

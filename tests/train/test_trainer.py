@@ -249,7 +249,9 @@ def test_the_compiled_step_holds_no_array_of_rows_times_tokens_times_vocabulary(
 
 def test_its_programs_get_the_options_of_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA refuses an option that it does not know."""
-    monkeypatch.setattr("posttrain.train.trainer.compiled_sooner", lambda platform: {f"no_option_of_{platform}": 1})
+    monkeypatch.setattr(
+        "posttrain.train.trainer.fast_compile_options", lambda platform: {f"no_option_of_{platform}": 1}
+    )
     t, batch = trainer(), rows(0)
     for program in (lambda: t.step(batch), lambda: t.stats(batch), lambda: t.evaluate([batch])):
         with pytest.raises(jax.errors.JaxRuntimeError, match="no_option_of_cpu"):

@@ -56,7 +56,7 @@ def test_any_region_is_read(
     values, factors = quantized(weight)
     write(tmp_path / "x.safetensors", {"a.weight": values, "a.weight_scale_inv": factors})
     with ExitStack() as stack:
-        rest, matrices = fp8.unblocked(open_tensors(tmp_path / "x.safetensors", stack))
+        rest, matrices = fp8.split_fp8(open_tensors(tmp_path / "x.safetensors", stack))
         assert not rest and matrices["a.weight"].shape == weight.shape
         out = np.empty(weight[region].shape, np.float32)
         for task in matrices["a.weight"].reads(out, region):

@@ -133,7 +133,7 @@ def test_all_wrong_tensors_in_one_error(folder: Path) -> None:
     }
     edit(folder, **changes)
     assert fault(folder) == (
-        f"{folder}: the tensors do not fit config.json: model.norm.weight: missing; "
+        f"{folder}: tensors do not match config.json: model.norm.weight: missing; "
         "model.layers.1.mlp.up_proj.weight: missing; model.layers.9.mlp.up_proj.weight: unknown; "
         "model.layers.2.self_attn.q_norm.weight: shape (8,), config.json says (16,); "
         "model.layers.0.input_layernorm.weight: type I8 is not supported"
@@ -146,7 +146,7 @@ def test_wrong_tensors_are_grouped_and_all_listed(folder: Path) -> None:
     renamed = {name: None for name in stored if "q_proj" in name}
     edit(folder, **renamed, **{name.replace("self_attn", "attn"): stored[name] for name in renamed})
     assert fault(folder) == (
-        f"{folder}: the tensors do not fit config.json: model.layers.*.self_attn.q_proj.weight ({layers} tensors): "
+        f"{folder}: tensors do not match config.json: model.layers.*.self_attn.q_proj.weight ({layers} tensors): "
         "missing (the files have model.layers.*.attn.q_proj.weight); "
         f"model.layers.*.attn.q_proj.weight ({layers} tensors): unknown"
     )
@@ -175,7 +175,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, caplog:
     (folder / "config.json").write_text(json.dumps(fields | {"num_nextn_predict_layers": 1}))
     with caplog.at_level(logging.INFO, logger="posttrain.weights"):
         assert_same(load_model(folder), load_model(GOLDENS / "deepseek_v3"))
-    assert "1 tensors of layers that predict further tokens are not loaded" in caplog.text
+    assert "1 tensors of multi-token prediction layers are not loaded" in caplog.text
 
 
 def test_types_of_parameters(folder: Path) -> None:
@@ -197,7 +197,7 @@ def test_types_of_parameters(folder: Path) -> None:
 def damaged(weights: Path, content: bytes) -> str:
     weights.write_bytes(content)
     message = fault(weights.parent)
-    assert message.startswith(f"{weights}: is damaged or incomplete (") and message.endswith("); copy it anew")
+    assert message.startswith(f"{weights}: damaged or incomplete (") and message.endswith("); copy it again")
     return message
 
 
@@ -219,7 +219,7 @@ def test_unusable_files(folder: Path) -> None:
     (folder / "pytorch_model.bin").touch()
     assert fault(folder).endswith("index.json; pytorch_model.bin is not read, convert it to safetensors")
     config.write_text("{")
-    assert fault(folder).startswith(f"{config}: is no JSON (")
+    assert fault(folder).startswith(f"{config}: not valid JSON (")
     config.write_text(json.dumps(LLAMA | {"model_type": "lama"}))
     assert fault(folder).startswith(f"{config}: model_type='lama' is not supported; did you mean 'llama'?")
     config.unlink()
@@ -232,11 +232,13 @@ def test_path_that_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert fault("./absent") == "model ./absent: there is no such folder"
     file = tmp_path / "model.safetensors"
     file.touch()
-    assert fault(file) == f"model {file}: is a file; give the folder that holds config.json"
+    assert fault(file) == f"model {file}: is a file; give the folder with config.json"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     message = fault("someone/something")
-    assert message.startswith("model someone/something: is no local folder, and the Hugging Face hub did not give it (")
+    assert message.startswith(
+        "model someone/something: not a local folder, and the Hugging Face hub did not provide it ("
+    )
     assert message.endswith("); give an existing folder, or check the id and the network")
 
 

@@ -193,19 +193,25 @@ def test_scales_by_rank_pattern_and_layer() -> None:
     [
         (
             {"targets": ("query",)},
-            "lora.targets: 'query' matches nothing that takes an adapter; there are attention.k, attention.o, "
+            "lora.targets: 'query' matches no matrix that supports adapters; available: attention.k, attention.o, "
             "attention.q, attention.v, embed, head, mlp.down, mlp.gate, mlp.up",
         ),
-        ({"targets": ("mlp(",)}, "lora.targets: 'mlp(' is no regular expression: missing ), unterminated subpattern"),
-        ({"layers": (0, 3)}, "lora.layers: 3 is no layer of the model, whose layers are 0 to 2"),
-        ({"rank_pattern": {"lm_head": 3}}, "lora.rank_pattern: 'lm_head' matches no adapter; there are attention.k, "),
-        ({"alpha_pattern": {"q_prj": 3}}, "lora.alpha_pattern: 'q_prj' matches no adapter; there are attention.k, "),
-        ({"modules_to_save": ("lm_hed",)}, "lora.modules_to_save: 'lm_hed' matches no module; there are attention.k, "),
+        (
+            {"targets": ("mlp(",)},
+            "lora.targets: 'mlp(' is not a valid regular expression: missing ), unterminated subpattern",
+        ),
+        ({"layers": (0, 3)}, "lora.layers: 3 is not a layer of the model; use 0 to 2"),
+        ({"rank_pattern": {"lm_head": 3}}, "lora.rank_pattern: 'lm_head' matches no adapter; available: attention.k, "),
+        ({"alpha_pattern": {"q_prj": 3}}, "lora.alpha_pattern: 'q_prj' matches no adapter; available: attention.k, "),
+        (
+            {"modules_to_save": ("lm_hed",)},
+            "lora.modules_to_save: 'lm_hed' matches no module; available: attention.k, ",
+        ),
         (
             {"modules_to_save": ("q_proj",)},
             "lora.modules_to_save: 'q_proj' matches stages.0.blocks.0.attention.q.kernel, which has an adapter; ",
         ),
-        ({"dropout": 0.1, "targets": ("mlp", "head")}, "lora.dropout=0.1 does not act on head; leave it out of"),
+        ({"dropout": 0.1, "targets": ("mlp", "head")}, "lora.dropout=0.1 does not apply to head; remove it from"),
     ],
 )
 def test_what_an_adapter_cannot_be(fields: dict[str, Any], message: str) -> None:
@@ -220,9 +226,9 @@ def test_what_an_adapter_cannot_be(fields: dict[str, Any], message: str) -> None
 
 
 def test_the_router_takes_none_and_experts_no_dropout() -> None:
-    with pytest.raises(ConfigError, match="lora.targets: 'router' matches nothing that takes an adapter"):
+    with pytest.raises(ConfigError, match="lora.targets: 'router' matches no matrix that supports adapters"):
         targeted("router", moe=True)
-    with pytest.raises(ConfigError, match="lora.dropout=0.1 does not act on stages.0.blocks.0.mlp.experts.down"):
+    with pytest.raises(ConfigError, match="lora.dropout=0.1 does not apply to stages.0.blocks.0.mlp.experts.down"):
         targeted("mlp", moe=True, dropout=0.1)
 
 

@@ -120,7 +120,7 @@ def test_dropout_is_for_training_only_and_depends_on_seed_and_step() -> None:
     at_one = losses(trainer, 1)
     trainer.restore(again, 2)
     assert losses(trainer, 1) != at_one
-    with pytest.raises(ValueError, match="dropout of an adapter and noise_alpha draw random numbers; give dropout_"):
+    with pytest.raises(ValueError, match="adapter dropout and noise_alpha need dropout_"):
         trainer_of(with_dropout(), seed=None)
 
 

@@ -42,14 +42,14 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
         ({"peft_type": "LOHA"}, "adapter_config.json: peft_type='LOHA' is not supported"),
         ({"bias": "all"}, "adapter_config.json: bias='all' is not supported"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa', which changes the base, is not supported"),
-        ({"target_parameters": ["a.b"]}, "adapter_config.json: target_parameters='a.b' is no matrix of the model"),
+        ({"target_parameters": ["a.b"]}, "adapter_config.json: target_parameters='a.b' matches no matrix of the model"),
         ({"target_parameters": ["up_proj.weight"]}, "safetensors: up_proj.weight of target_parameters is missing"),
         ({"trainable_token_indices": [1]}, "adapter_config.json: trainable_token_indices=[1] is not supported"),
         ({"target_modules": ["q_proj", "v_proj", "up_proj"]}, "safetensors: up_proj of target_modules is missing"),
         ({"modules_to_save": ["lm_head"]}, "safetensors: lm_head of modules_to_save is missing"),
         (
             {"use_dora": True},
-            "safetensors: model.layers.0.self_attn.q_proj has {'A': (4, 32), 'B': (64, 4)}, must have",
+            "safetensors: model.layers.0.self_attn.q_proj has shapes {'A': (4, 32), 'B': (64, 4)}, expected",
         ),
     ],
 )
@@ -80,10 +80,10 @@ def test_tensors_that_do_not_fit_are_listed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         load_model(GOLDENS / "models" / "llama", adapter=changed(tmp_path, "lora", {}, tensors))
     for fault in (
-        "model.layers.0.self_attn.q_proj has {'A': (4, 31), 'B': (64, 4)}, must have {'A': (4, 32), 'B': (64, 4)}",
-        "model.layers.1.self_attn.q_proj has {'A': (4, 32)}, must have",
-        "model.layers.7.self_attn.q_proj.lora_A.weight (4, 32) is not the model's",
-        "model.norm.weight differs from the base's, and is not in modules_to_save",
+        "layers.0.self_attn.q_proj has shapes {'A': (4, 31), 'B': (64, 4)}, expected {'A': (4, 32), 'B': (64, 4)}",
+        "model.layers.1.self_attn.q_proj has shapes {'A': (4, 32)}, expected",
+        "model.layers.7.self_attn.q_proj.lora_A.weight (4, 32) matches no parameter of the model",
+        "model.norm.weight differs from the base and is not in modules_to_save",
     ):
         assert fault in str(raised.value), raised.value
 
@@ -110,15 +110,15 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="save_adapter: the model has no adapter; use save_model"):
         write("llama")
-    with pytest.raises(ConfigError, match="PEFT has no DoRA on an embedding that is also the head"):
+    with pytest.raises(ConfigError, match="PEFT does not support DoRA on a tied embedding"):
         write("qwen3", targets=("embed",), dora=True)
-    with pytest.raises(ConfigError, match="PEFT has no DoRA on experts"):
+    with pytest.raises(ConfigError, match="PEFT does not support DoRA on experts"):
         write("qwen3_moe", targets=("experts",), dora=True)
-    with pytest.raises(ConfigError, match="PEFT takes .*mlp.down_proj for a parameter, for which it has no dropout"):
+    with pytest.raises(ConfigError, match="PEFT treats .*mlp.down_proj as a parameter, which does not support dropout"):
         write("qwen3_moe", targets=("mlp.down",), dropout=0.1)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ConfigError, match="out is not an adapter's folder; give a new or empty folder"):
+    with pytest.raises(ConfigError, match="out is not an adapter folder; give a new or empty folder"):
         write("llama", targets=("q_proj",))
-    with pytest.raises(ConfigError, match="lora makes a new adapter, adapter loads one; give one of them"):
+    with pytest.raises(ConfigError, match="lora creates an adapter, adapter loads one; set only one of them"):
         load_model(GOLDENS / "models" / "llama", lora=LoRA(rank=2), adapter=tmp_path)

@@ -114,8 +114,8 @@ def test_what_cannot_be_pruned() -> None:
     config = tiny_config(windows=(None,))
     for plan, text in [
         (Pruning(kv_heads=3), "kv_heads=3 must be from 1 to 2"),
-        (Pruning(experts=1), "qwen3 is no mixture with a dense counterpart"),
-        (Pruning(layers=(2, 1)), "must rise"),
+        (Pruning(experts=1), "qwen3 is not an MoE model with a dense counterpart"),
+        (Pruning(layers=(2, 1)), "must be ascending"),
         (Pruning(layers=(3,)), "from 0 to 2"),
         (Pruning(mlp_dim=49), "mlp_dim=49 must be from 1 to 48"),
         (Pruning(embed_dim=0), "embed_dim=0 must be from 1 to 32"),

@@ -77,7 +77,7 @@ def test_error_size_and_the_numbers_of_qwix(kind: Quantize) -> None:
 def test_tiles() -> None:
     assert [tile_size("nf4", size) for size in (4096, 11008, 896, 48, 172, 20)] == [64, 64, 64, 48, 86, 20]
     assert tile_size("int8", 35) == 35
-    with pytest.raises(ConfigError, match="quantize=nf4: a matrix has 35 inputs, not an even number; use int8 or fp8"):
+    with pytest.raises(ConfigError, match="quantize=nf4: a matrix has an odd number of inputs, 35; use int8 or fp8"):
         tile_size("nf4", 35)
 
 
@@ -315,6 +315,7 @@ def test_settings_that_cannot_be() -> None:
     fields: dict[str, Any] = {"dataset": {"path": "x"}, "num_steps": 1, "row_tokens": 8, "prompts_per_step": 1}
     fields |= {"rewards": [{"fn": "a:b"}], "group_size": 2, "sampling": {"max_tokens": 4}}
     fields |= {"optimizer": {"learning_rate": 1.0}, "rollout": {"quantize": "int8"}}
-    with pytest.raises(ValueError, match="rollout.quantize=int8 needs recompute_old_logps: true"):
-        RLSection(**fields)
-    assert RLSection(**fields, recompute_old_logps=True).rollout.quantize == "int8"
+    taught = {**fields, "teachers": [{"path": "y"}]}
+    with pytest.raises(ValueError, match=r"teachers with rollout.quantize=int8 .* need old_logps: trainer"):
+        RLSection(**taught)
+    assert RLSection(**taught, old_logps="trainer").rollout.quantize == "int8"

@@ -147,7 +147,7 @@ def test_saving_replaces_a_model_but_nothing_else(tmp_path: Path, monkeypatch: p
     assert_same(tiny_model(seed=1), load_model(target))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     (target / "notes.md").touch()
-    with pytest.raises(ConfigError, match=r"is not a model's folder, it holds notes.md; give a new or empty folder"):
+    with pytest.raises(ConfigError, match=r"is not a model folder, it contains notes.md; give a new or empty folder"):
         save_model(tiny_model(seed=2), target)
     (target / "notes.md").unlink()
 

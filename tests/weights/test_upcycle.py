@@ -113,7 +113,9 @@ def test_models_that_cannot_be_upcycled() -> None:
     def config(name: str, **changes: Any) -> Any:
         return config_from_hf(json.loads((GOLDENS / name / "config.json").read_text()) | changes)
 
-    with pytest.raises(ConfigError, match=r"model_type=gemma2 has no counterpart.*known: llama, mistral, qwen2, qwen3"):
+    with pytest.raises(
+        ConfigError, match=r"model_type=gemma2 has no MoE counterpart.*known: llama, mistral, qwen2, qwen3"
+    ):
         upcycled_config(config("gemma2"), COPY)
     with pytest.raises(ConfigError, match="mixtral cannot express out_bias, qkv_bias of this llama"):
         upcycled_config(config("llama", attention_bias=True), COPY)

@@ -1,9 +1,9 @@
-"""Attention behind one function for rows and one for pages; each implementation in a file of its own."""
+"""Attention kernels: one entry point for packed rows, one for a paged KV cache; one file per implementation."""
 
 from posttrain.config import AttentionKernel
-from posttrain.kernels.attention.dispatch import attention, serves_parents
+from posttrain.kernels.attention.call import Variant
+from posttrain.kernels.attention.dispatch import attention, supports_parents
 from posttrain.kernels.attention.paged import padded_head, ragged_paged_attention, ragged_refusal
-from posttrain.kernels.attention.request import Variant
 
 __all__ = [
     "AttentionKernel",
@@ -12,5 +12,5 @@ __all__ = [
     "padded_head",
     "ragged_paged_attention",
     "ragged_refusal",
-    "serves_parents",
+    "supports_parents",
 ]

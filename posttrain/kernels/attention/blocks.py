@@ -1,4 +1,4 @@
-"""What attention in loops over blocks and attention of short rows share."""
+"""Block bookkeeping shared by blockwise attention and short-row attention."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
+from posttrain.kernels.attention.call import MaskInputs, Variant
 from posttrain.kernels.attention.reference import MASKED
-from posttrain.kernels.attention.request import Places, Variant
 
 FLOOR = 0.1 * MASKED
-"""Least running maximum: beside it even the masked logits of a query that sees nothing have weight 0."""
+"""Lower bound of the running maximum: relative to it, masked logits of a fully masked query get weight 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Static facts of one call, padded to whole blocks."""
+class BlockPlan:
+    """Static block sizes and options of one attention call, padded to whole blocks."""
 
     variant: Variant
     same_tokens: bool
@@ -26,24 +26,24 @@ class Plan:
     block_k: int
     num_blocks_k: int
 
-    def keys_of(self, i: Array | int) -> tuple[Array | int, Array | int]:
-        """First and last + 1 block of keys that queries of block `i` can see; numbers where `i` is one.
+    def key_blocks(self, i: Array | int) -> tuple[Array | int, Array | int]:
+        """Return the range `[first, stop)` of key blocks visible to query block `i`; Python ints if `i` is an int.
 
-        Where queries and keys are the same tokens, that is neither after the diagonal nor before the window.
+        Self-attention (`same_tokens`) skips blocks after the diagonal and before the window.
         """
         if not self.same_tokens:
             return 0, self.num_blocks_k
         least, most = (jnp.minimum, jnp.maximum) if isinstance(i, Array) else (min, max)
         first: Array | int = 0
-        # What a segment goes on from may lie before others: anywhere in the row.
+        # A parent segment may be anywhere in the row, so the window bounds nothing.
         if self.variant.window is not None and not self.parents:
             first = most(i * self.block_q - self.variant.window + 1, 0) // self.block_k
         return first, least(((i + 1) * self.block_q - 1) // self.block_k + 1, self.num_blocks_k)
 
 
-def of_queries(places: Places) -> tuple[Array | None, ...]:
-    return places.q_positions, places.q_segments, places.q_parents
+def query_inputs(mask_inputs: MaskInputs) -> tuple[Array | None, ...]:
+    return mask_inputs.q_positions, mask_inputs.q_segments, mask_inputs.q_parents
 
 
-def product(spec: str, x: Array, y: Array) -> Array:
+def einsum32(spec: str, x: Array, y: Array) -> Array:
     return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""Attention behind one function whose only mask language is positions, segments and window."""
+"""Attention entry point and kernel selection; masks are given by positions, segments and window only."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from posttrain.config import AttentionKernel
 from posttrain.errors import ConfigError
 from posttrain.kernels.attention import cudnn, splash, tokamax
 from posttrain.kernels.attention.blockwise import blockwise
+from posttrain.kernels.attention.call import AttentionCall, MaskInputs, Operands, Variant
 from posttrain.kernels.attention.reference import single_query, visible, whole
-from posttrain.kernels.attention.request import Operands, Places, Request, Variant
 from posttrain.kernels.platform import (
     HEAD_AXIS,
     compute_capability,
@@ -34,47 +34,47 @@ Kernel: TypeAlias = Callable[[Operands], Float[Array, "B T N Hv"]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serves:
-    """What a kernel serves."""
+class Support:
+    """Supported features of an attention kernel."""
 
     parents: bool
-    """Segments that go on from others."""
-    other: Callable[[Request], str | None]
-    """Why it cannot serve a request, parents aside; None where it can."""
+    """Supports parent segments (sequences that continue another segment)."""
+    other: Callable[[AttentionCall], str | None]
+    """Reason why the kernel cannot serve a call, parents aside; None if it can."""
 
-    def refusal(self, request: Request) -> str | None:
-        if request.parents and not self.parents:
-            return "knows no sequence that goes on from another"
-        return self.other(request)
+    def refusal(self, call: AttentionCall) -> str | None:
+        if call.parents and not self.parents:
+            return "does not support parent segments"
+        return self.other(call)
 
 
-SERVES: Mapping[str, Serves] = {
-    "reference": Serves(parents=True, other=lambda _: None),
-    "blockwise": Serves(parents=True, other=lambda _: None),
-    "splash": Serves(parents=False, other=splash.refusal),
-    "tokamax": Serves(parents=True, other=tokamax.refusal),
-    "cudnn": Serves(parents=True, other=cudnn.refusal),
+SUPPORT: Mapping[str, Support] = {
+    "reference": Support(parents=True, other=lambda _: None),
+    "blockwise": Support(parents=True, other=lambda _: None),
+    "splash": Support(parents=False, other=splash.refusal),
+    "tokamax": Support(parents=True, other=tokamax.refusal),
+    "cudnn": Support(parents=True, other=cudnn.refusal),
 }
 
 PREFERRED: Mapping[str, tuple[str, ...]] = {"tpu": ("splash",), "gpu": ("tokamax", "cudnn")}
-"""Fused kernels of a platform, the first that serves. On CPU blocks of XLA take half the time of splash, or less."""
+"""Fused kernels per platform, in order of preference. On CPU, blockwise XLA takes half the time of splash, or less."""
 
 WHOLE_LENGTH = 128
-"""Queries up to which there is but one block anyway."""
+"""Maximum number of queries for which one block is used anyway."""
 
 WHOLE_LOGITS = 1 << 24
-"""Logits of all rows and heads that may exist at once: 64 MiB."""
+"""Maximum number of logits over all rows and heads to materialize at once: 64 MiB in float32."""
 
 BLOCK, CPU_BLOCKS = 512, (128, 64)
-"""Queries and keys of a block of logits. Of whole rows on a CPU the smaller, where the larger block of all rows and
-heads does not fit its cache."""
+"""Queries and keys per block of logits. On CPU, packed rows use the smaller size if the larger block over all rows and
+heads does not fit the cache."""
 
 SHORT_ROW, SHORT_BLOCK = 4, 128
-"""Blocks of `block_size` up to which a CPU computes a row without a loop; and the size that blocks have there, whether
-it fits the cache or not: two of 128 in place of four of 64 make a first step a tenth shorter, others 3 % longer."""
+"""Maximum number of blocks of `block_size` for which CPU attention is unrolled, and the block size then, regardless of
+the cache: two blocks of 128 instead of four of 64 make the first step 10 % shorter and others 3 % longer."""
 
 LANES = 8
-"""The size of equal blocks of a short row is a multiple of them."""
+"""Alignment of equal blocks of a short row."""
 
 CPU_CACHE = 2 << 20
 """Bytes of the second-level caches of two cores."""
@@ -97,19 +97,19 @@ def attention(
     kernel: AttentionKernel,
     mesh: Mesh | None,
 ) -> Float[Array, "B T N Hv"]:
-    """softmax(scale q k) v over the keys of the same segment at positions <= the query's, at most `window` of them.
+    """softmax(scale q k) v over keys of the same segment at positions <= the query's, at most `window` of them.
 
-    With `q_parents` over those of another segment as well, which the query's own goes on from.
+    With `q_parents`, keys of the parent segment are visible too.
 
-    Logits and softmax in float32. `soft_cap` makes logits cap tanh(logits / cap); `sinks` are one more logit per head
-    that takes its share of the softmax to no value. A query of segment 0 (padding) yields finite numbers.
-    Keys stand as [B, K, S, H]: on CPU decoding reads them twice as fast as [B, S, K, H].
+    Logits and softmax are float32. `soft_cap` turns logits into cap tanh(logits / cap); `sinks` add one logit per head
+    whose probability goes to no value. Queries of segment 0 (padding) return finite numbers. Keys have the layout [B,
+    K, S, H]: CPU decoding reads it twice as fast as [B, S, K, H].
 
-    Whole rows are told from a cache by identity: `q_positions is k_positions` and `q_segments is k_segments`. Positions
-    are then consecutive within a segment, and kernels may count by place in the row. `kernel` other than "auto" raises
-    ConfigError where it cannot serve.
+    Packed rows are distinguished from a KV cache by identity: `q_positions is k_positions` and `q_segments is
+    k_segments`. Positions are then consecutive within a segment, and kernels may use row indices instead. Raises
+    ConfigError if an explicit `kernel` cannot serve the call.
     """
-    request = Request(
+    call = AttentionCall(
         platform=platform_of(mesh),
         rows=q.shape[0],
         num_queries=q.shape[1],
@@ -128,80 +128,81 @@ def attention(
         tokamax=installed("tokamax"),
         compute_capability=compute_capability(mesh),
     )
-    name = select(kernel, request)
-    log_choice("attention", name, request.kind, request.platform)
-    operands = Operands(q, k, v, Places(q_positions, k_positions, q_segments, k_segments, q_parents), sinks)
-    return run(name, operands, Variant(window=window, scale=scale, soft_cap=soft_cap), request, mesh)
+    name = select(kernel, call)
+    log_choice("attention", name, call.kind, call.platform)
+    operands = Operands(q, k, v, MaskInputs(q_positions, k_positions, q_segments, k_segments, q_parents), sinks)
+    return run(name, operands, Variant(window=window, scale=scale, soft_cap=soft_cap), call, mesh)
 
 
-def serves_parents(kernel: str, platform: str) -> bool:
-    """Whether segments that go on from others have the kernel that other rows have."""
+def supports_parents(kernel: str, platform: str) -> bool:
+    """Return True if rows with parent segments use the same kernel as other rows."""
     names = PREFERRED.get(platform, ()) if kernel == "auto" else (kernel,)
-    return all(SERVES[name].parents for name in names)
+    return all(SUPPORT[name].parents for name in names)
 
 
-def choose(request: Request) -> str:
-    """The kernel of "auto"."""
-    small = request.num_logits <= WHOLE_LOGITS
-    if request.kind == "decode":
-        return "cudnn" if SERVES["cudnn"].refusal(request) is None else "reference"
-    if request.kind == "rows":
-        for name in PREFERRED.get(request.platform, ()):
-            if SERVES[name].refusal(request) is None:
+def choose(call: AttentionCall) -> str:
+    """Select the kernel for "auto"."""
+    small = call.num_logits <= WHOLE_LOGITS
+    if call.kind == "decode":
+        return "cudnn" if SUPPORT["cudnn"].refusal(call) is None else "reference"
+    if call.kind == "rows":
+        for name in PREFERRED.get(call.platform, ()):
+            if SUPPORT[name].refusal(call) is None:
                 return name
-        small = small and request.num_queries <= WHOLE_LENGTH
+        small = small and call.num_queries <= WHOLE_LENGTH
     return "reference" if small else "blockwise"
 
 
-def select(kernel: str, request: Request) -> str:
-    """The kernel to run. ConfigError where the one that is asked for cannot serve, with those that can."""
+def select(kernel: str, call: AttentionCall) -> str:
+    """Validate or select the kernel. Raises ConfigError listing the alternatives if the requested kernel cannot
+    serve."""
     if kernel == "auto":
-        return choose(request)
-    if kernel not in SERVES:
-        raise ConfigError(f"attention: no kernel {kernel!r}; use one of {', '.join(get_args(AttentionKernel))}")
-    refusal = SERVES[kernel].refusal(request)
+        return choose(call)
+    if kernel not in SUPPORT:
+        raise ConfigError(f"attention: unknown kernel {kernel!r}; use one of {', '.join(get_args(AttentionKernel))}")
+    refusal = SUPPORT[kernel].refusal(call)
     if refusal is not None:
-        others = ", ".join(name for name, serves in SERVES.items() if serves.refusal(request) is None)
+        others = ", ".join(name for name, serves in SUPPORT.items() if serves.refusal(call) is None)
         raise ConfigError(f"attention: kernel {kernel!r} {refusal}; use auto, {others}")
     return kernel
 
 
-def run(name: str, operands: Operands, variant: Variant, request: Request, mesh: Mesh | None) -> Array:
-    interpret = request.platform == "cpu"
+def run(name: str, operands: Operands, variant: Variant, call: AttentionCall, mesh: Mesh | None) -> Array:
+    interpret = call.platform == "cpu"
     match name:
         case "reference":
             return _reference(operands, variant)
         case "blockwise":
-            even = even_block(request)
-            block = block_size(request) if even is None else even
-            return blockwise(operands, variant, same_tokens=request.same_tokens, block=block, short=even is not None)
+            even = even_block(call)
+            block = block_size(call) if even is None else even
+            return blockwise(operands, variant, same_tokens=call.same_tokens, block=block, short=even is not None)
         case "splash":
-            return _split(partial(splash.splash, variant=variant, interpret=interpret), operands, request, mesh)
+            return _split(partial(splash.splash, variant=variant, interpret=interpret), operands, call, mesh)
         case "tokamax":
-            return _split(partial(tokamax.tokamax, variant=variant), operands, request, mesh)
+            return _split(partial(tokamax.tokamax, variant=variant), operands, call, mesh)
         case _:
-            return _split(partial(cudnn.cudnn, variant=variant), operands, request, mesh)
+            return _split(partial(cudnn.cudnn, variant=variant), operands, call, mesh)
 
 
-def block_size(request: Request) -> int:
-    """Queries and keys of a block of logits of `blockwise`."""
-    if request.platform != "cpu":
+def block_size(call: AttentionCall) -> int:
+    """Queries and keys per block of logits in `blockwise`."""
+    if call.platform != "cpu":
         return BLOCK
     large, small = CPU_BLOCKS
-    if request.kind != "rows":
+    if call.kind != "rows":
         return large
-    rows, heads = -(-request.rows // request.row_shards), -(-request.num_heads // request.head_shards)
+    rows, heads = -(-call.rows // call.row_shards), -(-call.num_heads // call.head_shards)
     return large if 4 * rows * heads * large * large <= CPU_CACHE else small
 
 
-def even_block(request: Request) -> int | None:
-    """The size of the blocks of a row that a CPU computes without a loop; None where it takes a loop.
+def even_block(call: AttentionCall) -> int | None:
+    """Block size for unrolled attention of a short row on CPU; None if a loop is used.
 
-    The fewest equal ones, two at least, with no more logits than blocks of `SHORT_BLOCK` have; a row no longer than
-    that is one. What runs without a loop is compiled for every block.
+    The fewest equal blocks, at least two, with no more logits than blocks of `SHORT_BLOCK` have; a row of at most that
+    length is one block. Unrolled blocks are compiled one by one.
     """
-    length = request.num_queries
-    if request.platform != "cpu" or request.kind != "rows" or length > SHORT_ROW * block_size(request):
+    length = call.num_queries
+    if call.platform != "cpu" or call.kind != "rows" or length > SHORT_ROW * block_size(call):
         return None
 
     def num_logits(size: int) -> int:
@@ -213,18 +214,18 @@ def even_block(request: Request) -> int | None:
 
 
 def _reference(operands: Operands, variant: Variant) -> Array:
-    q, k, v, places, sinks = operands
-    mask = visible(*places, variant.window)
+    q, k, v, mask_inputs, sinks = operands
+    mask = visible(*mask_inputs, variant.window)
     if q.shape[1] == 1:
         return single_query(q, k, v, mask[:, 0], scale=variant.scale, soft_cap=variant.soft_cap, sinks=sinks)
     return whole(q, k, v, mask, scale=variant.scale, soft_cap=variant.soft_cap, sinks=sinks)
 
 
-def _split(kernel: Kernel, operands: Operands, request: Request, mesh: Mesh | None) -> Array:
-    """Runs a kernel that the compiler cannot partition on each device's own rows and heads."""
+def _split(kernel: Kernel, operands: Operands, call: AttentionCall, mesh: Mesh | None) -> Array:
+    """Run a kernel that the compiler cannot partition on each device's own rows and heads (`jax.shard_map`)."""
     if mesh is None or mesh.size == 1:
         return kernel(operands)
-    repeats = request.split_kv_heads // request.num_kv_heads
+    repeats = call.split_kv_heads // call.num_kv_heads
     if repeats > 1:
         k, v = (jnp.repeat(x, repeats, axis=1) for x in (operands.k, operands.v))
         operands = operands._replace(k=k, v=v)

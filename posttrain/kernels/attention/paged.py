@@ -1,4 +1,4 @@
-"""Attention of one new token per row to pages that a table names: TPU's kernel, and its twin that gathers them."""
+"""Paged attention of one new token per row: TPU's ragged kernel, and a reference that gathers the pages."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
+from posttrain.kernels.attention.call import Variant
 from posttrain.kernels.attention.reference import single_query
-from posttrain.kernels.attention.request import Variant
 from posttrain.kernels.platform import HEAD_AXIS, head_shards, log_choice, platform_of, row_axes
 
 LANES = 128
-"""Numbers of a head are padded to a multiple of it, as a TPU lays them out anyway."""
+"""Alignment of the head dimension, as a TPU pads it anyway."""
 
 BLOCK_POSITIONS = 512
-"""Of keys and values that are in a TPU's vector memory at once, twice: while one block is used the next one comes."""
+"""Positions of keys and values in a TPU's vector memory per block, double-buffered."""
 
 BLOCK_ROWS = 32
 
@@ -28,12 +28,12 @@ WORD_BYTES = 4
 
 
 def ragged_refusal(num_kv_heads: int, itemsize: int, shards: int) -> str | None:
-    """Why the kernel does not take pages of so many heads, which `shards` devices share; None where it does."""
+    """Return why the ragged kernel does not support this many KV heads over `shards` devices; None if it does."""
     heads = 2 * num_kv_heads // (shards if num_kv_heads % shards == 0 else 1)
     packing = WORD_BYTES // itemsize
     tiles = heads // packing
     if heads % packing or not (tiles in (1, 2, 4, 8) or tiles % 8 == 0):
-        return f"takes 1, 2, 4 or a multiple of 8 tiles of key and value heads on a device, got {heads} heads"
+        return f"needs 1, 2, 4 or a multiple of 8 tiles of key and value heads on a device, got {heads} heads"
     return None
 
 
@@ -52,11 +52,11 @@ def ragged_paged_attention(
 ) -> Float[Array, "B 1 N H"]:
     """softmax(scale q k) v over the first `lengths` positions of each row, at most the last `window` of them.
 
-    Of R layers, in D lanes of rows, P pages of S positions with keys and values of a head side by side; q's rows are
-    those of lane 0 first. The layer is a part of the page numbers: no layer is copied.
+    Pages: R layers, D lanes of rows, P pages of S positions, keys and values of a head interleaved. The rows of q are
+    ordered by lane. The layer is encoded in the page numbers, so no layer is copied.
     """
     platform = platform_of(mesh)
-    log_choice("attention", "ragged" if platform == "tpu" else "ragged's twin", "decode", platform)
+    log_choice("attention", "ragged" if platform == "tpu" else "gathered pages", "decode", platform)
     lane = partial(_lane, variant=variant, on_tpu=platform == "tpu")
     if mesh is None or mesh.size == 1:
         return lane(q, pages, repeat, table, lengths)
@@ -89,7 +89,7 @@ def _lane(
     flat = pages.reshape(repeats * count, *page)
     padded = jnp.pad(q[:, 0], ((0, 0), (0, 0), (0, page[-1] - head_dim)))
     width = table.shape[2]
-    attend = partial(_on_tpu, pages_per_block=min(width, BLOCK_POSITIONS // page[0])) if on_tpu else twin
+    attend = partial(_on_tpu, pages_per_block=min(width, BLOCK_POSITIONS // page[0])) if on_tpu else gathered
     out = attend(padded.astype(pages.dtype), flat, lengths[0], table[0] + repeat * count, variant)
     return out[:, None, :, :head_dim].astype(q.dtype)
 
@@ -120,18 +120,18 @@ def _on_tpu(
     return out
 
 
-def twin(
+def gathered(
     q: Float[Array, "n N Hp"],
     pages: Float[Array, "P S K2 Hp"],
     lengths: Int[Array, " n"],
     table: Int[Array, "n W"],
     variant: Variant,
 ) -> Float[Array, "n N Hp"]:
-    """The same of gathered pages."""
+    """Reference implementation of the ragged kernel: gather the pages, then attend."""
     rows = q.shape[0]
-    found = pages[table].reshape(rows, -1, *pages.shape[2:]).swapaxes(1, 2)
-    behind = lengths[:, None] - 1 - jnp.arange(found.shape[2], dtype=jnp.int32)[None]
+    kv = pages[table].reshape(rows, -1, *pages.shape[2:]).swapaxes(1, 2)
+    behind = lengths[:, None] - 1 - jnp.arange(kv.shape[2], dtype=jnp.int32)[None]
     mask = behind >= 0 if variant.window is None else (behind >= 0) & (behind < variant.window)
-    keys, values = found[:, 0::2], found[:, 1::2]
+    keys, values = kv[:, 0::2], kv[:, 1::2]
     out = single_query(q[:, None], keys, values, mask, scale=variant.scale, soft_cap=variant.soft_cap, sinks=None)
     return out[:, 0]

@@ -1,4 +1,4 @@
-"""Attention in the open: the whole matrix of logits at once, and the case of one decoded token."""
+"""Reference attention: the full matrix of logits, and the case of a single query (decoding)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 MASKED = -1e30
-"""Logit of a key that a query does not see: finite, so that a query that sees nothing stays finite too."""
+"""Logit of a masked key: finite, so that a fully masked query stays finite."""
 
 
 def visible(
@@ -19,7 +19,7 @@ def visible(
     q_parents: Int[Array, "B T"] | None,
     window: int | None,
 ) -> Bool[Array, "B T S"]:
-    """Which key each query sees: of its own segment, and of the one that it goes on from, if that is not 0."""
+    """Causal mask over the query's own segment and its parent segment, if that is not 0."""
     distance = q_positions[:, :, None] - k_positions[:, None, :]
     same = q_segments[:, :, None] == k_segments[:, None, :]
     if q_parents is not None:
@@ -38,18 +38,18 @@ def whole(
     soft_cap: float | None,
     sinks: Float[Array, " N"] | None,
 ) -> Float[Array, "B T N Hv"]:
-    """All logits of all queries, then their softmax, then its product with the values."""
+    """Full logits, softmax, product with the values."""
     rows, length, num_heads, head_dim = q.shape
     num_kv_heads, keys, value_dim = v.shape[1:]
     groups = num_heads // num_kv_heads
-    # The queries of a group stand one below the other: plain batched products, in the layout that the keys have.
+    # Queries of a group are merged into one axis: plain batched products in the layout of the keys.
     q = q.reshape(rows, length, num_kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
     q = q.reshape(rows, num_kv_heads, groups * length, head_dim)
     logits = capped(jnp.einsum("bkth,bksh->bkts", q, k, preferred_element_type=jnp.float32) * scale, soft_cap)
     logits = jnp.where(mask[:, None, None], logits.reshape(rows, num_kv_heads, groups, length, keys), MASKED)
     per_head = None if sinks is None else sinks.reshape(1, num_kv_heads, groups, 1, 1)
     probs = softmax(logits, per_head).astype(v.dtype).reshape(rows, num_kv_heads, groups * length, keys)
-    # XLA:CPU has no BF16 x BF16 = F32 for this product; the platforms that matter accumulate in float32 anyway.
+    # XLA:CPU has no BF16 x BF16 = F32 for this product; other platforms accumulate in float32 anyway.
     out = jnp.einsum("bkts,bksh->bkth", probs, v)
     out = out.reshape(rows, num_kv_heads, groups, length, value_dim).transpose(0, 3, 1, 2, 4)
     return out.reshape(rows, length, num_heads, value_dim)
@@ -65,10 +65,10 @@ def single_query(
     soft_cap: float | None,
     sinks: Float[Array, " N"] | None,
 ) -> Float[Array, "B 1 N Hv"]:
-    """`whole` for one decoded token, with the operands of both products in the order that CPUs read fastest.
+    """Attention of one decoded token, with both products' operands in the order that CPUs read fastest.
 
-    Keys as wide as the values come from a cache that holds them as [K, H, S]; those of latent attention, which the
-    values are part of, stand as [K, S, H].
+    Keys as wide as the values come from a cache stored as [K, H, S]; those of latent attention (MLA), whose values are
+    a part of them, are stored as [K, S, H].
     """
     rows, _, num_heads, head_dim = q.shape
     num_kv_heads, value_dim = v.shape[1], v.shape[3]
@@ -87,12 +87,12 @@ def single_query(
 
 
 def capped(logits: Float[Array, "*B"], soft_cap: float | None) -> Float[Array, "*B"]:
-    """cap tanh(logits / cap). Gemma 2, arXiv:2408.00118, section 2."""
+    """cap tanh(logits / cap): Gemma 2, arXiv:2408.00118, section 2."""
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
 def softmax(logits: Float[Array, "*B S"], sinks: Float[Array, "*#B 1"] | None) -> Float[Array, "*B S"]:
-    """Softmax over the last dimension; a sink is one more logit, whose share goes to no value."""
+    """Softmax over the last dimension; a sink is one more logit whose probability goes to no value."""
     if sinks is None:
         return jax.nn.softmax(logits, axis=-1)
     exps, total = exponentials(logits, sinks)
@@ -102,7 +102,7 @@ def softmax(logits: Float[Array, "*B S"], sinks: Float[Array, "*#B 1"] | None) -
 def exponentials(
     logits: Float[Array, "*B S"], sinks: Float[Array, "*#B 1"] | None
 ) -> tuple[Float[Array, "*B S"], Float[Array, "*B 1"]]:
-    """What `softmax` divides, and by what: the largest is 1."""
+    """Numerator and denominator of `softmax`, shifted so that the largest exponential is 1."""
     top = jnp.max(logits, axis=-1, keepdims=True)
     if sinks is not None:
         sinks = sinks.astype(logits.dtype)

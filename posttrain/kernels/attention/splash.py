@@ -1,4 +1,4 @@
-"""Splash attention of JAX: compiled for TPU, interpreted on CPU."""
+"""Splash attention from JAX Pallas: compiled on TPU, interpreted on CPU."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from jax import Array
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jaxtyping import Float
 
-from posttrain.kernels.attention.request import Operands, Request, Variant
+from posttrain.kernels.attention.call import AttentionCall, Operands, Variant
 
 LANES = 128
-"""Blocks are a multiple of it."""
+"""Alignment of block sizes."""
 
 MAX_FUSED_BLOCKS = 8
-"""Blocks of keys up to which the backward pass is one kernel: it writes a gradient of the queries for each block."""
+"""Maximum number of key blocks for the fused backward kernel, which writes a query gradient per block."""
 
 
-def refusal(request: Request) -> str | None:
-    if request.platform not in ("cpu", "tpu"):
-        return f"runs on TPU, and interpreted on CPU, got {request.platform}"
-    refusal = request.refusal_of_rows()
-    if refusal is None and request.num_queries % LANES:
-        refusal = f"takes rows of a multiple of {LANES} tokens, got {request.num_queries}"
+def refusal(call: AttentionCall) -> str | None:
+    if call.platform not in ("cpu", "tpu"):
+        return f"runs on TPU (interpreted on CPU), got {call.platform}"
+    refusal = call.rows_refusal()
+    if refusal is None and call.num_queries % LANES:
+        refusal = f"needs a row length that is a multiple of {LANES}, got {call.num_queries}"
     return refusal
 
 
 def splash(operands: Operands, variant: Variant, *, interpret: bool) -> Float[Array, "B T N Hv"]:
-    """Blocks that the causal mask or the window empties are skipped.
+    """Splash attention; blocks emptied by the causal mask or the window are skipped.
 
-    The mask counts by place in the row, which equals positions inside a segment.
+    The mask uses row indices, which equal positions up to a constant within a segment.
     """
-    q, k, v, places, sinks = operands
+    q, k, v, mask_inputs, sinks = operands
     _, length, num_heads, head_dim = q.shape
     kernel = _kernel(length, num_heads, max(head_dim, v.shape[3]), variant, interpret=interpret)
 
@@ -41,7 +41,7 @@ def splash(operands: Operands, variant: Variant, *, interpret: bool) -> Float[Ar
         out: Any = kernel(q, k, v, ids) if sinks is None else kernel(q, k, v, ids, sinks)
         return out
 
-    out = jax.vmap(row)((q * variant.scale).swapaxes(1, 2), k, v, places.q_segments)
+    out = jax.vmap(row)((q * variant.scale).swapaxes(1, 2), k, v, mask_inputs.q_segments)
     return out.swapaxes(1, 2)
 
 
@@ -53,7 +53,7 @@ def _kernel(
         mask: splash_attention_mask.Mask = splash_attention_mask.CausalMask(shape)
     else:
         mask = splash_attention_mask.LocalMask(shape, window_size=(variant.window - 1, 0), offset=0)
-    # Wider heads leave less room for blocks in a TPU's vector memory.
+    # Wider heads leave less TPU vector memory for blocks.
     block = next(size for size in ((512, 256, 128) if head_dim <= 256 else (256, 128)) if length % size == 0)
     fused = length // block <= MAX_FUSED_BLOCKS
     sizes = splash_attention_kernel.BlockSizes(

@@ -1,4 +1,4 @@
-"""Statistics of one chunk of logits, and their gradient by the logits."""
+"""Token statistics of one chunk of logits, and their gradient with respect to the logits."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from posttrain.kernels.logits.spans import NAMED, span_terms
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What is computed beside log-probabilities and entropies."""
+    """Optional statistics beyond log-probability and entropy."""
 
     mean_over: int | None = None
-    """`mean_logps` over the ids below this one: those that have a token."""
+    """Compute `mean_logps` over ids below this number (ids that have a token)."""
     squares: bool = False
-    """`log_squares`."""
+    """Compute `log_squares`."""
     sampling_temperature: float | None = None
-    """`sampling_logps`."""
+    """Compute `sampling_logps` at this temperature."""
     divergence: Divergence | None = None
-    """`divergence` from teachers, with `teacher_kl` and `teacher_logps`."""
+    """Compute `divergence` to the teachers, with `teacher_kl` and `teacher_logps`."""
     unshared: bytes | None = None
-    """Of one teacher whose tokens are merged in groups: bits of the student's ids that it has no token for."""
+    """Packed mask of student ids without a teacher token, for a cross-tokenizer teacher with merged token groups."""
 
 
 PLAIN = Terms()
 
-Found = dict[str, Array]
+Stats = dict[str, Array]
 INNER = TOP, NORM = "top", "norm"
-"""Beside the statistics, those of `Softmax`, for the backward pass."""
+"""Softmax terms saved with the statistics for the backward pass."""
 
 
-class Part(NamedTuple):
-    """One chunk of the plan."""
+class Chunk(NamedTuple):
+    """Chunk of the plan: contexts, targets and teacher outputs."""
 
     start: Array
     order: Int[Array, "B C"]
     targets: Int[Array, "B C"]
     teachers: list[tuple[Array | TopK, Array | float]]
-    """Unscaled logits or best ids, and what each counts."""
+    """Unscaled teacher logits or top-k, with the teacher's weight."""
 
 
-def chunk_stats(logits: Float[Array, "B C V"], part: Part, temperature: float, terms: Terms) -> Found:
-    own, chosen = Softmax.of(logits, temperature), jnp.take_along_axis(logits, part.targets[..., None], axis=-1)
+def chunk_stats(logits: Float[Array, "B C V"], chunk: Chunk, temperature: float, terms: Terms) -> Stats:
+    own, chosen = Softmax.of(logits, temperature), jnp.take_along_axis(logits, chunk.targets[..., None], axis=-1)
     relative, log_norm, norm = own.centred / temperature, own.log_norm[..., 0], own.norm[..., 0]
-    found = {
+    stats = {
         "logps": own.log_of(chosen)[..., 0],
         "entropy": log_norm - jnp.sum(own.exps * relative, axis=-1) / norm,
         TOP: own.top[..., 0],
@@ -61,86 +61,87 @@ def chunk_stats(logits: Float[Array, "B C V"], part: Part, temperature: float, t
     }
     if terms.mean_over is not None:
         known = _is_below(terms.mean_over, logits)
-        found["mean_logps"] = jnp.sum(jnp.where(known, relative, 0.0), axis=-1) / terms.mean_over - log_norm
+        stats["mean_logps"] = jnp.sum(jnp.where(known, relative, 0.0), axis=-1) / terms.mean_over - log_norm
     if terms.squares:
-        found["log_squares"] = jnp.log(jnp.sum(jnp.square(own.exps), axis=-1)) - 2 * log_norm
+        stats["log_squares"] = jnp.log(jnp.sum(jnp.square(own.exps), axis=-1)) - 2 * log_norm
     if terms.sampling_temperature is not None:
-        found["sampling_logps"] = Softmax.of(logits, terms.sampling_temperature).log_of(chosen)[..., 0]
+        stats["sampling_logps"] = Softmax.of(logits, terms.sampling_temperature).log_of(chosen)[..., 0]
     if terms.unshared is not None and terms.divergence is not None:
-        found |= _span_terms(logits, part, terms)
+        stats |= _span_terms(logits, chunk, terms)
     elif terms.divergence is not None:
-        found["divergence"] = _divergence(logits, part, terms.divergence)
+        stats["divergence"] = _divergence(logits, chunk, terms.divergence)
         same = terms.divergence == FORWARD_KL
-        found["teacher_kl"] = found["divergence"] if same else _divergence(logits, part, FORWARD_KL)
-        found["teacher_logps"] = _sum_of(part, lambda said: token_logps(said, part.targets))
-    return found
+        stats["teacher_kl"] = stats["divergence"] if same else _divergence(logits, chunk, FORWARD_KL)
+        stats["teacher_logps"] = _teacher_sum(chunk, lambda teacher: token_logps(teacher, chunk.targets))
+    return stats
 
 
-def _span_terms(logits: Float[Array, "B C V"], part: Part, terms: Terms) -> Found:
-    ((said, _),) = part.teachers
-    assert isinstance(said, TopK) and terms.divergence is not None and terms.unshared is not None
-    return span_terms(logits, part.targets, said, terms.divergence.beta, terms.unshared)
+def _span_terms(logits: Float[Array, "B C V"], chunk: Chunk, terms: Terms) -> Stats:
+    ((teacher, _),) = chunk.teachers
+    assert isinstance(teacher, TopK) and terms.divergence is not None and terms.unshared is not None
+    return span_terms(logits, chunk.targets, teacher, terms.divergence.beta, terms.unshared)
 
 
-def _divergence(logits: Float[Array, "B C V"], part: Part, kind: Divergence) -> Float[Array, "B C"]:
-    return _sum_of(part, lambda said: divergence(logits, said, kind))
+def _divergence(logits: Float[Array, "B C V"], chunk: Chunk, kind: Divergence) -> Float[Array, "B C"]:
+    return _teacher_sum(chunk, lambda teacher: divergence(logits, teacher, kind))
 
 
-def _sum_of(part: Part, function: Callable[[Any], Float[Array, "B C"]]) -> Float[Array, "B C"]:
-    """Over teachers, each as much as it counts."""
-    terms = [weight * function(said) for said, weight in part.teachers]
+def _teacher_sum(chunk: Chunk, function: Callable[[Any], Float[Array, "B C"]]) -> Float[Array, "B C"]:
+    """Weighted sum over teachers."""
+    terms = [weight * function(teacher) for teacher, weight in chunk.teachers]
     return sum(terms[1:], terms[0])
 
 
 def chunk_gradient(
     logits: Float[Array, "B C V"],
-    part: Part,
+    chunk: Chunk,
     temperature: float,
     terms: Terms,
     cotangents: Mapping[str, Array],
-    found: Found,
+    stats: Stats,
 ) -> Float[Array, "B C V"]:
-    """Of sum(statistics * cotangents). What has no cotangent costs nothing.
+    """Gradient of sum(statistics * cotangents) by the logits. Statistics without a cotangent cost nothing.
 
-    `found`: of `chunk_stats` the entropy and what is `INNER`.
+    `stats`: the entropy and the `INNER` terms of `chunk_stats`.
     """
     grad = jnp.zeros((1, 1, 1), jnp.float32)
     if not cotangents.keys().isdisjoint(("logps", "mean_logps", "entropy")):
-        grad = _of_own(logits, part, temperature, terms, cotangents, found)
+        grad = _student_gradient(logits, chunk, temperature, terms, cotangents, stats)
     if NAMED in cotangents:
-        of_groups, pull_groups = jax.vjp(lambda x: _span_terms(x, part, terms), logits)
-        none = jax.tree.map(jnp.zeros_like, of_groups)
-        grad += pull_groups({name: cotangents.get(name, zero) for name, zero in none.items()})[0]
+        group_terms, group_vjp = jax.vjp(lambda x: _span_terms(x, chunk, terms), logits)
+        none = jax.tree.map(jnp.zeros_like, group_terms)
+        grad += group_vjp({name: cotangents.get(name, zero) for name, zero in none.items()})[0]
     if "divergence" in cotangents:
         assert terms.divergence is not None
-        for said, weight in part.teachers:
-            pull = divergence_gradient(logits, said, terms.divergence)
-            grad += (weight * cotangents["divergence"])[..., None] * pull
+        for teacher, weight in chunk.teachers:
+            gradient = divergence_gradient(logits, teacher, terms.divergence)
+            grad += (weight * cotangents["divergence"])[..., None] * gradient
     return jnp.broadcast_to(grad, logits.shape)
 
 
-def _of_own(
+def _student_gradient(
     logits: Float[Array, "B C V"],
-    part: Part,
+    chunk: Chunk,
     temperature: float,
     terms: Terms,
     cotangents: Mapping[str, Array],
-    found: Found,
+    stats: Stats,
 ) -> Float[Array, "B C V"]:
-    """d logp = onehot - p; d mean = 1/n - p, over n ids; d entropy = -p (log p + entropy)."""
+    """Gradient of the student's own statistics: d logp = onehot - p; d mean = 1/n - p over n ids; d entropy = -p (log p
+    + entropy)."""
     zero = jnp.zeros((1, 1, 1), jnp.float32)
     d_logps, d_mean, d_entropy = (
         cotangents[name][..., None] if name in cotangents else zero for name in ("logps", "mean_logps", "entropy")
     )
-    own = Softmax.again(logits, temperature, found[TOP][..., None], found[NORM][..., None])
+    own = Softmax.with_norm(logits, temperature, stats[TOP][..., None], stats[NORM][..., None])
     probs = own.probs
-    onehot = part.targets[..., None] == jax.lax.broadcasted_iota(part.targets.dtype, logits.shape, 2)
+    onehot = chunk.targets[..., None] == jax.lax.broadcasted_iota(chunk.targets.dtype, logits.shape, 2)
     grad = d_logps * onehot - probs * (d_logps + d_mean)
     if "mean_logps" in cotangents:
         assert terms.mean_over is not None
         grad += d_mean * _is_below(terms.mean_over, logits) / terms.mean_over
     if "entropy" in cotangents:
-        grad -= d_entropy * probs * (own.logs + found["entropy"][..., None])
+        grad -= d_entropy * probs * (own.logs + stats["entropy"][..., None])
     return grad / temperature
 
 

@@ -1,4 +1,4 @@
-"""Softmax of logits in the parts that statistics, divergences and their gradients share."""
+"""Softmax terms shared by token statistics, divergences and their gradients."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from jax import Array
 from jaxtyping import Float
 
 NO_LOGIT = -1e30
-"""In place of logits of -inf: their probability is 0, and no product with it is NaN."""
+"""Finite stand-in for logits of -inf: probability 0, and no product with it is NaN."""
 
 
 class Softmax(NamedTuple):
     """softmax(logits / temperature) before its division.
 
-    All is relative to the largest logit, so that a nearly certain outcome has an exact logarithm. What is made of the
-    same logits in several places of a program is computed once.
+    Everything is relative to the largest logit, so that a nearly certain outcome has an exact logarithm. XLA merges
+    equal computations on the same logits.
     """
 
     temperature: float
     top: Float[Array, "B C 1"]
-    """The largest logit."""
+    """Largest logit."""
     centred: Float[Array, "B C V"]
-    """Logits less the largest one; not divided by the temperature."""
+    """Logits minus the largest, not divided by the temperature."""
     exps: Float[Array, "B C V"]
     norm: Float[Array, "B C 1"]
-    """The sum of `exps`."""
+    """Sum of `exps`."""
 
     @classmethod
     def of(cls, logits: Float[Array, "B C V"], temperature: float) -> Softmax:
@@ -36,10 +36,10 @@ class Softmax(NamedTuple):
         return cls(temperature, top, centred, exps, jnp.sum(exps, axis=-1, keepdims=True))
 
     @classmethod
-    def again(
+    def with_norm(
         cls, logits: Float[Array, "B C V"], temperature: float, top: Float[Array, "B C 1"], norm: Float[Array, "B C 1"]
     ) -> Softmax:
-        """With `top` and `norm` known from before."""
+        """Build from `top` and `norm` saved by the forward pass."""
         return cls(temperature, top, *_relative(logits, top, temperature), norm)
 
     @property
@@ -52,11 +52,11 @@ class Softmax(NamedTuple):
 
     @property
     def logs(self) -> Float[Array, "B C V"]:
-        """Of the probabilities."""
+        """Log-probabilities."""
         return self.centred / self.temperature - self.log_norm
 
     def log_of(self, logits: Float[Array, "B C K"]) -> Float[Array, "B C K"]:
-        """Log-probabilities of outcomes whose logits these are; -inf where a logit is."""
+        """Log-probabilities of outcomes with these logits; -inf where a logit is."""
         return (logits - self.top) / self.temperature - self.log_norm
 
 

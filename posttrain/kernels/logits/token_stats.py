@@ -1,6 +1,6 @@
-"""Log-probabilities, entropies and distances to teachers in chunks: no array of size B x T x V, forward or backward.
+"""Token statistics in chunks: log-probabilities, entropies, teacher divergences, without a B x T x V array.
 
-Of each row the tokens that count are brought together first, so that of the others no logits are computed.
+Tokens with a target are gathered first, so that no logits are computed for the others.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import HostArray, TokenStats, TopK
-from posttrain.kernels.logits.chunk_stats import INNER, PLAIN, Found, Part, Terms, chunk_gradient, chunk_stats
-from posttrain.kernels.logits.chunks import Plan, along, chunk_length, of_tokens, plan_of, predicting
-from posttrain.kernels.logits.spans import NAMED, SPAN_TERMS, check_groups, span_divergence
+from posttrain.kernels.logits.chunk_stats import INNER, PLAIN, Chunk, Stats, Terms, chunk_gradient, chunk_stats
+from posttrain.kernels.logits.chunks import ChunkPlan, chunk_length, chunk_plan, predicting, take_tokens, to_tokens
+from posttrain.kernels.logits.spans import NAMED, SPAN_TERMS, check_token_groups, span_divergence
 from posttrain.kernels.platform import platform_of
 
 CONSTANTS = ("log_squares", "sampling_logps")
@@ -28,7 +28,7 @@ Head = Callable[[Float[Array, "B C D"]], Float[Array, "B C V"]]
 
 
 class Teacher(NamedTuple):
-    """A teacher inside of the step: its head, and its hidden states of the same rows."""
+    """In-step teacher: its head, and its hidden states of the same rows."""
 
     logits_of: Head
     hidden: Float[Array, "B T D"]
@@ -49,9 +49,9 @@ def token_stats(
 ) -> TokenStats:
     """Log-probability and entropy of every token under softmax(logits / temperature), in float32.
 
-    The only place of the package that shifts: `hidden[:, t - 1]` predicts `tokens[:, t]`. Position 0, the first token
-    of each sequence, padding and what is not in `only` get 0; the head works on no more than a chunk of the latter.
-    `logits_of` is the model's head; the backward pass makes its logits anew. What teachers say has no gradient.
+    The only place that shifts targets: `hidden[:, t - 1]` predicts `tokens[:, t]`. Position 0, the first token of each
+    sequence, padding and tokens outside `only` get 0; the head runs on at most one chunk of the others at a time.
+    `logits_of` is the model's head; the backward pass recomputes its logits. Teacher outputs have no gradient.
     """
     problem = _problem(
         logits_of, hidden, tokens, segments, temperature, vocab_size, only, terms, teachers, teacher_weights
@@ -59,7 +59,7 @@ def token_stats(
     return problem.statistics(_compute(problem.static, *problem.arguments), teachers, vocab_size)
 
 
-def pulled_stats(
+def stats_vjp(
     logits_of: Head,
     hidden: Float[Array, "B T D"],
     tokens: Int[Array | HostArray, "B T"],
@@ -73,33 +73,33 @@ def pulled_stats(
     teachers: Sequence[Teacher | TopK] = (),
     teacher_weights: Float[Array | HostArray, "B T N"] | None = None,
 ) -> tuple[Float[Array, ""], TokenStats]:
-    """sum(statistics * cotangents) over the statistics that are named, and all of `token_stats` without a gradient.
+    """sum(statistics * cotangents) over the named statistics, and all of `token_stats` without a gradient.
 
-    The gradient of the sum is made with its value, chunk by chunk: logits are computed once, and not once more in a
-    backward pass. Twin: the gradient through `token_stats`. ValueError for a teacher of groups, whose divergence is of
-    tokens in several chunks.
+    The gradient of the sum is computed with its value, chunk by chunk: logits are computed once, not again in a
+    backward pass. Reference: the gradient through `token_stats`. Raises ValueError for a teacher with token groups,
+    whose divergence spans chunks.
     """
     if terms.unshared is not None:
-        raise ValueError("pulled_stats: of groups of tokens there is no gradient chunk by chunk; use token_stats")
+        raise ValueError("stats_vjp: token groups have no per-chunk gradient; use token_stats")
     problem = _problem(
         logits_of, hidden, tokens, segments, temperature, vocab_size, only, terms, teachers, teacher_weights
     )
-    # A chunk may hold contexts that do not count.
+    # A chunk may hold contexts without a target.
     counts = jnp.pad(problem.counts, ((0, 0), (1, 0)))
-    given = {name: _gathered(jnp.where(counts, ct, 0.0), problem.plan) for name, ct in cotangents.items()}
-    total, found = _pulled(problem.static, *problem.arguments, given)
-    return total, problem.statistics(jax.lax.stop_gradient(found), teachers, vocab_size)
+    ordered = {name: _in_plan_order(jnp.where(counts, ct, 0.0), problem.plan) for name, ct in cotangents.items()}
+    total, stats = _stats_vjp(problem.static, *problem.arguments, ordered)
+    return total, problem.statistics(jax.lax.stop_gradient(stats), teachers, vocab_size)
 
 
 class _Problem(NamedTuple):
     static: _Static
     arguments: tuple[Any, ...]
-    plan: Plan
+    plan: ChunkPlan
     counts: Bool[Array, "B Tc"]
 
-    def statistics(self, found: Found, teachers: Sequence[Teacher | TopK], vocab_size: int) -> TokenStats:
-        constants = {name: jax.lax.stop_gradient(found[name]) for name in CONSTANTS if name in found}
-        stats = {name: of_tokens(x, self.plan, self.counts) for name, x in {**found, **constants}.items()}
+    def statistics(self, stats: Stats, teachers: Sequence[Teacher | TopK], vocab_size: int) -> TokenStats:
+        constants = {name: jax.lax.stop_gradient(stats[name]) for name in CONSTANTS if name in stats}
+        stats = {name: to_tokens(x, self.plan, self.counts) for name, x in {**stats, **constants}.items()}
         kind = self.static.terms.divergence
         if NAMED in stats and kind is not None and isinstance(teachers[0], TopK):
             stats |= span_divergence(stats, teachers[0], kind.beta, vocab_size)
@@ -121,27 +121,27 @@ def _problem(
     rows, length = tokens.shape
     chunk = chunk_length(rows, length, vocab_size)
     counts = predicting(segments, only)
-    plan = plan_of(counts, chunk)
+    plan = chunk_plan(counts, chunk)
     pad = plan.order.shape[1] - (length - 1)
     weights = _weights(teachers, teacher_weights, terms)
-    given = _Given(
-        targets=_gathered(tokens, plan),
+    constants = _Constants(
+        targets=_in_plan_order(tokens, plan),
         hidden=[_context(t.hidden, pad) if isinstance(t, Teacher) else None for t in teachers],
-        best=[None if isinstance(t, Teacher) else jax.tree.map(lambda x: _gathered(x, plan), t) for t in teachers],
-        weights=None if weights is None else _gathered(weights, plan),
+        best=[None if isinstance(t, Teacher) else jax.tree.map(lambda x: _in_plan_order(x, plan), t) for t in teachers],
+        weights=None if weights is None else _in_plan_order(weights, plan),
     )
     head, parameters = jax.closure_convert(
         logits_of, jax.ShapeDtypeStruct((rows, chunk, hidden.shape[2]), hidden.dtype)
     )
     heads = tuple(t.logits_of if isinstance(t, Teacher) else None for t in teachers)
     static = _Static(chunk, head, heads, temperature, terms)
-    return _Problem(static, (_context(hidden, pad), tuple(parameters), plan, given), plan, counts)
+    return _Problem(static, (_context(hidden, pad), tuple(parameters), plan, constants), plan, counts)
 
 
-def _gathered(x: Any, plan: Plan) -> Array:
-    """Of the tokens that the contexts predict, in order of the plan."""
+def _in_plan_order(x: Any, plan: ChunkPlan) -> Array:
+    """Values at the tokens that the contexts predict, in plan order."""
     pad = plan.order.shape[1] - (x.shape[1] - 1)
-    return along(jnp.pad(x[:, 1:], ((0, 0), (0, pad), *((0, 0) for _ in x.shape[2:]))), plan.order)
+    return take_tokens(jnp.pad(x[:, 1:], ((0, 0), (0, pad), *((0, 0) for _ in x.shape[2:]))), plan.order)
 
 
 def token_stats_reference(
@@ -151,7 +151,7 @@ def token_stats_reference(
     *,
     temperature: float,
 ) -> TokenStats:
-    """The slow twin of `token_stats`: whole logits at once, textbook formulas, gradients by the library."""
+    """Reference implementation of `token_stats`: full logits, textbook formulas, gradients by autodiff."""
     log_probs = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32) / temperature, axis=-1)
     logps = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1)[..., 0]
     entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
@@ -162,8 +162,8 @@ def token_stats_reference(
     )
 
 
-class _Given(NamedTuple):
-    """What has no gradient: teachers' hidden states by context, all else in the order of the plan."""
+class _Constants(NamedTuple):
+    """Inputs without a gradient: teachers' hidden states by context, everything else in plan order."""
 
     targets: Int[Array, "B T"]
     hidden: list[Array | None]
@@ -174,7 +174,7 @@ class _Given(NamedTuple):
 class _Static(NamedTuple):
     chunk: int
     head: Callable[..., Array]
-    """Of hidden states and the parameters that `jax.closure_convert` found."""
+    """Head as a function of hidden states and the parameters hoisted by `jax.closure_convert`."""
     teachers: tuple[Head | None, ...]
     temperature: float
     terms: Terms
@@ -185,10 +185,12 @@ def _weights(
 ) -> Float[Array, "B T N"] | None:
     if (terms.divergence is None) != (not teachers):
         raise ValueError(f"token_stats: terms.divergence={terms.divergence} with {len(teachers)} teachers; give both")
-    given = 1 if weights is None else weights.shape[2]
-    if teachers and len(teachers) != given:
-        raise ValueError(f"token_stats: {len(teachers)} teachers, but teacher_weights of {given}; give one for each")
-    check_groups(teachers, terms.unshared)
+    num_weights = 1 if weights is None else weights.shape[2]
+    if teachers and len(teachers) != num_weights:
+        raise ValueError(
+            f"token_stats: {len(teachers)} teachers, but teacher_weights of {num_weights}; give one for each"
+        )
+    check_token_groups(teachers, terms.unshared)
     return None if weights is None else jnp.asarray(weights)
 
 
@@ -196,154 +198,168 @@ def _context(hidden: Float[Array, "B T D"], pad: int) -> Float[Array, "B Tp D"]:
     return jnp.pad(hidden[:, :-1], ((0, 0), (0, pad), (0, 0)))
 
 
-def _part(static: _Static, plan: Plan, given: _Given, index: Array) -> Part:
+def _chunk(static: _Static, plan: ChunkPlan, constants: _Constants, index: Array) -> Chunk:
     start = index * static.chunk
 
     def cut(x: Array) -> Array:
         return jax.lax.dynamic_slice_in_dim(x, start, static.chunk, axis=1)
 
     order = cut(plan.order)
-    weights = None if given.weights is None else cut(given.weights)
+    weights = None if constants.weights is None else cut(constants.weights)
     teachers: list[tuple[Array | TopK, Array | float]] = []
-    for n, (head, hidden, best) in enumerate(zip(static.teachers, given.hidden, given.best, strict=True)):
-        said: Any = jax.tree.map(cut, best)
+    for n, (head, hidden, best) in enumerate(zip(static.teachers, constants.hidden, constants.best, strict=True)):
+        outputs: Any = jax.tree.map(cut, best)
         if head is not None and hidden is not None:
-            said = head(along(hidden, order)).astype(jnp.float32)
+            outputs = head(take_tokens(hidden, order)).astype(jnp.float32)
         weight: Array | float = 1.0
         if weights is not None:
             weight = weights[..., n]
-            # One that has no say may say anything, and 0 * NaN would reach the gradient.
-            said = jax.tree.map(
-                lambda x, w=weight: jnp.where(w.reshape(*w.shape, *(1,) * (x.ndim - 2)) > 0, x, 0), said
+            # A teacher with weight 0 may return NaN; mask it before multiplying.
+            outputs = jax.tree.map(
+                lambda x, w=weight: jnp.where(w.reshape(*w.shape, *(1,) * (x.ndim - 2)) > 0, x, 0), outputs
             )
-        teachers.append((jax.lax.stop_gradient(said), weight))
-    return Part(start, order, cut(given.targets), teachers)
+        teachers.append((jax.lax.stop_gradient(outputs), weight))
+    return Chunk(start, order, cut(constants.targets), teachers)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _compute(
-    static: _Static, hidden: Float[Array, "B Tp D"], parameters: tuple[Array, ...], plan: Plan, given: _Given
-) -> Found:
-    return _outer(_computed(static, hidden, parameters, plan, given))
-
-
-def _computed(
-    static: _Static, hidden: Float[Array, "B Tp D"], parameters: tuple[Array, ...], plan: Plan, given: _Given
-) -> Found:
-    """All statistics in the order of the plan, with those that are `INNER`; 0 beyond the chunks that count."""
-
-    def of_chunk(index: Array) -> tuple[Array, Found]:
-        part = _part(static, plan, given, index)
-        logits = static.head(along(hidden, part.order), *parameters).astype(jnp.float32)
-        return part.start, chunk_stats(logits, part, static.temperature, static.terms)
-
-    def body(index: Array, found: Found) -> Found:
-        start, new = of_chunk(index)
-        return _written(found, new, start)
-
-    names = jax.eval_shape(of_chunk, jnp.int32(0))[1]
-    return jax.lax.fori_loop(0, plan.num_chunks, body, {n: jnp.zeros(plan.order.shape, jnp.float32) for n in names})
-
-
-def _compute_forward(static: _Static, *arguments: Any) -> tuple[Found, Any]:
-    values, trained, frozen = _partition(arguments)
-    hidden, _, plan, given = values
-    found = _computed(static, *values)
-    saved = {name: found[name] for name in (*INNER, "entropy")}
-    return _outer(found), (hidden, trained, frozen, plan, given, saved)
-
-
-def _compute_backward(static: _Static, residuals: Any, cotangents: Mapping[str, Any]) -> tuple[Any, ...]:
-    hidden, trained, frozen, plan, given, saved = residuals
-    known = {name: ct for name, ct in cotangents.items() if not isinstance(ct, SymbolicZero)}
-
-    def body(index: Array, sums: _Sums) -> _Sums:
-        part = _part(static, plan, given, index)
-        logits, pull = _with_pull(static, along(hidden, part.order), trained, frozen)
-        known_of, saved_of = _cut((known, saved), part)
-        return sums.plus(part, pull(chunk_gradient(logits, part, static.temperature, static.terms, known_of, saved_of)))
-
-    sums = jax.lax.fori_loop(0, plan.num_chunks, body, _Sums.zeros(hidden, trained))
-    return along(sums.hidden, plan.back), tuple(sums.of_parameters(trained)), None, None
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _pulled(
     static: _Static,
     hidden: Float[Array, "B Tp D"],
     parameters: tuple[Array, ...],
-    plan: Plan,
-    given: _Given,
+    plan: ChunkPlan,
+    constants: _Constants,
+) -> Stats:
+    return _outer(_computed(static, hidden, parameters, plan, constants))
+
+
+def _computed(
+    static: _Static,
+    hidden: Float[Array, "B Tp D"],
+    parameters: tuple[Array, ...],
+    plan: ChunkPlan,
+    constants: _Constants,
+) -> Stats:
+    """All statistics in plan order, with the `INNER` terms; 0 beyond the computed chunks."""
+
+    def chunk_result(index: Array) -> tuple[Array, Stats]:
+        chunk = _chunk(static, plan, constants, index)
+        logits = static.head(take_tokens(hidden, chunk.order), *parameters).astype(jnp.float32)
+        return chunk.start, chunk_stats(logits, chunk, static.temperature, static.terms)
+
+    def body(index: Array, stats: Stats) -> Stats:
+        start, new = chunk_result(index)
+        return _written(stats, new, start)
+
+    names = jax.eval_shape(chunk_result, jnp.int32(0))[1]
+    return jax.lax.fori_loop(0, plan.num_chunks, body, {n: jnp.zeros(plan.order.shape, jnp.float32) for n in names})
+
+
+def _compute_forward(static: _Static, *arguments: Any) -> tuple[Stats, Any]:
+    values, trained, frozen = _partition(arguments)
+    hidden, _, plan, constants = values
+    stats = _computed(static, *values)
+    saved = {name: stats[name] for name in (*INNER, "entropy")}
+    return _outer(stats), (hidden, trained, frozen, plan, constants, saved)
+
+
+def _compute_backward(static: _Static, residuals: Any, cotangents: Mapping[str, Any]) -> tuple[Any, ...]:
+    hidden, trained, frozen, plan, constants, saved = residuals
+    known = {name: ct for name, ct in cotangents.items() if not isinstance(ct, SymbolicZero)}
+
+    def body(index: Array, sums: _Sums) -> _Sums:
+        chunk = _chunk(static, plan, constants, index)
+        logits, vjp = _logits_and_vjp(static, take_tokens(hidden, chunk.order), trained, frozen)
+        known_of, saved_of = _cut((known, saved), chunk)
+        return sums.plus(
+            chunk, vjp(chunk_gradient(logits, chunk, static.temperature, static.terms, known_of, saved_of))
+        )
+
+    sums = jax.lax.fori_loop(0, plan.num_chunks, body, _Sums.zeros(hidden, trained))
+    return take_tokens(sums.hidden, plan.back), tuple(sums.parameter_gradients(trained)), None, None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _stats_vjp(
+    static: _Static,
+    hidden: Float[Array, "B Tp D"],
+    parameters: tuple[Array, ...],
+    plan: ChunkPlan,
+    constants: _Constants,
     cotangents: Mapping[str, Array],
-) -> tuple[Array, Found]:
-    found = _compute(static, hidden, parameters, plan, given)
-    return _inner(found, cotangents), found
+) -> tuple[Array, Stats]:
+    stats = _compute(static, hidden, parameters, plan, constants)
+    return _inner(stats, cotangents), stats
 
 
-def _pulled_forward(static: _Static, *arguments: Any) -> tuple[tuple[Array, Found], Any]:
-    (hidden, _, plan, given, cotangents), trained, frozen = _partition(arguments)
+def _stats_vjp_forward(static: _Static, *arguments: Any) -> tuple[tuple[Array, Stats], Any]:
+    (hidden, _, plan, constants, cotangents), trained, frozen = _partition(arguments)
 
-    def of_chunk(index: Array) -> tuple[Part, Found, Any]:
-        part = _part(static, plan, given, index)
-        logits, pull = _with_pull(static, along(hidden, part.order), trained, frozen)
-        new = chunk_stats(logits, part, static.temperature, static.terms)
-        gradient = chunk_gradient(logits, part, static.temperature, static.terms, _cut(cotangents, part), new)
-        return part, _outer(new), pull(gradient)
+    def chunk_result(index: Array) -> tuple[Chunk, Stats, Any]:
+        chunk = _chunk(static, plan, constants, index)
+        logits, vjp = _logits_and_vjp(static, take_tokens(hidden, chunk.order), trained, frozen)
+        new = chunk_stats(logits, chunk, static.temperature, static.terms)
+        gradient = chunk_gradient(logits, chunk, static.temperature, static.terms, _cut(cotangents, chunk), new)
+        return chunk, _outer(new), vjp(gradient)
 
-    def body(index: Array, carry: tuple[Found, _Sums]) -> tuple[Found, _Sums]:
-        part, new, pulls = of_chunk(index)
-        return _written(carry[0], new, part.start), carry[1].plus(part, pulls)
+    def body(index: Array, carry: tuple[Stats, _Sums]) -> tuple[Stats, _Sums]:
+        chunk, new, gradients = chunk_result(index)
+        return _written(carry[0], new, chunk.start), carry[1].plus(chunk, gradients)
 
-    names = jax.eval_shape(lambda index: of_chunk(index)[1], jnp.int32(0))
+    names = jax.eval_shape(lambda index: chunk_result(index)[1], jnp.int32(0))
     start = ({name: jnp.zeros(plan.order.shape, jnp.float32) for name in names}, _Sums.zeros(hidden, trained))
-    found, sums = jax.lax.fori_loop(0, plan.num_chunks, body, start)
-    of_parameters = sums.of_parameters(trained)
-    return (_inner(found, cotangents), found), (along(sums.hidden, plan.back), of_parameters)
+    stats, sums = jax.lax.fori_loop(0, plan.num_chunks, body, start)
+    parameter_gradients = sums.parameter_gradients(trained)
+    return (_inner(stats, cotangents), stats), (take_tokens(sums.hidden, plan.back), parameter_gradients)
 
 
-def _pulled_backward(static: _Static, residuals: Any, cotangents: tuple[Array | SymbolicZero, Any]) -> tuple[Any, ...]:
-    """The statistics are cut off by `pulled_stats`: only the sum has a cotangent."""
+def _stats_vjp_backward(
+    static: _Static, residuals: Any, cotangents: tuple[Array | SymbolicZero, Any]
+) -> tuple[Any, ...]:
+    """Backward pass: only the sum has a cotangent, since `stats_vjp` stops the gradient of the statistics."""
     factor = jnp.zeros(()) if isinstance(cotangents[0], SymbolicZero) else cotangents[0]
-    of_hidden, of_parameters = jax.tree.map(lambda x: x * factor.astype(x.dtype), residuals)
-    return of_hidden, tuple(of_parameters), None, None, None
+    hidden_gradient, parameter_gradients = jax.tree.map(lambda x: x * factor.astype(x.dtype), residuals)
+    return hidden_gradient, tuple(parameter_gradients), None, None, None
 
 
 class _Sums(NamedTuple):
-    """Gradients so far."""
+    """Accumulated gradients."""
 
     hidden: Float[Array, "B Tp D"]
-    """In the order of the plan."""
+    """Gradient by hidden states, in plan order."""
     parameters: list[Array | None]
 
     @classmethod
     def zeros(cls, hidden: Array, trained: list[Array | None]) -> _Sums:
-        return cls(jnp.zeros_like(hidden), jax.tree.map(lambda x: jnp.zeros_like(_lying(x)), trained))
+        return cls(jnp.zeros_like(hidden), jax.tree.map(lambda x: jnp.zeros_like(_narrow_first(x)), trained))
 
-    def plus(self, part: Part, pulls: tuple[Array, list[Array | None]]) -> _Sums:
-        of_hidden = jax.lax.dynamic_update_slice_in_dim(self.hidden, pulls[0], part.start, axis=1)
-        return _Sums(of_hidden, jax.tree.map(lambda x, new: x + _lying(new), self.parameters, pulls[1]))
+    def plus(self, chunk: Chunk, gradients: tuple[Array, list[Array | None]]) -> _Sums:
+        hidden_gradient = jax.lax.dynamic_update_slice_in_dim(self.hidden, gradients[0], chunk.start, axis=1)
+        return _Sums(
+            hidden_gradient, jax.tree.map(lambda x, new: x + _narrow_first(new), self.parameters, gradients[1])
+        )
 
-    def of_parameters(self, trained: list[Array | None]) -> list[Array | None]:
+    def parameter_gradients(self, trained: list[Array | None]) -> list[Array | None]:
         return jax.tree.map(lambda x, like: x if x.shape == like.shape else x.T, self.parameters, trained)
 
 
-def _lying(x: Array) -> Array:
-    """A table of tokens as XLA:CPU adds up its gradient: by the product whose first operand is the narrow one."""
+def _narrow_first(x: Array) -> Array:
+    """Transpose a tall token table on CPU, where XLA accumulates its gradient fastest with the narrow operand first."""
     tall = x.ndim == 2 and x.shape[0] > x.shape[1]
     return x.T if tall and platform_of(None) == "cpu" else x
 
 
 def _partition(arguments: Any) -> tuple[Any, list[Array | None], list[Array | None]]:
-    """Values; and of the head's parameters those that are trained, and the others.
+    """Argument values; the head's trained parameters; its frozen parameters.
 
-    Most of a frozen model's parameters get no gradient; to add one up would cost as much as to use it.
+    Frozen parameters get no gradient: accumulating one would cost as much as the head itself.
     """
     values = jax.tree.map(lambda leaf: leaf.value, arguments, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
     trained = [p.value if p.perturbed else None for p in arguments[1]]
     return values, trained, [None if p.perturbed else p.value for p in arguments[1]]
 
 
-def _with_pull(
+def _logits_and_vjp(
     static: _Static, hidden: Float[Array, "B C D"], trained: list[Array | None], frozen: list[Array | None]
 ) -> tuple[Float[Array, "B C V"], Callable[[Array], tuple[Array, list[Array | None]]]]:
     def head(x: Array, trained: list[Array | None]) -> Array:
@@ -353,23 +369,23 @@ def _with_pull(
     return jax.vjp(head, hidden, trained)
 
 
-def _cut(tree: Any, part: Part) -> Any:
-    size = part.order.shape[1]
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, part.start, size, axis=1), tree)
+def _cut(tree: Any, chunk: Chunk) -> Any:
+    size = chunk.order.shape[1]
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, chunk.start, size, axis=1), tree)
 
 
-def _written(found: Found, new: Found, start: Array) -> Found:
-    return {name: jax.lax.dynamic_update_slice_in_dim(x, new[name], start, axis=1) for name, x in found.items()}
+def _written(stats: Stats, new: Stats, start: Array) -> Stats:
+    return {name: jax.lax.dynamic_update_slice_in_dim(x, new[name], start, axis=1) for name, x in stats.items()}
 
 
-def _outer(found: Found) -> Found:
-    return {name: x for name, x in found.items() if name not in INNER}
+def _outer(stats: Stats) -> Stats:
+    return {name: x for name, x in stats.items() if name not in INNER}
 
 
-def _inner(found: Found, cotangents: Mapping[str, Array]) -> Array:
-    """sum(found * cotangents). Where a cotangent is 0 nothing counts, whatever was found."""
-    return sum((jnp.sum(jnp.where(ct != 0, found[name] * ct, 0.0)) for name, ct in cotangents.items()), jnp.zeros(()))
+def _inner(stats: Stats, cotangents: Mapping[str, Array]) -> Array:
+    """sum(stats * cotangents), skipping entries with cotangent 0 even if they are not finite."""
+    return sum((jnp.sum(jnp.where(ct != 0, stats[name] * ct, 0.0)) for name, ct in cotangents.items()), jnp.zeros(()))
 
 
 _compute.defvjp(_compute_forward, _compute_backward, symbolic_zeros=True)
-_pulled.defvjp(_pulled_forward, _pulled_backward, symbolic_zeros=True)
+_stats_vjp.defvjp(_stats_vjp_forward, _stats_vjp_backward, symbolic_zeros=True)

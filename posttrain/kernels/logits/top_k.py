@@ -1,4 +1,4 @@
-"""The most probable tokens of each place, in chunks over T: what a teacher says for a student elsewhere."""
+"""Teacher top-k: the most probable tokens of each position, in chunks over T, for distillation elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import TopK
-from posttrain.kernels.logits.chunks import along, chunk_length, of_tokens, plan_of
+from posttrain.kernels.logits.chunks import chunk_length, chunk_plan, take_tokens, to_tokens
 from posttrain.kernels.logits.softmax import NO_LOGIT
 
 
@@ -24,34 +24,36 @@ def top_k(
     vocab_size: int,
     only: Bool[Array, "B T"] | None = None,
 ) -> TopK:
-    """Of the distribution that each token was drawn from; zeros for the first of a row and what is not in `only`.
+    """Top-k of the distribution of each token; zeros for the first token of a row and tokens outside `only`.
 
-    `temperature`: of `scaled_tail`, the one of the divergence that the result is for. The head works on no more than a
-    chunk of the tokens in `only`.
+    `temperature`: of `scaled_tail`, that of the divergence that the result is used for. The head runs on at most one
+    chunk of the tokens in `only` at a time.
     """
     rows, length = tokens.shape
     chunk = chunk_length(rows, length, vocab_size)
     counts = jnp.ones((rows, length - 1), bool) if only is None else jnp.asarray(only[:, 1:])
-    plan = plan_of(counts, chunk)
+    plan = chunk_plan(counts, chunk)
     pad = plan.order.shape[1] - (length - 1)
     contexts, targets = (
         jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2))) for x in (hidden[:, :-1], tokens[:, 1:])
     )
 
-    def of_chunk(index: Array) -> TopK:
+    def chunk_top_k(index: Array) -> TopK:
         order = jax.lax.dynamic_slice_in_dim(plan.order, index * chunk, chunk, axis=1)
-        return _best(logits_of(along(contexts, order)).astype(jnp.float32), along(targets, order), k, temperature)
+        return _best(
+            logits_of(take_tokens(contexts, order)).astype(jnp.float32), take_tokens(targets, order), k, temperature
+        )
 
-    def body(index: Array, found: TopK) -> TopK:
-        def put(all_of_them: Array, new: Array) -> Array:
-            return jax.lax.dynamic_update_slice_in_dim(all_of_them, new, index * chunk, axis=1)
+    def body(index: Array, result: TopK) -> TopK:
+        def write(total: Array, new: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(total, new, index * chunk, axis=1)
 
-        return jax.tree.map(put, found, of_chunk(index))
+        return jax.tree.map(write, result, chunk_top_k(index))
 
-    shapes = jax.eval_shape(of_chunk, jnp.int32(0))
+    shapes = jax.eval_shape(chunk_top_k, jnp.int32(0))
     zeros = jax.tree.map(lambda s: jnp.zeros((rows, plan.order.shape[1], *s.shape[2:]), s.dtype), shapes)
-    found = jax.lax.fori_loop(0, plan.num_chunks, body, zeros)
-    return jax.tree.map(lambda x: of_tokens(x, plan, counts), found)
+    result = jax.lax.fori_loop(0, plan.num_chunks, body, zeros)
+    return jax.tree.map(lambda x: to_tokens(x, plan, counts), result)
 
 
 def _best(logits: Float[Array, "B C V"], targets: Int[Array, "B C"], k: int, temperature: float) -> TopK:

@@ -1,1 +1,1 @@
-"""One file per Hugging Face `model_type`."""
+"""Model families: one file per Hugging Face `model_type`."""

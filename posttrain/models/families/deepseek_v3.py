@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, Moonlight (arXiv:2412.19437): latent attention, experts chosen within groups of them."""
+"""DeepSeek-V3 and R1, Moonlight (arXiv:2412.19437): latent attention, experts selected within groups."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _attention(hf: Fields) -> LatentAttentionConfig:
 
 
 def _softmax_gain(hf: Fields) -> float:
-    """The square of YaRN's magnitude, which here multiplies the products and not the rotated vectors."""
+    """Square of YaRN's attention factor, which scales attention logits here instead of the rotated vectors."""
     rope = hf.section("rope_parameters" if "rope_parameters" in hf else "rope_scaling")
     weight = rope.optional("mscale_all_dim", float)
     return yarn_magnitude(rope.get("factor", float), weight) ** 2 if weight else 1.0
@@ -66,10 +66,11 @@ def further_layers(hf: Fields) -> int:
 def grouped_mixtures(
     hf: Fields, *, first_dense: int, groups: tuple[int, int], scale: float, num_experts: int, dim: int
 ) -> list[MLPConfig | MoEConfig]:
-    """The MLPs of DeepSeek-V3 and its kin, with a family's defaults: the first are dense, the others mixtures."""
-    hf.refuse("scoring_func", "sigmoid", why="the router's scores are sigmoids")
+    """MLPs of DeepSeek-V3 and related families, with a family's defaults: the first layers are dense, the others
+    MoE."""
+    hf.refuse("scoring_func", "sigmoid", why="router scores are sigmoids")
     hf.refuse("topk_method", "noaux_tc", why="experts are chosen by corrected scores within groups")
-    hf.refuse("moe_layer_freq", 1, why="every layer after the first dense ones is a mixture")
+    hf.refuse("moe_layer_freq", 1, why="every layer after the first dense ones is an MoE layer")
     router = RouterConfig(
         score="sigmoid",
         normalize=hf.get("norm_topk_prob", bool, True),

@@ -1,4 +1,4 @@
-"""Gemma 2 (arXiv:2408.00118): norms before and after, soft caps, every other layer with a window."""
+"""Gemma 2 (arXiv:2408.00118): pre- and post-norms, soft caps, a sliding window in every other layer."""
 
 from __future__ import annotations
 

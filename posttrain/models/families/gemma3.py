@@ -1,4 +1,4 @@
-"""The text part of Gemma 3 with images; what is saved is a `gemma3_text`."""
+"""Gemma 3 (multimodal), text part; saved as a `gemma3_text`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ DEFAULTS = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 131_072,
 }
-"""Published files leave out what is as in transformers."""
+"""Defaults of transformers for fields that published files omit."""
 
 OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "quantization_config")
-"""Fields of the whole that hold for its parts."""
+"""Fields of the outer config that apply to its parts."""
 
 
 def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def part_config(hf: Mapping[str, Any], *, architecture: str) -> dict[str, Any]:
-    """The entry `text_config`, with what the whole says of its parts."""
+    """Return the entry `text_config` with the outer fields that apply to it."""
     text = {key: value for key, value in Fields(hf).get("text_config", dict).items() if value is not None}
     outer = {key: hf[key] for key in OUTER if hf.get(key) is not None}
     tied = Fields(hf).get("tie_word_embeddings", bool, True)
@@ -41,7 +41,7 @@ def text_name(name: str) -> str | None:
 
 
 def part_name(name: str, others: str) -> str | None:
-    """The name without the prefix that transformers, by its version, gives it; None: of one of the `others`."""
+    """Strip the prefix that transformers adds (depends on its version); None: a tensor of one of the `others`."""
     if re.match(rf"(model\.)?({others})\.", name):
         return None
     name = re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name)

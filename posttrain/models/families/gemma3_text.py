@@ -1,4 +1,4 @@
-"""Gemma 3, text (arXiv:2503.19786): five layers with a window, then one without and with a RoPE of its own."""
+"""Gemma 3, text (arXiv:2503.19786): five sliding-window layers, then a full one with a separate RoPE."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def config_from_hf(hf: Fields) -> ModelConfig:
 
 
 def _ropes(hf: Fields, head_dim: int) -> dict[str, Rope]:
-    """Of each type of layer: entries of `rope_parameters`, or `rope_local_base_freq` beside the fields of Llama."""
+    """RoPE of each layer type: from `rope_parameters`, or `rope_local_base_freq` beside Llama's fields."""
     if "rope_parameters" in hf:
         thetas = {"sliding_attention": 10_000.0, "full_attention": 1_000_000.0}
         return {kind: rope_from_hf(hf, head_dim, theta=theta, layer_type=kind) for kind, theta in thetas.items()}

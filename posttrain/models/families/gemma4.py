@@ -1,4 +1,4 @@
-"""The text part of Gemma 4 with images and sound; what is saved is a `gemma4_text`."""
+"""Gemma 4 (multimodal), text part; saved as a `gemma4_text`."""
 
 from __future__ import annotations
 

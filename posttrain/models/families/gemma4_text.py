@@ -1,4 +1,4 @@
-"""Gemma 4, text: layers that reuse keys and values, inputs of their own for each layer, experts beside the MLP."""
+"""Gemma 4, text: KV sharing between layers, per-layer inputs, experts beside the dense MLP."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from posttrain.models.config import (
     MoEConfig,
     RouterConfig,
 )
-from posttrain.models.context import Context, Place, Tape
 from posttrain.models.decoder import Block
 from posttrain.models.families import gemma2
 from posttrain.models.fields import Fields
+from posttrain.models.forward_state import Context, ForwardState, LayerIndex
 from posttrain.models.hf import activation, attention_config, decoder_config, layer_types
 from posttrain.models.layers import MLP, Init, Linear, RMSNorm, gated, param
 from posttrain.models.moe import Experts, MoE, Router
@@ -60,15 +60,15 @@ ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
 }
-"""Where the model names none."""
+"""Default `rope_parameters`."""
 
 
 def config_from_hf(hf: Fields) -> ModelConfig:
-    hf.refuse("use_bidirectional_attention", False, "vision", why="attention between words is causal")
+    hf.refuse("use_bidirectional_attention", False, "vision", why="attention between text tokens is causal")
     kinds = [
         (i % 6 and "sliding_attention") or "full_attention" for i in range(1, hf.get("num_hidden_layers", int) + 1)
     ]
-    # The last layer has no window, whatever the file says.
+    # The last layer is always full attention.
     kinds = [*layer_types(hf, kinds)[:-1], "full_attention"]
     attentions = _attentions(hf, kinds)
     wide = 2 if hf.get("use_double_wide_mlp", bool, False) else 1
@@ -94,7 +94,7 @@ def config_from_hf(hf: Fields) -> ModelConfig:
 
 
 def _mixtures(hf: Fields, mlps: Sequence[MLPConfig]) -> list[MoEConfig]:
-    """Experts beside the MLP of each layer."""
+    """MoE with the dense MLP of each layer as shared expert."""
     num_experts, top_k = hf.get("num_experts", int), hf.get("top_k_experts", int)
     expert = replace(mlps[0], dim=hf.get("moe_intermediate_size", int))
     return [
@@ -104,7 +104,7 @@ def _mixtures(hf: Fields, mlps: Sequence[MLPConfig]) -> list[MoEConfig]:
 
 
 def _attentions(hf: Fields, kinds: Sequence[str]) -> list[AttentionConfig]:
-    """The last layers reuse keys and values of the last layer of their kind before them."""
+    """Attention of each layer; the last layers reuse keys and values of the last earlier layer of their type."""
     window, bias = hf.get("sliding_window", int, 512), hf.get("attention_bias", bool, False)
     keys_as_values = hf.get("attention_k_eq_v", bool, False)
     ropes = Fields({"rope_parameters": hf.get("rope_parameters", dict, ROPES)})
@@ -113,7 +113,7 @@ def _attentions(hf: Fields, kinds: Sequence[str]) -> list[AttentionConfig]:
     if missing := set(reusing) - set(own):
         raise ConfigError(
             f"num_kv_shared_layers={len(kinds) - first} leaves no layer of type {', '.join(sorted(missing))} "
-            "whose keys the others could reuse"
+            "whose keys and values the others can reuse"
         )
     attentions = []
     for i, (kind, sizes) in enumerate(zip(kinds, _head_sizes(hf, kinds), strict=True)):
@@ -138,7 +138,7 @@ def _attentions(hf: Fields, kinds: Sequence[str]) -> list[AttentionConfig]:
 
 
 def _head_sizes(hf: Fields, kinds: Sequence[str]) -> list[Fields]:
-    """Numbers of heads and their size in each layer."""
+    """Number and size of heads in each layer."""
     plain = {
         "num_attention_heads": hf.get("num_attention_heads", int),
         "num_key_value_heads": hf.get("num_key_value_heads", int, 4),
@@ -147,7 +147,7 @@ def _head_sizes(hf: Fields, kinds: Sequence[str]) -> list[Fields]:
     if "per_layer_config" in hf:
         changes = {str(layer): change for layer, change in hf.get("per_layer_config", dict).items()}
         if strange := [layer for layer in changes if not (layer.isdecimal() and int(layer) < len(kinds))]:
-            raise ConfigError(f"per_layer_config: {', '.join(strange)} is no layer; there are {len(kinds)}, from 0 on")
+            raise ConfigError(f"per_layer_config: {', '.join(strange)} is not a layer index; use 0 to {len(kinds) - 1}")
         by_layer = {int(layer): change for layer, change in changes.items()}
     else:
         change = {"head_dim": hf.get("global_head_dim", int, 512)}
@@ -158,8 +158,8 @@ def _head_sizes(hf: Fields, kinds: Sequence[str]) -> list[Fields]:
 
 
 class Gemma4Block(Block):
-    """A block with an input of its own, whose output is scaled. Where it is a mixture of experts, these stand beside
-    the MLP, and both have norms of their own."""
+    """Block with a per-layer input and a scaled output. In an MoE layer the experts run beside the dense MLP, each with
+    its own norms."""
 
     def __init__(self, config: BlockConfig, model: ModelConfig, repeats: int, init: Init):
         super().__init__(config, model, repeats, init)
@@ -178,15 +178,17 @@ class Gemma4Block(Block):
         self.input_norm = _norm(model, repeats, init) if size else None
         self.scale = param(jnp.ones((repeats, 1), init.dtype), ("layers", "latent"))
 
-    def __call__(self, x: Float[Array, "B T D"], context: Context, tape: Tape, place: Place) -> Float[Array, "B T D"]:
-        x = super().__call__(x, context, tape, place)
+    def __call__(
+        self, x: Float[Array, "B T D"], context: Context, state: ForwardState, index: LayerIndex
+    ) -> Float[Array, "B T D"]:
+        x = super().__call__(x, context, state, index)
         if self.input_gate is not None:
             assert (
                 self.input_projection is not None and self.input_norm is not None and context.layer_inputs is not None
             )
-            inputs = gated(self.activation, self.input_gate(x), context.layer_inputs[place.layer])
+            inputs = gated(self.activation, self.input_gate(x), context.layer_inputs[index.layer])
             x = x + self.input_norm(self.input_projection(inputs))
-        # A buffer in transformers: training leaves it as it is.
+        # A buffer in transformers: not trained.
         return x * jax.lax.stop_gradient(self.scale[...][0]).astype(x.dtype)
 
 
@@ -195,7 +197,7 @@ def _norm(model: ModelConfig, repeats: int, init: Init) -> RMSNorm:
 
 
 class Gemma4Router(Router):
-    """Of normed tokens; each expert's weight is scaled."""
+    """Router on normalized tokens, with a scale per expert."""
 
     def __init__(self, config: MoEConfig, model: ModelConfig, repeats: int, init: Init):
         super().__init__(config, repeats, model.embed_dim, init)
@@ -210,7 +212,7 @@ class Gemma4Router(Router):
 
 
 class Gemma4Experts(Experts):
-    """Normed before and after."""
+    """Experts with pre- and post-norm."""
 
     def __init__(self, config: MoEConfig, model: ModelConfig, repeats: int, init: Init):
         super().__init__(config, repeats, model.embed_dim, init)
@@ -223,7 +225,7 @@ class Gemma4Experts(Experts):
 
 
 class Gemma4MLP(MLP):
-    """Normed before and after."""
+    """Dense MLP with pre- and post-norm."""
 
     def __init__(self, config: MLPConfig, model: ModelConfig, repeats: int, init: Init):
         super().__init__(config, repeats, model.embed_dim, init)

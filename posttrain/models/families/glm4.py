@@ -1,4 +1,4 @@
-"""GLM-4-0414, dense (arXiv:2406.12793): half of each head rotated in neighbouring pairs, norms before and after."""
+"""GLM-4-0414, dense (arXiv:2406.12793): partial interleaved RoPE, pre- and post-norms."""
 
 from __future__ import annotations
 

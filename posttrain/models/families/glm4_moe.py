@@ -1,4 +1,4 @@
-"""GLM-4.5 to 4.7 (arXiv:2508.06471): grouped-query attention, half of each head rotated, mixtures as in DeepSeek-V3."""
+"""GLM-4.5 to 4.7 (arXiv:2508.06471): grouped-query attention, partial RoPE, MoE as in DeepSeek-V3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpt-oss (arXiv:2508.10925): sinks, every other layer with a window, experts with biases and a bounded activation."""
+"""gpt-oss (arXiv:2508.10925): attention sinks, alternating sliding windows, experts with biases and clipped SwiGLU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = {
 
 def config_from_hf(hf: Fields) -> ModelConfig:
     hf.refuse("swiglu_alpha", SWIGLU_OAI_ALPHA, why="the activation's gain is fixed")
-    # Another default than the other families': plain frequencies for a file that says nothing would be wrong.
+    # Required: plain frequencies would be wrong for a file without RoPE parameters.
     hf.get("rope_parameters" if "rope_parameters" in hf else "rope_scaling", dict)
     layers, head_dim = hf.get("num_hidden_layers", int), hf.get("head_dim", int, 64)
     kinds = layer_types(hf, [("sliding_attention", "full_attention")[i % 2] for i in range(layers)])

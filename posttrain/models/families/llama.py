@@ -1,4 +1,4 @@
-"""Llama 1 to 3.3 and their kin (arXiv:2302.13971, arXiv:2407.21783)."""
+"""Llama 1 to 3.3 and compatible models (arXiv:2302.13971, arXiv:2407.21783)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def config_from_hf(hf: Fields) -> ModelConfig:
         rope=rope_from_hf(hf, head_dim),
         head_dim=head_dim,
         default_kv_heads=hf.get("num_attention_heads", int),
-        # Mistral's, in checkpoints that were renamed.
+        # Mistral's field, in checkpoints converted to Llama.
         window=hf.optional("sliding_window", int),
         qkv_bias=bias,
         out_bias=bias,

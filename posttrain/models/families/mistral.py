@@ -1,4 +1,4 @@
-"""Mistral 7B and its kin (arXiv:2310.06825): Llama with a sliding window in every layer."""
+"""Mistral 7B and compatible models (arXiv:2310.06825): Llama with a sliding window in every layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtral (arXiv:2401.04088): Mistral with eight experts, two for each token."""
+"""Mixtral (arXiv:2401.04088): Mistral with eight experts, two per token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv:2501.00656): norms after attention and MLP, and over all queries and all keys."""
+"""OLMo 2 (arXiv:2501.00656): post-norms, and norms over whole query and key projections."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def config_from_hf(hf: Fields) -> ModelConfig:
 
 
 def olmo_attention(hf: Fields, **rope: Any) -> AttentionConfig:
-    """`rope`: arguments of `rope_from_hf`."""
+    """Attention of OLMo; `rope`: arguments of `rope_from_hf`."""
     head_dim, bias = head_dim_of(hf), hf.get("attention_bias", bool, False)
     return attention_config(
         hf,

@@ -1,4 +1,4 @@
-"""OLMo 3 (arXiv:2512.13961): OLMo 2 with a window in three of four layers, which keep the plain RoPE."""
+"""OLMo 3 (arXiv:2512.13961): OLMo 2 with a sliding window and plain RoPE in three of four layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def config_from_hf(hf: Fields) -> ModelConfig:
     if "rope_parameters" in hf:
         local = olmo_attention(hf, theta=THETA, layer_type="sliding_attention")
     else:
-        # What `rope_scaling` says is of the layers without a window.
+        # `rope_scaling` applies to the full-attention layers only.
         local = replace(full, rope=default_rope(hf.get("rope_theta", float, THETA), full.head_dim))
     local = replace(local, window=hf.optional("sliding_window", int, 4096))
     return post_norm_decoder(hf, [local if kind == "sliding_attention" else full for kind in kinds])

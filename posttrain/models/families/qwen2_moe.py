@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE (arXiv:2407.10671, section 2.2.2): many small experts, and one that sees every token."""
+"""Qwen1.5-MoE and Qwen2-MoE (arXiv:2407.10671, section 2.2.2): many small experts and a shared expert."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def config_from_hf(hf: Fields) -> ModelConfig:
 
 
 def mixture_config(hf: Fields, *, num_experts: int, top_k: int, dim: int, shared: MLPConfig | None) -> MoEConfig:
-    """The mixture of Qwen, with a family's defaults."""
+    """MoE of Qwen, with a family's defaults."""
     expert = MLPConfig(dim=hf.get("moe_intermediate_size", int, dim), activation=activation(hf))
     # transformers writes either name.
     key = "num_local_experts" if "num_local_experts" in hf else "num_experts"
@@ -64,7 +64,7 @@ def mixture_config(hf: Fields, *, num_experts: int, top_k: int, dim: int, shared
 
 
 def mixed_layers(hf: Fields, mixture: MoEConfig) -> list[MLPConfig | MoEConfig]:
-    """Every `decoder_sparse_step`-th layer is a mixture, but for those in `mlp_only_layers`."""
+    """MLP of each layer: every `decoder_sparse_step`-th is MoE, except `mlp_only_layers`."""
     dense, step = mlp_config(hf), hf.get("decoder_sparse_step", int, 1)
     dense_only = hf.get("mlp_only_layers", list, [])
     num_layers = hf.get("num_hidden_layers", int)
@@ -74,7 +74,7 @@ def mixed_layers(hf: Fields, mixture: MoEConfig) -> list[MLPConfig | MoEConfig]:
 
 
 def _windows(hf: Fields) -> list[int | None]:
-    """With sliding windows, by default every other one of the layers before `max_window_layers` has one."""
+    """Sliding window of each layer: by default every other layer before `max_window_layers`."""
     hf.optional("sliding_window", int)
     used, first_full = hf.get("use_sliding_window", bool, False), hf.get("max_window_layers", int, 28)
     layers = range(hf.get("num_hidden_layers", int))

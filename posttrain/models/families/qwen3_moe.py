@@ -1,4 +1,4 @@
-"""Qwen3, mixtures of experts (arXiv:2505.09388): no shared expert, RMSNorm on queries and keys."""
+"""Qwen3-MoE (arXiv:2505.09388): no shared expert, RMSNorm on queries and keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama in which every fourth layer sees no positions (NoPE, arXiv:2501.18795)."""
+"""SmolLM3: Llama with NoPE in every fourth layer (arXiv:2501.18795)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def config_from_hf(hf: Fields) -> ModelConfig:
 
 def _layers_with_rope(hf: Fields) -> list[bool]:
     num_layers, interval = hf.get("num_hidden_layers", int), hf.get("no_rope_layer_interval", int, 4)
-    # The field's name notwithstanding, 1 stands for a layer with RoPE.
+    # Despite the field's name, 1 is a layer with RoPE.
     flags = hf.get("no_rope_layers", list, [int(layer % interval != 0) for layer in range(1, num_layers + 1)])
     if len(flags) < num_layers:
         raise ConfigError(f"no_rope_layers: must name num_hidden_layers={num_layers} layers, got {len(flags)}")

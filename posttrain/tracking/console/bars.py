@@ -1,4 +1,4 @@
-"""How far long work is: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of long work: a bar on a terminal, periodic lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def progress(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
-    """The items, with a bar if they take longer than two seconds. `total` is their number, where it is known."""
+    """Iterate over items with a bar if they take longer than two seconds. `total`: their number, if known."""
     with progress_bar(description, total) as advance:
         for item in items:
             yield item
@@ -36,10 +36,10 @@ def progress_bar(
     every_s: float = 30.0,
     output: Console | None = None,
 ) -> Iterator[Callable[[int], None]]:
-    """A bar for work that lasts longer than `delay_s`; yields `advance(count)`. Without a total it shows time only.
+    """Progress bar for work longer than `delay_s`; yields `advance(count)`. Without a total it shows time only.
 
-    A bar is drawn on a terminal, or in a notebook that has ipywidgets, and then removed; elsewhere there is a line
-    every `every_s` seconds. With `closing` one line stays, on stderr. A bar inside another one is not drawn.
+    The bar is drawn on a terminal, or in a notebook with ipywidgets, and removed at the end; elsewhere a line is
+    printed every `every_s` seconds. With `closing` one line remains, on stderr. Nested bars are not drawn.
     """
     from rich.console import Console
 
@@ -63,7 +63,7 @@ _screen = threading.Lock()
 
 
 class _Bar:
-    """Shown by a timer's thread, advanced and hidden by the worker's."""
+    """Bar shown by a timer thread, advanced and hidden by the worker thread."""
 
     def __init__(self, description: str, total: int | None, output: Console) -> None:
         self.count = 0
@@ -82,7 +82,7 @@ class _Bar:
         self._output.print(line, markup=False, soft_wrap=True)
 
     def tell(self, every_s: float) -> None:
-        """A line now and then, until the work is over."""
+        """Print a line every `every_s` seconds until the work is done."""
         while not self._over.is_set():
             of = f" of {self._total:,}" if self._total is not None else ""
             self.print(

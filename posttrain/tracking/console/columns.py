@@ -1,4 +1,4 @@
-"""Which numbers of a step stand in its line, by kind of stage."""
+"""Columns of the console line per stage kind."""
 
 from __future__ import annotations
 
@@ -96,4 +96,4 @@ COLUMNS: dict[str, tuple[str, tuple[Column, ...]]] = {
     ),
 }
 COLUMNS["reward_model"] = COLUMNS["preference"]
-"""By kind of stage: the metric that makes a line, and the line's columns after the step."""
+"""Headline metric and columns after the step number, by stage kind."""

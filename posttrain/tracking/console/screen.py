@@ -1,4 +1,4 @@
-"""The one console, what may be printed on it, and the log among its lines."""
+"""Shared console, printable text, and log lines."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-PLAIN_WIDTH = 120
-"""Columns of a log file or a notebook, where `COLUMNS` does not say otherwise."""
+DEFAULT_WIDTH = 120
+"""Width in columns for log files and notebooks, unless `COLUMNS` is set."""
 
 
 @functools.cache
 def console() -> Console:
-    """The one console of lines and tables: plain text in logs and notebooks, on whatever `sys.stdout` is then."""
+    """Shared console for lines and tables: plain text in logs and notebooks, on the current `sys.stdout`."""
     from rich.console import Console
 
-    found = Console(force_jupyter=False, highlight=False)
-    if not found.is_terminal and "COLUMNS" not in os.environ:
-        found.width = PLAIN_WIDTH
-    return found
+    shared = Console(force_jupyter=False, highlight=False)
+    if not shared.is_terminal and "COLUMNS" not in os.environ:
+        shared.width = DEFAULT_WIDTH
+    return shared
 
 
 def printable(text: str, encoding: str) -> str:
-    """The text with what cannot be seen or encoded as Python escapes: a newline is `\\n`."""
+    """Escape characters that are invisible or not encodable as Python escapes: a newline is `\\n`."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     if encoding.lower().replace("-", "") not in ("utf8", "utf16", "utf32"):
         shown = shown.replace("±", "+-").replace("…", "...")
@@ -37,7 +37,7 @@ def printable(text: str, encoding: str) -> str:
 
 
 def clean(text: str, cells: int, output: Console | None = None, *, keep_end: bool = False) -> Text:
-    """Anyone's text as a table cell: printable, at most `cells` wide, and never read as markup."""
+    """Format untrusted text as a table cell: printable, at most `cells` wide, never parsed as markup."""
     from rich.text import Text
 
     encoding = (console() if output is None else output).encoding
@@ -45,7 +45,7 @@ def clean(text: str, cells: int, output: Console | None = None, *, keep_end: boo
 
 
 def cut(text: str, cells: int, encoding: str = "utf-8", *, keep_end: bool = False) -> str:
-    """The start (or the end) of a text, as many terminal cells wide; what is missing is marked."""
+    """Truncate text to its start (or end) of at most `cells` terminal cells; omissions are marked."""
     from rich.cells import cell_len
 
     if cell_len(text) <= cells:
@@ -61,7 +61,7 @@ def cut(text: str, cells: int, encoding: str = "utf-8", *, keep_end: bool = Fals
 
 
 class _LogHandler(logging.Handler):
-    """Lines of the package's log among those of the run."""
+    """Log handler that prints the package's log on the shared console."""
 
     def emit(self, record: logging.LogRecord) -> None:
         console().print(record.getMessage(), style="dim", markup=False, highlight=False, soft_wrap=True)
@@ -69,8 +69,8 @@ class _LogHandler(logging.Handler):
 
 @contextmanager
 def shown_log() -> Iterator[None]:
-    """Print what the package logs meanwhile, such as the kernels that it chose, and only here: a library that sets up
-    logging for all would print it once more."""
+    """Print the package's log in this block, such as kernel choices, without propagating it: a library that configures
+    the root logger would print it twice."""
     logger, handler = logging.getLogger("posttrain"), _LogHandler()
     level, propagate = logger.level, logger.propagate
     logger.addHandler(handler)

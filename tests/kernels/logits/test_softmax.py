@@ -41,7 +41,7 @@ def test_parts_against_float64(temperature: float) -> None:
 def test_again_is_the_same(temperature: float) -> None:
     logits = jnp.asarray(LOGITS)
     found = Softmax.of(logits, temperature)
-    jax.tree.map(assert_array_equal, found, Softmax.again(logits, temperature, found.top, found.norm))
+    jax.tree.map(assert_array_equal, found, Softmax.with_norm(logits, temperature, found.top, found.norm))
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0])

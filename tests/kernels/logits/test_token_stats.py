@@ -18,7 +18,7 @@ from posttrain.kernels.logits import chunks as module
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.kernels.logits.chunks import chunk_length
 from posttrain.kernels.logits.divergence import Divergence
-from posttrain.kernels.logits.token_stats import Teacher, pulled_stats, token_stats, token_stats_reference
+from posttrain.kernels.logits.token_stats import Teacher, stats_vjp, token_stats, token_stats_reference
 
 GOLDEN = Path(__file__).parents[2] / "goldens" / "losses" / "logprobs_entropy"
 DIM, VOCAB = 8, 19
@@ -93,7 +93,7 @@ def test_a_table_of_tokens_has_the_gradient_of_a_head(
     def loss(table: jax.Array, hidden: jax.Array) -> jax.Array:
         hidden, logits_of = hidden + jnp.take(table, tokens, axis=0), lambda x: x @ table.T
         if pulled:
-            return pulled_stats(logits_of, hidden, tokens, segments, cotangents={"logps": weight}, **given)[0]
+            return stats_vjp(logits_of, hidden, tokens, segments, cotangents={"logps": weight}, **given)[0]
         return jnp.sum(weight * token_stats(logits_of, hidden, tokens, segments, **given).logps)
 
     def slow(table: jax.Array, hidden: jax.Array) -> jax.Array:
@@ -347,7 +347,7 @@ def test_a_gradient_with_the_value_is_that_of_the_backward_pass(
         return 3.0 * sum(jnp.sum(getattr(stats, name) * ct) for name, ct in cotangents.items()), stats
 
     def fast(hidden: jax.Array, head: jax.Array) -> Any:
-        total, stats = found(pulled_stats, hidden, head, cotangents=cotangents)
+        total, stats = found(stats_vjp, hidden, head, cotangents=cotangents)
         return 3.0 * total, stats
 
     arguments = (0,) if frozen else (0, 1)
@@ -373,7 +373,7 @@ def test_statistics_beside_a_pulled_sum_have_no_gradient() -> None:
     ones = {"logps": jnp.ones((3, 7))}
 
     def other(hidden: jax.Array) -> jax.Array:
-        _, stats = pulled_stats(
+        _, stats = stats_vjp(
             lambda x: x @ head, hidden, tokens, segments, cotangents=ones, temperature=1.0, vocab_size=VOCAB
         )
         return jnp.sum(stats.logps + stats.entropy)
@@ -383,8 +383,8 @@ def test_statistics_beside_a_pulled_sum_have_no_gradient() -> None:
 
 def test_groups_of_tokens_have_no_gradient_chunk_by_chunk() -> None:
     hidden, head, tokens, segments = problem(7)
-    with pytest.raises(ValueError, match="of groups of tokens"):
-        pulled_stats(
+    with pytest.raises(ValueError, match="token groups have no per-chunk gradient"):
+        stats_vjp(
             lambda x: x @ head,
             hidden,
             tokens,

@@ -1,4 +1,4 @@
-"""What the layers of one forward pass share, and what they leave for each other."""
+"""Forward-pass state: inputs shared by all layers, and values that layers pass on (cache, routing, shared keys)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from posttrain.tree import pytree
 
 @pytree
 class Routing:
-    """Of all M mixture-of-experts layers, in order."""
+    """Routing of all M MoE layers, in order."""
 
     experts: Int[Array, "M B T k"]
     stats: RouterStats
@@ -31,35 +31,35 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What every layer of one forward pass shares."""
+    """Inputs of one forward pass, shared by all layers."""
 
     positions: Int[Array, "B T"]
     segments: Int[Array, "B T"]
     parents: Int[Array, "B T"] | None
-    """As `Batch.parents`; None with a cache."""
+    """Parent segments, as `Batch.parents`; None with a cache."""
     rope: Mapping[Rope, Tables]
     compute: Compute
     experts: Int[Array, "M B T k"] | None
-    """Experts to use in each mixture-of-experts layer; the router's own choice where they are None or negative."""
+    """Experts to use per MoE layer; the router chooses if None or negative."""
     layer_inputs: Float[Array, "L B T P"] | None
-    """What each layer gets of the tokens beside the residual stream."""
+    """Per-layer token inputs beside the residual stream."""
     taps: Taps | None = None
-    """What layers hand out beside their results."""
+    """Activations to collect."""
 
 
-class Place(NamedTuple):
-    """Where a layer stands. Traced where a stage has several repeats, but for `slot`."""
+class LayerIndex(NamedTuple):
+    """Layer indices. Traced if a stage has several repeats, except `slot`."""
 
     slot: int
-    """In the cache: the number of its block among the blocks of all stages."""
+    """Index of its block among the blocks of all stages; index into the cache."""
     repeat: int | Array
     layer: int | Array
     moe: int | Array
-    """Its number among the mixture-of-experts layers, if it is one."""
+    """Index among the MoE layers, if it is one."""
 
 
-class Stored(NamedTuple):
-    """Keys and values as attention reads them, and which positions and segments they are of."""
+class StoredKeys(NamedTuple):
+    """Keys and values that attention reads, with their positions and segments."""
 
     keys: Float[Array, "B K S H"]
     values: Float[Array, "B K S Hv"]
@@ -69,7 +69,7 @@ class Stored(NamedTuple):
 
 
 class StoredPages(NamedTuple):
-    """Where ragged paged attention finds keys and values: its arguments."""
+    """Arguments of ragged paged attention."""
 
     pages: Float[Array, "R D P S K2 H"]
     repeat: Int[Array, ""]
@@ -79,41 +79,41 @@ class StoredPages(NamedTuple):
 
 
 @dataclass
-class Tape:
-    """What changes while the layers of one pass are traced: the cache, and what layers leave for later."""
+class ForwardState:
+    """Mutable state while the layers of one pass are traced: KV cache, shared keys and values, routing."""
 
     cache: KVCache | PagedCache | None
-    kept: dict[str, Stored] = field(default_factory=dict)
-    """Keys and values that later layers reuse, by name."""
+    kept: dict[str, StoredKeys] = field(default_factory=dict)
+    """Keys and values reused by later layers, by name."""
     routing: list[tuple[RouterStats, Int[Array, "B T k"]]] = field(default_factory=list)
-    """Of each mixture-of-experts layer."""
+    """Router statistics and experts of each MoE layer."""
     projected: dict[str, Float[Array, "B T _N _H"]] = field(default_factory=dict)
-    """The layer's own queries, keys and values by name, before RoPE."""
+    """Own queries, keys and values by name, before RoPE."""
 
     @property
     def fresh(self) -> bool:
-        """Whether the cache is for rows that begin here: attention sees but the tokens of this pass."""
+        """Return True if the cache is new (prefill from position 0): attention sees only the tokens of this pass."""
         return isinstance(self.cache, KVCache) and self.cache.fresh
 
 
 def attend(
     q: Float[Array, "B T N H"],
-    stored: Stored | StoredPages,
+    stored: StoredKeys | StoredPages,
     context: Context,
-    tape: Tape,
+    state: ForwardState,
     *,
     window: int | None,
     scale: float,
     soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N Hv"]:
-    """Attention to what a layer has stored, in rows or in pages."""
+    """Attend to stored keys and values, in rows or in pages."""
     variant = Variant(window=window, scale=scale, soft_cap=soft_cap)
     if isinstance(stored, StoredPages):
-        assert sinks is None, "ragged paged attention knows no sinks"
+        assert sinks is None, "ragged paged attention does not support sinks"
         return ragged_paged_attention(q, *stored, variant)
-    # With a cache the fastest: few can read one.
-    whole = tape.cache is None or tape.fresh
+    # With a cache use "auto": few kernels support one.
+    whole = state.cache is None or state.fresh
     return attention(
         q,
         stored.keys,
@@ -133,27 +133,31 @@ def attend(
 
 
 def store(
-    keys: Float[Array, "B K T H"], values: Float[Array, "B K T Hv"] | None, context: Context, tape: Tape, place: Place
-) -> Stored | StoredPages:
-    """New keys and values put into the cache, if there is one, and all that attention may now see.
+    keys: Float[Array, "B K T H"],
+    values: Float[Array, "B K T Hv"] | None,
+    context: Context,
+    state: ForwardState,
+    index: LayerIndex,
+) -> StoredKeys | StoredPages:
+    """Write new keys and values into the cache, if any, and return everything that attention may read.
 
     Without `values` the cache holds keys only.
     """
-    cache = tape.cache
+    cache = state.cache
     if cache is not None:
-        # Padding goes out of range, where it is dropped.
+        # Padding is written out of range, where it is dropped.
         places = jnp.where(context.segments > 0, context.positions, cache.width)
-        tape.cache = cache = cache.write(place.slot, place.repeat, keys, values, places)
-    if cache is None or tape.fresh:
+        state.cache = cache = cache.write(index.slot, index.repeat, keys, values, places)
+    if cache is None or state.fresh:
         segments = context.segments
-        return Stored(keys, keys if values is None else values, context.positions, segments, segments)
+        return StoredKeys(keys, keys if values is None else values, context.positions, segments, segments)
     if isinstance(cache, PagedCache) and cache.together:
-        return _pages(cache, context, place)
-    stored_keys, stored_values = cache.read(place.slot, place.repeat)
-    # A cache row holds one sequence, so position alone decides what a query sees.
+        return _pages(cache, context, index)
+    stored_keys, stored_values = cache.read(index.slot, index.repeat)
+    # A cache row holds one sequence, so visibility depends on positions only.
     rows = context.positions.shape[0]
     positions = jnp.broadcast_to(jnp.arange(cache.width, dtype=jnp.int32), (rows, cache.width))
-    return Stored(
+    return StoredKeys(
         stored_keys.astype(keys.dtype),
         (stored_keys if stored_values is None else stored_values).astype(keys.dtype),
         positions,
@@ -162,8 +166,8 @@ def store(
     )
 
 
-def _pages(cache: PagedCache, context: Context, place: Place) -> StoredPages:
-    pages = cache.keys[place.slot]
-    assert pages is not None and context.positions.shape[1] == 1, "one token at a time"
+def _pages(cache: PagedCache, context: Context, index: LayerIndex) -> StoredPages:
+    pages = cache.keys[index.slot]
+    assert pages is not None and context.positions.shape[1] == 1, "ragged paged attention decodes one token at a time"
     lengths = context.positions.reshape(cache.first.shape) + 1
-    return StoredPages(pages, jnp.asarray(place.repeat, jnp.int32), cache.table, lengths, cache.mesh)
+    return StoredPages(pages, jnp.asarray(index.repeat, jnp.int32), cache.table, lengths, cache.mesh)

@@ -1,0 +1,76 @@
+"""JSON schema of a configuration file, for completion and checks in editors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from posttrain.config import RunConfig, Section
+from posttrain.config.messages import config_fields
+from posttrain.config.trl_names import trl_names_of
+
+JsonObject = dict[str, Any]
+
+
+def json_schema() -> JsonObject:
+    """Return the schema of both forms of a file: with `stages:`, or with `kind:` and the fields of one stage.
+
+    What several fields decide together is not in it; `posttrain check` says that.
+    """
+    schema = RunConfig.model_json_schema()
+    definitions: JsonObject = schema["$defs"]
+    kinds = [reference.rpartition("/")[2] for reference in _stage_references(schema)]
+    names = _trl_names()
+    for name, section in definitions.items():
+        _describe(name, section, names)
+        if name in kinds:
+            section["required"] = ["kind", *section.get("required", [])]
+    _describe(RunConfig.__name__, schema, names)
+    long = {key: schema[key] for key in ("type", "additionalProperties", "properties", "required")}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "posttrain configuration",
+        "anyOf": [long, *(_short(long, definitions[name]) for name in kinds)],
+        "$defs": definitions,
+    }
+
+
+def _stage_references(schema: JsonObject) -> Iterator[str]:
+    yield from schema["properties"]["stages"]["items"]["discriminator"]["mapping"].values()
+
+
+def _short(run: JsonObject, stage: JsonObject) -> JsonObject:
+    """A run of one stage, whose fields stand beside those of the run."""
+    own = {name: value for name, value in run["properties"].items() if name != "stages"}
+    required = [*(name for name in run["required"] if name != "stages"), *stage["required"]]
+    return {**run, "properties": {**own, **stage["properties"]}, "required": required}
+
+
+def _trl_names() -> dict[tuple[str, str], str]:
+    """TRL's names by section and field."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    owners: dict[int, list[str]] = {}
+    for section in _sections():
+        for info in section.model_fields.values():
+            owners.setdefault(id(info), []).append(section.__name__)
+    for key, info in config_fields():
+        for owner in owners[id(info)]:
+            names = found.setdefault((owner, str(key[-1])), {})
+            names |= {entry.trl: None for entry in trl_names_of(".".join(map(str, key)))}
+    return {place: ", ".join(names) for place, names in found.items()}
+
+
+def _sections(parent: type[Section] = Section) -> Iterator[type[Section]]:
+    for section in parent.__subclasses__():
+        yield section
+        yield from _sections(section)
+
+
+def _describe(name: str, section: JsonObject, names: dict[tuple[str, str], str]) -> None:
+    """Drop pydantic's titles, which repeat names; add TRL's names to the descriptions."""
+    for field, value in section.get("properties", {}).items():
+        value.pop("title", None)
+        trl = names.get((name, field))
+        parts = [" ".join(value.get("description", "").split()), f"TRL: {trl}." if trl else ""]
+        if text := " ".join(filter(None, parts)):
+            value["description"] = text

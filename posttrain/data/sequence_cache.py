@@ -1,0 +1,80 @@
+"""Token sequences of a dataset by number, each made once and kept in a few large arrays."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+Arrays = dict[str, np.ndarray]
+
+MAX_BYTES = 2**28
+"""Of the sequences kept of a dataset; those beyond are made anew at each use."""
+CHUNK_TOKENS = 2**18
+
+_UNKNOWN, _LEFT_OUT = -1, -2
+
+
+class _Field(NamedTuple):
+    name: str
+    dtype: np.dtype[np.generic]
+
+
+class SequenceCache:
+    """`make(number)`, which returns arrays of one length or None, kept for every number below `count`.
+
+    The arrays are read-only views. All sequences have the same names and types of arrays.
+    """
+
+    def __init__(self, make: Callable[[int], Arrays | None], count: int, *, max_bytes: int = MAX_BYTES) -> None:
+        self._make, self._max_bytes = make, max_bytes
+        self._chunk_of = np.full(count, _UNKNOWN, np.int32)
+        self._starts, self._lengths = np.zeros(count, np.int32), np.zeros(count, np.int32)
+        self._fields: list[_Field] = []
+        self._chunks: list[list[np.ndarray]] = []
+        self._used, self._num_bytes = 0, 0
+        self._lock = threading.Lock()
+
+    def __call__(self, number: int) -> Arrays | None:
+        chunk = int(self._chunk_of[number])
+        if chunk == _LEFT_OUT:
+            return None
+        if chunk == _UNKNOWN:
+            made = self._make(number)
+            with self._lock:
+                self._keep(number, made)
+            return made
+        start = int(self._starts[number])
+        stop = start + int(self._lengths[number])
+        return {field.name: kept[start:stop] for field, kept in zip(self._fields, self._chunks[chunk], strict=True)}
+
+    @property
+    def num_kept(self) -> int:
+        """Sequences that are not made again, those that are left out among them."""
+        return int((self._chunk_of != _UNKNOWN).sum())
+
+    def _keep(self, number: int, made: Arrays | None) -> None:
+        if self._chunk_of[number] != _UNKNOWN:
+            return
+        if made is None:
+            self._chunk_of[number] = _LEFT_OUT
+            return
+        fields = [_Field(name, array.dtype) for name, array in made.items()]
+        self._fields = self._fields or fields
+        assert fields == self._fields, (fields, self._fields)
+        length = len(next(iter(made.values())))
+        if not self._chunks or self._used + length > len(self._chunks[-1][0]):
+            size = max(CHUNK_TOKENS, length)
+            num_bytes = self._num_bytes + size * sum(field.dtype.itemsize for field in fields)
+            if num_bytes > self._max_bytes:
+                return
+            self._chunks.append([np.empty(size, field.dtype) for field in fields])
+            self._used, self._num_bytes = 0, num_bytes
+        for kept, array in zip(self._chunks[-1], made.values(), strict=True):
+            kept[self._used : self._used + length] = array
+        self._starts[number], self._lengths[number] = self._used, length
+        self._used += length
+        # Last: a number that is known is read without the lock.
+        self._chunk_of[number] = len(self._chunks) - 1

@@ -1,0 +1,233 @@
+"""Reward functions in child processes: workers that are kept between steps, killed at a deadline and forked anew."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posttrain.errors import ConfigError, RunError
+from posttrain.rl.reward_call import CallError, CallResult
+from posttrain.rl.reward_worker import COMMAND, END, FORK, REPLY, SIZE, Function
+
+START_TIMEOUT_S = 120.0
+"""For the import of all functions in the child process."""
+CONTROL_TIMEOUT_S = 30.0
+MAX_CHILDREN = 16
+"""Child processes that a worker may have after a call; with more it is ended with all of them."""
+PROGRAM = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from posttrain.rl.reward_worker import serve; "
+
+
+class WorkerProcess:
+    """One worker and the connection to it."""
+
+    def __init__(self, pid: int, number: int, connection: socket.socket):
+        self.pid, self.number, self.connection = pid, number, connection
+        self.children = 0
+
+    async def ask(self, request: bytes) -> tuple[CallResult | str, int] | None:
+        """The reply to a request and how many children the worker has; None where it has died."""
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.sock_sendall(self.connection, SIZE.pack(len(request)) + request)
+            header = await self._read(loop, SIZE.size)
+            reply = await self._read(loop, SIZE.unpack(header)[0])
+        except (ConnectionError, EOFError):
+            return None
+        found: tuple[CallResult | str, int] = pickle.loads(reply)
+        return found
+
+    async def _read(self, loop: asyncio.AbstractEventLoop, count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            part = await loop.sock_recv(self.connection, min(count - len(data), 1 << 20))
+            if not part:
+                raise EOFError
+            data += part
+        return bytes(data)
+
+
+class RewardServer:
+    """The process that imports reward functions and forks workers; `start` returns at once.
+
+    It is made with `Popen`, never by a fork of this process, whose threads (of JAX) would not survive one.
+    """
+
+    def __init__(self, functions: Sequence[Function]):
+        self.functions = tuple(functions)
+        self._lock = threading.Lock()
+        self._ready = False
+        self._forked = 0
+        self._control: socket.socket | None = None
+        self._end: weakref.finalize[Any, Any] | None = None
+
+    def start(self) -> None:
+        """Start the process if it is not running; it imports the functions in its own time."""
+        if self._control is not None:
+            return
+        ours, theirs = socket.socketpair()
+        program = f"{PROGRAM}serve({theirs.fileno()}, json.loads(sys.argv[2]))"
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, json.dumps(sys.path), json.dumps(self.functions)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+            # The devices are the trainer's; a function that uses JAX does so on the CPU.
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
+        theirs.close()
+        self._control, self._ready = ours, False
+        self._end = weakref.finalize(self, _end_server, process, ours)
+
+    def close(self) -> None:
+        """End the process and all workers."""
+        if self._end is not None:
+            self._end()
+        self._control = self._end = None
+
+    def wait_until_ready(self) -> None:
+        """Wait for the imports. RunError where they fail, which worked in this process."""
+        with self._lock:
+            self.start()
+            if self._ready:
+                return
+            assert self._control is not None
+            self._control.settimeout(START_TIMEOUT_S)
+            try:
+                failure = _receive(self._control, SIZE.unpack(_receive(self._control, SIZE.size))[0]).decode()
+            except OSError as error:
+                raise self._failed(f"did not start ({type(error).__name__})") from error
+            if failure:
+                raise self._failed(f"cannot import: {failure}")
+            self._control.settimeout(CONTROL_TIMEOUT_S)
+            self._ready = True
+
+    def fork(self) -> WorkerProcess:
+        """A new worker. Called after `wait_until_ready`."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            pid = self._ask(FORK, 0, theirs)
+        ours.setblocking(False)
+        self._forked += 1
+        return WorkerProcess(pid, self._forked, ours)
+
+    def end(self, worker: WorkerProcess) -> str:
+        """Kill a worker and everything that it started; how its process ended."""
+        worker.connection.close()
+        code = os.waitstatus_to_exitcode(self._ask(END, worker.pid))
+        if code >= 0:
+            return f"its process exited with code {code}"
+        return f"its process was ended by {signal.Signals(-code).name}"
+
+    def _ask(self, command: bytes, number: int, descriptor: socket.socket | None = None) -> int:
+        assert self._control is not None
+        descriptors = [] if descriptor is None else [descriptor.fileno()]
+        with self._lock:
+            try:
+                socket.send_fds(self._control, [COMMAND.pack(command, number)], descriptors)
+                reply: int = REPLY.unpack(_receive(self._control, REPLY.size))[0]
+            except OSError as error:
+                raise self._failed(f"has ended ({type(error).__name__})") from error
+        return reply
+
+    def _failed(self, why: str) -> RunError:
+        self.close()
+        names = ", ".join(dict.fromkeys(spec for spec, _ in self.functions))
+        return RunError(f"rewards: the child process of {names} {why}; resume the run, or use isolate: thread")
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = connection.recv(count - len(data))
+        if not part:
+            raise ConnectionResetError("closed")
+        data += part
+    return data
+
+
+def _end_server(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    """At the end of the connection the server ends its workers and itself."""
+    control.close()
+    try:
+        process.wait(CONTROL_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+class ProcessCaller:
+    """Calls one function in workers of a server. The first is kept for the next step, with its module's state."""
+
+    def __init__(self, server: RewardServer, index: int, name: str):
+        self._server, self._index, self._name = server, index, name
+        self._idle: list[WorkerProcess] = []
+
+    async def prepare(self) -> None:
+        await asyncio.to_thread(self._server.wait_until_ready)
+
+    async def call(self, keywords: Mapping[str, Any], loggers: Sequence[str], count: int) -> CallResult:
+        """CallError where the call fails or its process ends; if cancelled, the worker is killed."""
+        request = self._request(keywords, loggers, count)
+        worker = self._oldest() or self._server.fork()
+        try:
+            reply = await worker.ask(request)
+        except BaseException:
+            with contextlib.suppress(RunError):
+                self._server.end(worker)
+            raise
+        if reply is None:
+            raise CallError(self._server.end(worker))
+        result, worker.children = reply
+        if worker.children > MAX_CHILDREN:
+            self._server.end(worker)
+        else:
+            self._idle.append(worker)
+        if isinstance(result, str):
+            raise CallError(result)
+        return result
+
+    def _request(self, keywords: Mapping[str, Any], loggers: Sequence[str], count: int) -> bytes:
+        try:
+            return pickle.dumps((self._index, dict(keywords), list(loggers), count), protocol=5)
+        except Exception as error:
+            raise ConfigError(
+                f"reward {self._name}: its arguments cannot be sent to a child process "
+                f"({type(error).__name__}: {error}); use isolate: thread, or leave the column out"
+            ) from error
+
+    def _oldest(self) -> WorkerProcess | None:
+        """The idle worker that has been kept for longest, which holds what the function has loaded."""
+        if not self._idle:
+            return None
+        worker = min(self._idle, key=lambda one: one.number)
+        self._idle.remove(worker)
+        return worker
+
+    def finish(self, *, strange: bool) -> None:
+        """End the workers that only a failure called for, after strange samples also one that they left children."""
+        kept = self._oldest()
+        ended = self._idle
+        self._idle = []
+        if kept is not None and strange and kept.children:
+            ended.append(kept)
+        elif kept is not None:
+            self._idle.append(kept)
+        for worker in ended:
+            self._server.end(worker)
+
+    def close(self) -> None:
+        """Leave the workers, which then end."""
+        for worker in self._idle:
+            worker.connection.close()
+        self._idle = []

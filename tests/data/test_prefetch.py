@@ -1,0 +1,118 @@
+"""Prefetching: the same batches and states at any speed, errors where they belong, a bound, and no thread left."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from posttrain.batch import Batch
+from posttrain.data.prefetch import Prefetch
+
+
+class Counting:
+    """Batches of one number each; `breaks_at` cannot be made, and each takes `seconds`."""
+
+    def __init__(self, *, breaks_at: int | None = None, seconds: float = 0.0) -> None:
+        self.next, self.breaks_at, self.seconds = 0, breaks_at, seconds
+
+    def __next__(self) -> Batch:
+        if self.next == self.breaks_at:
+            raise ValueError(f"no batch {self.next}")
+        time.sleep(self.seconds)
+        tokens = np.full((1, 4), self.next, np.int32)
+        self.next += 1
+        return Batch(tokens=tokens, positions=tokens, segments=tokens, loss_weight=tokens.astype(np.float32))
+
+    def state(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+NUM_BYTES = 4 * 16
+"""Of one batch."""
+
+
+def number(batch: Batch) -> int:
+    return int(batch.tokens[0, 0])
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+def made(stream: Counting, expected: int) -> int:
+    """How many batches are made, when no more come."""
+    end = time.monotonic() + 5
+    while stream.next < expected and time.monotonic() < end:
+        time.sleep(0.002)
+    time.sleep(0.03)
+    return stream.next
+
+
+@pytest.mark.parametrize(("maker", "trainer"), [(0.0, 0.004), (0.004, 0.0)])
+def test_the_state_is_that_of_the_batch_that_was_taken(maker: float, trainer: float) -> None:
+    with Prefetch(Counting(seconds=maker), max_batches=4) as batches:
+        states = []
+        for step in range(6):
+            states.append(json.dumps(batches.state()))
+            assert number(next(batches)) == step
+            time.sleep(trainer)
+        for step in (2, 5, 0):
+            batches.restore(json.loads(states[step]))
+            assert json.dumps(batches.state()) == states[step]
+            assert [number(next(batches)) for _ in range(3)] == [step, step + 1, step + 2]
+
+
+@pytest.mark.parametrize(
+    ("limits", "waiting"),
+    [({"max_batches": 3}, 3), ({"max_bytes": 2 * NUM_BYTES}, 2), ({"max_bytes": 1}, 1), ({"max_batches": 1}, 1)],
+)
+def test_what_waits_is_bounded(limits: dict[str, int], waiting: int) -> None:
+    stream = Counting()
+    with Prefetch(stream, **limits) as batches:
+        for taken in range(1, 4):
+            next(batches)
+            assert made(stream, taken + waiting) == taken + waiting
+
+
+def test_an_error_is_raised_where_its_batch_would_have_been() -> None:
+    with Prefetch(Counting(breaks_at=2)) as batches:
+        assert [number(next(batches)), number(next(batches))] == [0, 1]
+        for _ in range(2):
+            with pytest.raises(ValueError, match="no batch 2"):
+                next(batches)
+        assert batches.state() == {"next": 2}
+        batches.restore({"next": 3})
+        assert number(next(batches)) == 3
+
+
+def test_a_closed_stream_leaves_no_thread_and_goes_on_where_it_was() -> None:
+    before = threads()
+    batches = Prefetch(Counting())
+    batches.close()
+    assert threads() == before
+    assert [number(next(batches)) for _ in range(2)] == [0, 1]
+    assert len(threads()) == len(before) + 1
+    batches.close()
+    batches.close()
+    assert threads() == before and batches.state() == {"next": 2}
+    with batches:
+        assert number(next(batches)) == 2
+    assert threads() == before
+
+
+def test_the_wait_for_batches_is_measured() -> None:
+    with Prefetch(Counting(seconds=0.05), max_batches=1) as batches:
+        next(batches)
+        assert batches.metrics()["timing_s/data"] >= 0.05
+        time.sleep(0.2)
+        next(batches)
+        assert batches.metrics()["timing_s/data"] < 0.05
+        assert batches.metrics() == {"timing_s/data": 0.0}
