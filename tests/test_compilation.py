@@ -7,6 +7,8 @@ from jax._src import compiler
 
 from tests import compilation
 
+pytestmark = pytest.mark.fast
+
 
 def options() -> dict[str, object]:
     return dict(compiler.get_compile_options(1, 1).env_option_overrides)

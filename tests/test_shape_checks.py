@@ -12,6 +12,8 @@ from jaxtyping import Float, TypeCheckError
 from posttrain.kernels.logits.chunks import chunk_length
 from tests.shape_checks import check_at_first_call
 
+pytestmark = pytest.mark.fast
+
 checked = check_at_first_call
 
 
