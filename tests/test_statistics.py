@@ -183,7 +183,7 @@ def test_a_difference_of_two_means_is_the_paired_or_the_unpaired_one():
     np.testing.assert_allclose((apart.high - apart.low) / 2, stats.t.ppf(0.975, 17) * error)
     one = difference_of_ratios([1.0], [1.0], [0.5], [1.0])
     assert (one.mean, one.low, one.high) == (0.5, -math.inf, math.inf)
-    with pytest.raises(ValueError, match="some weight positive"):
+    with pytest.raises(ValueError, match="some positive weight"):
         difference_of_ratios(first, none, second, ones)
 
 

@@ -356,8 +356,8 @@ class RLSection(SampledSection):
         if others and not self.weighs_samples:
             raise ValueError(
                 f"importance_sampling.{', '.join(sorted(others))} without effect: apply={given.apply} and samples of "
-                f"{'another policy' if self.samples_off_policy else 'the trained policy'} have no importance weights; "
-                "remove it, or use apply: always"
+                f"{'another' if self.samples_off_policy else 'the same'} policy have no importance weights; remove it, "
+                "or use apply: always"
             )
         return self
 

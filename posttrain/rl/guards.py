@@ -1,14 +1,16 @@
-"""Guard against a sampler that disagrees with the trainer: it vetoes the update inside the step, then ends the run."""
+"""Guards of online training: sampler and trainer agree (a veto inside the step), and samples have rewards."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from posttrain.errors import RunError
 from posttrain.losses.policy import OUTLIER_NATS
+from posttrain.rl.types import Rewards
 from posttrain.tree import Max, Mean
 
 LIMITS = {
@@ -52,3 +54,30 @@ def _value(metric: object) -> Array:
         return jnp.asarray(metric.total) / jnp.where(jnp.asarray(metric.weight) > 0, metric.weight, 1.0)
     assert isinstance(metric, Max)
     return jnp.asarray(metric.largest)
+
+
+class NoRewardGuard:
+    """Raises RunError after `limit` consecutive steps without any valid reward.
+
+    A single such step may be chance, if functions apply to some rows only. Runs without reward functions learn from
+    teachers and are not guarded.
+    """
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._steps = 0
+
+    def check(self, step: int, rewards: Rewards) -> None:
+        none_PG = np.isnan(rewards.total_PG)
+        for error in rewards.errors:
+            none_PG[error.prompt, error.sample] = True  # also where `on_error` gives it a value
+        self._steps = self._steps + 1 if rewards.parts_PG and none_PG.all() else 0
+        if self._steps >= self._limit:
+            first = next(iter(rewards.errors), None)
+            why = "the functions return None: they do not apply"
+            if first is not None:
+                why = f"reward {first.function}: {first.error}"
+            raise RunError(
+                f"step {step}: no sample has a reward, in {self._steps} steps in a row, and so nothing is learned "
+                f"({why}); see that the rewards apply to the rows of dataset"
+            )

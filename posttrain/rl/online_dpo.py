@@ -18,9 +18,10 @@ from posttrain.cluster.cluster import Cluster, Role
 from posttrain.losses.policy import distance_metrics
 from posttrain.metrics import Metrics, Timer
 from posttrain.rl.assemble import Pair, assemble_pairs
+from posttrain.rl.metrics import rollout_metrics
 from posttrain.rl.rewards import Rubric
 from posttrain.rl.sampler import Sampler
-from posttrain.rl.step import RowSettings, StepResult, rollout_metrics, sample, score, update
+from posttrain.rl.step import RowSettings, StepResult, sample, score, update
 from posttrain.rl.types import Example, Group
 from posttrain.tracking.console import progress_bar
 from posttrain.tree import replace

@@ -12,15 +12,14 @@ from jaxtyping import Float, Int
 from posttrain.batch import Batch
 from posttrain.cluster.cluster import Cluster, Role
 from posttrain.config.rl import OldLogps, ZeroAdvantage
-from posttrain.errors import RunError
 from posttrain.metrics import Metrics, Timer
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.assemble import assemble
+from posttrain.rl.metrics import rollout_metrics
 from posttrain.rl.rewards import Rubric
 from posttrain.rl.sampler import Sampler, Unfinished, collect, collect_some
 from posttrain.rl.teachers import TeacherKL, add_teachers
-from posttrain.rl.types import Example, Group, Rewards, Trajectory
-from posttrain.statistics import standard_error
+from posttrain.rl.types import Example, Group, Rewards
 from posttrain.tracking.console import progress_bar
 from posttrain.tree import replace
 
@@ -189,98 +188,3 @@ def _of_all(
     by_group = {id(group): advantages for group, advantages in zip(kept_P, advantages_PG, strict=True)}
     left_out = np.full(len(groups_P[0]), np.nan, np.float32)
     return np.stack([by_group.get(id(group), left_out) for group in groups_P])
-
-
-class RewardWatch:
-    """Ends a run whose rewards say nothing: RunError after `limit` steps in a row of which no sample has a reward.
-
-    A single such step may be chance, where functions apply to some rows only. A run without functions has no rewards to
-    miss: it learns from teachers.
-    """
-
-    def __init__(self, limit: int):
-        self._limit = limit
-        self._steps = 0
-
-    def see(self, step: int, rewards: Rewards) -> None:
-        none_PG = np.isnan(rewards.total_PG)
-        for error in rewards.errors:
-            none_PG[error.prompt, error.sample] = True  # also where `on_error` gives it a value
-        self._steps = self._steps + 1 if rewards.parts_PG and none_PG.all() else 0
-        if self._steps >= self._limit:
-            first = next(iter(rewards.errors), None)
-            why = "the functions return None: they do not apply"
-            if first is not None:
-                why = f"reward {first.function}: {first.error}"
-            raise RunError(
-                f"step {step}: no sample has a reward, in {self._steps} steps in a row, and so nothing is learned "
-                f"({why}); see that the rewards apply to the rows of dataset"
-            )
-
-
-def rollout_metrics(groups_P: Sequence[Group], rewards: Rewards, step: int) -> dict[str, float]:
-    """What the samples of a step and their rewards say."""
-    return sample_metrics(groups_P, step) | (_reward_metrics(rewards) if rewards.parts_PG else {})
-
-
-def sample_metrics(groups_P: Sequence[Group], step: int) -> dict[str, float]:
-    """What the samples of a step say, under the names that practitioners search for. `staleness`: updates since a token
-    was sampled."""
-    samples = [trajectory for group in groups_P for trajectory in group]
-    lengths = np.asarray([sample.num_sampled for sample in samples])
-    clipped = np.asarray([sample.stop == "length" for sample in samples])
-    ended = lengths[~clipped]
-    return {
-        "completions/mean_length": float(lengths.mean()),
-        "completions/min_length": float(lengths.min()),
-        "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float(clipped.mean()),
-        "completions/mean_terminated_length": float(ended.mean()) if ended.size else float("nan"),
-        "completions/num_tokens": float(lengths.sum()),
-        "sampling/kept_mass/mean": _kept_mass(samples),
-        "sampling/staleness/mean": _staleness(samples, step),
-    }
-
-
-def _reward_metrics(rewards: Rewards) -> dict[str, float]:
-    total_PG = rewards.total_PG
-    std_P = _std_of_groups(total_PG)
-    failed = {kind: sum(e.kind == kind for e in rewards.errors) for kind in ("error", "timeout")}
-    metrics = {
-        "reward": _nanmean(total_PG),
-        "reward_stderr": standard_error(total_PG),
-        "reward_std": _nanmean(std_P),
-        "frac_reward_zero_std": _nanmean(np.where(np.isnan(std_P), np.nan, std_P == 0.0)),
-        "rewards/invalid": float(np.isnan(total_PG).mean()),
-        "rewards/errors": failed["error"] / total_PG.size,
-        "rewards/timeouts": failed["timeout"] / total_PG.size,
-    }
-    for name, part in rewards.parts_PG.items():
-        metrics[f"rewards/{name}/mean"] = _nanmean(part)
-        metrics[f"rewards/{name}/std"] = float(np.nanstd(part)) if not np.isnan(part).all() else float("nan")
-    return metrics | dict(rewards.metrics)
-
-
-def _nanmean(values: np.ndarray) -> float:
-    return float(np.nanmean(values)) if not np.isnan(values).all() else float("nan")
-
-
-def _std_of_groups(total_PG: np.ndarray) -> np.ndarray:
-    """Standard deviation (n - 1) within each group; NaN where fewer than two rewards are valid."""
-    std = np.full(len(total_PG), np.nan)
-    for index, row in enumerate(total_PG):
-        valid = row[~np.isnan(row)]
-        if valid.size > 1:
-            # Equal rewards must give exactly 0, which the rounding of a mean would not.
-            std[index] = 0.0 if valid.min() == valid.max() else valid.std(ddof=1)
-    return std
-
-
-def _staleness(samples: Sequence[Trajectory], step: int) -> float:
-    versions = np.concatenate([np.asarray(s.versions)[np.asarray(s.sampled)] for s in samples])
-    return float((step - versions).mean()) if versions.size else 0.0
-
-
-def _kept_mass(samples: Sequence[Trajectory]) -> float:
-    kept = np.concatenate([np.asarray(s.kept_logps)[np.asarray(s.sampled)] for s in samples])
-    return float(np.exp(kept).mean()) if kept.size else float("nan")

@@ -21,7 +21,7 @@ from posttrain.models.hf import config_from_hf
 from posttrain.tracking.console import console, progress_bar
 from posttrain.tracking.sinks import Sinks, open_sinks
 from posttrain.train.checkpoint import Checkpointer
-from posttrain.train.loop import Every, Resumable, StopRequest, check_origin, restore_latest, run_steps
+from posttrain.train.loop import Every, Resumable, StopRequest, TrainingLoop, check_origin, restore_latest
 from posttrain.train.optim import make_schedule
 from posttrain.train.trainer import Trainer
 from posttrain.weights.files import find_folder, read_json
@@ -40,6 +40,8 @@ class HeldOut:
 
     evaluate: Callable[[], Record]
     metrics: Callable[[Record], Mapping[str, float]]
+    difference: Callable[[Record, Record], Record] | None = None
+    """Comparison of the evaluations before and after training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,51 +130,20 @@ class StageRun:
         parts = {f"adapter/{file}": digest for file, digest in origin_of_adapter(find_folder(self.adapter)).items()}
         return replace(origin, parts={**origin.parts, **parts})
 
-    def train(
-        self,
-        trainer: Trainer,
-        step: Callable[[], Mapping[str, Any]],
-        data: Resumable,
-        sinks: Sinks,
-        checkpointer: Checkpointer,
-        section: TrainSection,
-        held_out: HeldOut | None,
-    ) -> dict[str, Record]:
-        """All steps that are left; the evaluations `before` and `after` them, each made once in the life of a run."""
-        result: dict[str, Record] = {}
-        if held_out is not None:
-            result["before"] = self.remember("before", held_out.evaluate)
-            if trainer.step_number == 0:
-                sinks.write(0, held_out.metrics(result["before"]))
-        if trainer.step_number < section.steps:
-            # Of other weights, where the newest checkpoints were removed.
-            self._file("after").unlink(missing_ok=True)
-        run_steps(
-            trainer,
-            step,
-            data,
-            origin=self.origin,
-            num_steps=section.steps,
-            checkpointer=checkpointer,
-            sink=sinks,
-            learning_rate=make_schedule(section.optimizer, section.steps),
-            every=Every(checkpoint=section.checkpoint_every, evaluation=section.eval_every),
-            evaluate=None if held_out is None else lambda: held_out.metrics(held_out.evaluate()),
-            stop=self.stop,
-        )
-        if held_out is not None:
-            result["after"] = self.remember("after", held_out.evaluate)
-            sinks.write(section.steps, held_out.metrics(result["after"]))
-        return result
-
     @contextmanager
-    def opened(self, trainer: Trainer, data: Resumable, num_steps: int) -> Iterator[tuple[Sinks, Checkpointer]]:
-        """Sinks and checkpoints, with trainer and data brought to the newest checkpoint."""
+    def training(
+        self, trainer: Trainer, data: Resumable, section: TrainSection, held_out: HeldOut | None
+    ) -> Iterator[Training]:
+        """Open sinks and checkpoints, and bring trainer and data to the newest checkpoint.
+
+        After the last step the result and the model are written; the model's folder marks the stage as done.
+        """
         # Also before the first checkpoint: the evaluation before training is of this model.
         source = self.remember(
             "source", lambda: {"name": self.origin.name, "parts": self.origin.parts, "adapter": self.adapter}
         )
         check_origin(self.folder, source["parts"], self.origin)
+        num_steps = section.steps
         with Checkpointer(self.folder / "checkpoints") as checkpointer:
             if restore_latest(trainer, data, checkpointer, self.origin):
                 console().print(f"resuming after step {trainer.step_number} of {num_steps}")
@@ -185,12 +156,26 @@ class StageRun:
                 start_step=trainer.step_number if trainer.step_number else -1,
             )
             try:
-                yield sinks, checkpointer
+                with TrainingLoop(
+                    trainer,
+                    data,
+                    origin=self.origin,
+                    num_steps=num_steps,
+                    checkpointer=checkpointer,
+                    sink=sinks,
+                    learning_rate=make_schedule(section.optimizer, num_steps),
+                    every=Every(checkpoint=section.checkpoint_every, evaluation=section.eval_every),
+                    evaluate=None if held_out is None else lambda: held_out.metrics(held_out.evaluate()),
+                    stop=self.stop,
+                ) as loop:
+                    training = Training(self, loop, trainer, sinks, held_out, num_steps)
+                    yield training
             finally:
                 sinks.close()
+        assert trainer.step_number == num_steps, "the body must do all steps"
+        self._finish(trainer.model, training.result)
 
-    def finish(self, model: Decoder, result: Mapping[str, Any]) -> None:
-        """Write result and model; the model's folder appears last and marks the stage as done."""
+    def _finish(self, model: Decoder, result: Mapping[str, Any]) -> None:
         (self.folder / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
         with progress_bar(f"saving {self.model_folder}"):
             save_model(model, self.model_folder, tokenizer=self.tokenizer)
@@ -204,8 +189,57 @@ class StageRun:
             partial.rename(file)
         return json.loads(file.read_text(encoding="utf-8"))
 
+    def forget(self, name: str) -> None:
+        """Remove what `remember` stored."""
+        self._file(name).unlink(missing_ok=True)
+
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.json"
+
+
+class Training:
+    """Training of a stage, step by step: iterate, and `log` the metrics of each step.
+
+    Held-out data is evaluated before the first and after the last step, once each in the life of a run.
+    """
+
+    def __init__(
+        self,
+        stage: StageRun,
+        loop: TrainingLoop,
+        trainer: Trainer,
+        sinks: Sinks,
+        held_out: HeldOut | None,
+        num_steps: int,
+    ):
+        self.sinks = sinks
+        self.result: dict[str, Any] = {}
+        """Evaluations `before` and `after`, and their `difference`."""
+        self._stage, self._loop, self._trainer = stage, loop, trainer
+        self._held_out, self._num_steps = held_out, num_steps
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the number of each step that is left, from 1."""
+        self._evaluate("before", 0)
+        if self._trainer.step_number < self._num_steps:
+            # Of other weights, where the newest checkpoints were removed.
+            self._stage.forget("after")
+        yield from self._loop
+        self._evaluate("after", self._num_steps)
+        if self._held_out is not None and self._held_out.difference is not None:
+            self.result["difference"] = self._held_out.difference(self.result["before"], self.result["after"])
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Hand over the metrics of the step that was done."""
+        self._loop.log(metrics)
+
+    def _evaluate(self, when: str, step: int) -> None:
+        held_out = self._held_out
+        if held_out is None:
+            return
+        self.result[when] = self._stage.remember(when, held_out.evaluate)
+        if self._trainer.step_number == step:
+            self.sinks.write(step, held_out.metrics(self.result[when]))
 
 
 def read_source(folder: Path) -> tuple[str | None, str | None]:

@@ -20,9 +20,9 @@ from posttrain.mesh import row_shards
 from posttrain.metrics import Metrics
 from posttrain.rl.assemble import assemble
 from posttrain.rl.guards import LIMITS, check_agreement
+from posttrain.rl.metrics import sample_metrics
 from posttrain.rl.rewards import Rubric
 from posttrain.rl.sampler import Sampler, collect
-from posttrain.rl.step import sample_metrics
 from posttrain.rl.teachers import distances, merged_distances, shares_of
 from posttrain.runtime.run_async import run_async
 from posttrain.stages.context import StageRun

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -20,18 +20,17 @@ from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.losses.router import RouterLoss
 from posttrain.mesh import row_shards
 from posttrain.metrics import Sample, Timer, tables, to_host
-from posttrain.rl.guards import check_agreement, sampler_disagrees
+from posttrain.rl.guards import NoRewardGuard, check_agreement, sampler_disagrees
 from posttrain.rl.reward_model import ModelReward
 from posttrain.rl.rewards import error_lines
 from posttrain.rl.sampler import Sampler
-from posttrain.rl.step import RewardWatch, StepResult
+from posttrain.rl.step import StepResult
 from posttrain.rl.types import Group, Rewards
 from posttrain.runtime.run_async import run_async
-from posttrain.stages.context import HeldOut, StageRun
+from posttrain.stages.context import HeldOut, StageRun, Training
 from posttrain.stages.engine import engine_metrics, make_engine, warm_up
 from posttrain.stages.prompts import Scored, check_cache
 from posttrain.tracking.console import console, printable
-from posttrain.train.loop import Resumable
 from posttrain.train.optim import make_optimizer
 from posttrain.train.trainer import Trainer
 
@@ -42,14 +41,6 @@ MAX_STEPS_WITHOUT_REWARD = 3
 
 Distances = Callable[[Sequence[Group]], np.ndarray]
 """Measure of sampled groups beside their rewards: [P, G]."""
-Step = Callable[[Timer], Coroutine[Any, Any, StepResult]]
-
-
-@runtime_checkable
-class PromptSource(Resumable, Protocol):
-    def __next__(self) -> list[int]:
-        """Places in the examples of the prompts of the next step."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,41 +129,31 @@ def describe_steps(section: SampledSection, inputs: Scored | None, compared: str
     return text + compared + held_out
 
 
-def train(
-    stage: StageRun, rollouts: Rollouts, prompts: PromptSource, step: Step, distances: Distances | None = None
-) -> None:
-    """Train to the end of the stage, from its newest checkpoint if there is one.
+def held_out_prompts(rollouts: Rollouts, distances: Distances | None = None) -> HeldOut | None:
+    """Evaluation on held-out prompts, if there are any. `distances`: measured beside rewards."""
+    if not rollouts.inputs.eval_examples:
+        return None
+    return HeldOut(evaluate=lambda: _record(_evaluate(rollouts, distances)), metrics=itemgetter("metrics"))
 
-    `step`: one update, from prompts to weights. `distances`: what an evaluation measures beside rewards.
-    """
-    inputs, section, trainer = rollouts.inputs, rollouts.inputs.section, rollouts.cluster.actor
-    held_out = HeldOut(evaluate=lambda: _record(_evaluate(rollouts, distances)), metrics=itemgetter("metrics"))
-    with stage.opened(trainer, prompts, section.steps) as (sinks, checkpointer):
-        rollouts.cluster.sync_weights()
-        watch = RewardWatch(min(MAX_STEPS_WITHOUT_REWARD, section.steps))
 
-        left_out = 1 - len(inputs.examples) / len(inputs.rows)
-        dropped = {} if section.overlong == "error" else {"data/dropped_ratio": left_out}
+class StepReport:
+    """Report of each online step: metrics, sample tables, reward errors; RunError from its guards."""
 
-        def one_step() -> Mapping[str, Any]:
-            timer = Timer()
-            outcome = run_async(step(timer))
-            number = trainer.step_number
-            _print_errors(f"step {number}", outcome.rewards, outcome.groups_P)
-            watch.see(number, outcome.rewards)
-            if number % section.samples_every == 0 or number == 1:
-                sinks.samples(number, step_samples(outcome, section.group_size))
-            check_agreement(outcome.metrics, number)
-            metrics = to_host(outcome.metrics)
-            timed = {**engine_metrics(rollouts.cluster.engine), **timer.metrics()}
-            return {**metrics, **dropped, **timed, **tables(outcome.metrics)}
+    def __init__(self, rollouts: Rollouts, training: Training):
+        inputs = rollouts.inputs
+        self._section, self._engine, self._training = inputs.section, rollouts.cluster.engine, training
+        self._guard = NoRewardGuard(min(MAX_STEPS_WITHOUT_REWARD, self._section.steps))
+        left_out = (len(inputs.rows) - len(inputs.examples)) / len(inputs.rows)
+        self._dropped = {} if self._section.overlong == "error" else {"data/dropped_ratio": left_out}
 
-        evaluated = held_out if inputs.eval_examples else None
-        try:
-            result = stage.train(trainer, one_step, prompts, sinks, checkpointer, section, evaluated)
-        finally:
-            rollouts.cluster.engine.close()
-    stage.finish(trainer.model, result)
+    def __call__(self, step: int, result: StepResult, timer: Timer) -> None:
+        _print_errors(f"step {step}", result.rewards, result.groups_P)
+        self._guard.check(step, result.rewards)
+        if step % self._section.samples_every == 0 or step == 1:
+            self._training.sinks.samples(step, step_samples(result, self._section.group_size))
+        check_agreement(result.metrics, step)
+        metrics = {**to_host(result.metrics), **self._dropped, **engine_metrics(self._engine), **timer.metrics()}
+        self._training.log({**metrics, **tables(result.metrics)})
 
 
 def _evaluate(rollouts: Rollouts, distances: Distances | None) -> Evaluation:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 from posttrain.config import OnlinePreferenceSection
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.metrics import Timer
 from posttrain.rl.online_dpo import OnlineLoss, PairSettings, online_step
-from posttrain.rl.step import StepResult
+from posttrain.runtime.run_async import run_async
 from posttrain.stages.context import StageRun
-from posttrain.stages.online import describe_steps, make_trainer, open_rollouts, prompt_batches, train
+from posttrain.stages.online import (
+    StepReport,
+    describe_steps,
+    held_out_prompts,
+    make_trainer,
+    open_rollouts,
+    prompt_batches,
+)
 from posttrain.stages.pairs import shares_prompts
 from posttrain.stages.prepared import Prepared
 from posttrain.stages.prompts import OnlineInputs, check_rewards, online_loss, prepare_scored
@@ -37,26 +45,25 @@ def describe(section: OnlinePreferenceSection, inputs: OnlineInputs | None, shar
 
 
 def run(stage: StageRun, inputs: OnlineInputs) -> None:
-    """Train one stage to its end, from its newest checkpoint if there is one."""
-    with inputs.rubric.running():
-        _run(stage, inputs)
-
-
-def _run(stage: StageRun, inputs: OnlineInputs) -> None:
-    section = inputs.section
-    terms = Terms(squares=inputs.loss.needs.squares)
-    trainer = make_trainer(stage, section, OnlineLoss(pairs=inputs.loss), terms)
-    rollouts = open_rollouts(stage, inputs, trainer, keep_reference=True)
-    prompts = prompt_batches(inputs, section.prompts_per_step, stage.seed)
-    settings = PairSettings(
-        group_size=section.group_size,
-        row_tokens=section.row_tokens,
-        num_rows=section.step_rows,
-        share_prompts=inputs.share_prompts,
-    )
-
-    async def step(timer: Timer) -> StepResult:
-        examples_P = [inputs.examples[index] for index in next(prompts)]
-        return await online_step(rollouts.cluster, inputs.rubric, rollouts.sampler, examples_P, settings, timer)
-
-    train(stage, rollouts, prompts, step)
+    """Train one online preference stage to its end, from its newest checkpoint if there is one."""
+    section, rubric = inputs.section, inputs.rubric
+    with rubric.running():
+        loss = OnlineLoss(pairs=inputs.loss)
+        trainer = make_trainer(stage, section, loss, Terms(squares=inputs.loss.needs.squares))
+        rollouts = open_rollouts(stage, inputs, trainer, keep_reference=True)
+        cluster, sampler = rollouts.cluster, rollouts.sampler
+        prompts = prompt_batches(inputs, section.prompts_per_step, stage.seed)
+        settings = PairSettings(
+            group_size=section.group_size,
+            row_tokens=section.row_tokens,
+            num_rows=section.step_rows,
+            share_prompts=inputs.share_prompts,
+        )
+        held_out = held_out_prompts(rollouts)
+        with stage.training(trainer, prompts, section, held_out) as training, closing(cluster.engine):
+            cluster.sync_weights()
+            report = StepReport(rollouts, training)
+            for step in training:
+                examples_P, timer = [inputs.examples[index] for index in next(prompts)], Timer()
+                result = run_async(online_step(cluster, rubric, sampler, examples_P, settings, timer))
+                report(step, result, timer)

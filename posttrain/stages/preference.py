@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from posttrain.batch import Batch
 from posttrain.cluster.reference_cache import check_scored, model_key, with_reference, with_reference_of_all
@@ -33,17 +32,15 @@ def run(stage: StageRun, inputs: JudgedInputs) -> None:
     batches = Prefetch(ComparisonBatches(referenced.units, seed=stage.seed))
     dropped = {"data/dropped_ratio": inputs.dropped_ratio} if inputs.dropped_ratio else {}
 
-    def step() -> Mapping[str, Any]:
-        return {**with_margins(trainer.step(referenced.for_step(next(batches)))), **dropped, **batches.metrics()}
-
     held_out = None
     if eval_units is not None:
         held_out = HeldOut(
             evaluate=Evaluation(trainer, inputs.loss, eval_units, referenced.complete), metrics=metrics_of
         )
-    with batches, stage.opened(trainer, batches, section.steps) as (sinks, checkpointer):
-        result = stage.train(trainer, step, batches, sinks, checkpointer, section, held_out)
-    stage.finish(trainer.model, result)
+    with batches, stage.training(trainer, batches, section, held_out) as training:
+        for _ in training:
+            metrics = trainer.step(referenced.for_step(next(batches)))
+            training.log({**with_margins(metrics), **dropped, **batches.metrics()})
 
 
 def make_trainer(stage: StageRun, inputs: JudgedInputs, model: Decoder) -> Trainer:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from posttrain.batch import Batch
 from posttrain.data.pairs import ComparisonBatches
 from posttrain.data.prefetch import Prefetch
@@ -24,18 +21,15 @@ def run(stage: StageRun, inputs: JudgedInputs) -> None:
     batches = Prefetch(ComparisonBatches(inputs.units, seed=stage.seed))
     dropped = {"data/dropped_ratio": inputs.dropped_ratio} if inputs.dropped_ratio else {}
 
-    def step() -> Mapping[str, Any]:
-        return {**with_margins(trainer.step(next(batches))), **dropped, **batches.metrics()}
-
     def as_it_is(batch: Batch) -> Batch:
         return batch
 
     held_out = None
     if (units := inputs.eval_units) is not None:
         held_out = HeldOut(evaluate=Evaluation(trainer, inputs.loss, units, as_it_is), metrics=metrics_of)
-    with batches, stage.opened(trainer, batches, section.steps) as (sinks, checkpointer):
-        result = stage.train(trainer, step, batches, sinks, checkpointer, section, held_out)
-    stage.finish(trainer.model, result)
+    with batches, stage.training(trainer, batches, section, held_out) as training:
+        for _ in training:
+            training.log({**with_margins(trainer.step(next(batches))), **dropped, **batches.metrics()})
 
 
 def load_reward_model(stage: StageRun) -> Decoder:

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from posttrain.cluster.scorers import FrozenModel
+from posttrain.cluster.scorers import FrozenModel, Scorer
 from posttrain.config import RLSection
 from posttrain.distill.teachers import OutsideTeacher, TeacherSource, find_teachers, load_teacher, outside_teacher
 from posttrain.metrics import Timer
 from posttrain.rl.partial import PromptsAhead
 from posttrain.rl.sampler import resumable
-from posttrain.rl.step import StepResult, StepSettings, rl_step
+from posttrain.rl.step import StepSettings, rl_step
 from posttrain.rl.teachers import TeacherKL, distances, shares_of
+from posttrain.rollout.types import RolloutEngine
+from posttrain.runtime.run_async import run_async
 from posttrain.stages.context import StageRun
-from posttrain.stages.online import describe_steps, make_trainer, open_rollouts, prompt_batches, train
+from posttrain.stages.online import (
+    Distances,
+    StepReport,
+    describe_steps,
+    held_out_prompts,
+    make_trainer,
+    open_rollouts,
+    prompt_batches,
+)
 from posttrain.stages.prepared import Prepared
 from posttrain.stages.prompts import RLInputs, algorithm_of, check_rewards, prepare_scored
 
@@ -43,38 +55,34 @@ def describe(section: RLSection, inputs: RLInputs | None, shards: int) -> str:
 
 def run(stage: StageRun, inputs: RLInputs) -> None:
     """Train one RL stage to its end, from its newest checkpoint if there is one."""
-    with inputs.rubric.running():
-        _run(stage, inputs)
-
-
-def _run(stage: StageRun, inputs: RLInputs) -> None:
-    section, algorithm = inputs.section, inputs.algorithm
+    section, algorithm, rubric = inputs.section, inputs.algorithm, inputs.rubric
     if not section.rewards:
         stage = replace(stage, kind="rl_distill")
-    trainer = make_trainer(stage, section, algorithm.loss)
-    teachers = _load_teachers(stage, inputs)
-    keep_reference = algorithm.loss.kl_coef > 0
-    rollouts = open_rollouts(stage, inputs, trainer, keep_reference=keep_reference, teachers=teachers)
-    cluster, sampler, rubric = rollouts.cluster, rollouts.sampler, inputs.rubric
-    prompts, settings = _prompts(inputs, stage.seed), _step_settings(section)
-    if section.prompts_ahead:
-        resumable(cluster.engine)
+    with rubric.running():
+        trainer = make_trainer(stage, section, algorithm.loss)
+        teachers = _load_teachers(stage, inputs)
+        keep_reference = algorithm.loss.kl_coef > 0
+        rollouts = open_rollouts(stage, inputs, trainer, keep_reference=keep_reference, teachers=teachers)
+        cluster, sampler = rollouts.cluster, rollouts.sampler
+        prompts, settings = _prompts(inputs, stage.seed, cluster.engine), _step_settings(section)
+        held_out = held_out_prompts(rollouts, _distances(teachers, settings))
+        with stage.training(trainer, prompts, section, held_out) as training, closing(cluster.engine):
+            cluster.sync_weights()
+            report = StepReport(rollouts, training)
+            for step in training:
+                examples_P, timer = [inputs.examples[index] for index in next(prompts)], Timer()
+                result = run_async(
+                    rl_step(cluster, algorithm, rubric, sampler, examples_P, settings, timer, prompts.left)
+                )
+                prompts.left = result.left
+                report(step, result, timer)
 
-    async def step(timer: Timer) -> StepResult:
-        examples_P = [inputs.examples[index] for index in next(prompts)]
-        result = await rl_step(cluster, algorithm, rubric, sampler, examples_P, settings, timer, prompts.left)
-        prompts.left = result.left
-        return result
 
-    measured = None
-    if settings.teaching is not None:
-        measured = partial(distances, teachers, shares=settings.teaching.shares, row_tokens=settings.row_tokens)
-    train(stage, rollouts, prompts, step, measured)
-
-
-def _prompts(inputs: RLInputs, seed: int) -> PromptsAhead:
+def _prompts(inputs: RLInputs, seed: int, engine: RolloutEngine) -> PromptsAhead:
     """Prompts of each step, and the groups that the step before has left unfinished."""
     section = inputs.section
+    if section.prompts_ahead:
+        resumable(engine)
     one_by_one = prompt_batches(inputs, 1, seed)
     return PromptsAhead(one_by_one, inputs.examples, section.prompts_per_step + section.prompts_ahead)
 
@@ -90,6 +98,13 @@ def _step_settings(section: RLSection) -> StepSettings:
         enough=section.prompts_per_step if section.prompts_ahead else None,
         max_staleness=section.max_staleness,
     )
+
+
+def _distances(teachers: Sequence[Scorer], settings: StepSettings) -> Distances | None:
+    """Reverse KL from the teachers, measured in evaluations; None without teachers."""
+    if settings.teaching is None:
+        return None
+    return partial(distances, teachers, shares=settings.teaching.shares, row_tokens=settings.row_tokens)
 
 
 def _load_teachers(stage: StageRun, inputs: RLInputs) -> list[OutsideTeacher]:

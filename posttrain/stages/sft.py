@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from posttrain.config import DistillSection, SFTSection
 from posttrain.data.pipeline import SFTBatches
@@ -27,7 +26,8 @@ def run(stage: StageRun, inputs: SFTInputs) -> None:
     assert isinstance(section, SFTSection)
     mean_over = stage.tokenizer.num_ids if section.label_smoothing else None
     trainer = make_trainer(stage, inputs, terms=Terms(mean_over=mean_over), noise_alpha=section.noise_alpha)
-    train_sequences(stage, inputs, trainer, None)
+    with Prefetch(sequences_of(stage, inputs, None)) as batches:
+        train_batches(stage, inputs, trainer, batches, lambda: evaluate_held_out(trainer, inputs, None))
 
 
 def evaluate_held_out(trainer: Trainer, inputs: SFTInputs, taught: TeacherTargets | None) -> Record:
@@ -67,12 +67,6 @@ def make_trainer(
     )
 
 
-def train_sequences(stage: StageRun, inputs: SFTInputs, trainer: Trainer, taught: TeacherTargets | None) -> None:
-    """All steps and evaluations of a stage, and its model. `taught`: what teachers say of the rows."""
-    with Prefetch(sequences_of(stage, inputs, taught)) as batches:
-        train_batches(stage, inputs, trainer, batches, lambda: evaluate_held_out(trainer, inputs, taught))
-
-
 def sequences_of(stage: StageRun, inputs: SFTInputs, taught: TeacherTargets | None) -> SFTBatches:
     section = inputs.section
     return SFTBatches(section, inputs.rows, inputs.renderer, seed=stage.seed, mixed=inputs.mixed, taught=taught)
@@ -88,19 +82,13 @@ def train_batches(
 ) -> None:
     """All steps and evaluations of a stage, and its model. `seen`: what is known of a step beside its metrics."""
     section = inputs.section
-
     # A row that does not fit is an error before the first step, where none may be left out.
     dropped = {} if section.overlong == "error" else {"data/dropped_ratio": inputs.dropped_ratio}
-
-    def step() -> Mapping[str, Any]:
-        metrics = trainer.step(next(batches))
-        shown = {**with_perplexities(metrics), **dropped, **batches.metrics()}
-        return shown if seen is None else {**shown, **seen(metrics)}
-
-    held_out = HeldOut(evaluate=evaluate_all, metrics=metrics_of)
-    with stage.opened(trainer, batches, section.steps) as (sinks, checkpointer):
-        evaluation = held_out if section.eval_dataset is not None else None
-        result = stage.train(trainer, step, batches, sinks, checkpointer, section, evaluation)
-    if result:
-        result["difference"] = difference(result["before"], result["after"])
-    stage.finish(trainer.model, result)
+    held_out = None
+    if section.eval_dataset is not None:
+        held_out = HeldOut(evaluate=evaluate_all, metrics=metrics_of, difference=difference)
+    with stage.training(trainer, batches, section, held_out) as training:
+        for _ in training:
+            metrics = trainer.step(next(batches))
+            sampled = {} if seen is None else seen(metrics)
+            training.log({**with_perplexities(metrics), **dropped, **batches.metrics(), **sampled})

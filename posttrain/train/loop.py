@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -107,52 +107,81 @@ def check_origin(where: Path, saved: Mapping[str, str], origin: Origin) -> None:
         )
 
 
-def run_steps(
-    trainer: Trainer,
-    step: Callable[[], Mapping[str, Any]],
-    data: Resumable,
-    *,
-    origin: Origin,
-    num_steps: int,
-    checkpointer: Checkpointer,
-    sink: Sink,
-    learning_rate: optax.Schedule,
-    every: Every,
-    evaluate: Callable[[], Mapping[str, float]] | None,
-    stop: StopRequest,
-) -> None:
-    """Call `step` until the trainer has done `num_steps` steps. Each call does one step and returns its metrics.
+class TrainingLoop:
+    """Training steps that are left: iterate over them, and `log` the metrics of each.
 
-    Metrics of a step still running are fetched after the next one is dispatched, others immediately. Raises Interrupted
-    after a checkpoint if `stop` is requested, FloatingPointError if a gradient is not finite.
+    Between steps it writes metrics, evaluates, saves checkpoints, and stops when asked to:
+
+        with TrainingLoop(trainer, batches, ...) as loop:
+            for _ in loop:
+                loop.log(trainer.step(next(batches)))
+
+    Metrics of a step that still runs on the device are fetched when the next one has been dispatched, others at once.
+    Raises Interrupted after a checkpoint when `stop` is requested, FloatingPointError when a gradient is not finite.
     """
-    lines = _StepLines(sink)
-    try:
-        while trainer.step_number < num_steps:
-            lines.start()
-            rate = learning_rate(trainer.step_number - trainer.skipped_updates)
-            metrics = step()
-            done = trainer.step_number
-            lines.add(done, metrics, rate)
-            evaluating = every.evaluation is not None and done % every.evaluation == 0 and done < num_steps
-            if evaluate is not None and evaluating:
-                lines.flush()
-                sink.write(done, evaluate())
-            if stop.requested or done == num_steps or done % every.checkpoint == 0:
-                lines.flush()
-                host: dict[str, Any] = {"step": done, "skipped_updates": trainer.skipped_updates}
-                host |= {"data": data.state(), "origin": dict(origin.parts)}
-                checkpointer.save(done, trainer.state(), host)
-            if stop.requested and done < num_steps:
-                checkpointer.wait()
-                raise Interrupted(f"stopped after step {done} of {num_steps}")
-    except Exception:
-        lines.flush()
-        raise
-    finally:
-        lines.close()
-        with progress_bar("writing the checkpoint"):
-            checkpointer.wait()
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        data: Resumable,
+        *,
+        origin: Origin,
+        num_steps: int,
+        checkpointer: Checkpointer,
+        sink: Sink,
+        learning_rate: optax.Schedule,
+        every: Every,
+        evaluate: Callable[[], Mapping[str, float]] | None,
+        stop: StopRequest,
+    ):
+        self._trainer, self._data, self._origin, self._num_steps = trainer, data, origin, num_steps
+        self._checkpointer, self._sink, self._schedule = checkpointer, sink, learning_rate
+        self._every, self._evaluate, self._stop = every, evaluate, stop
+        self._rate: Any = None
+        self._lines = _StepLines(sink)
+
+    def __enter__(self) -> TrainingLoop:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if isinstance(error, Exception):
+                self._lines.flush()
+        finally:
+            self._lines.close()
+            with progress_bar("writing the checkpoint"):
+                self._checkpointer.wait()
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the number of each step that is left, from 1; the trainer must do it before the next one."""
+        trainer = self._trainer
+        while trainer.step_number < self._num_steps:
+            self._lines.start()
+            self._rate = self._schedule(trainer.step_number - trainer.skipped_updates)
+            yield trainer.step_number + 1
+            self._after(trainer.step_number)
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Hand over the metrics of the step that was done."""
+        self._lines.add(self._trainer.step_number, metrics, self._rate)
+
+    def _after(self, done: int) -> None:
+        """Evaluate, save and stop, where step `done` is one for it."""
+        last = done == self._num_steps
+        every = self._every.evaluation
+        if self._evaluate is not None and every is not None and done % every == 0 and not last:
+            self._lines.flush()
+            self._sink.write(done, self._evaluate())
+        if self._stop.requested or last or done % self._every.checkpoint == 0:
+            self._lines.flush()
+            host: dict[str, Any] = {"step": done, "skipped_updates": self._trainer.skipped_updates}
+            host |= {"data": self._data.state(), "origin": dict(self._origin.parts)}
+            self._checkpointer.save(done, self._trainer.state(), host)
+        if self._stop.requested and not last:
+            self._checkpointer.wait()
+            raise Interrupted(f"stopped after step {done} of {self._num_steps}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.config import DatasetSection, OptimizerSection, SFTSection
+from posttrain.config import DatasetSection, SFTSection
 from posttrain.data import sequence_cache
 from posttrain.data.chat import Renderer
 from posttrain.data.pairs import ComparisonBatches
@@ -71,8 +71,7 @@ def test_an_sft_row_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = Renderer(load_tokenizer("bytes"), chat=False)
 
     def stream(**fields: Any) -> SFTBatches:
-        adam = OptimizerSection(learning_rate=1.0)
-        layout = {"num_steps": 1, "batch_rows": 2, "row_tokens": 24, "optimizer": adam, **fields}
+        layout = {"batch_rows": 2, "row_tokens": 24, **fields}
         return SFTBatches(SFTSection(dataset=dataset, **layout), rows, renderer, seed=0)
 
     for batches in (stream(), stream(batch_rows=3), stream(packing=False)):

@@ -286,7 +286,7 @@ def test_errors() -> None:
     zeros = jnp.zeros((1, 4), jnp.int32)
     batch = Batch(tokens=zeros, positions=zeros, segments=zeros + 1, loss_weight=jnp.ones((1, 4)))
     stats = token_stats(lambda x: x, jnp.zeros((1, 4, 3)), zeros, zeros + 1, temperature=1.0, vocab_size=3)
-    with pytest.raises(ValueError, match="no stats.divergence"):
+    with pytest.raises(ValueError, match="stats.divergence is None"):
         DistillLoss(cross_entropy=0.0)(stats, batch)
     with pytest.raises(ValueError, match="needs stats.mean_logps"):
         SFTLoss(label_smoothing=0.1)(stats, batch)

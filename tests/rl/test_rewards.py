@@ -18,8 +18,8 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from posttrain.errors import ConfigError, RunError
+from posttrain.rl.guards import NoRewardGuard
 from posttrain.rl.rewards import Reward, Rubric, _accepted, error_lines, missing_arguments
-from posttrain.rl.step import RewardWatch
 from posttrain.rl.types import Rewards
 from posttrain.runtime.run_async import run_async
 from tests.rl.helpers import groups, trajectory
@@ -185,16 +185,16 @@ def test_steps_without_any_reward_end_the_run_unless_one_comes_between() -> None
         return [None] * len(completions)
 
     nothing, something = score(never), score(length)
-    watch = RewardWatch(2)
+    watch = NoRewardGuard(2)
     for step in range(3):
-        watch.see(step, score())  # of a run that has no functions
+        watch.check(step, score())  # of a run that has no functions
     for step, rewards in enumerate((nothing, something, nothing, something), start=1):
-        watch.see(step, rewards)
-    watch.see(5, nothing)
+        watch.check(step, rewards)
+    watch.check(5, nothing)
     with pytest.raises(
         RunError, match="step 6: no sample has a reward, in 2 steps in a row.*the functions return None"
     ):
-        watch.see(6, nothing)
+        watch.check(6, nothing)
 
 
 def test_failing_on_every_sample_ends_a_run_only_where_it_goes_on() -> None:
@@ -204,10 +204,10 @@ def test_failing_on_every_sample_ends_a_run_only_where_it_goes_on() -> None:
     for on_error in ("drop", 0.0):
         rewards = score(broken, on_error=on_error)
         assert len(rewards.errors) == 4
-        watch = RewardWatch(2)
-        watch.see(1, rewards)
+        watch = NoRewardGuard(2)
+        watch.check(1, rewards)
         with pytest.raises(RunError, match=r"step 2: no sample has a reward.*\(reward broken: KeyError: 'answer' "):
-            watch.see(2, rewards)
+            watch.check(2, rewards)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_with_a_teacher_in_the_step_and_from_its_cache(folder: Path) -> None:
     live = write_run(folder, distill_stage(), name="live.yaml", output=str(folder / "live"))
     cache = {"cache": str(folder / "cache"), "top_k": 261}
     cached = write_run(folder, distill_stage(**cache), name="cached.yaml")
-    assert "taught by teacher, in the step" in command("check", live).out
+    assert "teacher teacher (in the training step)" in command("check", live).out
     with inside(folder):
         missing = command("run", cached)
         assert "write it with posttrain distill --cache" in missing.error

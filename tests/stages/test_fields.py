@@ -104,7 +104,7 @@ def test_importance_sampling(folder: Path) -> None:
     with pytest.raises(ConfigError, match="prompts_ahead=9 with prompts_per_step=2 .* max_staleness=4 .* it to 5"):
         rl(folder, "prompts_ahead=9")
     with pytest.raises(
-        ConfigError, match="importance_sampling.high without effect: apply=auto and samples of the trained"
+        ConfigError, match="importance_sampling.high without effect: apply=auto and samples of the same"
     ):
         rl(folder, "importance_sampling.high=3.0")
     with pytest.raises(ConfigError, match="max_staleness=2 has no effect without prompts_ahead"):

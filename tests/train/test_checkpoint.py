@@ -46,7 +46,7 @@ def test_a_step_comes_back_bitwise_and_the_newest_are_kept(tmp_path, capfd):
         for step in (3, 5, 9):
             checkpointer.save(step, tree(step), {**host, "step": step})
         assert checkpointer.latest_step() == 9
-        with pytest.raises(ConfigError, match=r"no checkpoint of step 3; there are \[5, 9\]"):
+        with pytest.raises(ConfigError, match=r"no checkpoint of step 3; available: \[5, 9\]"):
             checkpointer.restore(3, like(tree()))
     with Checkpointer(tmp_path / "new" / "folder") as checkpointer:
         assert checkpointer.latest_step() == 9

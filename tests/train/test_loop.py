@@ -21,7 +21,7 @@ from posttrain.losses.sft import SFTLoss
 from posttrain.metrics import Sample, to_host
 from posttrain.train import loop as fit
 from posttrain.train.checkpoint import Checkpointer
-from posttrain.train.loop import Every, Interrupted, Origin, StopRequest, restore_latest, run_steps, stop_on_signals
+from posttrain.train.loop import Every, Interrupted, Origin, StopRequest, TrainingLoop, restore_latest, stop_on_signals
 from posttrain.train.trainer import Trainer
 from tests.tiny import tiny_model
 
@@ -74,7 +74,7 @@ class Written:
 
 
 class Loop:
-    """A trainer with all that `run_steps` wants."""
+    """A trainer with all that a `TrainingLoop` takes."""
 
     def __init__(self, folder: Path):
         model = tiny_model(num_layers=1, windows=(None,))
@@ -92,9 +92,8 @@ class Loop:
 
         with Checkpointer(self.folder) as checkpointer:
             restore_latest(self.trainer, self.data, checkpointer, origin)
-            run_steps(
+            with TrainingLoop(
                 self.trainer,
-                self.step,
                 self.data,
                 origin=origin,
                 num_steps=num_steps,
@@ -104,7 +103,10 @@ class Loop:
                 every=Every(checkpoint=checkpoint, evaluation=evaluation),
                 evaluate=evaluate,
                 stop=self.stop,
-            )
+            ) as steps:
+                for number in steps:
+                    steps.log(self.step())
+                    assert number == self.trainer.step_number
 
     def step(self) -> Mapping[str, Any]:
         return self.trainer.step(next(self.data))
@@ -224,20 +226,9 @@ def test_gradient_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
     params = loop.trainer.params
     spoiled = {**params, "final_norm.scale": jnp.full_like(params["final_norm.scale"], jnp.nan)}
     loop.trainer.restore({**loop.trainer.state(), "params": spoiled}, 1)
+    loop.folder = tmp_path / "other"
     with pytest.raises(FloatingPointError, match="step 2: the gradient norm is nan"):
-        run_steps(
-            loop.trainer,
-            loop.step,
-            loop.data,
-            origin=ORIGIN,
-            num_steps=5,
-            checkpointer=Checkpointer(tmp_path / "other"),
-            sink=loop.sink,
-            learning_rate=optax.constant_schedule(0.5),
-            every=Every(checkpoint=4, evaluation=None),
-            evaluate=None,
-            stop=loop.stop,
-        )
+        loop.run(5, checkpoint=4)
     assert loop.trainer.step_number == 2
     assert not [entry for entry in (tmp_path / "other").iterdir() if entry.name.isdigit()]
 
