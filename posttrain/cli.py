@@ -32,7 +32,7 @@ Overrides = Annotated[
 
 @app.command()
 def run(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Run all stages of a configuration; the same command goes on where it stopped."""
+    """Run all stages of a configuration; the same command resumes where it stopped."""
     from posttrain.config.yaml_file import load_config
 
     loaded = load_config(config, overrides or [])
@@ -295,5 +295,5 @@ def main() -> None:
             sys.exit(1)
         if fit is None or not isinstance(error, fit.Interrupted):
             raise
-        print(f"{error}; the same command goes on from there", file=sys.stderr)
+        print(f"{error}; the same command resumes there", file=sys.stderr)
         sys.exit(130)

@@ -158,8 +158,8 @@ def test_the_run_chooses_the_set_of_longrope() -> None:
         ({"model_type": "qwen33"}, "model_type='qwen33' is not supported; did you mean 'qwen3'?; known: "),
         ({"model_type": "qwen3_next"}, "model_type='qwen3_next' is not supported: its linear attention layers need"),
         ({"vocab_size": None}, "vocab_size: missing in the model's config.json"),
-        ({"vocab_size": "96"}, "vocab_size: must be int, got '96'"),
-        ({"attention_bias": 1}, "attention_bias: must be bool, got 1"),
+        ({"vocab_size": "96"}, "vocab_size: must be a whole number, got '96'"),
+        ({"attention_bias": 1}, "attention_bias: must be true or false, got 1"),
         ({"hidden_act": "relu"}, "hidden_act='relu' is not supported; known: silu, "),
         ({"num_hidden_layers": 0}, "num_hidden_layers: must be above 0 and finite, got 0"),
         (
