@@ -11,6 +11,8 @@ import pytest
 
 from tests.stages.runs import inside, posttrain, rl_stage, sft_stage, write_run
 
+pytestmark = pytest.mark.fast
+
 GOLDEN = Path(__file__).parent / "goldens" / "models" / "llama"
 
 

@@ -12,6 +12,8 @@ from posttrain.config.yaml_file import build_config, find_path, load_config, res
 from posttrain.errors import ConfigError
 from tests.config.files import LONG, SHORT, Write, fresh_folder, mistakes, read, rl
 
+pytestmark = pytest.mark.fast
+
 KINDS = "'sft' or 'distill' or 'rl' or 'preference' or 'online_preference' or 'reward_model'"
 
 

@@ -7,6 +7,8 @@ from posttrain.data.format import Example
 from posttrain.data.packing import best_fit, fit_to_row, pack
 from posttrain.errors import ConfigError
 
+pytestmark = pytest.mark.fast
+
 ROW_TOKENS = 16
 
 

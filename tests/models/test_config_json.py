@@ -14,6 +14,8 @@ from posttrain.models.hf import UNSUPPORTED, config_from_hf, config_from_init, c
 from posttrain.models.rope import default_frequencies
 from posttrain.weights.load import init_model
 
+pytestmark = pytest.mark.fast
+
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 96,
