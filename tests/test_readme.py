@@ -300,6 +300,25 @@ def test_links_and_names_of_files(document: Path) -> None:
     assert named == []
 
 
+IDENTIFIER = re.compile(r"(?<![\w./:-])[a-z][a-z0-9]*(?:_[a-z0-9]+)+(?![\w/(-]|\.\w)")
+
+
+@functools.cache
+def words_of_the_project() -> set[str]:
+    paths = [*ROOT.glob("posttrain/**/*.py"), *ROOT.glob("rewards/*.py"), *ROOT.glob("tests/**/*.py"), *CONFIGS]
+    return set().union(*(re.findall(r"\w+", path.read_text()) for path in paths))
+
+
+@pytest.mark.parametrize(
+    "document", [d for d in DOCUMENTS if d.parent.name != "coming-from"], ids=lambda path: path.stem
+)
+def test_names_in_code_marks_are_of_the_project(document: Path) -> None:
+    """So that a field that is renamed is renamed in the documents as well. Pages about other projects have theirs."""
+    marked = re.findall(r"`([^`\n]+)`", FENCE.sub("", document.read_text(encoding="utf-8")))
+    names = {name for text in marked for name in IDENTIFIER.findall(text)}
+    assert sorted(names - words_of_the_project()) == []
+
+
 def test_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= README_LINES
 
