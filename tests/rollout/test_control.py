@@ -67,7 +67,7 @@ def test_abort_returns_what_there_is_and_a_later_step_goes_on_with_it(engine: Na
 
 def test_only_an_aborted_completion_goes_on(engine: NativeEngine) -> None:
     (done,) = engine.generate_all([[1, 2]], [params(max_tokens=3)])
-    with pytest.raises(ValueError, match="a completion of 3 tokens that ended by 'length' cannot go on"):
+    with pytest.raises(ValueError, match="a completion of 3 tokens that ended by 'length' cannot be resumed"):
         asyncio.run(engine.generate([1, 2], params(max_tokens=3), begun=done))
 
 
