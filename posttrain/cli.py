@@ -1,4 +1,4 @@
-"""The command line: `posttrain run | check | schema | distill | generate | export | upcycle | prune`."""
+"""Command line: `posttrain run | check | schema | distill | generate | export | upcycle | prune`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Overrides = Annotated[
 
 @app.command()
 def run(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Run all stages of a configuration; the same command goes on where it stopped."""
+    """Run all stages of a configuration; the same command resumes an interrupted run."""
     from posttrain.config.yaml_file import load_config
 
     loaded = load_config(config, overrides or [])
@@ -64,7 +64,7 @@ def check(
 
 @app.command()
 def schema() -> None:
-    """Print the JSON schema of configurations, with which editors complete and check them."""
+    """Print the JSON schema of configurations, for completion and validation in editors."""
     from posttrain.config.json_schema import json_schema
 
     print(json.dumps(json_schema(), indent=1))
@@ -78,12 +78,12 @@ def distill(
         bool, typer.Option("--cache", help="Write what the teachers say; may be stopped and gone on.")
     ] = False,
 ) -> None:
-    """Write the caches that stages of kind distill name; posttrain run then trains without their teachers."""
+    """Write the teacher caches of distill stages; posttrain run then trains without loading their teachers."""
     from posttrain.config.yaml_file import load_config
 
     loaded = load_config(config, overrides or [])
     if not cache:
-        raise ConfigError("distill: give --cache to write what the teachers say; posttrain run trains the student")
+        raise ConfigError("distill: give --cache to write the teachers' top-k; posttrain run trains the student")
     from posttrain.runs.write_teacher_cache import write_caches
     from posttrain.tracking.console import shown_log
 
@@ -121,7 +121,7 @@ def generate(
     logprobs: Annotated[int | None, typer.Option(min=0, help="Print JSON, with so many likely tokens.")] = None,
     prompt_logprobs: Annotated[bool, typer.Option("--prompt-logprobs", help="The same of the prompt.")] = False,
 ) -> None:
-    """Print completions of each prompt, with `--no-chat` or without a template after the prompt itself."""
+    """Print completions of each prompt; without a chat template (or with `--no-chat`) after the prompt itself."""
     loaded, tokenizer = _load(model, adapter, family)
     from posttrain.generation import complete
 
@@ -157,11 +157,11 @@ def generate(
 
 
 def _load(model: str, adapter: str | None, family: str | None) -> tuple[Decoder, Tokenizer]:
-    """ConfigError also for what is written as a folder, and is none."""
+    """Load model and tokenizer. ConfigError also for a path without a folder."""
     if not Path(model).expanduser().exists() and model.startswith(("/", ".", "~")):
         from posttrain.config.yaml_file import did_you_mean_path
 
-        raise ConfigError(f"model {model}: there is no such folder{did_you_mean_path(model)}")
+        raise ConfigError(f"model {model}: no such folder{did_you_mean_path(model)}")
     from posttrain.data.tokenizer import load_tokenizer
     from posttrain.models.hf import add_family
     from posttrain.weights.load import load_model
@@ -173,7 +173,7 @@ def _load(model: str, adapter: str | None, family: str | None) -> tuple[Decoder,
 
 
 def _conversations(texts: list[str]) -> list[Any]:
-    """ConfigError for what is not JSON."""
+    """Parse conversations. ConfigError for invalid JSON."""
     found = []
     for text in texts:
         try:
@@ -185,7 +185,7 @@ def _conversations(texts: list[str]) -> list[Any]:
 
 
 def _biases(texts: list[str]) -> dict[int, float]:
-    """ConfigError for what is not TOKEN=NUMBER."""
+    """Parse logit biases. ConfigError unless written as TOKEN=NUMBER."""
     try:
         return {int(token): float(bias) for token, bias in (text.split("=") for text in texts)}
     except ValueError as error:
@@ -205,7 +205,7 @@ def upcycle(
     noise: Annotated[float, typer.Option(help="Added to each expert, in standard deviations of its weights.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the router and the noise.")] = 0,
 ) -> None:
-    """Turn a dense model into a mixture of experts that computes the same, and prove it."""
+    """Convert a dense model into an equivalent MoE model, and verify it."""
     from posttrain.weights.upcycle import Upcycling
 
     plan = Upcycling(experts=experts, top_k=top_k, mode=mode, noise=noise)
@@ -225,7 +225,7 @@ def prune(
     experts: Annotated[int | None, typer.Option(help="Experts to keep of each layer, as one dense MLP.")] = None,
     text: Annotated[str | None, typer.Option(help="Rows on which the use of experts is counted.")] = None,
 ) -> None:
-    """Cut a smaller model out of a large one, as the start of a student for distillation."""
+    """Prune a smaller model from a large one, as the initial student for distillation."""
     from posttrain.weights.prune import Pruning
 
     plan = Pruning(
@@ -259,7 +259,7 @@ def export(
         Reader | None, typer.Option(help="What reads it again; by default transformers where torch is installed.")
     ] = None,
 ) -> None:
-    """Write a run's model for other tools, read it again, and refuse it where it is not the same model."""
+    """Export a run's model for other tools, read it back, and fail if the two differ."""
     from posttrain.export.export import export as recipe
 
     folder, proof = recipe(
@@ -273,7 +273,8 @@ def export(
 
 
 def main() -> None:
-    """Entry point. Mistakes of the user end with one line each and exit code 2, interruptions with 130."""
+    """Entry point. User errors print one line each (exit code 2), failures one line (1), interruptions exit with 130.
+    """
     try:
         app()
     except ConfigError as error:
@@ -287,7 +288,7 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except Exception as error:
-        # Imported late: with it comes jax, which `--help` must not wait for.
+        # Looked up, not imported: importing jax here would slow down `--help`.
         fit = sys.modules.get("posttrain.train.loop")
         proof = sys.modules.get("posttrain.export.readers")
         if proof is not None and isinstance(error, proof.ProofError):

@@ -22,7 +22,7 @@ LossOn = Literal["all", "answers", "last"]
 
 
 @dataclass(frozen=True, eq=False)
-class Example:
+class TokenizedExample:
     """One sequence to train on. The first token has no context and never carries loss."""
 
     tokens: Int[np.ndarray, " T"]
@@ -42,7 +42,7 @@ def loss_on(section: SequenceSection) -> LossOn:
     return "all" if section.train_on_prompt else "last" if section.last_turn_only else "answers"
 
 
-def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, loss: LossOn) -> Example:
+def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, loss: LossOn) -> TokenizedExample:
     """Tokens and loss mask of a row: by templates, else of `messages`, `prompt` with `completion`, or `text`.
 
 
@@ -68,7 +68,7 @@ def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, loss
         masked = render_answer(prompt, answer, renderer, tools, loss)
     tokens = np.asarray(masked.tokens, np.int32)
     mask = np.arange(len(tokens)) > 0 if loss == "all" else np.asarray(masked.mask, bool)
-    return Example(tokens, mask)
+    return TokenizedExample(tokens, mask)
 
 
 def prompt_messages(row: Row, section: DatasetSection) -> list[Message]:

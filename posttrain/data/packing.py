@@ -11,13 +11,13 @@ import numpy as np
 from jaxtyping import Int
 
 from posttrain.batch import Batch
-from posttrain.data.format import Example
+from posttrain.data.format import TokenizedExample
 from posttrain.errors import ConfigError
 
 Overlong = Literal["truncate", "drop", "error"]
 
 
-def fit_to_row(example: Example, row_tokens: int, overlong: Overlong) -> Example | None:
+def fit_to_row(example: TokenizedExample, row_tokens: int, overlong: Overlong) -> TokenizedExample | None:
     """The example if a row holds it; else as `overlong` says: its beginning, `None`, or `ConfigError`.
 
     A cut example of which no token with loss remains is left out as well.
@@ -31,7 +31,7 @@ def fit_to_row(example: Example, row_tokens: int, overlong: Overlong) -> Example
             "raise row_tokens, or set overlong to truncate or drop"
         )
     if overlong == "truncate" and example.loss_mask[:row_tokens].any():
-        return Example(example.tokens[:row_tokens], example.loss_mask[:row_tokens])
+        return TokenizedExample(example.tokens[:row_tokens], example.loss_mask[:row_tokens])
     return None
 
 
@@ -133,7 +133,7 @@ def places(lengths: Sequence[int], row_tokens: int) -> list[Place]:
     return [found[member] for member in range(len(lengths))]
 
 
-def sequence(example: Example) -> dict[str, np.ndarray]:
+def sequence(example: TokenizedExample) -> dict[str, np.ndarray]:
     """An example as the packer takes it."""
     return {"tokens": example.tokens.astype(np.int32), "loss_weight": example.loss_mask.astype(np.float32)}
 

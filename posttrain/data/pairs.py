@@ -1,4 +1,4 @@
-"""Judged rows as packed rows of a batch: all answers that belong together in one row, so that no split parts them."""
+"""LabelledSequence rows as packed rows of a batch: all answers that belong together in one row, so that no split parts them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from posttrain.batch import Batch
-from posttrain.config import ComparedSection, DatasetSection
+from posttrain.config import DatasetSection, PairSection
 from posttrain.data.chat import Masked, Renderer
 from posttrain.data.format import prompt_messages
 from posttrain.data.packing import common_prefix
@@ -38,7 +38,7 @@ class KnownLogps(Protocol):
 class Units:
     """The units of a dataset by number: pairs, single answers, single answers each with another's answer, or steps."""
 
-    section: ComparedSection
+    section: PairSection
     dataset: DatasetSection
     rows: Rows
     renderer: Renderer
@@ -104,16 +104,16 @@ class Units:
             unit["margins"] = np.where(unit["roles"] == CHOSEN, better, 0.0).astype(np.float32)
         return unit
 
-    def _sequences(self, index: int) -> list[Judged]:
+    def _sequences(self, index: int) -> list[LabelledSequence]:
         row, side = divmod(index, self._per_row)
         if self.kind == "steps":
             masked, roles = steps(self.rows[row], self.dataset, self.renderer)
-            return [Judged.of(masked, np.asarray(roles), False)]
+            return [LabelledSequence.of(masked, np.asarray(roles), False)]
         if self.kind == "pairs":
             answers = pair(self.rows[row], self.dataset, self.renderer) or []
         else:
             answers = self._single(row, side)
-        return [Judged.of(a.masked, a.role, self.weigh_prompts and a.role == CHOSEN) for a in answers]
+        return [LabelledSequence.of(a.masked, a.role, self.weigh_prompts and a.role == CHOSEN) for a in answers]
 
     def _single(self, row: int, side: int) -> list[Answer]:
         answer = self._judged(row, side)
@@ -131,7 +131,7 @@ class Units:
             found = judged(values, self.dataset, self.renderer)
         return found[side] if found else None
 
-    def _fit(self, sequences: Sequence[Judged]) -> list[Judged] | None:
+    def _fit(self, sequences: Sequence[LabelledSequence]) -> list[LabelledSequence] | None:
         """What of the sequences a row holds; None: the unit is left out."""
         lengths, shared = [len(one.tokens) for one in sequences], self._shared(sequences)
         limit = self.section.row_tokens + shared
@@ -150,7 +150,7 @@ class Units:
         cut = [one.cut(longest) for one in sequences]
         return cut if all(one.weight.any() for one in cut) else None
 
-    def _shared(self, sequences: Sequence[Judged]) -> int:
+    def _shared(self, sequences: Sequence[LabelledSequence]) -> int:
         """How many tokens of a prompt stand in the row once: all but its last, which each answer has before it.
 
         So the hidden state that predicts the first token of an answer stands in front of it, as everywhere.
@@ -161,7 +161,7 @@ class Units:
         return common_prefix(*prompts)
 
 
-class Judged(NamedTuple):
+class LabelledSequence(NamedTuple):
     """A sequence with the weight and the role of each token."""
 
     tokens: Int[np.ndarray, " T"]
@@ -169,20 +169,20 @@ class Judged(NamedTuple):
     roles: Int[np.ndarray, " T"]
 
     @classmethod
-    def of(cls, masked: Masked, role: int | np.ndarray, whole: bool) -> Judged:
+    def of(cls, masked: Masked, role: int | np.ndarray, whole: bool) -> LabelledSequence:
         """`whole`: a weight on the prompt as well."""
         mask = np.asarray(masked.mask, bool)
         weight = np.arange(len(mask)) > 0 if whole else mask
         roles = np.where(mask, role, 0).astype(np.int32)
         return cls(np.asarray(masked.tokens, np.int32), weight.astype(np.float32), roles)
 
-    def cut(self, length: int) -> Judged:
-        return Judged(self.tokens[:length], self.weight[:length], self.roles[:length])
+    def cut(self, length: int) -> LabelledSequence:
+        return LabelledSequence(self.tokens[:length], self.weight[:length], self.roles[:length])
 
 
-def _arrays(index: int, sequences: Sequence[Judged], shared: int) -> Unit:
+def _arrays(index: int, sequences: Sequence[LabelledSequence], shared: int) -> Unit:
     """`part` is the number of a token's sequence in the unit, and `parent` that of the one that it goes on from."""
-    pieces = [Judged(*(array[shared:] for array in one)) for one in sequences]
+    pieces = [LabelledSequence(*(array[shared:] for array in one)) for one in sequences]
     if shared:
         pieces = [sequences[0].cut(shared), *pieces]
     lengths, starts = [len(one.tokens) for one in pieces], [0] + [shared] * (len(pieces) - 1)

@@ -76,7 +76,7 @@ class SFTBatches(Stream):
     """Endless host batches of `batch_rows` rows; every epoch holds each row of a dataset once, in a new order.
 
     `mixed`: the rows of `section.mix`; as the weights of the datasets say, sequences are drawn from them in turn.
-    `taught`: what teachers say of the rows.
+    `targets`: what teachers say of the rows.
     """
 
     def __init__(
@@ -87,18 +87,18 @@ class SFTBatches(Stream):
         *,
         seed: int,
         mixed: Sequence[tuple[Rows, Renderer]] = (),
-        taught: RowTargets | None = None,
+        targets: RowTargets | None = None,
     ) -> None:
         import grain
 
         streams, prints, tokens = [], [], []
         for number, (dataset, source) in enumerate(zip(section.datasets, [(rows, renderer), *mixed], strict=True)):
-            tokenize = row_tokenizer(section, dataset, *source, taught, number)
+            tokenize = row_tokenizer(section, dataset, *source, targets, number)
             require_one(source[0], tokenize, section.row_tokens)
             prints.append(fingerprint(dataset, source[0]))
             tokens.append(token_fingerprint(source[0], tokenize))
             streams.append(order(len(source[0]), shuffle=dataset.shuffle, seed=seed + number).map(tokenize))
-        self._taught = taught
+        self._targets = targets
         window = window_of(section, section.datasets)
         identity = {
             "dataset": ", ".join(prints),
@@ -114,13 +114,13 @@ class SFTBatches(Stream):
         weights = [dataset.weight for dataset in section.datasets]
         stream = streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, weights)
         epoch = len(rows) + sum(len(others) for others, _ in mixed)
-        super().__init__(_packed(section, stream, epoch, window, taught), identity)
+        super().__init__(_packed(section, stream, epoch, window, targets), identity)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        return _finished(next(self._iterator), self._taught)
+        return _finished(next(self._iterator), self._targets)
 
 
 class PromptBatches(Stream):
@@ -161,21 +161,21 @@ class PromptBatches(Stream):
 
 
 def eval_batches(
-    section: SequenceSection, dataset: DatasetSection, rows: Rows, renderer: Renderer, taught: RowTargets | None = None
+    section: SequenceSection, dataset: DatasetSection, rows: Rows, renderer: Renderer, targets: RowTargets | None = None
 ) -> Iterator[Batch]:
     """One pass over a dataset, always in the same order; the last batch is filled with empty rows."""
     import grain
 
-    tokenize = row_tokenizer(section, dataset, rows, renderer, taught, len(section.datasets))
+    tokenize = row_tokenizer(section, dataset, rows, renderer, targets, len(section.datasets))
     require_one(rows, tokenize, section.row_tokens)
     examples = grain.MapDataset.range(len(rows)).map(tokenize)
     window = Window.of(packing=section.packing, ordered=False, batch_rows=section.batch_rows)
-    for batch in _packed(section, examples, len(rows), window, taught):
-        yield _finished(batch, taught)
+    for batch in _packed(section, examples, len(rows), window, targets):
+        yield _finished(batch, targets)
 
 
-def _finished(rows: Mapping[str, np.ndarray], taught: RowTargets | None) -> Batch:
-    return to_batch(rows) if taught is None else taught.batch(to_batch(rows), rows)
+def _finished(rows: Mapping[str, np.ndarray], targets: RowTargets | None) -> Batch:
+    return to_batch(rows) if targets is None else targets.batch(to_batch(rows), rows)
 
 
 def fingerprint(section: DatasetSection, rows: Rows) -> str:
@@ -215,7 +215,7 @@ def window_of(section: OfflineSection, datasets: Sequence[DatasetSection]) -> Wi
 
 
 def _packed(
-    section: SequenceSection, examples: Any, epoch: int, window: Window, taught: RowTargets | None
+    section: SequenceSection, examples: Any, epoch: int, window: Window, targets: RowTargets | None
 ) -> PackedBatches:
     lengths = dict.fromkeys(("tokens", "loss_weight"), section.row_tokens)
     return PackedBatches(
@@ -223,8 +223,8 @@ def _packed(
         epoch=epoch,
         window=window,
         batch_rows=section.batch_rows,
-        lengths=lengths if taught is None else lengths | taught.lengths(section.row_tokens),
-        numbered=("tokens", *(() if taught is None else taught.tokens)),
+        lengths=lengths if targets is None else lengths | targets.lengths(section.row_tokens),
+        numbered=("tokens", *(() if targets is None else targets.tokens)),
     )
 
 
@@ -233,12 +233,12 @@ def row_tokenizer(
     dataset: DatasetSection,
     rows: Rows,
     renderer: Renderer,
-    taught: RowTargets | None = None,
+    targets: RowTargets | None = None,
     number: int = 0,
 ) -> Callable[[int], dict[str, np.ndarray] | None]:
     """A function from a row's number to its sequence; None for one that is left out as too long.
 
-    A row is tokenised once for all readers that are made alike. `number`: of the dataset, by which `taught` knows it.
+    A row is tokenised once for all readers that are made alike. `number`: of the dataset, by which `targets` knows it.
     """
 
     loss = loss_on(section)
@@ -254,10 +254,10 @@ def row_tokenizer(
 
     def tokenize(index: int) -> dict[str, np.ndarray] | None:
         arrays = sequences(index)
-        if arrays is None or taught is None:
+        if arrays is None or targets is None:
             return arrays
         with rows.named(index) as row:
-            return arrays | taught.arrays(number, index, row, arrays)
+            return arrays | targets.arrays(number, index, row, arrays)
 
     return tokenize
 

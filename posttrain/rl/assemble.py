@@ -1,4 +1,4 @@
-"""From groups and advantages, or from pairs, to a `Batch`: trajectories packed into rows."""
+"""Packing of sampled trajectories into the rows of a training `Batch`: groups with advantages, or preference pairs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from posttrain.data.packing import common_prefix, places
 from posttrain.rl.types import Example, Group, Trajectory
 
 Shares = Callable[[Example], Float[np.ndarray, " N"]]
-"""How much each teacher counts for the samples of an example."""
+"""Weight of each teacher for the samples of an example."""
 Pair = tuple[Trajectory, Trajectory]
-"""The chosen and the rejected one."""
+"""Chosen and rejected trajectory."""
 
 
 def assemble(
@@ -29,11 +29,11 @@ def assemble(
     shares: Shares | None = None,
     version: int | None = None,
 ) -> Batch:
-    """Host rows [num_rows, row_tokens], of recorded experts fewer. Samples without a valid reward are left out.
+    """Pack trajectories into host arrays [num_rows, row_tokens]. Samples without a valid reward are dropped.
 
-    `num_rows` is fixed for a run, so that the step compiles once; rows that packing does not need stay empty, and
-    empty micro-batches are not computed. `shares` become `teacher_weights`; `version` of the weights of now: the batch
-    has the `staleness` of its tokens.
+    `num_rows` is fixed for a run so that the step compiles once; unused rows stay empty, and empty micro-batches are
+    skipped. Arrays of recorded experts may have fewer rows. `shares` become `teacher_weights`. `version`: current
+    version of the weights, from which the batch gets `staleness` per token.
     """
     kept = [
         (trajectory, float(advantage))
@@ -52,7 +52,7 @@ def assemble(
     if shares is not None:
         batch["teacher_weights"] = np.zeros((*shape, len(shares(groups_P[0][0].example))), np.float32)
     for (trajectory, advantage), place in zip(kept, where, strict=True):
-        whole = Piece(trajectory, 0, len(trajectory.tokens), {"advantages": advantage})
+        whole = TrajectoryPiece(trajectory, 0, len(trajectory.tokens), {"advantages": advantage})
         _put(batch, place.row, place.start, place.number, whole)
         _put_origin(batch, place.row, place.start, trajectory, version)
         if shares is not None:
@@ -62,13 +62,13 @@ def assemble(
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The tokens `first .. stop` of a trajectory. `judged`: by array, what stands on the sampled ones alone."""
+class TrajectoryPiece:
+    """Tokens `first .. stop` of a trajectory. `sampled_values`: constants for its sampled tokens, by array name."""
 
     trajectory: Trajectory
     first: int
     stop: int
-    judged: Mapping[str, float]
+    sampled_values: Mapping[str, float]
 
     def __len__(self) -> int:
         return self.stop - self.first
@@ -77,10 +77,11 @@ class Piece:
 def assemble_pairs(
     pairs: Sequence[Pair], *, row_tokens: int, num_rows: int, groups_P: Sequence[Group], share_prompts: bool
 ) -> Batch:
-    """Host rows [num_rows, row_tokens] with both sequences of a pair side by side; `roles` say which is the chosen.
+    """Pack pairs into host arrays [num_rows, row_tokens], both sequences of a pair in one row; `roles` marks the chosen
+    one.
 
-    `groups_P`: all samples of the step, which say what is recorded even where no pair is left. `share_prompts`: what
-    both begin with stands in the row once, as a sequence from which both go on.
+        `groups_P`: all samples of the step, which determine the recorded arrays even without any pair. `share_prompts`:
+        store the common prefix of a pair once, as the parent segment of both.
     """
     assert len(pairs) <= num_rows, "num_rows must hold one pair per row"
     parts = [_pieces(pair, _shared_tokens(pair) if share_prompts else 0) for pair in pairs]
@@ -90,7 +91,7 @@ def assemble_pairs(
     for name in ("roles", "parents") if share_prompts else ("roles",):
         batch[name] = np.zeros(batch["tokens"].shape, np.int32)
     segments = np.zeros(num_rows, np.int32)
-    # A row's pairs stand in their order.
+    # Pairs of a row are in order.
     for pieces, (row, _, start) in zip(parts, where, strict=True):
         prompt = int(segments[row]) + 1
         for piece in pieces:
@@ -102,24 +103,24 @@ def assemble_pairs(
     return Batch(**batch)
 
 
-def _pieces(pair: Pair, shared: int) -> list[Piece]:
-    """What both begin with, if that is anything, and the rest of each."""
+def _pieces(pair: Pair, shared: int) -> list[TrajectoryPiece]:
+    """Common prefix (if any) and the remainders of both sequences."""
     answers = [
-        Piece(trajectory, shared, len(trajectory.tokens), {"roles": role})
+        TrajectoryPiece(trajectory, shared, len(trajectory.tokens), {"roles": role})
         for trajectory, role in zip(pair, (1.0, -1.0), strict=True)
     ]
-    return [Piece(pair[0], 0, shared, {}), *answers] if shared else answers
+    return [TrajectoryPiece(pair[0], 0, shared, {}), *answers] if shared else answers
 
 
 def _shared_tokens(pair: Pair) -> int:
-    """Of the prompt all but its last token, which each answer has before it: as in rows of given pairs."""
+    """Length of the shared prompt without its last token, which each completion keeps, as for offline pairs."""
     first = [max(int(np.argmax(trajectory.sampled)) - 1, 0) for trajectory in pair]
     return common_prefix(*(np.asarray(t.tokens[:length], np.int64) for t, length in zip(pair, first, strict=True)))
 
 
 def _empty(num_rows: int, length: int, recorded: Sequence[np.ndarray | None], used: Sequence[int]) -> dict[str, Any]:
-    """Rows without a token. Of recorded experts, which take hundreds of bytes for a token, as many as are `used`,
-    rounded up to the next of `num_rows` divided by 1, 2, 4 or 8, each of which is another program of the step."""
+    """Arrays of empty rows. Recorded experts take hundreds of bytes per token: their arrays have as many rows as are
+    `used`, rounded up to `num_rows` divided by 1, 2, 4 or 8, each a separate compilation of the step."""
     experts = [array for array in recorded if array is not None]
     assert len(experts) in (0, len(recorded)), "either every trajectory has recorded experts, or none"
     least = max(used, default=0) + 1
@@ -136,7 +137,7 @@ def _put(
     row: int,
     start: int,
     segment: int,
-    piece: Piece,
+    piece: TrajectoryPiece,
 ) -> None:
     trajectory, part = piece.trajectory, slice(piece.first, piece.stop)
     span = slice(start, start + piece.stop - piece.first)
@@ -146,7 +147,7 @@ def _put(
     batch["segments"][row, span] = segment
     batch["loss_weight"][row, span] = sampled
     batch["sampler_logps"][row, span] = np.where(sampled, trajectory.logps[part], 0.0)
-    for name, value in piece.judged.items():
+    for name, value in piece.sampled_values.items():
         batch[name][row, span] = np.where(sampled, value, 0)
     if trajectory.experts is not None:
         batch["experts"][row, span] = trajectory.experts[part]
@@ -155,7 +156,7 @@ def _put(
 def _put_origin(
     batch: Mapping[str, np.ndarray], row: int, start: int, trajectory: Trajectory, version: int | None
 ) -> None:
-    """How probable each sampled token was where it was drawn, and how many updates of the weights ago that was."""
+    """Write the behaviour log-probability of each sampled token and its staleness in weight updates."""
     span, sampled = slice(start, start + len(trajectory.tokens)), np.asarray(trajectory.sampled)
     drawn = np.asarray(trajectory.logps, np.float32) - np.asarray(trajectory.kept_logps, np.float32)
     batch["behaviour_logps"][row, span] = np.where(sampled, drawn, 0.0)

@@ -11,8 +11,8 @@ from posttrain.config import (
     DatasetSection,
     DistillSection,
     OfflineSection,
+    OnlineSection,
     RunConfig,
-    SampledSection,
     SamplingSection,
     TrainSection,
     answer_tokens,
@@ -21,9 +21,9 @@ from posttrain.data.epochs import rows_of_epochs
 from posttrain.data.pipeline import row_tokenizer, window_of
 from posttrain.data.sources import Rows
 from posttrain.errors import ConfigError
-from posttrain.stages.pairs import JudgedInputs
+from posttrain.stages.pairs import PairInputs
 from posttrain.stages.prepared import Inputs
-from posttrain.stages.sequences import SFTInputs
+from posttrain.stages.sequences import SequenceInputs
 from posttrain.tracking.console import progress
 
 
@@ -36,7 +36,7 @@ def _fit_stage(section: TrainSection, max_positions: int) -> TrainSection:
     if "row_tokens" in section.model_fields_set or section.row_tokens <= max_positions:
         return section
     fitted: dict[str, Any] = {"row_tokens": max_positions}
-    if isinstance(section, SampledSection):
+    if isinstance(section, OnlineSection):
         longest = answer_tokens(max_positions, section.prompts_in_row)
         fitted["sampling"] = _fit_sampling(section.sampling, longest)
         if section.eval_sampling is not None:
@@ -80,11 +80,11 @@ def with_steps(inputs: Inputs, seed: int) -> tuple[Inputs, list[str]]:
 def _num_rows(inputs: Inputs, section: OfflineSection, num_epochs: float, seed: int) -> int:
     """Rows that hold `num_epochs` passes over the data of a stage."""
     sources: list[tuple[DatasetSection, Rows, int, Callable[[int], Any]]]
-    if isinstance(inputs, JudgedInputs):
+    if isinstance(inputs, PairInputs):
         units = inputs.units
         sources = [(section.dataset, units.rows, len(units), units)]
     else:
-        assert isinstance(inputs, SFTInputs)
+        assert isinstance(inputs, SequenceInputs)
         if inputs.prompts is not None:
             return math.ceil(num_epochs * len(inputs.prompts.examples))
         data = [(inputs.rows, inputs.renderer), *inputs.mixed]

@@ -53,7 +53,7 @@ def two_stages(folder: Path, *, adapted: bool) -> Path:
     more = {"eval_dataset": held_out, "eval_every": 4} if adapted else {}
     sft = sft_stage(num_steps=STEPS, checkpoint_every=1, packing=True, **more)
     ends = {"max_tokens": 6, "stop_token_ids": [*range(0, 260, 4)]}
-    ahead = {"prompts_ahead": 3, "sampling": ends, "rollout": {"decode_steps": 2}} if adapted else {}
+    ahead = {"oversample_prompts": 3, "sampling": ends, "rollout": {"decode_steps": 2}} if adapted else {}
     rl = rl_stage(
         num_steps=STEPS, checkpoint_every=2, kl_coef=0.1, old_logps="trainer", samples_every=1000, **more, **ahead
     )
