@@ -21,10 +21,10 @@ MODEL_FIELDS = frozenset(ModelSection.model_fields) - {"path"}
 class PythonRun:
     """Run of one stage configured by keywords; `fit` runs it, or resumes an earlier call with the same settings.
 
-        Keywords are the fields of the stage, with its section's defaults. `model`: a path or hub id, or a mapping of
-        `posttrain.config.ModelSection`. `dataset`: a path, a list of rows, or a mapping of `DatasetSection`. By default
-        `output` is `runs/<kind>-<hash of the settings>`, and `seed` is drawn and recorded in the run's `config.yaml`.
-        Raises ConfigError for invalid settings before anything runs.
+    Keywords are the fields of the stage, with its section's defaults. `model`: a path or hub id, or a mapping of
+    `posttrain.config.ModelSection`. `dataset`: a path, a list of rows, or a mapping of `DatasetSection`. By default
+    `output` is `runs/<kind>-<hash of the settings>`, and `seed` is drawn and recorded in the run's `config.yaml`.
+    Raises ConfigError for invalid settings before anything runs.
     """
 
     kind: ClassVar[str]
@@ -117,8 +117,8 @@ class Preference(PythonRun):
 class RewardModel(PythonRun):
     """Reward model training from Python: `pt.RewardModel(model="path", dataset="pairs.jsonl").fit()`.
 
-        Every field of `posttrain.config.RewardModelSection` is a keyword, as are `output`, `seed` and `mesh`. The result is
-        a sequence classifier that transformers loads.
+    Every field of `posttrain.config.RewardModelSection` is a keyword, as are `output`, `seed` and `mesh`. The result is
+    a sequence classifier that transformers loads.
     """
 
     kind = "reward_model"

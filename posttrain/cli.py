@@ -48,7 +48,7 @@ def check(
     config: ConfigPath,
     overrides: Overrides = None,
     devices: Annotated[
-        int | None, typer.Option(min=1, help="Devices of the machine that will run it; by default those of this one.")
+        int | None, typer.Option(min=1, help="Number of devices of the target machine; by default of this machine.")
     ] = None,
 ) -> None:
     """Validate everything that can be validated without loading weights."""
@@ -75,7 +75,7 @@ def distill(
     config: ConfigPath,
     overrides: Overrides = None,
     cache: Annotated[
-        bool, typer.Option("--cache", help="Write what the teachers say; may be stopped and gone on.")
+        bool, typer.Option("--cache", help="Write the teachers' top-k to their caches; can be resumed.")
     ] = False,
 ) -> None:
     """Write the teacher caches of distill stages; posttrain run then trains without loading their teachers."""
@@ -98,28 +98,41 @@ def generate(
     adapter: Annotated[str | None, typer.Option(help="PEFT's adapter of the model: a folder or a hub id.")] = None,
     family: Annotated[str | None, typer.Option(help="A Python file with the model's family, as model.family.")] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="New tokens at most; by default 128, or what the context leaves.")
+        int | None,
+        typer.Option(min=1, help="Maximum number of new tokens; by default 128, or what the context allows."),
     ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="0: off.")] = 0,
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
     min_p: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: what was said is less likely.")] = 1.0,
-    presence_penalty: Annotated[float, typer.Option(help="Taken off the logits of tokens in the text.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="The same, times how often they are in it.")] = 0.0,
-    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
-    stop_token: Annotated[list[int] | None, typer.Option(help="A token id that ends the text; repeated.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens.")] = False,
-    logit_bias: Annotated[list[str] | None, typer.Option(help="TOKEN=NUMBER, such as 13=-inf; repeated.")] = None,
-    allowed_token: Annotated[list[int] | None, typer.Option(help="A token id that may be drawn; repeated.")] = None,
-    n: Annotated[int, typer.Option("-n", "--samples", min=1, help="Completions of each prompt.")] = 1,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens in the text become less likely.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Subtracted from the logits of tokens in the text.")] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Subtracted from logits, times the token's count in the text.")
+    ] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    stop_token: Annotated[list[int] | None, typer.Option(help="Stop token id; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after end-of-sequence tokens.")] = False,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(help="TOKEN=NUMBER, such as 13=-inf; may be repeated.")
+    ] = None,
+    allowed_token: Annotated[
+        list[int] | None, typer.Option(help="Token id that may be sampled; may be repeated.")
+    ] = None,
+    n: Annotated[int, typer.Option("-n", "--samples", min=1, help="Completions per prompt.")] = 1,
     seed: Annotated[int | None, typer.Option(help="By default drawn from the system.")] = None,
-    chat: Annotated[bool | None, typer.Option(help="Use the chat template; by default if there is one.")] = None,
+    chat: Annotated[
+        bool | None, typer.Option(help="Use the chat template; by default if the tokenizer has one.")
+    ] = None,
     messages: Annotated[
         bool, typer.Option("--messages", help="Prompts are conversations: JSON lists of role and content.")
     ] = False,
-    logprobs: Annotated[int | None, typer.Option(min=0, help="Print JSON, with so many likely tokens.")] = None,
-    prompt_logprobs: Annotated[bool, typer.Option("--prompt-logprobs", help="The same of the prompt.")] = False,
+    logprobs: Annotated[
+        int | None, typer.Option(min=0, help="Print JSON with this number of most probable tokens.")
+    ] = None,
+    prompt_logprobs: Annotated[
+        bool, typer.Option("--prompt-logprobs", help="Print JSON with the prompt's log-probabilities.")
+    ] = False,
 ) -> None:
     """Print completions of each prompt; without a chat template (or with `--no-chat`) after the prompt itself."""
     loaded, tokenizer = _load(model, adapter, family)
@@ -195,15 +208,17 @@ def _biases(texts: list[str]) -> dict[int, float]:
 @app.command()
 def upcycle(
     source: Annotated[str, typer.Argument(help="A dense model: a folder in Hugging Face layout or a hub id.")],
-    out: Annotated[Path, typer.Argument(help="A new folder for the mixture of experts.")],
-    experts: Annotated[int, typer.Option(help="Experts of each layer.")],
-    top_k: Annotated[int, typer.Option(help="Experts that each token goes to.")],
+    out: Annotated[Path, typer.Argument(help="A new folder for the MoE model.")],
+    experts: Annotated[int, typer.Option(help="Experts per layer.")],
+    top_k: Annotated[int, typer.Option(help="Experts per token.")],
     mode: Annotated[
         Literal["copy", "split"],
         typer.Option(help="copy: each expert is the dense MLP. split: top_k experts are the dense MLP together."),
     ],
-    noise: Annotated[float, typer.Option(help="Added to each expert, in standard deviations of its weights.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the router and the noise.")] = 0,
+    noise: Annotated[
+        float, typer.Option(help="Noise added to each expert, in standard deviations of its weights.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Random seed of router and noise.")] = 0,
 ) -> None:
     """Convert a dense model into an equivalent MoE model, and verify it."""
     from posttrain.weights.upcycle import Upcycling
@@ -218,12 +233,14 @@ def upcycle(
 def prune(
     source: Annotated[str, typer.Argument(help="A model: a folder in Hugging Face layout or a hub id.")],
     out: Annotated[Path, typer.Argument(help="A new folder for the smaller model.")],
-    layer: Annotated[list[int] | None, typer.Option(help="A layer to keep, from 0; repeated. By default all.")] = None,
+    layer: Annotated[
+        list[int] | None, typer.Option(help="Layer to keep, from 0; may be repeated. By default all.")
+    ] = None,
     mlp_dim: Annotated[int | None, typer.Option(help="Neurons to keep in each MLP.")] = None,
     embed_dim: Annotated[int | None, typer.Option(help="Dimensions to keep of the residual stream.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="Key-value heads to keep, each with its query heads.")] = None,
     experts: Annotated[int | None, typer.Option(help="Experts to keep of each layer, as one dense MLP.")] = None,
-    text: Annotated[str | None, typer.Option(help="Rows on which the use of experts is counted.")] = None,
+    text: Annotated[str | None, typer.Option(help="Dataset on which the usage of experts is counted.")] = None,
 ) -> None:
     """Prune a smaller model from a large one, as the initial student for distillation."""
     from posttrain.weights.prune import Pruning
@@ -251,12 +268,12 @@ class Reader(StrEnum):
 def export(
     run: Annotated[str, typer.Argument(help="The output folder of a run, or the folder of one of its stages.")],
     to: Annotated[
-        Target, typer.Option(help="hf: a model; merged: with the adapter added to its base; peft: the adapter alone.")
+        Target, typer.Option(help="hf: a model; merged: the adapter merged into its base; peft: the adapter alone.")
     ],
     out: Annotated[str | None, typer.Argument(help="A new folder; by default one in the stage's folder.")] = None,
     step: Annotated[int | None, typer.Option(min=0, help="By default the newest checkpoint.")] = None,
     reader: Annotated[
-        Reader | None, typer.Option(help="What reads it again; by default transformers where torch is installed.")
+        Reader | None, typer.Option(help="Library that reads it back; by default transformers if torch is installed.")
     ] = None,
 ) -> None:
     """Export a run's model for other tools, read it back, and fail if the two differ."""
@@ -273,8 +290,8 @@ def export(
 
 
 def main() -> None:
-    """Entry point. User errors print one line each (exit code 2), failures one line (1), interruptions exit with 130.
-    """
+    """Entry point. User errors print one line each (exit code 2), failures one line (1), interruptions exit with
+    130."""
     try:
         app()
     except ConfigError as error:
@@ -296,5 +313,5 @@ def main() -> None:
             sys.exit(1)
         if fit is None or not isinstance(error, fit.Interrupted):
             raise
-        print(f"{error}; the same command goes on from there", file=sys.stderr)
+        print(f"{error}; run the same command again to resume", file=sys.stderr)
         sys.exit(130)

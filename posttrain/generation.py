@@ -107,12 +107,12 @@ def complete(
 ) -> list[Generated]:
     """Generate completions with tokens and log-probabilities: `n` per prompt, consecutive.
 
-        `prompts`: a string, a conversation (list of messages with role and content), or a list of these. A conversation
-        uses the chat template; for strings see `chat`. `max_new_tokens`: by default 128, or less if the longest prompt leaves
-        less of the model's context. `temperature`: 0 is greedy and deterministic; sample with 1.0. `top_logps`: number of
-        most probable tokens per position; `prompt_logps`: log-probabilities of the prompt. Embedding rows beyond the
-        tokenizer's ids are never sampled. Raises ConfigError for settings out of range, for `n` equal greedy completions,
-        and for prompts that are empty or too long.
+    `prompts`: a string, a conversation (list of messages with role and content), or a list of these. A conversation
+    uses the chat template; for strings see `chat`. `max_new_tokens`: by default 128, or less if the longest prompt
+    leaves less of the model's context. `temperature`: 0 is greedy and deterministic; sample with 1.0. `top_logps`:
+    number of most probable tokens per position; `prompt_logps`: log-probabilities of the prompt. Embedding rows beyond
+    the tokenizer's ids are never sampled. Raises ConfigError for settings out of range, for `n` equal greedy
+    completions, and for prompts that are empty or too long.
     """
     n, seed, chat = settings.pop("n", 1), settings.pop("seed", None), settings.pop("chat", None)
     if n < 1:

@@ -308,8 +308,8 @@ class RLSection(OnlineSection):
     """Prompts begun beyond `prompts_per_step`: a step learns from as many groups as that, the first that are whole, and
     leaves the others, which go on at the next step under its weights. Partial rollouts, arXiv:2501.12599."""
     max_staleness: PositiveInt = 4
-    """With `oversample_prompts`: most steps from the begin of a group to the step that learns from it; a step waits for the
-    groups that must not wait longer."""
+    """With `oversample_prompts`: most steps from the begin of a group to the step that learns from it; a step waits for
+    the groups that must not wait longer."""
 
     @property
     def samples_off_policy(self) -> bool:
@@ -364,14 +364,14 @@ class RLSection(OnlineSection):
         check_sampling(self.sampling, self.row_tokens)
         if self.oversample_prompts and self.rollout.record_routing:
             raise ValueError(
-                f"oversample_prompts={self.oversample_prompts} and rollout.record_routing: samples that go on at a later step "
-                "would mix the experts of two versions of the weights; use one of the two"
+                f"oversample_prompts={self.oversample_prompts} and rollout.record_routing: samples resumed in a later "
+                "step would mix the experts of two versions of the weights; use one of the two"
             )
         if self.oversample_prompts > self.max_staleness * self.prompts_per_step:
             raise ValueError(
-                f"oversample_prompts={self.oversample_prompts} with prompts_per_step={self.prompts_per_step} makes groups wait "
-                f"longer than max_staleness={self.max_staleness} steps; raise it to "
-                f"{-(-self.oversample_prompts // self.prompts_per_step)} or begin fewer prompts ahead"
+                f"oversample_prompts={self.oversample_prompts} with prompts_per_step={self.prompts_per_step} makes "
+                f"groups wait longer than max_staleness={self.max_staleness} steps; raise it to "
+                f"{-(-self.oversample_prompts // self.prompts_per_step)} or lower oversample_prompts"
             )
         if not self.oversample_prompts and self.max_staleness != RLSection.model_fields["max_staleness"].default:
             raise ValueError(f"max_staleness={self.max_staleness} has no effect without oversample_prompts")
@@ -381,8 +381,8 @@ class RLSection(OnlineSection):
             and (self.rollout.quantize != "none" or self.oversample_prompts)
         ):
             raise ValueError(
-                f"teachers with rollout.quantize={self.rollout.quantize} and oversample_prompts={self.oversample_prompts} need "
-                "old_logps: trainer: the advantage is log(teacher / student), and the sampler's log-probabilities are "
-                "not the student's"
+                f"teachers with rollout.quantize={self.rollout.quantize} and oversample_prompts="
+                f"{self.oversample_prompts} need old_logps: trainer: the advantage is log(teacher / student), "
+                "and the sampler's log-probabilities are not the student's"
             )
         return self

@@ -48,8 +48,9 @@ _GRADIENTS: dict[KLEstimator, tuple[Gradient, Gradient]] = {
 def gradient_of(estimator: KLEstimator, *, bias_correction: bool) -> Gradient | None:
     """Name the quantity whose gradient an estimator has in expectation over samples of the policy; None: unknown.
 
-        As a plain loss, differentiation ignores that the policy draws the samples; `bias_correction` multiplies the estimate
-        by the policy's ratio pi / pi_old, whose derivative includes sampling: the gradient of the estimator's expectation.
+    As a plain loss, differentiation ignores that the policy draws the samples; `bias_correction` multiplies the
+    estimate by the policy's ratio pi / pi_old, whose derivative includes sampling: the gradient of the estimator's
+    expectation.
     """
     return _GRADIENTS[estimator][bias_correction] if estimator in _GRADIENTS else None
 

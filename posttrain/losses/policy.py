@@ -25,9 +25,9 @@ class PolicyLoss:
     """Clipped surrogate -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_old. PPO eq. 7,
     arXiv:1707.06347.
 
-        pi_old is the proximal policy: the batch's `old_logps`, or without them the detached policy itself, so that every
-        ratio is exactly 1. Ratios, KL and metrics cover tokens with a positive `loss_weight`; other tokens may hold any
-        value, inf and NaN included.
+    pi_old is the proximal policy: the batch's `old_logps`, or without them the detached policy itself, so that every
+    ratio is exactly 1. Ratios, KL and metrics cover tokens with a positive `loss_weight`; other tokens may hold any
+    value, inf and NaN included.
     """
 
     clip_low: float
@@ -66,7 +66,7 @@ class PolicyLoss:
         if self.kl_coef and gradient_of(self.kl_estimator, bias_correction=self.kl_bias_correction) == "nothing":
             raise ValueError(
                 f"PolicyLoss.kl_estimator=k1 with kl_coef={self.kl_coef}: the gradient of k1 is 0 in expectation, so "
-                "that it would add noise and no penalty; use k3, k2, or kl_bias_correction"
+                "it would add noise but no penalty; use k3, k2, or kl_bias_correction"
             )
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
@@ -160,9 +160,9 @@ def _required(value: Array | HostArray | None, name: str, why: str) -> Array:
 def distance_metrics(stats: TokenStats, batch: Batch, mask: Bool[Array, "B T"]) -> dict[str, Metric]:
     """Token means of entropy and of the policy's distance from reference and sampler, if the batch has them.
 
-        `sampling/logp_difference/*`: absolute difference of sampler and trainer log-probabilities, before the update, over
-        tokens sampled with the current weights: mean, maximum, and share above `OUTLIER_NATS`.
-        `sampling/logp_difference/stale_mean`: mean over tokens sampled with older weights, where a difference is expected.
+    `sampling/logp_difference/*`: absolute difference of sampler and trainer log-probabilities, before the update, over
+    tokens sampled with the current weights: mean, maximum, and share above `OUTLIER_NATS`.
+    `sampling/logp_difference/stale_mean`: mean over tokens sampled with older weights, where a difference is expected.
     """
     counted, segments = mask.astype(stats.logps.dtype), jnp.asarray(batch.segments)
     metrics: dict[str, Metric] = {}

@@ -74,8 +74,8 @@ def make_algorithm(
 ) -> Algorithm:
     """Make the algorithm of a name; arguments that are not None override its defaults.
 
-    `max_tokens`: maximum number of sampled tokens per trajectory. `loss`: fields of `PolicyLoss`. Raises ConfigError for
-    an unknown name or incompatible values.
+    `max_tokens`: maximum number of sampled tokens per trajectory. `loss`: fields of `PolicyLoss`. Raises ConfigError
+    for an unknown name or incompatible values.
     """
     if name not in ALGORITHMS:
         raise ConfigError(

@@ -80,8 +80,8 @@ def assemble_pairs(
     """Pack pairs into host arrays [num_rows, row_tokens], both sequences of a pair in one row; `roles` marks the chosen
     one.
 
-        `groups_P`: all samples of the step, which determine the recorded arrays even without any pair. `share_prompts`:
-        store the common prefix of a pair once, as the parent segment of both.
+    `groups_P`: all samples of the step, which determine the recorded arrays even without any pair. `share_prompts`:
+    store the common prefix of a pair once, as the parent segment of both.
     """
     assert len(pairs) <= num_rows, "num_rows must hold one pair per row"
     parts = [_pieces(pair, _shared_tokens(pair) if share_prompts else 0) for pair in pairs]

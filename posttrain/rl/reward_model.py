@@ -28,9 +28,9 @@ class ModelReward:
     model returns the minimum or mean score of the steps (`reduce`), each ending with a newline, which is added to the
     last step if missing.
 
-        With the policy's tokenizer the model reads the sampled tokens, and after a stop token the template's text that
-        follows it, as in training; otherwise it reads the messages rendered with its own tokenizer.
-        Call `load` before the first score. `name` is used in metrics.
+    With the policy's tokenizer the model reads the sampled tokens, and after a stop token the template's text that
+    follows it, as in training; otherwise it reads the messages rendered with its own tokenizer. Call `load` before the
+    first score. `name` is used in metrics.
     """
 
     def __init__(self, path: str, reduce: Reduce, name: str):

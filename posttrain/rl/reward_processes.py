@@ -36,7 +36,8 @@ class WorkerProcess:
         self.children = 0
 
     async def ask(self, request: bytes) -> tuple[CallResult | str, int] | None:
-        """Send a request; return the reply and the worker's number of child processes, or None if the worker has died."""
+        """Send a request; return the reply and the worker's number of child processes, or None if the worker has
+        died."""
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_sendall(self.connection, SIZE.pack(len(request)) + request)

@@ -96,7 +96,8 @@ class Scoring:
         return RewardScores(result.values, failures, result.metrics, result.extras, note)
 
     async def _first(self, whole: asyncio.Future[CallResult], tasks: set[asyncio.Future[Any]]) -> None:
-        """Wait until the call of all samples succeeds or all individual calls return; the latter end by the deadline."""
+        """Wait until the call of all samples succeeds or all individual calls return; the latter end by the
+        deadline."""
         running = tasks
         while running and not _succeeded(whole):
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)

@@ -77,7 +77,8 @@ class Rubric:
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ConfigError(
-                f"rewards: the name {repeated[0]!r} is used twice; metrics need distinct names: set `name` of one of them"
+                f"rewards: the name {repeated[0]!r} is used twice; metrics need distinct names: "
+                "set `name` of one of them"
             )
         self.rewards = tuple(rewards)
         isolated = list(dict.fromkeys(reward.isolated for reward in rewards if reward.isolated is not None))

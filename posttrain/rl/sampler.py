@@ -41,7 +41,8 @@ class Sampler:
         return sampling_params(self.sampling, self.renderer.tokenizer, sample_key(self.seed, step, prompt, sample))
 
     async def rollout(self, example: Example, step: int, prompt_number: int, sample: int) -> Trajectory:
-        """Sample one trajectory. ConfigError for a prompt that is too long, `RolloutAborted` for an aborted completion."""
+        """Sample one trajectory. ConfigError for a prompt that is too long, `RolloutAborted` for an aborted
+        completion."""
         pending = self.pending(example, step, prompt_number, sample)
         return pending.finish(await self.engine.generate(pending.prompt, pending.params))
 
@@ -155,9 +156,9 @@ async def collect_some(
     `min_groups` are finished. Returns these and the unfinished groups, which a later step takes as `resumed`; order is
     kept.
 
-        No group is returned more than `max_staleness` steps after its start if every step has the same `min_groups`: steps
-        wait for the oldest groups, see `due_groups`. Every token records the version of the weights that sampled it. The
-        outcome depends on arguments and weights, not on timing. The first failure is raised.
+    No group is returned more than `max_staleness` steps after its start if every step has the same `min_groups`: steps
+    wait for the oldest groups, see `due_groups`. Every token records the version of the weights that sampled it. The
+    outcome depends on arguments and weights, not on timing. The first failure is raised.
     """
     groups = [*resumed, *(PartialGroup(example=e, step=step, prompt=number) for number, e in enumerate(examples_P))]
     pending = [[sampler.pending(g.example, g.step, g.prompt, sample) for sample in range(group_size)] for g in groups]

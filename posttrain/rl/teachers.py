@@ -1,4 +1,5 @@
-"""On-policy distillation: the teachers' log-probabilities of the student's own samples become a part of the advantage."""
+"""On-policy distillation: the teachers' log-probabilities of the student's own samples become a part of the
+advantage."""
 
 from __future__ import annotations
 
@@ -86,12 +87,12 @@ def merged_distances(
     asked = theirs.asked != 0
     weight = asked.astype(np.float32)
     batch = Batch(tokens=theirs.tokens, positions=theirs.positions, segments=theirs.segments, loss_weight=weight)
-    said = np.where(asked, teacher.logps(batch), 0.0).sum(axis=1)
-    of_student = np.asarray([np.asarray(s.logps)[r.taught != 0].sum() for s, r in zip(samples, read, strict=True)])
+    teacher_sums = np.where(asked, teacher.logps(batch), 0.0).sum(axis=1)
+    student_sums = np.asarray([np.asarray(s.logps)[r.taught != 0].sum() for s, r in zip(samples, read, strict=True)])
     counts = np.asarray([np.count_nonzero(r.taught) for r in read], np.float64)
     if not counts.any():
         raise RunError("evaluation: no token of any sample aligns with the teacher's; see posttrain check")
-    found = (of_student - said) / np.where(counts > 0, counts, np.nan)
+    found = (student_sums - teacher_sums) / np.where(counts > 0, counts, np.nan)
     return found.reshape(len(groups_P), -1).astype(np.float32)
 
 

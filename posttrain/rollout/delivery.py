@@ -30,7 +30,8 @@ class Ended:
 
 
 def deliver(dispatch: Dispatch, outcome: Outcome, holds: Callable[[Row], bool], decode_text: Decode | None) -> Ended:
-    """Gives every request its new tokens and says which have ended. DecodeRows that nobody `holds` any more are left out."""
+    """Gives every request its new tokens and says which have ended. DecodeRows that nobody `holds` any more are left
+    out."""
     for call, found in zip(dispatch.prompts, outcome.prefilled, strict=True):
         _deliver_prompts(call, found, holds)
     ended = Ended()

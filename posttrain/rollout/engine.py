@@ -211,7 +211,7 @@ class NativeEngine:
     def warm_up(self, expected: Sequence[Expected], *, rereads: bool = True) -> None:
         """Compile all programs that any schedule of such requests may need, with a progress bar.
 
-        `rereads`: samples may be left and gone on with (`partial`), or beside one whose log-probabilities are not finite;
+        `rereads`: samples may be resumed (`partial`), or run beside one whose log-probabilities are not finite;
         where the cache is too small for `slots` whole sequences all are read again now and then, whatever is said here.
         RuntimeError while the engine is at work.
         """

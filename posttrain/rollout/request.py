@@ -79,8 +79,8 @@ class Request:
         """Resume from an aborted completion of the same request. ValueError for a finished one."""
         if partial.stop != "abort" or len(partial.tokens) >= self.params.max_tokens:
             raise ValueError(
-                f"generate: partial: a completion of {len(partial.tokens)} tokens that ended by {partial.stop!r} cannot be "
-                f"resumed to max_tokens={self.params.max_tokens}; it must be aborted, and shorter"
+                f"generate: partial: a completion of {len(partial.tokens)} tokens with stop {partial.stop!r} cannot "
+                f"be resumed to max_tokens={self.params.max_tokens}; it must be aborted, and shorter"
             )
         if not partial.tokens:
             return

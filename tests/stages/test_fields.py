@@ -99,7 +99,7 @@ def test_importance_sampling(folder: Path) -> None:
     given = "importance_sampling={apply: always, level: sequence_mean, bound: mask, low: 0.5, high: 3.0}"
     expected = ImportanceSampling(level="sequence_mean", bound="mask", low=0.5, high=3.0)
     assert rl(folder, given).algorithm.loss.importance == expected
-    with pytest.raises(ConfigError, match="masks nothing; give one of them"):
+    with pytest.raises(ConfigError, match="masks nothing; set one of them"):
         rl(folder, "importance_sampling={apply: always, bound: mask, high: null}")
     with pytest.raises(ConfigError, match="oversample_prompts=9 with prompts_per_step=2 .* max_staleness=4 .* it to 5"):
         rl(folder, "oversample_prompts=9")

@@ -228,8 +228,8 @@ def test_unusable_files(folder: Path) -> None:
 
 def test_path_that_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     constants = pytest.importorskip("huggingface_hub.constants")
-    assert fault(tmp_path / "absent") == f"model {tmp_path / 'absent'}: there is no such folder"
-    assert fault("./absent") == "model ./absent: there is no such folder"
+    assert fault(tmp_path / "absent") == f"model {tmp_path / 'absent'}: no such folder"
+    assert fault("./absent") == "model ./absent: no such folder"
     file = tmp_path / "model.safetensors"
     file.touch()
     assert fault(file) == f"model {file}: is a file; give the folder with config.json"
