@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
+import itertools
 import re
+import textwrap
 from collections.abc import Iterator
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -239,6 +242,8 @@ def entry(name: str, value: Any) -> str:
     source = f"{value.__module__.replace('.', '/')}.py"
     lines = [f"## pt.{name}\n", f"```text\n{signature(name, value)}\n```\n", docstring(value), f"Source: `{source}`\n"]
     if inspect.isclass(value):
+        fields = field_docstrings(value)
+        lines += [f"* `{field}`: {text}" for field, text in fields.items()] + ([""] if fields else [])
         lines += [member(name, value, attribute) for attribute in public_members(value)]
     return "\n".join(lines)
 
@@ -282,6 +287,18 @@ def docstring(value: Any) -> str:
     if re.match(rf"{getattr(value, '__name__', '')}\(", text):
         return ""  # a dataclass without one
     return re.sub(r"(?m)^(>>> (?:.*\n?)(?:(?!\n).+\n?)*)", r"\n```text\n\1\n```\n", text) + "\n"
+
+
+def field_docstrings(value: type) -> dict[str, str]:
+    """Attributes of the class that a docstring follows."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for before, after in itertools.pairwise(tree.body):
+        text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
+        if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name) and isinstance(text, str):
+            found[before.target.id] = " ".join(text.split())
+    return found
 
 
 def public_members(value: type) -> list[str]:

@@ -49,7 +49,8 @@ def mesh_sizes(section: MeshSection, num_devices: int) -> tuple[int, ...]:
     sizes = tuple(num_devices // fixed if size == -1 else size for size in given)
     if math.prod(sizes) != num_devices:
         named = ", ".join(f"{axis}={size}" for axis, size in zip(MESH_AXES, given, strict=True))
-        raise ConfigError(f"mesh: {named} must multiply to the number of devices, {num_devices}")
+        rule = f": the product of the others, {fixed}, must divide" if -1 in given else " must multiply to"
+        raise ConfigError(f"mesh: {named}{rule} the number of devices, {num_devices}")
     return sizes
 
 

@@ -6,6 +6,7 @@ such a file imports JAX and posttrain inside its fixtures.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -13,11 +14,10 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from jaxtyping import install_import_hook
+
+from tests import compilation, shape_checks
 
 ROOT = Path(__file__).resolve().parent.parent
-DEVICES = 8
-
 
 # The same examples every time, without a clock: a slow machine is no failure.
 settings.register_profile("suite", deadline=None, derandomize=True, database=None)
@@ -36,18 +36,28 @@ def pytest_configure(config: pytest.Config) -> None:
             "a conftest.py must import it inside its fixtures"
         )
     os.environ["JAX_PLATFORMS"] = "cuda,cpu" if config.getoption("--gpu") else "cpu"
-    # Virtual devices that wait for each other on a busy machine: after 40 seconds XLA would end the process.
-    patience = "--xla_cpu_collective_call_terminate_timeout_seconds=300 --xla_cpu_collective_timeout_seconds=300"
-    devices = f"--xla_force_host_platform_device_count={DEVICES}"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices} {patience}"
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
-    # A size limit makes JAX lock the folder, which parallel workers need.
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.rootpath / ".pytest_cache" / "jax")
-    os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2 << 30)
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    cache = config.rootpath / ".pytest_cache" / "jax"
+    if not hasattr(config, "workerinput"):  # before there are workers
+        compilation.prune(cache)
+    compilation.set_up(cache)
+    # Workers and children share what one of them compiled of Python, too.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if not config.getoption("--no-shape-checks"):
-        install_import_hook("posttrain", "beartype.beartype")
+        shape_checks.install("posttrain")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Garbage collection looks at what tests make, not at the million objects of modules, of which none is garbage."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 20)
+        gc.enable()
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -58,19 +68,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.fixture(autouse=True)
 def quick_compilation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Programs of tests are small and run a few times: XLA compiles them in two thirds of the time without its costly
+    """Programs of tests are small and run a few times: XLA compiles them in a quarter of the time without its costly
     passes. A test that is about what the compiler makes, or that trains for long, is marked `optimized`."""
-    optimized = request.node.get_closest_marker("optimized") is not None
-    set_quick_compilation(not optimized)
+    compilation.quick(request.node.get_closest_marker("optimized") is None)
     yield
-    set_quick_compilation(True)
-
-
-def set_quick_compilation(quick: bool) -> None:
-    """In this process and in children to come."""
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quick))
-    if "jax" in sys.modules:
-        sys.modules["jax"].config.update("jax_disable_most_optimizations", quick)
+    compilation.quick(True)
 
 
 @pytest.fixture(scope="session")

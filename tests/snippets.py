@@ -64,7 +64,7 @@ def run_python(text: str, folder: Path, name: str = "block") -> dict[str, Any]:
         check(run.config, folder)
         # What a run leaves, with a result that every evaluation has.
         result = {when: {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 8, "samples": []} for when in ("before", "after")}
-        return RunResult(output=folder / "runs" / "quickstart", stages=["0-sft"], results=[result])
+        return RunResult(output=folder / "runs" / "quickstart", stages=["0-sft"], results=[result], trained=["0-sft"])
 
     # A module of its own, where dataclasses look for the names of their annotations.
     module = sys.modules["document"] = ModuleType("document")

@@ -23,10 +23,13 @@ def test_check_says_what_a_run_would_do(folder: Path) -> None:
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.splitlines()[1:] == [
         "model: qwen3, 1 layers, vocabulary 261",
-        "0-sft: 24 dataset rows, 4 steps of 4 x 16 tokens (1 micro-batches)",
+        "parameters: 6,544, all trained",
+        "memory: 102.2 KiB = weights 25.6 KiB, gradient 25.6 KiB, optimiser 51.1 KiB (13.0 KiB on each of 8 devices); "
+        "activations and caches come on top",
+        "mesh: data=1, fsdp=8, expert=1, tensor=1 (this machine; --devices N for another)",
+        "0-sft: 24 dataset rows, 4 steps of 4 x 16 tokens",
         "1-rl: 24 prompts, 4 steps of 2 prompts x 4 samples = 8, up to 6 new tokens each",
-        "1-rl: micro_batch_rows=4 is rounded up to a multiple of mesh.data x mesh.fsdp x mesh.expert, "
-        "which only the devices say",
+        "1-rl: micro_batch_rows=4 becomes 8, a multiple of mesh.data x mesh.fsdp x mesh.expert = 8",
         "ok",
     ]
     assert not (folder / "out").exists()
@@ -34,19 +37,18 @@ def test_check_says_what_a_run_would_do(folder: Path) -> None:
 
 def test_check_says_what_is_not_as_written(folder: Path) -> None:
     """Rows of a forward pass that the devices do not divide, and rows of the dataset that do not fit."""
-    rows = posttrain("check", folder / "run.yaml", "mesh={data: 2, fsdp: 3}", "stages.sft.micro_batch_rows=3")
-    assert rows.code == 0 and "4 steps of 4 x 16 tokens (1 micro-batches)" in rows.out
+    mesh, micro = "mesh={data: 3, fsdp: 2}", "stages.sft.micro_batch_rows=3"
+    rows = posttrain("check", folder / "run.yaml", "--devices", "6", mesh, micro)
+    assert rows.code == 0 and "4 steps of 4 x 16 tokens\n" in rows.out, rows.err
     assert rows.out.splitlines()[-3:] == [
         "0-sft: micro_batch_rows=3 becomes 6, a multiple of mesh.data x mesh.fsdp x mesh.expert = 6",
         "1-rl: micro_batch_rows=4 becomes 6, a multiple of mesh.data x mesh.fsdp x mesh.expert = 6",
         "ok",
     ]
-    fits = posttrain("check", folder / "run.yaml", "mesh={data: 1, fsdp: 2}", "stages.sft.micro_batch_rows=2")
+    fits = posttrain("check", folder / "run.yaml", "mesh={fsdp: 2}", "--devices", "2", "stages.sft.micro_batch_rows=2")
     assert "becomes" not in fits.out and "(2 micro-batches)" in fits.out
-    left_out = posttrain(
-        "check", folder / "run.yaml", "stages.sft.overlong=drop", "stages.sft.row_tokens=7", "mesh.fsdp=1"
-    )
-    note = f"rows of {folder / 'rows.jsonl'} are left out, for they do not fit row_tokens=7 (overlong: drop)"
+    left_out = posttrain("check", folder / "run.yaml", "stages.sft.overlong=drop", "stages.sft.row_tokens=7")
+    note = f"rows of {folder / 'rows.jsonl'} are left out: longer than row_tokens=7 (overlong: drop)"
     assert f"0-sft: 15 of 24 {note}\n" in left_out.out
     none = posttrain("check", folder / "run.yaml", "stages.sft.overlong=drop", "stages.sft.row_tokens=3")
     assert "stages.0: every row of" in none.error and "is left out as longer than row_tokens=3" in none.error

@@ -32,7 +32,11 @@ def test_sizes(section: MeshSection, sizes: tuple[int, int, int, int]) -> None:
     ("section", "message"),
     [
         (MeshSection(fsdp=3), "mesh: data=1, fsdp=3, expert=1, tensor=1 must multiply to the number of devices, 8"),
-        (MeshSection(tensor=3), "mesh: data=1, fsdp=-1, expert=1, tensor=3 must multiply to the number of devices, 8"),
+        (
+            MeshSection(tensor=3),
+            "mesh: data=1, fsdp=-1, expert=1, tensor=3: the product of the others, 3, must divide "
+            "the number of devices, 8",
+        ),
     ],
 )
 def test_sizes_that_cannot_be(section: MeshSection, message: str) -> None:

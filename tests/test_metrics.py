@@ -15,6 +15,8 @@ import pytest
 from posttrain.metrics import CompileCounter, Timer, merge, peak_memory_gib, to_host
 from posttrain.tree import Mean
 
+pytestmark = pytest.mark.fast
+
 
 def test_to_host_divides_once_and_says_what_was_not_counted(monkeypatch):
     transfers = []

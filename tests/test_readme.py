@@ -76,15 +76,15 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @functools.cache
-def checked(config: str, overrides: tuple[str, ...] = (), *, num_rows: int | None = 50) -> list[str]:
-    """The lines of `posttrain check` over the first rows of each dataset, or all of them.
+def checked(config: str, overrides: tuple[str, ...] = (), *, num_rows: int = 50) -> list[str]:
+    """The lines of `posttrain check` over the first rows of each dataset.
 
     Skips where the configuration needs ../shared and there is none.
     """
     loaded = load_config(config, overrides)
     if "../shared" in loaded.path.read_text() and not (ROOT.parent / "shared").is_dir():
         pytest.skip(f"{config} needs the folder ../shared, which is not there")
-    return check(loaded.config if num_rows is None else first_rows(loaded.config, num_rows), loaded.base_dir)
+    return check(first_rows(loaded.config, num_rows), loaded.base_dir)
 
 
 def first_rows(config: RunConfig, num_rows: int) -> RunConfig:
@@ -97,7 +97,7 @@ def first_rows(config: RunConfig, num_rows: int) -> RunConfig:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_configs_pass_their_check(path: Path, offline: None) -> None:
-    lines = checked(f"configs/{path.name}", num_rows=None)
+    lines = checked(f"configs/{path.name}", num_rows=2000)
     text = "\n".join(lines)
     for name in stage_names(load_config(path).config):
         assert name in text
@@ -298,6 +298,25 @@ def test_links_and_names_of_files(document: Path) -> None:
     assert [target for target in targets if not (document.parent / target).exists()] == []
     named = [name for name in NAMED.findall(FENCE.sub("", text)) if not list(ROOT.glob(name))]
     assert named == []
+
+
+IDENTIFIER = re.compile(r"(?<![\w./:-])[a-z][a-z0-9]*(?:_[a-z0-9]+)+(?![\w/(-]|\.\w)")
+
+
+@functools.cache
+def words_of_the_project() -> set[str]:
+    paths = [*ROOT.glob("posttrain/**/*.py"), *ROOT.glob("rewards/*.py"), *ROOT.glob("tests/**/*.py"), *CONFIGS]
+    return set().union(*(re.findall(r"\w+", path.read_text()) for path in paths))
+
+
+@pytest.mark.parametrize(
+    "document", [d for d in DOCUMENTS if d.parent.name != "coming-from"], ids=lambda path: path.stem
+)
+def test_names_in_code_marks_are_of_the_project(document: Path) -> None:
+    """So that a field that is renamed is renamed in the documents as well. Pages about other projects have theirs."""
+    marked = re.findall(r"`([^`\n]+)`", FENCE.sub("", document.read_text(encoding="utf-8")))
+    names = {name for text in marked for name in IDENTIFIER.findall(text)}
+    assert sorted(names - words_of_the_project()) == []
 
 
 def test_readme_is_short() -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.fast
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("posttrain", "rewards", "bench", "notebooks", "tests")
 FILE_LINES = 500

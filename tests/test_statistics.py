@@ -18,6 +18,8 @@ from posttrain.statistics import (
     standard_error,
 )
 
+pytestmark = pytest.mark.fast
+
 SIMULATIONS = 2000
 
 

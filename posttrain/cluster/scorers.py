@@ -65,46 +65,46 @@ def model_inputs(batch: Batch) -> Batch:
 
 
 class FrozenModel:
-    """A model on `mesh`, where it was loaded, that says what it thinks of host rows; `rows` of them in one pass.
+    """Frozen model (teacher, reward model) on its mesh: scores of host rows, `rows` of them per forward pass.
 
-    `temperature`: of `logps`, and of the divergence that `top_k` is for. `k`: how many ids `top_k` gives.
+    `temperature`: of `logps`, and of the divergence that `top_k` serves. `k`: number of ids of `top_k`.
     """
 
     def __init__(self, model: Decoder, mesh: Mesh, *, temperature: float, rows: int | None = None, k: int = 1):
         self._weights, self._mesh, self._rows = ModelWeights(model), mesh, rows
         vocab_size = model.config.vocab_size
 
-        def logps(weights: Weights, tokens: Array, positions: Array, segments: Array, weight: Array) -> Array:
-            bound = self._weights.bind(weights)
-            hidden, _ = bound(tokens, positions, segments)
+        def logps(model: Decoder, hidden: Array, batch: Batch) -> Array:
             stats = token_stats(
-                bound.logits,
+                model.logits,
                 hidden,
-                tokens,
-                segments,
+                jnp.asarray(batch.tokens),
+                jnp.asarray(batch.segments),
                 temperature=temperature,
                 vocab_size=vocab_size,
-                only=weight != 0,
+                only=jnp.asarray(batch.loss_weight) != 0,
             )
             return stats.logps
 
-        def best(weights: Weights, tokens: Array, positions: Array, segments: Array, weight: Array) -> TopK:
-            bound = self._weights.bind(weights)
-            hidden, _ = bound(tokens, positions, segments)
+        def best(model: Decoder, hidden: Array, batch: Batch) -> TopK:
             return top_k(
-                bound.logits,
+                model.logits,
                 hidden,
-                tokens,
+                jnp.asarray(batch.tokens),
                 k=k,
                 temperature=temperature,
                 vocab_size=vocab_size,
-                only=weight != 0,
+                only=jnp.asarray(batch.loss_weight) != 0,
             )
 
-        self._logps, self._top_k = jax.jit(logps), jax.jit(best)
+        def scores(model: Decoder, hidden: Array, batch: Batch) -> Array:
+            return model.scores(hidden)
+
+        self._logps, self._top_k, self._scores = map(self._program, (logps, best, scores))
 
     @property
     def weights(self) -> Weights:
+        """Parameters by path, where they lie on the mesh."""
         return self._weights.read()
 
     def at(self, temperature: float) -> FrozenModel:
@@ -116,27 +116,39 @@ class FrozenModel:
         return self._in_passes(self._logps, batch)
 
     def top_k(self, batch: Batch) -> TopK:
-        """The most probable ids in the place of each token that has a weight."""
+        """Most probable ids at each token that has a weight."""
         return self._in_passes(self._top_k, batch)
 
-    def _in_passes(self, function: Callable[..., Any], batch: Batch) -> Any:
-        """The host arrays that `function` gives of all rows; zeros of empty ones at the end."""
-        assert batch.parents is None, "sequences that go on from others are scored by the trainer"
+    def scores(self, batch: Batch) -> Float[np.ndarray, "B T"]:
+        """Scores of a reward model at each token."""
+        return self._in_passes(self._scores, batch)
+
+    def _program(self, read: Callable[[Decoder, Array, Batch], Any]) -> Callable[[Weights, Batch], Any]:
+        """Compile a forward pass and what is read of its hidden states."""
+
+        def forward(weights: Weights, batch: Batch) -> Any:
+            model = self._weights.bind(weights)
+            tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
+            hidden, _ = model(tokens, positions, segments)
+            return read(model, hidden, batch)
+
+        return jax.jit(forward)
+
+    def _in_passes(self, program: Callable[[Weights, Batch], Any], batch: Batch) -> Any:
+        """Run a program over all rows, in passes of one shape; zeros for empty rows at the end."""
+        assert batch.parents is None, "sequences with parents are scored by the trainer"
         total, used = batch.shape[0], np.flatnonzero(np.asarray(batch.segments).any(axis=1))
         rows = rows_per_pass(total, self._rows, row_shards(self._mesh))
         weights, parts = self._weights.read(), []
+        host = jax.tree.map(np.asarray, replace(model_inputs(batch), experts=None))
         for start in range(0, int(used[-1]) + 1 if used.size else 1, rows):
-            inputs = (batch.tokens, batch.positions, batch.segments, batch.loss_weight)
-            arrays = [np.asarray(x)[start : start + rows] for x in inputs]
-            padded = [np.pad(x, ((0, rows - len(x)), (0, 0))) for x in arrays]
-            placed = jax.device_put(padded, NamedSharding(self._mesh, BATCH_SPEC))
-            parts.append(jax.device_get(function(weights, *placed)))
+            part = jax.tree.map(lambda x, start=start: _padded(x[start : start + rows], rows), host)
+            parts.append(jax.device_get(program(weights, jax.device_put(part, NamedSharding(self._mesh, BATCH_SPEC)))))
+        return jax.tree.map(lambda *x: _padded(np.concatenate(x)[:total], total), *parts)
 
-        def whole(*x: np.ndarray) -> np.ndarray:
-            found = np.concatenate(x)[:total]
-            return np.pad(found, ((0, total - len(found)), *((0, 0) for _ in found.shape[1:])))
 
-        return jax.tree.map(whole, *parts)
+def _padded(x: np.ndarray, rows: int) -> np.ndarray:
+    return np.pad(x, ((0, rows - len(x)), *((0, 0) for _ in x.shape[1:])))
 
 
 @runtime_checkable

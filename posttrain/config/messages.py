@@ -105,6 +105,8 @@ def messages(error: ValidationError, source: Source) -> list[str]:
         else:
             key = (*key, "kind") if item["type"].startswith("union_tag") else key
             text = _explain(item, key, parents, inside)
+            if item["type"] == "string_type" and key in source.overrides:
+                text += f" inside the shell's: '{source.shown(key)}=\"{show(item['input'])}\"'"
         found.append((key, item["type"], text))
     return [source.line(key, text) for key, kind, text in found if kind != "missing" or key not in misspelt]
 
@@ -134,8 +136,18 @@ def show(value: Any) -> str:
     """A value as YAML writes it, on one line, cut where it is long."""
     if value is None or isinstance(value, bool):
         return {None: "nothing", True: "true", False: "false"}[value]
-    text = repr(value)
+    text = _written(value) if isinstance(value, Mapping | list | tuple) else repr(value)
     return text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 4] + " ..."
+
+
+def _written(value: Any) -> str:
+    """Mapping or list in one line; a key alone, such as the template {question} without quotes, has no value."""
+    if isinstance(value, Mapping):
+        pairs = (str(key) if item is None else f"{key}: {_written(item)}" for key, item in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_written, value)) + "]"
+    return show(value)
 
 
 def _sections(annotation: Any) -> tuple[Sections, bool]:

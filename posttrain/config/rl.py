@@ -349,8 +349,10 @@ class RLSection(OnlineSection):
 
     @model_validator(mode="after")
     def _weighs(self) -> RLSection:
-        given = self.importance_sampling
-        others = [name for name in given.model_fields_set if name != "apply"]
+        # Values, not what was written: a dumped configuration writes every field.
+        given, plain = self.importance_sampling, ImportanceSection()
+        fields = [name for name in ImportanceSection.model_fields if name != "apply"]
+        others = [name for name in fields if getattr(given, name) != getattr(plain, name)]
         if others and not self.weighs_samples:
             raise ValueError(
                 f"importance_sampling.{', '.join(sorted(others))} without effect: apply={given.apply} and samples of "

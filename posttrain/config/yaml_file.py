@@ -21,6 +21,7 @@ from posttrain.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parent.parent
 CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").is_file() else None
+EXAMPLE = "; give a YAML file, such as configs/quickstart.yaml"
 INSTALLED = {"configs": PACKAGE, "rewards": PACKAGE.parent}
 """Where the project's own folders lie when it is not a checkout."""
 
@@ -259,7 +260,7 @@ def _config_path(text: str) -> Path:
     found = find_path(text)
     if found is None:
         folders = [Path(text).parent, (CHECKOUT or PACKAGE) / "configs"]
-        raise ConfigError(f"{text}: no such file{_nearest(text, folders, '*.y*ml')}")
+        raise ConfigError(f"{text}: no such file{_nearest(text, folders, '*.y*ml') or EXAMPLE}")
     return found
 
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from posttrain.config import DatasetSection, OfflineSection
+from posttrain.data.packing import Arrays
 from posttrain.data.pipeline import order
-from posttrain.data.windows import Arrays, PackedBatches, Window
+from posttrain.data.windows import PackedBatches, Window
 
 
 def rows_of_epochs(

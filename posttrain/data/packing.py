@@ -14,6 +14,7 @@ from posttrain.batch import Batch
 from posttrain.data.format import TokenizedExample
 from posttrain.errors import ConfigError
 
+Arrays = dict[str, np.ndarray]
 Overlong = Literal["truncate", "drop", "error"]
 
 
@@ -105,8 +106,11 @@ class Spans(NamedTuple):
 def spans(lengths: Sequence[Sequence[int]], row_tokens: int) -> Spans:
     """Spans of packed sequences. `lengths`: lengths of each row's sequences, side by side from its start."""
     counts = [len(row) for row in lengths]
+    if not counts:
+        none = np.zeros(0, np.int64)
+        return Spans(none, none, none)
     lengths_S = np.asarray([length for row in lengths for length in row], np.int64)
-    segments_S = np.concatenate([np.arange(1, count + 1) for count in counts]) if counts else np.zeros(0, int)
+    segments_S = np.concatenate([np.arange(1, count + 1) for count in counts])
     starts_S = np.cumsum(lengths_S) - lengths_S
     firsts_R = np.cumsum([0, *counts[:-1]])
     rows_S = np.repeat(np.arange(len(counts)), counts)
@@ -115,25 +119,76 @@ def spans(lengths: Sequence[Sequence[int]], row_tokens: int) -> Spans:
     return Spans(np.repeat(begin_S, lengths_S) + positions, positions, np.repeat(segments_S, lengths_S))
 
 
-class Place(NamedTuple):
-    """Position of a packed sequence."""
+def fill_rows(
+    rows: Sequence[Sequence[Mapping[str, np.ndarray]]],
+    lengths: Mapping[str, int],
+    *,
+    num_rows: int,
+    like: Mapping[str, np.ndarray],
+    numbered: Sequence[str] = ("tokens",),
+    padding: Mapping[str, int] | None = None,
+) -> Arrays:
+    """Lay the sequences of each row end to end: arrays [num_rows, length, ...] by name.
+
+    `like`: arrays of the same types and trailing shapes. Each name in `numbered` also gets `_positions`, from 0 in each
+    sequence, and `_segments`, from 1 in each row. `padding`: values of empty places, by default 0.
+    """
+    made: Arrays = {}
+    laid: dict[tuple[int, tuple[tuple[int, ...], ...]], Spans] = {}
+    for name, length in lengths.items():
+        key = length, tuple(tuple(len(member[name]) for member in members) for members in rows)
+        where = laid.get(key) or laid.setdefault(key, spans(key[1], length))
+        arrays = [member[name] for members in rows for member in members]
+        values, shape = np.concatenate([like[name][:0], *arrays]), (num_rows, length)
+        made[name] = _spread(values, where, shape, (padding or {}).get(name, 0))
+        if name in numbered:
+            made[f"{name}_positions"] = _spread(where.positions.astype(np.int32), where, shape)
+            made[f"{name}_segments"] = _spread(where.segments.astype(np.int32), where, shape)
+    return made
+
+
+def _spread(values: np.ndarray, where: Spans, shape: tuple[int, int], padding: int = 0) -> np.ndarray:
+    made = np.full((shape[0] * shape[1], *values.shape[1:]), padding, values.dtype)
+    made[where.places] = values
+    return made.reshape(*shape, *values.shape[1:])
+
+
+class RowSpan(NamedTuple):
+    """Row and tokens of a packed sequence."""
 
     row: int
-    number: int
-    """Number among the row's sequences, from 1."""
-    start: int
+    tokens: slice
 
 
-def places(lengths: Sequence[int], row_tokens: int) -> list[Place]:
-    """Pack sequences with `best_fit`; return the position of each."""
-    found: dict[int, Place] = {}
-    numbers = np.asarray(lengths, np.int64).reshape(-1, 1)
-    for row, members in enumerate(best_fit(numbers, np.asarray([row_tokens]))):
+def pack(
+    sequences: Sequence[Mapping[str, np.ndarray]],
+    row_tokens: int,
+    *,
+    num_rows: int | None = None,
+    like: Mapping[str, np.ndarray] | None = None,
+    padding: Mapping[str, int] | None = None,
+) -> tuple[Arrays, list[RowSpan]]:
+    """Pack sequences, arrays of one length by name, into rows [num_rows, row_tokens] by best fit. Also where each lies.
+
+    `num_rows`: by default as many as are used. `like`: arrays that tell types, where there may be no sequence.
+    """
+    lengths = [len(sequence["tokens"]) for sequence in sequences]
+    rows = best_fit(np.asarray(lengths, np.int64).reshape(-1, 1), np.asarray([row_tokens]))
+    found: dict[int, RowSpan] = {}
+    for row, members in enumerate(rows):
         start = 0
-        for number, member in enumerate(members, start=1):
-            found[member] = Place(row, number, start)
+        for member in members:
+            found[member] = RowSpan(row, slice(start, start + lengths[member]))
             start += lengths[member]
-    return [found[member] for member in range(len(lengths))]
+    example = sequences[0] if like is None else like
+    made = fill_rows(
+        [[sequences[member] for member in members] for members in rows],
+        dict.fromkeys(example, row_tokens),
+        num_rows=len(rows) if num_rows is None else num_rows,
+        like=example,
+        padding=padding,
+    )
+    return made, [found[member] for member in range(len(sequences))]
 
 
 def sequence(example: TokenizedExample) -> dict[str, np.ndarray]:

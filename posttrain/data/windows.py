@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.data.packing import Spans, best_fit, spans
+from posttrain.data.packing import Arrays, best_fit, fill_rows
 
-Arrays = dict[str, np.ndarray]
 State = dict[str, Any]
 
 MOST_TOKENS = 2**24
@@ -80,7 +79,8 @@ class PackedBatches:
                 self._start, self._row = self._next_start, 0
         if not rows:
             raise StopIteration
-        return self._filled(rows)
+        like = rows[0][0]
+        return fill_rows(rows, self._lengths, num_rows=self._batch_rows, like=like, numbered=self._numbered)
 
     def get_state(self) -> State:
         """Start of the current window, and number of its rows already taken."""
@@ -127,24 +127,3 @@ class PackedBatches:
     def _is_enough(self, taken: int, tokens: int) -> bool:
         fills = tokens >= self._window.rows * self._lengths["tokens"]
         return (taken >= self._window.sequences and fills) or tokens >= MOST_TOKENS
-
-    def _filled(self, rows: Sequence[Sequence[Arrays]]) -> Arrays:
-        made: Arrays = {}
-        placed: dict[tuple[int, tuple[tuple[int, ...], ...]], Spans] = {}
-        for name, length in self._lengths.items():
-            arrays = [member[name] for members in rows for member in members]
-            key = length, tuple(tuple(len(member[name]) for member in members) for members in rows)
-            where = placed.get(key) or placed.setdefault(key, spans(key[1], length))
-            shape = (self._batch_rows, length)
-            made[name] = _spread(np.concatenate(arrays), where, shape)
-            if name in self._numbered:
-                made[f"{name}_positions"] = _spread(where.positions.astype(np.int32), where, shape)
-                made[f"{name}_segments"] = _spread(where.segments.astype(np.int32), where, shape)
-        return made
-
-
-def _spread(values: np.ndarray, where: Spans, shape: tuple[int, int]) -> np.ndarray:
-    """Array of zeros [batch_rows, length, ...] with the values at their places."""
-    made = np.zeros((shape[0] * shape[1], *values.shape[1:]), values.dtype)
-    made[where.places] = values
-    return made.reshape(*shape, *values.shape[1:])

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from posttrain.batch import Batch, TopK, teacher_batch
 from posttrain.data.format import no_column
 from posttrain.distill.cache import TeacherCache
-from posttrain.distill.cross_tokenizer.rows import Aligned, Aligner, TeacherRows
+from posttrain.distill.cross_tokenizer.rows import Aligned, Aligner, teacher_rows
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.tree import replace
 
@@ -109,9 +109,9 @@ class TeacherTargets:
         taught = np.zeros(batch.shape, np.int32)
         taught[np.asarray(batch.segments) > 0] = np.concatenate([sample.taught for sample in samples])
         tokens, asked = _of_teacher(number)
-        theirs = TeacherRows.of(samples, aligner.row_tokens)
-        rows = {"tokens": np.asarray(batch.tokens), f"taught_{number}": taught, tokens: theirs.tokens}
-        rows |= {f"{tokens}_positions": theirs.positions, f"{tokens}_segments": theirs.segments, asked: theirs.asked}
+        theirs = teacher_rows(samples, aligner.row_tokens)
+        rows = {"tokens": np.asarray(batch.tokens), f"taught_{number}": taught, asked: theirs["asked"]}
+        rows |= {tokens + name.removeprefix("tokens"): x for name, x in theirs.items() if name != "asked"}
         return self.ask(replace(batch, teacher_weights=(taught != 0).astype(np.float32)[..., None]), rows)
 
     def _said(

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from posttrain.batch import Batch, TopK, rows_per_pass
+from posttrain.batch import TopK, rows_per_pass
 from posttrain.cluster.http_teacher import ServedTeacher
 from posttrain.cluster.scorers import FrozenModel
 from posttrain.config import DistillSection, ModelSection, RLSection, RunConfig, TeacherSection
-from posttrain.data.packing import Place, places
+from posttrain.data.packing import pack, to_batch
 from posttrain.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh
@@ -288,27 +288,14 @@ class TopKScorer:
 
     def __call__(self, sequences: Sequence[Mapping[str, np.ndarray]]) -> Iterator[TopK]:
         """Yield the top-k of each sequence's tokens with loss, arrays [N, k] and [N]."""
-        where = places([len(sequence["tokens"]) for sequence in sequences], self._row_tokens)
-        passes: dict[int, list[int]] = {}
-        for number, place in enumerate(where):
-            passes.setdefault(place.row // self._rows, []).append(number)
-        said: dict[int, TopK] = {}
-        for members in passes.values():
-            placed = [(sequences[number], where[number]) for number in members]
-            said |= zip(members, self._pass(placed), strict=True)
-        yield from (said[number] for number in range(len(sequences)))
+        arrays = [{name: sequence[name] for name in ("tokens", "loss_weight")} for sequence in sequences]
+        rows, where = pack(arrays, self._row_tokens)
+        topk = self._teacher.top_k(to_batch(_whole_passes(rows, self._rows)))
+        for sequence, (row, tokens) in zip(sequences, where, strict=True):
+            at = tokens.start + np.flatnonzero(sequence["loss_weight"])
+            yield jax.tree.map(lambda x, row=row, at=at: x[row, at], topk)
 
-    def _pass(self, placed: Sequence[tuple[Mapping[str, np.ndarray], Place]]) -> Iterator[TopK]:
-        tokens, positions, segments, wanted = np.zeros((4, self._rows, self._row_tokens), np.int32)
-        for sequence, place in placed:
-            row, span = place.row % self._rows, slice(place.start, place.start + len(sequence["tokens"]))
-            tokens[row, span] = sequence["tokens"]
-            positions[row, span] = np.arange(len(sequence["tokens"]))
-            segments[row, span] = place.number
-            wanted[row, span] = sequence["loss_weight"] > 0
-        found = self._teacher.top_k(
-            Batch(tokens=tokens, positions=positions, segments=segments, loss_weight=wanted.astype(np.float32))
-        )
-        for sequence, place in placed:
-            row, at = place.row % self._rows, place.start + np.flatnonzero(sequence["loss_weight"])
-            yield jax.tree.map(lambda x, row=row, at=at: x[row, at], found)
+
+def _whole_passes(rows: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
+    """Pad with empty rows to a multiple of `num_rows`, so that every pass has one shape."""
+    return {name: np.pad(x, ((0, -len(x) % num_rows), *((0, 0) for _ in x.shape[1:]))) for name, x in rows.items()}

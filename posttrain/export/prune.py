@@ -12,6 +12,7 @@ from jaxtyping import Float
 
 from posttrain.config import DatasetSection
 from posttrain.data.format import tokenize_example
+from posttrain.data.packing import fill_rows
 from posttrain.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.export.proof import prove
@@ -70,10 +71,10 @@ def first_tokens(path: str, tokenizer: Tokenizer) -> list[np.ndarray]:
 
 def expert_load(model: Decoder, sequences: Sequence[np.ndarray]) -> Float[np.ndarray, "L E"]:
     """Count how often each MoE layer chooses each expert, over all tokens."""
-    tokens, segments = np.zeros((2, len(sequences), max(map(len, sequences))), np.int32)
-    for row, sequence in enumerate(sequences):
-        tokens[row, : len(sequence)], segments[row, : len(sequence)] = sequence, 1
-    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    arrays = [{"tokens": np.asarray(sequence, np.int32)} for sequence in sequences]
+    length = max(map(len, sequences))
+    rows = fill_rows([[one] for one in arrays], {"tokens": length}, num_rows=len(arrays), like=arrays[0])
+    tokens, positions, segments = (rows[f"tokens{name}"] for name in ("", "_positions", "_segments"))
     routing = jax.jit(lambda *inputs: model.forward(*inputs)[2])(tokens, positions, segments)
     assert routing is not None
     return np.asarray(routing.stats.load)

@@ -10,6 +10,15 @@ from posttrain.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 
+NOUNS: Mapping[type, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list: "a list",
+    dict: "a mapping",
+}
+
 POSITIVE = frozenset(
     (
         *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "max_position_embeddings"),
@@ -51,7 +60,7 @@ class Fields:
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
-            raise ConfigError(f"{key}: must be {kind.__name__}, got {value!r}")
+            raise ConfigError(f"{key}: must be {NOUNS.get(kind, kind.__name__)}, got {value!r}")
         if key in POSITIVE and isinstance(value, int | float) and not 0 < value < math.inf:
             raise ConfigError(f"{key}: must be above 0 and finite, got {value!r}")
         self.read[key] = value

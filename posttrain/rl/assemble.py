@@ -1,22 +1,25 @@
-"""Packing of sampled trajectories into the rows of a training `Batch`: groups with advantages, or preference pairs."""
+"""Assembly of training rows: trajectories with advantages, or pairs, packed into a `Batch`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from posttrain.batch import Batch
-from posttrain.data.packing import common_prefix, places
+from posttrain.data.packing import Arrays, RowSpan, common_prefix, pack
 from posttrain.rl.types import Example, Group, Trajectory
 
 Shares = Callable[[Example], Float[np.ndarray, " N"]]
 """Weight of each teacher for the samples of an example."""
 Pair = tuple[Trajectory, Trajectory]
-"""Chosen and rejected trajectory."""
+"""Chosen and rejected sample."""
+
+NOT_RECORDED = {"experts": -1}
+"""Padding of recorded experts."""
+RENAMED = {"tokens_positions": "positions", "tokens_segments": "segments"}
 
 
 def assemble(
@@ -29,136 +32,127 @@ def assemble(
     shares: Shares | None = None,
     version: int | None = None,
 ) -> Batch:
-    """Pack trajectories into host arrays [num_rows, row_tokens]. Samples without a valid reward are dropped.
+    """Pack samples with their advantages into rows [num_rows, row_tokens]; samples that are not valid are left out.
 
-    `num_rows` is fixed for a run so that the step compiles once; unused rows stay empty, and empty micro-batches are
-    skipped. Arrays of recorded experts may have fewer rows. `shares` become `teacher_weights`. `version`: current
-    version of the weights, from which the batch gets `staleness` per token.
+    `num_rows` is fixed for a run, so that the step compiles once; empty micro-batches are not computed. With recorded
+    experts there are fewer rows. `shares` become `teacher_weights`. `version` of the present weights: adds `staleness`.
     """
-    kept = [
+    samples = [
         (trajectory, float(advantage))
         for group, advantages, valids in zip(groups_P, advantages_PG, valid_PG, strict=True)
         for trajectory, advantage, valid in zip(group, advantages, valids, strict=True)
         if valid
     ]
-    assert len(kept) <= num_rows, "num_rows must hold one trajectory per row"
-    where = places([len(trajectory.tokens) for trajectory, _ in kept], row_tokens)
-    recorded = [trajectory.experts for group in groups_P for trajectory in group]
-    batch = _empty(num_rows, row_tokens, recorded, [place.row for place in where])
-    shape = batch["tokens"].shape
-    batch |= {name: np.zeros(shape, np.float32) for name in ("advantages", "behaviour_logps")}
-    if version is not None:
-        batch["staleness"] = np.zeros(shape, np.int32)
-    if shares is not None:
-        batch["teacher_weights"] = np.zeros((*shape, len(shares(groups_P[0][0].example))), np.float32)
-    for (trajectory, advantage), place in zip(kept, where, strict=True):
-        whole = TrajectoryPiece(trajectory, 0, len(trajectory.tokens), {"advantages": advantage})
-        _put(batch, place.row, place.start, place.number, whole)
-        _put_origin(batch, place.row, place.start, trajectory, version)
-        if shares is not None:
-            span = slice(place.start, place.start + len(trajectory.tokens))
-            batch["teacher_weights"][place.row, span] = shares(trajectory.example)
-    return Batch(**batch)
+    sequences = [
+        _sample(trajectory, shares) | _policy(trajectory, advantage, version) for trajectory, advantage in samples
+    ]
+    first = groups_P[0][0]
+    like = _sample(first, shares) | _policy(first, 0.0, version)
+    rows, _ = _rows(sequences, like, row_tokens, num_rows, [t for group in groups_P for t in group])
+    return _to_batch(rows)
 
 
-@dataclass(frozen=True)
-class TrajectoryPiece:
-    """Tokens `first .. stop` of a trajectory. `sampled_values`: constants for its sampled tokens, by array name."""
-
-    trajectory: Trajectory
-    first: int
-    stop: int
-    sampled_values: Mapping[str, float]
-
-    def __len__(self) -> int:
-        return self.stop - self.first
+def sample_rows(
+    samples: Sequence[Trajectory], *, row_tokens: int, num_rows: int, shares: Shares | None = None
+) -> tuple[Batch, list[RowSpan]]:
+    """Pack all samples into rows [num_rows, row_tokens], without advantages. Also where each sample lies."""
+    sequences = [_sample(trajectory, shares) for trajectory in samples]
+    rows, where = _rows(sequences, sequences[0], row_tokens, num_rows, samples)
+    return _to_batch(rows), where
 
 
 def assemble_pairs(
     pairs: Sequence[Pair], *, row_tokens: int, num_rows: int, groups_P: Sequence[Group], share_prompts: bool
 ) -> Batch:
-    """Pack pairs into host arrays [num_rows, row_tokens], both sequences of a pair in one row; `roles` marks the chosen
-    one.
+    """Pack both samples of each pair side by side into rows [num_rows, row_tokens]; `roles` tell the chosen one.
 
-    `groups_P`: all samples of the step, which determine the recorded arrays even without any pair. `share_prompts`:
-    store the common prefix of a pair once, as the parent segment of both.
+    `groups_P`: all samples of the step, which tell what is recorded even without any pair. `share_prompts`: the common
+    prefix of a pair is in its row once, as the parent sequence of both.
     """
-    assert len(pairs) <= num_rows, "num_rows must hold one pair per row"
-    parts = [_pieces(pair, _shared_tokens(pair) if share_prompts else 0) for pair in pairs]
-    where = places([sum(len(piece) for piece in pieces) for pieces in parts], row_tokens)
-    recorded = [trajectory.experts for group in groups_P for trajectory in group]
-    batch = _empty(num_rows, row_tokens, recorded, [place.row for place in where])
-    for name in ("roles", "parents") if share_prompts else ("roles",):
-        batch[name] = np.zeros(batch["tokens"].shape, np.int32)
-    segments = np.zeros(num_rows, np.int32)
-    # Pairs of a row are in order.
-    for pieces, (row, _, start) in zip(parts, where, strict=True):
-        prompt = int(segments[row]) + 1
-        for piece in pieces:
-            segments[row] += 1
-            _put(batch, row, start, int(segments[row]), piece)
-            if piece.first:
-                batch["parents"][row, start : start + len(piece)] = prompt
-            start += len(piece)
-    return Batch(**batch)
+    sequences = [_pair(pair, share_prompts=share_prompts) for pair in pairs]
+    first = groups_P[0][0]
+    like = _pair((first, first), share_prompts=False)
+    rows, _ = _rows(sequences, like, row_tokens, num_rows, [t for group in groups_P for t in group])
+    # Each pair is one segment of the packer; here each of its sequences becomes one.
+    before = (3 if share_prompts else 2) * (rows.pop("tokens_segments") - 1)
+    part, parent = rows.pop("part"), rows.pop("parent")
+    segments = np.where(part > 0, before + part, 0).astype(np.int32)
+    parents = np.where(parent > 0, before + parent, 0).astype(np.int32) if share_prompts else None
+    del rows["tokens_positions"]
+    named: dict[str, Any] = rows
+    return Batch(segments=segments, parents=parents, **named)
 
 
-def _pieces(pair: Pair, shared: int) -> list[TrajectoryPiece]:
-    """Common prefix (if any) and the remainders of both sequences."""
-    answers = [
-        TrajectoryPiece(trajectory, shared, len(trajectory.tokens), {"roles": role})
-        for trajectory, role in zip(pair, (1.0, -1.0), strict=True)
-    ]
-    return [TrajectoryPiece(pair[0], 0, shared, {}), *answers] if shared else answers
+def _sample(trajectory: Trajectory, shares: Shares | None) -> Arrays:
+    """Per-token arrays of a sample."""
+    sampled = np.asarray(trajectory.sampled, bool)
+    arrays: Arrays = {
+        "tokens": np.asarray(trajectory.tokens, np.int32),
+        "loss_weight": sampled.astype(np.float32),
+        "sampler_logps": np.where(sampled, np.asarray(trajectory.logps, np.float32), np.float32(0)),
+    }
+    if trajectory.experts is not None:
+        arrays["experts"] = np.asarray(trajectory.experts, np.int16)
+    if shares is not None:
+        weights = np.asarray(shares(trajectory.example), np.float32)
+        arrays["teacher_weights"] = np.broadcast_to(weights, (len(sampled), len(weights)))
+    return arrays
+
+
+def _policy(trajectory: Trajectory, advantage: float, version: int | None) -> Arrays:
+    """Advantage, behaviour log-probability and staleness of each sampled token."""
+    sampled = np.asarray(trajectory.sampled, bool)
+    drawn = np.asarray(trajectory.logps, np.float32) - np.asarray(trajectory.kept_logps, np.float32)
+    arrays: Arrays = {
+        "advantages": np.where(sampled, np.float32(advantage), np.float32(0)),
+        "behaviour_logps": np.where(sampled, drawn, np.float32(0)),
+    }
+    if version is not None:
+        arrays["staleness"] = np.where(sampled, version - np.asarray(trajectory.versions), 0).astype(np.int32)
+    return arrays
+
+
+def _pair(pair: Pair, *, share_prompts: bool) -> Arrays:
+    """Per-token arrays of a pair. `part`: sequence number in the pair; `parent`: that of its parent sequence."""
+    shared = _shared_tokens(pair) if share_prompts else 0
+    pieces = [({"roles": 0, "part": 1, "parent": 0}, pair[0], slice(0, shared))] if shared else []
+    for role, trajectory in zip((1, -1), pair, strict=True):
+        numbers = {"roles": role, "part": len(pieces) + 1, "parent": 1 if shared else 0}
+        pieces.append((numbers, trajectory, slice(shared, len(trajectory.tokens))))
+    parts = []
+    for numbers, trajectory, span in pieces:
+        part = {name: array[span] for name, array in _sample(trajectory, None).items()}
+        length, sampled = len(part["tokens"]), part["loss_weight"] > 0
+        part["positions"] = np.arange(span.start, span.start + length, dtype=np.int32)
+        part |= {name: np.full(length, number, np.int32) for name, number in numbers.items()}
+        part["roles"] = np.where(sampled, part["roles"], 0).astype(np.int32)
+        parts.append(part)
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _shared_tokens(pair: Pair) -> int:
-    """Length of the shared prompt without its last token, which each completion keeps, as for offline pairs."""
+    """Length of the common prompt prefix, without the last prompt token, which precedes each answer."""
     first = [max(int(np.argmax(trajectory.sampled)) - 1, 0) for trajectory in pair]
     return common_prefix(*(np.asarray(t.tokens[:length], np.int64) for t, length in zip(pair, first, strict=True)))
 
 
-def _empty(num_rows: int, length: int, recorded: Sequence[np.ndarray | None], used: Sequence[int]) -> dict[str, Any]:
-    """Arrays of empty rows. Recorded experts take hundreds of bytes per token: their arrays have as many rows as are
-    `used`, rounded up to `num_rows` divided by 1, 2, 4 or 8, each a separate compilation of the step."""
-    experts = [array for array in recorded if array is not None]
-    assert len(experts) in (0, len(recorded)), "either every trajectory has recorded experts, or none"
-    least = max(used, default=0) + 1
-    sizes = [-(-num_rows // part) for part in (8, 4, 2)] if experts else []
-    shape = (next((size for size in sizes if size >= least), num_rows), length)
-    integers = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segments")}
-    floats = {name: np.zeros(shape, np.float32) for name in ("loss_weight", "sampler_logps")}
-    routing = {"experts": np.full((*shape, *experts[0].shape[1:]), -1, np.int16)} if experts else {}
-    return {**integers, **floats, **routing}
+def _rows(
+    sequences: Sequence[Arrays], like: Arrays, row_tokens: int, num_rows: int, samples: Sequence[Trajectory]
+) -> tuple[Arrays, list[RowSpan]]:
+    """Pack sequences into `num_rows` rows. Recorded experts take hundreds of bytes a token: then into as few rows as
+    hold them, rounded up to `num_rows` divided by 1, 2, 4 or 8, each of which is another program of the step."""
+    recorded = [trajectory.experts is not None for trajectory in samples]
+    assert all(recorded) or not any(recorded), "either every trajectory has recorded experts, or none"
+    assert len(sequences) <= num_rows, "num_rows must hold one sequence per row"
+    rows, where = pack(sequences, row_tokens, num_rows=num_rows, like=like, padding=NOT_RECORDED)
+    if any(recorded):
+        least = 1 + max((span.row for span in where), default=0)
+        sizes = [-(-num_rows // part) for part in (8, 4, 2)]
+        used = next((size for size in sizes if size >= least), num_rows)
+        rows = {name: array[:used] for name, array in rows.items()}
+    return rows, where
 
 
-def _put(
-    batch: Mapping[str, np.ndarray],
-    row: int,
-    start: int,
-    segment: int,
-    piece: TrajectoryPiece,
-) -> None:
-    trajectory, part = piece.trajectory, slice(piece.first, piece.stop)
-    span = slice(start, start + piece.stop - piece.first)
-    sampled = np.asarray(trajectory.sampled)[part]
-    batch["tokens"][row, span] = trajectory.tokens[part]
-    batch["positions"][row, span] = np.arange(piece.first, piece.stop)
-    batch["segments"][row, span] = segment
-    batch["loss_weight"][row, span] = sampled
-    batch["sampler_logps"][row, span] = np.where(sampled, trajectory.logps[part], 0.0)
-    for name, value in piece.sampled_values.items():
-        batch[name][row, span] = np.where(sampled, value, 0)
-    if trajectory.experts is not None:
-        batch["experts"][row, span] = trajectory.experts[part]
-
-
-def _put_origin(
-    batch: Mapping[str, np.ndarray], row: int, start: int, trajectory: Trajectory, version: int | None
-) -> None:
-    """Write the behaviour log-probability of each sampled token and its staleness in weight updates."""
-    span, sampled = slice(start, start + len(trajectory.tokens)), np.asarray(trajectory.sampled)
-    drawn = np.asarray(trajectory.logps, np.float32) - np.asarray(trajectory.kept_logps, np.float32)
-    batch["behaviour_logps"][row, span] = np.where(sampled, drawn, 0.0)
-    if version is not None:
-        batch["staleness"][row, span] = np.where(sampled, version - np.asarray(trajectory.versions), 0)
+def _to_batch(rows: Arrays) -> Batch:
+    named: dict[str, Any] = {RENAMED.get(name, name): array for name, array in rows.items()}
+    return Batch(**named)

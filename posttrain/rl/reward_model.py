@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-import jax
 import numpy as np
-from jax import Array
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import Float
 
+from posttrain.cluster.scorers import FrozenModel
 from posttrain.data.chat import Renderer
 from posttrain.data.format import render_answer
+from posttrain.data.packing import fill_rows, to_batch
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
-from posttrain.mesh import BATCH_SPEC, row_shards
+from posttrain.mesh import row_shards
 from posttrain.rl.types import Trajectory
 from posttrain.weights.load import load_model
-from posttrain.weights.state import ModelWeights, Weights
 
 Reduce = Literal["last", "min", "mean"]
 MIN_WIDTH = 64
@@ -48,15 +47,7 @@ class ModelReward:
         self._newline = self._renderer.tokenizer.encode_spans("\n", continues=True)[0]
         self._longest = model.config.max_positions
         self._rows = -(-rows // row_shards(mesh)) * row_shards(mesh)
-        self._sharding = NamedSharding(mesh, BATCH_SPEC)
-        weights = ModelWeights(model)
-        self._weights = weights.read()
-
-        def scores(arrays: Weights, tokens: Array, positions: Array, segments: Array) -> Float[Array, "B T"]:
-            bound = weights.bind(arrays)
-            return bound.scores(bound(tokens, positions, segments)[0])
-
-        self._scores = jax.jit(scores)
+        self._model = FrozenModel(model, mesh, temperature=1.0, rows=self._rows)
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | ValueError]:
         """Reward of each trajectory; a ValueError for a sequence longer than the model's context."""
@@ -95,13 +86,9 @@ class ModelReward:
         lengths = [len(tokens) for tokens, _ in sequences]
         # Lengths are powers of two: few compilations, whatever the longest sequence of a step.
         width = min(max(MIN_WIDTH, 1 << (max(lengths) - 1).bit_length()), self._longest)
-        tokens = np.zeros((self._rows, width), np.int32)
-        for row, (ids, _) in enumerate(sequences):
-            tokens[row, : len(ids)] = ids
-        places = np.arange(width, dtype=np.int32)[None]
-        inside = places < np.asarray([*lengths, *[0] * (self._rows - len(lengths))])[:, None]
-        arrays = tokens, np.where(inside, places, 0), inside.astype(np.int32)
-        scores = np.asarray(self._scores(self._weights, *jax.device_put(arrays, self._sharding)))
+        rows = [[{"tokens": np.asarray(ids, np.int32)}] for ids, _ in sequences]
+        made = fill_rows(rows, {"tokens": width}, num_rows=self._rows, like=rows[0][0])
+        scores = self._model.scores(to_batch(made | {"loss_weight": made["tokens_segments"].astype(np.float32)}))
         return [float(self._reduced(scores[row], *one)) for row, one in enumerate(sequences)]
 
     def _reduced(self, scores: Float[np.ndarray, " T"], tokens: Sequence[int], start: int) -> np.floating:

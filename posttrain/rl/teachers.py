@@ -13,12 +13,13 @@ from jaxtyping import Float
 from posttrain.batch import Batch
 from posttrain.cluster.scorers import Scorer, teacher_logps
 from posttrain.config import DistillSection, RLSection
-from posttrain.distill.cross_tokenizer.rows import Aligner, TeacherRows
+from posttrain.data.packing import to_batch
+from posttrain.distill.cross_tokenizer.rows import Aligner, teacher_rows
 from posttrain.distill.targets import teacher_shares
 from posttrain.distill.teachers import in_order
 from posttrain.errors import RunError
 from posttrain.metrics import Metrics
-from posttrain.rl.assemble import Shares, assemble
+from posttrain.rl.assemble import Shares, sample_rows
 from posttrain.rl.types import Group
 from posttrain.statistics import Interval, mean_interval
 from posttrain.tree import Mean, replace
@@ -61,16 +62,12 @@ def distances(
     teachers: Sequence[Scorer], groups_P: Sequence[Group], shares: Shares | None, row_tokens: int
 ) -> Float[np.ndarray, "P G"]:
     """Mean of log(student / teacher) over the tokens of each sample: an estimate of the reverse KL."""
-    shape = (len(groups_P), len(groups_P[0]))
-    count = shape[0] * shape[1]
-    # The advantages carry the number of each sample through packing.
-    numbers = np.arange(count, dtype=np.float32).reshape(shape)
-    batch = assemble(groups_P, numbers, numbers >= 0, row_tokens=row_tokens, num_rows=count, shares=shares)
+    samples = [sample for group in groups_P for sample in group]
+    batch, where = sample_rows(samples, row_tokens=row_tokens, num_rows=len(samples), shares=shares)
     sampled = np.asarray(batch.loss_weight) > 0
-    gap = np.asarray(batch.sampler_logps) - teacher_logps(teachers, batch)
-    owner = np.asarray(batch.advantages)[sampled].astype(np.int64)
-    sums = np.bincount(owner, weights=gap[sampled], minlength=count)
-    return (sums / np.bincount(owner, minlength=count)).reshape(shape).astype(np.float32)
+    gap = np.where(sampled, np.asarray(batch.sampler_logps) - teacher_logps(teachers, batch), 0.0)
+    means = [gap[row, tokens].sum() / sampled[row, tokens].sum() for row, tokens in where]
+    return np.asarray(means, np.float32).reshape(len(groups_P), -1)
 
 
 def merged_distances(
@@ -83,10 +80,9 @@ def merged_distances(
     """
     samples = [sample for group in groups_P for sample in group]
     read = [aligner.align_sample(dataset, s.messages, s.tokens, s.sampled) for s in samples]
-    theirs = TeacherRows.of(read, aligner.row_tokens)
-    asked = theirs.asked != 0
-    weight = asked.astype(np.float32)
-    batch = Batch(tokens=theirs.tokens, positions=theirs.positions, segments=theirs.segments, loss_weight=weight)
+    rows = teacher_rows(read, aligner.row_tokens)
+    asked = rows["asked"] != 0
+    batch = to_batch(rows | {"loss_weight": asked.astype(np.float32)})
     teacher_sums = np.where(asked, teacher.logps(batch), 0.0).sum(axis=1)
     student_sums = np.asarray([np.asarray(s.logps)[r.taught != 0].sum() for s, r in zip(samples, read, strict=True)])
     counts = np.asarray([np.count_nonzero(r.taught) for r in read], np.float64)

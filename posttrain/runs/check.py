@@ -17,15 +17,15 @@ def check(config: RunConfig, base_dir: Path, num_devices: int | None = None) -> 
     `num_devices`: of the machine that will run it; None: of this one.
     """
     mesh = mesh_of_run(config, num_devices)
-    prepared = prepare(config, base_dir, offline_ok=True)
+    prepared = prepare(config, base_dir, offline_ok=True, estimate=True)
     shards = math.prod(mesh[axis] for axis in ROW_AXES)
     lines = [f"output: {config.output}{' (exists)' if Path(config.output).exists() else ''}"]
     if prepared.model is not None:
         model = prepared.model
         lines.append(f"model: {model.model_type}, {model.num_layers} layers, vocabulary {model.vocab_size:,}")
-        lines += describe_size(prepared.config, model, mesh)
+        lines += describe_size(prepared.config, model, mesh, base_dir)
     named = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
-    where = f"{num_devices} devices" if num_devices is not None else "the devices of this machine; else --devices N"
+    where = f"{num_devices} devices" if num_devices is not None else "this machine; --devices N for another"
     lines.append(f"mesh: {named} ({where})")
     config = prepared.config
     for name, section in zip(stage_names(config), config.stages, strict=True):

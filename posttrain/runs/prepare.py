@@ -8,19 +8,20 @@ from posttrain.config import RunConfig, TrainSection, trains_on_samples
 from posttrain.config.yaml_file import find_path
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.runs.check_model import read_model
-from posttrain.runs.lengths import with_steps
+from posttrain.runs.epochs import read_counts, with_steps
 from posttrain.stages.prepared import Prepared
 from posttrain.stages.prompts import check_cache
 from posttrain.stages.table import STAGES, naming_stage, stage_names
 from posttrain.weights.locate import refuse_misspelt, tokenizer_name, unreachable
 
 
-def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
+def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool, estimate: bool = False) -> Prepared:
     """Load and validate all inputs of a run. ConfigError for the first mistake.
 
-    With `offline_ok`, what only the hub can answer becomes a note when there is no network.
+    With `offline_ok`, what only the hub can answer becomes a note when there is no network. `estimate`: of
+    `num_epochs` over a large dataset there is a note in place of `num_steps`.
     """
-    prepared = Prepared(config=config, base_dir=base_dir)
+    prepared = Prepared(config=config, base_dir=base_dir, counts=read_counts(Path(config.output)))
     name = tokenizer_name(config.model, base_dir)
     offline = unreachable(name)
     if offline:
@@ -38,11 +39,11 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool) -> Prepared:
     read_model(prepared, offline_ok=offline_ok)
     for index in range(len(config.stages)):
         with naming_stage(config, index):
-            _prepare_stage(prepared, index, offline_ok=offline_ok)
+            _prepare_stage(prepared, index, offline_ok=offline_ok, estimate=estimate)
     return prepared
 
 
-def _prepare_stage(prepared: Prepared, index: int, *, offline_ok: bool) -> None:
+def _prepare_stage(prepared: Prepared, index: int, *, offline_ok: bool, estimate: bool) -> None:
     """Add its inputs, or a note where they are on a hub that cannot be asked."""
     config, section, base_dir = prepared.config, prepared.config.stages[index], prepared.base_dir
     remote = [path for path in _dataset_paths(section, base_dir) if unreachable(path)]
@@ -56,7 +57,7 @@ def _prepare_stage(prepared: Prepared, index: int, *, offline_ok: bool) -> None:
     if trains_on_samples(section):
         check_cache(section, config.mesh.row_shards or 1)
     inputs, notes = STAGES[section.kind].prepare(section, prepared)
-    inputs, more = with_steps(inputs, config.seed)
+    inputs, more = with_steps(inputs, config.seed, prepared.counts, estimate=estimate)
     prepared.add(index, inputs)
     prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in [*more, *notes]]
 

@@ -17,6 +17,7 @@ from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.models.decoder import Decoder
 from posttrain.runs.code_identity import check_code, remember_code
+from posttrain.runs.epochs import write_counts
 from posttrain.runs.extend import extend, extended_stages
 from posttrain.runs.prepare import prepare
 from posttrain.runs.summary import print_summary
@@ -61,6 +62,7 @@ def run(config: RunConfig, base_dir: Path) -> RunResult:
     output = Path(config.output)
     names = stage_names(config)
     with _claimed(output, config, base_dir), stop_on_signals() as stop:
+        write_counts(output, prepared.counts)
         for note in prepared.notes + row_notes(config, row_shards(mesh)):
             console().print(note, markup=False, soft_wrap=True)
         source, trained = None, []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,9 @@ from posttrain.models.config import Compute, ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.train.optim import make_optimizer
 from posttrain.weights.load import check_mesh, outline_of
-from posttrain.weights.lora import attach_lora
+from posttrain.weights.locate import local_or_hub, read_wrapper, unreachable
+from posttrain.weights.lora import attach_lora, has_lora
+from posttrain.weights.peft_load import adapter_outline
 from posttrain.weights.quantize import quantized_outline
 from posttrain.weights.scalar_head import add_scalar_head
 from posttrain.weights.state import ModelWeights
@@ -52,24 +55,24 @@ def mesh_of_run(config: RunConfig, num_devices: int | None) -> dict[str, int]:
     except ConfigError as error:
         if num_devices is not None:
             raise
-        raise ConfigError(f"{error}; those are of this machine: check --devices N checks for another") from error
+        raise ConfigError(f"{error}, of this machine; for another give check --devices N") from error
 
 
-def describe_size(config: RunConfig, model: ModelConfig, mesh: Mapping[str, int]) -> list[str]:
+def describe_size(config: RunConfig, model: ModelConfig, mesh: Mapping[str, int], base_dir: Path) -> list[str]:
     """Lines of parameters and bytes. ConfigError where the mesh does not divide the model."""
-    outline = _outline(config, model)
+    outline = model_outline(config, model, base_dir)
     check_mesh(outline, mesh)
     size = training_size(config, outline, mesh)
+    if config.model.adapter is not None and not has_lora(outline):
+        return [f"parameters: {size.total:,} and those of the adapter"]
     trained = "all trained" if size.trained == size.total else f"{size.trained:,} trained ({_share(size)})"
-    if config.model.adapter is not None:
-        trained = "the adapter's are trained beside them"
     parts = f"weights {_bytes(size.weights)}, gradient {_bytes(size.gradient)}, optimiser {_bytes(size.optimizer)}"
     whole = size.weights + size.gradient + size.optimizer
     devices = math.prod(mesh.values())
-    split = f", {_bytes(size.per_device)} on each of {devices} devices" if devices > 1 else ""
+    split = f" ({_bytes(size.per_device)} on each of {devices} devices)" if devices > 1 else ""
     return [
         f"parameters: {size.total:,}, {trained}",
-        f"memory: {parts}: {_bytes(whole)}{split}; activations and caches come on top",
+        f"memory: {_bytes(whole)} = {parts}{split}; activations and caches come on top",
     ]
 
 
@@ -94,12 +97,17 @@ def training_size(config: RunConfig, outline: Decoder, mesh: Mapping[str, int]) 
     )
 
 
-def _outline(config: RunConfig, model: ModelConfig) -> Decoder:
+def model_outline(config: RunConfig, model: ModelConfig, base_dir: Path) -> Decoder:
+    """Trained model as shapes; without its adapter where that is on a hub that cannot be reached."""
     section: ModelSection = config.model
     dtype = jnp.dtype(section.dtype)
     outline = outline_of(model, Compute.of(dtype), dtype)
     if section.quantize != "none":
         outline = quantized_outline(outline, section.quantize)
+    name = None if section.adapter is None else local_or_hub(section.adapter, base_dir)
+    if name is not None and not unreachable(name):
+        wrapper = read_wrapper(section, base_dir)
+        outline = adapter_outline(outline, name, text_name=wrapper.text_name if wrapper else None)
     lora, scored = section.lora, isinstance(config.stages[-1], RewardModelSection)
 
     def changed(decoder: Decoder) -> Decoder:

@@ -31,7 +31,7 @@ from posttrain.tracking.console import console, progress_bar
 
 def write_caches(config: RunConfig, base_dir: Path) -> None:
     """Write what is missing of the caches of all stages. ConfigError where no stage has one."""
-    prepared = prepare(config, base_dir, offline_ok=False)
+    prepared = prepare(config, base_dir, offline_ok=False, estimate=True)
     config = prepared.config
     assert prepared.tokenizer is not None
     for note in prepared.notes:

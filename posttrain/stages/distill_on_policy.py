@@ -18,7 +18,7 @@ from posttrain.errors import RunError
 from posttrain.evaluation.rollouts import evaluate
 from posttrain.mesh import row_shards
 from posttrain.metrics import Metrics
-from posttrain.rl.assemble import assemble
+from posttrain.rl.assemble import sample_rows
 from posttrain.rl.guards import LIMITS, check_agreement
 from posttrain.rl.metrics import sample_metrics
 from posttrain.rl.rewards import Rubric
@@ -84,15 +84,14 @@ class Samples:
         examples = [self._examples[index] for index in next(self.prompts)]
         groups = run_async(collect(self._sampler, examples, 1, step))
         self._said = sample_metrics(groups, step)
-        # In the place of its advantage each sample carries its number through the packing.
-        numbers = np.arange(len(groups), dtype=np.float32)[:, None]
         rows, length = self._section.batch_rows, self._section.row_tokens
-        made = assemble(groups, numbers, numbers >= 0, row_tokens=length, num_rows=rows, shares=self._shares)
+        samples = [group[0] for group in groups]
+        made, where = sample_rows(samples, row_tokens=length, num_rows=rows, shares=self._shares)
         kept = changed(model_inputs(made), teacher_weights=made.teacher_weights, sampler_logps=made.sampler_logps)
         if self._aligner is None:
             return self._targets.ask(kept)
-        carried = np.asarray(made.advantages)[np.asarray(made.loss_weight) > 0].astype(int)
-        samples = [groups[number][0] for number in dict.fromkeys(carried.tolist())]
+        order = sorted(range(len(samples)), key=lambda number: (where[number].row, where[number].tokens.start))
+        samples = [samples[number] for number in order]
         read = [self._aligner.align_sample(0, s.messages, s.tokens, s.sampled) for s in samples]
         self._unread_steps = 0 if any(one.taught.any() for one in read) else self._unread_steps + 1
         if self._unread_steps >= UNREAD_STEPS:

@@ -19,7 +19,7 @@ from posttrain.stages.online import (
     open_rollouts,
     prompt_batches,
 )
-from posttrain.stages.pairs import shares_prompts
+from posttrain.stages.pairs import loss_name, shares_prompts
 from posttrain.stages.prepared import Prepared
 from posttrain.stages.prompts import OnlinePreferenceInputs, check_rewards, online_loss, prepare_scored
 
@@ -40,7 +40,7 @@ def check_offline(section: OnlinePreferenceSection, base_dir: Path) -> None:
 
 def describe(section: OnlinePreferenceSection, inputs: OnlinePreferenceInputs | None, shards: int) -> str:
     """Summarise the stage in one line."""
-    compared = "" if inputs is None else f"; the best against the worst by {type(inputs.loss).__name__}"
+    compared = "" if inputs is None else f"; the best against the worst by loss {loss_name(section.loss)}"
     return describe_steps(section, inputs, compared)
 
 

@@ -93,7 +93,8 @@ def pair_loss(section: PreferenceSection | RewardModelSection, base_dir: Path) -
     loss = make_loss(section.loss, LOSSES[section.kind], lambda spec: callable_of(spec, "loss", base_dir))
     if isinstance(section, PreferenceSection) and section.reference is not None and not loss.needs.reference:
         raise ConfigError(
-            f"reference: {section.reference} has no effect: {type(loss).__name__} needs no reference; remove it"
+            f"reference: {section.reference} has no effect: the loss {loss_name(section.loss)} needs no reference; "
+            "remove it"
         )
     return loss
 
@@ -105,8 +106,14 @@ def check_offline(section: PreferenceSection | RewardModelSection, base_dir: Pat
 
 def describe(section: PreferenceSection | RewardModelSection, inputs: PairInputs | None, shards: int) -> str:
     """Summarise the stage in one line."""
-    rows = "" if inputs is None else f"{len(inputs.units.rows):,} dataset rows, {type(inputs.loss).__name__}, "
+    rows = "" if inputs is None else f"{len(inputs.units.rows):,} dataset rows, loss {loss_name(section.loss)}, "
     return rows + describe_rows(section, shards)
+
+
+def loss_name(spec: str | Mapping[str, Any]) -> str:
+    """Name of a loss as the configuration gives it: its kind, or its kinds."""
+    kind = spec if isinstance(spec, str) else spec.get("kind")
+    return " + ".join(map(str, kind)) if isinstance(kind, list | tuple) else str(kind)
 
 
 def make_loss(
@@ -231,8 +238,10 @@ def check_units(units: Units, left_out: Iterable[bool]) -> tuple[float, list[str
             f"every row of {units.rows.name} is left out: longer than row_tokens={units.section.row_tokens}, or with "
             "answers that are the same; raise row_tokens, or give answers that differ"
         )
+    what = "rows" if len(units) == len(units.rows) else "answers"
+    checked = "" if len(found) == len(units) else " checked"
     note = (
-        f"{dropped:,} of {len(found):,} examples looked at of {units.rows.name} are left out: they do not fit "
+        f"{dropped:,} of {len(found):,} {what}{checked} of {units.rows.name} are left out: longer than "
         f"row_tokens={units.section.row_tokens} (overlong: {units.section.overlong}), or both answers are the same"
     )
     return dropped / len(found), [note] if dropped else []

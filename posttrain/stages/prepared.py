@@ -33,6 +33,8 @@ class Prepared:
     model: ModelConfig | None = None
     """None where only the hub has it and cannot be reached."""
     stages: list[Inputs] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    """Counted `num_steps` of passes over the data, kept with the run."""
     notes: list[str] = field(default_factory=list)
     """Checks that could not be made, and why; and where the run differs from the configuration."""
 

@@ -122,9 +122,9 @@ def _check_sequences(
     dropped = [made is None for made in each_row(rows, chosen, "rows", tokenize)].count(True)
     if dropped == len(chosen):
         require_one(rows, tokenize, section.row_tokens)
-    looked_at = "" if len(chosen) == len(rows) else " looked at"
+    checked = "" if len(chosen) == len(rows) else " checked"
     note = (
-        f"{dropped:,} of {len(chosen):,} rows{looked_at} of {rows.name} are left out, for they do not fit "
+        f"{dropped:,} of {len(chosen):,} rows{checked} of {rows.name} are left out: longer than "
         f"row_tokens={section.row_tokens} (overlong: {section.overlong})"
     )
     return dropped / len(chosen), [note] if dropped else []

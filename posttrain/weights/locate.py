@@ -70,7 +70,10 @@ def refuse_misspelt(field: str, name: str, base_dir: Path) -> None:
 def tokenizer_name(section: ModelSection, base_dir: Path) -> str:
     name = section.tokenizer or section.path
     assert name is not None
-    return name if name == "bytes" else local_or_hub(name, base_dir)
+    try:
+        return name if name == "bytes" else local_or_hub(name, base_dir)
+    except ConfigError as error:
+        raise ConfigError(f"model.{'path' if section.tokenizer is None else 'tokenizer'}: {error}") from error
 
 
 def read_model_config(section: ModelSection, base_dir: Path, *, vocab_size: int | None) -> ModelConfig | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 
@@ -66,7 +67,30 @@ def load_adapter(
     if has_lora(model):
         raise ConfigError(f"{find_folder(path)}: the model already has an adapter; merge it first")
     found = _match_files(model, path, text_name, mesh=mesh)
-    config, modules, whole, tensors = found.config, found.modules, found.whole, found.tensors
+    _attach(model, found, mesh)
+    weights, placed = ModelWeights(model), ModelWeights(model).read()
+    new = _adapter_arrays(model, found.modules, found.tensors) | _whole_arrays(model, found.whole)
+    weights.write({p: jax.device_put(array.astype(placed[p].dtype), placed[p].sharding) for p, array in new.items()})
+    weights.set_saved(_whole_params(model, found.whole))
+
+
+def adapter_outline(
+    outline: Decoder, path: str | Path, *, text_name: Callable[[str], str | None] | None = None
+) -> Decoder:
+    """A model of shapes with the shapes of an adapter, trained as `load_adapter` leaves it. ConfigError as there."""
+    found = _match_files(outline, path, text_name)
+
+    def attached(model: Decoder) -> Decoder:
+        _attach(model, found, None)
+        return model
+
+    made = nnx.eval_shape(attached, outline)
+    ModelWeights(made).set_saved(_whole_params(made, found.whole))
+    return made
+
+
+def _attach(model: Decoder, found: _AdapterFiles, mesh: Mesh | None) -> None:
+    config = found.config
     attach(
         model,
         found.plans,
@@ -76,10 +100,11 @@ def load_adapter(
         seed=0,
         mesh=mesh,
     )
-    weights, placed = ModelWeights(model), ModelWeights(model).read()
-    new = _adapter_arrays(model, modules, tensors) | _whole_arrays(model, whole)
-    weights.write({p: jax.device_put(array.astype(placed[p].dtype), placed[p].sharding) for p, array in new.items()})
-    weights.set_saved(_whole_arrays(model, whole).keys())
+
+
+def _whole_params(model: Decoder, whole: Arrays) -> set[str]:
+    """Paths of the parameters that hold the tensors saved whole."""
+    return {part.param for tensor in base_tensors(model) if tensor.name in whole for part in tensor.parts}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +134,6 @@ def _match_files(
     modules, whole = _match_tensors(folder, config, stored, tensors, model)
     plans = _plans(folder, sites(model), modules, tensors)
     return _AdapterFiles(config=config, modules=modules, whole=whole, tensors=tensors, plans=plans)
-
-
-def check_adapter(outline: Decoder, path: str | Path, *, text_name: Callable[[str], str | None] | None = None) -> None:
-    """Raises ConfigError if an adapter does not fit a model, which may be abstract."""
-    _match_files(outline, path, text_name)
 
 
 def _check_config(folder: Path, config: Mapping[str, Any], model: Decoder) -> None:

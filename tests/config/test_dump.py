@@ -11,6 +11,8 @@ from posttrain.config import RLSection
 from posttrain.config.yaml_file import diff_config, dump_config
 from tests.config.files import LONG, SHORT, Write, fresh_folder, read, rl
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:

@@ -12,6 +12,8 @@ from posttrain.config.yaml_file import build_config, find_path, load_config, res
 from posttrain.errors import ConfigError
 from tests.config.files import LONG, SHORT, Write, fresh_folder, mistakes, read, rl
 
+pytestmark = pytest.mark.fast
+
 KINDS = "'sft' or 'distill' or 'rl' or 'preference' or 'online_preference' or 'reward_model'"
 
 
@@ -126,7 +128,8 @@ def test_overrides_of_the_short_form(write: Write) -> None:
         ("model.lora.alpha=8", "model.lora.rank: required, but missing: Columns of A and rows of B, such as 16."),
         ("modle.path=x", "modle: unknown field; did you mean 'model'?"),
         ("stages.0.dataset.prompt={question}",
-         "stages.0.dataset.prompt: must be text; got {'question': None}; write it in quotes"),
+         "stages.0.dataset.prompt: must be text; got {question}; write it in quotes inside the shell's: "
+         "'stages.0.dataset.prompt=\"{question}\"'"),
         ("num_steps=5", "num_steps: unknown field; did you mean 'stages.sft.num_steps'?"),
     ],
 )  # fmt: skip
@@ -268,7 +271,8 @@ def test_missing_files_name_the_nearest(write: Write, project: Path) -> None:
     assert mistakes("quickstart") == [f"quickstart: no such file; did you mean '{shown}'?"]
     write(SHORT)
     assert mistakes("ran.yaml") == ["ran.yaml: no such file; did you mean 'run.yaml'?"]
-    assert mistakes("unlike-anything.yaml") == ["unlike-anything.yaml: no such file"]
+    [other] = mistakes("unlike-anything.yaml")
+    assert other == "unlike-anything.yaml: no such file; give a YAML file, such as configs/quickstart.yaml"
 
 
 def test_a_folder_and_binary_data_are_no_config(write: Write) -> None:

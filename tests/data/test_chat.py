@@ -7,6 +7,8 @@ from posttrain.data.chat import Message, Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 
+pytestmark = pytest.mark.fast
+
 TALK: list[Message] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "2+2?"},

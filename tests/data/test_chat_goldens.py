@@ -11,6 +11,8 @@ from posttrain.data.chat import Masked, Renderer
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
 
+pytestmark = pytest.mark.fast
+
 GOLDENS = Path(__file__).parent.parent / "goldens" / "chat"
 TEMPLATES = ("gemma3_training", "llama3_1", "qwen2_5_training", "qwen3", "qwen3_training")
 

@@ -17,6 +17,8 @@ from posttrain.data.format import (
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 
+pytestmark = pytest.mark.fast
+
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
 
 

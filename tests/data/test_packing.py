@@ -4,8 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.data.format import TokenizedExample
-from posttrain.data.packing import best_fit, fit_to_row, places
+from posttrain.data.packing import best_fit, fit_to_row, pack
 from posttrain.errors import ConfigError
+
+pytestmark = pytest.mark.fast
 
 ROW_TOKENS = 16
 
@@ -44,16 +46,27 @@ def test_all_lengths_of_a_sequence_fit(lengths: list[tuple[int, int]]) -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(1, ROW_TOKENS), max_size=20))
-def test_places_stand_side_by_side(lengths: list[int]) -> None:
-    held: dict[int, list[tuple[int, int, int]]] = {}
-    for place, length in zip(places(lengths, ROW_TOKENS), lengths, strict=True):
-        held.setdefault(place.row, []).append((place.number, place.start, length))
-    assert sorted(held) == list(range(len(held)))
-    for row in held.values():
-        ends = np.cumsum([length for _, _, length in row])
-        assert [number for number, _, _ in row] == list(range(1, len(row) + 1)), "in the order of the sequences"
-        assert [start for _, start, _ in row] == [0, *ends[:-1]] and ends[-1] <= ROW_TOKENS
+@given(st.lists(st.integers(1, ROW_TOKENS), max_size=20), st.integers(0, 3))
+def test_packed_sequences_are_found_again(lengths: list[int], spare: int) -> None:
+    """Side by side from the start of each row, in their order; padding elsewhere."""
+    sequences = [
+        {"tokens": np.full(length, 1 + number, np.int32), "score": np.full((length, 2), number, np.int16)}
+        for number, length in enumerate(lengths)
+    ]
+    like = {"tokens": np.zeros(0, np.int32), "score": np.zeros((0, 2), np.int16)}
+    count = len(best_fit(np.asarray(lengths, int).reshape(-1, 1), np.asarray([ROW_TOKENS])))
+    rows, where = pack(sequences, ROW_TOKENS, num_rows=count + spare, like=like, padding={"score": -1})
+    assert rows["tokens"].shape == (count + spare, ROW_TOKENS) and rows["score"].dtype == np.int16
+    for number, (sequence, (row, tokens)) in enumerate(zip(sequences, where, strict=True)):
+        for name, array in sequence.items():
+            np.testing.assert_array_equal(rows[name][row, tokens], array)
+        np.testing.assert_array_equal(rows["tokens_positions"][row, tokens], np.arange(lengths[number]))
+        before = [other for other, place in enumerate(where) if place.row == row and place.tokens.start < tokens.start]
+        assert (rows["tokens_segments"][row, tokens] == 1 + len(before)).all() and max(before, default=-1) < number
+        assert tokens.start == sum(lengths[other] for other in before)
+    empty = rows["tokens_segments"] == 0
+    assert empty.sum() == rows["tokens"].size - sum(lengths)
+    assert not rows["tokens"][empty].any() and (rows["score"][empty] == -1).all()
 
 
 def test_overlong_examples() -> None:

@@ -15,6 +15,8 @@ from posttrain.data.sources import Rows
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
 
+pytestmark = pytest.mark.fast
+
 BYTES = load_tokenizer("bytes")
 PLAIN, CHAT = Renderer(BYTES, chat=False), Renderer(BYTES, chat=True)
 DATASET = DatasetSection(path="x.jsonl")

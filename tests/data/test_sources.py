@@ -10,6 +10,8 @@ from posttrain.data import sources
 from posttrain.data.sources import load_rows
 from posttrain.errors import ConfigError
 
+pytestmark = pytest.mark.fast
+
 ROWS = [{"question": f"q{i}", "answer": i, "note": None if i % 2 else "x"} for i in range(7)]
 
 

@@ -20,6 +20,8 @@ from posttrain.errors import ConfigError
 from posttrain.kernels.logits.divergence import Divergence, divergence
 from posttrain.kernels.logits.softmax import NO_LOGIT
 
+pytestmark = pytest.mark.fast
+
 IDENTITY = {"teacher": "t", "data": "d", "vocab_size": 512, "top_k": 4, "temperature": 1.0}
 
 

@@ -226,7 +226,7 @@ def test_a_reward_model_is_exported_with_its_head(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (["--to", "hf"], "export: the run trains an adapter; give --to merged or --to peft"),
-        (["--to", "merged", "--step", "7"], "no checkpoint of step 7; there are [2]"),
+        (["--to", "merged", "--step", "7"], "no checkpoint of step 7; available: [2]"),
     ],
 )
 def test_what_cannot_be_exported(run: Path, tmp_path: Path, change: list[str], message: str) -> None:

@@ -311,7 +311,7 @@ def test_choice(changes: dict[str, Any], kernel: str) -> None:
             {"num_queries": 100, "num_keys": 100},
             "multiple of 128, got 100; use auto, reference, blockwise$",
         ),
-        ("splash", DECODE, "without a cache, got 1 queries on 2048 cached keys"),
+        ("splash", DECODE, "without a KV cache, got 1 queries on 2048 cached keys"),
         ("splash", {"row_shards": 3}, "the mesh's 3 row shards do not divide 4 rows"),
         ("splash", {"head_shards": 3}, "mesh.tensor=3 does not divide 8 heads in 2 groups"),
         ("cudnn", {}, "'cudnn' runs on GPU, got tpu; use auto, reference, blockwise, splash$"),

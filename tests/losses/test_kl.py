@@ -12,6 +12,8 @@ from posttrain.losses.kl import KLEstimator, gradient_of, k1, k2, k3
 from posttrain.losses.policy import DAPO
 from posttrain.tree import replace
 
+pytestmark = pytest.mark.fast
+
 LOGPS = jnp.array([[-0.5, -1.0, -2.0, -3.0]])
 REF = jnp.array([[-0.7, -0.4, -2.0, -5.0]])
 MASK = jnp.array([[True, True, True, False]])

@@ -9,6 +9,8 @@ import pytest
 
 from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, sequence_sums, to_tokens, token_mean
 
+pytestmark = pytest.mark.fast
+
 VALUES = jnp.array([[1.0, 2.0, 3.0, 4.0, 5.0], [6.0, 7.0, 8.0, 9.0, 10.0]])
 WEIGHT = jnp.array([[0.0, 1.0, 1.0, 1.0, 0.0], [0.0, 1.0, 0.5, 0.0, 0.0]])
 SEGMENTS = jnp.array([[1, 1, 1, 2, 2], [1, 1, 1, 2, 0]])

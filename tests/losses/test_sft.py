@@ -16,6 +16,8 @@ from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.tree import Mean, replace
 
+pytestmark = pytest.mark.fast
+
 LOSSES = {"nll": SFTLoss(), "dft": DFTLoss()}
 CASES = ["nll", "nll_num_items37", "dft", "dft_num_items37"]
 SMOOTHED = ["label_smoothing0.1", "label_smoothing0.2"]

@@ -14,6 +14,8 @@ from posttrain.models.hf import UNSUPPORTED, config_from_hf, config_from_init, c
 from posttrain.models.rope import default_frequencies
 from posttrain.weights.load import init_model
 
+pytestmark = pytest.mark.fast
+
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 96,
@@ -156,8 +158,8 @@ def test_the_run_chooses_the_set_of_longrope() -> None:
         ({"model_type": "qwen33"}, "model_type='qwen33' is not supported; did you mean 'qwen3'?; known: "),
         ({"model_type": "qwen3_next"}, "model_type='qwen3_next' is not supported: its linear attention layers need"),
         ({"vocab_size": None}, "vocab_size: missing in the model's config.json"),
-        ({"vocab_size": "96"}, "vocab_size: must be int, got '96'"),
-        ({"attention_bias": 1}, "attention_bias: must be bool, got 1"),
+        ({"vocab_size": "96"}, "vocab_size: must be a whole number, got '96'"),
+        ({"attention_bias": 1}, "attention_bias: must be true or false, got 1"),
         ({"hidden_act": "relu"}, "hidden_act='relu' is not supported; known: silu, "),
         ({"num_hidden_layers": 0}, "num_hidden_layers: must be above 0 and finite, got 0"),
         (

@@ -72,3 +72,11 @@ def test_openings_are_first_sentences(shared: Path) -> None:
     assert (len(rows), len(held_out)) == (1400, 128)
     assert all(row["prompt"][-1] in ".!?" for row in rows)
     assert all(20 <= len(row["prompt"]) <= 162 for row in rows)
+
+
+def test_pairs_are_right_and_wrong_sums() -> None:
+    rows = arithmetic.pairs(count=200, seed=0, held_out=False)
+    assert len(rows) > 50
+    for row in rows:
+        a, b = map(int, row["prompt"].rstrip("=").split("+"))
+        assert int(row["chosen"]) == a + b == int(row["rejected"]) + 10

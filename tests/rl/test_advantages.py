@@ -17,6 +17,8 @@ from posttrain.rl.advantages import (
     standardized,
 )
 
+pytestmark = pytest.mark.fast
+
 GOLDEN = Path(__file__).parents[1] / "goldens" / "losses" / "advantages"
 FUNCTIONS: dict[str, Advantage] = {
     "centered": centered,

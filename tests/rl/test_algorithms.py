@@ -11,6 +11,8 @@ from posttrain.rl.advantages import centered, leave_one_out, standardized
 from posttrain.rl.algorithms import ALGORITHMS, make_algorithm
 from posttrain.tree import replace
 
+pytestmark = pytest.mark.fast
+
 REWARDS = np.array([[1, 1, 1], [0, 1, 0], [0, 0, 0], [np.nan, 1, 0], [np.nan, 1, 1]])
 GROUPS = ["good", "mixed", "bad", "mixed with an error", "good with an error"]
 

@@ -11,6 +11,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 from posttrain.rl.assemble import assemble
 from tests.rl.helpers import trajectory
 
+pytestmark = pytest.mark.fast
+
 ONE = np.ones((1, 1), np.float32)
 
 

@@ -74,9 +74,9 @@ def test_the_prompt_of_a_pair_stands_in_its_row_once() -> None:
     batch = assemble_pairs(pairs, row_tokens=12, num_rows=2, groups_P=pairs, share_prompts=True)
     assert_array_equal(batch.tokens[0], [7, 8, 7, 9, 1, 2, 3, 4, 3, 5, 6, 0])
     assert_array_equal(batch.positions[0], [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 4, 0])
-    assert_array_equal(batch.segments[0], [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 5, 0])
+    assert_array_equal(batch.segments[0], [1, 1, 2, 2, 4, 4, 5, 5, 6, 6, 6, 0])
     assert batch.parents is not None and batch.roles is not None and not batch.segments[1].any()
-    assert_array_equal(batch.parents[0], [0, 0, 0, 0, 0, 0, 3, 3, 3, 3, 3, 0])
+    assert_array_equal(batch.parents[0], [0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 0])
     assert_array_equal(batch.roles[0], [0, 1, 0, -1, 0, 0, 0, 1, 0, -1, -1, 0])
     assert_array_equal(batch.loss_weight, np.abs(batch.roles))
 

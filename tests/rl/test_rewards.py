@@ -24,6 +24,8 @@ from posttrain.rl.types import Rewards
 from posttrain.runtime.run_async import run_async
 from tests.rl.helpers import groups, trajectory
 
+pytestmark = pytest.mark.fast
+
 TEXTS = (("x", "yy"), ("zzz", ""))
 
 

@@ -18,6 +18,8 @@ from posttrain.rollout.engine import NativeEngine
 from tests.rl.helpers import example
 from tests.tiny import tiny_model
 
+pytestmark = pytest.mark.fast
+
 NEW, GROUP = 24, 2
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from posttrain.rollout.blocks import BLOCK, Blocks, Chain
 
+pytestmark = pytest.mark.fast
+
 WORDS = tuple(range(100, 100 + 4 * BLOCK))
 
 

@@ -18,6 +18,8 @@ from posttrain.rollout.request import Request
 from posttrain.rollout.scheduler import PROMPT_CHUNK, PROMPT_TOKENS, Plan, Row, Scheduler
 from posttrain.rollout.types import SamplingParams
 
+pytestmark = pytest.mark.fast
+
 LONGEST = 200
 
 

@@ -11,6 +11,8 @@ import tokenizers
 
 from posttrain.rollout.stopping import before_stop, first_completed, text_of
 
+pytestmark = pytest.mark.fast
+
 Decode = Callable[[Sequence[int]], str]
 VOCABULARY = ["a", "b", "ab", "", "é", "ba"]
 

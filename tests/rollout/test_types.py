@@ -10,6 +10,8 @@ import pytest
 
 from posttrain.rollout.types import SamplingParams, sample_key
 
+pytestmark = pytest.mark.fast
+
 
 def test_sample_key_is_stable() -> None:
     assert sample_key(0, 0, 0, 0) == (1242697157, 2705436554)

@@ -11,15 +11,15 @@ import pytest
 from posttrain.config import DistillSection
 from posttrain.config.yaml_file import load_config
 from posttrain.losses.sft import SFTLoss
-from posttrain.models.hf import config_from_init
-from posttrain.runs.size import TrainingSize, _outline, training_size
+from posttrain.runs.size import TrainingSize, model_outline, training_size
 from posttrain.stages.distill import describe
 from posttrain.train.optim import make_optimizer
 from posttrain.train.trainer import Trainer
-from posttrain.weights.load import init_model
+from posttrain.weights.load import init_model, load_model
 from posttrain.weights.lora import count_parameters
 from tests.stages.runs import INIT, posttrain, rl_stage, sft_stage, write_run
 
+GOLDENS = Path(__file__).parent.parent / "goldens"
 ONE = dict.fromkeys(("data", "fsdp", "expert", "tensor"), 1)
 
 
@@ -29,7 +29,7 @@ ONE = dict.fromkeys(("data", "fsdp", "expert", "tensor"), 1)
         (["output=gs://bucket/run"], "output: gs://bucket/run is a URL, and runs write to folders only; give a folder"),
         (
             ["mesh={data: 1, fsdp: 3}"],
-            "fsdp=3, expert=1, tensor=1 must multiply to the number of devices, 8; those",
+            "fsdp=3, expert=1, tensor=1 must multiply to the number of devices, 8, of this machine",
         ),
         (["mesh={fsdp: 1, tensor: 8}"], "mesh.tensor=8 must divide num_kv_heads=1 of qwen3; use 1"),
         (["mesh={fsdp: 3}", "--devices", "3"], "mesh.fsdp=3 must divide hidden_size=16 of qwen3; use 1, 2, 4, 8 or 16"),
@@ -38,14 +38,17 @@ ONE = dict.fromkeys(("data", "fsdp", "expert", "tensor"), 1)
 )
 def test_mistakes(tmp_path: Path, overrides: list[str], words: str) -> None:
     error = posttrain("check", write_run(tmp_path, sft_stage()), *overrides).error
-    assert words in error and ("--devices N" in error) == (words.endswith("those"))
+    assert words in error and ("--devices N" in error) == (words.endswith("machine"))
 
 
 def test_lines(tmp_path: Path) -> None:
     file = write_run(tmp_path, sft_stage(), rl_stage())
     out = posttrain("check", file, "--devices", "16").out
     assert "mesh: data=1, fsdp=16, expert=1, tensor=1 (16 devices)" in out
-    assert "parameters: 6,544, all trained\nmemory: weights 25.6 KiB, gradient 25.6 KiB, optimiser 51.1 KiB" in out
+    assert (
+        "parameters: 6,544, all trained\nmemory: 102.2 KiB = weights 25.6 KiB, gradient 25.6 KiB, optimiser 51.1 KiB"
+        in out
+    )
     assert "0-sft: 24 dataset rows, 4 steps of 4 x 16 tokens\n" in out
     served = {"teachers": [{"path": "big/one", "url": "http://host:8000/v1"}, {"path": "b"}], "teacher_column": "t"}
     section = DistillSection.model_validate({"dataset": {"path": "a"}, "num_steps": 3, **served})
@@ -54,13 +57,27 @@ def test_lines(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("model", [{}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "lora": {"rank": 2}}])
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "lora": {"rank": 2, "modules_to_save": ["q_norm"]}},
+        {"path": str(GOLDENS / "models" / "llama"), "adapter": str(GOLDENS / "lora" / "lora")},
+        {"path": str(GOLDENS / "models" / "llama"), "adapter": str(GOLDENS / "lora" / "modules_to_save")},
+    ],
+)
 def test_bytes_are_those_of_the_trainer(tmp_path: Path, model: dict[str, Any]) -> None:
-    file = write_run(tmp_path, sft_stage(), model={"init": INIT, "tokenizer": "bytes", **model})
+    source = {} if "path" in model else {"init": INIT}
+    file = write_run(tmp_path, sft_stage(), model={"tokenizer": "bytes", **source, **model})
     config = load_config(file).config
     fields = {**INIT, "vocab_size": 261}
-    size = training_size(config, _outline(config, config_from_init(fields)), ONE)
-    made = init_model(fields, dtype=config.model.dtype, lora=config.model.lora, seed=0)
+    if config.model.path is None:
+        made = init_model(fields, dtype=config.model.dtype, lora=config.model.lora, seed=0)
+    else:
+        made = load_model(config.model.path, dtype=config.model.dtype, adapter=config.model.adapter)
+    outline = model_outline(config, made.config, tmp_path)
+    size = training_size(config, outline, ONE)
     optimizer = make_optimizer(config.stages[0].optimizer, 4)
     trainer = Trainer(made, SFTLoss(), optimizer, temperature=1.0, max_grad_norm=1.0)
     state = trainer.state()
@@ -71,5 +88,5 @@ def test_bytes_are_those_of_the_trainer(tmp_path: Path, model: dict[str, Any]) -
     assert size.weights == sum(leaf.nbytes for leaf in trainer._weights.read().values())
     assert size.gradient == 4 * sum(leaf.size for leaf in trainer.params.values())
     assert size.per_device == size.weights + size.gradient + size.optimizer and state
-    split = training_size(config, _outline(config, config_from_init(fields)), {**ONE, "fsdp": 2})
+    split = training_size(config, outline, {**ONE, "fsdp": 2})
     assert isinstance(split, TrainingSize) and size.per_device / 2 <= split.per_device < size.per_device

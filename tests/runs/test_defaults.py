@@ -1,8 +1,7 @@
-"""Defaults: one set for YAML and Python, lengths that fit the model, passes over the data as steps."""
+"""Defaults: one set for YAML and Python, lengths that fit the model."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,9 @@ import pytest
 import yaml
 
 import posttrain as pt
-from posttrain.config import OnlineSection, RunConfig, SFTSection
+from posttrain.config import OnlineSection, RunConfig
 from posttrain.config.yaml_file import load_config
 from posttrain.runs.lengths import fit_lengths
-from posttrain.runs.prepare import prepare
-from tests.stages.runs import INIT, ROWS, inside, posttrain, sft_stage, steps, write_run
 
 PYTHON: dict[str, Any] = {
     "sft": pt.SFT,
@@ -91,38 +88,3 @@ def test_mistakes(tmp_path: Path) -> None:
     ):
         with pytest.raises(pt.ConfigError, match=words):
             both(kind, tmp_path, {"path": "student"}, **fields)
-
-
-def test_epochs_of_every_offline_kind(tmp_path: Path) -> None:
-    """Without packing each sequence or pair has a row: the steps are passes * count / batch_rows, rounded up."""
-    (tmp_path / "pairs.jsonl").write_text(
-        "".join(json.dumps({"prompt": "a", "chosen": "b" * (i + 1), "rejected": "c"}) + "\n" for i in range(10))
-    )
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    common = {"packing": False, "batch_rows": 4, "row_tokens": 64, "num_epochs": 1.5}
-    for kind, path, count in (("sft", "rows", 24), ("preference", "pairs", 10), ("reward_model", "pairs", 10)):
-        stage = {"kind": kind, "dataset": {"path": f"{path}.jsonl", "chat": False}, **common}
-        file = tmp_path / "run.yaml"
-        run = {"output": "out", "seed": 0, "model": {"init": INIT, "tokenizer": "bytes"}, **stage}
-        file.write_text(yaml.safe_dump(run))
-        loaded = load_config(file)
-        prepared = prepare(loaded.config, loaded.base_dir, offline_ok=True)
-        expected = -(-int(1.5 * count) // 4)
-        assert prepared.config.stages[0].num_steps == prepared.stages[0].section.num_steps == expected
-        assert f"0-{kind}: num_epochs=1.5 is num_steps={expected} of 4 rows" in prepared.notes
-
-
-def test_an_epoch_is_written_as_steps_and_resumed(tmp_path: Path) -> None:
-    stage = sft_stage(num_epochs=1, packing=False, optimizer={"learning_rate": 1e-2, "warmup_steps": 2})
-    del stage["num_steps"]
-    file = write_run(tmp_path, stage)
-    with inside(tmp_path):
-        assert posttrain("check", file, "stages.0.optimizer.warmup_steps=6").error.startswith(
-            "optimizer.warmup_steps=6 must be less than num_steps=6, which num_epochs=1 makes of the data"
-        )
-        assert posttrain("run", file).code == 0
-        assert steps(tmp_path / "out", "0-sft") == [1, 2, 3, 4, 5, 6]
-        written = load_config(tmp_path / "out" / "config.yaml").config.stages[0]
-        assert isinstance(written, SFTSection) and (written.num_steps, written.num_epochs) == (6, None)
-        again = posttrain("run", file)
-        assert again.code == 0 and "done before" in again.out

@@ -12,6 +12,8 @@ from posttrain.runs.summary import _difference, _print_answers
 from posttrain.stages.table import row_notes
 from tests.stages.runs import lines, posttrain, rl_stage, sft_stage, write_run
 
+pytestmark = pytest.mark.fast
+
 
 def pairs(before: list[float | None], after: list[float | None]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     return [({"reward": old}, {"reward": new}) for old, new in zip(before, after, strict=True)]

@@ -9,6 +9,8 @@ import pytest
 import posttrain.kernels  # noqa: F401 - calls what is tested here, before the first use of a device
 from posttrain.runtime.cpu import THREADS_PER_DEVICE, fast_compile_options, reserve_collective_threads
 
+pytestmark = pytest.mark.fast
+
 
 def test_options_are_known_to_xla() -> None:
     """jaxlib refuses an option that it does not know; tests compile with less effort still, which stands."""

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -133,7 +134,7 @@ def posttrain(*arguments: str | Path) -> Outcome:
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
     """The command line in a process of its own, on one device."""
     environment = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
-    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+    environment["XLA_FLAGS"] = re.sub(r"(device_count=)\d+", r"\g<1>1", environment["XLA_FLAGS"])
     command = [sys.executable, "-m", "posttrain", *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True)

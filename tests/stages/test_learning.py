@@ -20,6 +20,7 @@ def test_reward_rises(tmp_path: Path, algorithm: str) -> None:
     assert np.mean(rewards[-4:]) > 0.8
 
 
+@pytest.mark.fast
 def test_loss_falls(tmp_path: Path) -> None:
     assert posttrain("run", write_run(tmp_path, sft_stage(num_steps=25))).code == 0
     nll = [line["nll"] for line in lines(tmp_path / "out")]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import posttrain as pt
 from posttrain.config.yaml_file import load_config
 from posttrain.errors import ConfigError
 from posttrain.losses.preference import PreferenceLoss
@@ -42,7 +41,7 @@ def test_fields(tmp_path: Path) -> None:
     assert inputs_of(tmp_path).share_prompts and not inputs_of(tmp_path, "share_prompts=false").share_prompts
     checked = posttrain("check", tmp_path / "run.yaml")
     assert "24 prompts, 4 steps of 2 prompts x 4 samples = 8" in checked.out, checked.err
-    assert "the best against the worst by PreferenceLoss" in checked.out
+    assert "the best against the worst by loss sigmoid" in checked.out
 
 
 @pytest.mark.parametrize(
@@ -72,18 +71,6 @@ def test_what_is_refused(tmp_path: Path, override: str, words: str) -> None:
 def test_dropout_is_refused(tmp_path: Path) -> None:
     model = {"init": INIT, "tokenizer": "bytes", "lora": {"rank": 2, "dropout": 0.1}}
     assert "model.lora.dropout=0.1" in posttrain("check", write_run(tmp_path, online_stage(), model=model)).error
-
-
-def test_lengths_from_python() -> None:
-    def lengths(**fields: Any) -> tuple[int, int]:
-        model = {"init": {**INIT, "max_position_embeddings": 512}, "tokenizer": "bytes"}
-        run = pt.OnlinePreference(model, [{"prompt": "a"}], rewards=len, **fields)
-        stage = run.config.stages[0]
-        assert stage.kind == "online_preference"
-        return stage.row_tokens, stage.sampling.max_tokens
-
-    assert lengths() == (512, 128) and lengths(sampling={"max_tokens": 40}) == (512, 40)
-    assert lengths(row_tokens=64) == (64, 16)
 
 
 def test_a_run_is_evaluated_and_goes_on_bitwise_from_a_checkpoint(tmp_path: Path) -> None:

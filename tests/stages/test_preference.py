@@ -204,7 +204,7 @@ def test_what_is_wrong_with_a_loss(tmp_path: Path, loss: Any, message: str) -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss": "orpo", "reference": "cached"}, "reference: cached has no effect: ORPOLoss needs no reference"),
+        ({"loss": "orpo", "reference": "cached"}, "reference: cached has no effect: the loss orpo needs no reference"),
         ({"dataset": {"path": "pairs.jsonl", "completion": "{chosen}"}}, "the answers are the columns chosen and"),
         ({"dataset": {"path": "pairs.jsonl", "weight": 2.0}}, "dataset.weight=2.0 has no effect"),
         ({"loss": "apo_zero_unpaired", "share_prompts": True}, "has no effect: the loss takes one answer to a prompt"),
@@ -237,7 +237,7 @@ def test_prompts_are_shared_where_the_kernel_knows_it(tmp_path: Path, monkeypatc
 
 def test_check_and_overrides(tmp_path: Path) -> None:
     file = write_pairs(tmp_path, preference_stage())
-    assert "12 dataset rows, PreferenceLoss, 3 steps of 4 x 48 tokens" in posttrain("check", file).out
+    assert "12 dataset rows, loss sigmoid, 3 steps of 4 x 48 tokens" in posttrain("check", file).out
     assert "is unknown; did you mean 'hinge'" in posttrain("check", file, "stages.preference.loss=hing").error
     assert "must share row_tokens=12" in posttrain("check", file, "stages.preference.row_tokens=12").error
     dropped = posttrain("check", file, "stages.preference.row_tokens=13", "stages.preference.overlong=drop")

@@ -28,6 +28,8 @@ from posttrain.weights.quantize import quantized_outline
 from posttrain.weights.state import ModelWeights
 from tests.stages.runs import ROOT
 
+pytestmark = pytest.mark.fast
+
 CHIP = 16 * 2**30
 """Bytes of memory of a v5e chip, cloud.google.com/tpu/docs/v5e."""
 TOKENS = 151_669

@@ -50,7 +50,7 @@ def test_steps_are_judged(tmp_path: Path) -> None:
         wrong = [other for other in LETTERS if other != letter]
         steps = [letter if right else str(rng.choice(wrong)) for right in labels]
         rows.append({"prompt": f"{letter}=", "completions": steps, "labels": labels})
-    settings = {"num_steps": 200, "batch_rows": 32, "optimizer": {"learning_rate": 1e-2, "schedule": "constant"}}
+    settings = {"num_steps": 80, "batch_rows": 32, "optimizer": {"learning_rate": 1e-2, "schedule": "constant"}}
     before, after = trained(tmp_path, rows, loss="process", **settings)
     assert before["eval/rewards/accuracies_low"] < 0.55 < 0.65 < after["eval/rewards/accuracies_low"], after
     assert after["eval/rewards/margins_low"] > 0.3 and after["eval/calibration/brier_high"] < 0.25

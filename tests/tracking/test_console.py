@@ -14,6 +14,8 @@ from rich.console import Console
 from posttrain.metrics import Sample
 from posttrain.tracking.console import ConsoleSink, console, cut, printable, progress, progress_bar, shown_log
 
+pytestmark = pytest.mark.fast
+
 RL = {
     "reward": 0.51234,
     "reward_stderr": 0.0312,

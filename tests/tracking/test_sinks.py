@@ -14,6 +14,8 @@ import pytest
 from posttrain.metrics import Sample
 from posttrain.tracking.sinks import JsonlSink, Sinks, TensorBoardSink, open_sinks
 
+pytestmark = pytest.mark.fast
+
 ROW = Sample(
     prompt="Zwei plus zwei?\n",
     completion="**vier** <b>\n```\n    [red]",

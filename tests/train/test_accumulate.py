@@ -10,6 +10,8 @@ from numpy.testing import assert_array_equal
 
 from posttrain.train.accumulate import stack_over, sum_over
 
+pytestmark = pytest.mark.fast
+
 MICRO = jnp.arange(12.0).reshape(3, 4)
 
 

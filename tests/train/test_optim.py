@@ -15,6 +15,8 @@ import pytest
 from posttrain.config import OptimizerSection
 from posttrain.train.optim import clipped, decay_mask, global_norm, make_optimizer, make_schedule, with_master_weights
 
+pytestmark = pytest.mark.fast
+
 GOLDENS = Path(__file__).parents[1] / "goldens" / "losses" / "sampling.json"
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant_with_warmup": "constant"}
 CASES = [case for case in json.loads(GOLDENS.read_text())["schedules"] if case["name"] in SCHEDULES]

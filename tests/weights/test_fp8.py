@@ -19,6 +19,8 @@ from posttrain.weights.load import load_model
 from posttrain.weights.tensor_file import Outline, open_tensors, write_tensors
 from tests.models.checkpoints import GOLDENS, assert_same
 
+pytestmark = pytest.mark.fast
+
 QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
 

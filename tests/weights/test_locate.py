@@ -10,6 +10,8 @@ from safetensors.numpy import save_file
 
 from posttrain.weights.locate import BLOCK_BYTES, SAMPLED_BLOCKS, origin_of_folder, origin_of_init
 
+pytestmark = pytest.mark.fast
+
 
 def write(folder: Path, tensors: dict[str, np.ndarray]) -> dict[str, str]:
     folder.mkdir(exist_ok=True)

@@ -17,6 +17,7 @@ from posttrain.batch import TopK
 from posttrain.config import DatasetSection
 from posttrain.data.chat import Message, Renderer
 from posttrain.data.format import LossOn, TokenizedExample, render_answer, tokenize_example
+from posttrain.data.packing import fill_rows
 from posttrain.distill.cross_tokenizer.align import Pairs, pair, runs
 from posttrain.distill.cross_tokenizer.merged import SharedTokens, back_of
 from posttrain.distill.cross_tokenizer.vocabulary import Vocabulary, VocabularyMap
@@ -133,21 +134,10 @@ class Aligner:
         return said if self.shared is None else replace(said, back=back_of(taught))
 
 
-class TeacherRows(NamedTuple):
-    """Teacher-token sequences, one per row."""
-
-    tokens: Int[np.ndarray, "N U"]
-    positions: Int[np.ndarray, "N U"]
-    segments: Int[np.ndarray, "N U"]
-    asked: Int[np.ndarray, "N U"]
-
-    @classmethod
-    def of(cls, sequences: Sequence[Aligned], row_tokens: int) -> TeacherRows:
-        made = np.zeros((4, len(sequences), row_tokens), np.int32)
-        for row, one in enumerate(sequences):
-            length = len(one.tokens)
-            made[:, row, :length] = one.tokens, np.arange(length), np.ones(length), one.asked
-        return cls(*made)
+def teacher_rows(sequences: Sequence[Aligned], row_tokens: int) -> dict[str, np.ndarray]:
+    """Teacher tokens of aligned sequences, one per row, as `fill_rows` makes them, with their alignment `asked`."""
+    rows = [[{"tokens": one.tokens.astype(np.int32), "asked": one.asked}] for one in sequences]
+    return fill_rows(rows, {"tokens": row_tokens, "asked": row_tokens}, num_rows=len(rows), like=rows[0][0])
 
 
 def _inside(begins: Int[np.ndarray, " N"], stops: Int[np.ndarray, " N"]) -> Int[np.ndarray, " M"]:

@@ -1,0 +1,57 @@
+"""How JAX and XLA compile in the suite, in its processes and in children that they start."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+DEVICES = 8
+CACHE_BYTES = 2 << 30
+# Virtual devices that wait for each other on a busy machine: after 40 seconds XLA would end the process.
+PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=300 --xla_cpu_collective_timeout_seconds=300"
+QUICK = "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_use_fusion_emitters=false"
+OPTIMIZED = {"xla_cpu_use_fusion_emitters": True}
+"""Against `QUICK`, which XLA reads once in a process."""
+
+
+def set_up(cache: Path) -> None:
+    """Before the first import of JAX."""
+    devices = f"--xla_force_host_platform_device_count={DEVICES}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices} {PATIENCE}"
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
+    # The smallest program is read in a quarter of the time that it takes to compile.
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    quick(True)
+
+
+def prune(cache: Path) -> None:
+    """Begin again with an empty cache where it has grown too large. JAX's own limit would look through the whole folder
+    for each program that is written."""
+    if cache.is_dir() and sum(file.stat().st_size for file in cache.iterdir()) > CACHE_BYTES:
+        shutil.rmtree(cache)
+
+
+def quick(wanted: bool) -> None:
+    """Compile without costly passes, or as for a run; from now on in this process and in children to come."""
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(wanted))
+    flags = os.environ["XLA_FLAGS"].replace(f" {QUICK}", "")
+    os.environ["XLA_FLAGS"] = f"{flags} {QUICK}" if wanted else flags
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update("jax_disable_most_optimizations", wanted)
+        override({} if wanted else OPTIMIZED)
+
+
+def override(options: dict[str, Any]) -> None:
+    """Options of every compilation to come; JAX has a setting for those of one function only."""
+    from jax._src import compiler
+
+    make = getattr(compiler.get_compile_options, "__wrapped__", compiler.get_compile_options)
+
+    def get_compile_options(*args: Any, env_options_overrides: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        return make(*args, env_options_overrides=options | (env_options_overrides or {}), **kwargs)
+
+    get_compile_options.__wrapped__ = make
+    compiler.get_compile_options = get_compile_options

@@ -1,0 +1,79 @@
+"""Checks of the types and shapes in signatures, each made at the first call of its function.
+
+A process of the suite calls a small part of the package; to make all checks takes longer than to import it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import jaxtyping
+from beartype import BeartypeConf, beartype
+from jaxtyping import TypeCheckError
+
+check_all = jaxtyping.jaxtyped
+check = beartype(conf=BeartypeConf(violation_type=TypeCheckError))
+
+
+def install(package: str) -> None:
+    """Check every function and dataclass of the package that is imported from now on."""
+    jaxtyping.jaxtyped = check_at_first_call  # which the import hook puts before each definition
+    jaxtyping.install_import_hook(package, "beartype.beartype")
+
+
+def check_at_first_call(target: Any = None, *, typechecker: Any = None) -> Any:
+    """Stands for `jaxtyped`, whose work on a function waits here until it is called."""
+    if target is None:
+        return check_at_first_call
+    if inspect.isfunction(target):
+        return waiting(target)
+    if isinstance(target, classmethod | staticmethod):
+        return type(target)(waiting(target.__func__))
+    if isinstance(target, property):
+        return property(*(part and waiting(part) for part in (target.fget, target.fset, target.fdel)))
+    if dataclasses.is_dataclass(target) and "__init__" in vars(target):
+        target.__init__ = waiting(target.__init__)
+    return target
+
+
+def waiting(function: Callable[..., Any]) -> Callable[..., Any]:
+    checked: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        nonlocal checked
+        if checked is None:
+            # A generator's parameters are checked when it begins, out of the context below.
+            later = inspect.isgeneratorfunction(inspect.unwrap(function))
+            checked = check_all(function, typechecker=check) if later else check(resolved(function))
+        with check_all("context"):  # in which a dimension has one size
+            return checked(*args, **kwargs)
+
+    return call
+
+
+def resolved(function: Any) -> Any:
+    """The function with annotations that are types; `Any` where a name is only imported for type checkers."""
+    same = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    functools.update_wrapper(same, function)
+    del same.__wrapped__
+    same.__kwdefaults__ = function.__kwdefaults__
+    same.__annotations__ = {name: resolve(hint, function) for name, hint in function.__annotations__.items()}
+    return same
+
+
+def resolve(hint: Any, function: Any) -> Any:
+    holder = types.SimpleNamespace(__annotations__={"value": hint})
+    try:
+        return typing.get_type_hints(holder, function.__globals__, include_extras=True)["value"]
+    except Exception:
+        return Any
