@@ -20,7 +20,7 @@ import numpy as np
 
 from posttrain.rollout.blocks import blocks_for
 from posttrain.rollout.delivery import deliver
-from posttrain.rollout.programs import Chunk
+from posttrain.rollout.programs import DecodedTokens
 from posttrain.rollout.request import Request
 from posttrain.rollout.runner import Outcome, Runner
 from posttrain.rollout.sampling import TopLogps
@@ -52,7 +52,9 @@ def outcome(plan: Plan, rows: int, vocabulary: int, rng: np.random.Generator) ->
         None if is_plain else TopLogps(tokens=np.zeros((STEPS, rows, 20), np.int32), logps=np.zeros((STEPS, rows, 20)))
     )
     counts = np.full(rows, STEPS, np.int32)
-    chunk = cast(Any, Chunk)(tokens=tokens, logps=logps, kept_logps=0 * logps, counts=counts, top=top, experts=None)
+    chunk = cast(Any, DecodedTokens)(
+        tokens=tokens, logps=logps, kept_logps=0 * logps, counts=counts, top=top, experts=None
+    )
     return Outcome(prefilled=[], chunk=chunk)
 
 

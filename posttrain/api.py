@@ -1,4 +1,4 @@
-"""Runs from Python: the same configuration, check and recipes as the command line, built from keywords."""
+"""Python API: `pt.SFT`, `pt.RL`, ... build the configuration of a run from keywords, then check and run it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MODEL_FIELDS = frozenset(ModelSection.model_fields) - {"path"}
 
 
 class PythonRun:
-    """One stage described by keywords; `fit` runs it, resuming what an earlier call with the same settings left.
+    """Run of one stage configured by keywords; `fit` runs it, or resumes an earlier call with the same settings.
 
-    Keywords are the fields of the stage, with the defaults of its section. `model`: a path or hub id, or a mapping of
-    `posttrain.config.ModelSection`. `dataset`: a path, a list of rows, or a mapping of `DatasetSection`. Without
-    `output` the run goes to `runs/<kind>-<hash of the settings>`; without `seed` it draws one and writes it into the
-    run's `config.yaml`. ConfigError for what is wrong, before anything runs.
+    Keywords are the fields of the stage, with its section's defaults. `model`: a path or hub id, or a mapping of
+    `posttrain.config.ModelSection`. `dataset`: a path, a list of rows, or a mapping of `DatasetSection`. By default
+    `output` is `runs/<kind>-<hash of the settings>`, and `seed` is drawn and recorded in the run's `config.yaml`.
+    Raises ConfigError for invalid settings before anything runs.
     """
 
     kind: ClassVar[str]
@@ -61,7 +61,7 @@ class PythonRun:
         self.config = build(folder, _seed(folder) if seed is None else seed)
 
     def fit(self) -> RunResult:
-        """Train to the end."""
+        """Train until the last step, resuming from the newest checkpoint."""
         for file, text in self._files.items():
             _write_rows(file, text)
         return run(self.config, Path.cwd())
@@ -71,7 +71,7 @@ class PythonRun:
 
 
 def _stage(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of the stage; a single reward, and rewards that are functions or their names, as a list of sections."""
+    """Fields of the stage. A single reward becomes a list, and functions or names become reward sections."""
     stage: dict[str, Any] = _plain(fields)
     if "rewards" in stage:
         rewards = stage["rewards"] if isinstance(stage["rewards"], list) else [stage["rewards"]]
@@ -100,7 +100,7 @@ class Distill(PythonRun):
     def __init__(self, model: Any, teacher: Any = None, dataset: Any = None, **fields: Any):
         if teacher is not None:
             if "teachers" in fields:
-                raise ConfigError("pt.Distill: give teacher, or several as teachers")
+                raise ConfigError("pt.Distill: set teacher, or teachers for several")
             fields["teachers"] = [{"path": str(teacher)} if isinstance(teacher, str | Path) else teacher]
         super().__init__(model, dataset, **fields)
 
@@ -115,10 +115,10 @@ class Preference(PythonRun):
 
 
 class RewardModel(PythonRun):
-    """A reward model from Python: `pt.RewardModel(model="path", dataset="pairs.jsonl").fit()`.
+    """Reward model training from Python: `pt.RewardModel(model="path", dataset="pairs.jsonl").fit()`.
 
     Every field of `posttrain.config.RewardModelSection` is a keyword, as are `output`, `seed` and `mesh`. The result is
-    a sequence classifier, which transformers loads.
+    a sequence classifier that transformers loads.
     """
 
     kind = "reward_model"
@@ -155,7 +155,7 @@ def _model_fields(model: Any) -> dict[str, Any]:
 
 
 def _rows(value: Any) -> Any:
-    """A dataset in memory as a list of its rows; everything else as it is."""
+    """Convert a dataset in memory to a list of rows; other values are returned unchanged."""
     if value is None or isinstance(value, str | Path | Mapping | Section):
         return value
     rows = list(value)
@@ -166,7 +166,7 @@ def _rows(value: Any) -> Any:
 
 
 def _dataset(value: Any, file: Path) -> Any:
-    """A dataset section; rows in memory are read from a file in the run's folder, so that the run can be resumed."""
+    """Dataset section; rows in memory are read from a file in the run's folder, so that the run can be resumed."""
     if isinstance(value, str | Path):
         return {"path": str(value)}
     return {"path": str(file)} if isinstance(value, list) else value
@@ -176,7 +176,7 @@ def _jsonl(name: str, rows: list[Any]) -> str:
     try:
         return "".join(json.dumps(row) + "\n" for row in rows)
     except TypeError as error:
-        raise ConfigError(f"{name}: its rows must hold what JSON can: {error}") from error
+        raise ConfigError(f"{name}: its rows must be JSON-serialisable: {error}") from error
 
 
 def _write_rows(file: Path, text: str) -> None:
@@ -192,7 +192,7 @@ def _write_rows(file: Path, text: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Sections as mappings, so that one validation sees everything."""
+    """Convert sections to mappings, so that one validation covers all settings."""
     if isinstance(value, Section):
         return {name: _plain(getattr(value, name)) for name in value.model_fields_set}
     if isinstance(value, Mapping):
@@ -201,8 +201,8 @@ def _plain(value: Any) -> Any:
 
 
 def _digest(config: RunConfig, more: Sequence[str]) -> str:
-    """The same for the same settings; a function counts with its source and what that reaches, so that an edited
-    reward is another run."""
+    """Hash of the settings, including the source code of functions and their dependencies, so that an edited reward
+    function makes a new run."""
     parts = [dump_config(config), *more, *code_texts(config, Path.cwd()).values()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
 

@@ -1,4 +1,4 @@
-"""The command line: `posttrain run | check | schema | distill | generate | export | upcycle | prune`."""
+"""Command line: `posttrain run | check | schema | distill | generate | export | upcycle | prune`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Overrides = Annotated[
 
 @app.command()
 def run(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Run all stages of a configuration; the same command resumes where it stopped."""
+    """Run all stages of a configuration; the same command resumes an interrupted run."""
     from posttrain.config.yaml_file import load_config
 
     loaded = load_config(config, overrides or [])
@@ -48,7 +48,7 @@ def check(
     config: ConfigPath,
     overrides: Overrides = None,
     devices: Annotated[
-        int | None, typer.Option(min=1, help="Devices of the machine that will run it; by default those of this one.")
+        int | None, typer.Option(min=1, help="Number of devices of the target machine; by default of this machine.")
     ] = None,
 ) -> None:
     """Validate everything that can be validated without loading weights."""
@@ -64,7 +64,7 @@ def check(
 
 @app.command()
 def schema() -> None:
-    """Print the JSON schema of configurations, with which editors complete and check them."""
+    """Print the JSON schema of configurations, for completion and validation in editors."""
     from posttrain.config.json_schema import json_schema
 
     print(json.dumps(json_schema(), indent=1))
@@ -75,15 +75,15 @@ def distill(
     config: ConfigPath,
     overrides: Overrides = None,
     cache: Annotated[
-        bool, typer.Option("--cache", help="Write what the teachers say; may be stopped and gone on.")
+        bool, typer.Option("--cache", help="Write the teachers' top-k to their caches; can be resumed.")
     ] = False,
 ) -> None:
-    """Write the caches that stages of kind distill name; posttrain run then trains without their teachers."""
+    """Write the teacher caches of distill stages; posttrain run then trains without loading their teachers."""
     from posttrain.config.yaml_file import load_config
 
     loaded = load_config(config, overrides or [])
     if not cache:
-        raise ConfigError("distill: give --cache to write what the teachers say; posttrain run trains the student")
+        raise ConfigError("distill: give --cache to write the teachers' top-k; posttrain run trains the student")
     from posttrain.runs.write_teacher_cache import write_caches
     from posttrain.tracking.console import shown_log
 
@@ -98,30 +98,43 @@ def generate(
     adapter: Annotated[str | None, typer.Option(help="PEFT's adapter of the model: a folder or a hub id.")] = None,
     family: Annotated[str | None, typer.Option(help="A Python file with the model's family, as model.family.")] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="New tokens at most; by default 128, or what the context leaves.")
+        int | None,
+        typer.Option(min=1, help="Maximum number of new tokens; by default 128, or what the context allows."),
     ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="0: off.")] = 0,
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
     min_p: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: what was said is less likely.")] = 1.0,
-    presence_penalty: Annotated[float, typer.Option(help="Taken off the logits of tokens in the text.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="The same, times how often they are in it.")] = 0.0,
-    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
-    stop_token: Annotated[list[int] | None, typer.Option(help="A token id that ends the text; repeated.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens.")] = False,
-    logit_bias: Annotated[list[str] | None, typer.Option(help="TOKEN=NUMBER, such as 13=-inf; repeated.")] = None,
-    allowed_token: Annotated[list[int] | None, typer.Option(help="A token id that may be drawn; repeated.")] = None,
-    n: Annotated[int, typer.Option("-n", "--samples", min=1, help="Completions of each prompt.")] = 1,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens in the text become less likely.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Subtracted from the logits of tokens in the text.")] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Subtracted from logits, times the token's count in the text.")
+    ] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    stop_token: Annotated[list[int] | None, typer.Option(help="Stop token id; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after end-of-sequence tokens.")] = False,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(help="TOKEN=NUMBER, such as 13=-inf; may be repeated.")
+    ] = None,
+    allowed_token: Annotated[
+        list[int] | None, typer.Option(help="Token id that may be sampled; may be repeated.")
+    ] = None,
+    n: Annotated[int, typer.Option("-n", "--samples", min=1, help="Completions per prompt.")] = 1,
     seed: Annotated[int | None, typer.Option(help="By default drawn from the system.")] = None,
-    chat: Annotated[bool | None, typer.Option(help="Use the chat template; by default if there is one.")] = None,
+    chat: Annotated[
+        bool | None, typer.Option(help="Use the chat template; by default if the tokenizer has one.")
+    ] = None,
     messages: Annotated[
         bool, typer.Option("--messages", help="Prompts are conversations: JSON lists of role and content.")
     ] = False,
-    logprobs: Annotated[int | None, typer.Option(min=0, help="Print JSON, with so many likely tokens.")] = None,
-    prompt_logprobs: Annotated[bool, typer.Option("--prompt-logprobs", help="The same of the prompt.")] = False,
+    logprobs: Annotated[
+        int | None, typer.Option(min=0, help="Print JSON with this number of most probable tokens.")
+    ] = None,
+    prompt_logprobs: Annotated[
+        bool, typer.Option("--prompt-logprobs", help="Print JSON with the prompt's log-probabilities.")
+    ] = False,
 ) -> None:
-    """Print completions of each prompt, with `--no-chat` or without a template after the prompt itself."""
+    """Print completions of each prompt; without a chat template (or with `--no-chat`) after the prompt itself."""
     loaded, tokenizer = _load(model, adapter, family)
     from posttrain.generation import complete
 
@@ -157,11 +170,11 @@ def generate(
 
 
 def _load(model: str, adapter: str | None, family: str | None) -> tuple[Decoder, Tokenizer]:
-    """ConfigError also for what is written as a folder, and is none."""
+    """Load model and tokenizer. ConfigError also for a path without a folder."""
     if not Path(model).expanduser().exists() and model.startswith(("/", ".", "~")):
         from posttrain.config.yaml_file import did_you_mean_path
 
-        raise ConfigError(f"model {model}: there is no such folder{did_you_mean_path(model)}")
+        raise ConfigError(f"model {model}: no such folder{did_you_mean_path(model)}")
     from posttrain.data.tokenizer import load_tokenizer
     from posttrain.models.hf import add_family
     from posttrain.weights.load import load_model
@@ -173,7 +186,7 @@ def _load(model: str, adapter: str | None, family: str | None) -> tuple[Decoder,
 
 
 def _conversations(texts: list[str]) -> list[Any]:
-    """ConfigError for what is not JSON."""
+    """Parse conversations. ConfigError for invalid JSON."""
     found = []
     for text in texts:
         try:
@@ -185,7 +198,7 @@ def _conversations(texts: list[str]) -> list[Any]:
 
 
 def _biases(texts: list[str]) -> dict[int, float]:
-    """ConfigError for what is not TOKEN=NUMBER."""
+    """Parse logit biases. ConfigError unless written as TOKEN=NUMBER."""
     try:
         return {int(token): float(bias) for token, bias in (text.split("=") for text in texts)}
     except ValueError as error:
@@ -195,17 +208,19 @@ def _biases(texts: list[str]) -> dict[int, float]:
 @app.command()
 def upcycle(
     source: Annotated[str, typer.Argument(help="A dense model: a folder in Hugging Face layout or a hub id.")],
-    out: Annotated[Path, typer.Argument(help="A new folder for the mixture of experts.")],
-    experts: Annotated[int, typer.Option(help="Experts of each layer.")],
-    top_k: Annotated[int, typer.Option(help="Experts that each token goes to.")],
+    out: Annotated[Path, typer.Argument(help="A new folder for the MoE model.")],
+    experts: Annotated[int, typer.Option(help="Experts per layer.")],
+    top_k: Annotated[int, typer.Option(help="Experts per token.")],
     mode: Annotated[
         Literal["copy", "split"],
         typer.Option(help="copy: each expert is the dense MLP. split: top_k experts are the dense MLP together."),
     ],
-    noise: Annotated[float, typer.Option(help="Added to each expert, in standard deviations of its weights.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the router and the noise.")] = 0,
+    noise: Annotated[
+        float, typer.Option(help="Noise added to each expert, in standard deviations of its weights.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Random seed of router and noise.")] = 0,
 ) -> None:
-    """Turn a dense model into a mixture of experts that computes the same, and prove it."""
+    """Convert a dense model into an equivalent MoE model, and verify it."""
     from posttrain.weights.upcycle import Upcycling
 
     plan = Upcycling(experts=experts, top_k=top_k, mode=mode, noise=noise)
@@ -218,14 +233,16 @@ def upcycle(
 def prune(
     source: Annotated[str, typer.Argument(help="A model: a folder in Hugging Face layout or a hub id.")],
     out: Annotated[Path, typer.Argument(help="A new folder for the smaller model.")],
-    layer: Annotated[list[int] | None, typer.Option(help="A layer to keep, from 0; repeated. By default all.")] = None,
+    layer: Annotated[
+        list[int] | None, typer.Option(help="Layer to keep, from 0; may be repeated. By default all.")
+    ] = None,
     mlp_dim: Annotated[int | None, typer.Option(help="Neurons to keep in each MLP.")] = None,
     embed_dim: Annotated[int | None, typer.Option(help="Dimensions to keep of the residual stream.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="Key-value heads to keep, each with its query heads.")] = None,
     experts: Annotated[int | None, typer.Option(help="Experts to keep of each layer, as one dense MLP.")] = None,
-    text: Annotated[str | None, typer.Option(help="Rows on which the use of experts is counted.")] = None,
+    text: Annotated[str | None, typer.Option(help="Dataset on which the usage of experts is counted.")] = None,
 ) -> None:
-    """Cut a smaller model out of a large one, as the start of a student for distillation."""
+    """Prune a smaller model from a large one, as the initial student for distillation."""
     from posttrain.weights.prune import Pruning
 
     plan = Pruning(
@@ -251,15 +268,15 @@ class Reader(StrEnum):
 def export(
     run: Annotated[str, typer.Argument(help="The output folder of a run, or the folder of one of its stages.")],
     to: Annotated[
-        Target, typer.Option(help="hf: a model; merged: with the adapter added to its base; peft: the adapter alone.")
+        Target, typer.Option(help="hf: a model; merged: the adapter merged into its base; peft: the adapter alone.")
     ],
     out: Annotated[str | None, typer.Argument(help="A new folder; by default one in the stage's folder.")] = None,
     step: Annotated[int | None, typer.Option(min=0, help="By default the newest checkpoint.")] = None,
     reader: Annotated[
-        Reader | None, typer.Option(help="What reads it again; by default transformers where torch is installed.")
+        Reader | None, typer.Option(help="Library that reads it back; by default transformers if torch is installed.")
     ] = None,
 ) -> None:
-    """Write a run's model for other tools, read it again, and refuse it where it is not the same model."""
+    """Export a run's model for other tools, read it back, and fail if the two differ."""
     from posttrain.export.export import export as recipe
 
     folder, proof = recipe(
@@ -273,7 +290,8 @@ def export(
 
 
 def main() -> None:
-    """Entry point. Mistakes of the user end with one line each and exit code 2, interruptions with 130."""
+    """Entry point. User errors print one line each (exit code 2), failures one line (1), interruptions exit with
+    130."""
     try:
         app()
     except ConfigError as error:
@@ -287,7 +305,7 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except Exception as error:
-        # Imported late: with it comes jax, which `--help` must not wait for.
+        # Looked up, not imported: importing jax here would slow down `--help`.
         fit = sys.modules.get("posttrain.train.loop")
         proof = sys.modules.get("posttrain.export.readers")
         if proof is not None and isinstance(error, proof.ProofError):
@@ -295,5 +313,5 @@ def main() -> None:
             sys.exit(1)
         if fit is None or not isinstance(error, fit.Interrupted):
             raise
-        print(f"{error}; the same command resumes there", file=sys.stderr)
+        print(f"{error}; run the same command again to resume", file=sys.stderr)
         sys.exit(130)

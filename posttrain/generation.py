@@ -26,7 +26,7 @@ Prompts = str | Sequence[Mapping[str, Any]] | Sequence[str | Sequence[Mapping[st
 
 
 class Settings(TypedDict, total=False):
-    """Keywords of `generate` and `complete`; where not said otherwise see `pt.SamplingParams`."""
+    """Keywords of `generate` and `complete`; for those without a description see `pt.SamplingParams`."""
 
     top_k: int
     top_p: float
@@ -38,28 +38,28 @@ class Settings(TypedDict, total=False):
     allowed_token_ids: Sequence[int] | None
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
-    """Beside the tokenizer's."""
+    """Stop token ids in addition to the tokenizer's."""
     ignore_eos: bool
-    """The tokenizer's end-of-sequence tokens end nothing."""
+    """Continue after the tokenizer's end-of-sequence tokens."""
     n: int
-    """Completions of each prompt."""
+    """Number of completions per prompt."""
     seed: int | None
-    """By default drawn from the system."""
+    """Random seed; by default drawn from the system."""
     chat: bool | None
-    """Wrap each prompt as a user's turn in the tokenizer's template; by default if it has one."""
+    """Wrap string prompts as user turns in the chat template; by default if the tokenizer has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generated:
-    """A completion as text and, with all that was asked for, as tokens."""
+    """Completion as text and tokens, with log-probabilities as requested."""
 
     text: str
-    """Without stop token or stop string."""
+    """Text without stop token or stop string."""
     prompt_tokens: tuple[int, ...]
     completion: Completion
 
     def record(self, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-        """As JSON: each token with its text, log-probability, and the most probable ones in its place."""
+        """Convert to JSON: each token with its text, log-probability, and the most probable alternatives."""
         done = self.completion
         top = done.top_logps or ((),) * len(done.tokens)
         record: dict[str, Any] = {
@@ -89,7 +89,7 @@ def generate(
     temperature: float = 0.0,
     **settings: Unpack[Settings],
 ) -> list[str]:
-    """Completions as text, see `complete`: one for each prompt and sample, and a list also for a single prompt."""
+    """Generate text, see `complete`: a list with one string per prompt and sample, also for a single prompt."""
     done = complete(model, tokenizer, prompts, max_new_tokens=max_new_tokens, temperature=temperature, **settings)
     return [generated.text for generated in done]
 
@@ -105,14 +105,14 @@ def complete(
     prompt_logps: bool = False,
     **settings: Unpack[Settings],
 ) -> list[Generated]:
-    """Completions with their tokens and log-probabilities: `n` of each prompt, those of a prompt side by side.
+    """Generate completions with tokens and log-probabilities: `n` per prompt, consecutive.
 
     `prompts`: a string, a conversation (list of messages with role and content), or a list of these. A conversation
-    goes through the chat template; a string does as `chat` says. `max_new_tokens`: None for 128, or for what the
-    longest prompt leaves of the model's context. `temperature`: 0 is greedy, the same at each call; sample with 1.0.
-    `top_logps`: that many of the most probable tokens in each place; `prompt_logps`: log-probabilities of the prompt
-    too. Rows of the embedding beyond the tokenizer's ids are never sampled. ConfigError for settings out of range, for
-    `n` equal greedy completions, and for prompts that are empty or too long.
+    uses the chat template; for strings see `chat`. `max_new_tokens`: by default 128, or less if the longest prompt
+    leaves less of the model's context. `temperature`: 0 is greedy and deterministic; sample with 1.0. `top_logps`:
+    number of most probable tokens per position; `prompt_logps`: log-probabilities of the prompt. Embedding rows beyond
+    the tokenizer's ids are never sampled. Raises ConfigError for settings out of range, for `n` equal greedy
+    completions, and for prompts that are empty or too long.
     """
     n, seed, chat = settings.pop("n", 1), settings.pop("seed", None), settings.pop("chat", None)
     if n < 1:
@@ -164,7 +164,7 @@ def _render(tokenizer: Tokenizer, prompts: Sequence[tuple[str, Any]], chat: bool
         if not text and (chat is False or tokenizer.chat_template is None):
             why = "chat is off" if chat is False else f"tokenizer {tokenizer.name} has none"
             raise ConfigError(
-                f"generate: {name} is a conversation, which needs a chat template, and {why}; give a string"
+                f"generate: {name} is a conversation, which needs a chat template, and {why}; pass a string"
             )
         messages: list[Message] = [{"role": "user", "content": prompt}] if text else _conversation(prompt, name)
         if templated not in renderers:
@@ -174,11 +174,11 @@ def _render(tokenizer: Tokenizer, prompts: Sequence[tuple[str, Any]], chat: bool
 
 
 def _named(prompts: Any) -> list[tuple[str, Any]]:
-    """Prompts with the name of each for errors; a single one is a list of one."""
+    """Prompts with their names for error messages; a single prompt becomes a list of one."""
     if isinstance(prompts, str):
         return [("the prompt", prompts)]
     if isinstance(prompts, Mapping):
-        raise ConfigError("generate: the prompt is a single message; give a conversation, a list of messages")
+        raise ConfigError("generate: the prompt is a single message; pass a conversation, a list of messages")
     several = list(prompts)
     if several and all(isinstance(one, Mapping) for one in several):
         return [("the prompt", several)]
@@ -225,7 +225,7 @@ def _params(
 
 
 def _without_padding(model: Decoder, tokenizer: Tokenizer) -> Decoder:
-    """The model, over the same weights, with probability 0 for rows of the embedding that stand for no token."""
+    """Model with the same weights that gives probability 0 to embedding rows without a token."""
     config = model.config
     if config.num_tokens is not None or tokenizer.num_ids >= config.vocab_size:
         return model
@@ -239,9 +239,9 @@ def _check_lengths(model: Decoder, names: Sequence[str], prompts: Sequence[Seque
     longest = model.config.max_positions
     for name, prompt in zip(names, prompts, strict=True):
         if not prompt:
-            raise ConfigError(f"generate: {name} is empty; give at least one character")
+            raise ConfigError(f"generate: {name} is empty; pass at least one character")
         if len(prompt) + max_new_tokens > longest:
             raise ConfigError(
                 f"generate: {name} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} that is more "
-                f"than the model's max_position_embeddings={longest}; shorten the prompt, or ask for fewer new tokens"
+                f"than the model's max_position_embeddings={longest}; shorten the prompt, or lower max_new_tokens"
             )

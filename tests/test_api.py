@@ -151,7 +151,7 @@ def test_three_arguments_on_a_real_model(shared: Path) -> None:
             "pt.SFT: optimizer.learningrate: unknown field; did you mean 'learning_rate",
         ),
         ({"dataset": "row.jsonl"}, "dataset.path: no file"),
-        ({"dataset": [{"text": object()}]}, "dataset: its rows must hold what JSON can"),
+        ({"dataset": [{"text": object()}]}, "dataset: its rows must be JSON-serialisable"),
         ({"dataset": []}, "the dataset is empty"),
         ({"model": "./nowhere"}, "nowhere: no such file or folder"),
         ({"model": {"init": INIT}}, "init needs tokenizer"),

@@ -112,7 +112,7 @@ def test_lost_rewards_are_seen(tmp_path: Path) -> None:
     assert "  rewards failed " in some.out and "  no reward " in some.out
     none = posttrain("run", file, "stages.rl.rewards.0.fn=losing.py:never", f"output={tmp_path / 'none'}")
     assert none.code == 1 and "Traceback" not in none.err
-    assert none.err.splitlines()[-1].startswith("error: step 2: no sample has a reward, in 2 steps in a row")
+    assert none.err.splitlines()[-1].startswith("error: step 2: no sample has a reward for 2 consecutive steps")
     assert "no reward 100.00%  update skipped" in none.out
 
 

@@ -20,9 +20,9 @@ from posttrain.config.distill import DistillSection
 from posttrain.config.features import AttentionFeatures, FeaturesSection, HiddenFeatures, LayerMap
 from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, ModelSection
 from posttrain.config.online_preference import OnlinePreferenceSection
-from posttrain.config.pairs import ComparedSection, PreferenceSection, RewardModelSection
-from posttrain.config.rl import RewardSection, RLSection, RolloutSection, SampledSection, SamplingSection, answer_tokens
-from posttrain.config.run import RunConfig, Stage, is_sampled
+from posttrain.config.pairs import PairSection, PreferenceSection, RewardModelSection
+from posttrain.config.rl import OnlineSection, RewardSection, RLSection, RolloutSection, SamplingSection, answer_tokens
+from posttrain.config.run import RunConfig, Stage, trains_on_samples
 from posttrain.config.teacher import TeacherSection
 from posttrain.config.train import (
     DatasetSection,
@@ -39,7 +39,6 @@ __all__ = [
     "ROW_AXES",
     "AttentionFeatures",
     "AttentionKernel",
-    "ComparedSection",
     "DatasetSection",
     "DecodeAttention",
     "DistillSection",
@@ -57,7 +56,9 @@ __all__ = [
     "NonNegativeInt",
     "OfflineSection",
     "OnlinePreferenceSection",
+    "OnlineSection",
     "OptimizerSection",
+    "PairSection",
     "PositiveInt",
     "PreferenceSection",
     "Quantize",
@@ -70,7 +71,6 @@ __all__ = [
     "RouterSection",
     "RunConfig",
     "SFTSection",
-    "SampledSection",
     "SamplingSection",
     "Section",
     "SequenceSection",
@@ -79,5 +79,5 @@ __all__ = [
     "Text",
     "TrainSection",
     "answer_tokens",
-    "is_sampled",
+    "trains_on_samples",
 ]

@@ -7,11 +7,11 @@ from typing import Any, ClassVar, Literal
 from pydantic import model_validator
 
 from posttrain.config.base import Flag, PositiveInt
-from posttrain.config.rl import SampledSection, check_sampling
+from posttrain.config.rl import OnlineSection, check_sampling
 from posttrain.config.train import MAX_NEW_TOKENS
 
 
-class OnlinePreferenceSection(SampledSection):
+class OnlinePreferenceSection(OnlineSection):
     """Online DPO, arXiv:2402.04792: of the samples of a prompt the best by reward is chosen, the worst rejected. The
     reference is the model at the start of the stage. A row of `row_tokens` holds both answers, each behind its prompt.
     """

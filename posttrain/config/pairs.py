@@ -24,7 +24,7 @@ class RewardModelOptimizer(OptimizerSection):
     schedule: Schedule = "linear"
 
 
-class ComparedSection(OfflineSection):
+class PairSection(OfflineSection):
     """Fields of the stages that learn from judged answers."""
 
     row_tokens: PositiveInt = 2048
@@ -42,7 +42,7 @@ class ComparedSection(OfflineSection):
         return self.batch_rows
 
 
-class PreferenceSection(ComparedSection):
+class PreferenceSection(PairSection):
     kind: Literal["preference"] = "preference"
     optimizer: PreferenceOptimizer = PreferenceOptimizer()
     """AdamW."""
@@ -55,7 +55,7 @@ class PreferenceSection(ComparedSection):
     losses that need one), or the rows of each step anew."""
 
 
-class RewardModelSection(ComparedSection):
+class RewardModelSection(PairSection):
     kind: Literal["reward_model"] = "reward_model"
     optimizer: RewardModelOptimizer = RewardModelOptimizer()
     """AdamW."""

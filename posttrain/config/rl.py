@@ -173,13 +173,13 @@ def _is_length(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-class SampledOptimizer(OptimizerSection):
+class OnlineOptimizer(OptimizerSection):
     """AdamW of stages that learn from their own samples."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
 
 
-class SampledSection(TrainSection):
+class OnlineSection(TrainSection):
     """Fields of the stages that sample answers to prompts and score them."""
 
     prompts_in_row: ClassVar[int] = 1
@@ -190,7 +190,7 @@ class SampledSection(TrainSection):
     row_tokens: PositiveInt = 2 * MAX_NEW_TOKENS
     """Length of a row, which holds a prompt and its completion: by default 512 and `sampling.max_tokens`, or the
     model's context where that is shorter."""
-    optimizer: SampledOptimizer = SampledOptimizer()
+    optimizer: OnlineOptimizer = OnlineOptimizer()
     """AdamW."""
     rewards: ListOf[RewardSection] = ()
     """Functions that score a completion; their weighted sum is the reward."""
@@ -238,7 +238,7 @@ class SampledSection(TrainSection):
         return with_lengths(data, build, default_row=row, prompts_in_row=cls.prompts_in_row, fills_row=True)
 
     @model_validator(mode="after")
-    def _weighs_a_reward(self) -> SampledSection:
+    def _weighs_a_reward(self) -> OnlineSection:
         if self.rewards and not any(reward.weight for reward in self.rewards):
             raise ValueError("rewards: every weight is 0, so that there is nothing to learn; give one of them another")
         return self
@@ -254,7 +254,7 @@ class ImportanceSection(Section):
 
     apply: Literal["auto", "always", "never"] = "auto"
     """`auto`: where the sampler's distribution is not the trainer's: with top-k, top-p, min-p, penalties, logit bias,
-    allowed tokens, `rollout.quantize` or `prompts_ahead`."""
+    allowed tokens, `rollout.quantize` or `oversample_prompts`."""
     level: RatioLevel = "token"
     """One weight for each token, or for the sequence: exp of the mean or of the sum of its log-ratios."""
     bound: Literal["truncate", "mask"] = "truncate"
@@ -263,7 +263,7 @@ class ImportanceSection(Section):
     high: Annotated[float, Field(gt=1)] | None = 2.0
 
 
-class RLSection(SampledSection):
+class RLSection(OnlineSection):
     kind: Literal["rl"] = "rl"
     algorithm: str = "grpo"
     """`grpo`, `dr_grpo`, `dapo`, `gspo`, `rloo`, or `distill`, which needs no rewards where there are teachers."""
@@ -304,21 +304,21 @@ class RLSection(SampledSection):
     zero_advantage: ZeroAdvantage = "skip"
     """A step whose advantages are all 0, as no group has different rewards, is counted without an update: KL, entropy
     bonus, momentum and weight decay would act alone, which `update` lets them do."""
-    prompts_ahead: NonNegativeInt = 0
+    oversample_prompts: NonNegativeInt = 0
     """Prompts begun beyond `prompts_per_step`: a step learns from as many groups as that, the first that are whole, and
     leaves the others, which go on at the next step under its weights. Partial rollouts, arXiv:2501.12599."""
     max_staleness: PositiveInt = 4
-    """With `prompts_ahead`: most steps from the begin of a group to the step that learns from it; a step waits for the
-    groups that must not wait longer."""
+    """With `oversample_prompts`: most steps from the begin of a group to the step that learns from it; a step waits for
+    the groups that must not wait longer."""
 
     @property
     def samples_off_policy(self) -> bool:
         """Tokens are drawn from another distribution than the trainer's: importance weights have an effect."""
-        return self.sampling.changes_distribution or self.rollout.quantize != "none" or self.prompts_ahead > 0
+        return self.sampling.changes_distribution or self.rollout.quantize != "none" or self.oversample_prompts > 0
 
     @property
     def samples_in_flight(self) -> int:
-        return (self.prompts_per_step + self.prompts_ahead) * self.group_size
+        return (self.prompts_per_step + self.oversample_prompts) * self.group_size
 
     @model_validator(mode="after")
     def _learns_from(self) -> RLSection:
@@ -364,23 +364,27 @@ class RLSection(SampledSection):
     @model_validator(mode="after")
     def _fits(self) -> RLSection:
         check_sampling(self.sampling, self.row_tokens)
-        if self.prompts_ahead and self.rollout.record_routing:
+        if self.oversample_prompts and self.rollout.record_routing:
             raise ValueError(
-                f"prompts_ahead={self.prompts_ahead} and rollout.record_routing: samples that go on at a later step "
-                "would mix the experts of two versions of the weights; use one of the two"
+                f"oversample_prompts={self.oversample_prompts} and rollout.record_routing: samples resumed in a later "
+                "step would mix the experts of two versions of the weights; use one of the two"
             )
-        if self.prompts_ahead > self.max_staleness * self.prompts_per_step:
+        if self.oversample_prompts > self.max_staleness * self.prompts_per_step:
             raise ValueError(
-                f"prompts_ahead={self.prompts_ahead} with prompts_per_step={self.prompts_per_step} makes groups wait "
-                f"longer than max_staleness={self.max_staleness} steps; raise it to "
-                f"{-(-self.prompts_ahead // self.prompts_per_step)} or begin fewer prompts ahead"
+                f"oversample_prompts={self.oversample_prompts} with prompts_per_step={self.prompts_per_step} makes "
+                f"groups wait longer than max_staleness={self.max_staleness} steps; raise it to "
+                f"{-(-self.oversample_prompts // self.prompts_per_step)} or lower oversample_prompts"
             )
-        if not self.prompts_ahead and self.max_staleness != RLSection.model_fields["max_staleness"].default:
-            raise ValueError(f"max_staleness={self.max_staleness} has no effect without prompts_ahead")
-        if self.teachers and self.old_logps != "trainer" and (self.rollout.quantize != "none" or self.prompts_ahead):
+        if not self.oversample_prompts and self.max_staleness != RLSection.model_fields["max_staleness"].default:
+            raise ValueError(f"max_staleness={self.max_staleness} has no effect without oversample_prompts")
+        if (
+            self.teachers
+            and self.old_logps != "trainer"
+            and (self.rollout.quantize != "none" or self.oversample_prompts)
+        ):
             raise ValueError(
-                f"teachers with rollout.quantize={self.rollout.quantize} and prompts_ahead={self.prompts_ahead} need "
-                "old_logps: trainer: the advantage is log(teacher / student), and the sampler's log-probabilities are "
-                "not the student's"
+                f"teachers with rollout.quantize={self.rollout.quantize} and oversample_prompts="
+                f"{self.oversample_prompts} need old_logps: trainer: the advantage is log(teacher / student), "
+                "and the sampler's log-probabilities are not the student's"
             )
         return self

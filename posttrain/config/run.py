@@ -12,7 +12,7 @@ from posttrain.config.distill import DistillSection
 from posttrain.config.model import MeshSection, ModelSection
 from posttrain.config.online_preference import OnlinePreferenceSection
 from posttrain.config.pairs import PreferenceSection, RewardModelSection
-from posttrain.config.rl import RLSection, SampledSection
+from posttrain.config.rl import OnlineSection, RLSection
 from posttrain.config.train import ADAPTER_RATE_FACTOR, SFTSection, TrainSection
 
 Stage = Annotated[
@@ -46,9 +46,9 @@ def with_adapter_rate(stage: Any) -> Any:
     return {**stage, "optimizer": {**given, "learning_rate": float(f"{rate:.6g}")}}
 
 
-def is_sampled(stage: Section) -> TypeGuard[SampledSection | DistillSection]:
+def trains_on_samples(stage: Section) -> TypeGuard[OnlineSection | DistillSection]:
     """Whether a stage learns from what its model itself samples, wholly or in a share of its steps."""
-    return isinstance(stage, SampledSection) or (isinstance(stage, DistillSection) and stage.on_policy > 0)
+    return isinstance(stage, OnlineSection) or (isinstance(stage, DistillSection) and stage.on_policy > 0)
 
 
 class RunConfig(Section):
@@ -94,7 +94,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _dropout(self) -> RunConfig:
         lora = self.model.lora
-        if lora is not None and lora.dropout and any(map(is_sampled, self.stages)):
+        if lora is not None and lora.dropout and any(map(trains_on_samples, self.stages)):
             raise ValueError(
                 f"model.lora.dropout={lora.dropout}: RL has none, nor have online preference and on-policy "
                 "distillation: the trainer would be another model than the sampler; set it to 0"

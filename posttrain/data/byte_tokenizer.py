@@ -1,4 +1,4 @@
-"""The built-in tokenizer: one token per UTF-8 byte, five control tokens, a ChatML template. It needs no files."""
+"""Built-in byte tokenizer: one token per UTF-8 byte, five control tokens, a ChatML template; no files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CONTROL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
 FIRST_CONTROL_ID = 256
 
 BYTE_GENERATION = {"eos_token_id": [FIRST_CONTROL_ID + 2, FIRST_CONTROL_ID + 4]}
-"""A plain text ends with `<eos>`, a chat turn with `<|im_end|>`."""
+"""Stop tokens: plain text ends with `<eos>`, a chat turn with `<|im_end|>`."""
 
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
@@ -30,14 +30,14 @@ CHAT_TEMPLATE = """\
 
 
 def byte_characters() -> list[str]:
-    """The printable character that byte-level vocabularies write for each byte: itself, or the next one from 256 on."""
+    """Printable character of each byte in byte-level vocabularies: itself, or the next free one from 256 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (chr(code) for code in range(256, 512))
     return [chr(byte) if byte in printable else next(others) for byte in range(256)]
 
 
 def build_byte_tokenizer() -> Any:
-    """A `PreTrainedTokenizerFast` whose token id is the byte; decoding gives back any UTF-8 text exactly."""
+    """Build a `PreTrainedTokenizerFast` whose token ids are bytes; decoding reproduces any UTF-8 text exactly."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     vocabulary = {character: byte for byte, character in enumerate(byte_characters())}

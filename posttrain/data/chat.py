@@ -1,9 +1,6 @@
-"""Messages to tokens and loss masks: chat templates, plain prompts with completions, plain text.
-
-Message contents are data: a control token written in one (`<|im_end|>` in a user's question) is tokenized as ordinary
-characters, so it cannot end a turn. Assistant messages may hold control tokens that models write inside a turn, such as
-thinking marks; begin and stop tokens are ordinary characters there too. Plain text and plain prompts are as written.
-"""
+"""Rendering of messages, plain prompts and plain text to tokens with loss masks. Control tokens written in message
+contents are tokenized as ordinary characters, so they cannot end a turn; assistant messages may contain those used
+inside a turn (thinking marks), except begin and stop tokens. Plain text and plain prompts are tokenized as written."""
 
 from __future__ import annotations
 
@@ -21,11 +18,11 @@ Span = tuple[int, int]
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 STAND_INS = range(0x100000, 0x10FFFE)
-"""Private-use characters that stand for control tokens in message contents while the template runs."""
+"""Private-use characters that replace control tokens in message contents while the template runs."""
 
 
 class Message(TypedDict, total=False):
-    """One turn of a conversation, as chat templates and the tools of other frameworks know it."""
+    """Conversation turn in the format of chat templates (OpenAI messages)."""
 
     role: Required[str]
     content: str | list[dict[str, Any]]
@@ -36,7 +33,7 @@ class Message(TypedDict, total=False):
 
 
 class Masked(NamedTuple):
-    """A tokenized sequence and, for each token, whether it carries loss. The first token never does."""
+    """Token sequence with a loss mask. The first token never has loss."""
 
     tokens: list[int]
     mask: list[bool]
@@ -49,13 +46,13 @@ class Conversation:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     literals: dict[str, str]
-    """Stand-in character -> the text that it stands for."""
+    """Control token text by stand-in character."""
 
 
 class Renderer:
-    """Turns messages into tokens: through the tokenizer's chat template, or plainly.
+    """Renders messages to tokens with the tokenizer's chat template, or as plain text.
 
-    `chat=False` is for prompts and completions that are plain strings: contents are joined as they are.
+    `chat=False` is for prompts and completions that are plain strings: contents are concatenated.
     """
 
     def __init__(self, tokenizer: Tokenizer, chat: bool) -> None:
@@ -71,7 +68,7 @@ class Renderer:
         self._control_of_assistant = _any_of([text for text in tokenizer.control_tokens if text in ends])
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
-        """The tokens that a reply to these messages is sampled after."""
+        """Prompt tokens from which a reply is sampled."""
         if not self.chat:
             return self.tokenizer.known(self._begin(self.tokenizer.encode(plain_text(messages))))
         conversation = self._conversation(messages, tools)
@@ -81,11 +78,12 @@ class Renderer:
     def conversation(
         self, messages: Sequence[Message], *, first: int = 0, tools: Sequence[dict[str, Any]] | None = None
     ) -> Masked:
-        """All messages, with loss on the assistant's turns from message `first` on, each up to its end-of-turn token.
+        """Tokens of all messages, with loss on assistant turns from message `first` on, each up to its end-of-turn
+        token.
 
-        Turns are what the template puts between `{% generation %}` and `{% endgeneration %}`; where it has no such
-        marks, what a rendering gains over the prompt before the turn. Raises `ConfigError` where the template rewrites
-        earlier turns, so that no rendering is the prefix of another, and where no token or every token has loss.
+        Assistant turns are the spans that the template marks with `{% generation %}`; without marks, the text that a
+        rendering adds to the prompt before the turn. Raises `ConfigError` if the template rewrites earlier turns, so
+        that no rendering is a prefix of another, and if no token or every token has loss.
         """
         if not self.chat:
             raise ConfigError(f"messages need a chat template, but dataset.chat is off for {self.tokenizer.name}")
@@ -110,14 +108,14 @@ class Renderer:
         return Masked(self.tokenizer.known(tokens), [False, *mask[1:]])
 
     def completion(self, prompt: str, completion: str) -> Masked:
-        """A plain prompt without loss, then its completion and the end token with loss."""
+        """Tokens of a plain prompt without loss, then of its completion and the end token with loss."""
         before, after = self.tokenizer.encode_after(prompt, completion)
         before, after = self._begin(before), self._end(after)
         mask = [False] * len(before) + [True] * len(after)
         return Masked(self.tokenizer.known(before + after), [False, *mask[1:]])
 
     def text(self, text: str) -> Masked:
-        """A plain text with loss on all but its first token; begin and end tokens are put where it has none."""
+        """Tokens of a plain text with loss on all but the first; missing begin and end tokens are added."""
         tokens = self.tokenizer.known(self._end(self._begin(self.tokenizer.encode(text))))
         return Masked(tokens, [False] + [True] * (len(tokens) - 1))
 
@@ -133,7 +131,7 @@ class Renderer:
         return self.tokenizer.hf.get_chat_template(tools=tools)
 
     def _conversation(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> Conversation:
-        # Columns of a table hold every key for every message; templates take a null for a value.
+        # Columns of a table hold every key for every message; templates would treat null as a value.
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
         texts = list(_strings([plain, list(tools or ())]))
         found = sorted({match for text in texts for match in self._control.findall(text)})
@@ -146,7 +144,7 @@ class Renderer:
         return Conversation(escaped, _replace(list(tools), self._control, stand_ins) if tools else None, literals)
 
     def _render(self, conversation: Conversation, length: int, *, generation_prompt: bool) -> tuple[str, list[Span]]:
-        """The text of the first `length` messages, and the parts that the template marks as generated."""
+        """Text of the first `length` messages, and the spans that the template marks as generated."""
         import jinja2
 
         template = self._template(conversation.tools)
@@ -170,7 +168,7 @@ class Renderer:
         return texts[0], list(spans[0]) if marks else []
 
     def _derive_spans(self, conversation: Conversation, text: str, first: int) -> list[Span]:
-        """Each assistant turn as the characters that its rendering adds to the prompt before it."""
+        """Character span of each assistant turn: the text that its rendering adds to the prompt before it."""
         spans = []
         for index, message in enumerate(conversation.messages):
             if message["role"] == "assistant" and index >= first:
@@ -181,7 +179,7 @@ class Renderer:
         return spans
 
     def _after(self, conversation: Conversation, text: str, spans: list[Span], first: int) -> list[Span]:
-        """The marked spans, cut to what follows the prompt that the first `first` messages make."""
+        """Marked spans after the prompt of the first `first` messages."""
         if first == 0:
             return spans
         reply = conversation.messages[first]["role"] == "assistant"
@@ -199,7 +197,7 @@ class Renderer:
         return part
 
     def _end_at_stop(self, tokens: list[int], mask: list[bool]) -> list[bool]:
-        """Take loss off what a derived turn holds after its last stop token: it is never sampled."""
+        """Remove loss after the last stop token of a derived turn: those tokens are never sampled."""
         mask, index = list(mask), len(mask) - 1
         while index >= 0:
             begin = index
@@ -212,7 +210,7 @@ class Renderer:
         return mask
 
     def _tokenize(self, text: str, literals: Mapping[str, str], starts: Sequence[int]) -> tuple[list[int], list[Span]]:
-        """Tokens of a rendering and their characters; no token reaches across the start of an assistant's turn.
+        """Tokens of a rendering with their character spans; no token crosses the start of an assistant turn.
 
         At inference the prompt is tokenized without its reply, so a token that joins both would never be seen.
         """
@@ -238,12 +236,12 @@ class Renderer:
 
 
 def marks_generation(template: str) -> bool:
-    """Whether a chat template marks assistant turns with `{% generation %}`; what its comments say does not count."""
+    """Tell whether a chat template marks assistant turns with `{% generation %}`, ignoring its comments."""
     return GENERATION_MARKER.search(COMMENT.sub("", template)) is not None
 
 
 def plain_text(messages: Sequence[Message]) -> str:
-    """The contents, one after another. Raises `ConfigError` where one is not a string."""
+    """Concatenate the contents. Raises `ConfigError` if one is not a string."""
     contents = [message.get("content") for message in messages]
     for index, content in enumerate(contents):
         if not isinstance(content, str):

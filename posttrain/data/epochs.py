@@ -1,4 +1,4 @@
-"""Number of packed rows that hold some passes over the data: what `num_epochs` is in optimiser steps."""
+"""Epochs in optimiser steps: number of packed rows that hold `num_epochs` passes over the data."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def rows_of_epochs(
     num_epochs: float,
     seed: int,
 ) -> int:
-    """Least number of rows, in the order of training, that hold `num_epochs` times as many sequences as there are.
+    """Minimum number of rows, in training order, that hold `num_epochs` times the number of sequences.
 
-    `lengths`: tokens of each sequence of each dataset; None for one that is left out. The same stream as that of
-    training is packed, with stand-ins for the tokens.
+    `lengths`: tokens of each sequence of each dataset; None for dropped ones. Packs the same stream as training, with
+    stand-ins for the tokens.
     """
     import grain
 
@@ -47,7 +47,7 @@ def rows_of_epochs(
 
 
 class _StandIns:
-    """Arrays of the lengths by number, without the tokens."""
+    """Arrays of the given lengths by number, without tokens."""
 
     def __init__(self, lengths: Sequence[int | None]):
         longest = max((length for length in lengths if length is not None), default=0)

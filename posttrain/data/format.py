@@ -1,4 +1,4 @@
-"""From a dict row to a training sequence or to a prompt: which columns hold what, and templates over them."""
+"""Dataset formats: from a dict row to a training sequence or a prompt, by columns or templates."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from posttrain.errors import ConfigError, did_you_mean
 ROLES = ("system", "developer", "user", "assistant", "tool")
 Row = Mapping[str, Any]
 LossOn = Literal["all", "answers", "last"]
-"""All tokens of a sequence, completions and assistant turns, or the last of these alone."""
+"""Tokens with loss: all of a sequence, completions and assistant turns, or only the last of these."""
 
 
 @dataclass(frozen=True, eq=False)
-class Example:
-    """One sequence to train on. The first token has no context and never carries loss."""
+class TokenizedExample:
+    """Tokenized training sequence. The first token has no context and never has loss."""
 
     tokens: Int[np.ndarray, " T"]
     loss_mask: Bool[np.ndarray, " T"]
 
 
 def use_chat(section: DatasetSection, tokenizer: Tokenizer, columns: Sequence[str]) -> bool:
-    """Whether rows go through the chat template: as `section.chat` says, else if one exists and rows are no `text`."""
+    """Tell whether rows use the chat template: `section.chat`, else if one exists and rows are not plain `text`."""
     templates = section.prompt is not None or section.completion is not None
     plain = not templates and "text" in columns and not {"messages", "prompt"} & set(columns)
     if plain and section.chat:
@@ -42,11 +42,10 @@ def loss_on(section: SequenceSection) -> LossOn:
     return "all" if section.train_on_prompt else "last" if section.last_turn_only else "answers"
 
 
-def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, loss: LossOn) -> Example:
-    """Tokens and loss mask of a row: by templates, else of `messages`, `prompt` with `completion`, or `text`.
+def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, loss: LossOn) -> TokenizedExample:
+    """Tokens and loss mask of a row: from templates, `messages`, `prompt` with `completion`, or `text`.
 
-
-    Raises `ConfigError` where columns are missing or a value has the wrong type.
+    Raises `ConfigError` if columns are missing or a value has the wrong type.
     """
     kind = _kind(section, list(row))
     tools = row.get("tools")
@@ -68,11 +67,11 @@ def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, loss
         masked = render_answer(prompt, answer, renderer, tools, loss)
     tokens = np.asarray(masked.tokens, np.int32)
     mask = np.arange(len(tokens)) > 0 if loss == "all" else np.asarray(masked.mask, bool)
-    return Example(tokens, mask)
+    return TokenizedExample(tokens, mask)
 
 
 def prompt_messages(row: Row, section: DatasetSection) -> list[Message]:
-    """The messages that a reply is sampled after: a plain string is one user message."""
+    """Prompt messages of a row: a plain string is one user message."""
     value = _value(row, section.prompt, "prompt")
     messages = [_message("user", value)] if isinstance(value, str) else checked_messages(value, "prompt")
     if messages[-1]["role"] == "assistant":
@@ -81,15 +80,17 @@ def prompt_messages(row: Row, section: DatasetSection) -> list[Message]:
 
 
 def prompt_is_text(row: Row, section: DatasetSection) -> bool:
-    """Whether the row's prompt is a string; reward functions then get completions as strings, else as message lists."""
+    """Tell whether the row's prompt is a string; reward functions then get completions as strings, else as message
+    lists."""
     return isinstance(_value(row, section.prompt, "prompt"), str)
 
 
 def fill(template: str, row: Row) -> str:
-    """`str.format` over the columns. Braces in values are plain characters; `{{` and `}}` are braces of the template.
+    """Fill a template with columns (`str.format`). Braces in values are literal; `{{` and `}}` are literal braces in
+    the template.
 
-    >>> fill("Q: {question}", {"question": "Is {x} a set?"})
-    'Q: Is {x} a set?'
+        >>> fill("Q: {question}", {"question": "Is {x} a set?"})
+        'Q: Is {x} a set?'
     """
     parts = []
     for literal, column, format_spec, conversion in _parse(template):
@@ -100,14 +101,12 @@ def fill(template: str, row: Row) -> str:
             try:
                 parts.append(formatter.format_field(formatter.convert_field(value, conversion), format_spec or ""))
             except (ValueError, TypeError) as error:
-                raise ConfigError(
-                    f"template {template!r}: column {column!r} cannot be formatted so: {error}"
-                ) from error
+                raise ConfigError(f"template {template!r}: column {column!r} cannot be formatted: {error}") from error
     return "".join(parts)
 
 
 def template_columns(template: str) -> list[str]:
-    """The columns that a template names. Raises `ConfigError` where its braces do not match."""
+    """Column names in a template. Raises `ConfigError` for unmatched braces."""
     return [column for _, column, _, _ in _parse(template) if column is not None]
 
 
@@ -145,7 +144,7 @@ def _first(messages: Sequence[Message], first: int, loss: LossOn) -> int:
 
 
 def answer_messages(row: Row, template: str | None, column: str) -> list[Message]:
-    """The messages of an answer: a plain string is one assistant message."""
+    """Messages of an answer: a plain string is one assistant message."""
     value = _value(row, template, column)
     return [_message("assistant", value)] if isinstance(value, str) else checked_messages(value, column)
 
@@ -157,7 +156,7 @@ def render_answer(
     tools: Any = None,
     loss: LossOn = "answers",
 ) -> Masked:
-    """Prompt and answer with loss on the answer, or on its last turn alone."""
+    """Render prompt and answer with loss on the answer, or only on its last turn."""
     if not renderer.chat:
         return renderer.completion(plain_text(prompt), plain_text(answer))
     messages = [*prompt, *answer]
@@ -165,7 +164,7 @@ def render_answer(
 
 
 def _value(row: Row, template: str | None, column: str) -> str | list[Any]:
-    """The text of a template or column; a message list where the column, or the template's only part, holds one."""
+    """Text of a template or column; a message list if the column, or the template's only field, holds one."""
     source = f"{{{column}}}" if template is None else template
     columns = template_columns(source)
     if template is None and column not in row:
@@ -188,7 +187,7 @@ def _value(row: Row, template: str | None, column: str) -> str | list[Any]:
 
 
 def no_column(column: str, row: Row) -> str:
-    """That there is no such column, which there are, and whether one is spelled like it."""
+    """Error text for a missing column: the existing columns, and a similar name if there is one."""
     return f"no column {column!r} among {', '.join(row)}{did_you_mean(column, row)}"
 
 

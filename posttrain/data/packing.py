@@ -1,4 +1,4 @@
-"""Sequences to rows: which share one, and where each stands."""
+"""Packing: assignment of sequences to rows, and their positions in the rows."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 from jaxtyping import Int
 
 from posttrain.batch import Batch
-from posttrain.data.format import Example
+from posttrain.data.format import TokenizedExample
 from posttrain.errors import ConfigError
 
 Arrays = dict[str, np.ndarray]
 Overlong = Literal["truncate", "drop", "error"]
 
 
-def fit_to_row(example: Example, row_tokens: int, overlong: Overlong) -> Example | None:
-    """The example if a row holds it; else as `overlong` says: its beginning, `None`, or `ConfigError`.
+def fit_to_row(example: TokenizedExample, row_tokens: int, overlong: Overlong) -> TokenizedExample | None:
+    """Apply `overlong` to an example longer than a row: truncate it, drop it (None), or raise ConfigError.
 
-    A cut example of which no token with loss remains is left out as well.
+    Truncated examples without any token with loss are dropped too.
     """
     length = len(example.tokens)
     if length <= row_tokens:
@@ -32,21 +32,22 @@ def fit_to_row(example: Example, row_tokens: int, overlong: Overlong) -> Example
             "raise row_tokens, or set overlong to truncate or drop"
         )
     if overlong == "truncate" and example.loss_mask[:row_tokens].any():
-        return Example(example.tokens[:row_tokens], example.loss_mask[:row_tokens])
+        return TokenizedExample(example.tokens[:row_tokens], example.loss_mask[:row_tokens])
     return None
 
 
 def best_fit(lengths_ND: Int[np.ndarray, "N D"], room_D: Int[np.ndarray, " D"]) -> list[list[int]]:
-    """The numbers of the sequences that share a row: the longest first, each where the least room is left.
+    """Best-fit decreasing packing: the sequences of each row. The longest is placed first, each in the fullest row that
+    holds it.
 
-    D lengths of a sequence must fit: its own, and those of what stands beside it in rows of other lengths.
+    A sequence has D lengths that must fit: its own, and those of parallel sequences in rows of other lengths.
 
-    The sequences of a row keep their order, and rows stand in the order of the first that was put into each: where
-    sequences come in a random order, early rows are as full and as long as late ones.
+    The sequences of a row keep their order, and rows are ordered by the sequence placed first: with sequences in random
+    order, early rows are as full, and their sequences as long, as late ones.
     """
     assert (lengths_ND <= room_D).all(), (lengths_ND.max(axis=0), room_D)
     shares_N = (lengths_ND / room_D).max(axis=1, initial=0.0)
-    # Of equal lengths the first one put into a row finds more that fits beside it: it must not be the earlier one.
+    # Of equal lengths the first one placed finds more that fits beside it: this must not be the earlier one.
     drawn = np.random.default_rng(0).permutation(len(lengths_ND))
     numbers = np.lexsort((drawn, -shares_N)).tolist()
     rows = (
@@ -56,7 +57,7 @@ def best_fit(lengths_ND: Int[np.ndarray, "N D"], room_D: Int[np.ndarray, " D"]) 
 
 
 def _fit(numbers: Sequence[int], lengths_N: Int[np.ndarray, " N"], room: int) -> list[list[int]]:
-    """Each sequence in turn into the row with the least room, of equal ones the first: a sorted list of rooms."""
+    """Place each sequence in the row with the least sufficient room, the first of equals: a sorted list of rooms."""
     lengths, rows = lengths_N.tolist(), list[list[int]]()
     # Room and number of each row in one integer.
     free, base = list[int](), max(len(lengths), 1)
@@ -76,7 +77,7 @@ def _fit(numbers: Sequence[int], lengths_N: Int[np.ndarray, " N"], room: int) ->
 def _fit_all(
     numbers: Sequence[int], lengths_ND: Int[np.ndarray, "N D"], room_D: Int[np.ndarray, " D"]
 ) -> list[list[int]]:
-    """As `_fit` where several lengths must fit: the least room is that of the smallest sum of shares."""
+    """Variant of `_fit` for several lengths: the least room is the smallest sum of shares."""
     free_ND = np.empty(lengths_ND.shape)
     rows: list[list[int]] = []
     for number in numbers:
@@ -93,17 +94,17 @@ def _fit_all(
 
 
 class Spans(NamedTuple):
-    """Tokens of packed sequences, one after the other: their places in rows laid end to end."""
+    """Tokens of packed sequences in order: their places in the concatenated rows."""
 
     places: Int[np.ndarray, " N"]
     positions: Int[np.ndarray, " N"]
-    """In their sequence."""
+    """Positions within their sequences."""
     segments: Int[np.ndarray, " N"]
-    """Number of their sequence in its row, from 1."""
+    """Number of the sequence within its row, from 1."""
 
 
 def spans(lengths: Sequence[Sequence[int]], row_tokens: int) -> Spans:
-    """`lengths`: of the sequences of each row, which stand side by side from its start."""
+    """Spans of packed sequences. `lengths`: lengths of each row's sequences, side by side from its start."""
     counts = [len(row) for row in lengths]
     if not counts:
         none = np.zeros(0, np.int64)
@@ -190,13 +191,13 @@ def pack(
     return made, [found[member] for member in range(len(sequences))]
 
 
-def sequence(example: Example) -> dict[str, np.ndarray]:
-    """An example as the packer takes it."""
+def sequence(example: TokenizedExample) -> dict[str, np.ndarray]:
+    """Convert an example to the packer's arrays."""
     return {"tokens": example.tokens.astype(np.int32), "loss_weight": example.loss_mask.astype(np.float32)}
 
 
 def to_batch(rows: Mapping[str, np.ndarray]) -> Batch:
-    """The packer's rows as a host `Batch`."""
+    """Convert packed rows to a host `Batch`."""
     return Batch(
         tokens=rows["tokens"],
         positions=rows["tokens_positions"],
@@ -206,7 +207,7 @@ def to_batch(rows: Mapping[str, np.ndarray]) -> Batch:
 
 
 def common_prefix(one: Int[np.ndarray, " N"], other: Int[np.ndarray, " M"]) -> int:
-    """How many tokens both begin with."""
+    """Length of the common prefix of two token arrays."""
     length = min(len(one), len(other))
     differ = np.flatnonzero(one[:length] != other[:length])
     return int(differ[0]) if len(differ) else length

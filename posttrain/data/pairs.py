@@ -1,4 +1,4 @@
-"""Judged rows as packed rows of a batch: all answers that belong together in one row, so that no split parts them."""
+"""Packed batches of preference pairs, labelled answers and labelled steps; a unit (pair) is never split across rows."""
 
 from __future__ import annotations
 
@@ -12,55 +12,66 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from posttrain.batch import Batch
-from posttrain.config import ComparedSection, DatasetSection
+from posttrain.config import DatasetSection, PairSection
 from posttrain.data.chat import Masked, Renderer
 from posttrain.data.format import prompt_messages
 from posttrain.data.packing import common_prefix
 from posttrain.data.pipeline import Stream, fingerprint, order, token_fingerprint, window_of
-from posttrain.data.preference import CHOSEN, Answer, is_paired, judged, margin, mismatched, pair, prompt_of, steps
+from posttrain.data.preference import (
+    CHOSEN,
+    Answer,
+    is_paired,
+    labelled_answers,
+    margin,
+    mismatched,
+    pair,
+    prompt_of,
+    steps,
+)
 from posttrain.data.sequence_cache import SequenceCache
 from posttrain.data.sources import Rows
 from posttrain.data.windows import PackedBatches, Window
 from posttrain.errors import ConfigError
 
 Unit = dict[str, np.ndarray]
-"""Arrays over the tokens of one or two sequences that belong together."""
+"""Arrays over the tokens of a unit: one or two sequences that belong together."""
 
 
 @runtime_checkable
 class KnownLogps(Protocol):
-    """The reference's log-probabilities of a unit's weighted tokens, in order."""
+    """Cached reference log-probabilities of a unit's weighted tokens, in order."""
 
     def __call__(self, index: int, unit: Unit) -> Float[np.ndarray, " N"]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Units:
-    """The units of a dataset by number: pairs, single answers, single answers each with another's answer, or steps."""
+    """Units of a dataset by number: pairs, labelled answers, labelled answers each with a mismatched one (KTO), or
+    steps."""
 
-    section: ComparedSection
+    section: PairSection
     dataset: DatasetSection
     rows: Rows
     renderer: Renderer
     kind: Literal["pairs", "answers", "answers_and_others", "steps"]
     weigh_prompts: bool = False
-    """Chosen prompts, too."""
+    """Loss weight on prompts of chosen answers too."""
     margins: bool = False
     ref_logps: KnownLogps | None = None
     share_prompts: bool = False
-    """What both sequences of a unit begin with stands in the row once, as a sequence from which both go on. Of units of
-    two, without weights on prompts."""
+    """Store the common prefix of a unit's two sequences once per row, as their parent segment. Requires units of two
+    without loss on prompts."""
 
     def __len__(self) -> int:
         return len(self.rows) * self._per_row
 
     @property
     def _per_row(self) -> int:
-        """Pairs serve as two single answers."""
+        """Units per row: a pair serves as two labelled answers."""
         return 2 if self.kind.startswith("answers") and is_paired(self.rows.columns, self.dataset) else 1
 
     def prompt(self, index: int) -> Hashable:
-        """What units with the same prompt have in common; without a column for it those of one row of the dataset."""
+        """Key shared by units with the same prompt; without a prompt column, by units of the same row."""
         row = index // self._per_row
         if self.dataset.prompt is None and "prompt" not in self.rows.columns:
             return row
@@ -68,13 +79,13 @@ class Units:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the arrays of a unit."""
+        """Names of a unit's arrays."""
         names = ("tokens", "positions", "part", "parent", "roles", "loss_weight", "unit")
         return names + ("margins",) * self.margins + ("ref_logps",) * (self.ref_logps is not None)
 
     @cached_property
     def _tokenised(self) -> SequenceCache:
-        """Units without what a reference says of them: the same ones with and without it."""
+        """Cache of tokenised units without reference log-probabilities, shared by units with and without them."""
         section = self.section
         fitting = (section.row_tokens, section.overlong)
         kind = (self.kind, self.weigh_prompts, self.margins, self.share_prompts)
@@ -83,7 +94,7 @@ class Units:
         )
 
     def __call__(self, index: int) -> Unit | None:
-        """The arrays of a unit; None where it is left out: too long, or answers that are the same."""
+        """Arrays of a unit; None if it is dropped: too long, or two equal answers."""
         unit = self._tokenised(index)
         if unit is None or self.ref_logps is None:
             return unit
@@ -104,35 +115,35 @@ class Units:
             unit["margins"] = np.where(unit["roles"] == CHOSEN, better, 0.0).astype(np.float32)
         return unit
 
-    def _sequences(self, index: int) -> list[Judged]:
+    def _sequences(self, index: int) -> list[LabelledSequence]:
         row, side = divmod(index, self._per_row)
         if self.kind == "steps":
             masked, roles = steps(self.rows[row], self.dataset, self.renderer)
-            return [Judged.of(masked, np.asarray(roles), False)]
+            return [LabelledSequence.of(masked, np.asarray(roles), False)]
         if self.kind == "pairs":
             answers = pair(self.rows[row], self.dataset, self.renderer) or []
         else:
             answers = self._single(row, side)
-        return [Judged.of(a.masked, a.role, self.weigh_prompts and a.role == CHOSEN) for a in answers]
+        return [LabelledSequence.of(a.masked, a.role, self.weigh_prompts and a.role == CHOSEN) for a in answers]
 
     def _single(self, row: int, side: int) -> list[Answer]:
-        answer = self._judged(row, side)
+        answer = self._labelled_answer(row, side)
         if answer is None or self.kind == "answers":
             return [] if answer is None else [answer]
-        # The next row that has an answer to another prompt: the same one at every use.
-        others = (self._judged((row + step) % len(self.rows), side) for step in range(1, len(self.rows)))
+        # The next row with an answer to another prompt, which is the same in every epoch.
+        others = (self._labelled_answer((row + step) % len(self.rows), side) for step in range(1, len(self.rows)))
         other = next((found for found in others if found is not None and prompt_of(found) != prompt_of(answer)), None)
         if other is None:
             raise ConfigError("the KL of KTO needs answers to other prompts; give at least two rows with other prompts")
         return [answer, mismatched(answer, other)]
 
-    def _judged(self, row: int, side: int) -> Answer | None:
+    def _labelled_answer(self, row: int, side: int) -> Answer | None:
         with self.rows.named(row) as values:
-            found = judged(values, self.dataset, self.renderer)
+            found = labelled_answers(values, self.dataset, self.renderer)
         return found[side] if found else None
 
-    def _fit(self, sequences: Sequence[Judged]) -> list[Judged] | None:
-        """What of the sequences a row holds; None: the unit is left out."""
+    def _fit(self, sequences: Sequence[LabelledSequence]) -> list[LabelledSequence] | None:
+        """Sequences truncated to a row; None: the unit is dropped."""
         lengths, shared = [len(one.tokens) for one in sequences], self._shared(sequences)
         limit = self.section.row_tokens + shared
         if sum(lengths) <= limit:
@@ -150,10 +161,10 @@ class Units:
         cut = [one.cut(longest) for one in sequences]
         return cut if all(one.weight.any() for one in cut) else None
 
-    def _shared(self, sequences: Sequence[Judged]) -> int:
-        """How many tokens of a prompt stand in the row once: all but its last, which each answer has before it.
+    def _shared(self, sequences: Sequence[LabelledSequence]) -> int:
+        """Number of prompt tokens stored once per row: all but the last, which each answer keeps.
 
-        So the hidden state that predicts the first token of an answer stands in front of it, as everywhere.
+        The hidden state that predicts an answer's first token is thus computed in the answer's own segment.
         """
         if not self.share_prompts:
             return 0
@@ -161,28 +172,29 @@ class Units:
         return common_prefix(*prompts)
 
 
-class Judged(NamedTuple):
-    """A sequence with the weight and the role of each token."""
+class LabelledSequence(NamedTuple):
+    """Sequence with the loss weight and the role of each token."""
 
     tokens: Int[np.ndarray, " T"]
     weight: Float[np.ndarray, " T"]
     roles: Int[np.ndarray, " T"]
 
     @classmethod
-    def of(cls, masked: Masked, role: int | np.ndarray, whole: bool) -> Judged:
-        """`whole`: a weight on the prompt as well."""
+    def of(cls, masked: Masked, role: int | np.ndarray, whole: bool) -> LabelledSequence:
+        """Label a sequence. `whole`: loss weight on the prompt too."""
         mask = np.asarray(masked.mask, bool)
         weight = np.arange(len(mask)) > 0 if whole else mask
         roles = np.where(mask, role, 0).astype(np.int32)
         return cls(np.asarray(masked.tokens, np.int32), weight.astype(np.float32), roles)
 
-    def cut(self, length: int) -> Judged:
-        return Judged(self.tokens[:length], self.weight[:length], self.roles[:length])
+    def cut(self, length: int) -> LabelledSequence:
+        return LabelledSequence(self.tokens[:length], self.weight[:length], self.roles[:length])
 
 
-def _arrays(index: int, sequences: Sequence[Judged], shared: int) -> Unit:
-    """`part` is the number of a token's sequence in the unit, and `parent` that of the one that it goes on from."""
-    pieces = [Judged(*(array[shared:] for array in one)) for one in sequences]
+def _arrays(index: int, sequences: Sequence[LabelledSequence], shared: int) -> Unit:
+    """Concatenate a unit's sequences. `part`: number of a token's sequence in the unit; `parent`: number of its parent
+    sequence."""
+    pieces = [LabelledSequence(*(array[shared:] for array in one)) for one in sequences]
     if shared:
         pieces = [sequences[0].cut(shared), *pieces]
     lengths, starts = [len(one.tokens) for one in pieces], [0] + [shared] * (len(pieces) - 1)
@@ -201,7 +213,7 @@ def _arrays(index: int, sequences: Sequence[Judged], shared: int) -> Unit:
 
 
 class NumberedRows(NamedTuple):
-    """A batch, and the number of the unit that each token is of."""
+    """Batch with the unit number of each token."""
 
     batch: Batch
     units: Int[np.ndarray, "B T"]
@@ -236,12 +248,12 @@ class ComparisonBatches(Stream):
         return self.numbered().batch
 
     def numbered(self) -> NumberedRows:
-        """The next batch, with the units that its tokens are of."""
+        """Next batch with the unit numbers of its tokens."""
         return _to_batch(next(self._iterator), self._units)
 
 
 def all_rows(units: Units) -> Iterator[NumberedRows]:
-    """One pass over the units, always in the same order; the last batch is filled with empty rows."""
+    """Iterate once over the units in fixed order; the last batch is filled with empty rows."""
     import grain
 
     section = units.section
@@ -257,7 +269,7 @@ def _packed(units: Units, examples: Any, window: Window) -> PackedBatches:
 
 
 def _to_batch(rows: dict[str, np.ndarray], units: Units) -> NumberedRows:
-    """Each packed unit is one segment of the packer; here each of its sequences becomes one."""
+    """Convert packed units, one segment each, to a batch with one segment per sequence."""
     before = (3 if units.share_prompts else 2) * (rows["tokens_segments"] - 1)
     segments, parents = (np.where(rows[n] > 0, before + rows[n], 0).astype(np.int32) for n in ("part", "parent"))
     batch = Batch(

@@ -1,4 +1,4 @@
-"""Endless, resumable streams: batches of packed rows for SFT, groups of prompts for RL; and one pass for evaluation."""
+"""Data pipelines: endless, resumable streams of packed SFT batches and of prompts, and a single pass for evaluation."""
 
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ State = dict[str, Any]
 
 @runtime_checkable
 class RowTargets(Protocol):
-    """Per-token training targets beside the tokens of a row, such as a teacher's, packed together with them."""
+    """Per-token training targets, such as a teacher's, packed together with the tokens of a row."""
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """Names of the arrays that are token sequences of their own."""
+        """Names of arrays that are token sequences of their own."""
         ...
 
     def lengths(self, row_tokens: int) -> dict[str, int]:
-        """Length in a packed row of each array that `arrays` makes."""
+        """Packed row length of each array from `arrays`."""
         ...
 
     def arrays(
         self, dataset: int, index: int, row: Mapping[str, Any], sequence: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """Targets of the sequence that row `index` of dataset `dataset` became."""
+        """Targets of the sequence made from row `index` of dataset `dataset`."""
         ...
 
     def batch(self, batch: Batch, rows: Mapping[str, np.ndarray]) -> Batch:
-        """The batch with the targets of its packed rows."""
+        """Add the targets of packed rows to a batch."""
         ...
 
 
 class Stream:
-    """An iterator whose state says what it reads, so that it cannot go on over other data."""
+    """Iterator whose state identifies its data, so that it cannot be resumed on other data."""
 
     def __init__(self, iterator: Any, identity: Mapping[str, Any]) -> None:
         self._iterator = iterator
         self._identity = dict(identity)
 
     def state(self) -> State:
-        """Where the stream stands, as JSON types: what was taken, not what was read ahead."""
+        """Position of the stream, as JSON types: what was consumed, not what was prefetched."""
         return {"position": self._iterator.get_state(), "identity": dict(self._identity)}
 
     def restore(self, state: State) -> None:
-        """Go on where `state` was taken. Raises `ConfigError` where data, seed or row layout are other ones."""
+        """Resume from `state`. Raises `ConfigError` if data, seed or row layout have changed."""
         saved = state["identity"]
         for name, value in self._identity.items():
             before = saved.get(name)
@@ -75,8 +75,8 @@ class Stream:
 class SFTBatches(Stream):
     """Endless host batches of `batch_rows` rows; every epoch holds each row of a dataset once, in a new order.
 
-    `mixed`: the rows of `section.mix`; as the weights of the datasets say, sequences are drawn from them in turn.
-    `taught`: what teachers say of the rows.
+    `mixed`: rows of `section.mix`; datasets are sampled in proportion to their weights.
+    `targets`: teacher targets of the rows.
     """
 
     def __init__(
@@ -87,18 +87,18 @@ class SFTBatches(Stream):
         *,
         seed: int,
         mixed: Sequence[tuple[Rows, Renderer]] = (),
-        taught: RowTargets | None = None,
+        targets: RowTargets | None = None,
     ) -> None:
         import grain
 
         streams, prints, tokens = [], [], []
         for number, (dataset, source) in enumerate(zip(section.datasets, [(rows, renderer), *mixed], strict=True)):
-            tokenize = row_tokenizer(section, dataset, *source, taught, number)
+            tokenize = row_tokenizer(section, dataset, *source, targets, number)
             require_one(source[0], tokenize, section.row_tokens)
             prints.append(fingerprint(dataset, source[0]))
             tokens.append(token_fingerprint(source[0], tokenize))
             streams.append(order(len(source[0]), shuffle=dataset.shuffle, seed=seed + number).map(tokenize))
-        self._taught = taught
+        self._targets = targets
         window = window_of(section, section.datasets)
         identity = {
             "dataset": ", ".join(prints),
@@ -114,19 +114,19 @@ class SFTBatches(Stream):
         weights = [dataset.weight for dataset in section.datasets]
         stream = streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, weights)
         epoch = len(rows) + sum(len(others) for others, _ in mixed)
-        super().__init__(_packed(section, stream, epoch, window, taught), identity)
+        super().__init__(_packed(section, stream, epoch, window, targets), identity)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        return _finished(next(self._iterator), self._taught)
+        return _finished(next(self._iterator), self._targets)
 
 
 class PromptBatches(Stream):
-    """Endless lists of `prompts_per_step` places in `kept`; every epoch holds each one once, in a new order.
+    """Endless lists of `prompts_per_step` indices into `kept`; every epoch holds each one once, in a new order.
 
-    `kept`: numbers of the rows whose prompts are trained on, by default all.
+    `kept`: numbers of the rows to train on, by default all.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class PromptBatches(Stream):
             "prompts_per_step": prompts_per_step,
         }
         numbers = order(len(kept), shuffle=section.shuffle, seed=seed)
-        # A number costs less than handing it over from a thread.
+        # Computing a number is cheaper than passing it between threads.
         prompts = numbers.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         super().__init__(iter(prompts.batch(prompts_per_step, batch_fn=list)), identity)
 
@@ -161,31 +161,32 @@ class PromptBatches(Stream):
 
 
 def eval_batches(
-    section: SequenceSection, dataset: DatasetSection, rows: Rows, renderer: Renderer, taught: RowTargets | None = None
+    section: SequenceSection, dataset: DatasetSection, rows: Rows, renderer: Renderer, targets: RowTargets | None = None
 ) -> Iterator[Batch]:
-    """One pass over a dataset, always in the same order; the last batch is filled with empty rows."""
+    """Iterate once over a dataset in fixed order; the last batch is filled with empty rows."""
     import grain
 
-    tokenize = row_tokenizer(section, dataset, rows, renderer, taught, len(section.datasets))
+    tokenize = row_tokenizer(section, dataset, rows, renderer, targets, len(section.datasets))
     require_one(rows, tokenize, section.row_tokens)
     examples = grain.MapDataset.range(len(rows)).map(tokenize)
     window = Window.of(packing=section.packing, ordered=False, batch_rows=section.batch_rows)
-    for batch in _packed(section, examples, len(rows), window, taught):
-        yield _finished(batch, taught)
+    for batch in _packed(section, examples, len(rows), window, targets):
+        yield _finished(batch, targets)
 
 
-def _finished(rows: Mapping[str, np.ndarray], taught: RowTargets | None) -> Batch:
-    return to_batch(rows) if taught is None else taught.batch(to_batch(rows), rows)
+def _finished(rows: Mapping[str, np.ndarray], targets: RowTargets | None) -> Batch:
+    return to_batch(rows) if targets is None else targets.batch(to_batch(rows), rows)
 
 
 def fingerprint(section: DatasetSection, rows: Rows) -> str:
-    """Hash of what a dataset is: the source's last name, the number of rows, and the content of up to 64 of them."""
+    """Hash of a dataset: the last part of the source's name, the number of rows, and the content of up to 64 of
+    them."""
     content = [Path(section.path).name, len(rows), *(rows[index] for index in _sampled(rows))]
     return _digest(json.dumps(content, sort_keys=True, default=str))
 
 
 def token_fingerprint(rows: Rows, tokenize: Callable[[int], dict[str, np.ndarray] | None]) -> str:
-    """Hash of what tokenizer, template and columns make of up to 64 rows."""
+    """Hash of the tokenised sequences of up to 64 rows, which depend on tokenizer, template and columns."""
     made = [tokenize(index) for index in _sampled(rows)]
     return _digest(json.dumps([None if m is None else [m["tokens"].tolist(), m["loss_weight"].tolist()] for m in made]))
 
@@ -199,23 +200,23 @@ def _digest(text: str) -> str:
 
 
 def order(count: int, *, shuffle: bool, seed: int) -> Any:
-    """Numbers below `count` without end: epoch after epoch, each a new permutation where `shuffle` is set."""
+    """Endless numbers below `count`, epoch after epoch; with `shuffle` each is a new permutation."""
     import grain
 
     numbers = grain.MapDataset.range(count)
-    # Grain seeds epoch e with seed + e: neighbouring seeds would share epochs if they were not spread first.
+    # Grain seeds epoch e with seed + e: neighbouring seeds would share epochs if they were not hashed first.
     spread = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "big")
     return (numbers.shuffle(seed=spread) if shuffle else numbers).repeat()
 
 
 def window_of(section: OfflineSection, datasets: Sequence[DatasetSection]) -> Window:
-    """Of training rows: datasets that are not shuffled keep their order."""
+    """Packing window of training rows; unshuffled datasets keep their order."""
     ordered = not all(dataset.shuffle for dataset in datasets)
     return Window.of(packing=section.packing, ordered=ordered, batch_rows=section.batch_rows)
 
 
 def _packed(
-    section: SequenceSection, examples: Any, epoch: int, window: Window, taught: RowTargets | None
+    section: SequenceSection, examples: Any, epoch: int, window: Window, targets: RowTargets | None
 ) -> PackedBatches:
     lengths = dict.fromkeys(("tokens", "loss_weight"), section.row_tokens)
     return PackedBatches(
@@ -223,8 +224,8 @@ def _packed(
         epoch=epoch,
         window=window,
         batch_rows=section.batch_rows,
-        lengths=lengths if taught is None else lengths | taught.lengths(section.row_tokens),
-        numbered=("tokens", *(() if taught is None else taught.tokens)),
+        lengths=lengths if targets is None else lengths | targets.lengths(section.row_tokens),
+        numbered=("tokens", *(() if targets is None else targets.tokens)),
     )
 
 
@@ -233,12 +234,12 @@ def row_tokenizer(
     dataset: DatasetSection,
     rows: Rows,
     renderer: Renderer,
-    taught: RowTargets | None = None,
+    targets: RowTargets | None = None,
     number: int = 0,
 ) -> Callable[[int], dict[str, np.ndarray] | None]:
-    """A function from a row's number to its sequence; None for one that is left out as too long.
+    """Function from a row number to its sequence; None for a row that is dropped as too long.
 
-    A row is tokenised once for all readers that are made alike. `number`: of the dataset, by which `taught` knows it.
+    Readers with equal arguments share tokenised rows. `number`: dataset number for `targets`.
     """
 
     loss = loss_on(section)
@@ -254,16 +255,16 @@ def row_tokenizer(
 
     def tokenize(index: int) -> dict[str, np.ndarray] | None:
         arrays = sequences(index)
-        if arrays is None or taught is None:
+        if arrays is None or targets is None:
             return arrays
         with rows.named(index) as row:
-            return arrays | taught.arrays(number, index, row, arrays)
+            return arrays | targets.arrays(number, index, row, arrays)
 
     return tokenize
 
 
 def require_one(rows: Rows, tokenize: Callable[[int], Any], row_tokens: int) -> None:
-    """ConfigError where all rows are left out: an endless stream over them would never yield."""
+    """Raise ConfigError if all rows are dropped: an endless stream over them would never yield."""
     if all(tokenize(index) is None for index in range(len(rows))):
         raise ConfigError(
             f"every row of {rows.name} is left out as longer than row_tokens={row_tokens}; raise row_tokens"

@@ -1,4 +1,5 @@
-"""Judged answers: rows with `chosen` and `rejected`, with `completion` and `label`, or with steps and their labels."""
+"""Preference data formats: rows with `chosen` and `rejected`, with `completion` and `label`, or with steps and
+labels."""
 
 from __future__ import annotations
 
@@ -15,26 +16,26 @@ from posttrain.data.format import Row, answer_messages, no_column, prompt_messag
 from posttrain.errors import ConfigError, did_you_mean
 
 CHOSEN, REJECTED, MISMATCHED = 1, -1, 2
-"""Roles of an answer's tokens, as `Batch.roles` has them."""
+"""Roles of an answer's tokens, see `Batch.roles`."""
 RENAME = "rename yours in the data, or with a function of your own (dataset.path: file.py:function)"
 
 
 class Answer(NamedTuple):
-    """A tokenized prompt with an answer that somebody judged."""
+    """Tokenized prompt and answer with the answer's role."""
 
     masked: Masked
     role: int
 
 
 class Parts(NamedTuple):
-    """A row's prompt and its judged answers."""
+    """Prompt and labelled answers of a row."""
 
     prompt: list[Message]
     answers: list[tuple[list[Message], int]]
 
 
 def is_paired(columns: Sequence[str], section: DatasetSection) -> bool:
-    """Whether rows hold pairs. ConfigError where they hold neither pairs nor judged completions."""
+    """Tell whether rows hold pairs. ConfigError if they hold neither pairs nor labelled completions."""
     if "chosen" in columns and "rejected" in columns:
         return True
     if ("completion" in columns or section.completion is not None) and "label" in columns:
@@ -49,7 +50,7 @@ def is_paired(columns: Sequence[str], section: DatasetSection) -> bool:
 
 
 def pair(row: Row, section: DatasetSection, renderer: Renderer) -> list[Answer] | None:
-    """The chosen and the rejected sequence of a row; None where they are the same."""
+    """Chosen and rejected sequence of a row; None if they are equal."""
     if not is_paired(list(row), section):
         raise ConfigError("the row holds one completion with a label; this loss needs pairs: chosen and rejected")
     parts = _pair_parts(row, section, renderer)
@@ -57,8 +58,8 @@ def pair(row: Row, section: DatasetSection, renderer: Renderer) -> list[Answer] 
     return None if made[0].masked.tokens == made[1].masked.tokens else made
 
 
-def judged(row: Row, section: DatasetSection, renderer: Renderer) -> list[Answer]:
-    """The desirable or undesirable answer of a row; of a pair both."""
+def labelled_answers(row: Row, section: DatasetSection, renderer: Renderer) -> list[Answer]:
+    """Desirable or undesirable answer of a row; both answers of a pair."""
     if is_paired(list(row), section):
         return pair(row, section, renderer) or []
     label = row["label"]
@@ -70,7 +71,7 @@ def judged(row: Row, section: DatasetSection, renderer: Renderer) -> list[Answer
 
 
 def mismatched(answer: Answer, other: Answer) -> Answer:
-    """The prompt of one sequence with the answer of another."""
+    """Combine the prompt of one sequence with the answer of another."""
     prompt, rest = prompt_of(answer), len(prompt_of(other))
     tokens = prompt + other.masked.tokens[rest:]
     mask = [False] * len(prompt) + other.masked.mask[rest:]
@@ -78,7 +79,7 @@ def mismatched(answer: Answer, other: Answer) -> Answer:
 
 
 def margin(row: Row) -> float:
-    """By how much the chosen answer is better: the column `margin`, 0 where there is none."""
+    """Preference margin of a pair: the column `margin`, 0 without it."""
     value = row.get("margin", 0.0)
     if isinstance(value, bool) or not isinstance(value, Real) or not np.isfinite(float(value)):
         raise ConfigError(f"column 'margin' must be a finite number, got {value!r}")
@@ -86,9 +87,9 @@ def margin(row: Row) -> float:
 
 
 def steps(row: Row, section: DatasetSection, renderer: Renderer) -> tuple[Masked, list[int]]:
-    """A prompt with its steps, loss on the last token of each, and the role of every token.
+    """Tokens of a prompt with its steps, loss mask (last token of each step), and the role of every token.
 
-    Columns: `prompt`, `completions` (texts of the steps), `labels` (true: a right step). A step ends with a newline.
+    Columns: `prompt`, `completions` (texts of the steps), `labels` (true: a correct step). A step ends with a newline.
     """
     texts, labels = (_list(row, name) for name in ("completions", "labels"))
     if len(texts) != len(labels) or not texts:
@@ -125,12 +126,12 @@ def _render(prompt: list[Message], answer: list[Message], renderer: Renderer, ro
 
 
 def prompt_of(answer: Answer) -> list[int]:
-    """The tokens before the answer."""
+    """Tokens before the answer."""
     return answer.masked.tokens[: answer.masked.mask.index(True)]
 
 
 def _pair_parts(row: Row, section: DatasetSection, renderer: Renderer) -> Parts:
-    """Prompt and answers; where there is no prompt, it is what chosen and rejected have in common."""
+    """Prompt and answers; without a prompt column the prompt is the common prefix of chosen and rejected."""
     values = [row[name] for name in ("chosen", "rejected")]
     for name, value in zip(("chosen", "rejected"), values, strict=True):
         if value is None:
@@ -172,7 +173,7 @@ def _implicit_text(values: Sequence[str], section: DatasetSection, renderer: Ren
         )
     chosen, rejected = values
     length = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(map(len, values)))
-    # A word that both begin alike belongs to the answers, and so does the space before it.
+    # A word with a common beginning belongs to the answers, and so does the space before it.
     shared = re.sub(r" ?[^\s]*$", "", chosen[:length])
     prompt: list[Message] = [{"role": "user", "content": shared}]
     answers: list[list[Message]] = [[{"role": "assistant", "content": value[len(shared) :]}] for value in values]
@@ -190,5 +191,5 @@ def _begins(messages: Sequence[Message], prompt: Sequence[Message]) -> bool:
 
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Columns of a table hold every key for every message."""
+    """Compare messages, ignoring null keys: columns of a table hold every key for every message."""
     return {k: v for k, v in one.items() if v is not None} == {k: v for k, v in other.items() if v is not None}

@@ -17,14 +17,14 @@ from posttrain.batch import Batch
 State = dict[str, Any]
 
 MAX_BATCHES = 64
-"""Batches that wait at most. The next window of sequences is packed while they are trained on."""
+"""Maximum number of prefetched batches. The next window of sequences is packed while they are trained on."""
 MAX_BYTES = 2**27
-"""Bytes of the batches that wait at most; one is made ahead however large it is."""
+"""Maximum bytes of prefetched batches; at least one is prefetched regardless of size."""
 
 
 @runtime_checkable
 class BatchStream(Protocol):
-    """Batches, and the position of the stream."""
+    """Interface of a stream of batches with a resumable position."""
 
     def __next__(self) -> Batch: ...
 
@@ -34,21 +34,23 @@ class BatchStream(Protocol):
 
 
 class MeasuredStream(BatchStream, Protocol):
-    """A stream that knows how long its batches were waited for."""
+    """Interface of a stream that measures the time spent waiting for its batches."""
 
     def metrics(self) -> dict[str, float]: ...
 
 
 class _Made(NamedTuple):
+    """Prefetched batch with the stream's state after it."""
+
     batch: Batch
     state: State
 
 
 class Prefetch:
-    """The batches of `stream` in their order, made ahead in a thread that the first one starts.
+    """Prefetch the batches of `stream`, in order, in a thread that starts with the first one.
 
-    `state()` is the stream's state after the last batch taken, whatever was made since. An error of the stream is
-    raised where its batch would have been taken. `close()` ends the thread.
+    `state()` is the stream's state after the last batch taken, regardless of prefetched ones. An error of the stream is
+    raised in place of its batch. `close()` ends the thread.
     """
 
     def __init__(self, stream: BatchStream, *, max_batches: int = MAX_BATCHES, max_bytes: int = MAX_BYTES) -> None:
@@ -80,7 +82,7 @@ class Prefetch:
         if isinstance(made, BaseException):
             self._error = made
             raise made
-        worker.go_on.put(True)
+        worker.consumed.put(True)
         self._state = made.state
         return made.batch
 
@@ -93,14 +95,14 @@ class Prefetch:
         self._state, self._is_ahead = state, False
 
     def close(self) -> None:
-        """End the thread, and drop what was made ahead; the batch in the making is waited for."""
+        """End the thread, waiting for the batch in progress, and drop prefetched batches."""
         worker, self._worker, self._error = self._worker, None, None
         if worker is not None:
             worker.stop()
             self._is_ahead = True
 
     def metrics(self) -> dict[str, float]:
-        """`timing_s/data`: seconds for which batches were waited for since the last call."""
+        """Metric `timing_s/data`: seconds spent waiting for batches since the last call."""
         waited, self._waited = self._waited, 0.0
         return {"timing_s/data": waited}
 
@@ -115,20 +117,20 @@ class Prefetch:
 
 
 class _Worker:
-    """The thread and its queues, which the trainer's thread never waits for while a batch is there."""
+    """Worker thread with its queues, on which the trainer's thread blocks only if no batch is ready."""
 
     def __init__(self, stream: BatchStream, max_batches: int, max_bytes: int) -> None:
         self._stream, self._max_batches, self._max_bytes = stream, max_batches, max_bytes
         self.made: SimpleQueue[_Made | BaseException] = SimpleQueue()
-        self.go_on: SimpleQueue[bool] = SimpleQueue()
-        """True for each batch taken; False ends the thread."""
+        self.consumed: SimpleQueue[bool] = SimpleQueue()
+        """Signals of the consumer: True for each batch taken, False to end the thread."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         self._stopped.set()
-        self.go_on.put(False)
+        self.consumed.put(False)
         self._thread.join()
 
     def _run(self) -> None:
@@ -140,15 +142,15 @@ class _Worker:
                 self.made.put(error)
                 return
             self.made.put(made)
-            # All batches of a stream have one shape.
+            # All batches of a stream have the same shape.
             room = self._room(made.batch) if room is None else room
             room -= 1
             if room <= 0:
-                if not self.go_on.get():
+                if not self.consumed.get():
                     return
                 room += 1
 
     def _room(self, batch: Batch) -> int:
-        """Batches that may wait."""
+        """Maximum number of prefetched batches of this size."""
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(batch))
         return max(1, min(self._max_batches, self._max_bytes // max(num_bytes, 1)))

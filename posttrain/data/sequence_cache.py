@@ -1,4 +1,4 @@
-"""Token sequences of a dataset by number, each made once and kept in a few large arrays."""
+"""Cache of a dataset's token sequences by number, stored in a few large arrays."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ import numpy as np
 Arrays = dict[str, np.ndarray]
 
 MAX_BYTES = 2**28
-"""Of the sequences kept of a dataset; those beyond are made anew at each use."""
+"""Maximum bytes of cached sequences per dataset; others are made again at each use."""
 CHUNK_TOKENS = 2**18
 
 _UNKNOWN, _LEFT_OUT = -1, -2
 
 
 class _Field(NamedTuple):
+    """Array of all cached sequences, concatenated."""
+
     name: str
     dtype: np.dtype[np.generic]
 
 
 class SequenceCache:
-    """`make(number)`, which returns arrays of one length or None, kept for every number below `count`.
+    """Cache of `make(number)` for numbers below `count`; `make` returns arrays of one length, or None.
 
-    The arrays are read-only views. All sequences have the same names and types of arrays.
+    Cached arrays are read-only views. All sequences must have the same names and types of arrays.
     """
 
     def __init__(self, make: Callable[[int], Arrays | None], count: int, *, max_bytes: int = MAX_BYTES) -> None:
@@ -52,7 +54,7 @@ class SequenceCache:
 
     @property
     def num_kept(self) -> int:
-        """Sequences that are not made again, those that are left out among them."""
+        """Number of sequences that are not made again, including dropped ones."""
         return int((self._chunk_of != _UNKNOWN).sum())
 
     def _keep(self, number: int, made: Arrays | None) -> None:
@@ -76,5 +78,5 @@ class SequenceCache:
             kept[self._used : self._used + length] = array
         self._starts[number], self._lengths[number] = self._used, length
         self._used += length
-        # Last: a number that is known is read without the lock.
+        # Set last: known numbers are read without the lock.
         self._chunk_of[number] = len(self._chunks) - 1

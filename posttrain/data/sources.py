@@ -1,4 +1,4 @@
-"""Where rows come from: files, folders, the hub, or a function; always a sequence of dicts whose length is known."""
+"""Dataset sources: files, folders, the Hugging Face hub, or a function; always a sequence of dicts of known length."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ NOT_ROWS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_di
 T = TypeVar("T")
 
 CHECKED_ROWS = 20_000
-"""Most rows of a dataset that are read before a run begins."""
+"""Maximum number of rows per dataset that are read before a run starts."""
 
 
 @runtime_checkable
 class Table(Protocol):
-    """What rows are read from by number: a list of dicts, or a table on disk."""
+    """Interface of rows by number: a list of dicts, or a table on disk."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
 class RowError(ConfigError):
-    """What is wrong with a row, said with its number."""
+    """Error of a row, with its number in the message."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows `start .. stop` of a table; a row is read when it is asked for."""
+    """Rows `start .. stop` of a table, read on access."""
 
     name: str
-    """The source as the configuration names it."""
+    """Source name from the configuration."""
     table: Table
     start: int
     stop: int
@@ -64,13 +64,14 @@ class Rows:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of the first row."""
+        """Column names of the first row."""
         return tuple(self[0])
 
     def sequences(self, key: Hashable, make: Callable[[int], Arrays | None], count: int | None = None) -> SequenceCache:
-        """The sequences that `make` makes of the rows, each once for all that ask with the same `key`.
+        """Cache of the sequences that `make` returns, shared by all calls with the same `key`.
 
-        `key`: all that the sequences depend on beside the rows. `count`: of the sequences, by default of the rows.
+        `key`: everything that the sequences depend on besides the rows. `count`: number of sequences, by default of
+        rows.
         """
         if key not in self._sequences:
             self._sequences[key] = SequenceCache(make, len(self) if count is None else count)
@@ -78,19 +79,19 @@ class Rows:
 
     @contextmanager
     def named(self, index: int) -> Iterator[dict[str, Any]]:
-        """A row; what is wrong with it is said with its number in the source."""
+        """Read a row; errors in the `with` block are reported with the row's number in the source."""
         try:
             yield self[index]
-        except RowError:  # of a row that was asked for within
+        except RowError:  # raised for a row that was read inside the block
             raise
         except ConfigError as error:
             raise RowError(f"{self.name} row {self.start + index}: {error}") from error
 
 
 def load_rows(section: DatasetSection, *, base_dir: Path | None) -> Rows:
-    """The rows that a dataset section names; relative paths are below `base_dir`, by default the working directory.
+    """Load the rows of a dataset section; relative paths are below `base_dir`, by default the working directory.
 
-    Raises `ConfigError` where there is no such source, where it cannot be read, or where no rows remain.
+    Raises `ConfigError` if the source does not exist or cannot be read, or if no rows remain.
     """
     table = _open(section, base_dir or Path.cwd())
     if len(table) == 0:
@@ -121,7 +122,8 @@ def _open(section: DatasetSection, base_dir: Path) -> Table:
 def _refuse_args(section: DatasetSection) -> None:
     if section.args:
         raise ConfigError(
-            f"dataset.args={section.args} has no use for {section.path}; only a function or a hub dataset takes args"
+            f"dataset.args={section.args} cannot be used with {section.path}; "
+            "only a function or a hub dataset takes args"
         )
 
 
@@ -134,7 +136,7 @@ def _refuse_split(section: DatasetSection, what: str) -> None:
 
 
 def read_file(path: Path) -> Table:
-    """The rows of one file. Raises `ConfigError` with file and line where it is broken."""
+    """Read the rows of a file. Raises `ConfigError` with file and line if it is malformed."""
     if path.suffix == ".jsonl":
         return _read_jsonl(path)
     if path.suffix == ".json":
@@ -237,7 +239,7 @@ def _read_folder(section: DatasetSection, folder: Path) -> Table:
 
 
 def _split_of(path: Path) -> str | None:
-    """The split that a file's name begins with: `train-00000-of-00002.parquet`, `test.jsonl`."""
+    """Split at the start of a file name: `train-00000-of-00002.parquet`, `test.jsonl`."""
     first = path.stem.replace("_", "-").replace(".", "-").split("-")[0]
     return first if first in SPLIT_NAMES else None
 
@@ -259,7 +261,7 @@ def _from_disk(section: DatasetSection, folder: Path) -> Table:
 
     try:
         loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:  # the library lets through whatever its parts raise for damaged files
+    except Exception as error:  # the library passes on whatever its dependencies raise for damaged files
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ConfigError(
             f"dataset.path={section.path}: the saved dataset is damaged or incomplete ({reason}); save it anew"
@@ -277,7 +279,7 @@ def _from_hub(section: DatasetSection) -> Table:
 
     before = datasets.config.HF_HUB_OFFLINE
     reachable = hub_is_reachable()
-    # Offline the library answers from its cache at once, where it would else retry for a minute.
+    # Offline mode answers from the library's cache at once instead of retrying for a minute.
     datasets.config.HF_HUB_OFFLINE = not reachable
     try:
         return datasets.load_dataset(section.path, split=section.split, **section.args)
@@ -315,9 +317,9 @@ def _call(section: DatasetSection, base_dir: Path) -> Table:
 
 
 def _with_paths(function: Callable[..., Any], args: Mapping[str, Any], base_dir: Path) -> dict[str, Any]:
-    """The arguments; those that the function declares as `Path` are found like every path of a configuration."""
+    """Arguments of the function; parameters annotated as `Path` are resolved like every path of a configuration."""
     kinds = {name: p.annotation for name, p in inspect.signature(function).parameters.items()}
-    # Annotations are text where the file postpones them.
+    # Postponed annotations are strings.
     return {
         name: resolve_path(value, base_dir)
         if isinstance(value, str) and kinds.get(name) in (Path, "Path", "pathlib.Path")
@@ -336,11 +338,11 @@ def _checked(rows: list[Any], name: str) -> list[dict[str, Any]]:
 
 
 def checked_rows(length: int) -> range:
-    """Numbers of the rows that are read before a run begins: all, or `CHECKED_ROWS` spread evenly."""
+    """Numbers of the rows that are read before a run starts: all, or `CHECKED_ROWS` spread evenly."""
     return range(0, length, -(-length // CHECKED_ROWS))
 
 
 def each_row(rows: Rows, chosen: Sequence[int], what: str, read: Callable[[int], T]) -> Iterator[T]:
-    """What `read` makes of each chosen row, with a bar where that takes long."""
+    """Apply `read` to each chosen row, with a progress bar if that takes long."""
     for index in progress(chosen, f"checking {what} of {rows.name}", len(chosen)):
         yield read(index)

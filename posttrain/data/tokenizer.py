@@ -1,4 +1,4 @@
-"""Tokenizers: loading, exact encoding and decoding, and the one place that decides which tokens end a sequence."""
+"""Tokenizers: loading, exact encoding and decoding, and the definition of stop tokens."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """A transformers fast tokenizer with an owner for end-of-sequence.
+    """Transformers fast tokenizer with explicit stop tokens.
 
-    `encode` reads control tokens in its text as such; messages of users go through `Renderer`, which does not.
+    `encode` parses control tokens in its text; user messages go through `Renderer`, which does not.
     """
 
     hf: Any
-    """The `transformers.PreTrainedTokenizerFast`."""
+    """Wrapped `transformers.PreTrainedTokenizerFast`."""
     name: str
     generation: Mapping[str, Any]
-    """`generation_config.json`, empty where the source has none."""
+    """Content of `generation_config.json`; empty without the file."""
     num_rows: int | None = None
-    """Rows of the model's embedding; None: there is no model to hold the tokens against."""
+    """Number of rows of the model's embedding; None: unknown model, no check."""
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens ending a sequence: the tokenizer's `eos_token`, then the generation config's `eos_token_id` in turn.
+        """Stop tokens: the tokenizer's `eos_token`, then the generation config's `eos_token_id`.
 
-        The first is the one that is put after a plain completion or text; empty where neither source names one.
+        The first one is appended to plain completions and texts; empty if neither source has one.
         """
         named = self.generation.get("eos_token_id")
         more = named if isinstance(named, list) else [named]
@@ -45,7 +45,7 @@ class Tokenizer:
 
     @cached_property
     def end_id(self) -> int:
-        """`stop_ids[0]`. Raises `ConfigError` where the tokenizer names no end."""
+        """First of `stop_ids`. Raises `ConfigError` if there is none."""
         if not self.stop_ids:
             raise ConfigError(
                 f"tokenizer {self.name} names no end-of-sequence token; "
@@ -54,7 +54,7 @@ class Tokenizer:
         return self.stop_ids[0]
 
     def with_stop_tokens(self, texts: Sequence[str]) -> Tokenizer:
-        """The same tokenizer with more tokens that end a reply, such as `<s>`; `save` writes them, too."""
+        """Copy of the tokenizer with additional stop tokens, such as `<s>`; `save` writes them too."""
         vocabulary = self.hf.get_vocab()
         for text in texts:
             if text not in vocabulary:
@@ -63,11 +63,11 @@ class Tokenizer:
         return replace(self, generation={**self.generation, "eos_token_id": list(stops)}) if texts else self
 
     def for_model(self, num_rows: int) -> Tokenizer:
-        """The same tokenizer for a model whose embedding has so many rows: `known` refuses tokens beyond them."""
+        """Copy of the tokenizer for a model with `num_rows` embedding rows: `known` refuses tokens beyond them."""
         return replace(self, num_rows=num_rows)
 
     def known(self, tokens: list[int]) -> list[int]:
-        """`tokens`. Raises `ConfigError` for one that has no row in the model's embedding."""
+        """Return `tokens`. Raises `ConfigError` for tokens without a row in the model's embedding."""
         if self.num_rows is not None and tokens and max(tokens) >= self.num_rows:
             token = max(tokens)
             raise ConfigError(
@@ -78,7 +78,7 @@ class Tokenizer:
 
     @cached_property
     def bos_id(self) -> int | None:
-        """The token that the tokenizer puts before a plain text; `None` where it puts none."""
+        """Token that the tokenizer puts before a plain text; None without one."""
         first = self.hf.backend_tokenizer.encode("a", add_special_tokens=True).ids[:1]
         return self.hf.bos_token_id if first == [self.hf.bos_token_id] else None
 
@@ -88,12 +88,12 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids, added tokens included."""
+        """Number of token ids, including added tokens."""
         return len(self.hf)
 
     @cached_property
     def num_ids(self) -> int:
-        """The largest token id, plus 1; more than `vocab_size` where ids are left out."""
+        """Largest token id plus 1; more than `vocab_size` if ids have gaps."""
         return max(self.hf.get_vocab().values()) + 1
 
     @cached_property
@@ -103,7 +103,7 @@ class Tokenizer:
         return tuple(sorted(special, key=lambda text: (-len(text), text)))
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text; none is added at its ends."""
+        """Tokens of a text, without begin and end tokens."""
         return self.hf.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -112,9 +112,9 @@ class Tokenizer:
     def encode_spans(
         self, text: str, *, continues: bool = False, literal: bool = False
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokens of a text and the characters that each covers.
+        """Tokens of a text and their character spans.
 
-        `continues`: the text follows another, so it gets no space in front where a tokenizer adds one to beginnings.
+        `continues`: the text follows another text, so no space is prepended by tokenizers that do so.
         `literal`: control tokens in the text are ordinary characters.
         """
         backend = self._literal_backend if literal else self.hf.backend_tokenizer
@@ -127,7 +127,7 @@ class Tokenizer:
         return encoding.ids, encoding.offsets
 
     def encode_after(self, prompt: str, text: str) -> tuple[list[int], list[int]]:
-        """Tokens of a prompt as it is tokenized alone, and of the text that goes on from it."""
+        """Tokens of a prompt tokenized alone, and of the text that continues it."""
         alone = self.encode(prompt)
         joint = self.encode(prompt + text)
         if joint[: len(alone)] == alone:
@@ -135,7 +135,7 @@ class Tokenizer:
         return alone, self.encode_spans(text, continues=True)[0]
 
     def save(self, path: str | Path) -> None:
-        """Write a folder that transformers and `load_tokenizer` read, stop tokens included."""
+        """Write a folder that transformers and `load_tokenizer` read, including stop tokens."""
         self.hf.save_pretrained(str(path))
         generation = dict(self.generation)
         if self.stop_ids:
@@ -154,9 +154,9 @@ class Tokenizer:
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """A tokenizer from a local folder, a hub id, or `bytes`: the built-in byte tokenizer.
+    """Load a tokenizer from a local folder or hub id; `bytes`: the built-in byte tokenizer.
 
-    Raises `ConfigError` where the folder or the hub repository has no readable fast tokenizer.
+    Raises `ConfigError` if the folder or the hub repository has no readable fast tokenizer.
     """
     if name == "bytes":
         return _wrap(build_byte_tokenizer(), "bytes", BYTE_GENERATION)
@@ -236,7 +236,7 @@ def _unreadable(name: str, error: Exception, *, local_files_only: bool) -> str:
 def _wrap(hf: Any, name: str, generation: Mapping[str, Any]) -> Tokenizer:
     if not hf.is_fast:
         raise ConfigError(f"tokenizer: {name} has no fast tokenizer; convert it to tokenizer.json")
-    # Files may carry the cutting and padding of another use; rows here are as long as their text.
+    # Files may hold truncation and padding settings of another use; rows here are as long as their text.
     hf.backend_tokenizer.no_truncation()
     hf.backend_tokenizer.no_padding()
     return Tokenizer(hf, name, generation)

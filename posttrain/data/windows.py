@@ -1,4 +1,4 @@
-"""Batches of packed rows from a stream of sequences, which is read in windows: resumed by where its window begins."""
+"""Packed batches from a stream of sequences, packed window by window; resumed from the start of a window."""
 
 from __future__ import annotations
 
@@ -14,37 +14,39 @@ from posttrain.data.packing import Arrays, best_fit, fill_rows
 State = dict[str, Any]
 
 MOST_TOKENS = 2**24
-"""In a window: with long rows it ends before it has all its sequences, so that the host can hold it."""
+"""Maximum tokens of a window: with long rows it ends before it has all its sequences, to fit host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """How many sequences are looked at together: at least so many, and at least as many as fill so many rows."""
+    """Packing window: minimum number of sequences, and of rows' worth of tokens, that are packed together."""
 
     sequences: int
     rows: int
 
     @classmethod
     def of(cls, *, packing: bool, ordered: bool, batch_rows: int) -> Window:
-        """`ordered`: no sequence is trained on more than about a step before one that stands before it."""
+        """Window of a stage. `ordered`: no sequence is trained on more than about a step before one that precedes
+        it."""
         if not packing:
             return cls(sequences=1, rows=0)
         return cls(sequences=1, rows=batch_rows) if ordered else LOOK_AHEAD
 
 
 LOOK_AHEAD = Window(sequences=2048, rows=64)
-"""Of lengths that are spread evenly from an eighth of a row to a whole one, 97.5 % of the places are filled; with 512
-sequences 96.3 %, with 4,096 97.7 %. Of sequences that are short beside a row only the last row of a window has room."""
+"""Window for shuffled data. With lengths spread evenly from an eighth of a row to a whole one, 97.5 % of the token
+positions are filled; with 512 sequences 96.3 %, with 4,096 97.7 %. With short sequences only the last row of a window
+has room."""
 
 
 class PackedBatches:
-    """Batches of packed rows [batch_rows, length], arrays by name; rows that the last batch of all lacks are empty.
+    """Batches of packed rows [batch_rows, length], arrays by name; the final batch is filled with empty rows.
 
-    `examples`: arrays by name, or None for one that is left out; a sequence, or a grain `MapDataset`.
-    `lengths`: of a row, by name.
-    Windows end with an epoch of `epoch` examples, so that every epoch holds each one once.
-    `numbered`: the names of tokens, beside which all else stands. Of each there is also where in its sequence a token
-    is (`_positions`), and in which sequence of the row, from 1 (`_segments`).
+    `examples`: arrays by name, or None for a dropped one; a sequence, or a grain `MapDataset`.
+    `lengths`: row length by array name.
+    `epoch`: number of examples per epoch; windows end with it, so that every epoch holds each example once.
+    `numbered`: names of token arrays, whose positions within the sequence (`_positions`) and sequence number within the
+    row, from 1 (`_segments`), are added.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class PackedBatches:
     ) -> None:
         self._epoch, self._window, self._batch_rows = epoch, window, batch_rows
         self._lengths, self._numbered = dict(lengths), tuple(numbered)
-        # By number: grain's own iterator costs several times what making a short sequence does.
+        # By number: grain's own iterator costs several times as much as making a short sequence.
         self._examples = examples
         self._start = self._row = 0
         self._next_start = 0
@@ -81,7 +83,7 @@ class PackedBatches:
         return fill_rows(rows, self._lengths, num_rows=self._batch_rows, like=like, numbered=self._numbered)
 
     def get_state(self) -> State:
-        """Where the present window starts, and how many of its rows were taken."""
+        """Start of the current window, and number of its rows already taken."""
         return {"start": self._start, "row": self._row}
 
     def set_state(self, state: State) -> None:
@@ -94,7 +96,7 @@ class PackedBatches:
         self._row = row
 
     def _read(self) -> bool:
-        """The rows of the next window that has any; False at the end."""
+        """Pack the next non-empty window; False at the end."""
         while not self._rows:
             kept, taken = self._sequences()
             if not taken:
@@ -109,11 +111,11 @@ class PackedBatches:
         return True
 
     def _sequences(self) -> tuple[list[Arrays], int]:
-        """Of the window at `_start`, and how many examples it has with those that are left out."""
+        """Sequences of the window at `_start`, and its number of examples including dropped ones."""
         left = min(self._epoch - self._start % self._epoch, len(self._examples) - self._start)
         kept: list[Arrays] = []
         taken = tokens = 0
-        # What remains of the epoch after a window is never less than the window: the next one fills its rows as well.
+        # The rest of the epoch after a window is never less than a window, so the next one fills its rows as well.
         while taken < left and not (self._is_enough(taken, tokens) and left - taken >= taken):
             example = self._examples[self._start + taken]
             taken += 1

@@ -278,7 +278,7 @@ def _num_devices(teacher: TeacherSection) -> int:
     return 0 if teacher.mesh is None else math.prod(teacher.mesh.sizes)
 
 
-class Scorer:
+class TopKScorer:
     """Teacher top-k of sequences, packed into rows of one shape."""
 
     def __init__(self, teacher: OutsideTeacher, section: DistillSection, shards: int, row_tokens: int):

@@ -28,8 +28,8 @@ Stats = TokenStats | ScoreStats
 CALIBRATION_BINS = 10
 
 
-class Evaluation:
-    """Evaluation of held-out preference units; its programs are compiled once and serve every pass."""
+class PairEvaluation:
+    """PairEvaluation of held-out preference units; its programs are compiled once and serve every pass."""
 
     def __init__(self, trainer: Trainer, loss: Any, units: Units, complete: Callable[[Batch], Batch]):
         self._trainer, self._units, self._complete = trainer, units, complete

@@ -21,7 +21,7 @@ EVAL_STEP = 2**32 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class RolloutEvaluation:
     groups_P: Sequence[Group]
     rewards: Rewards
     interval: Interval | None
@@ -62,7 +62,7 @@ async def evaluate(
     examples: Sequence[Example],
     group_size: int = 1,
     distances: Callable[[Sequence[Group]], Float[np.ndarray, "P G"]] | None = None,
-) -> Evaluation:
+) -> RolloutEvaluation:
     """`group_size` samples of every example, scored. Samples without a valid reward are left out of the mean.
 
     `distances`: of the samples from the teachers.
@@ -73,10 +73,10 @@ async def evaluate(
     with progress_bar("scoring the held-out samples", len(rubric.rewards)) as advance:
         rewards = await rubric.score(groups_P, advance)
     if not rubric.rewards:
-        return Evaluation(groups_P=groups_P, rewards=rewards, interval=None, distances_PG=found)
+        return RolloutEvaluation(groups_P=groups_P, rewards=rewards, interval=None, distances_PG=found)
     valid = ~np.isnan(rewards.total_PG)
     if not valid.any():
         raise ConfigError("evaluation: no sample has a valid reward; see that the rewards apply to eval_dataset")
     prompts = np.repeat(np.arange(len(groups_P))[:, None], group_size, axis=1)
     interval = mean_interval(rewards.total_PG[valid], prompts[valid])
-    return Evaluation(groups_P=groups_P, rewards=rewards, interval=interval, distances_PG=found)
+    return RolloutEvaluation(groups_P=groups_P, rewards=rewards, interval=interval, distances_PG=found)

@@ -28,10 +28,10 @@ Record = dict[str, Any]
 SEQUENCES = "sequences"
 WEIGHTS = {
     "nll": "weight",
-    "distill/kl": "taught",
-    "distill/divergence": "taught",
-    "distill/student_nll": "taught",
-    "distill/teacher_nll": "taught",
+    "distill/kl": "covered",
+    "distill/divergence": "covered",
+    "distill/student_nll": "covered",
+    "distill/teacher_nll": "covered",
 }
 """Metrics with an interval, and by which sum of weights each is divided."""
 PERPLEXITIES = {"nll": "perplexity"} | {
@@ -41,13 +41,13 @@ PERPLEXITIES = {"nll": "perplexity"} | {
 
 
 def evaluate(
-    trainer: Trainer, section: SequenceSection, rows: Rows, renderer: Renderer, taught: TeacherTargets | None
+    trainer: Trainer, section: SequenceSection, rows: Rows, renderer: Renderer, targets: TeacherTargets | None
 ) -> Record:
     """One pass over held-out rows: metrics, and under `SEQUENCES` the sums of each sequence, in a fixed order."""
     assert section.eval_dataset is not None
     parts: list[Mapping[str, np.ndarray]] = []
     with progress_bar(f"evaluating {len(rows):,} held-out rows", len(rows)) as advance:
-        held_out = counted(eval_batches(section, section.eval_dataset, rows, renderer, taught), advance)
+        held_out = counted(eval_batches(section, section.eval_dataset, rows, renderer, targets), advance)
         found = trainer.evaluate(held_out, lambda batch, stats: parts.append(_sums(batch, stats)))
     sums = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     metrics = {f"eval/{name}": value for name, value in to_host(with_perplexities(found)).items()}
@@ -107,7 +107,7 @@ def _sums(batch: Batch, stats: TokenStats) -> dict[str, Float[np.ndarray, " n"]]
         shares = np.asarray(teacher_weight(batch))
         said = {"kl": stats.teacher_kl, "divergence": stats.divergence, "student_nll": -shares * stats.logps}
         said["teacher_nll"] = None if stats.teacher_logps is None else -stats.teacher_logps
-        values["taught"] = weight * shares
+        values["covered"] = weight * shares
         values |= {f"distill/{n}": weight * np.where(weight > 0, x, 0.0) for n, x in said.items() if x is not None}
     width = segments.shape[1] + 1
     places = (np.arange(len(segments))[:, None] * width + segments).ravel()

@@ -10,7 +10,7 @@ from typing import Literal
 
 import jax
 
-from posttrain.config import RunConfig, is_sampled
+from posttrain.config import RunConfig, trains_on_samples
 from posttrain.config.yaml_file import load_config
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
@@ -137,7 +137,7 @@ def _stage(output: Path, name: str, config: RunConfig, tokenizer: Tokenizer) -> 
     return StageRun(
         name=name,
         kind=config.stages[index].kind,
-        sampled=is_sampled(config.stages[index]),
+        sampled=trains_on_samples(config.stages[index]),
         folder=output / name,
         output=output,
         model=config.model,

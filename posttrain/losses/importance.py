@@ -1,4 +1,5 @@
-"""Importance weights between the policy that is trained and the one that drew the tokens, bounded and detached."""
+"""Importance sampling: detached, bounded weights between the trained policy and the behaviour policy that drew the
+tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ from posttrain.losses.reduce import sequence_sums, to_tokens, token_mean
 from posttrain.tree import Max, Metric
 
 RatioLevel = Literal["token", "sequence_mean", "sequence_sum"]
-"""Each token's ratio, or one for the sequence: exp of the mean (GSPO) or of the sum (RLOO) of its log-ratios."""
+"""Level of the ratio: per token, or per sequence as exp of the mean (GSPO) or sum (RLOO) of its log-ratios."""
 Bound = Literal["truncate", "mask"]
 
 
 def level_log_ratio(
     level: RatioLevel, log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"], segments: Int[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """Token log-ratios, 0 where masked out, as those of a level, within the range of `exp`."""
+    """Aggregate token log-ratios (0 where masked out) at a level, clipped to the range of `exp`."""
     if level != "token":
         sums = sequence_sums(log_ratio, segments)
         if level == "sequence_mean":
@@ -33,17 +34,16 @@ def level_log_ratio(
 
 @dataclass(frozen=True, kw_only=True)
 class ImportanceSampling:
-    """w = pi_proximal / pi_behaviour, which multiplies the surrogate, so that its expectation over what was drawn is
-    that over the policy, on the tokens that could be drawn: top-k, top-p, min-p, penalties, bias, quantized copies,
-    earlier weights. arXiv:2505.24298 (decoupled PPO); truncated: fengyao.notion.site/off-policy-rl.
-    """
+    """Importance weights w = pi_proximal / pi_behaviour of the surrogate, which correct for sampling from another
+    distribution: top-k, top-p, min-p, penalties, bias, quantized weights, earlier weights. arXiv:2505.24298 (decoupled
+    PPO); truncated: fengyao.notion.site/off-policy-rl."""
 
     level: RatioLevel = "token"
     bound: Bound = "truncate"
-    """Beyond the bounds: `truncate` to the bound, or `mask` with weight 0, which leaves the token out."""
+    """Treatment of ratios out of bounds: `truncate` to the bound, or `mask` the token (weight 0)."""
     low: float | None = None
     high: float | None = 2.0
-    """None: unbounded on that side."""
+    """Upper bound. None: unbounded, as for `low`."""
 
     def __post_init__(self) -> None:
         for name, options in (("level", RatioLevel), ("bound", Bound)):
@@ -58,7 +58,7 @@ class ImportanceSampling:
                 "probabilities has weight 1"
             )
         if self.bound == "mask" and low is None and high is None:
-            raise ValueError("importance_sampling.bound=mask without low and high masks nothing; give one of them")
+            raise ValueError("importance_sampling.bound=mask without low and high masks nothing; set one of them")
 
     def __call__(
         self,
@@ -67,7 +67,7 @@ class ImportanceSampling:
         mask: Bool[Array, "B T"],
         segments: Int[Array, "B T"],
     ) -> tuple[Float[Array, "B T"], dict[str, Metric]]:
-        """Weights without a gradient, and metrics of the ratios: mean, largest, and the share out of bounds."""
+        """Weights without a gradient, and metrics of the ratios: mean, maximum, share out of bounds."""
         difference = jnp.where(mask, proximal, 0.0) - jnp.where(mask, behaviour, 0.0)
         ratio = jnp.exp(level_log_ratio(self.level, jax.lax.stop_gradient(difference), mask, segments))
         low, high = 0.0 if self.low is None else self.low, jnp.inf if self.high is None else self.high

@@ -1,9 +1,5 @@
-"""Per-token estimators of KL(policy || reference) from the log-probabilities of sampled tokens.
-
-J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html. With d = ref_logps - logps and
-samples of the policy all three estimate the same number: k1 without bias, k3 without bias and never negative, k2 with a
-small bias. Their gradients differ, and none but that of k2 is the gradient of what is estimated: see `gradient_of`.
-"""
+"""Per-token estimators k1, k2, k3 of KL(policy || reference) from log-probabilities of sampled tokens, d = ref_logps -
+logps. J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html."""
 
 from __future__ import annotations
 
@@ -15,25 +11,27 @@ from jax import Array
 from jaxtyping import Bool, Float
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are held within this bound before `exp`, so that no token makes inf; beyond it the gradient is 0."""
+"""Bound of log-ratios before `exp`, to avoid inf; beyond it the gradient is 0."""
 
 KLEstimator = Callable[[Float[Array, "B T"], Float[Array, "B T"], Bool[Array, "B T"]], Float[Array, "B T"]]
 
 
 def k1(logps: Float[Array, "B T"], ref_logps: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """-d; 0 where masked out. Its expected gradient is 0, but with bias correction that of KL(policy || reference)."""
+    """Unbiased estimator -d; 0 where masked out. Its expected gradient is 0, with bias correction that of the reverse
+    KL."""
     return -_log_ratio(logps, ref_logps, mask)
 
 
 def k2(logps: Float[Array, "B T"], ref_logps: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """d^2 / 2; 0 where masked out. Its expected gradient is that of KL(policy || reference), the reverse KL."""
+    """Biased estimator d^2 / 2; 0 where masked out. Its expected gradient is that of the reverse KL(policy ||
+    reference)."""
     return 0.5 * jnp.square(_log_ratio(logps, ref_logps, mask))
 
 
 def k3(logps: Float[Array, "B T"], ref_logps: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """exp(d) - 1 - d; 0 where masked out. The estimator of GRPO, arXiv:2402.03300 eq. 4.
+    """Unbiased, non-negative estimator exp(d) - 1 - d; 0 where masked out. Used by GRPO, arXiv:2402.03300 eq. 4.
 
-    Its expected gradient is that of KL(reference || policy), the forward KL; with bias correction that of the reverse.
+    Its expected gradient is that of the forward KL(reference || policy); with bias correction that of the reverse KL.
     """
     d = jnp.clip(_log_ratio(logps, ref_logps, mask), -MAX_LOG_RATIO, MAX_LOG_RATIO)
     return jnp.expm1(d) - d
@@ -50,12 +48,13 @@ _GRADIENTS: dict[KLEstimator, tuple[Gradient, Gradient]] = {
 def gradient_of(estimator: KLEstimator, *, bias_correction: bool) -> Gradient | None:
     """Name the quantity whose gradient an estimator has in expectation over samples of the policy; None: unknown.
 
-    As a loss by itself the derivative sees only the estimate; `bias_correction` multiplies it by the policy's ratio
-    pi / pi_old, whose derivative sees the sampling too: then the gradient is that of the estimator's expectation.
+    As a plain loss, differentiation ignores that the policy draws the samples; `bias_correction` multiplies the
+    estimate by the policy's ratio pi / pi_old, whose derivative includes sampling: the gradient of the estimator's
+    expectation.
     """
     return _GRADIENTS[estimator][bias_correction] if estimator in _GRADIENTS else None
 
 
 def _log_ratio(logps: Float[Array, "B T"], ref_logps: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:
-    # Both are masked before they meet: inf or NaN at a masked token would otherwise reach the gradient as 0 * inf.
+    # Mask both first: inf or NaN at a masked token would otherwise reach the gradient as 0 * inf.
     return jnp.where(mask, ref_logps, 0.0) - jnp.where(mask, logps, 0.0)

@@ -1,4 +1,4 @@
-"""The clipped policy-gradient loss. GRPO and its relatives are values of one dataclass."""
+"""Clipped policy-gradient loss (PPO, GRPO, DAPO, GSPO, RLOO, Dr. GRPO) as values of one dataclass."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, to
 from posttrain.tree import Max, Mean, Metric
 
 OUTLIER_NATS = 0.5
-"""A sampled token of which sampler and trainer differ by more is an outlier."""
+"""Threshold in nats: sampled tokens whose sampler and trainer log-probabilities differ by more are outliers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_old. PPO eq. 7, arXiv:1707.06347.
+    """Clipped surrogate -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_old. PPO eq. 7,
+    arXiv:1707.06347.
 
-    pi_old is the proximal policy: `old_logps` of the batch, or without them the policy itself without a gradient, so
-    that every ratio is exactly 1. Ratios, KL and metrics are over tokens with a positive `loss_weight`; other tokens
-    may hold anything, inf and NaN included.
+    pi_old is the proximal policy: the batch's `old_logps`, or without them the detached policy itself, so that every
+    ratio is exactly 1. Ratios, KL and metrics cover tokens with a positive `loss_weight`; other tokens may hold any
+    value, inf and NaN included.
     """
 
     clip_low: float
@@ -34,17 +35,18 @@ class PolicyLoss:
     reduce: Reduction
     ratio: RatioLevel = "token"
     importance: ImportanceSampling | None = None
-    """Weights of the surrogate where `behaviour_logps` say that another policy drew the tokens; never of the KL."""
+    """Importance weights of the surrogate where `behaviour_logps` differ from the proximal policy; the KL is not
+    weighted."""
     dual_clip: float | None = None
     """Upper bound of r where A < 0, arXiv:1912.09729; at least 1 + clip_high."""
     kl_coef: float = 0.0
-    """Weight of KL(policy || reference), added per token and reduced in the same way."""
+    """Coefficient of KL(policy || reference), added per token and reduced like the surrogate."""
     kl_estimator: KLEstimator = k3
     kl_bias_correction: bool = True
-    """Multiply the KL by r, so that its gradient is that of KL(policy || reference), unless `ratio` is `sequence_mean`.
-    arXiv:2512.02556."""
+    """Multiply the KL by r so that its gradient is that of KL(policy || reference), unless `ratio` is `sequence_mean`.
+        arXiv:2512.02556."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus, subtracted per token and reduced in the same way."""
+    """Coefficient of the entropy bonus, subtracted per token and reduced like the surrogate."""
 
     def __post_init__(self) -> None:
         if self.ratio not in get_args(RatioLevel):
@@ -54,7 +56,7 @@ class PolicyLoss:
         if self.dual_clip is not None and self.dual_clip < 1 + self.clip_high:
             raise ValueError(
                 f"PolicyLoss.dual_clip={self.dual_clip} must be at least 1 + clip_high = {1 + self.clip_high}; "
-                "raise it, or give None to leave it out"
+                "raise it, or set None to disable it"
             )
         if self.kl_coef < 0 or self.entropy_coef < 0:
             raise ValueError(
@@ -64,11 +66,12 @@ class PolicyLoss:
         if self.kl_coef and gradient_of(self.kl_estimator, bias_correction=self.kl_bias_correction) == "nothing":
             raise ValueError(
                 f"PolicyLoss.kl_estimator=k1 with kl_coef={self.kl_coef}: the gradient of k1 is 0 in expectation, so "
-                "that it would add noise and no penalty; use k3, k2, or kl_bias_correction"
+                "it would add noise but no penalty; use k3, k2, or kl_bias_correction"
             )
 
     def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
-        """Raises ValueError where advantages, or what a coefficient or importance weights need, are `None`."""
+        """Compute the loss. ValueError if the advantages, or inputs of a coefficient or of importance weights, are
+        None."""
         weight, segments = jnp.asarray(batch.loss_weight), jnp.asarray(batch.segments)
         mask = weight > 0
         logps = jnp.where(mask, stats.logps, 0.0)
@@ -126,17 +129,17 @@ class PolicyLoss:
 
 
 GRPO = PolicyLoss(clip_low=0.2, clip_high=0.2, reduce=sequence_mean, kl_coef=0.04)
-"""arXiv:2402.03300: k3 against the reference with weight 0.04 (section 4.2); the clip range is PPO's."""
+"""GRPO, arXiv:2402.03300: k3 against the reference with coefficient 0.04 (section 4.2); PPO's clip range."""
 
 DAPO = replace(GRPO, clip_high=0.28, reduce=token_mean, kl_coef=0.0)
-"""arXiv:2503.14476: higher upper bound, token-level mean, no KL."""
+"""DAPO, arXiv:2503.14476: higher upper clip bound, token-level mean, no KL."""
 
 GSPO = replace(GRPO, ratio="sequence_mean", clip_low=3e-4, clip_high=4e-4, kl_coef=0.0, kl_bias_correction=False)
-"""arXiv:2507.18071 eq. 5-7 and section 5.1: one length-normalised ratio per sequence, no KL; a length-normalised ratio
-corrects no gradient of it."""
+"""GSPO, arXiv:2507.18071 eq. 5-7 and section 5.1: one length-normalised ratio per sequence, no KL and no bias
+correction of it, which needs an unnormalised ratio."""
 
 RLOO = replace(GRPO, ratio="sequence_sum", kl_coef=0.0)
-"""arXiv:2402.14740: a whole answer is one action. The ratio and its clip matter only off-policy."""
+"""RLOO, arXiv:2402.14740: a whole completion is one action. The ratio and its clip matter only off-policy."""
 
 DISTILL = replace(GRPO, reduce=token_mean, kl_coef=0.0)
 """On-policy distillation: the advantage of a token is log(teacher / student), so that the expected gradient is that of
@@ -144,7 +147,7 @@ the reverse KL after each prefix. arXiv:2306.13649 with beta 1; thinkingmachines
 
 
 def dr_grpo(max_tokens: int) -> PolicyLoss:
-    """arXiv:2503.20783: no division by each answer's length but by the constant `max_tokens`, no KL."""
+    """Dr. GRPO, arXiv:2503.20783: divide by the constant `max_tokens` instead of each completion's length, no KL."""
     return replace(GRPO, reduce=ConstantLength(max_tokens), kl_coef=0.0)
 
 
@@ -155,11 +158,11 @@ def _required(value: Array | HostArray | None, name: str, why: str) -> Array:
 
 
 def distance_metrics(stats: TokenStats, batch: Batch, mask: Bool[Array, "B T"]) -> dict[str, Metric]:
-    """Distance of the policy from reference and sampler, where the batch has them, and its entropy; token means.
+    """Token means of entropy and of the policy's distance from reference and sampler, if the batch has them.
 
-    `sampling/logp_difference/*`: absolute difference of sampler and trainer, before the update, over tokens that the
-    weights of now have sampled: mean, largest, and the share above `OUTLIER_NATS`. That of older tokens, who have a
-    reason to differ, is `sampling/logp_difference/stale_mean`.
+    `sampling/logp_difference/*`: absolute difference of sampler and trainer log-probabilities, before the update, over
+    tokens sampled with the current weights: mean, maximum, and share above `OUTLIER_NATS`.
+    `sampling/logp_difference/stale_mean`: mean over tokens sampled with older weights, where a difference is expected.
     """
     counted, segments = mask.astype(stats.logps.dtype), jnp.asarray(batch.segments)
     metrics: dict[str, Metric] = {}

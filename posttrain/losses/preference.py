@@ -32,7 +32,7 @@ Values = Float[Array, "B S"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scores:
+class LogRatios:
     """Inputs of pairwise losses; 0 where there is no pair."""
 
     pairs: PairedSequences
@@ -150,7 +150,7 @@ class PreferenceLoss:
         """Raises ValueError if `batch.roles`, `batch.ref_logps` or, if required, `stats.log_squares` is None."""
         pairs = pairs_of(sequences_of(stats, batch, self.tail_weight))
         ratios = [log_ratios(side, type(self).__name__) for side in (pairs.chosen, pairs.rejected)]
-        scores = Scores(pairs=pairs, ratios=(ratios[0], ratios[1]), divergence=self._score)
+        scores = LogRatios(pairs=pairs, ratios=(ratios[0], ratios[1]), divergence=self._score)
         share = self._share(stats, batch) if self.use_weighting else 1.0
         loss = Mean(total=jnp.zeros_like(pairs.count), weight=pairs.count)
         metrics = pair_metrics(pairs, self.beta * ratios[0], self.beta * ratios[1])
@@ -193,56 +193,56 @@ def smoothed(logits: Float[Array, "*N"], label_smoothing: float) -> Float[Array,
     return (1 - label_smoothing) * loss - label_smoothing * jax.nn.log_sigmoid(-logits) if label_smoothing else loss
 
 
-def _sigmoid(s: Scores, c: PreferenceLoss) -> Values:
+def _sigmoid(s: LogRatios, c: PreferenceLoss) -> Values:
     """DPO, arXiv:2305.18290 eq. 7; with label smoothing cDPO, https://ericmitchell.ai/cdpo.pdf."""
     return smoothed(c.beta * s.delta, c.label_smoothing)
 
 
-def _sigmoid_norm(s: Scores, c: PreferenceLoss) -> Values:
+def _sigmoid_norm(s: LogRatios, c: PreferenceLoss) -> Values:
     """Length-normalized DPO, arXiv:2411.15124."""
     return smoothed(c.beta * s.mean_delta(), c.label_smoothing)
 
 
-def _hinge(s: Scores, c: PreferenceLoss) -> Values:
+def _hinge(s: LogRatios, c: PreferenceLoss) -> Values:
     """Hinge loss (SLiC), arXiv:2305.10425."""
     return jax.nn.relu(1 - c.beta * s.delta)
 
 
-def _ipo(s: Scores, c: PreferenceLoss) -> Values:
+def _ipo(s: LogRatios, c: PreferenceLoss) -> Values:
     """IPO, arXiv:2310.12036, with log-ratios per token: a squared loss of sums would grow with the length."""
     return jnp.square(s.mean_delta() - 1 / (2 * c.beta))
 
 
-def _exo_pair(s: Scores, c: PreferenceLoss) -> Values:
+def _exo_pair(s: LogRatios, c: PreferenceLoss) -> Values:
     """EXO, arXiv:2402.00856 eq. 16."""
     x, e = c.beta * s.delta, c.label_smoothing
     won = jax.nn.sigmoid(x) * (jax.nn.log_sigmoid(x) - jnp.log1p(-e))
     return won + jax.nn.sigmoid(-x) * (jax.nn.log_sigmoid(-x) - jnp.log(e))
 
 
-def _nca_pair(s: Scores, c: PreferenceLoss) -> Values:
+def _nca_pair(s: LogRatios, c: PreferenceLoss) -> Values:
     """NCA, arXiv:2402.05369."""
     chosen, rejected = c.beta * s.chosen, c.beta * s.rejected
     return -jax.nn.log_sigmoid(chosen) - 0.5 * jax.nn.log_sigmoid(-chosen) - 0.5 * jax.nn.log_sigmoid(-rejected)
 
 
-def _robust(s: Scores, c: PreferenceLoss) -> Values:
+def _robust(s: LogRatios, c: PreferenceLoss) -> Values:
     """Robust DPO: unbiased under swapped labels, arXiv:2403.00409."""
     x, e = c.beta * s.delta, c.label_smoothing
     return (-(1 - e) * jax.nn.log_sigmoid(x) + e * jax.nn.log_sigmoid(-x)) / (1 - 2 * e)
 
 
-def _bco_pair(s: Scores, c: PreferenceLoss) -> Values:
+def _bco_pair(s: LogRatios, c: PreferenceLoss) -> Values:
     """BCO, arXiv:2404.04656, without its reward shift: binary classification of each answer by its reward."""
     return -jax.nn.log_sigmoid(c.beta * s.chosen) - jax.nn.log_sigmoid(-c.beta * s.rejected)
 
 
-def _sppo_hard(s: Scores, c: PreferenceLoss) -> Values:
+def _sppo_hard(s: LogRatios, c: PreferenceLoss) -> Values:
     """SPPO, arXiv:2405.00675, with a winning probability of 1 for the chosen answer."""
     return jnp.square(s.chosen - 0.5 / c.beta) + jnp.square(s.rejected + 0.5 / c.beta)
 
 
-def _aot(s: Scores, c: PreferenceLoss) -> Values:
+def _aot(s: LogRatios, c: PreferenceLoss) -> Values:
     """Alignment by optimal transport (AOT), arXiv:2406.05882: sorted margins of the policy against those of the
     reference."""
     chosen, rejected = s.pairs.chosen, s.pairs.rejected
@@ -252,30 +252,30 @@ def _aot(s: Scores, c: PreferenceLoss) -> Values:
     return _spread(smoothed(c.beta * (policy - reference), c.label_smoothing), s)
 
 
-def _aot_unpaired(s: Scores, c: PreferenceLoss) -> Values:
+def _aot_unpaired(s: LogRatios, c: PreferenceLoss) -> Values:
     """AOT unpaired: sorted log-ratios of chosen and of rejected answers."""
     delta = _sorted(s.chosen, s.pairs) - _sorted(s.rejected, s.pairs)
     return _spread(smoothed(c.beta * delta, c.label_smoothing), s)
 
 
-def _apo_zero(s: Scores, c: PreferenceLoss) -> Values:
+def _apo_zero(s: LogRatios, c: PreferenceLoss) -> Values:
     """APO-zero: raises chosen answers, lowers rejected ones, arXiv:2408.06266."""
     return 1 - jax.nn.sigmoid(c.beta * s.chosen) + jax.nn.sigmoid(c.beta * s.rejected)
 
 
-def _apo_down(s: Scores, c: PreferenceLoss) -> Values:
+def _apo_down(s: LogRatios, c: PreferenceLoss) -> Values:
     """APO-down: lowers both, rejected answers more, arXiv:2408.06266."""
     return jax.nn.sigmoid(c.beta * s.chosen) + 1 - jax.nn.sigmoid(c.beta * (s.chosen - s.rejected))
 
 
-def _discopop(s: Scores, c: PreferenceLoss) -> Values:
+def _discopop(s: LogRatios, c: PreferenceLoss) -> Values:
     """DiscoPOP (log-ratio modulated loss), arXiv:2406.08414 eq. 5."""
     x = c.beta * s.delta
     share = jax.nn.sigmoid(x / (0.05 if c.temperature is None else c.temperature))
     return -jax.nn.log_sigmoid(x) * (1 - share) + jnp.exp(-jnp.clip(x, -MAX_LOG_RATIO)) * share
 
 
-def _sft(s: Scores, c: PreferenceLoss) -> Values:
+def _sft(s: LogRatios, c: PreferenceLoss) -> Values:
     raise AssertionError("sft is added by PreferenceLoss.__call__")
 
 
@@ -285,13 +285,13 @@ def _sorted(values: Values, pairs: PairedSequences) -> Float[Array, " N"]:
     return flat[jnp.argsort(jnp.where(valid, jax.lax.stop_gradient(flat), jnp.inf))]
 
 
-def _spread(values: Float[Array, " N"], s: Scores) -> Values:
+def _spread(values: Float[Array, " N"], s: LogRatios) -> Values:
     """Scatter sorted values back to pairs; their order is irrelevant to the sum."""
     valid = s.pairs.valid.reshape(-1)
     return values[jnp.where(valid, jnp.cumsum(valid) - 1, 0)].reshape(s.pairs.valid.shape)
 
 
-KINDS: Mapping[str, Callable[[Scores, PreferenceLoss], Values]] = {
+KINDS: Mapping[str, Callable[[LogRatios, PreferenceLoss], Values]] = {
     "sigmoid": _sigmoid,
     "sigmoid_norm": _sigmoid_norm,
     "hinge": _hinge,

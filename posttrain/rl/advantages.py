@@ -1,8 +1,5 @@
-"""Advantages of G samples of each of P prompts, from their rewards. NumPy, on the host.
-
-NaN means that a sample has no valid reward: it is left out of the baseline and gets advantage 0, as does every sample
-of a group with fewer than two valid rewards. Arithmetic in float64, result in float32.
-"""
+"""Advantages of the G samples of each of P prompts, from their rewards (NumPy, float64 inside, float32 out). NaN: no
+valid reward; such samples, and groups with fewer than two valid rewards, have advantage 0."""
 
 from __future__ import annotations
 
@@ -14,15 +11,15 @@ from jaxtyping import Bool, Float
 
 from posttrain.errors import ConfigError
 
-Rewards = Float[np.ndarray, "P G"]
-Advantage = Callable[[Rewards], Rewards]
+RewardArray = Float[np.ndarray, "P G"]
+Advantage = Callable[[RewardArray], RewardArray]
 
 STD_EPS = 1e-4
-"""Added to a standard deviation before division."""
+"""Constant added to a standard deviation before division."""
 
 
-def centered(rewards_PG: Rewards) -> Rewards:
-    """r - mean of the group. Dr. GRPO, arXiv:2503.20783.
+def centered(rewards_PG: RewardArray) -> RewardArray:
+    """Subtract the group's mean reward. Dr. GRPO, arXiv:2503.20783.
 
     >>> centered(np.array([[0.0, 1.0, 1.0, 0.0]])).tolist()
     [[-0.5, 0.5, 0.5, -0.5]]
@@ -30,14 +27,14 @@ def centered(rewards_PG: Rewards) -> Rewards:
     return _centered(_float64(rewards_PG)).astype(np.float32)
 
 
-def standardized(rewards_PG: Rewards) -> Rewards:
-    """(r - mean) / (std + 1e-4) within the group, std with n - 1. GRPO, arXiv:2402.03300 section 4.1.2."""
+def standardized(rewards_PG: RewardArray) -> RewardArray:
+    """Standardise within the group: (r - mean) / (std + 1e-4), std with n - 1. GRPO, arXiv:2402.03300 section 4.1.2."""
     rewards = _float64(rewards_PG)
     return (_centered(rewards) / (_std(rewards)[:, None] + STD_EPS)).astype(np.float32)
 
 
-def leave_one_out(rewards_PG: Rewards) -> Rewards:
-    """r - mean of the other samples of the group. RLOO, arXiv:2402.14740."""
+def leave_one_out(rewards_PG: RewardArray) -> RewardArray:
+    """Subtract the mean reward of the group's other samples. RLOO, arXiv:2402.14740."""
     rewards = _float64(rewards_PG)
     count = (~np.isnan(rewards)).sum(axis=1, keepdims=True)
     # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1).
@@ -45,14 +42,15 @@ def leave_one_out(rewards_PG: Rewards) -> Rewards:
 
 
 def given_advantage(function: Advantage, name: str) -> Advantage:
-    """A user's function: 0 for samples without a reward, NaN for others of which it made no finite number.
+    """Wrap a user's advantage function: 0 for samples without a reward, NaN where it returns no finite number for a
+    reward.
 
-    ConfigError where it does not return one advantage per reward.
+    Raises ConfigError unless it returns one advantage per reward.
     """
 
-    def advantage(rewards_PG: Rewards) -> Rewards:
+    def advantage(rewards_PG: RewardArray) -> RewardArray:
         with np.errstate(all="ignore"), warnings.catch_warnings():
-            # Of a group without any reward, numpy says that its mean is of nothing.
+            # NumPy warns about the mean of a group without any valid reward.
             warnings.simplefilter("ignore", RuntimeWarning)
             made = np.asarray(function(rewards_PG.copy()), np.float32)
         if made.shape != rewards_PG.shape:
@@ -65,15 +63,15 @@ def given_advantage(function: Advantage, name: str) -> Advantage:
     return advantage
 
 
-def is_mixed(rewards_PG: Rewards) -> Bool[np.ndarray, " P"]:
-    """Whether a group holds at least two different valid rewards: only then is any advantage different from 0."""
+def is_mixed(rewards_PG: RewardArray) -> Bool[np.ndarray, " P"]:
+    """Mask of groups with at least two different valid rewards; all other advantages are 0."""
     valid = ~np.isnan(rewards_PG)
     highest = np.where(valid, rewards_PG, -np.inf).max(axis=1)
     lowest = np.where(valid, rewards_PG, np.inf).min(axis=1)
     return highest > lowest
 
 
-def _float64(rewards_PG: Rewards) -> Rewards:
+def _float64(rewards_PG: RewardArray) -> RewardArray:
     rewards = np.asarray(rewards_PG, dtype=np.float64)
     if rewards.ndim != 2 or np.isinf(rewards).any():
         raise ValueError(
@@ -82,14 +80,14 @@ def _float64(rewards_PG: Rewards) -> Rewards:
     return rewards
 
 
-def _centered(rewards: Rewards) -> Rewards:
+def _centered(rewards: RewardArray) -> RewardArray:
     valid = ~np.isnan(rewards)
     mean = np.where(valid, rewards, 0.0).sum(axis=1, keepdims=True) / np.maximum(valid.sum(axis=1, keepdims=True), 1)
-    # Equal rewards give exactly 0, also where their mean is rounded.
+    # Equal rewards give exactly 0, even if their mean is rounded.
     return np.where(valid & is_mixed(rewards)[:, None], rewards - mean, 0.0)
 
 
-def _std(rewards: Rewards) -> Float[np.ndarray, " P"]:
+def _std(rewards: RewardArray) -> Float[np.ndarray, " P"]:
     valid = ~np.isnan(rewards)
     squares = np.square(_centered(rewards)).sum(axis=1)
     return np.sqrt(squares / np.maximum(valid.sum(axis=1) - 1, 1))

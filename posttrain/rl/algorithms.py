@@ -1,4 +1,4 @@
-"""The table of RL algorithms: a loss, an advantage and a filter of groups each."""
+"""RL algorithms by name: a loss, an advantage function and a group filter each."""
 
 from __future__ import annotations
 
@@ -13,31 +13,34 @@ from posttrain.errors import ConfigError, did_you_mean
 from posttrain.losses.kl import KLEstimator, k1, k2, k3
 from posttrain.losses.policy import DAPO, DISTILL, GRPO, GSPO, RLOO, PolicyLoss, dr_grpo
 from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, token_mean
-from posttrain.rl.advantages import Advantage, Rewards, centered, is_mixed, leave_one_out, standardized
+from posttrain.rl.advantages import Advantage, RewardArray, centered, is_mixed, leave_one_out, standardized
 
 GroupT = TypeVar("GroupT")
-GroupFilter = Callable[[Rewards], Bool[np.ndarray, " P"]]
+GroupFilter = Callable[[RewardArray], Bool[np.ndarray, " P"]]
 
 
-def every_group(rewards_PG: Rewards) -> Bool[np.ndarray, " P"]:
-    """No filter. Groups of equal rewards have advantage 0, yet count in the mean, and a KL penalty acts on them."""
+def every_group(rewards_PG: RewardArray) -> Bool[np.ndarray, " P"]:
+    """Keep all groups. Groups of equal rewards have advantage 0, but count in the loss's mean, and a KL penalty acts on
+    them."""
     return np.ones(len(rewards_PG), dtype=bool)
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What `rl_step` needs to know of an algorithm."""
+    """RL algorithm as used by `rl_step`."""
 
     name: str
     loss: PolicyLoss
     advantage: Advantage
     filter: GroupFilter = every_group
 
-    def keep(self, groups_P: Sequence[GroupT], rewards_PG: Rewards) -> tuple[list[GroupT], Float[np.ndarray, "Q G"]]:
-        """The groups that `filter` passes, in order, with their rewards; all of them where it passes none.
+    def keep(
+        self, groups_P: Sequence[GroupT], rewards_PG: RewardArray
+    ) -> tuple[list[GroupT], Float[np.ndarray, "Q G"]]:
+        """Groups that pass `filter`, in order, with their rewards; all groups if none passes.
 
-        A step of only equal rewards is thus a step with advantage 0, never an empty batch; a short batch is trained as
-        it is. Raises ValueError where there are not as many groups as rows of rewards.
+        A step with only equal rewards thus has advantage 0 instead of an empty batch; a short batch is not refilled.
+        Raises ValueError unless there is one row of rewards per group.
         """
         if len(groups_P) != len(rewards_PG):
             raise ValueError(f"{len(groups_P)} groups but {len(rewards_PG)} rows of rewards; give one row per group")
@@ -55,7 +58,7 @@ ALGORITHMS: dict[str, Callable[[int], Algorithm]] = {
     "rloo": lambda _: Algorithm("rloo", RLOO, leave_one_out),
     "distill": lambda _: Algorithm("distill", DISTILL, centered),
 }
-"""By name, as a function of the largest number of sampled tokens of a trajectory."""
+"""Algorithms by name, as functions of the maximum number of sampled tokens per trajectory."""
 REDUCTIONS: dict[str, Reduction] = {"sequence_mean": sequence_mean, "token_mean": token_mean}
 ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
 
@@ -69,10 +72,10 @@ def make_algorithm(
     kl_estimator: str | None = None,
     **loss: Any,
 ) -> Algorithm:
-    """An entry of `ALGORITHMS` with the given values in place of its own, None for its own.
+    """Make the algorithm of a name; arguments that are not None override its defaults.
 
-    `max_tokens`: the largest number of sampled tokens of a trajectory. `loss`: fields of `PolicyLoss`. ConfigError for
-    an unknown name, or values that do not go together.
+    `max_tokens`: maximum number of sampled tokens per trajectory. `loss`: fields of `PolicyLoss`. Raises ConfigError
+    for an unknown name or incompatible values.
     """
     if name not in ALGORITHMS:
         raise ConfigError(

@@ -18,15 +18,15 @@ LIMITS = {
     "sampling/logp_difference/outliers": 0.01,
     "sampling/logp_difference/max": 10.0,
 }
-"""Largest differences of sampler and trainer, over tokens that the weights of now have sampled: nats on average; the
-share of tokens that may be `OUTLIER_NATS` apart, which bounds the 99th percentile; nats of a single token. The mean is
-1e-6 in float32, 5e-3 to 1.3e-2 in bfloat16, with 260,000 parameters 0.02 in int8 and 0.06 in fp8."""
+"""Maximum difference of sampler and trainer log-probabilities over tokens sampled with the current weights: mean in
+nats, share of tokens beyond `OUTLIER_NATS` (bounds the 99th percentile), and maximum in nats. Typical means: 1e-6 in
+float32, 5e-3 to 1.3e-2 in bfloat16; with 260,000 parameters 0.02 in int8 and 0.06 in fp8."""
 
 
 def sampler_disagrees(metrics: Mapping[str, object]) -> Array:
-    """Compare the metrics of a loss with `LIMITS`. NaN is beyond every limit; metrics that are not there are within.
+    """Compare a loss's metrics with `LIMITS`. NaN exceeds every limit; missing metrics pass.
 
-    Works inside a program, as `Trainer(refuse=sampler_disagrees)`: a step with such samples changes no weights.
+    Traceable, for `Trainer(refuse=sampler_disagrees)`: such a step changes no weights.
     """
     within = jnp.ones((), bool)
     for name, limit in LIMITS.items():
@@ -36,7 +36,7 @@ def sampler_disagrees(metrics: Mapping[str, object]) -> Array:
 
 
 def check_agreement(metrics: Mapping[str, object], step: int) -> None:
-    """RunError where `sampler_disagrees`, with what was found. Reads the device."""
+    """Raise RunError with the measured differences if `sampler_disagrees`. Reads from the device."""
     if not bool(sampler_disagrees(metrics)):
         return
     mean, outliers, largest = (float(_value(metrics[name])) for name in LIMITS)
@@ -49,7 +49,7 @@ def check_agreement(metrics: Mapping[str, object], step: int) -> None:
 
 
 def _value(metric: object) -> Array:
-    """The value of a metric, 0 where nothing was counted."""
+    """Value of a metric; 0 without any counted token."""
     if isinstance(metric, Mean):
         return jnp.asarray(metric.total) / jnp.where(jnp.asarray(metric.weight) > 0, metric.weight, 1.0)
     assert isinstance(metric, Max)
@@ -57,9 +57,9 @@ def _value(metric: object) -> Array:
 
 
 class NoRewardGuard:
-    """Raises RunError after `limit` consecutive steps without any valid reward.
+    """Raises RunError after `limit` consecutive steps with no valid reward.
 
-    A single such step may be chance, if functions apply to some rows only. Runs without reward functions learn from
+    A single such step may be chance if functions apply to some rows only. Runs without reward functions learn from
     teachers and are not guarded.
     """
 
@@ -70,7 +70,7 @@ class NoRewardGuard:
     def check(self, step: int, rewards: Rewards) -> None:
         none_PG = np.isnan(rewards.total_PG)
         for error in rewards.errors:
-            none_PG[error.prompt, error.sample] = True  # also where `on_error` gives it a value
+            none_PG[error.prompt, error.sample] = True  # including samples whose reward comes from `on_error`
         self._steps = self._steps + 1 if rewards.parts_PG and none_PG.all() else 0
         if self._steps >= self._limit:
             first = next(iter(rewards.errors), None)
@@ -78,6 +78,6 @@ class NoRewardGuard:
             if first is not None:
                 why = f"reward {first.function}: {first.error}"
             raise RunError(
-                f"step {step}: no sample has a reward, in {self._steps} steps in a row, and so nothing is learned "
-                f"({why}); see that the rewards apply to the rows of dataset"
+                f"step {step}: no sample has a reward, for {self._steps} consecutive steps, so there is no training "
+                f"signal ({why}); check that the rewards apply to the rows of dataset"
             )

@@ -62,7 +62,7 @@ def _std_of_groups(total_PG: np.ndarray) -> np.ndarray:
     for index, row in enumerate(total_PG):
         valid = row[~np.isnan(row)]
         if valid.size > 1:
-            # Equal rewards must give exactly 0, which the rounding of a mean would not.
+            # Equal rewards give exactly 0 despite the rounding of their mean.
             std[index] = 0.0 if valid.min() == valid.max() else valid.std(ddof=1)
     return std
 

@@ -1,7 +1,5 @@
-"""One step of online preference optimisation: of the samples of each prompt the best against the worst by reward.
-
-Direct alignment from online feedback, arXiv:2402.04792, with rewards in place of an annotator.
-"""
+"""Online preference optimisation step (online DPO): pairs the best and worst sample of each prompt by reward. Direct
+alignment from online feedback, arXiv:2402.04792, with reward functions as the annotator."""
 
 from __future__ import annotations
 
@@ -29,10 +27,10 @@ from posttrain.tree import replace
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineLoss:
-    """A loss on pairs, and beside its metrics how far the policy is from its sampler and from the reference."""
+    """Pair loss that also reports the policy's distance from its sampler and from the reference."""
 
     pairs: Any
-    """A `PairLoss` on pairs and a reference."""
+    """`PairLoss` on pairs and a reference."""
 
     @property
     def needs_whole_batch(self) -> bool:
@@ -46,16 +44,17 @@ class OnlineLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class PairSettings(RowSettings):
-    """What `online_step` needs beside the objects."""
+    """Settings of `online_step`."""
 
     share_prompts: bool
-    """The prompt of a pair stands in its row once."""
+    """Store the common prompt of a pair once per row."""
 
 
 def best_and_worst(rewards_PG: Float[np.ndarray, "P G"]) -> Int[np.ndarray, "P G"]:
-    """1 at the first sample of the greatest reward of a group, -1 at the first of the least, else 0.
+    """Roles of samples: 1 for the first sample with the greatest reward of its group, -1 for the first with the least,
+    else 0.
 
-    A group without two different rewards (NaN: none) prefers nothing, and is 0 throughout.
+    Groups without two different valid rewards have no pair: all 0.
     """
     roles = np.zeros(rewards_PG.shape, np.int32)
     for group, rewards in zip(roles, rewards_PG, strict=True):
@@ -66,7 +65,7 @@ def best_and_worst(rewards_PG: Float[np.ndarray, "P G"]) -> Int[np.ndarray, "P G
 
 
 def pairs_of_groups(groups_P: Sequence[Group], roles_PG: Int[np.ndarray, "P G"]) -> list[Pair]:
-    """The chosen and the rejected sample of every group that prefers one."""
+    """Chosen and rejected sample of each group that has a pair."""
     return [
         (group[int(roles.argmax())], group[int(roles.argmin())])
         for group, roles in zip(groups_P, roles_PG, strict=True)
@@ -82,9 +81,9 @@ async def online_step(
     settings: PairSettings,
     timer: Timer,
 ) -> StepResult:
-    """Collect, score, pair, ask the reference, update, hand the weights to the engine.
+    """Run one step: sample, score, pair, compute reference log-probabilities, update, sync weights to the engine.
 
-    `frac_ties`: the share of groups that prefer nothing and are left out. Where all do, nothing is updated.
+    `frac_ties`: share of groups without a pair, which are dropped. If all are, there is no update.
     """
     step = cluster.actor.step_number
     groups_P = await sample(sampler, examples_P, settings.group_size, step, timer)

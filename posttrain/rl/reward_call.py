@@ -1,4 +1,4 @@
-"""One call of a reward function: keyword arguments in, one checked value per sample out."""
+"""A single call of a reward function: keyword arguments in, one validated value per sample out."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any, NamedTuple
 from posttrain.user_code import describe_error
 
 LOGGERS = ("log_metric", "log_extra")
-"""Keywords made where the function runs: they write into the result of the call."""
+"""Keywords created in the process or thread that runs the function: they write into the call's result."""
 
 
 class CallError(Exception):
-    """A call that gave no usable values; the message is one line."""
+    """Call without usable values; the message is one line."""
 
 
 class CallResult(NamedTuple):
-    """Plain values only, so that it passes from one process to another."""
+    """Result of a call, of plain values only, so that it can be sent between processes."""
 
     values: list[float]
-    """One per sample. NaN: not applicable, or an error."""
+    """Value per sample. NaN: not applicable, or an error."""
     errors: dict[int, str]
-    """By sample."""
+    """Error message by sample."""
     metrics: dict[str, list[float]]
     extras: dict[str, list[Any]]
 
@@ -36,9 +36,9 @@ def call_reward(
     count: int,
     wait: Callable[[Awaitable[Any]], Any],
 ) -> CallResult:
-    """Call a function on `count` samples; `wait` runs what it returns if that is awaitable.
+    """Call a function on `count` samples; `wait` runs its result if that is awaitable.
 
-    Raises CallError where the function raises, or where its result as a whole is of the wrong type or length.
+    Raises CallError if the function raises, or if its result has the wrong type or length.
     """
     metrics: dict[str, list[float]] = {}
     extras: dict[str, list[Any]] = {}
@@ -58,14 +58,14 @@ def call_reward(
             raise CallError(
                 f"log_extra({name!r}) must be given one value per completion, got {len(column)} for {count}"
             )
-    # Copies: a thread that the function left behind may still write.
+    # Copies: an abandoned thread of the function may still write.
     return CallResult(values, errors, {k: list(v) for k, v in metrics.items()}, {k: list(v) for k, v in extras.items()})
 
 
 def check_values(result: Any, count: int) -> tuple[list[float], dict[int, str]]:
-    """Values as floats, None as NaN, and the errors of samples whose value is no finite number.
+    """Convert values to floats (None to NaN) and collect the errors of samples whose value is not a finite number.
 
-    An exception in place of a value (as `asyncio.gather(..., return_exceptions=True)` leaves it) is an error of its
+    An exception in place of a value (from `asyncio.gather(..., return_exceptions=True)`) is an error of its
     sample. Raises CallError unless there is one value per sample.
     """
     if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__len__"):
@@ -91,5 +91,5 @@ def check_values(result: Any, count: int) -> tuple[list[float], dict[int, str]]:
 
 
 def _plain(value: Any) -> Any:
-    """Value of a samples table: numbers and text as they are, everything else as its text."""
+    """Convert a value for the samples table: numbers and text are kept, everything else becomes text."""
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)

@@ -1,4 +1,4 @@
-"""A trained classifier as a reward: it scores whole trajectories, in one program on the mesh of the run."""
+"""Reward models: a trained classifier scores whole trajectories, in one program on the run's mesh."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ MIN_WIDTH = 64
 
 
 class ModelReward:
-    """The score of a sequence's last token, as transformers' sequence classifiers read it; of a process reward model
-    the least or the mean score of its steps, each ending with a newline (`reduce`), which the last one gets.
+    """Reward model: the score of a sequence's last token, as in transformers' sequence classifiers. A process reward
+    model returns the minimum or mean score of the steps (`reduce`), each ending with a newline, which is added to the
+    last step if missing.
 
-    A model with the tokenizer of the policy sees the tokens as sampled, and after a token that stops what the template
-    writes there, as in its training; another one sees the messages rendered anew.
-    `load` must be called before the first score; `name` stands in metrics.
+    With the policy's tokenizer the model reads the sampled tokens, and after a stop token the template's text that
+    follows it, as in training; otherwise it reads the messages rendered with its own tokenizer. Call `load` before the
+    first score. `name` is used in metrics.
     """
 
     def __init__(self, path: str, reduce: Reduce, name: str):
@@ -36,7 +37,7 @@ class ModelReward:
         self.__name__ = name
 
     def load(self, mesh: Mesh, policy: Renderer, rows: int) -> None:
-        """`rows`: sequences of one forward pass."""
+        """Load the model onto the mesh. `rows`: sequences per forward pass."""
         tokenizer = load_tokenizer(self.path)
         model = load_model(self.path, mesh=mesh)
         self._renderer = policy if _same(tokenizer, policy.tokenizer) else _renderer(tokenizer, policy)
@@ -49,7 +50,7 @@ class ModelReward:
         self._model = FrozenModel(model, mesh, temperature=1.0, rows=self._rows)
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | ValueError]:
-        """One reward for each; an error in place of that of a sequence longer than the model's context."""
+        """Reward of each trajectory; a ValueError for a sequence longer than the model's context."""
         sequences = [self._sequence(one) for one in trajectories]
         fitting = [sequence for sequence in sequences if len(sequence[0]) <= self._longest]
         scores: list[float] = []
@@ -64,7 +65,7 @@ class ModelReward:
         ]
 
     def _sequence(self, trajectory: Trajectory) -> tuple[list[int], int]:
-        """Tokens, and where the answer starts."""
+        """Tokens, and the position at which the completion starts."""
         if self._as_sampled:
             tokens, start = list(trajectory.tokens), list(trajectory.sampled).index(True)
             tokens += self._tail if tokens[-1] in self._stops else []
@@ -75,7 +76,7 @@ class ModelReward:
         return (tokens if self.reduce == "last" else self._with_last_step(tokens, start)), start
 
     def _with_last_step(self, tokens: list[int], start: int) -> list[int]:
-        """Without what ends the answer, and with the end of a last step that has none."""
+        """Tokens without the end-of-completion tokens, with a newline after an unterminated last step."""
         decode = self._renderer.tokenizer.decode
         while len(tokens) > start + 1 and (tokens[-1] in self._stops or not decode(tokens[-1:]).strip()):
             tokens.pop()
@@ -83,7 +84,7 @@ class ModelReward:
 
     def _of_rows(self, sequences: Sequence[tuple[list[int], int]]) -> list[float]:
         lengths = [len(tokens) for tokens, _ in sequences]
-        # Powers of two: few programs, however long the longest sequence of a step is.
+        # Lengths are powers of two: few compilations, whatever the longest sequence of a step.
         width = min(max(MIN_WIDTH, 1 << (max(lengths) - 1).bit_length()), self._longest)
         rows = [[{"tokens": np.asarray(ids, np.int32)}] for ids, _ in sequences]
         made = fill_rows(rows, {"tokens": width}, num_rows=self._rows, like=rows[0][0])
@@ -101,7 +102,7 @@ class ModelReward:
 
 
 def _tail(renderer: Renderer) -> list[int]:
-    """What follows the token that ends an answer."""
+    """Tokens that the template writes after the end-of-turn token."""
     if not renderer.chat:
         return []
     tokens = render_answer([{"role": "user", "content": "?"}], [{"role": "assistant", "content": "!"}], renderer).tokens
@@ -110,7 +111,7 @@ def _tail(renderer: Renderer) -> list[int]:
 
 
 def _same(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether both make the same tokens of the same messages."""
+    """Tell whether both tokenizers produce the same tokens for the same messages."""
     return one.chat_template == other.chat_template and one.hf.get_vocab() == other.hf.get_vocab()
 
 

@@ -1,4 +1,4 @@
-"""Reward functions in child processes: workers that are kept between steps, killed at a deadline and forked anew."""
+"""Reward functions in child processes: workers are reused between steps, killed at a deadline and forked again."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from posttrain.rl.reward_call import CallError, CallResult
 from posttrain.rl.reward_worker import COMMAND, END, FORK, REPLY, SIZE, Function
 
 START_TIMEOUT_S = 120.0
-"""For the import of all functions in the child process."""
+"""Timeout for the import of all functions in the child process."""
 CONTROL_TIMEOUT_S = 30.0
 MAX_CHILDREN = 16
-"""Child processes that a worker may have after a call; with more it is ended with all of them."""
+"""Maximum number of child processes of a worker after a call; beyond it the worker and all of them are killed."""
 PROGRAM = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from posttrain.rl.reward_worker import serve; "
 
 
 class WorkerProcess:
-    """One worker and the connection to it."""
+    """Worker process and the connection to it."""
 
     def __init__(self, pid: int, number: int, connection: socket.socket):
         self.pid, self.number, self.connection = pid, number, connection
         self.children = 0
 
     async def ask(self, request: bytes) -> tuple[CallResult | str, int] | None:
-        """The reply to a request and how many children the worker has; None where it has died."""
+        """Send a request; return the reply and the worker's number of child processes, or None if the worker has
+        died."""
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_sendall(self.connection, SIZE.pack(len(request)) + request)
@@ -58,9 +59,9 @@ class WorkerProcess:
 
 
 class RewardServer:
-    """The process that imports reward functions and forks workers; `start` returns at once.
+    """Server process that imports reward functions and forks workers; `start` returns immediately.
 
-    It is made with `Popen`, never by a fork of this process, whose threads (of JAX) would not survive one.
+    Started with `Popen`, not by forking this process: JAX's threads would not survive a fork.
     """
 
     def __init__(self, functions: Sequence[Function]):
@@ -72,7 +73,7 @@ class RewardServer:
         self._end: weakref.finalize[Any, Any] | None = None
 
     def start(self) -> None:
-        """Start the process if it is not running; it imports the functions in its own time."""
+        """Start the process if it is not running; it imports the functions in the background."""
         if self._control is not None:
             return
         ours, theirs = socket.socketpair()
@@ -82,7 +83,7 @@ class RewardServer:
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
-            # The devices are the trainer's; a function that uses JAX does so on the CPU.
+            # The devices belong to the trainer; a function that uses JAX runs on the CPU.
             env={**os.environ, "JAX_PLATFORMS": "cpu"},
         )
         theirs.close()
@@ -90,13 +91,13 @@ class RewardServer:
         self._end = weakref.finalize(self, _end_server, process, ours)
 
     def close(self) -> None:
-        """End the process and all workers."""
+        """Kill the process and all workers."""
         if self._end is not None:
             self._end()
         self._control = self._end = None
 
     def wait_until_ready(self) -> None:
-        """Wait for the imports. RunError where they fail, which worked in this process."""
+        """Wait for the imports. RunError if one fails that succeeded in this process."""
         with self._lock:
             self.start()
             if self._ready:
@@ -113,7 +114,7 @@ class RewardServer:
             self._ready = True
 
     def fork(self) -> WorkerProcess:
-        """A new worker. Called after `wait_until_ready`."""
+        """Fork a new worker. Call after `wait_until_ready`."""
         ours, theirs = socket.socketpair()
         with theirs:
             pid = self._ask(FORK, 0, theirs)
@@ -122,7 +123,7 @@ class RewardServer:
         return WorkerProcess(pid, self._forked, ours)
 
     def end(self, worker: WorkerProcess) -> str:
-        """Kill a worker and everything that it started; how its process ended."""
+        """Kill a worker and all processes that it started; return how its process ended."""
         worker.connection.close()
         code = os.waitstatus_to_exitcode(self._ask(END, worker.pid))
         if code >= 0:
@@ -157,7 +158,7 @@ def _receive(connection: socket.socket, count: int) -> bytes:
 
 
 def _end_server(process: subprocess.Popen[bytes], control: socket.socket) -> None:
-    """At the end of the connection the server ends its workers and itself."""
+    """Close the connection, upon which the server kills its workers and exits."""
     control.close()
     try:
         process.wait(CONTROL_TIMEOUT_S)
@@ -167,7 +168,8 @@ def _end_server(process: subprocess.Popen[bytes], control: socket.socket) -> Non
 
 
 class ProcessCaller:
-    """Calls one function in workers of a server. The first is kept for the next step, with its module's state."""
+    """Caller of one function in the workers of a server. One worker is reused by the next step, with its module's
+    state."""
 
     def __init__(self, server: RewardServer, index: int, name: str):
         self._server, self._index, self._name = server, index, name
@@ -177,7 +179,7 @@ class ProcessCaller:
         await asyncio.to_thread(self._server.wait_until_ready)
 
     async def call(self, keywords: Mapping[str, Any], loggers: Sequence[str], count: int) -> CallResult:
-        """CallError where the call fails or its process ends; if cancelled, the worker is killed."""
+        """Call the function. CallError if it fails or its process dies; on cancellation the worker is killed."""
         request = self._request(keywords, loggers, count)
         worker = self._oldest() or self._server.fork()
         try:
@@ -207,7 +209,7 @@ class ProcessCaller:
             ) from error
 
     def _oldest(self) -> WorkerProcess | None:
-        """The idle worker that has been kept for longest, which holds what the function has loaded."""
+        """Longest-running idle worker, which holds what the function has loaded."""
         if not self._idle:
             return None
         worker = min(self._idle, key=lambda one: one.number)
@@ -215,7 +217,8 @@ class ProcessCaller:
         return worker
 
     def finish(self, *, strange: bool) -> None:
-        """End the workers that only a failure called for, after strange samples also one that they left children."""
+        """End the workers that were started only because of a failure; after strange samples also the reused one if it
+        has child processes."""
         kept = self._oldest()
         ended = self._idle
         self._idle = []
@@ -227,7 +230,7 @@ class ProcessCaller:
             self._server.end(worker)
 
     def close(self) -> None:
-        """Leave the workers, which then end."""
+        """Close the connections to the workers, which then exit."""
         for worker in self._idle:
             worker.connection.close()
         self._idle = []

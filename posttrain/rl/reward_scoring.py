@@ -1,4 +1,4 @@
-"""Scores of all samples of a step within one time-out, whatever some of them make a function do."""
+"""Scoring of all samples of a step by one reward function within a single timeout, with retries of single samples."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 from posttrain.rl.reward_call import CallError, CallResult
 
 MAX_ALONE = 64
-"""Samples that are scored alone at the same time."""
+"""Maximum number of samples that are scored individually at the same time."""
 PATIENCE_S = 0.02
-"""A sample alone may take so long before another one is begun beside it."""
+"""Seconds to wait for an individual call before another one is started beside it."""
 
 
 @runtime_checkable
 class Caller(Protocol):
-    """A reward function, called in a child process or a thread."""
+    """Interface of a reward function that is called in a child process or a thread."""
 
     async def prepare(self) -> None: ...
 
@@ -31,31 +31,35 @@ class Caller(Protocol):
 
 
 class Failure(NamedTuple):
+    """Error or timeout of a sample."""
+
     kind: Literal["error", "timeout"]
     message: str
 
 
-class Scores(NamedTuple):
+class RewardScores(NamedTuple):
+    """Values and failures of one reward function over the samples of a step."""
+
     values: Sequence[float]
-    """NaN: not applicable or failed."""
+    """Value per sample. NaN: not applicable or failed."""
     failures: Mapping[int, Failure]
-    """By sample."""
+    """Failure by sample."""
     metrics: Mapping[str, Sequence[float]] = {}
     extras: Mapping[str, Sequence[Any]] = {}
     note: str | None = None
-    """Why samples were scored alone although none of them failed."""
+    """Reason for scoring samples individually although none failed."""
 
 
 Keywords = Callable[[Sequence[int]], Mapping[str, Any]]
-"""Keyword arguments of a call on the samples of these numbers."""
+"""Keyword arguments of a call for the samples with these numbers."""
 
 
 class Scoring:
-    """One function over all samples of a step.
+    """One reward function over all samples of a step.
 
-    First one call gets all of them. If it fails, or takes more than half of `timeout_s`, each sample is scored alone,
-    several side by side, so that only those at fault have no value. After `timeout_s` every call still running is
-    killed. What the calls of samples alone log is dropped.
+    The first call gets all samples. If it fails, or takes more than half of `timeout_s`, each sample is scored
+    individually, several at a time, so that only failing samples have no value. After `timeout_s` every running call is
+    killed. Logs of individual calls are dropped.
     """
 
     def __init__(self, caller: Caller, keywords: Keywords, loggers: Sequence[str], count: int, timeout_s: float):
@@ -64,7 +68,7 @@ class Scoring:
         self._values = [math.nan] * count
         self._failures: dict[int, Failure] = {}
 
-    async def run(self) -> Scores:
+    async def run(self) -> RewardScores:
         await self._caller.prepare()
         start = time.monotonic()
         end = start + self._timeout_s
@@ -73,7 +77,7 @@ class Scoring:
         try:
             await asyncio.wait(tasks, timeout=self._timeout_s / (1 if self._count == 1 else 2))
             if not _succeeded(whole) and self._count > 1:
-                # A sample alone should take no longer than the failed call of all did.
+                # An individual sample should take no longer than the failed call of all samples.
                 failed_after = time.monotonic() - start if whole.done() else 0.0
                 tasks.add(asyncio.ensure_future(self._each_alone(end, failed_after)))
                 await self._first(whole, tasks)
@@ -86,13 +90,14 @@ class Scoring:
             self._caller.finish(strange=len(tasks) > 1)
         note = self._note(whole, time.monotonic() - start) if len(tasks) > 1 else None
         if not _succeeded(whole):
-            return Scores(self._values, self._failures, note=None if self._failures else note)
+            return RewardScores(self._values, self._failures, note=None if self._failures else note)
         result = whole.result()
         failures = {index: Failure("error", message) for index, message in result.errors.items()}
-        return Scores(result.values, failures, result.metrics, result.extras, note)
+        return RewardScores(result.values, failures, result.metrics, result.extras, note)
 
     async def _first(self, whole: asyncio.Future[CallResult], tasks: set[asyncio.Future[Any]]) -> None:
-        """Wait for the call of all samples to succeed, or for those of each; the latter end by the deadline."""
+        """Wait until the call of all samples succeeds or all individual calls return; the latter end by the
+        deadline."""
         running = tasks
         while running and not _succeeded(whole):
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -106,7 +111,7 @@ class Scoring:
         return await self._caller.call(self._keywords(indexes), self._loggers, len(indexes))
 
     async def _each_alone(self, end: float, failed_after: float) -> None:
-        """Begin with one at a time; wherever calls do not return soon, twice as many."""
+        """Score samples individually, one at a time at first; double the number whenever calls do not return soon."""
         remaining = end - time.monotonic()
         limit = remaining / math.ceil(self._count / MAX_ALONE)
         patience = min(max(failed_after, PATIENCE_S), remaining / 20)
@@ -150,7 +155,7 @@ class Scoring:
 
 
 def _succeeded(call: asyncio.Future[CallResult]) -> bool:
-    """Raises what is no failure of the function."""
+    """Tell whether a call succeeded. Raises exceptions that are not the function's failure."""
     if not call.done() or call.cancelled():
         return False
     error = call.exception()

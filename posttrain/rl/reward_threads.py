@@ -1,4 +1,4 @@
-"""Reward functions of a notebook or a script in threads of this process, which cannot be killed but are counted."""
+"""Reward functions of a notebook or script in threads of this process, which cannot be killed but are counted."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from typing import Any
 from posttrain.rl.reward_call import CallError, CallResult, call_reward
 
 MAX_ABANDONED = 64
-"""Calls of one function past their deadline that may still run; it is not called while there are as many."""
+"""Maximum number of abandoned calls of one function that may still be running; beyond it the function is not called."""
 
 
 class ThreadCaller:
-    """Calls one function in a new daemon thread each time: one that never returns does not keep the process alive."""
+    """Caller that runs each call in a new daemon thread, so that a call that never returns does not keep the process
+    alive."""
 
     def __init__(self, function: Callable[..., Any], name: str):
         self._function, self._name = function, name
         self._abandoned: set[threading.Thread] = set()
 
     async def prepare(self) -> None:
-        """Threads start at once."""
+        """Do nothing: threads start immediately."""
 
     def finish(self, *, strange: bool) -> None:
-        """Threads end by themselves."""
+        """Do nothing: threads end by themselves."""
 
     def close(self) -> None:
-        """Threads end by themselves."""
+        """Do nothing: threads end by themselves."""
 
     @property
     def abandoned(self) -> int:
-        """Calls past their deadline that still run."""
+        """Number of calls past their deadline that are still running."""
         self._abandoned = {thread for thread in self._abandoned if thread.is_alive()}
         return len(self._abandoned)
 
     async def call(self, keywords: Mapping[str, Any], loggers: Sequence[str], count: int) -> CallResult:
-        """CallError where the call fails; if cancelled, the thread is abandoned, and a coroutine in it cancelled."""
+        """Call the function. CallError if it fails; on cancellation the thread is abandoned and its coroutine
+        cancelled."""
         if self.abandoned >= MAX_ABANDONED:
             raise CallError(
                 f"not called: {MAX_ABANDONED} earlier calls have not returned, and threads cannot be killed; "
@@ -54,7 +56,7 @@ class ThreadCaller:
 
 
 class _ThreadCall:
-    """A function in a thread, its outcome as a future of the running loop."""
+    """Function call in a thread, with its outcome as a future of the running loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -68,7 +70,7 @@ class _ThreadCall:
                 result = work()
             except BaseException as error:
                 failure = error if isinstance(error, Exception) else CallError(f"{type(error).__name__}: {error}")
-            # After a deadline the loop may be gone; nobody waits for this result any more.
+            # After a deadline the loop may be closed, and nobody awaits this result.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._settle, result, failure)
 
@@ -86,7 +88,7 @@ class _ThreadCall:
             self.future.set_result(result)
 
     def wait(self, made: Awaitable[Any]) -> Any:
-        """Run a coroutine to its end in a loop of this thread."""
+        """Run a coroutine to completion in this thread's event loop."""
 
         async def outcome() -> Any:
             task = asyncio.current_task()

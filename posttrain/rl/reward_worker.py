@@ -1,8 +1,5 @@
-"""Child processes of reward functions: a server that has imported them and is forked for each worker.
-
-The server itself calls no function, so it stays whole; it ends with its parent, and all processes below it with it.
-Neither imports JAX.
-"""
+"""Child processes of reward functions: a server that has imported the functions and forks itself for each worker. The
+server calls no function itself; it exits with its parent and kills its workers. Neither imports JAX."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from posttrain.rl.reward_call import CallError, CallResult, call_reward
 from posttrain.user_code import describe_error, import_object
 
 COMMAND = struct.Struct("<cq")
-"""From the parent: FORK with a socket, or END with a process id."""
+"""Commands of the parent: FORK with a socket, or END with a process id."""
 REPLY = struct.Struct("<q")
 SIZE = struct.Struct("<q")
 FORK, END = b"f", b"e"
@@ -34,11 +31,11 @@ PARENT_CHECK_S = 1.0
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 Function = tuple[str, str]
-"""`file.py:name` or `package.module:name`, and the folder that modules are also looked for in."""
+"""Name of a function, `file.py:name` or `package.module:name`, and an additional folder to import modules from."""
 
 
 def serve(descriptor: int, functions: Sequence[Function]) -> NoReturn:
-    """Import the functions, say so, then fork and end workers as the parent asks, until it is gone."""
+    """Import the functions, report the outcome, then fork and kill workers on request until the parent is gone."""
     parent = os.getppid()
     control = socket.socket(fileno=descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -61,7 +58,7 @@ def serve(descriptor: int, functions: Sequence[Function]) -> NoReturn:
 
 
 def _import(functions: Sequence[Function]) -> tuple[list[Any], bytes]:
-    """The functions, and what is wrong with them."""
+    """Import the functions; return them with the error message, if any."""
     try:
         return [import_object(spec, base_dir=Path(folder)) for spec, folder in functions], b""
     except ConfigError as error:
@@ -69,15 +66,17 @@ def _import(functions: Sequence[Function]) -> tuple[list[Any], bytes]:
 
 
 class _Workers:
+    """Workers of a server: fork and kill."""
+
     def __init__(self, control: socket.socket, functions: Sequence[Callable[..., Any]]):
         self._control, self._functions = control, functions
         self._pids: set[int] = set()
 
     def fork(self, connection: socket.socket) -> int:
-        """Process id of a new worker at the other end of the connection."""
+        """Fork a worker at the other end of the connection; return its process id."""
         server = os.getpid()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork where an import has left a thread
+            warnings.simplefilter("ignore", DeprecationWarning)  # about forking after an import has started a thread
             pid = os.fork()
         if pid:
             connection.close()
@@ -97,10 +96,10 @@ class _Workers:
         os._exit(1)
 
     def end(self, pid: int) -> int:
-        """Kill a worker and everything that it started; its wait status."""
+        """Kill a worker and all processes that it started; return its wait status."""
         self._pids.discard(pid)
         status = _kill(pid)
-        # What it leaves behind, in sessions of its own too, becomes a child of this process.
+        # Its orphans, including those in sessions of their own, become children of this process.
         while orphans := [child for child in _children() if child not in self._pids]:
             for child in orphans:
                 _kill(child)
@@ -112,13 +111,13 @@ class _Workers:
 
 
 def _work(connection: socket.socket, functions: Sequence[Callable[..., Any]]) -> None:
-    """Answer calls until the parent closes the connection."""
+    """Handle calls until the parent closes the connection."""
     own = os.getpid()
     with asyncio.Runner() as runner:
         while (request := receive(connection)) is not None:
             reply = _answer(request, functions, lambda made: runner.run(_result(made)))
             if os.getpid() != own:
-                os._exit(0)  # the function forked, and its child has returned as well
+                os._exit(0)  # the function forked, and its child has returned here as well
             sys.stdout.flush()
             sys.stderr.flush()
             send(connection, pickle.dumps((reply, len(_children()))))
@@ -128,7 +127,7 @@ def _work(connection: socket.socket, functions: Sequence[Callable[..., Any]]) ->
 def _answer(
     request: bytes, functions: Sequence[Callable[..., Any]], wait: Callable[[Awaitable[Any]], Any]
 ) -> CallResult | str:
-    """The result, or why there is none."""
+    """Result of a call, or the error message."""
     try:
         index, keywords, loggers, count = pickle.loads(request)
     except Exception as error:
@@ -148,7 +147,7 @@ def send(connection: socket.socket, data: bytes) -> None:
 
 
 def receive(connection: socket.socket) -> bytes | None:
-    """One message; None at the end of the connection."""
+    """Receive one message; None at the end of the connection."""
     header = _read(connection, SIZE.size)
     return None if header is None else _read(connection, SIZE.unpack(header)[0])
 
@@ -164,7 +163,7 @@ def _read(connection: socket.socket, count: int) -> bytes | None:
 
 
 def _kill(pid: int) -> int:
-    """End a child with its process group; its wait status."""
+    """Kill a child with its process group; return its wait status."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
@@ -175,7 +174,7 @@ def _kill(pid: int) -> int:
 
 
 def _children() -> list[int]:
-    """Process ids of the children of this process, where the kernel lists them."""
+    """Process ids of this process's children, if the kernel lists them."""
     found = Path("/proc/self/task").glob("*/children")
     return [int(pid) for file in found for pid in file.read_text().split()]
 
@@ -188,6 +187,6 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _prefer_when_out_of_memory() -> None:
-    """Have the kernel end a worker that fills the memory, not the training process."""
+    """Make the kernel kill a worker that fills the memory, not the training process."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -1,4 +1,4 @@
-"""Reward functions: any callable that takes the keywords it names; several are weighted and summed."""
+"""Reward functions: any callable that takes the keywords it names; a rubric sums several with weights."""
 
 from __future__ import annotations
 
@@ -16,34 +16,35 @@ from posttrain.data.chat import Message
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.rl.reward_call import LOGGERS, check_values
 from posttrain.rl.reward_processes import ProcessCaller, RewardServer
-from posttrain.rl.reward_scoring import Caller, Failure, Scores, Scoring
+from posttrain.rl.reward_scoring import Caller, Failure, RewardScores, Scoring
 from posttrain.rl.reward_threads import ThreadCaller
 from posttrain.rl.reward_worker import Function
 from posttrain.rl.types import Group, RewardError, RewardFunction, Rewards, Trajectory
 from posttrain.tracking.console import cut
 
 PROVIDED = ("prompts", "completions", "completion_tokens", "completion_ids", "trajectories", *LOGGERS)
-"""Keywords that every reward function may name; `completion_ids` is what other frameworks call `completion_tokens`."""
+"""Keywords available to every reward function; `completion_ids` is an alias of `completion_tokens` for compatibility
+with other frameworks."""
 
 SHOWN_CELLS = 80
-"""Of a sample in an error."""
+"""Maximum number of characters of a sample in an error message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """A function with its weight; `args` are more keyword arguments."""
+    """Reward function with its weight; `args` are additional keyword arguments."""
 
     function: RewardFunction
     weight: float
     args: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float | None
-    """Seconds that a step waits for the function. None: a reward model, one call without a time-out."""
+    """Timeout per step in seconds. None: a reward model, one call without a timeout."""
     name: str = ""
-    """In metrics and messages; by default the function's own."""
+    """Name in metrics and messages; by default the function's name."""
     on_error: Literal["drop"] | float = "drop"
     """Value of a sample on which the function fails; `drop`: the sample has no reward."""
     isolated: Function | None = None
-    """Where child processes import the function from. None: it runs in threads of this process."""
+    """Import path of the function in child processes. None: it runs in threads of this process."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -51,7 +52,7 @@ class Reward:
 
 
 def missing_arguments(reward: Reward, columns: Sequence[str]) -> list[str]:
-    """One line for each required parameter that neither the framework, nor `args`, nor a dataset column provides."""
+    """List required parameters that neither the framework, nor `args`, nor a dataset column provides, one line each."""
     known = [*PROVIDED, *reward.args, *columns]
     parameters = inspect.signature(reward.function).parameters
     lines = []
@@ -69,14 +70,15 @@ def missing_arguments(reward: Reward, columns: Sequence[str]) -> list[str]:
 
 
 class Rubric:
-    """Scores groups with all functions: with none of them, as where only a teacher speaks, every total is 0."""
+    """Scores groups with all reward functions. Without any, as in pure on-policy distillation, every total is 0."""
 
     def __init__(self, rewards: Sequence[Reward]):
         names = [reward.name for reward in rewards]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ConfigError(
-                f"rewards: the name {repeated[0]!r} stands twice; metrics need distinct names: give one of them a name"
+                f"rewards: the name {repeated[0]!r} is used twice; metrics need distinct names: "
+                "set `name` of one of them"
             )
         self.rewards = tuple(rewards)
         isolated = list(dict.fromkeys(reward.isolated for reward in rewards if reward.isolated is not None))
@@ -90,7 +92,8 @@ class Rubric:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Have a child process import its functions while this one does something else; at the end no child is left."""
+        """Keep the child process alive, importing its functions in the background; on exit all child processes have
+        ended."""
         if self._server.functions:
             self._server.start()
         try:
@@ -101,14 +104,15 @@ class Rubric:
             self._server.close()
 
     async def score(self, groups_P: Sequence[Group], advance: Callable[[int], None] | None = None) -> Rewards:
-        """`advance(1)` is called for each function that is done. ConfigError for arguments that no process can read."""
+        """Score all samples. `advance(1)` is called per finished function. ConfigError for arguments that cannot be
+        pickled."""
         group_size = len(groups_P[0])
         samples = [trajectory for group in groups_P for trajectory in group]
         models = asyncio.Lock()
 
-        async def scored(reward: Reward) -> Scores:
+        async def scored(reward: Reward) -> RewardScores:
             if reward.timeout_s is None:
-                async with models:  # programs of two models at once could wait for each other's collectives
+                async with models:  # programs of two models running at once could deadlock on each other's collectives
                     scores = await _score_by_model(reward, samples)
             else:
                 names = _accepted(reward.function)
@@ -127,7 +131,7 @@ class Rubric:
         return _gather(self.rewards, found, (len(groups_P), group_size))
 
 
-def _gather(rewards: Sequence[Reward], found: Sequence[Scores], shape: tuple[int, int]) -> Rewards:
+def _gather(rewards: Sequence[Reward], found: Sequence[RewardScores], shape: tuple[int, int]) -> Rewards:
     parts: dict[str, np.ndarray] = {}
     errors: list[RewardError] = []
     dropped = np.zeros(shape, bool)
@@ -152,14 +156,14 @@ def _gather(rewards: Sequence[Reward], found: Sequence[Scores], shape: tuple[int
     return Rewards(total_PG=total, parts_PG=parts, errors=errors, metrics=metrics, extras=extras, notes=notes)
 
 
-async def _score_by_model(reward: Reward, samples: Sequence[Trajectory]) -> Scores:
-    """One call; what a model raises ends the run."""
+async def _score_by_model(reward: Reward, samples: Sequence[Trajectory]) -> RewardScores:
+    """Score with a reward model in one call; its exceptions abort the run."""
     values, errors = check_values(await asyncio.to_thread(reward.function, samples), len(samples))
-    return Scores(values, {index: Failure("error", message) for index, message in errors.items()})
+    return RewardScores(values, {index: Failure("error", message) for index, message in errors.items()})
 
 
 def _weighted_sum(rewards: Sequence[Reward], parts: Mapping[str, np.ndarray], shape: tuple[int, int]) -> np.ndarray:
-    """Sum over the functions that apply; NaN where none does."""
+    """Sum over the functions that apply; NaN if none does."""
     if not rewards:
         return np.zeros(shape, np.float32)
     stacked = np.stack([parts[r.name] * np.float32(r.weight) for r in rewards])
@@ -167,7 +171,7 @@ def _weighted_sum(rewards: Sequence[Reward], parts: Mapping[str, np.ndarray], sh
 
 
 def error_lines(rewards: Rewards, groups_P: Sequence[Group]) -> list[str]:
-    """One line for each function that failed: on how many samples, and the first error with its sample; and notes."""
+    """Report one line per failed function (number of samples and the first error with its sample), then the notes."""
     count = sum(map(len, groups_P))
     lines = list(rewards.notes)
     for name in dict.fromkeys(error.function for error in rewards.errors):
@@ -182,7 +186,7 @@ def error_lines(rewards: Rewards, groups_P: Sequence[Group]) -> list[str]:
 
 
 def _keywords(reward: Reward, names: frozenset[str] | None, samples: Sequence[Trajectory]) -> dict[str, Any]:
-    """Arguments of a call, but for the loggers. `names`: those that the function reads; None: all."""
+    """Keyword arguments of a call, without the loggers. `names`: arguments that the function reads; None: all."""
     rows = [s.example.row for s in samples]
     columns = {name: [row[name] for row in rows] for name in rows[0] if all(name in row for row in rows)}
     provided: dict[str, Callable[[], Any]] = {
@@ -199,14 +203,14 @@ def _keywords(reward: Reward, names: frozenset[str] | None, samples: Sequence[Tr
 
 
 def _accepted(function: RewardFunction) -> frozenset[str] | None:
-    """Names of the arguments that the function reads; None: all that there are, because it reads its `**kwargs`."""
+    """Names of the arguments that the function reads; None: all available ones, because it reads its `**kwargs`."""
     parameters = inspect.signature(function).parameters
     rest = next((name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD), None)
     return None if rest is not None and _reads(function, rest) else frozenset(parameters)
 
 
 def _reads(function: RewardFunction, variable: str) -> bool:
-    """False only where the code of a plain function never loads the variable."""
+    """Return False only if the code of a plain function never loads the variable."""
     code = getattr(function, "__code__", None)
     if code is None or hasattr(function, "__wrapped__") or variable in code.co_cellvars:
         return True

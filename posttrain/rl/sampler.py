@@ -1,4 +1,4 @@
-"""From prompts to trajectories: every sample is one answer of the engine to the prompt of a dataset row."""
+"""Sampling of trajectories: each sample is one completion of a dataset row's prompt by the rollout engine."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from posttrain.rollout.stopping import text_of
 from posttrain.rollout.types import Call, Completion, ResumableEngine, RolloutEngine, SamplingParams, sample_key
 
 
-class Aborted(RuntimeError):
-    """A sample that somebody ended is no answer; `collect_some` goes on with it at a later step."""
+class RolloutAborted(RuntimeError):
+    """Aborted sample, which cannot be trained on; `collect_some` resumes it at a later step."""
 
     def __init__(self, completion: Completion):
         super().__init__(
-            f"a sample was aborted after {len(completion.tokens)} tokens, and is no answer to learn from; "
-            "use collect_some to leave samples and go on with them later"
+            f"a sample was aborted after {len(completion.tokens)} tokens and cannot be trained on; "
+            "use collect_some to resume unfinished samples in a later step"
         )
         self.completion = completion
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """What turns an example into tokens and back: engine, renderer and sampling settings of one phase."""
+    """Sampler of trajectories: rollout engine, renderer and sampling settings."""
 
     engine: RolloutEngine
     renderer: Renderer
@@ -41,26 +41,27 @@ class Sampler:
         return sampling_params(self.sampling, self.renderer.tokenizer, sample_key(self.seed, step, prompt, sample))
 
     async def rollout(self, example: Example, step: int, prompt_number: int, sample: int) -> Trajectory:
-        """One answer. ConfigError for a prompt that is too long, `Aborted` for an answer that did not end."""
-        asked = self.ask(example, step, prompt_number, sample)
-        return asked.answered(await self.engine.generate(asked.prompt, asked.params))
+        """Sample one trajectory. ConfigError for a prompt that is too long, `RolloutAborted` for an aborted
+        completion."""
+        pending = self.pending(example, step, prompt_number, sample)
+        return pending.finish(await self.engine.generate(pending.prompt, pending.params))
 
-    def ask(self, example: Example, step: int, prompt_number: int, sample: int) -> Asked:
-        """ConfigError for a prompt that is too long."""
+    def pending(self, example: Example, step: int, prompt_number: int, sample: int) -> PendingRollout:
+        """Make the rollout of a sample. ConfigError for a prompt that is too long."""
         prompt = list(example.prompt_tokens)
         if len(prompt) > self.max_prompt_tokens:
             raise ConfigError(
                 f"row {example.index}: its prompt has {len(prompt)} tokens, more than max_prompt_tokens="
-                f"{self.max_prompt_tokens}; raise row_tokens or leave the row out"
+                f"{self.max_prompt_tokens}; raise row_tokens or drop the row"
             )
         params = self.params(step, prompt_number, sample)
         decode = self.renderer.tokenizer.decode
-        return Asked(example=example, sample=sample, prompt=prompt, params=params, decode=decode)
+        return PendingRollout(example=example, sample=sample, prompt=prompt, params=params, decode=decode)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A conversation that waits for the answer of the model."""
+class PendingRollout:
+    """Rollout that waits for its completion."""
 
     example: Example
     sample: int
@@ -68,10 +69,10 @@ class Asked:
     params: SamplingParams
     decode: Callable[[Sequence[int]], str]
 
-    def answered(self, completion: Completion) -> Trajectory:
-        """`Aborted` for an answer that did not end."""
+    def finish(self, completion: Completion) -> Trajectory:
+        """Make the trajectory from the completion. `RolloutAborted` for an aborted one."""
         if completion.stop == "abort":
-            raise Aborted(completion)
+            raise RolloutAborted(completion)
         text = text_of(self.decode, completion.tokens, self.params.ends, self.params.stop)
         turn: Message = {"role": "assistant", "content": text}
         before = len(self.prompt)
@@ -91,7 +92,7 @@ class Asked:
 
 
 def sampling_params(section: SamplingSection, tokenizer: Tokenizer, key: tuple[int, int]) -> SamplingParams:
-    """ValueError for settings out of range."""
+    """Sampling parameters of one completion. ValueError for settings out of range."""
     fields = section.model_dump(exclude={"stop_token_ids", "ignore_eos"})
     ends = () if section.ignore_eos else tokenizer.stop_ids
     return SamplingParams(**fields, stop_token_ids=(*ends, *section.stop_token_ids), key=key)
@@ -104,9 +105,10 @@ async def collect(
     step: int,
     advance: Callable[[int], None] | None = None,
 ) -> list[Group]:
-    """G samples of each example. The first failure cancels the others and is raised, `Aborted` for one.
+    """Sample G trajectories of each example. The first failure cancels the others and is raised, including
+    `RolloutAborted`.
 
-    `advance(1)` is called for each sample that is done.
+    `advance(1)` is called for each finished sample.
     """
     tasks = [
         asyncio.ensure_future(sampler.rollout(example, step, number, sample))
@@ -125,15 +127,16 @@ async def collect(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unfinished:
-    """A group that was left before a step learned from it."""
+class PartialGroup:
+    """Group of samples that is not finished yet (partial rollouts)."""
 
     example: Example
     step: int
-    """Where it began, and its number among the prompts there: its samples keep their random keys."""
+    """Step in which the group was started. With `prompt`, its number among that step's prompts, it fixes the random
+    keys of its samples."""
     prompt: int
     completions: Mapping[int, Completion] = field(default_factory=dict)
-    """By number of the sample, of those that have begun; those that ended by "abort" go on."""
+    """Completions by sample number, of the samples that were started; those with stop "abort" are resumed."""
 
     def is_done(self, sample: int) -> bool:
         return sample in self.completions and self.completions[sample].stop != "abort"
@@ -145,59 +148,60 @@ async def collect_some(
     group_size: int,
     step: int,
     *,
-    enough: int,
+    min_groups: int,
     max_staleness: int,
-    carried: Sequence[Unfinished] = (),
-) -> tuple[list[Group], list[Unfinished]]:
-    """Partial rollouts, arXiv:2501.12599: goes on with the groups of earlier steps and begins one for each example;
-    when `enough` are whole, these are returned and the others left, to be `carried` to a later step. The order stays.
+    resumed: Sequence[PartialGroup] = (),
+) -> tuple[list[Group], list[PartialGroup]]:
+    """Partial rollouts, arXiv:2501.12599: resume the groups of earlier steps and start one for each example until
+    `min_groups` are finished. Returns these and the unfinished groups, which a later step takes as `resumed`; order is
+    kept.
 
-    No group is returned more than `max_staleness` steps after it began, if every step asks for as many: of the
-    oldest as many are returned as must not wait, see `due_groups`. Every token knows the version of the
-    weights that sampled it. What is left depends on the arguments and the weights, not on time. The first failure is
-    raised.
+    No group is returned more than `max_staleness` steps after its start if every step has the same `min_groups`: steps
+    wait for the oldest groups, see `due_groups`. Every token records the version of the weights that sampled it. The
+    outcome depends on arguments and weights, not on timing. The first failure is raised.
     """
-    groups = [*carried, *(Unfinished(example=e, step=step, prompt=number) for number, e in enumerate(examples_P))]
-    asked = [[sampler.ask(g.example, g.step, g.prompt, sample) for sample in range(group_size)] for g in groups]
-    due = due_groups([group.step for group in groups], step, enough, max_staleness)
-    groups = _go_on(resumable(sampler.engine), groups, asked, enough, due)
-    whole = [i for i, group in enumerate(groups) if all(map(group.is_done, range(group_size)))][:enough]
-    trajectories: list[Group] = [[one.answered(groups[i].completions[one.sample]) for one in asked[i]] for i in whole]
+    groups = [*resumed, *(PartialGroup(example=e, step=step, prompt=number) for number, e in enumerate(examples_P))]
+    pending = [[sampler.pending(g.example, g.step, g.prompt, sample) for sample in range(group_size)] for g in groups]
+    due = due_groups([group.step for group in groups], step, min_groups, max_staleness)
+    groups = _resume(resumable(sampler.engine), groups, pending, min_groups, due)
+    whole = [i for i, group in enumerate(groups) if all(map(group.is_done, range(group_size)))][:min_groups]
+    trajectories: list[Group] = [[one.finish(groups[i].completions[one.sample]) for one in pending[i]] for i in whole]
     return trajectories, [group for i, group in enumerate(groups) if i not in whole]
 
 
-def due_groups(begun: Sequence[int], step: int, per_step: int, max_staleness: int) -> list[tuple[int, int]]:
-    """Pairs (N, n): of the N oldest groups this step must return n, where no step returns more than `per_step`, so that
-    each can be returned at most `max_staleness` steps after it began. `begun`: the step of each group, rising.
+def due_groups(started: Sequence[int], step: int, per_step: int, max_staleness: int) -> list[tuple[int, int]]:
+    """Pairs (N, n): at least n of the N oldest groups must finish in this step, so that each group finishes at most
+    `max_staleness` steps after its start if no step returns more than `per_step`. `started`: step of each group,
+    rising.
 
-    >>> due_groups([0, 0, 0, 1, 1, 1], step=1, per_step=3, max_staleness=1)
-    [(3, 3), (6, 3)]
-    >>> due_groups([0, 0, 0, 1, 1, 1], step=1, per_step=3, max_staleness=2)
-    []
+        >>> due_groups([0, 0, 0, 1, 1, 1], step=1, per_step=3, max_staleness=1)
+        [(3, 3), (6, 3)]
+        >>> due_groups([0, 0, 0, 1, 1, 1], step=1, per_step=3, max_staleness=2)
+        []
     """
     found = []
     for later in range(max_staleness + 1):
-        # Those that must be returned by the step so much later, less those that the steps in between can return.
-        oldest = sum(first + max_staleness <= step + later for first in begun)
+        # Groups that must finish by the step `later` steps ahead, minus those that the steps in between can return.
+        oldest = sum(first + max_staleness <= step + later for first in started)
         if oldest > later * per_step:
             found.append((oldest, min(oldest - later * per_step, per_step)))
     return found
 
 
-def _go_on(
+def _resume(
     engine: ResumableEngine,
-    groups: Sequence[Unfinished],
-    asked: Sequence[Sequence[Asked]],
-    enough: int,
+    groups: Sequence[PartialGroup],
+    pending: Sequence[Sequence[PendingRollout]],
+    min_groups: int,
     due: Sequence[tuple[int, int]],
-) -> list[Unfinished]:
-    """Until `enough` groups are whole, and of the oldest as many as are `due`."""
-    todo = [(i, one) for i, of_group in enumerate(asked) for one in of_group if not groups[i].is_done(one.sample)]
+) -> list[PartialGroup]:
+    """Generate until `min_groups` groups are finished, including `due` ones of the oldest."""
+    todo = [(i, one) for i, of_group in enumerate(pending) for one in of_group if not groups[i].is_done(one.sample)]
 
     def are_enough(done: Sequence[bool]) -> bool:
         open_groups = {i for (i, _), is_done in zip(todo, done, strict=True) if not is_done}
         waited_for = all(sum(i not in open_groups for i in range(oldest)) >= least for oldest, least in due)
-        return waited_for and len(groups) - len(open_groups) >= enough
+        return waited_for and len(groups) - len(open_groups) >= min_groups
 
     if are_enough([False] * len(todo)):
         return list(groups)
@@ -217,7 +221,9 @@ async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
 
 
 def resumable(engine: RolloutEngine) -> ResumableEngine:
-    """ConfigError for an engine that cannot go on with a sample."""
+    """Check that an engine can resume samples. ConfigError otherwise."""
     if not isinstance(engine, ResumableEngine):
-        raise ConfigError(f"prompts_ahead: {type(engine).__name__} has no generate_some; give it, or remove the option")
+        raise ConfigError(
+            f"oversample_prompts: {type(engine).__name__} has no generate_some; implement it, or remove the option"
+        )
     return engine

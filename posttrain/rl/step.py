@@ -1,4 +1,4 @@
-"""One step of reinforcement learning, from prompts to updated weights."""
+"""RL training step: from prompts to updated weights."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.assemble import assemble
 from posttrain.rl.metrics import rollout_metrics
 from posttrain.rl.rewards import Rubric
-from posttrain.rl.sampler import Sampler, Unfinished, collect, collect_some
+from posttrain.rl.sampler import PartialGroup, Sampler, collect, collect_some
 from posttrain.rl.teachers import TeacherKL, add_teachers
 from posttrain.rl.types import Example, Group, Rewards
 from posttrain.tracking.console import progress_bar
 from posttrain.tree import replace
 
 ROUNDING = 1e-6
-"""Advantages up to this share of the largest reward are 0: a mean of equal rewards may be rounded."""
+"""Advantages up to this share of the largest reward count as 0: the mean of equal rewards may be rounded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowSettings:
-    """How many samples there are of a prompt, and the rows for the worst case: one trajectory, or one pair, per row."""
+    """Group size and batch rows, enough for the worst case: one trajectory, or one pair, per row."""
 
     group_size: int
     row_tokens: int
@@ -38,32 +38,34 @@ class RowSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings(RowSettings):
-    """What `rl_step` needs beside the objects."""
+    """Settings of `rl_step`."""
 
     old_logps: OldLogps = "self"
-    """Source of the proximal log-probabilities, see `RLSection`."""
+    """Source of the old log-probabilities, see `RLSection`."""
     zero_advantage: ZeroAdvantage = "skip"
-    """Do without an update in a step whose advantages are all 0, see `RLSection`."""
+    """Update or skip steps whose advantages are all 0, see `RLSection`."""
     teaching: TeacherKL | None = None
-    enough: int | None = None
-    """Groups that a step learns from, where it leaves those that take longer to later ones; None: all that it
-    begins."""
+    min_groups: int | None = None
+    """Groups per update with partial rollouts; other groups are resumed in later steps. None: all groups of the step.
+    """
     max_staleness: int = 0
-    """With `enough`: the most steps between the begin of a group and the step that learns from it."""
+    """Maximum steps between the start of a group and its update, with `min_groups`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
+    """Outcome of an online step."""
+
     metrics: Metrics
     groups_P: Sequence[Group]
     rewards: Rewards
     advantages_PG: Float[np.ndarray, "P G"] | None
-    """NaN for groups that the algorithm left out; None where samples are compared in pairs."""
+    """NaN for groups that the algorithm filtered out; None in preference steps."""
     batch: Batch
     roles_PG: Int[np.ndarray, "P G"] | None = None
-    """Where samples are compared in pairs: 1 chosen, -1 rejected, 0 neither."""
-    left: Sequence[Unfinished] = ()
-    """Groups to go on with in the next step."""
+    """Roles of samples in preference steps: 1 chosen, -1 rejected, 0 neither."""
+    unfinished: Sequence[PartialGroup] = ()
+    """Groups to resume in the next step."""
 
 
 async def rl_step(
@@ -74,14 +76,15 @@ async def rl_step(
     examples_P: Sequence[Example],
     settings: StepSettings,
     timer: Timer,
-    carried: Sequence[Unfinished] = (),
+    resumed: Sequence[PartialGroup] = (),
 ) -> StepResult:
-    """Collect, score, keep, assemble, score again where needed, update, hand the weights to the engine.
+    """Run one step: sample, score, filter, assemble, compute log-probabilities as needed, update, sync weights to the
+    engine.
 
-    `carried`: what the step before has `left`.
+    `resumed`: `unfinished` groups of the previous step.
     """
     step = cluster.actor.step_number
-    groups_P, left = await sample_some(sampler, examples_P, settings, step, timer, carried)
+    groups_P, unfinished = await sample_some(sampler, examples_P, settings, step, timer, resumed)
     rewards = await score(rubric, groups_P, step, timer)
     kept_P, rewards_PG = algorithm.keep(groups_P, rewards.total_PG)
     advantages_PG = algorithm.advantage(rewards_PG)
@@ -92,12 +95,12 @@ async def rl_step(
         row_tokens=settings.row_tokens,
         num_rows=settings.num_rows,
         shares=None if settings.teaching is None else settings.teaching.shares,
-        version=None if settings.enough is None else step,
+        version=None if settings.min_groups is None else step,
     )
-    batch, taught = add_logps(cluster, algorithm, batch, settings, timer)
+    batch, teacher_metrics = add_logps(cluster, algorithm, batch, settings, timer)
     learns = settings.zero_advantage == "update" or has_signal(batch, rewards_PG)
     metrics = update(cluster, batch, timer, learns=learns)
-    metrics |= taught | rollout_metrics(groups_P, rewards, step)
+    metrics |= teacher_metrics | rollout_metrics(groups_P, rewards, step)
     metrics["advantages/invalid"] = float((np.isnan(advantages_PG) & ~np.isnan(rewards_PG)).mean())
     return StepResult(
         metrics=metrics,
@@ -105,7 +108,7 @@ async def rl_step(
         rewards=rewards,
         advantages_PG=_of_all(groups_P, kept_P, advantages_PG),
         batch=batch,
-        left=left,
+        unfinished=unfinished,
     )
 
 
@@ -115,10 +118,10 @@ async def sample_some(
     settings: StepSettings,
     step: int,
     timer: Timer,
-    carried: Sequence[Unfinished],
-) -> tuple[list[Group], list[Unfinished]]:
-    """The groups that a step learns from, and those that it leaves to a later one."""
-    if settings.enough is None:
+    resumed: Sequence[PartialGroup],
+) -> tuple[list[Group], list[PartialGroup]]:
+    """Groups to train on, and unfinished groups for later steps."""
+    if settings.min_groups is None:
         return await sample(sampler, examples_P, settings.group_size, step, timer), []
     with timer("rollout"), progress_bar(f"step {step + 1}: sampling", closing=False):
         return await collect_some(
@@ -126,16 +129,16 @@ async def sample_some(
             examples_P,
             settings.group_size,
             step,
-            enough=settings.enough,
+            min_groups=settings.min_groups,
             max_staleness=settings.max_staleness,
-            carried=carried,
+            resumed=resumed,
         )
 
 
 def add_logps(
     cluster: Cluster, algorithm: Algorithm, batch: Batch, settings: StepSettings, timer: Timer
 ) -> tuple[Batch, Metrics]:
-    """The batch with the log-probabilities of reference and proximal policy that its loss needs, and with teachers."""
+    """Add the log-probabilities of reference, old policy and teachers that the loss needs."""
     title = f"step {cluster.actor.step_number + 1}"
     with timer("logps"), progress_bar(f"{title}: log-probabilities", closing=False):
         if algorithm.loss.kl_coef:
@@ -150,7 +153,7 @@ def add_logps(
 
 
 def has_signal(batch: Batch, rewards_PG: Float[np.ndarray, "P G"]) -> bool:
-    """Tell whether any advantage of the batch differs from 0 by more than rounding of the rewards."""
+    """Tell whether any advantage of the batch differs from 0 by more than the rounding of the rewards."""
     assert batch.advantages is not None
     scale = np.abs(rewards_PG[~np.isnan(rewards_PG)]).max(initial=0.0)
     return not np.abs(batch.advantages).max() <= ROUNDING * scale
@@ -159,7 +162,7 @@ def has_signal(batch: Batch, rewards_PG: Float[np.ndarray, "P G"]) -> bool:
 async def sample(
     sampler: Sampler, examples_P: Sequence[Example], group_size: int, step: int, timer: Timer
 ) -> list[Group]:
-    """G samples of each example."""
+    """Sample G trajectories of each example."""
     title, samples = f"step {step + 1}", len(examples_P) * group_size
     with timer("rollout"), progress_bar(f"{title}: sampling", samples, closing=False) as advance:
         return await collect(sampler, examples_P, group_size, step, advance)
@@ -172,7 +175,7 @@ async def score(rubric: Rubric, groups_P: Sequence[Group], step: int, timer: Tim
 
 
 def update(cluster: Cluster, batch: Batch, timer: Timer, *, learns: bool) -> Metrics:
-    """One update, unless the batch teaches nothing, after which the engine has the new weights."""
+    """Run one update (skipped if not `learns`), then sync the weights to the engine."""
     title = f"step {cluster.actor.step_number + 1}"
     with timer("update"), progress_bar(f"{title}: update", closing=False):
         metrics = jax.block_until_ready(cluster.actor.step(batch, update=learns))

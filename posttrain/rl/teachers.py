@@ -1,4 +1,5 @@
-"""On-policy distillation: what teachers say of the student's own samples, as a part of the advantage."""
+"""On-policy distillation: the teachers' log-probabilities of the student's own samples become a part of the
+advantage."""
 
 from __future__ import annotations
 
@@ -26,19 +27,19 @@ from posttrain.tree import Mean, replace
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherKL:
-    """How teachers take part in a step."""
+    """KL penalty against teachers as a part of the advantage."""
 
     coef: float
-    """Of log(teacher / student) in the advantage."""
+    """Coefficient of log(teacher / student) in the advantage."""
     shares: Shares | None
-    """None: one teacher, of all rows."""
+    """Teacher weights by example. None: a single teacher for all rows."""
 
 
 def add_teachers(batch: Batch, teacher: Float[np.ndarray, "B T"], coef: float) -> tuple[Batch, Metrics]:
-    """The batch with coef (log teacher - log student) added to the advantage of each sampled token, and its metrics.
+    """Add coef (log teacher - log student) to the advantage of each sampled token; return the batch and metrics.
 
-    Over samples of the student its expected policy gradient is the gradient of KL(student || teacher) after each
-    prefix, arXiv:2306.13649; that a token also leads to other prefixes is left out, as in
+    Over samples of the student the expected policy gradient is the gradient of KL(student || teacher) after each
+    prefix, arXiv:2306.13649; the influence of a token on later prefixes is ignored, as in
     thinkingmachines.ai/blog/on-policy-distillation. `distill/kl`: mean of log(student / teacher) over sampled tokens.
     """
     assert batch.advantages is not None
@@ -60,7 +61,7 @@ def add_teachers(batch: Batch, teacher: Float[np.ndarray, "B T"], coef: float) -
 def distances(
     teachers: Sequence[Scorer], groups_P: Sequence[Group], shares: Shares | None, row_tokens: int
 ) -> Float[np.ndarray, "P G"]:
-    """Of each sample the mean of log(student / teacher) over its tokens: an estimate of the reverse KL."""
+    """Mean of log(student / teacher) over the tokens of each sample: an estimate of the reverse KL."""
     samples = [sample for group in groups_P for sample in group]
     batch, where = sample_rows(samples, row_tokens=row_tokens, num_rows=len(samples), shares=shares)
     sampled = np.asarray(batch.loss_weight) > 0
@@ -72,33 +73,34 @@ def distances(
 def merged_distances(
     teacher: Scorer, aligner: Aligner, dataset: int, groups_P: Sequence[Group]
 ) -> Float[np.ndarray, "P G"]:
-    """As `distances`, from a teacher with other tokens: over the student's tokens that it reads as well, in groups.
+    """As `distances`, for a teacher with another tokenizer: over the student's tokens that align with the teacher's, in
+    groups.
 
-    NaN for a sample without one. RunError where there is none at all. `dataset`: the number of that of the prompts.
+    NaN for a sample without aligned tokens. RunError if no sample has any. `dataset`: number of the prompts' dataset.
     """
     samples = [sample for group in groups_P for sample in group]
     read = [aligner.align_sample(dataset, s.messages, s.tokens, s.sampled) for s in samples]
     rows = teacher_rows(read, aligner.row_tokens)
     asked = rows["asked"] != 0
     batch = to_batch(rows | {"loss_weight": asked.astype(np.float32)})
-    said = np.where(asked, teacher.logps(batch), 0.0).sum(axis=1)
-    of_student = np.asarray([np.asarray(s.logps)[r.taught != 0].sum() for s, r in zip(samples, read, strict=True)])
+    teacher_sums = np.where(asked, teacher.logps(batch), 0.0).sum(axis=1)
+    student_sums = np.asarray([np.asarray(s.logps)[r.taught != 0].sum() for s, r in zip(samples, read, strict=True)])
     counts = np.asarray([np.count_nonzero(r.taught) for r in read], np.float64)
     if not counts.any():
-        raise RunError("evaluation: the teacher reads none of the samples as the student does; see posttrain check")
-    found = (of_student - said) / np.where(counts > 0, counts, np.nan)
+        raise RunError("evaluation: no token of any sample aligns with the teacher's; see posttrain check")
+    found = (student_sums - teacher_sums) / np.where(counts > 0, counts, np.nan)
     return found.reshape(len(groups_P), -1).astype(np.float32)
 
 
 def interval_of(distances_PG: Float[np.ndarray, "P G"]) -> Interval:
-    """Of the mean over prompts."""
+    """Confidence interval of the mean over prompts."""
     prompts = np.broadcast_to(np.arange(len(distances_PG))[:, None], distances_PG.shape)
     known = ~np.isnan(distances_PG)
     return mean_interval(distances_PG[known], prompts[known])
 
 
 def shares_of(section: DistillSection | RLSection) -> Shares | None:
-    """How much each teacher counts for an example; None where there is only one."""
+    """Teacher weights by example; None for a single teacher."""
     if section.teacher_column is None:
         return None
     column, titles = section.teacher_column, [teacher.title for teacher in in_order(section)]

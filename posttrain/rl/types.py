@@ -1,4 +1,4 @@
-"""What flows through reinforcement learning: examples, trajectories, groups, reward outcomes."""
+"""RL types: Example, Trajectory, Group, RewardError, Rewards."""
 
 from __future__ import annotations
 
@@ -14,41 +14,42 @@ from posttrain.data.chat import Message
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One row of the prompt dataset."""
+    """Row of the prompt dataset."""
 
     index: int
-    """Position in the dataset."""
+    """Row number in the dataset."""
     row: Mapping[str, Any]
     messages: Sequence[Message]
     prompt_tokens: Sequence[int]
-    """`messages` as the stage's renderer tokenises them."""
+    """Tokens of `messages` with the stage's renderer."""
     plain: bool
-    """The dataset's prompt is a string; reward functions then get completions as strings, else as message lists."""
+    """True if the dataset's prompt is a string: reward functions then get completions as strings, else as message
+    lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """One sample, tokens as sampled and never re-tokenised."""
+    """One sample: tokens as sampled, never tokenised again."""
 
     example: Example
     sample: int
-    """Number within the group."""
+    """Sample number within the group."""
     messages: Sequence[Message]
-    """The whole conversation, the sampled turn included."""
+    """Messages of the conversation, including the sampled turn."""
     text: str
-    """The sampled turn without stop token or stop string."""
+    """Text of the sampled turn without stop token or stop string."""
     tokens: Sequence[int]
-    """Prompt and completion."""
+    """Tokens of prompt and completion."""
     sampled: Sequence[bool]
     logps: Sequence[float]
-    """Of the sampled tokens, before truncation; 0 elsewhere."""
+    """Log-probabilities of the sampled tokens before truncation (top-k, top-p, min-p); 0 elsewhere."""
     kept_logps: Sequence[float]
-    """logp minus the log of the probability with which the token was drawn, see `Completion`; 0 elsewhere."""
+    """Log-probability minus the log of the probability of drawing the token, see `Completion`; 0 elsewhere."""
     stop: Literal["stop", "length", "abort"]
     versions: Sequence[int]
-    """Version of the weights that wrote each token; -1 on tokens that were not sampled."""
+    """Version of the weights that sampled each token; -1 on tokens that were not sampled."""
     experts: Int[np.ndarray, "T M k"] | None = None
-    """The experts that each token went to in each mixture, if the engine recorded them; negative where it did not."""
+    """Experts of each token in each MoE layer, if recorded by the engine; negative where unknown."""
 
     @property
     def num_sampled(self) -> int:
@@ -60,12 +61,12 @@ class Trajectory:
 
 
 Group = Sequence[Trajectory]
-"""The G samples of one prompt."""
+"""All G samples of a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardError:
-    """A reward function failed on a sample: no reward, not a reward of 0."""
+    """Failure of a reward function on a sample, which then has no reward (not a reward of 0)."""
 
     function: str
     prompt: int
@@ -76,18 +77,18 @@ class RewardError:
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """Weighted sums and their parts. NaN: no reward (not applicable, error or time-out)."""
+    """Weighted sums of rewards and their parts. NaN: no reward (not applicable, error or timeout)."""
 
     total_PG: Float[np.ndarray, "P G"]
     parts_PG: Mapping[str, Float[np.ndarray, "P G"]]
-    """Unweighted, by the function's name."""
+    """Unweighted rewards by function name."""
     errors: Sequence[RewardError]
     metrics: Mapping[str, float]
-    """What the functions gave to `log_metric`, averaged, as `rewards/<function>/<name>`."""
+    """Means of values given to `log_metric`, as `rewards/<function>/<name>`."""
     extras: Mapping[str, Sequence[Any]]
-    """What the functions gave to `log_extra`: a column of the samples table, in order (p, g)."""
+    """Values given to `log_extra`: columns of the samples table, in order (p, g)."""
     notes: Sequence[str] = ()
-    """Lines for the user on what made scoring slower."""
+    """Lines for the user about causes of slow scoring."""
 
 
 RewardFunction = Callable[..., Any]

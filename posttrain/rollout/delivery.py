@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from posttrain.rollout.blocks import BLOCK, Node
-from posttrain.rollout.programs import Chunk, Prefilled
+from posttrain.rollout.programs import DecodedTokens, Prefilled
 from posttrain.rollout.request import Request
 from posttrain.rollout.runner import Dispatch, Outcome, PromptCall
 from posttrain.rollout.sampling import TopLogps
@@ -22,7 +22,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True)
 class Ended:
-    """Rows whose requests need no more dispatches."""
+    """DecodeRows whose requests need no more dispatches."""
 
     done: list[tuple[Row, StopReason]] = field(default_factory=list)
     failed: list[tuple[Row, Exception]] = field(default_factory=list)
@@ -30,7 +30,8 @@ class Ended:
 
 
 def deliver(dispatch: Dispatch, outcome: Outcome, holds: Callable[[Row], bool], decode_text: Decode | None) -> Ended:
-    """Gives every request its new tokens and says which have ended. Rows that nobody `holds` any more are left out."""
+    """Gives every request its new tokens and says which have ended. DecodeRows that nobody `holds` any more are left
+    out."""
     for call, found in zip(dispatch.prompts, outcome.prefilled, strict=True):
         _deliver_prompts(call, found, holds)
     ended = Ended()
@@ -57,7 +58,7 @@ def deliver(dispatch: Dispatch, outcome: Outcome, holds: Callable[[Row], bool], 
     return ended
 
 
-def _finite(chunk: Chunk) -> Bool[np.ndarray, " R"]:
+def _finite(chunk: DecodedTokens) -> Bool[np.ndarray, " R"]:
     """By row, of all that it sampled."""
     sampled = np.arange(len(chunk.logps))[:, None] < np.asarray(chunk.counts)
     return (np.isfinite(np.asarray(chunk.logps)) | ~sampled).all(axis=0)
@@ -98,7 +99,7 @@ def _inherit_routing(row: Row) -> None:
         row.request.record_routing(start, source.routing[: row.computed - start])
 
 
-def _deliver_tokens(chunk: Chunk, index: int, request: Request, version: int) -> int:
+def _deliver_tokens(chunk: DecodedTokens, index: int, request: Request, version: int) -> int:
     """Append the new tokens of a row to its request, and return their number."""
     count = int(chunk.counts[index])
     if chunk.experts is not None:

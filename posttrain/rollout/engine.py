@@ -117,11 +117,11 @@ class NativeEngine:
             self._runner.reset()
 
     async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, *, begun: Completion | None = None
+        self, prompt: Sequence[int], params: SamplingParams, *, partial: Completion | None = None
     ) -> Completion:
-        """One completion, which goes on with what is `begun` of it. Cancelling it frees its slot."""
+        """One completion, which goes on with what is `partial` of it. Cancelling it frees its slot."""
         self._check_loop()
-        request = self._submit(Call(prompt, params, begun))
+        request = self._submit(Call(prompt, params, partial))
         self._start_driver()
         return await asyncio.wrap_future(request.future)
 
@@ -133,7 +133,7 @@ class NativeEngine:
         return self._generate_until([Call(*pair) for pair in zip(prompts, params, strict=True)], lambda _: False)
 
     def generate_some(self, calls: Sequence[Call], enough: Callable[[Sequence[bool]], bool]) -> list[Completion]:
-        """Generate until `enough(done)` holds; abort the other requests, which a later call can resume (`begun`).
+        """Generate until `enough(done)` holds; abort the other requests, which a later call can resume (`partial`).
 
         The prefix cache is cleared first, so that the result depends on the arguments and the weights alone."""
         if not self._scheduler.busy:
@@ -211,7 +211,7 @@ class NativeEngine:
     def warm_up(self, expected: Sequence[Expected], *, rereads: bool = True) -> None:
         """Compile all programs that any schedule of such requests may need, with a progress bar.
 
-        `rereads`: samples may be left and gone on with (`begun`), or beside one whose log-probabilities are not finite;
+        `rereads`: samples may be resumed (`partial`), or run beside one whose log-probabilities are not finite;
         where the cache is too small for `slots` whole sequences all are read again now and then, whatever is said here.
         RuntimeError while the engine is at work.
         """
@@ -262,7 +262,7 @@ class NativeEngine:
         return Loaded.of(*self._copies(model), version)
 
     def _submit(self, call: Call) -> Request:
-        prompt, params, begun = call
+        prompt, params, partial = call
         if self._closed:
             raise RuntimeError("the engine is closed")
         if len(prompt) == 0:
@@ -283,8 +283,8 @@ class NativeEngine:
         if params.stop and self._decode_text is None:
             raise ValueError(f"generate: stop={params.stop!r} needs an engine with tokenizer_decode")
         request = Request(prompt=tuple(prompt), params=params)
-        if begun is not None:
-            request.go_on(begun)
+        if partial is not None:
+            request.resume(partial)
         self._scheduler.submit(request)
         return request
 

@@ -43,12 +43,12 @@ class Prompts:
     """The blocks of each row before its start. None: all rows start at 0."""
     targets: Int[Array, "D n M"]
     """The blocks that get the keys and values; out of range where there is none to write."""
-    scored: Scored | None
+    scored: ScoredPrompts | None
     """None where no request wants log-probabilities of its prompt."""
 
 
 @pytree
-class Scored:
+class ScoredPrompts:
     targets: Int[Array, "N T"]
     """The token after each of the prompt's."""
     temperature: Float[Array, " N"]
@@ -60,11 +60,11 @@ class Prefilled:
 
     experts: Int[Array, "N T M k"] | None
     logps: Float[Array, "N T"] | None
-    """Log-probabilities of `Scored.targets`."""
+    """Log-probabilities of `ScoredPrompts.targets`."""
 
 
 @pytree
-class Rows:
+class DecodeRows:
     """The sequences of one decode call: R = D n rows, those of lane 0 first."""
 
     tokens: Int[Array, " R"]
@@ -83,7 +83,7 @@ class Rows:
 
 
 @pytree
-class Chunk:
+class DecodedTokens:
     """Tokens of one decode call: the first `counts[r]` steps of row r."""
 
     tokens: Int[Array, "steps R"]
@@ -120,7 +120,7 @@ def prefill(model: Decoder, pool: Pool, prompts: Prompts, *, record: bool, mesh:
     return pool.scatter(filled, first, prompts.targets), beside
 
 
-def _prompt_logps(model: Decoder, hidden: Float[Array, "N T D"], scored: Scored) -> Float[Array, "N T"]:
+def _prompt_logps(model: Decoder, hidden: Float[Array, "N T D"], scored: ScoredPrompts) -> Float[Array, "N T"]:
     rows, length = scored.targets.shape
     temperature = jnp.repeat(scored.temperature, length)
     flat = hidden.reshape(rows * length, -1), scored.targets.reshape(-1)
@@ -134,8 +134,15 @@ def _recorded(routing: Routing | None) -> Int[Array, "B T M k"]:
 
 
 def decode(
-    model: Decoder, pool: Pool, rows: Rows, stop_at: Int[Array, ""], *, steps: int, record: bool, mesh: Mesh | None
-) -> tuple[Pool, Chunk]:
+    model: Decoder,
+    pool: Pool,
+    rows: DecodeRows,
+    stop_at: Int[Array, ""],
+    *,
+    steps: int,
+    record: bool,
+    mesh: Mesh | None,
+) -> tuple[Pool, DecodedTokens]:
     """Sample up to `steps` tokens of every active row; pause when no more than `stop_at` rows are active.
 
     Works on the rows' blocks, or on a copy of them that is read whole at every token: as the pool's layout has it.
@@ -155,7 +162,7 @@ def decode(
         drawn = draw(model.logits(hidden)[:, 0], positions + 1, rows.sampling, tally)
         new = drawn.tokens
         tally = None if tally is None else tally.count(new, active)
-        chunk = Chunk(
+        chunk = DecodedTokens(
             tokens=chunk.tokens.at[step].set(new),
             logps=chunk.logps.at[step].set(drawn.logps),
             kept_logps=chunk.kept_logps.at[step].set(drawn.kept_logps),
@@ -176,9 +183,9 @@ def decode(
     return pool.closed(near, first, rows.targets), chunk
 
 
-def _empty_chunk(config: ModelConfig, lead: tuple[int, int], *, top: bool, record: bool) -> Chunk:
+def _empty_chunk(config: ModelConfig, lead: tuple[int, int], *, top: bool, record: bool) -> DecodedTokens:
     width = top_width(config.vocab_size)
-    return Chunk(
+    return DecodedTokens(
         tokens=jnp.zeros(lead, jnp.int32),
         logps=jnp.zeros(lead, jnp.float32),
         kept_logps=jnp.zeros(lead, jnp.float32),
@@ -209,7 +216,7 @@ class Programs:
     def prefill(self, loaded: Loaded, pool: Pool, prompts: Prompts) -> tuple[Pool, Prefilled]:
         return self._program(loaded, pool, prompts)(self._weights.of(loaded), pool, prompts)
 
-    def decode(self, loaded: Loaded, pool: Pool, rows: Rows, stop_at: np.int32) -> tuple[Pool, Chunk]:
+    def decode(self, loaded: Loaded, pool: Pool, rows: DecodeRows, stop_at: np.int32) -> tuple[Pool, DecodedTokens]:
         return self._program(loaded, pool, rows, stop_at)(self._weights.of(loaded), pool, rows, stop_at)
 
     def rest(self) -> None:
@@ -217,7 +224,7 @@ class Programs:
         self._weights.forget()
 
     def compile(
-        self, loaded: Loaded, pool: Pool, examples: Sequence[Prompts | Rows], advance: Callable[[int], None]
+        self, loaded: Loaded, pool: Pool, examples: Sequence[Prompts | DecodeRows], advance: Callable[[int], None]
     ) -> None:
         """The programs for inputs of these shapes, traced one by one and compiled side by side. `advance(1)` after
         each."""
@@ -225,7 +232,7 @@ class Programs:
         with ThreadPoolExecutor(max_workers=min(MAX_COMPILERS, os.cpu_count() or 1)) as threads:
             waiting: dict[Future[Any], Hashable] = {}
             for inputs in examples:
-                key, rest = _key(loaded, inputs), [np.int32(0)] if isinstance(inputs, Rows) else []
+                key, rest = _key(loaded, inputs), [np.int32(0)] if isinstance(inputs, DecodeRows) else []
                 if key in self._compiled or key in waiting.values():
                     advance(1)
                 else:
@@ -236,7 +243,7 @@ class Programs:
         self.rest()
         self.compile_s += time.perf_counter() - start
 
-    def _program(self, loaded: Loaded, pool: Pool, inputs: Prompts | Rows, *rest: np.int32) -> Any:
+    def _program(self, loaded: Loaded, pool: Pool, inputs: Prompts | DecodeRows, *rest: np.int32) -> Any:
         key = _key(loaded, inputs)
         if key not in self._compiled:
             start = time.perf_counter()
@@ -245,7 +252,7 @@ class Programs:
             self.num_late += 1
         return self._compiled[key]
 
-    def _lower(self, loaded: Loaded, pool: Pool, inputs: Prompts | Rows, *rest: np.int32) -> jax.stages.Lowered:
+    def _lower(self, loaded: Loaded, pool: Pool, inputs: Prompts | DecodeRows, *rest: np.int32) -> jax.stages.Lowered:
         function: Callable[..., Any] = self._prefill if isinstance(inputs, Prompts) else self._decode
         placed = jax.tree.map(lambda x: x.sharding, pool)
         mesh = mesh_of(jax.tree.leaves(placed)[0])
@@ -258,6 +265,6 @@ class Programs:
         return program.lower(self._weights.of(loaded), pool, inputs, *rest)
 
 
-def _key(loaded: Loaded, inputs: Prompts | Rows) -> Hashable:
+def _key(loaded: Loaded, inputs: Prompts | DecodeRows) -> Hashable:
     leaves, tree = jax.tree.flatten(inputs)
     return tree, tuple(leaf.shape for leaf in leaves), loaded.layout

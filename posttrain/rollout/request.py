@@ -75,20 +75,20 @@ class Request:
         """True once a token was sampled."""
         return bool(self.tokens)
 
-    def go_on(self, begun: Completion) -> None:
+    def resume(self, partial: Completion) -> None:
         """Resume from an aborted completion of the same request. ValueError for a finished one."""
-        if begun.stop != "abort" or len(begun.tokens) >= self.params.max_tokens:
+        if partial.stop != "abort" or len(partial.tokens) >= self.params.max_tokens:
             raise ValueError(
-                f"generate: begun: a completion of {len(begun.tokens)} tokens that ended by {begun.stop!r} cannot be "
-                f"resumed to max_tokens={self.params.max_tokens}; it must be aborted, and shorter"
+                f"generate: partial: a completion of {len(partial.tokens)} tokens with stop {partial.stop!r} cannot "
+                f"be resumed to max_tokens={self.params.max_tokens}; it must be aborted, and shorter"
             )
-        if not begun.tokens:
+        if not partial.tokens:
             return
-        self.tokens, self.logps, self.kept_logps = list(begun.tokens), list(begun.logps), list(begun.kept_logps)
-        self.versions, self.top_logps = list(begun.weights_versions), list(begun.top_logps or ())
-        self.prompt_logps = list(begun.prompt_logps or (0.0,))
-        if begun.experts is not None:
-            self.record_routing(0, begun.experts)
+        self.tokens, self.logps, self.kept_logps = list(partial.tokens), list(partial.logps), list(partial.kept_logps)
+        self.versions, self.top_logps = list(partial.weights_versions), list(partial.top_logps or ())
+        self.prompt_logps = list(partial.prompt_logps or (0.0,))
+        if partial.experts is not None:
+            self.record_routing(0, partial.experts)
 
     @property
     def unscored(self) -> bool:

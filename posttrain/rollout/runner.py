@@ -16,10 +16,10 @@ from posttrain.rollout.decoding import Loaded
 from posttrain.rollout.lanes import mesh_of
 from posttrain.rollout.paged import Pool, choose_layout, empty_pool
 from posttrain.rollout.processors import Tables
-from posttrain.rollout.programs import Chunk, Prefilled, Programs, Prompts, Rows, Scored
+from posttrain.rollout.programs import DecodedTokens, DecodeRows, Prefilled, Programs, Prompts, ScoredPrompts
 from posttrain.rollout.request import Request
 from posttrain.rollout.sampling import Sampling
-from posttrain.rollout.scheduler import Piece, Plan, Row
+from posttrain.rollout.scheduler import Plan, PromptPiece, Row
 from posttrain.rollout.shapes import DecodeShape, Expected, PromptShape, Shapes
 from posttrain.rollout.types import SamplingParams
 
@@ -30,13 +30,13 @@ IDLE = Request(prompt=(0,), params=SamplingParams(max_tokens=1, temperature=1.0,
 @dataclass(frozen=True, kw_only=True)
 class PromptCall:
     prompts: Prompts
-    pieces: dict[int, Piece]
+    pieces: dict[int, PromptPiece]
     """By row of the call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeCall:
-    rows: Rows
+    rows: DecodeRows
     stop_at: np.int32
     places: dict[int, Row]
     """By row of the call; the others are idle."""
@@ -56,7 +56,7 @@ class Outcome:
     """Results of a dispatch's calls, on the host."""
 
     prefilled: list[Prefilled]
-    chunk: Chunk | None
+    chunk: DecodedTokens | None
 
 
 class Runner:
@@ -104,14 +104,14 @@ class Runner:
         self._closed, self._pool = True, None
         self.programs.rest()
 
-    def warm_up(self, loaded: Loaded, inputs: Sequence[Prompts | Rows], advance: Callable[[int], None]) -> None:
+    def warm_up(self, loaded: Loaded, inputs: Sequence[Prompts | DecodeRows], advance: Callable[[int], None]) -> None:
         """Compile the programs for inputs of these shapes. `advance(1)` after each."""
         with self._device:
             if self._pool is None:
                 self._pool = self._empty_pool(loaded)
             self.programs.compile(loaded, self._pool, inputs, advance)
 
-    def examples(self, expected: Sequence[Expected], *, rereads: bool) -> list[Prompts | Rows]:
+    def examples(self, expected: Sequence[Expected], *, rereads: bool) -> list[Prompts | DecodeRows]:
         """Inputs of all shapes that any schedule of such requests may need. `rereads`: see `Expected.reads`."""
         return [*self._example_prompts(expected, rereads), *self._example_rows(expected)]
 
@@ -124,7 +124,7 @@ class Runner:
         }
         yield from (self._prompts(shape, {}, scored=scored) for shape, scored in sorted(calls))
 
-    def _example_rows(self, expected: Sequence[Expected]) -> Iterator[Rows]:
+    def _example_rows(self, expected: Sequence[Expected]) -> Iterator[DecodeRows]:
         shapes = self.shapes
         self._fit_stop_ids([e.params for e in expected])
         tail = any(e.params.max_tokens > shapes.steps for e in expected)
@@ -145,9 +145,9 @@ class Runner:
         layout = choose_layout(compute.decode_attention, config, compute, mesh_of(placement))
         return empty_pool(config, compute.dtype, placement, layout=layout, lanes=lanes, blocks=self.blocks)
 
-    def _prompt_calls(self, pieces: Sequence[Piece]) -> Iterator[PromptCall]:
+    def _prompt_calls(self, pieces: Sequence[PromptPiece]) -> Iterator[PromptCall]:
         """By level, and within it by shape, as many pieces to a call as it has rows."""
-        groups: dict[tuple[int, PromptShape], list[Piece]] = {}
+        groups: dict[tuple[int, PromptShape], list[PromptPiece]] = {}
         for piece in pieces:
             groups.setdefault((piece.level, self.shapes.prompt(piece.start, piece.end)), []).append(piece)
         for (_, shape), group in sorted(groups.items(), key=lambda item: item[0]):
@@ -156,10 +156,10 @@ class Runner:
                 scored = any(piece.row.request.unscored for piece in places.values())
                 yield PromptCall(prompts=self._prompts(shape, places, scored=scored), pieces=places)
 
-    def _placed(self, pieces: Sequence[Piece], rows: int) -> tuple[dict[int, Piece], list[Piece]]:
-        """Rows of a call for as many pieces as fit into their lanes, and what is left."""
+    def _placed(self, pieces: Sequence[PromptPiece], rows: int) -> tuple[dict[int, PromptPiece], list[PromptPiece]]:
+        """DecodeRows of a call for as many pieces as fit into their lanes, and what is left."""
         taken, left = [0] * self.shapes.lanes, []
-        places: dict[int, Piece] = {}
+        places: dict[int, PromptPiece] = {}
         for piece in pieces:
             lane = piece.row.lane
             if taken[lane] < rows:
@@ -169,7 +169,7 @@ class Runner:
                 left.append(piece)
         return places, left
 
-    def _prompts(self, shape: PromptShape, places: dict[int, Piece], *, scored: bool) -> Prompts:
+    def _prompts(self, shape: PromptShape, places: dict[int, PromptPiece], *, scored: bool) -> Prompts:
         lanes, rows = self.shapes.lanes, self.shapes.lanes * shape.rows
         tokens, following = np.zeros((rows, shape.tokens), np.int32), np.zeros((rows, shape.tokens), np.int32)
         starts, lengths, temperature = np.zeros(rows, np.int32), np.zeros(rows, np.int32), np.ones(rows, np.float32)
@@ -188,7 +188,7 @@ class Runner:
         return Prompts(
             **jax.device_put(arrays | {"targets": targets.reshape(lanes, shape.rows, -1)}),
             context=jax.device_put(context.reshape(lanes, shape.rows, -1)) if shape.context else None,
-            scored=Scored(**jax.device_put(wanted)) if scored else None,
+            scored=ScoredPrompts(**jax.device_put(wanted)) if scored else None,
         )
 
     def _decode_call(self, plan: Plan) -> DecodeCall:
@@ -207,7 +207,7 @@ class Runner:
         self._fit_stop_ids([row.request.params for row in plan.decode])
         return DecodeCall(rows=self._rows(shape, places), stop_at=np.int32(min(stop_at, count - 1)), places=places)
 
-    def _rows(self, shape: DecodeShape, places: dict[int, Row]) -> Rows:
+    def _rows(self, shape: DecodeShape, places: dict[int, Row]) -> DecodeRows:
         lanes, rows = self.shapes.lanes, self.shapes.lanes * shape.rows
         requests = [places[row].request if row in places else IDLE for row in range(rows)]
         params = [request.params for request in requests]
@@ -226,7 +226,7 @@ class Runner:
                 context[index, first] = row.chain.source.block
             ends = row.request.params.ends
             stop_ids[index, : len(ends)] = ends
-        return Rows(
+        return DecodeRows(
             **jax.device_put(
                 {
                     "tokens": np.asarray([r.newest for r in requests], np.int32),

@@ -53,7 +53,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class PromptPiece:
     """Prompt tokens of a row to compute, from the start of a block on."""
 
     row: Row
@@ -73,7 +73,7 @@ class Piece:
 class Plan:
     """One dispatch: prefill pieces, then decode steps of every row whose prompt is read."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[PromptPiece]
     decode: Sequence[Row]
     """In order of arrival."""
     waiting: bool
@@ -274,7 +274,7 @@ class Scheduler:
         self.lanes[row.lane].running -= 1
         del self.running[row.request.number]
 
-    def _read_on(self, row: Row, budget: _Budget) -> Iterator[Piece]:
+    def _read_on(self, row: Row, budget: _Budget) -> Iterator[PromptPiece]:
         """The next pieces of a prompt, after what others have read of it meanwhile."""
         if row.ready:
             return
@@ -290,7 +290,7 @@ class Scheduler:
             assert enough, "sharing takes no more blocks than owning"
         yield from self._pieces(row, budget)
 
-    def _admit(self, budget: _Budget) -> Iterator[Piece]:
+    def _admit(self, budget: _Budget) -> Iterator[PromptPiece]:
         """Start waiting requests, oldest first, while slots and blocks last."""
         while (request := self._next()) is not None:
             place = self._place(request)
@@ -344,7 +344,7 @@ class Scheduler:
         near = [place for place in found if self.lanes[place[0]].running <= fewest + SPREAD]
         return max(near, key=lambda place: (place[1].length, -self.lanes[place[0]].running))
 
-    def _pieces(self, row: Row, budget: _Budget) -> Iterator[Piece]:
+    def _pieces(self, row: Row, budget: _Budget) -> Iterator[PromptPiece]:
         blocks, chain, level = self.lanes[row.lane].blocks, row.chain, 0
         while not row.ready and budget.left > 0:
             start, end = row.computed, min(row.computed + PROMPT_CHUNK, row.prefix)
@@ -353,7 +353,7 @@ class Scheduler:
             own = chain.blocks[first : blocks_for(end)]
             blocks.record(chain, row.request.history, end, partial=end == row.prefix, level=level)
             now = chain.blocks[first : blocks_for(end)]
-            yield Piece(
+            yield PromptPiece(
                 row=row,
                 start=start,
                 end=end,

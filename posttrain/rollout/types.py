@@ -147,7 +147,7 @@ class Call(NamedTuple):
 
     prompt: Sequence[int]
     params: SamplingParams
-    begun: Completion | None = None
+    partial: Completion | None = None
     """Aborted completion of the same request to resume: the result begins with it."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from posttrain.config import DistillSection, ModelSection, RewardModelSection, SampledSection, TrainSection
+from posttrain.config import DistillSection, ModelSection, OnlineSection, RewardModelSection, TrainSection
 from posttrain.errors import ConfigError
 from posttrain.models.config import ModelConfig
 from posttrain.models.moe import check_recording, check_router
@@ -94,5 +94,5 @@ def _check_mixture(section: TrainSection, model: ModelConfig, *, adapter: bool) 
     """ConfigError where the stage asks for what only a mixture of experts has."""
     router = section.router
     check_router(model, router.balance_coef > 0 or router.z_coef > 0, router.correction_rate, adapter=adapter)
-    if isinstance(section, SampledSection | DistillSection) and section.rollout.record_routing:
+    if isinstance(section, OnlineSection | DistillSection) and section.rollout.record_routing:
         check_recording(model)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import RunConfig, SampledSection, TrainSection
+from posttrain.config import OnlineSection, RunConfig, TrainSection
 from posttrain.errors import ConfigError
 from posttrain.runs.source_text import source_of, source_of_name
 from posttrain.stages.inputs import resolve_spec
@@ -59,7 +59,7 @@ def _reward_models(config: RunConfig, base_dir: Path) -> dict[str, str]:
     """Of each one in a local folder, what its files hold."""
     found = {}
     for index, section in enumerate(config.stages):
-        for number, reward in enumerate(section.rewards if isinstance(section, SampledSection) else ()):
+        for number, reward in enumerate(section.rewards if isinstance(section, OnlineSection) else ()):
             if reward.model is not None and (folder := Path(local_or_hub(reward.model, base_dir))).is_dir():
                 parts = origin_of_folder(reward.model, folder).parts
                 found[f"stages.{index}.rewards.{number}.model={reward.model}"] = json.dumps(parts, sort_keys=True)
@@ -67,7 +67,7 @@ def _reward_models(config: RunConfig, base_dir: Path) -> dict[str, str]:
 
 
 def _functions(section: TrainSection) -> Iterator[tuple[str, Any]]:
-    if isinstance(section, SampledSection):
+    if isinstance(section, OnlineSection):
         rewards = enumerate(section.rewards)
         yield from ((f"rewards.{index}.fn", reward.fn) for index, reward in rewards if reward.fn is not None)
     for number, dataset in enumerate(section.all_datasets):

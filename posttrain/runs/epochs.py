@@ -15,9 +15,9 @@ from posttrain.data.epochs import rows_of_epochs
 from posttrain.data.pipeline import fingerprint, row_tokenizer, token_fingerprint, window_of
 from posttrain.data.sources import Rows, checked_rows
 from posttrain.errors import ConfigError
-from posttrain.stages.pairs import JudgedInputs
+from posttrain.stages.pairs import PairInputs
 from posttrain.stages.prepared import Inputs
-from posttrain.stages.sequences import SFTInputs
+from posttrain.stages.sequences import SequenceInputs
 from posttrain.tracking.console import progress
 
 FILE = "epochs.json"
@@ -60,7 +60,7 @@ def with_steps(inputs: Inputs, seed: int, counts: dict[str, int], *, estimate: b
         return inputs, []
     num_epochs = 1.0 if section.num_epochs is None else section.num_epochs
     passes = f"num_epochs={num_epochs:g}"
-    if isinstance(inputs, SFTInputs) and inputs.prompts is not None:
+    if isinstance(inputs, SequenceInputs) and inputs.prompts is not None:
         # A sample has a row of its own.
         rows = math.ceil(num_epochs * len(inputs.prompts.examples))
         return _resolved(inputs, section, math.ceil(rows / section.batch_rows), passes)
@@ -91,10 +91,10 @@ def _resolved(inputs: Inputs, section: OfflineSection, num_steps: int, passes: s
 
 
 def _sources(inputs: Inputs) -> list[_Source]:
-    if isinstance(inputs, JudgedInputs):
+    if isinstance(inputs, PairInputs):
         units = inputs.units
         return [_Source(inputs.section.dataset, units.rows, len(units), units)]
-    assert isinstance(inputs, SFTInputs)
+    assert isinstance(inputs, SequenceInputs)
     section = inputs.section
     data = zip(section.datasets, [(inputs.rows, inputs.renderer), *inputs.mixed], strict=True)
     return [_Source(of, rows, len(rows), row_tokenizer(section, of, rows, render)) for of, (rows, render) in data]

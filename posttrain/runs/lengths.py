@@ -6,8 +6,8 @@ from typing import Any
 
 from posttrain.config import (
     DistillSection,
+    OnlineSection,
     RunConfig,
-    SampledSection,
     SamplingSection,
     TrainSection,
     answer_tokens,
@@ -24,7 +24,7 @@ def _fit_stage(section: TrainSection, max_positions: int) -> TrainSection:
     if "row_tokens" in section.model_fields_set or section.row_tokens <= max_positions:
         return section
     fitted: dict[str, Any] = {"row_tokens": max_positions}
-    if isinstance(section, SampledSection):
+    if isinstance(section, OnlineSection):
         longest = answer_tokens(max_positions, section.prompts_in_row)
         fitted["sampling"] = _fit_sampling(section.sampling, longest)
         if section.eval_sampling is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.config import RunConfig, TrainSection, is_sampled
+from posttrain.config import RunConfig, TrainSection, trains_on_samples
 from posttrain.config.yaml_file import find_path
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.runs.check_model import read_model
@@ -54,7 +54,7 @@ def _prepare_stage(prepared: Prepared, index: int, *, offline_ok: bool, estimate
         prepared.notes.append(f"stages.{index}: not checked, no network: dataset {names}, if it is on the hub")
         STAGES[section.kind].check_offline(section, base_dir)
         return
-    if is_sampled(section):
+    if trains_on_samples(section):
         check_cache(section, config.mesh.row_shards or 1)
     inputs, notes = STAGES[section.kind].prepare(section, prepared)
     inputs, more = with_steps(inputs, config.seed, prepared.counts, estimate=estimate)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import RunConfig, is_sampled
+from posttrain.config import RunConfig, trains_on_samples
 from posttrain.config.yaml_file import diff_config, dump_config, load_config
 from posttrain.distill.teachers import training_devices
 from posttrain.errors import ConfigError
@@ -72,7 +72,7 @@ def run(config: RunConfig, base_dir: Path) -> RunResult:
             stage = StageRun(
                 name=name,
                 kind=inputs.section.kind,
-                sampled=is_sampled(inputs.section),
+                sampled=trains_on_samples(inputs.section),
                 folder=folder,
                 output=output,
                 model=config.model,

@@ -15,8 +15,8 @@ from posttrain.distill.cross_tokenizer.teachers import aligned_scorer, aligned_t
 from posttrain.distill.targets import teacher_shares
 from posttrain.distill.teachers import (
     DEFAULT_TOP_K,
-    Scorer,
     TeacherSource,
+    TopKScorer,
     load_teacher,
     outside_teacher,
     training_devices,
@@ -25,7 +25,7 @@ from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.runs.prepare import prepare
 from posttrain.stages.distill import Source, aligner_of, cache_folders
-from posttrain.stages.sequences import SFTInputs
+from posttrain.stages.sequences import SequenceInputs
 from posttrain.tracking.console import console, progress_bar
 
 
@@ -43,7 +43,7 @@ def write_caches(config: RunConfig, base_dir: Path) -> None:
     for inputs in prepared.stages:
         if inputs.section not in cached:
             continue
-        assert isinstance(inputs, SFTInputs)
+        assert isinstance(inputs, SequenceInputs)
         for source in inputs.teachers:
             folders = cache_folders(inputs, source, config.model, prepared.tokenizer, to_write=True)
             for _, folder in folders:
@@ -74,7 +74,7 @@ def write_caches(config: RunConfig, base_dir: Path) -> None:
                     teacher = FrozenModel(model, mesh, temperature=section.temperature, k=k)
                 aligner = aligner_of(inputs, source)
                 length = section.row_tokens if aligner is None else aligner.row_tokens
-                _write(inputs, source, Scorer(teacher, section, row_shards(mesh), length), left)
+                _write(inputs, source, TopKScorer(teacher, section, row_shards(mesh), length), left)
             console().print(f"teacher {source.title}: its cache is whole", markup=False)
 
 
@@ -82,7 +82,7 @@ RowReader = Callable[[int], Any]
 """Function from a row number to its sequence; None without teacher targets."""
 
 
-def _reader(inputs: SFTInputs, source: TeacherSource, number: int, data: Source) -> RowReader:
+def _reader(inputs: SequenceInputs, source: TeacherSource, number: int, data: Source) -> RowReader:
     """Make the reader of the rows that a teacher scores."""
     section, aligner = inputs.section, aligner_of(inputs, source)
     assert isinstance(section, DistillSection)
@@ -94,7 +94,10 @@ def _reader(inputs: SFTInputs, source: TeacherSource, number: int, data: Source)
 
 
 def _write(
-    inputs: SFTInputs, source: TeacherSource, scorer: Scorer, left: Sequence[tuple[CacheFolder, list[int], RowReader]]
+    inputs: SequenceInputs,
+    source: TeacherSource,
+    scorer: TopKScorer,
+    left: Sequence[tuple[CacheFolder, list[int], RowReader]],
 ) -> None:
     aligner = aligner_of(inputs, source)
     score = scorer if aligner is None else aligned_scorer(aligner, scorer)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.batch import rows_per_pass
-from posttrain.cluster.scorers import FrozenModel
-from posttrain.cluster.scorers import Scorer as LogpsOf
+from posttrain.cluster.scorers import FrozenModel, Scorer
 from posttrain.config import DatasetSection, DistillSection, ModelSection, TeacherSection
 from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import fingerprint, row_tokenizer, token_fingerprint
@@ -44,11 +43,11 @@ from posttrain.stages import sequences
 from posttrain.stages.context import StageRun
 from posttrain.stages.distill_on_policy import MixedBatches, Samples
 from posttrain.stages.prepared import Prepared
-from posttrain.stages.sequences import SFTInputs
-from posttrain.stages.sft import evaluate_held_out, make_trainer, sequences_of, train_batches
+from posttrain.stages.sequences import SequenceInputs
+from posttrain.stages.sft import evaluate_held_out, make_sequence_trainer, sequences_of, train_batches
 
 
-def prepare(section: DistillSection, prepared: Prepared) -> tuple[SFTInputs, list[str]]:
+def prepare(section: DistillSection, prepared: Prepared) -> tuple[SequenceInputs, list[str]]:
     """Load rows and teachers, and check `features` against the teachers. Also notes about both."""
     inputs, notes = sequences.prepare(section, prepared)
     return inputs, notes + check_features(section, inputs.teachers, prepared.model, prepared.base_dir)
@@ -60,7 +59,7 @@ def check_offline(section: DistillSection, base_dir: Path) -> None:
     find_teachers(section, None, base_dir)
 
 
-def describe(section: DistillSection, inputs: SFTInputs | None, shards: int) -> str:
+def describe(section: DistillSection, inputs: SequenceInputs | None, shards: int) -> str:
     """Summarise the stage in one line."""
     teachers = ", ".join(f"{teacher.path} ({_where(teacher, section.cache)})" for teacher in section.teachers)
     own = f"; {section.on_policy:.0%} of the steps on the student's own samples" if section.on_policy else ""
@@ -79,7 +78,7 @@ def _where(teacher: TeacherSection, cache: str | None) -> str:
     return "on the student's devices, before each step" if teacher.aligned else "in the training step"
 
 
-def run(stage: StageRun, inputs: SFTInputs) -> None:
+def run(stage: StageRun, inputs: SequenceInputs) -> None:
     """Train one stage of distillation to its end, from its newest checkpoint if there is one."""
     section = inputs.section
     assert isinstance(section, DistillSection)
@@ -107,12 +106,14 @@ def run(stage: StageRun, inputs: SFTInputs) -> None:
             for source in inputs.teachers
         ]
     titles = [source.title for source in inputs.teachers]
-    taught = TeacherTargets(
+    targets = TeacherTargets(
         titles, section.teacher_column, caches, [teacher.top_k for teacher in outside], inputs.aligners
     )
     refuse = None if section.sampling is None else sampler_disagrees
-    trainer = make_trainer(stage, inputs, terms=terms_of(section, inputs.aligners), teachers=teachers, refuse=refuse)
-    given = None if section.on_policy == 1 else sequences_of(stage, inputs, taught)
+    trainer = make_sequence_trainer(
+        stage, inputs, terms=terms_of(section, inputs.aligners), teachers=teachers, refuse=refuse
+    )
+    given = None if section.on_policy == 1 else sequences_of(stage, inputs, targets)
     with ExitStack() as closing:
         batches: MeasuredStream | None = None
         if given is not None:
@@ -120,13 +121,13 @@ def run(stage: StageRun, inputs: SFTInputs) -> None:
             batches = closing.enter_context(Prefetch(given, max_batches=1 if outside else MAX_BATCHES))
         samples = None
         if section.on_policy:
-            samples = Samples(stage, inputs, trainer, taught, _scorers(stage, section, teachers, outside))
+            samples = Samples(stage, inputs, trainer, targets, _scorers(stage, section, teachers, outside))
             closing.callback(samples.close)
             batches = MixedBatches(batches, samples, section.on_policy, stage.seed, lambda: trainer.step_number)
         assert batches is not None
 
         def evaluate_all() -> Record:
-            of_rows = {} if given is None else evaluate_held_out(trainer, inputs, taught)
+            of_rows = {} if given is None else evaluate_held_out(trainer, inputs, targets)
             return of_rows if samples is None else of_rows | samples.evaluate()
 
         seen = None if samples is None else samples.seen
@@ -135,7 +136,7 @@ def run(stage: StageRun, inputs: SFTInputs) -> None:
 
 def _scorers(
     stage: StageRun, section: DistillSection, teachers: Sequence[Decoder], outside: Sequence[OutsideTeacher]
-) -> list[LogpsOf]:
+) -> list[Scorer]:
     """All teachers, at the temperature that the student samples at."""
     assert section.sampling is not None
     rows = rows_per_pass(section.batch_rows, section.micro_batch_rows, row_shards(stage.mesh))
@@ -156,7 +157,7 @@ def terms_of(section: DistillSection, aligners: Mapping[int, Aligner]) -> Terms:
 Source = tuple[DatasetSection, Rows, Renderer]
 
 
-def sources(inputs: SFTInputs) -> list[Source]:
+def sources(inputs: SequenceInputs) -> list[Source]:
     """All datasets of a stage by number, the one for evaluation last."""
     section = inputs.section
     found = list(
@@ -174,7 +175,7 @@ def sources(inputs: SFTInputs) -> list[Source]:
 
 
 def cache_folders(
-    inputs: SFTInputs, source: TeacherSource, model: ModelSection, tokenizer: Tokenizer, *, to_write: bool
+    inputs: SequenceInputs, source: TeacherSource, model: ModelSection, tokenizer: Tokenizer, *, to_write: bool
 ) -> list[tuple[Source, CacheFolder]]:
     """Cache folder of each dataset for a teacher, named by a digest of the data. `model`: the student's."""
     section = inputs.section
@@ -202,7 +203,7 @@ def cache_folders(
     return folders
 
 
-def aligner_of(inputs: SFTInputs, source: TeacherSource) -> Aligner | None:
+def aligner_of(inputs: SequenceInputs, source: TeacherSource) -> Aligner | None:
     return inputs.aligners.get([one.title for one in inputs.teachers].index(source.title))
 
 

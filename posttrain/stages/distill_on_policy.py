@@ -28,7 +28,7 @@ from posttrain.runtime.run_async import run_async
 from posttrain.stages.context import StageRun
 from posttrain.stages.engine import make_engine, warm_up
 from posttrain.stages.prompts import check_cache
-from posttrain.stages.sequences import SFTInputs
+from posttrain.stages.sequences import SequenceInputs
 from posttrain.train.trainer import Trainer
 from posttrain.tree import replace as changed
 
@@ -40,7 +40,12 @@ class Samples:
     """Student samples of a dataset's prompts as training rows; `teachers` evaluate them."""
 
     def __init__(
-        self, stage: StageRun, inputs: SFTInputs, trainer: Trainer, taught: TeacherTargets, teachers: Sequence[Scorer]
+        self,
+        stage: StageRun,
+        inputs: SequenceInputs,
+        trainer: Trainer,
+        targets: TeacherTargets,
+        teachers: Sequence[Scorer],
     ):
         section = inputs.section
         assert isinstance(section, DistillSection) and section.sampling is not None and inputs.prompts is not None
@@ -55,7 +60,7 @@ class Samples:
             slots=section.batch_rows,
             max_length=section.row_tokens,
         )
-        self._taught = taught
+        self._targets = targets
         self._trainer, self._engine, self._teachers = trainer, engine, teachers
         kept = [example.index for example in self._examples]
         self.prompts = PromptBatches(
@@ -84,7 +89,7 @@ class Samples:
         made, where = sample_rows(samples, row_tokens=length, num_rows=rows, shares=self._shares)
         kept = changed(model_inputs(made), teacher_weights=made.teacher_weights, sampler_logps=made.sampler_logps)
         if self._aligner is None:
-            return self._taught.ask(kept)
+            return self._targets.ask(kept)
         order = sorted(range(len(samples)), key=lambda number: (where[number].row, where[number].tokens.start))
         samples = [samples[number] for number in order]
         read = [self._aligner.align_sample(0, s.messages, s.tokens, s.sampled) for s in samples]
@@ -94,7 +99,7 @@ class Samples:
                 f"step {step + 1}: the teacher reads none of the samples as the student does, in {UNREAD_STEPS} steps "
                 "in a row, and so nothing is learned; compare the chat templates of both, and see a sample"
             )
-        return self._taught.ask_samples(kept, read)
+        return self._targets.ask_samples(kept, read)
 
     def seen(self, metrics: Metrics) -> Mapping[str, float]:
         """Sample metrics of an on-policy step, else none. RunError where sampler and trainer disagree."""

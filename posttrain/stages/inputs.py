@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.batch import rows_per_pass
-from posttrain.config import ComparedSection, DatasetSection, SequenceSection
+from posttrain.config import DatasetSection, PairSection, SequenceSection
 from posttrain.config.yaml_file import resolve_path
 from posttrain.data.chat import Renderer
 from posttrain.data.format import use_chat
@@ -52,7 +52,7 @@ def resolve_spec(spec: str, base_dir: Path) -> str:
     return spec
 
 
-def describe_rows(section: SequenceSection | ComparedSection, shards: int) -> str:
+def describe_rows(section: SequenceSection | PairSection, shards: int) -> str:
     """Summarise the batches of an offline stage. `shards`: devices that share the rows of a forward pass."""
     passes = -(-section.batch_rows // rows_per_pass(section.batch_rows, section.micro_batch_rows, shards))
     rows = f"{section.batch_rows} x {section.row_tokens} tokens"

@@ -13,9 +13,9 @@ import numpy as np
 from posttrain.batch import TokenLoss
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.scorers import Scorer
-from posttrain.config import RLSection, SampledSection, SamplingSection
+from posttrain.config import OnlineSection, RLSection, SamplingSection
 from posttrain.data.pipeline import PromptBatches
-from posttrain.evaluation.rollouts import Evaluation, evaluate
+from posttrain.evaluation.rollouts import RolloutEvaluation, evaluate
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.losses.router import RouterLoss
 from posttrain.mesh import row_shards
@@ -29,7 +29,7 @@ from posttrain.rl.types import Group, Rewards
 from posttrain.runtime.run_async import run_async
 from posttrain.stages.context import HeldOut, StageRun, Training
 from posttrain.stages.engine import engine_metrics, make_engine, warm_up
-from posttrain.stages.prompts import Scored, check_cache
+from posttrain.stages.prompts import RolloutInputs, check_cache
 from posttrain.tracking.console import console, printable
 from posttrain.train.optim import make_optimizer
 from posttrain.train.trainer import Trainer
@@ -47,7 +47,7 @@ Distances = Callable[[Sequence[Group]], np.ndarray]
 class Rollouts:
     """Cluster and sampler of an online stage, with its inputs."""
 
-    inputs: Scored
+    inputs: RolloutInputs
     cluster: Cluster
     sampler: Sampler
 
@@ -59,7 +59,7 @@ class Rollouts:
 
 
 def open_rollouts(
-    stage: StageRun, inputs: Scored, trainer: Trainer, *, keep_reference: bool, teachers: Sequence[Scorer] = ()
+    stage: StageRun, inputs: RolloutInputs, trainer: Trainer, *, keep_reference: bool, teachers: Sequence[Scorer] = ()
 ) -> Rollouts:
     """Make engine, cluster and sampler, load reward models, and compile the sampling programs.
 
@@ -94,13 +94,13 @@ def open_rollouts(
     return rollouts
 
 
-def prompt_batches(inputs: Scored, prompts_per_step: int, seed: int) -> PromptBatches:
+def prompt_batches(inputs: RolloutInputs, prompts_per_step: int, seed: int) -> PromptBatches:
     """Places in `inputs.examples`, so many at a time."""
     kept = [example.index for example in inputs.examples]
     return PromptBatches(inputs.section.dataset, inputs.rows, prompts_per_step=prompts_per_step, seed=seed, kept=kept)
 
 
-def make_trainer(stage: StageRun, section: SampledSection, loss: TokenLoss, terms: Terms = PLAIN) -> Trainer:
+def make_policy_trainer(stage: StageRun, section: OnlineSection, loss: TokenLoss, terms: Terms = PLAIN) -> Trainer:
     """At the temperature of `sampling`: what is trained is the policy that samples."""
     check_cache(section, row_shards(stage.mesh))
     return Trainer(
@@ -118,7 +118,7 @@ def make_trainer(stage: StageRun, section: SampledSection, loss: TokenLoss, term
     )
 
 
-def describe_steps(section: SampledSection, inputs: Scored | None, compared: str = "") -> str:
+def describe_steps(section: OnlineSection, inputs: RolloutInputs | None, compared: str = "") -> str:
     """Summarise an online stage in one line. `compared`: how samples are compared, where they are."""
     prompts = "" if inputs is None else f"{len(inputs.examples):,} prompts, "
     text = (
@@ -156,7 +156,7 @@ class StepReport:
         self._training.log({**metrics, **tables(result.metrics)})
 
 
-def _evaluate(rollouts: Rollouts, distances: Distances | None) -> Evaluation:
+def _evaluate(rollouts: Rollouts, distances: Distances | None) -> RolloutEvaluation:
     inputs = rollouts.inputs
     found = run_async(evaluate(rollouts.eval_sampler, inputs.rubric, inputs.eval_examples, distances=distances))
     _print_errors("evaluation", found.rewards, found.groups_P)
@@ -168,7 +168,7 @@ def _print_errors(when: str, rewards: Rewards, groups_P: Sequence[Group]) -> Non
         console().print(printable(f"{when}: {line}", console().encoding), markup=False, soft_wrap=True)
 
 
-def eval_sampling(section: SampledSection) -> SamplingSection:
+def eval_sampling(section: OnlineSection) -> SamplingSection:
     if section.eval_sampling is not None:
         return section.eval_sampling
     if isinstance(section, RLSection) and section.teachers:
@@ -202,7 +202,7 @@ def _number(value: float | np.floating[Any]) -> float | None:
     return None if math.isnan(value) else float(value)
 
 
-def _record(evaluation: Evaluation) -> dict[str, Any]:
+def _record(evaluation: RolloutEvaluation) -> dict[str, Any]:
     """An evaluation as JSON: metrics, and of the reward, or without one of the KL, its interval and every sample."""
     if evaluation.interval is not None:
         measure, interval, values_PG = "reward", evaluation.interval, evaluation.rewards.total_PG

@@ -15,21 +15,21 @@ from posttrain.stages.online import (
     StepReport,
     describe_steps,
     held_out_prompts,
-    make_trainer,
+    make_policy_trainer,
     open_rollouts,
     prompt_batches,
 )
 from posttrain.stages.pairs import loss_name, shares_prompts
 from posttrain.stages.prepared import Prepared
-from posttrain.stages.prompts import OnlineInputs, check_rewards, online_loss, prepare_scored
+from posttrain.stages.prompts import OnlinePreferenceInputs, check_rewards, online_loss, prepare_scored
 
 
-def prepare(section: OnlinePreferenceSection, prepared: Prepared) -> tuple[OnlineInputs, list[str]]:
+def prepare(section: OnlinePreferenceSection, prepared: Prepared) -> tuple[OnlinePreferenceInputs, list[str]]:
     """Load prompts, rewards and the loss. Also a line for each dataset of which prompts are left out."""
     loss = online_loss(section, prepared.base_dir)
     share = shares_prompts(section, loss.needs, prepared.config.model, mixture=prepared.mixture)
     scored, notes = prepare_scored(section, prepared.require_tokenizer(), prepared.base_dir, None)
-    return OnlineInputs(loss=loss, share_prompts=share, **vars(scored)), notes
+    return OnlinePreferenceInputs(loss=loss, share_prompts=share, **vars(scored)), notes
 
 
 def check_offline(section: OnlinePreferenceSection, base_dir: Path) -> None:
@@ -38,18 +38,18 @@ def check_offline(section: OnlinePreferenceSection, base_dir: Path) -> None:
     online_loss(section, base_dir)
 
 
-def describe(section: OnlinePreferenceSection, inputs: OnlineInputs | None, shards: int) -> str:
+def describe(section: OnlinePreferenceSection, inputs: OnlinePreferenceInputs | None, shards: int) -> str:
     """Summarise the stage in one line."""
     compared = "" if inputs is None else f"; the best against the worst by loss {loss_name(section.loss)}"
     return describe_steps(section, inputs, compared)
 
 
-def run(stage: StageRun, inputs: OnlineInputs) -> None:
+def run(stage: StageRun, inputs: OnlinePreferenceInputs) -> None:
     """Train one online preference stage to its end, from its newest checkpoint if there is one."""
     section, rubric = inputs.section, inputs.rubric
     with rubric.running():
         loss = OnlineLoss(pairs=inputs.loss)
-        trainer = make_trainer(stage, section, loss, Terms(squares=inputs.loss.needs.squares))
+        trainer = make_policy_trainer(stage, section, loss, Terms(squares=inputs.loss.needs.squares))
         rollouts = open_rollouts(stage, inputs, trainer, keep_reference=True)
         cluster, sampler = rollouts.cluster, rollouts.sampler
         prompts = prompt_batches(inputs, section.prompts_per_step, stage.seed)

@@ -12,11 +12,11 @@ import jax
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from posttrain.config import (
-    ComparedSection,
     DatasetSection,
     Flag,
     ModelSection,
     OnlinePreferenceSection,
+    PairSection,
     PreferenceSection,
     RewardModelSection,
 )
@@ -56,7 +56,7 @@ LOSSES = {"preference": PREFERENCE_LOSSES, "reward_model": REWARD_LOSSES}
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgedInputs:
+class PairInputs:
     section: PreferenceSection | RewardModelSection
     loss: Any
     """A `PairLoss`."""
@@ -66,9 +66,9 @@ class JudgedInputs:
     """Share of the units that are left out."""
 
 
-def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared) -> tuple[JudgedInputs, list[str]]:
+def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared) -> tuple[PairInputs, list[str]]:
     """The inputs, and a line for each dataset of which units are left out."""
-    loss = judged_loss(section, prepared.base_dir)
+    loss = pair_loss(section, prepared.base_dir)
     share_prompts = shares_prompts(section, loss.needs, prepared.config.model, mixture=prepared.mixture)
     made, ratios, notes = [], [], []
     for dataset in section.all_datasets:
@@ -79,7 +79,7 @@ def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared)
         made.append(units)
         ratios.append(ratio)
         notes += lines
-    inputs = JudgedInputs(
+    inputs = PairInputs(
         section=section,
         loss=loss,
         units=made[0],
@@ -89,7 +89,7 @@ def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared)
     return inputs, notes
 
 
-def judged_loss(section: PreferenceSection | RewardModelSection, base_dir: Path) -> Any:
+def pair_loss(section: PreferenceSection | RewardModelSection, base_dir: Path) -> Any:
     loss = make_loss(section.loss, LOSSES[section.kind], lambda spec: callable_of(spec, "loss", base_dir))
     if isinstance(section, PreferenceSection) and section.reference is not None and not loss.needs.reference:
         raise ConfigError(
@@ -101,10 +101,10 @@ def judged_loss(section: PreferenceSection | RewardModelSection, base_dir: Path)
 
 def check_offline(section: PreferenceSection | RewardModelSection, base_dir: Path) -> None:
     """Check all that needs neither tokenizer nor rows."""
-    judged_loss(section, base_dir)
+    pair_loss(section, base_dir)
 
 
-def describe(section: PreferenceSection | RewardModelSection, inputs: JudgedInputs | None, shards: int) -> str:
+def describe(section: PreferenceSection | RewardModelSection, inputs: PairInputs | None, shards: int) -> str:
     """Summarise the stage in one line."""
     rows = "" if inputs is None else f"{len(inputs.units.rows):,} dataset rows, loss {loss_name(section.loss)}, "
     return rows + describe_rows(section, shards)
@@ -184,7 +184,7 @@ def _named(
 
 
 def shares_prompts(
-    section: ComparedSection | OnlinePreferenceSection, needs: Needs, model: ModelSection, *, mixture: bool
+    section: PairSection | OnlinePreferenceSection, needs: Needs, model: ModelSection, *, mixture: bool
 ) -> bool:
     """What `share_prompts` comes to. ConfigError where it is asked for and cannot be."""
     if needs.rows not in ("pairs", "answers_and_others") or needs.prompts:
@@ -202,7 +202,7 @@ def shares_prompts(
 
 
 def units_of(
-    section: ComparedSection,
+    section: PairSection,
     dataset: DatasetSection,
     rows: Any,
     renderer: Any,

@@ -11,22 +11,22 @@ from posttrain.cluster.scorers import Reference
 from posttrain.config import PreferenceSection
 from posttrain.data.pairs import ComparisonBatches, Units
 from posttrain.data.prefetch import Prefetch
-from posttrain.evaluation.pairs import Evaluation, metrics_of, with_margins
+from posttrain.evaluation.pairs import PairEvaluation, metrics_of, with_margins
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.losses.router import RouterLoss
 from posttrain.models.decoder import Decoder
 from posttrain.stages.context import HeldOut, StageRun
-from posttrain.stages.pairs import JudgedInputs
+from posttrain.stages.pairs import PairInputs
 from posttrain.train.optim import make_optimizer
 from posttrain.train.trainer import Trainer
 
 AddReference = Callable[[Batch], Batch]
 
 
-def run(stage: StageRun, inputs: JudgedInputs) -> None:
+def run(stage: StageRun, inputs: PairInputs) -> None:
     """Train one preference stage to its end, from its newest checkpoint if there is one."""
     section = inputs.section
-    trainer = make_trainer(stage, inputs, stage.load_model())
+    trainer = make_pair_trainer(stage, inputs, stage.load_model())
     referenced = _referenced(stage, inputs, trainer)
     eval_units = referenced.eval_units
     batches = Prefetch(ComparisonBatches(referenced.units, seed=stage.seed))
@@ -35,7 +35,7 @@ def run(stage: StageRun, inputs: JudgedInputs) -> None:
     held_out = None
     if eval_units is not None:
         held_out = HeldOut(
-            evaluate=Evaluation(trainer, inputs.loss, eval_units, referenced.complete), metrics=metrics_of
+            evaluate=PairEvaluation(trainer, inputs.loss, eval_units, referenced.complete), metrics=metrics_of
         )
     with batches, stage.training(trainer, batches, section, held_out) as training:
         for _ in training:
@@ -43,7 +43,7 @@ def run(stage: StageRun, inputs: JudgedInputs) -> None:
             training.log({**with_margins(metrics), **dropped, **batches.metrics()})
 
 
-def make_trainer(stage: StageRun, inputs: JudgedInputs, model: Decoder) -> Trainer:
+def make_pair_trainer(stage: StageRun, inputs: PairInputs, model: Decoder) -> Trainer:
     section = inputs.section
     return Trainer(
         model,
@@ -70,7 +70,7 @@ class _Referenced:
     for_step: AddReference
 
 
-def _referenced(stage: StageRun, inputs: JudgedInputs, trainer: Trainer) -> _Referenced:
+def _referenced(stage: StageRun, inputs: PairInputs, trainer: Trainer) -> _Referenced:
     section, units, eval_units = inputs.section, inputs.units, inputs.eval_units
     assert isinstance(section, PreferenceSection)
     if not inputs.loss.needs.reference:

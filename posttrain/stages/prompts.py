@@ -15,8 +15,8 @@ from posttrain.config import (
     DistillSection,
     ModelSection,
     OnlinePreferenceSection,
+    OnlineSection,
     RLSection,
-    SampledSection,
     SamplingSection,
 )
 from posttrain.data.chat import Renderer
@@ -45,10 +45,10 @@ from posttrain.weights.locate import local_or_hub, read_model_config
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scored:
+class RolloutInputs:
     """What stages have that sample answers to prompts and score them."""
 
-    section: SampledSection
+    section: OnlineSection
     renderer: Renderer
     rows: Rows
     examples: Sequence[Example]
@@ -62,14 +62,14 @@ class Scored:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLInputs(Scored):
+class RLInputs(RolloutInputs):
     section: RLSection
     algorithm: Algorithm
     teachers: Sequence[TeacherSource]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineInputs(Scored):
+class OnlinePreferenceInputs(RolloutInputs):
     section: OnlinePreferenceSection
     loss: Any
     """A `PairLoss` on pairs and a reference."""
@@ -77,8 +77,8 @@ class OnlineInputs(Scored):
 
 
 def prepare_scored(
-    section: SampledSection, tokenizer: Tokenizer, base_dir: Path, shares: Shares | None
-) -> tuple[Scored, list[str]]:
+    section: OnlineSection, tokenizer: Tokenizer, base_dir: Path, shares: Shares | None
+) -> tuple[RolloutInputs, list[str]]:
     """Load prompts and rewards. Also a line for each dataset of which prompts are left out."""
     refuse_completions(section)
     check_token_ids({"sampling": section.sampling, "eval_sampling": section.eval_sampling}, tokenizer)
@@ -99,7 +99,7 @@ def prepare_scored(
             eval_rows, section.eval_dataset, eval_renderer, limit, rubric, shares, section.overlong
         )
         notes += more
-    scored = Scored(
+    scored = RolloutInputs(
         section=section,
         renderer=renderer,
         rows=rows,
@@ -229,10 +229,10 @@ def check_token_ids(samplings: Mapping[str, SamplingSection | None], tokenizer: 
             raise ConfigError(f"{name}.{str(error).removeprefix('sampling.')}") from error
 
 
-def check_cache(section: SampledSection | DistillSection, row_shards: int) -> None:
+def check_cache(section: OnlineSection | DistillSection, row_shards: int) -> None:
     """ConfigError for `cache_tokens` that hold no sequence in one of the parts that `row_shards` devices make of it."""
     given = section.rollout.cache_tokens
-    longest = section.sequence_tokens if isinstance(section, SampledSection) else section.row_tokens
+    longest = section.sequence_tokens if isinstance(section, OnlineSection) else section.row_tokens
     if given is not None and given < (least := row_shards * least_cache(longest)):
         parts = f", in each of {row_shards} parts of the mesh" if row_shards > 1 else ""
         raise ConfigError(
@@ -241,18 +241,18 @@ def check_cache(section: SampledSection | DistillSection, row_shards: int) -> No
         )
 
 
-def _room(section: SampledSection | DistillSection, tokens: int) -> str:
+def _room(section: OnlineSection | DistillSection, tokens: int) -> str:
     """What holds a sequence of so many tokens, in the words of the configuration."""
     return f"{'' if tokens == section.row_tokens else 'half of '}row_tokens={section.row_tokens}"
 
 
-def check_rewards(section: SampledSection, base_dir: Path) -> None:
+def check_rewards(section: OnlineSection, base_dir: Path) -> None:
     """Check the rewards and the columns of an online stage without its rows."""
     refuse_completions(section)
     rubric_of(section, base_dir)
 
 
-def refuse_completions(section: SampledSection) -> None:
+def refuse_completions(section: OnlineSection) -> None:
     for name, dataset in (("dataset", section.dataset), ("eval_dataset", section.eval_dataset)):
         if dataset is not None and dataset.completion is not None:
             raise ConfigError(
@@ -267,7 +267,7 @@ def _check_columns(rubric: Rubric, columns: Sequence[str]) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def rubric_of(section: SampledSection, base_dir: Path) -> Rubric:
+def rubric_of(section: OnlineSection, base_dir: Path) -> Rubric:
     """The rewards of a stage. Functions that are named run in child processes, which are not started yet."""
     rewards: list[Reward] = []
     for item in section.rewards:

@@ -12,7 +12,7 @@ from posttrain.cluster.scorers import FrozenModel, Scorer
 from posttrain.config import RLSection
 from posttrain.distill.teachers import OutsideTeacher, TeacherSource, find_teachers, load_teacher, outside_teacher
 from posttrain.metrics import Timer
-from posttrain.rl.partial import PromptsAhead
+from posttrain.rl.partial import OversampledPrompts
 from posttrain.rl.sampler import resumable
 from posttrain.rl.step import StepSettings, rl_step
 from posttrain.rl.teachers import TeacherKL, distances, shares_of
@@ -24,7 +24,7 @@ from posttrain.stages.online import (
     StepReport,
     describe_steps,
     held_out_prompts,
-    make_trainer,
+    make_policy_trainer,
     open_rollouts,
     prompt_batches,
 )
@@ -59,7 +59,7 @@ def run(stage: StageRun, inputs: RLInputs) -> None:
     if not section.rewards:
         stage = replace(stage, kind="rl_distill")
     with rubric.running():
-        trainer = make_trainer(stage, section, algorithm.loss)
+        trainer = make_policy_trainer(stage, section, algorithm.loss)
         teachers = _load_teachers(stage, inputs)
         keep_reference = algorithm.loss.kl_coef > 0
         rollouts = open_rollouts(stage, inputs, trainer, keep_reference=keep_reference, teachers=teachers)
@@ -72,19 +72,19 @@ def run(stage: StageRun, inputs: RLInputs) -> None:
             for step in training:
                 examples_P, timer = [inputs.examples[index] for index in next(prompts)], Timer()
                 result = run_async(
-                    rl_step(cluster, algorithm, rubric, sampler, examples_P, settings, timer, prompts.left)
+                    rl_step(cluster, algorithm, rubric, sampler, examples_P, settings, timer, prompts.unfinished)
                 )
-                prompts.left = result.left
+                prompts.unfinished = result.unfinished
                 report(step, result, timer)
 
 
-def _prompts(inputs: RLInputs, seed: int, engine: RolloutEngine) -> PromptsAhead:
+def _prompts(inputs: RLInputs, seed: int, engine: RolloutEngine) -> OversampledPrompts:
     """Prompts of each step, and the groups that the step before has left unfinished."""
     section = inputs.section
-    if section.prompts_ahead:
+    if section.oversample_prompts:
         resumable(engine)
     one_by_one = prompt_batches(inputs, 1, seed)
-    return PromptsAhead(one_by_one, inputs.examples, section.prompts_per_step + section.prompts_ahead)
+    return OversampledPrompts(one_by_one, inputs.examples, section.prompts_per_step + section.oversample_prompts)
 
 
 def _step_settings(section: RLSection) -> StepSettings:
@@ -95,7 +95,7 @@ def _step_settings(section: RLSection) -> StepSettings:
         old_logps=section.old_logps,
         zero_advantage=section.zero_advantage,
         teaching=TeacherKL(coef=section.teacher_coef, shares=shares_of(section)) if section.teachers else None,
-        enough=section.prompts_per_step if section.prompts_ahead else None,
+        min_groups=section.prompts_per_step if section.oversample_prompts else None,
         max_staleness=section.max_staleness,
     )
 

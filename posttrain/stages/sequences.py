@@ -27,7 +27,7 @@ SFT_LOSSES: dict[str, Callable[[], TokenLoss]] = {"nll": SFTLoss, "dft": DFTLoss
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTInputs:
+class SequenceInputs:
     """Of a stage that trains on given sequences."""
 
     section: SFTSection | DistillSection
@@ -47,7 +47,7 @@ class SFTInputs:
     """Of a stage whose student samples."""
 
 
-def prepare(section: SFTSection | DistillSection, prepared: Prepared) -> tuple[SFTInputs, list[str]]:
+def prepare(section: SFTSection | DistillSection, prepared: Prepared) -> tuple[SequenceInputs, list[str]]:
     """Load rows, loss and teachers. Also a note for each dataset of which rows are dropped, and about the teachers."""
     tokenizer, base_dir = prepared.require_tokenizer(), prepared.base_dir
     loss = sequence_loss(section, base_dir)
@@ -74,7 +74,7 @@ def prepare(section: SFTSection | DistillSection, prepared: Prepared) -> tuple[S
         if section.on_policy:
             prompts, more = prepare_prompts(section, (rows, renderer), held_out, tokenizer, base_dir)
             notes += more
-    inputs = SFTInputs(
+    inputs = SequenceInputs(
         section=section,
         renderer=renderer,
         rows=rows,
@@ -95,7 +95,7 @@ def check_offline(section: SFTSection | DistillSection, base_dir: Path) -> None:
     sequence_loss(section, base_dir)
 
 
-def describe(section: SFTSection | DistillSection, inputs: SFTInputs | None, shards: int) -> str:
+def describe(section: SFTSection | DistillSection, inputs: SequenceInputs | None, shards: int) -> str:
     """Summarise the stage in one line."""
     rows = ""
     if inputs is not None:
@@ -114,10 +114,10 @@ def _check_sequences(
 
     The share of those that are left out, and a line that says so.
     """
-    taught = None
+    targets = None
     if isinstance(section, DistillSection):
-        taught = TeacherTargets([teacher.title for teacher in section.teachers], section.teacher_column, None)
-    tokenize = row_tokenizer(section, dataset, rows, renderer, taught)
+        targets = TeacherTargets([teacher.title for teacher in section.teachers], section.teacher_column, None)
+    tokenize = row_tokenizer(section, dataset, rows, renderer, targets)
     chosen = checked_rows(len(rows))
     dropped = [made is None for made in each_row(rows, chosen, "rows", tokenize)].count(True)
     if dropped == len(chosen):

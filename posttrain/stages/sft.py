@@ -15,30 +15,30 @@ from posttrain.losses.router import RouterLoss
 from posttrain.metrics import Metrics
 from posttrain.models.decoder import Decoder
 from posttrain.stages.context import HeldOut, StageRun
-from posttrain.stages.sequences import SFTInputs
+from posttrain.stages.sequences import SequenceInputs
 from posttrain.train.optim import make_optimizer
 from posttrain.train.trainer import Refuse, Trainer
 
 
-def run(stage: StageRun, inputs: SFTInputs) -> None:
+def run(stage: StageRun, inputs: SequenceInputs) -> None:
     """Train one SFT stage to its end, from its newest checkpoint if there is one."""
     section = inputs.section
     assert isinstance(section, SFTSection)
     mean_over = stage.tokenizer.num_ids if section.label_smoothing else None
-    trainer = make_trainer(stage, inputs, terms=Terms(mean_over=mean_over), noise_alpha=section.noise_alpha)
+    trainer = make_sequence_trainer(stage, inputs, terms=Terms(mean_over=mean_over), noise_alpha=section.noise_alpha)
     with Prefetch(sequences_of(stage, inputs, None)) as batches:
         train_batches(stage, inputs, trainer, batches, lambda: evaluate_held_out(trainer, inputs, None))
 
 
-def evaluate_held_out(trainer: Trainer, inputs: SFTInputs, taught: TeacherTargets | None) -> Record:
+def evaluate_held_out(trainer: Trainer, inputs: SequenceInputs, targets: TeacherTargets | None) -> Record:
     """Evaluate the stage's held-out rows."""
     assert inputs.eval_rows is not None and inputs.eval_renderer is not None
-    return evaluate(trainer, inputs.section, inputs.eval_rows, inputs.eval_renderer, taught)
+    return evaluate(trainer, inputs.section, inputs.eval_rows, inputs.eval_renderer, targets)
 
 
-def make_trainer(
+def make_sequence_trainer(
     stage: StageRun,
-    inputs: SFTInputs,
+    inputs: SequenceInputs,
     *,
     terms: Terms,
     teachers: Sequence[Decoder] = (),
@@ -67,14 +67,14 @@ def make_trainer(
     )
 
 
-def sequences_of(stage: StageRun, inputs: SFTInputs, taught: TeacherTargets | None) -> SFTBatches:
+def sequences_of(stage: StageRun, inputs: SequenceInputs, targets: TeacherTargets | None) -> SFTBatches:
     section = inputs.section
-    return SFTBatches(section, inputs.rows, inputs.renderer, seed=stage.seed, mixed=inputs.mixed, taught=taught)
+    return SFTBatches(section, inputs.rows, inputs.renderer, seed=stage.seed, mixed=inputs.mixed, targets=targets)
 
 
 def train_batches(
     stage: StageRun,
-    inputs: SFTInputs,
+    inputs: SequenceInputs,
     trainer: Trainer,
     batches: MeasuredStream,
     evaluate_all: Callable[[], Record],

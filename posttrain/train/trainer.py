@@ -145,7 +145,7 @@ class Trainer:
         return self._weights.read(lambda path: path not in self._trainable)
 
     @property
-    def _taught(self) -> list[Weights]:
+    def _teacher_weights(self) -> list[Weights]:
         """Teacher parameters: arguments of programs, never donated."""
         return [teacher.read() for teacher in self._objective.teachers]
 
@@ -195,7 +195,7 @@ class Trainer:
             first = jax.tree.map(lambda x: x[0], micro)
             check_weight(self._objective.loss, first, scores=self.model.config.scalar_head)
             self._loss_checked = True
-        inputs = micro, count, np.uint32(self.step_number), np.bool_(update), self._taught
+        inputs = micro, count, np.uint32(self.step_number), np.bool_(update), self._teacher_weights
         return self.params, self._frozen, self._opt_state, *inputs
 
     def _lower(self, arguments: tuple[Any, ...]) -> jax.stages.Lowered:
@@ -212,7 +212,7 @@ class Trainer:
             return self._evaluate_at_once(batches, each)
         totals: dict[str, Metric] = {}
         for batch in batches:
-            output, stats = self._evaluate(self.weights, *self._micro_batches(batch), self._taught)
+            output, stats = self._evaluate(self.weights, *self._micro_batches(batch), self._teacher_weights)
             totals = merge(totals, {"loss": output.loss, **output.metrics})
             if each is not None:
                 each(batch, _rows_on_host(stats, batch))
@@ -221,7 +221,7 @@ class Trainer:
     def _evaluate_at_once(self, batches: Iterable[Batch], each: Callable[[Batch, Any], None] | None) -> Metrics:
         parts = []
         for batch in batches:
-            stats = _rows_on_host(self._stats(self.weights, *self._micro_batches(batch), self._taught), batch)
+            stats = _rows_on_host(self._stats(self.weights, *self._micro_batches(batch), self._teacher_weights), batch)
             parts.append((stats, replace(batch, teachers=None, experts=None)))
             if each is not None:
                 each(batch, stats)
@@ -293,12 +293,12 @@ class Trainer:
         count: Array,
         step: Array,
         wanted: Array,
-        taught: list[Weights],
+        teacher_weights: list[Weights],
     ) -> tuple[Weights, Any, Metrics]:
         self.num_programs += 1
         objective = self._objective
         inputs, router_weight = (micro, objective.keys(step, micro)), objective.router_weight(micro, count)
-        gradient, (output, routers) = objective.gradients(params, frozen, taught, router_weight, inputs, count)
+        gradient, (output, routers) = objective.gradients(params, frozen, teacher_weights, router_weight, inputs, count)
         weight = output.loss.weight
         norm = global_norm(_mean(gradient, weight))
         usable = jnp.isfinite(norm) & (weight > 0) & wanted
@@ -338,23 +338,23 @@ class Trainer:
         return new
 
     def _evaluate_program(
-        self, weights: Weights, micro: Batch, count: Array, taught: list[Weights]
+        self, weights: Weights, micro: Batch, count: Array, teacher_weights: list[Weights]
     ) -> tuple[LossOutput, TokenStats | ScoreStats]:
         self.num_programs += 1
 
         def one(batch: Batch) -> tuple[LossOutput, TokenStats | ScoreStats]:
-            output, passed = self._objective.loss_output(weights, batch, taught, self._objective.loss)
+            output, passed = self._objective.loss_output(weights, batch, teacher_weights, self._objective.loss)
             return output, passed.stats
 
         outputs, stats = stack_over(one, micro, count)
         return added_up(outputs), stats
 
     def _stats_program(
-        self, weights: Weights, micro: Batch, count: Array, taught: list[Weights] | None = None
+        self, weights: Weights, micro: Batch, count: Array, teacher_weights: list[Weights] | None = None
     ) -> TokenStats | ScoreStats:
         self.num_programs += 1
         stats: TokenStats | ScoreStats = stack_over(
-            lambda batch: self._objective.forward(weights, batch, taught).stats, micro, count
+            lambda batch: self._objective.forward(weights, batch, teacher_weights).stats, micro, count
         )
         return stats
 

@@ -144,7 +144,7 @@ def test_templates_take_values_as_they_are() -> None:
         ({"text": 3}, {}, r"column 'text' holds a int"),
         ({"text": "a"}, {"chat": True}, r"dataset.chat is true, but the column text is plain"),
         ({"text": "a"}, {"system": "S"}, r"dataset.system has no place in the plain column text"),
-        ({"q": "q", "completion": "a"}, {"prompt": "{q:.2f}"}, r"column 'q' cannot be formatted so"),
+        ({"q": "q", "completion": "a"}, {"prompt": "{q:.2f}"}, r"column 'q' cannot be formatted:"),
         ({"messages": "hi"}, {}, r"'messages' must hold a non-empty list of messages; it holds 'hi'"),
         ({"messages": []}, {}, r"must hold a non-empty list"),
         ({"messages": [{"content": "x"}]}, {}, r"messages\[0\] must be a message with role and content"),

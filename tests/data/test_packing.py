@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.format import Example
+from posttrain.data.format import TokenizedExample
 from posttrain.data.packing import best_fit, fit_to_row, pack
 from posttrain.errors import ConfigError
 
@@ -12,8 +12,8 @@ pytestmark = pytest.mark.fast
 ROW_TOKENS = 16
 
 
-def example(length: int, prompt: int = 1) -> Example:
-    return Example(np.arange(1, 1 + length, dtype=np.int32), np.arange(length) >= prompt)
+def example(length: int, prompt: int = 1) -> TokenizedExample:
+    return TokenizedExample(np.arange(1, 1 + length, dtype=np.int32), np.arange(length) >= prompt)
 
 
 def slow_best_fit(lengths: list[int], room: int) -> list[list[int]]:

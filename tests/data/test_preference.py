@@ -1,4 +1,4 @@
-"""Rows of judged answers: formats, implicit prompts, what is wrong with them, and how they lie in rows of a batch."""
+"""Rows of labelled answers: formats, implicit prompts, malformed rows, and packing into the rows of a batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from posttrain.config import DatasetSection, PreferenceSection
 from posttrain.data.chat import Renderer
 from posttrain.data.pairs import ComparisonBatches, Units, all_rows
-from posttrain.data.preference import judged, pair, steps
+from posttrain.data.preference import labelled_answers, pair, steps
 from posttrain.data.sources import Rows
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
@@ -76,9 +76,9 @@ def test_same_answers_are_left_out() -> None:
 
 def test_single_answers() -> None:
     row = {"prompt": "1+1=", "completion": "2", "label": True}
-    assert [a.role for a in judged(row, DATASET, PLAIN)] == [1]
-    assert [a.role for a in judged({**row, "label": 0}, DATASET, PLAIN)] == [-1]
-    both = judged({"prompt": "1+1=", "chosen": "2", "rejected": "3"}, DATASET, PLAIN)
+    assert [a.role for a in labelled_answers(row, DATASET, PLAIN)] == [1]
+    assert [a.role for a in labelled_answers({**row, "label": 0}, DATASET, PLAIN)] == [-1]
+    both = labelled_answers({"prompt": "1+1=", "chosen": "2", "rejected": "3"}, DATASET, PLAIN)
     assert [a.role for a in both] == [1, -1]
 
 
@@ -122,12 +122,12 @@ def test_what_is_wrong_with_a_pair(row: dict[str, Any], message: str) -> None:
 )
 def test_what_is_wrong_with_an_answer(row: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        judged(row, DATASET, PLAIN)
+        labelled_answers(row, DATASET, PLAIN)
 
 
 def test_a_template_makes_a_judged_completion() -> None:
     chosen = DATASET.model_copy(update={"prompt": "{q}=", "completion": "{a}"})
-    found = judged({"q": "1+1", "a": "2", "label": True}, chosen, PLAIN)
+    found = labelled_answers({"q": "1+1", "a": "2", "label": True}, chosen, PLAIN)
     assert [(BYTES.decode(answer.masked.tokens), answer.role) for answer in found] == [("1+1=2", 1)]
 
 

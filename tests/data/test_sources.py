@@ -110,7 +110,7 @@ def test_rows_know_their_place(folder: Path) -> None:
         ("nothing", {}, r"no \.jsonl, \.json, \.parquet, \.csv in the folder; it holds readme\.md"),
         ("rows.jsonl", {"skip": 7}, r"dataset.skip=7 leaves none of the 7 rows"),
         ("rows.jsonl", {"split": "test"}, r"dataset.split='test': rows\.jsonl is a single file and has no splits"),
-        ("rows.jsonl", {"args": {"count": 1}}, r"dataset.args=.* has no use for rows\.jsonl"),
+        ("rows.jsonl", {"args": {"count": 1}}, r"dataset.args=.* cannot be used with rows\.jsonl"),
         ("hub", {"split": "tset"}, r"hub has the splits test, train; did you mean 'test'\?"),
         ("dict", {"split": "dev"}, r"dict has the splits test, train"),
         ("parts", {"split": "test"}, r"parts has no splits; remove split"),

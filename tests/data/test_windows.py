@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from posttrain.batch import packing_metrics
 from posttrain.data import windows
-from posttrain.data.format import Example
+from posttrain.data.format import TokenizedExample
 from posttrain.data.packing import sequence, to_batch
 from posttrain.data.windows import LOOK_AHEAD, PackedBatches, Window
 from tests.data.batches import efficiency, sequences
@@ -29,7 +29,7 @@ LENGTHS = dict.fromkeys(("tokens", "loss_weight"), ROW_TOKENS)
 def arrays(number: int, length: int) -> dict[str, np.ndarray] | None:
     """Sequence `number`, of which each token is known; of no length: left out."""
     tokens = np.arange(1000 * number, 1000 * number + length, dtype=np.int32)
-    return sequence(Example(tokens, np.arange(length) > length // 3)) if length else None
+    return sequence(TokenizedExample(tokens, np.arange(length) > length // 3)) if length else None
 
 
 def batches(lengths: list[int], *, endless: bool = False, shuffle: bool = False, **changes: Any) -> PackedBatches:

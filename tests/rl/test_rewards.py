@@ -194,7 +194,7 @@ def test_steps_without_any_reward_end_the_run_unless_one_comes_between() -> None
         watch.check(step, rewards)
     watch.check(5, nothing)
     with pytest.raises(
-        RunError, match="step 6: no sample has a reward, in 2 steps in a row.*the functions return None"
+        RunError, match="step 6: no sample has a reward for 2 consecutive steps.*the functions return None"
     ):
         watch.check(6, nothing)
 
@@ -297,7 +297,7 @@ def test_missing_columns_are_found_without_a_call() -> None:
 
 def test_one_function_twice_needs_a_name() -> None:
     once = Reward(function=length, weight=1.0, timeout_s=60.0)
-    with pytest.raises(ConfigError, match="the name 'length' stands twice.*give one of them a name"):
+    with pytest.raises(ConfigError, match="the name 'length' is used twice.*set `name` of one of them"):
         Rubric([once, once])
     rewards = run_async(Rubric([once, dataclasses.replace(once, name="again", weight=2.0)]).score(groups(TEXTS)))
     assert_array_equal(rewards.total_PG, [[3.0, 6.0], [9.0, 0.0]])

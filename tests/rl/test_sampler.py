@@ -13,7 +13,7 @@ from posttrain.config import SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
-from posttrain.rl.sampler import Aborted, Sampler, Unfinished, collect, collect_some, due_groups, resumable
+from posttrain.rl.sampler import PartialGroup, RolloutAborted, Sampler, collect, collect_some, due_groups, resumable
 from posttrain.rollout.engine import NativeEngine
 from tests.rl.helpers import example
 from tests.tiny import tiny_model
@@ -99,7 +99,7 @@ def test_a_step_waits_for_the_groups_that_are_due(sampler: Sampler) -> None:
         groups = await collect(sampler, examples, GROUP, 0)
         longest = [max(t.num_sampled for t in group) for group in groups]
         slow = max(range(6), key=longest.__getitem__)
-        left = [Unfinished(example=examples[slow], step=0, prompt=slow)]
+        left = [PartialGroup(example=examples[slow], step=0, prompt=slow)]
         for max_staleness, due in ((2, False), (1, True)):
             new = [one for one in examples if one.index != slow]
             found, _ = await collect_some(sampler, new, GROUP, 1, enough=1, max_staleness=max_staleness, carried=left)
@@ -117,7 +117,7 @@ def test_an_aborted_sample_is_no_answer(sampler: Sampler) -> None:
         while engine.num_free == engine.slots:
             await asyncio.sleep(0)
         assert engine.abort() == GROUP
-        with pytest.raises(Aborted, match="use collect_some"):
+        with pytest.raises(RolloutAborted, match="use collect_some"):
             await groups
 
     asyncio.run(abort_all())
@@ -131,7 +131,7 @@ def test_an_engine_that_cannot_go_on(sampler: Sampler) -> None:
 
         def close(self) -> None: ...
 
-    with pytest.raises(ConfigError, match="prompts_ahead: Plain has no generate_some"):
+    with pytest.raises(ConfigError, match="oversample_prompts: Plain has no generate_some"):
         asyncio.run(collect_some(replace(sampler, engine=Plain()), [numbered(0)], GROUP, 0, enough=1, max_staleness=1))
     assert resumable(sampler.engine) is sampler.engine
 

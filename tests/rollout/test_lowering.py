@@ -10,7 +10,7 @@ from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
 from posttrain.rollout.decoding import Loaded
-from posttrain.rollout.programs import Prompts, Rows, decode, prefill
+from posttrain.rollout.programs import DecodeRows, Prompts, decode, prefill
 from posttrain.rollout.runner import Runner
 from posttrain.rollout.shapes import Expected, Shapes
 from posttrain.weights.state import ModelWeights
@@ -27,11 +27,11 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
     return Runner(Shapes(4, 1, 256, 8), blocks=32, record=False, vocab_size=512)
 
 
-def examples(runner: Runner) -> list[Prompts | Rows]:
+def examples(runner: Runner) -> list[Prompts | DecodeRows]:
     return runner.examples([Expected(params=params())], rereads=True)
 
 
-def lowered(runner: Runner, example: Prompts | Rows) -> str:
+def lowered(runner: Runner, example: Prompts | DecodeRows) -> str:
     model = tiny_model(num_layers=4, windows=(None, 5), head_dim=128, dtype=jnp.bfloat16)
     source = ModelWeights(model)
     loaded = Loaded.of(source, source.read(), 0)
@@ -50,7 +50,7 @@ def lowered(runner: Runner, example: Prompts | Rows) -> str:
 
 
 def test_decoding_reads_pages_in_place(runner: Runner) -> None:
-    text = lowered(runner, next(rows for rows in examples(runner) if isinstance(rows, Rows)))
+    text = lowered(runner, next(rows for rows in examples(runner) if isinstance(rows, DecodeRows)))
     # One for each layer of the pattern, which is scanned.
     assert text.count("stablehlo.custom_call @tpu_custom_call") == 2
     # No page is gathered within the loop, nor a layer sliced out of the pool: [R, D, P, page, 2 K, H].

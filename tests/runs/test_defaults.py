@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import posttrain as pt
-from posttrain.config import RunConfig, SampledSection
+from posttrain.config import OnlineSection, RunConfig
 from posttrain.config.yaml_file import load_config
 from posttrain.runs.lengths import fit_lengths
 
@@ -45,7 +45,7 @@ def test_yaml_and_python_have_the_same_defaults(kind: str, lora: bool, tmp_path:
     rate = written.stages[0].optimizer.learning_rate
     assert rate == pytest.approx({"sft": 2e-5, "distill": 2e-5, "reward_model": 1e-5}.get(kind, 1e-6) * 10**lora)
     more: dict[str, Any] = {"optimizer": {"warmup_steps": 1}}
-    more |= {"sampling": {"max_tokens": 30}} if isinstance(written.stages[0], SampledSection) else {"num_epochs": 2.5}
+    more |= {"sampling": {"max_tokens": 30}} if isinstance(written.stages[0], OnlineSection) else {"num_epochs": 2.5}
     changed, called = both(kind, tmp_path, model, **more)
     assert changed == called != written
     assert changed.stages[0].optimizer.learning_rate == rate
@@ -54,7 +54,7 @@ def test_yaml_and_python_have_the_same_defaults(kind: str, lora: bool, tmp_path:
 def lengths(kind: str, context: int, tmp_path: Path, **fields: Any) -> tuple[int, int]:
     config, _ = both(kind, tmp_path, {"path": "student"}, **fields)
     stage = fit_lengths(config, context).stages[0]
-    return stage.row_tokens, stage.sampling.max_tokens if isinstance(stage, SampledSection) else 0
+    return stage.row_tokens, stage.sampling.max_tokens if isinstance(stage, OnlineSection) else 0
 
 
 def test_default_lengths_fit_the_model(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_default_lengths_fit_the_model(tmp_path: Path) -> None:
         rl(512, sampling={"max_tokens": 600})
     config, _ = both("rl", tmp_path, {"path": "student"}, eval_sampling={"temperature": 0.5})
     evaluation = fit_lengths(config, 512).stages[0]
-    assert isinstance(evaluation, SampledSection) and evaluation.eval_sampling is not None
+    assert isinstance(evaluation, OnlineSection) and evaluation.eval_sampling is not None
     assert (evaluation.eval_sampling.max_tokens, evaluation.eval_sampling.temperature) == (256, 0.5)
 
 

@@ -53,7 +53,7 @@ def two_stages(folder: Path, *, adapted: bool) -> Path:
     more = {"eval_dataset": held_out, "eval_every": 4} if adapted else {}
     sft = sft_stage(num_steps=STEPS, checkpoint_every=1, packing=True, **more)
     ends = {"max_tokens": 6, "stop_token_ids": [*range(0, 260, 4)]}
-    ahead = {"prompts_ahead": 3, "sampling": ends, "rollout": {"decode_steps": 2}} if adapted else {}
+    ahead = {"oversample_prompts": 3, "sampling": ends, "rollout": {"decode_steps": 2}} if adapted else {}
     rl = rl_stage(
         num_steps=STEPS, checkpoint_every=2, kl_coef=0.1, old_logps="trainer", samples_every=1000, **more, **ahead
     )
@@ -75,7 +75,7 @@ def interrupt_at(file: Path, output: Path, stage: str, step: int) -> int:
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130, out
-    assert "stopping after this step" in out and "the same command resumes there" in out
+    assert "stopping after this step" in out and "run the same command again to resume" in out
     assert "Traceback" not in out
     last = steps(output, stage)[-1]
     assert step <= last < STEPS and (output / stage / "checkpoints" / str(last)).is_dir()
@@ -135,7 +135,7 @@ def test_adapters_interrupted_and_resumed(tmp_path: Path) -> None:
     stopped = posttrain("run", halves)
     # A slow evaluation leaves a line before this one.
     assert stopped.code == 130 and stopped.err.splitlines()[-1] == (
-        "stopped after step 2 of 4; the same command resumes there"
+        "stopped after step 2 of 4; run the same command again to resume"
     )
     assert posttrain("run", halves).code == 0
     outputs = [folder.parent / "out" for folder in (whole, halves)]

@@ -25,7 +25,7 @@ def test_every_program_is_compiled_once(tmp_path: Path, lora: dict[str, Any] | N
         sampling={"max_tokens": 12, "stop": STOPS},
         rollout={"warm_up": True},
         samples_every=8,
-        prompts_ahead=0 if lora else 1,
+        oversample_prompts=0 if lora else 1,
     )
     file = write_run(tmp_path, sft, rl, model={"init": INIT, "tokenizer": "bytes", "lora": lora})
     rows = [{"prompt": f"{'9' * (i % 14)}+1=", "completion": "1" * (1 + i % 9)} for i in range(24)]

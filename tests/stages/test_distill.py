@@ -169,7 +169,7 @@ def test_from_python(folder: Path) -> None:
         )
         section = run.config.stages[0]
         assert section.kind == "distill" and section.teachers[0].path == "teacher" and section.beta == 0.5
-        with pytest.raises(ValueError, match="give teacher, or several as teachers"):
+        with pytest.raises(ValueError, match="set teacher, or teachers for several"):
             posttrain.Distill({"init": INIT}, "teacher", "rows.jsonl", teachers=[{"path": "x"}])
 
 

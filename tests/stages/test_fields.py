@@ -26,15 +26,15 @@ from posttrain.losses.reduce import ConstantLength, token_mean
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.mesh import single_device_mesh
 from posttrain.rl.advantages import centered
-from posttrain.rl.partial import PromptsAhead
-from posttrain.rl.sampler import Sampler, Unfinished, sampling_params
+from posttrain.rl.partial import OversampledPrompts
+from posttrain.rl.sampler import PartialGroup, Sampler, sampling_params
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runs.prepare import prepare
 from posttrain.stages.distill import cache_folders, terms_of
 from posttrain.stages.online import eval_sampling
 from posttrain.stages.prepared import Prepared
 from posttrain.stages.prompts import RLInputs
-from posttrain.stages.sequences import SFTInputs
+from posttrain.stages.sequences import SequenceInputs
 from posttrain.train.optim import make_optimizer
 from posttrain.weights.load import init_model
 from posttrain.weights.save import save_model
@@ -60,9 +60,9 @@ def rl(folder: Path, *overrides: str) -> RLInputs:
     return inputs
 
 
-def sft(folder: Path, *overrides: str) -> SFTInputs:
+def sft(folder: Path, *overrides: str) -> SequenceInputs:
     inputs = prepared(folder, *(f"stages.sft.{text}" for text in overrides)).stages[0]
-    assert isinstance(inputs, SFTInputs)
+    assert isinstance(inputs, SequenceInputs)
     return inputs
 
 
@@ -92,22 +92,22 @@ def test_importance_sampling(folder: Path) -> None:
     penalties = ("repetition_penalty=1.1", "presence_penalty=0.1", "frequency_penalty=0.1")
     others = ("top_k=3", "top_p=0.9", "min_p=0.1", "logit_bias={5: 1.0}", "allowed_token_ids=[5, 6]")
     changes = (*penalties, *others)
-    for override in (*(f"sampling.{change}" for change in changes), "rollout.quantize=int8", "prompts_ahead=2"):
+    for override in (*(f"sampling.{change}" for change in changes), "rollout.quantize=int8", "oversample_prompts=2"):
         assert rl(folder, override).algorithm.loss.importance == ImportanceSampling(), override
     never = rl(folder, "sampling.top_k=3", "importance_sampling.apply=never")
     assert never.algorithm.loss.importance is None
     given = "importance_sampling={apply: always, level: sequence_mean, bound: mask, low: 0.5, high: 3.0}"
     expected = ImportanceSampling(level="sequence_mean", bound="mask", low=0.5, high=3.0)
     assert rl(folder, given).algorithm.loss.importance == expected
-    with pytest.raises(ConfigError, match="masks nothing; give one of them"):
+    with pytest.raises(ConfigError, match="masks nothing; set one of them"):
         rl(folder, "importance_sampling={apply: always, bound: mask, high: null}")
-    with pytest.raises(ConfigError, match="prompts_ahead=9 with prompts_per_step=2 .* max_staleness=4 .* it to 5"):
-        rl(folder, "prompts_ahead=9")
+    with pytest.raises(ConfigError, match="oversample_prompts=9 with prompts_per_step=2 .* max_staleness=4 .* it to 5"):
+        rl(folder, "oversample_prompts=9")
     with pytest.raises(
         ConfigError, match="importance_sampling.high without effect: apply=auto and samples of the same"
     ):
         rl(folder, "importance_sampling.high=3.0")
-    with pytest.raises(ConfigError, match="max_staleness=2 has no effect without prompts_ahead"):
+    with pytest.raises(ConfigError, match="max_staleness=2 has no effect without oversample_prompts"):
         rl(folder, "max_staleness=2")
 
 
@@ -211,7 +211,7 @@ def test_last_turn_only(folder: Path) -> None:
         sft(folder, "last_turn_only=true", "train_on_prompt=true")
 
 
-def batch(inputs: SFTInputs, seed: int = 0) -> dict[str, Any]:
+def batch(inputs: SequenceInputs, seed: int = 0) -> dict[str, Any]:
     made = next(SFTBatches(inputs.section, inputs.rows, inputs.renderer, seed=seed, mixed=inputs.mixed))
     return {"tokens": made.tokens, "loss_weight": made.loss_weight, "segments": made.segments}
 
@@ -316,11 +316,11 @@ def test_rows_of_prompts_that_are_left_out_are_never_drawn(folder: Path) -> None
     with pytest.raises(ConfigError, match="cannot resume: prompts was '24 rows"):
         prompts([3, 5, 7, 9]).restore(prompts(None).state())
     examples = [inputs.examples[index] for index in (3, 5, 7, 9)]
-    ahead = PromptsAhead(prompts([3, 5, 7, 9]), examples, 4)
-    ahead.left = [Unfinished(example=examples[2], step=1, prompt=0)]
-    resumed = PromptsAhead(prompts([3, 5, 7, 9]), examples, 4)
+    ahead = OversampledPrompts(prompts([3, 5, 7, 9]), examples, 4)
+    ahead.unfinished = [PartialGroup(example=examples[2], step=1, prompt=0)]
+    resumed = OversampledPrompts(prompts([3, 5, 7, 9]), examples, 4)
     resumed.restore(ahead.state())
-    assert [group.example.index for group in resumed.left] == [7]
+    assert [group.example.index for group in resumed.unfinished] == [7]
 
 
 @pytest.mark.parametrize(
@@ -358,10 +358,10 @@ def test_distillation(folder: Path, tmp_path: Path) -> None:
     base = {"kind": "distill", "teachers": [teacher], "beta": 0.3, "temperature": 2.0, "cross_entropy": 0.25}
     file = write_run(tmp_path, sft_stage(**base))
 
-    def inputs(*overrides: str) -> SFTInputs:
+    def inputs(*overrides: str) -> SequenceInputs:
         loaded = load_config(file, overrides)
         found = prepare(loaded.config, loaded.base_dir, offline_ok=False).stages[0]
-        assert isinstance(found, SFTInputs)
+        assert isinstance(found, SequenceInputs)
         return found
 
     assert inputs().loss == DistillLoss(0.25)

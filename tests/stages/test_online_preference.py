@@ -13,7 +13,7 @@ from posttrain.config.yaml_file import load_config
 from posttrain.errors import ConfigError
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.runs.prepare import prepare
-from posttrain.stages.prompts import OnlineInputs
+from posttrain.stages.prompts import OnlinePreferenceInputs
 from tests.stages.runs import INIT, lines, posttrain, rl_stage, steps, weights, write_run
 
 STAGE = "0-online_preference"
@@ -23,11 +23,11 @@ def online_stage(**changes: Any) -> dict[str, Any]:
     return rl_stage(**{"kind": "online_preference", "row_tokens": 32, "micro_batch_rows": 1, **changes})
 
 
-def inputs_of(folder: Path, *overrides: str) -> OnlineInputs:
+def inputs_of(folder: Path, *overrides: str) -> OnlinePreferenceInputs:
     file = write_run(folder, online_stage())
     loaded = load_config(file, [f"stages.0.{text}" for text in overrides])
     made = prepare(loaded.config, loaded.base_dir, offline_ok=False).stages[0]
-    assert isinstance(made, OnlineInputs)
+    assert isinstance(made, OnlinePreferenceInputs)
     return made
 
 

@@ -20,12 +20,12 @@ from posttrain.config import ModelSection, PreferenceSection
 from posttrain.config.yaml_file import load_config
 from posttrain.data.pairs import ComparisonBatches, Units
 from posttrain.errors import ConfigError
-from posttrain.evaluation.pairs import Evaluation, calibration_error
+from posttrain.evaluation.pairs import PairEvaluation, calibration_error
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss
 from posttrain.metrics import CompileCounter
 from posttrain.runs.prepare import prepare
-from posttrain.stages.pairs import JudgedInputs, shares_prompts
+from posttrain.stages.pairs import PairInputs, shares_prompts
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import init_model
 from tests.runs.test_resume import finish, kill_at
@@ -156,10 +156,10 @@ def test_killed_ends_as_never_stopped(tmp_path: Path) -> None:
     assert weights(output, "0-preference") == weights(tmp_path / "whole" / "out", "0-preference")
 
 
-def inputs_of(folder: Path, **changes: Any) -> JudgedInputs:
+def inputs_of(folder: Path, **changes: Any) -> PairInputs:
     loaded = load_config(write_pairs(folder, preference_stage(**changes)))
     made = prepare(loaded.config, loaded.base_dir, offline_ok=False).stages[0]
-    assert isinstance(made, JudgedInputs)
+    assert isinstance(made, PairInputs)
     return made
 
 
@@ -339,7 +339,7 @@ def test_held_out_losses_do_not_depend_on_batch_rows(tmp_path: Path) -> None:
     for rows in (2, 8):
         made = inputs_of(tmp_path, loss="orpo", batch_rows=rows, packing=False)
         trainer = Trainer(model, made.loss, optax.sgd(0.0), temperature=1.0, max_grad_norm=1.0)
-        evaluate = Evaluation(trainer, made.loss, made.units, lambda batch: batch)
+        evaluate = PairEvaluation(trainer, made.loss, made.units, lambda batch: batch)
         found.append(evaluate()["metrics"])
         counter = CompileCounter()
         assert evaluate()["metrics"] == found[-1]
@@ -357,10 +357,10 @@ def test_prompts_are_what_is_independent(tmp_path: Path) -> None:
         made = inputs_of(tmp_path, loss=loss)
         (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         made = prepare(load_config(tmp_path / "run.yaml").config, tmp_path, offline_ok=False).stages[0]
-        assert isinstance(made, JudgedInputs)
+        assert isinstance(made, PairInputs)
         model = init_model({**INIT, "vocab_size": 261}, dtype=jnp.float32, seed=0)
         trainer = Trainer(model, made.loss, optax.sgd(0.0), temperature=1.0, max_grad_norm=1.0)
-        found = Evaluation(trainer, made.loss, made.units, lambda batch: batch)._prompts(np.arange(len(made.units)))
+        found = PairEvaluation(trainer, made.loss, made.units, lambda batch: batch)._prompts(np.arange(len(made.units)))
         np.testing.assert_array_equal(found, np.repeat(np.arange(10) % 5, per_row))
 
 

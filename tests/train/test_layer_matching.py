@@ -223,7 +223,7 @@ def test_eight_devices_give_the_update_of_one(update: Any) -> None:
 
 def test_what_learns_and_what_does_not(whole: Trainer, update: Any) -> None:
     """The projections and the student; the teacher stays as it is."""
-    for path, w in whole._taught[0].items():
+    for path, w in whole._teacher_weights[0].items():
         assert_array_equal(w, ModelWeights(teacher()).read()[path])
     for layer in (0, 1):
         assert np.abs(update[0][f"matching.{layer}.projection"]).max() > 1e-4

@@ -16,7 +16,7 @@ from jaxtyping import Int
 from posttrain.batch import TopK
 from posttrain.config import DatasetSection
 from posttrain.data.chat import Message, Renderer
-from posttrain.data.format import Example, LossOn, render_answer, tokenize_example
+from posttrain.data.format import LossOn, TokenizedExample, render_answer, tokenize_example
 from posttrain.data.packing import fill_rows
 from posttrain.distill.cross_tokenizer.align import Pairs, pair, runs
 from posttrain.distill.cross_tokenizer.merged import SharedTokens, back_of
@@ -71,7 +71,7 @@ class Aligner:
         """Align a tokenised row. A student token has a target where the teacher's aligned token maps to it."""
         section, renderer = self.renderers[dataset]
         theirs = tokenize_example(row, section, renderer, self.loss_on)
-        return self._paired(Example(sequence["tokens"], sequence["loss_weight"] > 0), theirs)
+        return self._paired(TokenizedExample(sequence["tokens"], sequence["loss_weight"] > 0), theirs)
 
     def align_sample(
         self, dataset: int, messages: Sequence[Message], tokens: Sequence[int], sampled: Sequence[bool]
@@ -81,10 +81,10 @@ class Aligner:
         # A character of which the student sampled only the first bytes is no text.
         answer: Message = {**turn, "content": str(turn["content"]).rstrip("\ufffd")}
         theirs = render_answer(prompt, [answer], self.renderers[dataset][1])
-        mine = Example(np.asarray(tokens, np.int32), np.asarray(sampled, bool))
-        return self._paired(mine, Example(np.asarray(theirs.tokens, np.int32), np.asarray(theirs.mask, bool)))
+        mine = TokenizedExample(np.asarray(tokens, np.int32), np.asarray(sampled, bool))
+        return self._paired(mine, TokenizedExample(np.asarray(theirs.tokens, np.int32), np.asarray(theirs.mask, bool)))
 
-    def _paired(self, own: Example, its: Example) -> Aligned:
+    def _paired(self, own: TokenizedExample, its: TokenizedExample) -> Aligned:
         tokens, mask = its.tokens[: self.row_tokens], its.loss_mask[: self.row_tokens]
         mine = own.tokens
         own_stops, its_stops = self.student.tokenizer.stop_ids, self.teacher.tokenizer.stop_ids

@@ -17,7 +17,7 @@ from posttrain.data.tokenizer import Tokenizer
 from posttrain.distill.cross_tokenizer.merged import SharedTokens
 from posttrain.distill.cross_tokenizer.rows import Aligned, Aligner
 from posttrain.distill.cross_tokenizer.vocabulary import Vocabulary, VocabularyMap
-from posttrain.distill.teachers import Scorer, TeacherSource
+from posttrain.distill.teachers import TeacherSource, TopKScorer
 from posttrain.errors import ConfigError
 
 LOOKED_AT = 300
@@ -146,7 +146,9 @@ def theirs(made: Mapping[str, np.ndarray]) -> Arrays:
     return {"tokens": made["teacher_tokens"], "loss_weight": (made["asked"] != 0).astype(np.float32)}
 
 
-def aligned_scorer(aligner: Aligner, score: Scorer) -> Callable[[Sequence[Mapping[str, np.ndarray]]], Iterator[TopK]]:
+def aligned_scorer(
+    aligner: Aligner, score: TopKScorer
+) -> Callable[[Sequence[Mapping[str, np.ndarray]]], Iterator[TopK]]:
     """Make a scorer of `aligned_tokenizer` sequences that returns top-k in the student's tokens."""
 
     def scored(sequences: Sequence[Mapping[str, np.ndarray]]) -> Iterator[TopK]:
