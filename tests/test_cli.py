@@ -48,10 +48,10 @@ def test_check_says_what_is_not_as_written(folder: Path) -> None:
     fits = posttrain("check", folder / "run.yaml", "mesh={fsdp: 2}", "--devices", "2", "stages.sft.micro_batch_rows=2")
     assert "becomes" not in fits.out and "(2 micro-batches)" in fits.out
     left_out = posttrain("check", folder / "run.yaml", "stages.sft.overlong=drop", "stages.sft.row_tokens=7")
-    note = f"rows of {folder / 'rows.jsonl'} are left out: longer than row_tokens=7 (overlong: drop)"
+    note = f"rows of {folder / 'rows.jsonl'} are dropped: longer than row_tokens=7 (overlong: drop)"
     assert f"0-sft: 15 of 24 {note}\n" in left_out.out
     none = posttrain("check", folder / "run.yaml", "stages.sft.overlong=drop", "stages.sft.row_tokens=3")
-    assert "stages.0: every row of" in none.error and "is left out as longer than row_tokens=3" in none.error
+    assert "stages.0: every row of" in none.error and "is dropped as longer than row_tokens=3" in none.error
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_other_text_of_a_function_in_the_same_folder(finished: tuple[Path, str])
     text = rewards.read_text()
     rewards.write_text(text.replace("t < 128", "t < 64"))
     error = posttrain("run", file).error
-    assert f"{file.parent / 'out'} holds a run that began with other code of stages.1.rewards.0.fn=" in error
+    assert f"{file.parent / 'out'} was started with other code of stages.1.rewards.0.fn=" in error
     assert "give another output to run with the new code" in error
     rewards.write_text(text + "\n\ndef another():\n    return 1\n")
     assert posttrain("run", file).code == 0

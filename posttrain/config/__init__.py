@@ -1,4 +1,4 @@
-"""Typed run configurations: what a YAML file or a Python call may say, section by section."""
+"""Typed configuration of a run, section by section: the same for YAML files and Python keywords."""
 
 from posttrain.config.base import (
     AttentionKernel,

@@ -1,4 +1,4 @@
-"""What every section of a configuration is: validated fields, and errors for people."""
+"""Base class of configuration sections: validated fields with readable errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 def _from_words(value: object) -> object:
-    """YAML 1.1's other words for true and false, which people still write."""
+    """Convert YAML 1.1's other words for true and false, which are still in use."""
     return WORDS.get(value.lower(), value) if isinstance(value, str) else value
 
 
@@ -23,7 +23,7 @@ WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "of
 Flag = Annotated[bool, BeforeValidator(_from_words)]
 Text = Annotated[str, Field(min_length=1)]
 ListOf: TypeAlias = Annotated[tuple[T, ...], Field(strict=False)]
-"""What YAML writes as a list. The items are as strict as everything else."""
+"""List in YAML, tuple in Python. Items are validated strictly."""
 
 URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:/")
 
@@ -31,14 +31,14 @@ URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:/")
 def _local(path: str) -> str:
     if URL.match(path):
         raise ValueError(
-            f"{path} is a URL, and runs write to folders only; give a folder (a mounted bucket is one), and copy it to "
+            f"{path} is a URL, and runs write to folders only; set a folder (a mounted bucket is one), and copy it to "
             "the bucket afterwards"
         )
     return path
 
 
 LocalPath = Annotated[Text, AfterValidator(_local)]
-"""A folder on this machine."""
+"""Local folder; URLs are refused."""
 
 AttentionKernel = Literal["auto", "reference", "blockwise", "splash", "tokamax", "cudnn"]
 DecodeAttention = Literal["auto", "rows", "gather", "ragged"]
@@ -49,9 +49,9 @@ RolloutQuantize = Literal["none", "int8", "fp8"]
 
 
 class Section(BaseModel):
-    """A part of a configuration: unknown keys are errors, values are checked, instances are frozen.
+    """Section of a configuration: unknown keys are errors, values are validated, instances are frozen.
 
-    Types are those of YAML: true is no number, 1 is not true, and a number is finite.
+    Types are those of YAML: true is not a number, 1 is not true, and numbers are finite.
     """
 
     model_config = ConfigDict(

@@ -1,4 +1,4 @@
-"""Distillation and its teachers."""
+"""Distillation stages and their teachers."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ from posttrain.config.train import SequenceSection
 
 
 class DistillSection(SequenceSection):
-    """The student learns the distribution of its teachers, GKD (arXiv:2306.13649)."""
+    """Distillation: the student is trained on the token distributions of its teachers, GKD (arXiv:2306.13649)."""
 
     kind: Literal["distill"] = "distill"
     teachers: Annotated[ListOf[TeacherSection], Field(min_length=1)]
-    """Models with the student's tokens, or aligned to them; several need `teacher_column`."""
+    """Teacher models, with the student's tokenizer or aligned to it; several need `teacher_column`."""
     teacher_column: str | None = None
-    """Column that names a row's teacher, or maps names to weights."""
+    """Dataset column with the name of a row's teacher, or a mapping of names to weights."""
     beta: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """0: forward KL, from teacher to student. 1: reverse KL. Between: generalised Jensen-Shannon divergence."""
+    """Divergence. 0: forward KL (teacher || student). 1: reverse KL. Between: generalised Jensen-Shannon divergence."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Of both distributions in the divergence."""
+    """Temperature of both distributions in the divergence."""
     cross_entropy: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the loss that is the log-likelihood of the text itself."""
+    """Weight of the cross-entropy on the text in the loss; the divergence has the rest."""
     uld_weight: Annotated[float, Field(ge=0)] | None = None
-    """With a teacher of `tokenizer: gold`, beside the divergence: of the L1 distance of the sorted probabilities of
-    tokens that only one vocabulary has; default 1."""
+    """Weight of the L1 distance of sorted probabilities (ULD) over tokens that only one vocabulary has, added to the
+    divergence; default 1. Only with a teacher of `tokenizer: gold`."""
     features: FeaturesSection | None = None
-    """Learn from the teacher's layers as well; one teacher, in the step."""
+    """Match hidden states or attention relations of the teacher's layers too; needs a single teacher in the training
+    step."""
     cache: LocalPath | None = None
-    """Folder of what the teachers said, which `posttrain distill --cache` writes: training then needs no teacher."""
+    """Folder of cached teacher top-k, written by `posttrain distill --cache`; training then loads no teacher."""
     top_k: PositiveInt | None = None
-    """Most probable tokens of each place in a cache, or of a teacher outside of the step (`url`, `mesh`,
-    `tokenizer: align` or `gold`); default 64; the others are there by their sum."""
+    """Number of most probable tokens per position kept from a cache or from a teacher outside of the training step
+    (`url`, `mesh`, `tokenizer: align` or `gold`), plus the sum of the others; default 64."""
 
     on_policy: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the steps whose completions the student samples itself, one for each of `batch_rows` prompts; with 1
-    the dataset needs no completions (but with a teacher of `tokenizer: gold`: they show what it teaches), and
-    evaluation too is on samples."""
+    """Fraction of steps on completions sampled from the student, one for each of `batch_rows` prompts. With 1 the
+    dataset needs no completions (except with a teacher of `tokenizer: gold`, to measure the alignment), and evaluation
+    uses samples too."""
     sampling: SamplingSection | None = None
-    """How the student's completions are drawn."""
+    """Sampling of the student's completions."""
     rollout: RolloutSection = RolloutSection()
 
     @model_validator(mode="wrap")
@@ -80,7 +81,7 @@ class DistillSection(SequenceSection):
                 "cache: it holds what teachers said of the dataset, not of samples; remove it or on_policy"
             )
         if self.mix:
-            raise ValueError("mix: prompts are drawn from one dataset; remove mix or on_policy")
+            raise ValueError("mix: prompts are sampled from one dataset; remove mix or on_policy")
         return self
 
     @model_validator(mode="after")
@@ -88,9 +89,9 @@ class DistillSection(SequenceSection):
         if self.features is None:
             return self
         if self.cache is not None:
-            raise ValueError("features: a cache holds what teachers say, and none of their layers; remove one of both")
+            raise ValueError("features: a cache holds the teachers' top-k, not their layers; remove one of both")
         if len(self.teachers) > 1:
-            raise ValueError(f"features: are of one teacher, and there are {len(self.teachers)}; keep one")
+            raise ValueError(f"features: need a single teacher, and there are {len(self.teachers)}; keep one")
         teacher = self.teachers[0]
         if teacher.outside:
             where = (
@@ -112,9 +113,7 @@ class DistillSection(SequenceSection):
             raise ValueError("teachers: tokenizer: align (or gold) is for completions; set train_on_prompt to false")
         self._check_groups()
         if self.top_k is not None and self.cache is None and not any(teacher.outside for teacher in self.teachers):
-            raise ValueError(
-                f"top_k={self.top_k} is of a cache or of teachers outside of the step, and there is none; leave it out"
-            )
+            raise ValueError(f"top_k={self.top_k} needs a cache or a teacher outside of the training step; remove it")
         if self.sampling is not None:
             check_teachers(self.teachers, self.teacher_column, self.sampling.temperature, samples=True, groups=True)
         return self
@@ -122,7 +121,7 @@ class DistillSection(SequenceSection):
     def _check_groups(self) -> None:
         gold = any(teacher.tokenizer == "gold" for teacher in self.teachers)
         if self.uld_weight is not None and not gold:
-            raise ValueError(f"uld_weight={self.uld_weight} is of a teacher with tokenizer: gold; leave it out")
+            raise ValueError(f"uld_weight={self.uld_weight} needs a teacher with tokenizer: gold; remove it")
         if gold and len(self.teachers) > 1:
             raise ValueError(
                 f"teachers: tokenizer: gold is for one teacher, and there are {len(self.teachers)}; use align"

@@ -1,4 +1,4 @@
-"""Distillation from what is inside of a teacher: its hidden states, and the relations that its attention makes."""
+"""Feature distillation: hidden states and attention relations of a teacher's layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _layer_map(value: Any) -> LayerMap:
     if value in ("uniform", "last"):
         return value
     if isinstance(value, dict):
-        # A saved configuration has keys as text.
+        # Dumped configurations have string keys.
         value = {int(key) if isinstance(key, str) and key.isdecimal() else key: other for key, other in value.items()}
     numbers = [n for pair in value.items() for n in pair] if isinstance(value, dict) else []
     if numbers and all(type(n) is int and n >= 0 for n in numbers):
@@ -31,31 +31,33 @@ Weight = Annotated[float, Field(gt=0)]
 
 
 class HiddenFeatures(Section):
-    """Hidden states, arXiv:1909.10351."""
+    """Hidden-state matching, arXiv:1909.10351 (TinyBERT)."""
 
     layers: Layers = "uniform"
-    """Which layer of the student learns from which of the teacher, from 0 on; `uniform`: all of the student's from
-    layers at equal distances, the last from the last; `last`: this pair alone."""
+    """Mapping of student layers to teacher layers, from 0. `uniform`: all student layers to evenly spaced teacher
+    layers, the last to the last; `last`: only the last pair."""
     weight: Weight = 1.0
-    """Of the mean over the pairs, in the loss."""
+    """Weight in the loss of the mean over the pairs of layers."""
     loss: Literal["mse", "cosine"] = "cosine"
-    """1 - cosine, or the mean squared difference, which has the scale of the teacher's hidden states."""
+    """Distance of hidden states: 1 - cosine similarity, or the mean squared error, which depends on the teacher's
+    scale."""
     project: Flag = True
-    """Through a learned matrix for each pair, which is no part of the student; false needs equal widths."""
+    """Learn a projection per pair of layers, which is not part of the student; false requires equal widths."""
 
 
 class AttentionFeatures(Section):
-    """Relations among the queries, the keys and the values of tokens, MiniLMv2, arXiv:2012.15828."""
+    """Self-attention relation matching, MiniLMv2, arXiv:2012.15828."""
 
     layers: Layers = "last"
-    """As of `hidden`."""
+    """Mapping of student layers to teacher layers, as in `hidden`."""
     weight: Weight = 1.0
-    """Of the mean over pairs, relations and heads, in the loss."""
+    """Weight in the loss of the mean over pairs of layers, relations and heads."""
     relations: Annotated[ListOf[Literal["q", "k", "v"]], Field(min_length=1)] = ("q", "k", "v")
-    """Among queries, keys or values: KL(teacher || student) of softmax(x x^T / sqrt(size)) over the tokens before."""
+    """Relations to match, of queries, keys and values: KL(teacher || student) of softmax(x x^T / sqrt(size)) over
+    previous tokens."""
     heads: PositiveInt | None = None
-    """Into how many heads both are split, whatever the models have; by default as many as the student has, where the
-    teacher's can be split so."""
+    """Number of relation heads into which both models are split; by default the student's heads, if they divide the
+    teacher's width."""
 
     @model_validator(mode="after")
     def _once(self) -> AttentionFeatures:
@@ -65,15 +67,15 @@ class AttentionFeatures(Section):
 
 
 class FeaturesSection(Section):
-    """What of the one teacher's layers the student learns beside its distribution, at the tokens with loss."""
+    """Feature distillation: teacher layers to match at the tokens with loss, in addition to the distribution."""
 
     hidden: HiddenFeatures | None = None
-    """Hidden states of layers: what each hands to the next."""
+    """Hidden states at the output of layers."""
     attention: AttentionFeatures | None = None
     """Relations among tokens in the attention of layers."""
 
     @model_validator(mode="after")
     def _any(self) -> FeaturesSection:
         if self.hidden is None and self.attention is None:
-            raise ValueError("give hidden or attention, or both; {} takes the defaults: {hidden: {}}")
+            raise ValueError("set hidden or attention, or both; {} takes the defaults: {hidden: {}}")
         return self

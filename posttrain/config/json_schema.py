@@ -1,4 +1,4 @@
-"""JSON schema of a configuration file, for completion and checks in editors."""
+"""JSON schema of a configuration file, for completion and validation in editors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ JsonObject = dict[str, Any]
 
 
 def json_schema() -> JsonObject:
-    """Return the schema of both forms of a file: with `stages:`, or with `kind:` and the fields of one stage.
+    """Make the schema of both forms of a file: with `stages:`, or with `kind:` and the fields of one stage.
 
-    What several fields decide together is not in it; `posttrain check` says that.
+    Rules about several fields are not included; `posttrain check` validates them.
     """
     schema = RunConfig.model_json_schema()
     definitions: JsonObject = schema["$defs"]
@@ -40,14 +40,14 @@ def _stage_references(schema: JsonObject) -> Iterator[str]:
 
 
 def _short(run: JsonObject, stage: JsonObject) -> JsonObject:
-    """A run of one stage, whose fields stand beside those of the run."""
+    """Schema of a run with a single stage, whose fields are at the top level."""
     own = {name: value for name, value in run["properties"].items() if name != "stages"}
     required = [*(name for name in run["required"] if name != "stages"), *stage["required"]]
     return {**run, "properties": {**own, **stage["properties"]}, "required": required}
 
 
 def _trl_names() -> dict[tuple[str, str], str]:
-    """TRL's names by section and field."""
+    """TRL names by section and field."""
     found: dict[tuple[str, str], dict[str, None]] = {}
     owners: dict[int, list[str]] = {}
     for section in _sections():
@@ -67,7 +67,7 @@ def _sections(parent: type[Section] = Section) -> Iterator[type[Section]]:
 
 
 def _describe(name: str, section: JsonObject, names: dict[tuple[str, str], str]) -> None:
-    """Drop pydantic's titles, which repeat names; add TRL's names to the descriptions."""
+    """Drop pydantic's titles, which repeat names; add TRL names to descriptions."""
     for field, value in section.get("properties", {}).items():
         value.pop("title", None)
         trl = names.get((name, field))

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in one line for each mistake: place, rule, what was given, the nearest name."""
+"""Configuration errors as one line per mistake: place, rule, given value, nearest field name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from posttrain.errors import did_you_mean, nearest_name
 
 Sections = tuple[type[Section], ...]
 Key = tuple[str | int, ...]
-"""Place of a value in a configuration: `("stages", 0, "num_steps")`."""
+"""Path of a value in a configuration: `("stages", 0, "num_steps")`."""
 
 FIRST_STAGE: Key = ("stages", 0)
 SHOWN_LENGTH = 60
@@ -25,7 +25,7 @@ SHOWN_LENGTH = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where each value of a configuration was written."""
+    """File position or override of each value of a configuration."""
 
     name: str
     short: bool = False
@@ -33,7 +33,7 @@ class Source:
     overrides: dict[Key, str] = field(default_factory=dict)
 
     def place(self, key: Key) -> str:
-        """`FILE:LINE`, or the override that wrote `key` or the section around it."""
+        """Return `FILE:LINE`, or the override that set `key` or a section around it."""
         for end in range(len(key), 0, -1):
             if key[:end] in self.overrides:
                 return f"override {self.overrides[key[:end]]}"
@@ -52,7 +52,7 @@ class Source:
 
 
 def config_fields(section: type[Section] = RunConfig, prefix: Key = ()) -> Iterator[tuple[Key, FieldInfo]]:
-    """Every field below `section` with its key; a stage stands under its kind, an item of another list under 0."""
+    """Yield every field below `section` with its key; a stage is under its kind, an item of another list under 0."""
     for name, info in section.model_fields.items():
         yield (*prefix, name), info
         inner, is_list = _sections(info.annotation)
@@ -82,17 +82,17 @@ _RULES = {
     "too_short": "must have at least {min_length} item",
     "union_tag_invalid": "must be {expected}",
 }
-"""What each kind of pydantic error says of the rule that was broken."""
+"""Rule in the message of each pydantic error type."""
 
 
 def messages(error: ValidationError, source: Source) -> list[str]:
-    """One line for each mistake; a missing field whose misspelling was found is one mistake, not two."""
+    """One line per mistake; a missing field together with its misspelling is one mistake."""
     found: list[tuple[Key, str, str]] = []
     misspelt: set[Key] = set()
     for item in error.errors(include_url=False):
         key, parents, inside = _resolve(item["loc"])
         if item["type"] == "too_short" and len(item["input"]) >= item["ctx"]["min_length"]:
-            continue  # pydantic counts valid items only; the invalid ones have lines of their own
+            continue  # pydantic counts valid items only; invalid ones have lines of their own
         if item["type"] == "extra_forbidden":
             top = source.short and key[:-1] == FIRST_STAGE
             fields = _below((*parents, RunConfig) if top else parents)
@@ -133,7 +133,7 @@ def _explain(item: Any, key: Key, parents: Sections, inside: Sections) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as YAML writes it, on one line, cut where it is long."""
+    """Value as one line of YAML, truncated if long."""
     if value is None or isinstance(value, bool):
         return {None: "nothing", True: "true", False: "false"}[value]
     text = _written(value) if isinstance(value, Mapping | list | tuple) else repr(value)
@@ -141,7 +141,7 @@ def show(value: Any) -> str:
 
 
 def _written(value: Any) -> str:
-    """Mapping or list in one line; a key alone, such as the template {question} without quotes, has no value."""
+    """Mapping or list in one line; a lone key, such as the template {question} without quotes, has no value."""
     if isinstance(value, Mapping):
         pairs = (str(key) if item is None else f"{key}: {_written(item)}" for key, item in value.items())
         return "{" + ", ".join(pairs) + "}"
@@ -151,7 +151,7 @@ def _written(value: Any) -> str:
 
 
 def _sections(annotation: Any) -> tuple[Sections, bool]:
-    """The section classes that a field's type holds (several: told apart by `kind`), and whether in a list."""
+    """Section classes in a field's type (several are distinguished by `kind`), and whether they are in a list."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _sections(args[0])
@@ -164,7 +164,8 @@ def _sections(annotation: Any) -> tuple[Sections, bool]:
 
 
 def _resolve(loc: tuple[str | int, ...]) -> tuple[Key, Sections, Sections]:
-    """A pydantic location as a key (without the tags of unions), the sections of its last word, those inside it."""
+    """Resolve a pydantic location: the key (without union tags), the sections that contain it, and the sections inside
+    it."""
     key: Key = ()
     here: Sections = (RunConfig,)
     parents = here
@@ -181,7 +182,7 @@ def _resolve(loc: tuple[str | int, ...]) -> tuple[Key, Sections, Sections]:
 
 
 def _below(parents: Sections) -> dict[str, str]:
-    """Dotted names below the sections, each with its last word; the nearest come first."""
+    """Dotted names below the sections with their last words, nearest first."""
     keys = [key for parent in parents for key, _ in config_fields(parent)]
     return {".".join(map(str, key)): str(key[-1]) for key in sorted(keys, key=len)}
 
@@ -195,13 +196,13 @@ def _names(fields: Mapping[str, str]) -> str:
 
 
 def _kind(parents: Sections) -> str | None:
-    """The kind of a stage; None for other sections."""
+    """Kind of a stage; None for other sections."""
     info = parents[0].model_fields.get("kind") if parents else None
     return None if info is None else info.default
 
 
 def _hint(word: str, fields: Mapping[str, str], kind: str | None) -> tuple[str | None, str]:
-    """The field that is meant by an unknown one, and a sentence about it: TRL's names lead, misspellings follow."""
+    """Field meant by an unknown one, and a sentence about it: TRL names first, then misspellings."""
     found = find_trl_name(word, fields, kind) or find_trl_name(word, _below((RunConfig,)))
     if found is not None:
         name, entry = found
@@ -211,7 +212,7 @@ def _hint(word: str, fields: Mapping[str, str], kind: str | None) -> tuple[str |
 
 
 def _nearest_field(word: str, fields: Mapping[str, str]) -> str | None:
-    """A field of the section with a similar name, else one further down with the same name."""
+    """Field of the section with a similar name, else one further down with the same name."""
     own = [name for name in fields if "." not in name]
     similar = nearest_name(word.lower().replace("-", "_"), own)
     return similar or next((name for name, last in fields.items() if last == word), None)

@@ -1,4 +1,4 @@
-"""The model of a run, its adapter, and the devices it lies on."""
+"""Model of a run, its LoRA adapter, and the device mesh."""
 
 from __future__ import annotations
 
@@ -22,90 +22,93 @@ from posttrain.config.base import (
 )
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor")
-"""Of devices, the closest last."""
+"""Mesh axes of the devices; the last one has the fastest connections."""
 ROW_AXES = ("data", "fsdp", "expert")
-"""The mesh axes that split the rows of a batch."""
+"""Mesh axes that split the rows of a batch."""
 
 
 class LoRA(Section):
-    """Low-rank adapter, arXiv:2106.09685: W + scale A B on every matrix that `targets` names; the rest is frozen.
+    """LoRA adapter, arXiv:2106.09685: W + scale A B on every matrix matched by `targets`; other weights are frozen.
 
-    Patterns are regular expressions searched in our paths, such as `attention.q`, `mlp`, `experts`, `head`, `embed`, or
-    names of modules in checkpoints, such as `q_proj`, `lm_head`, `layers.3.mlp.down_proj`.
+    Patterns are regular expressions searched in posttrain's parameter paths, such as `attention.q`, `mlp`, `experts`,
+    `head`, `embed`, or module names of checkpoints, such as `q_proj`, `lm_head`, `layers.3.mlp.down_proj`.
     """
 
     rank: PositiveInt
-    """Columns of A and rows of B, such as 16."""
+    """Rank: columns of A and rows of B, such as 16."""
     alpha: Annotated[float, Field(gt=0)] | None = None
-    """The scale is alpha / rank, with `rslora` alpha / sqrt(rank); by default it is 2."""
+    """Scale of the adapter: alpha / rank, with `rslora` alpha / sqrt(rank). By default the scale is 2."""
     targets: Annotated[ListOf[str], Field(min_length=1)] = ("attention", "mlp")
-    """Patterns of the matrices that get an adapter; `all-linear`: all but embeddings and head. Routers get none."""
+    """Patterns of the adapted matrices; `all-linear`: all except embeddings and head. Routers are never adapted."""
     layers: ListOf[NonNegativeInt] | None = None
-    """The only layers that get an adapter, from 0; embeddings and head belong to none."""
+    """Layers to adapt, from 0; by default all. Excludes embeddings and head."""
     rank_pattern: dict[str, PositiveInt] = {}
-    """Pattern -> another rank."""
+    """Ranks by pattern, overriding `rank`."""
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """Pattern -> another alpha."""
+    """Alphas by pattern, overriding `alpha`."""
     rslora: Flag = False
-    """Divide alpha by the root of the rank, arXiv:2312.03732: high ranks learn as fast as low ones."""
+    """Rank-stabilised LoRA, arXiv:2312.03732: divide alpha by the square root of the rank, so that high ranks train as
+    fast as low ones."""
     dora: Flag = False
-    """Train the norms of the columns of W apart from their directions, arXiv:2402.09353."""
+    """DoRA, arXiv:2402.09353: train the norms of the columns of W separately from their directions."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of an adapter's inputs that is set to 0 in training. Not for experts, embeddings, head, or in RL."""
+    """Dropout on adapter inputs in training. Not for experts, embeddings, head, or in RL."""
     modules_to_save: ListOf[str] = ()
-    """Patterns of modules trained in full beside the adapter, such as `lm_head` or `norm`."""
+    """Patterns of modules trained in full together with the adapter, such as `lm_head` or `norm`."""
 
 
 class ModelSection(Section):
+    """Model to train: a checkpoint or random weights, tokenizer, precision, adapter, quantization, kernels."""
+
     path: Text | None = None
-    """A folder in Hugging Face layout or a hub id. Give `path` or `init`."""
+    """Folder in Hugging Face layout or hub id. Set `path` or `init`."""
     init: dict[str, Any] | None = None
-    """Random weights: the fields of a Hugging Face `config.json`, with `model_type`."""
+    """Random initialisation: the fields of a Hugging Face `config.json`, including `model_type`."""
     family: Text | None = None
-    """A Python file with the model's family, where posttrain has none: named as the `model_type`, and written as the
-    notebook add_a_model shows."""
+    """Python file that defines a model family unknown to posttrain, named as the `model_type`; see the notebook
+    add_a_model."""
     tokenizer: Text | None = None
-    """A folder, a hub id or `bytes` (the built-in byte tokenizer); by default `path`."""
+    """Tokenizer: a folder, a hub id or `bytes` (the built-in byte tokenizer); by default `path`."""
     stop_tokens: ListOf[Text] = ()
-    """Tokens that end a reply beside those that the tokenizer names, such as `<s>`; they are saved with the model."""
+    """Additional stop tokens, such as `<s>`; they are saved with the model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Storage of the parameters. The optimiser keeps float32 masters of bfloat16 parameters."""
+    """Data type of the parameters. The optimiser keeps float32 master weights of bfloat16 parameters."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
-    """Type of activations and matrix products; by default `dtype`."""
+    """Data type of activations and matrix products; by default `dtype`."""
     lora: LoRA | None = None
     adapter: Text | None = None
-    """A folder or hub id with PEFT's adapter of `path`: its training goes on, in a run of one stage, in place of a new
-    one's (`lora`). In RL its dropout is off."""
+    """PEFT adapter of `path` (folder or hub id) to continue training, in a run of one stage, instead of a new one
+    (`lora`). In RL its dropout is off."""
     quantize: Quantize = "none"
-    """Hold the layers' matrices in 8 or 4 bits while `lora` or `adapter` is trained (QLoRA, arXiv:2305.14314); those of
-    routers, embeddings and head stay as they are. Loading prints how far the weights are from what they were; the saved
-    model is again in `dtype`."""
+    """Quantize the layers' matrices to 8 or 4 bits while `lora` or `adapter` is trained (QLoRA, arXiv:2305.14314);
+    routers, embeddings and head are not quantized. Loading prints the quantization error; the saved model is in
+    `dtype`."""
     remat: Remat = "none"
-    """What the backward pass computes again to save memory: `full` each block (about a third more time), `dots` all but
-    its matrix products, `offload` each block from inputs kept in the host's memory (on CPU, which is the host, `full`).
-    On CPU it also scans short stacks, and of a repeated pattern of blocks it saves less."""
+    """Gradient checkpointing: recompute activations in the backward pass to save memory. `full`: each block (about a
+    third more time); `dots`: all except matrix products; `offload`: each block, with its inputs in host memory (`full`
+    on CPU). On CPU short stacks are then scanned too, and repeated patterns of blocks save less."""
     attention: AttentionKernel = "auto"
-    """Implementation of attention over whole rows, as in training; by default the fastest for platform and shape."""
+    """Attention kernel for whole rows, as in training; by default the fastest for platform and shape."""
     decode_attention: DecodeAttention = "auto"
-    """How sampling reads its cache: `ragged` in place, by TPU's kernel for pages; `gather` by copying the pages of each
-    layer at every token; `rows` from one copy per dispatch, as wide as its longest sequence. By default `rows` on CPU,
+    """Attention over the KV cache in decoding. `ragged`: in place, TPU's paged kernel; `gather`: copies the pages of
+    each layer at every token; `rows`: one copy per dispatch, as wide as the longest sequence. By default `rows` on CPU,
     `ragged` on TPU for models without sinks, latents and shared keys, else `gather`."""
     grouped_matmul: GroupedKernel = "auto"
-    """Implementation of the experts' matrix products; by default the fastest for platform and shape."""
+    """Kernel of the experts' grouped matrix products; by default the fastest for platform and shape."""
     long_context: Flag = False
-    """Use the factors for long sequences of a model that has two sets (LongRoPE, as in phi3): rows may
-    then be longer than its original context. Only with `path`."""
+    """Use the long-context RoPE factors of a model that has two sets (LongRoPE, as in phi3): rows may then be longer
+    than its original context. Only with `path`."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSection:
         if (self.path is None) == (self.init is None):
-            raise ValueError("give either path (a checkpoint) or init (random weights)")
+            raise ValueError("set either path (a checkpoint) or init (random weights)")
         if self.path is None and self.tokenizer is None:
             raise ValueError("init needs tokenizer: a folder, a hub id or bytes")
         if self.init is not None and self.long_context:
             raise ValueError("long_context chooses between the two sets of RoPE factors of a checkpoint; init has one")
         if self.adapter is not None and self.lora is not None:
-            raise ValueError("adapter goes on with one that there is, lora begins a new one; give one of them")
+            raise ValueError("adapter continues an existing adapter, lora starts a new one; set one of them")
         if self.adapter is not None and self.path is None:
             raise ValueError("adapter needs path: the model that it was trained on")
         if self.quantize != "none" and self.lora is None and self.adapter is None:
@@ -114,16 +117,16 @@ class ModelSection(Section):
 
 
 class MeshSection(Section):
-    """Devices per axis; -1 takes what is left."""
+    """Device mesh: devices per axis; -1 takes the remaining devices."""
 
     data: int = 1
-    """Copies of the weights, each with its own rows of a batch."""
+    """Data parallelism: replicas of the weights, each with its own rows of a batch."""
     fsdp: int = -1
-    """Parts of every weight; rows are split as well."""
+    """Fully sharded data parallelism: shards of every weight, each with its own rows of a batch."""
     expert: int = 1
-    """Groups of experts of a mixture; rows are split as well."""
+    """Expert parallelism of MoE models: groups of experts, each with its own rows of a batch."""
     tensor: int = 1
-    """Parts of every matrix product; no rows are split."""
+    """Tensor parallelism: parts of every matrix product, on the same rows."""
 
     @model_validator(mode="after")
     def _sizes(self) -> MeshSection:
@@ -135,11 +138,11 @@ class MeshSection(Section):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of `MESH_AXES`."""
+        """Number of devices on each of `MESH_AXES`."""
         return (self.data, self.fsdp, self.expert, self.tensor)
 
     @property
     def row_shards(self) -> int | None:
-        """Devices that share the rows of a batch; None where the configuration leaves that to the machine."""
+        """Number of devices that split the rows of a batch; None if that depends on the machine."""
         sizes = (self.data, self.fsdp, self.expert)
         return None if -1 in sizes else math.prod(sizes)

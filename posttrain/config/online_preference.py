@@ -1,4 +1,4 @@
-"""Preferences over the policy's own samples."""
+"""Online preference optimisation stages."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from posttrain.config.train import MAX_NEW_TOKENS
 
 
 class OnlinePreferenceSection(OnlineSection):
-    """Online DPO, arXiv:2402.04792: of the samples of a prompt the best by reward is chosen, the worst rejected. The
-    reference is the model at the start of the stage. A row of `row_tokens` holds both answers, each behind its prompt.
-    """
+    """Online DPO, arXiv:2402.04792: per prompt, the sample with the highest reward is chosen, the lowest rejected. The
+    reference is the model at the start of the stage. A row of `row_tokens` holds both completions, each with its
+    prompt."""
 
     prompts_in_row: ClassVar[int] = 2
 
     kind: Literal["online_preference"] = "online_preference"
     row_tokens: PositiveInt = 4 * MAX_NEW_TOKENS
-    """Length of a row, which holds both completions of a prompt, each behind it: by default twice 512 and
-    `sampling.max_tokens`, or the model's context where that is shorter."""
+    """Row length in tokens, for both completions of a prompt, each with the prompt: by default twice 512 plus
+    `sampling.max_tokens`, or the model's context if that is shorter."""
     group_size: PositiveInt = 4
-    """Samples of one prompt, of which the best and the worst are a pair."""
+    """Samples per prompt; the best and the worst form a pair."""
     loss: str | dict[str, Any] = "sigmoid"
-    """A kind of DPO (`sigmoid`, `ipo`, ...), or `module:Class` of a loss on pairs and a reference; with settings
+    """DPO loss type (`sigmoid`, `ipo`, ...), or `module:Class` of a loss on pairs with a reference; with settings:
     `{kind: sigmoid, beta: 0.1}`."""
     share_prompts: Flag | Literal["auto"] = "auto"
-    """The prompt of both answers is computed once; `auto` as in `kind: preference`."""
+    """Compute the common prompt of a pair once; `auto` as in `kind: preference`."""
 
     @property
     def sequence_tokens(self) -> int:
@@ -36,15 +36,15 @@ class OnlinePreferenceSection(OnlineSection):
 
     @property
     def step_rows(self) -> int:
-        """One for the pair of each prompt."""
+        """Rows per step: one for the pair of each prompt."""
         return self.prompts_per_step
 
     @model_validator(mode="after")
     def _compares(self) -> OnlinePreferenceSection:
         if not self.rewards:
-            raise ValueError("give rewards, which say what sample of a prompt is the best")
+            raise ValueError("set rewards, which rank the samples of a prompt")
         if self.group_size < 2:
-            raise ValueError(f"group_size={self.group_size}: a pair is of two samples of one prompt; use 2 or more")
+            raise ValueError(f"group_size={self.group_size}: a pair needs two samples of one prompt; use 2 or more")
         if 2 * self.sampling.max_tokens >= self.row_tokens:
             raise ValueError(
                 f"sampling.max_tokens={self.sampling.max_tokens} must be less than half of row_tokens="

@@ -1,4 +1,4 @@
-"""Stages that learn from judged answers: preferences and reward models."""
+"""Preference and reward model stages."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ from posttrain.config.train import OfflineSection, OptimizerSection, Schedule
 
 
 class PreferenceOptimizer(OptimizerSection):
-    """AdamW of preference optimisation."""
+    """AdamW settings of preference optimisation."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
     schedule: Schedule = "linear"
 
 
 class RewardModelOptimizer(OptimizerSection):
-    """AdamW of reward models."""
+    """AdamW settings of reward models."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
     schedule: Schedule = "linear"
 
 
 class PairSection(OfflineSection):
-    """Fields of the stages that learn from judged answers."""
+    """Fields of preference and reward model stages."""
 
     row_tokens: PositiveInt = 2048
-    """Length of a row, which holds both answers of a pair with their prompts. By default the model's context where that
-    is shorter."""
+    """Row length in tokens, for both answers of a pair with their prompts; by default at most the model's context."""
     share_prompts: Flag | Literal["auto"] = "auto"
-    """What both prompts of a pair, or of KTO's two answers, begin with is computed once. `auto`: where the attention
-    kernel knows such rows (on TPU splash does not), the loss has no weight on prompts, and the model is no mixture of
-    experts, whose balance would count the tokens of prompts once."""
+    """Compute the common prefix of a pair (or of KTO's two answers) once. `auto`: if the attention kernel supports it
+    (on TPU splash does not), the loss has no weight on prompts, and the model is not an MoE model, whose load balancing
+    would count prompt tokens once."""
     overlong: Literal["truncate", "drop", "error"] = "error"
-    """What becomes of a pair that no row holds."""
+    """Pairs longer than a row: truncate, drop, or raise an error."""
 
     @property
     def step_rows(self) -> int:
@@ -43,22 +42,26 @@ class PairSection(OfflineSection):
 
 
 class PreferenceSection(PairSection):
+    """Preference optimisation: DPO and its variants, KTO, ORPO, CPO, SimPO."""
+
     kind: Literal["preference"] = "preference"
     optimizer: PreferenceOptimizer = PreferenceOptimizer()
-    """AdamW."""
+    """AdamW settings."""
     loss: str | dict[str, Any] = "sigmoid"
-    """A kind of DPO (`sigmoid`, `ipo`, ...), `kto`, `apo_zero_unpaired`, `orpo`, `cpo`, `cpo_hinge`, `cpo_ipo`,
-    `simpo`, or `module:Class`; with settings `{kind: sigmoid, beta: 0.1}`, of several kinds of DPO also
+    """Loss type: a DPO variant (`sigmoid`, `ipo`, ...), `kto`, `apo_zero_unpaired`, `orpo`, `cpo`, `cpo_hinge`,
+    `cpo_ipo`, `simpo`, or `module:Class`; with settings `{kind: sigmoid, beta: 0.1}`. DPO variants can be combined:
     `{kind: [sigmoid, sft], weights: [1, 0.1]}`."""
     reference: Literal["cached", "live"] | None = None
-    """The model at the start of the stage: scores what the run will see once, kept on disk (`cached`, the default of
-    losses that need one), or the rows of each step anew."""
+    """Reference log-probabilities of the model at the start of the stage: computed once and kept on disk (`cached`, the
+    default of losses with a reference), or computed in each step (`live`)."""
 
 
 class RewardModelSection(PairSection):
+    """Reward model: a sequence classifier trained on pairs, or on labelled steps (process rewards)."""
+
     kind: Literal["reward_model"] = "reward_model"
     optimizer: RewardModelOptimizer = RewardModelOptimizer()
-    """AdamW."""
+    """AdamW settings."""
     loss: str | dict[str, Any] = "bradley_terry"
-    """`bradley_terry` on pairs, `process` on the steps of completions, or `module:Class`; with settings
-    `{kind: bradley_terry, center_coef: 0.01}`."""
+    """Loss type: `bradley_terry` on pairs, `process` on labelled steps, or `module:Class`; with settings `{kind:
+    bradley_terry, center_coef: 0.01}`."""

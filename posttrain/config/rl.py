@@ -1,4 +1,4 @@
-"""Reinforcement learning: sampling, rewards, rollouts."""
+"""Reinforcement learning stages: sampling, rewards, rollout engine, algorithm."""
 
 from __future__ import annotations
 
@@ -15,35 +15,38 @@ S = TypeVar("S", bound=Section)
 
 
 class SamplingSection(Section):
+    """Sampling of completions."""
+
     max_tokens: PositiveInt = MAX_NEW_TOKENS
-    """Longest completion, the end-of-sequence token included; by default half of what a row has for a prompt and its
-    completion where that is less, in `eval_sampling` as in `sampling`."""
+    """Maximum number of tokens of a completion, including end-of-sequence; by default 512, or half of the row's space
+    for a prompt and its completion if that is less. The same default in `eval_sampling`."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_k: NonNegativeInt = 0
-    """0: off."""
+    """Sample from the k most probable tokens. 0: off."""
     top_p: Fraction = 1.0
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    """Above 1: tokens of prompt and sample are less likely, arXiv:1909.05858; the trainer scores without it."""
+    """Repetition penalty, arXiv:1909.05858: above 1, tokens of prompt and sample become less likely. The trainer's
+    log-probabilities exclude it."""
     presence_penalty: float = 0.0
-    """Taken off the logits of tokens in the sample."""
+    """Presence penalty, subtracted from the logits of tokens in the sample."""
     frequency_penalty: float = 0.0
-    """Taken off the logits of tokens in the sample, as often as they are in it."""
+    """Frequency penalty, subtracted from the logits of tokens once per occurrence in the sample."""
     logit_bias: dict[int, Annotated[float, Field(allow_inf_nan=True)]] = {}
-    """Token id -> number added to its logit; `-.inf` forbids the token."""
+    """Numbers added to logits, by token id; `-.inf` forbids the token."""
     allowed_token_ids: ListOf[int] | None = None
-    """The only tokens that may be drawn."""
+    """Token ids that may be sampled; by default all."""
     stop: ListOf[Text] = ()
-    """Strings that end a sample; the text ends before them."""
+    """Stop strings; they are not part of the text."""
     stop_token_ids: ListOf[int] = ()
-    """Tokens that end a sample, beside the tokenizer's."""
+    """Stop token ids in addition to the tokenizer's."""
     ignore_eos: Flag = False
-    """Go on after the tokenizer's end-of-sequence tokens."""
+    """Continue after the tokenizer's end-of-sequence tokens."""
 
     @property
     def changes_distribution(self) -> bool:
-        """Tokens are not drawn from the model's whole distribution at `temperature`, but from a truncated one, or from
-        logits with penalties or bias."""
+        """True if tokens are not sampled from the model's full distribution at `temperature`, but from a truncated one
+        or from logits with penalties or bias."""
         names = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
         plain = SamplingSection.model_construct(max_tokens=self.max_tokens)
         changed = any(getattr(self, name) != getattr(plain, name) for name in names)
@@ -51,82 +54,89 @@ class SamplingSection(Section):
 
 
 class RewardSection(Section):
+    """Reward function or reward model of an online stage."""
+
     fn: Any = None
-    """`rewards/gsm8k.py:correct`, `package.module:function`, or in Python the function itself."""
+    """Reward function: `rewards/gsm8k.py:correct`, `package.module:function`, or in Python the function itself."""
     model: Text | None = None
-    """In place of `fn`: folder or hub id of a sequence classifier of one label, as `reward_model` stages leave."""
+    """Reward model in place of `fn`: folder or hub id of a sequence classifier with one label, as saved by
+    `reward_model` stages."""
     reduce: Literal["last", "min", "mean"] = "last"
-    """Of `model`: the score of the last token; of a process reward model the least or mean one of its steps (lines)."""
+    """Score of a sequence from `model`: the last token's, or of a process reward model the minimum or mean over its
+    steps (lines)."""
     weight: float = 1.0
     args: dict[str, Any] = {}
-    """More keyword arguments for the function."""
+    """Additional keyword arguments of the function."""
     name: Text | None = None
-    """In metrics and messages; by default the function's own. The same function twice needs two names."""
+    """Name in metrics and messages; by default the function's name. Using a function twice requires two names."""
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds that a step waits for the function. A call on all samples that fails or takes over half of it is made
-    anew for each sample alone, so that only samples at fault have no value; what still runs at the end is killed."""
+    """Timeout per step in seconds. If the call on all samples fails or takes more than half of it, samples are retried
+    one by one, so that only failing samples have no reward; calls still running at the timeout are killed."""
     on_error: Literal["drop"] | float = "drop"
-    """Value of a sample on which the function raises, ends its process, takes too long or returns no finite number.
-    `drop`: the sample has no reward and is left out of its group. A number, such as 0, also punishes a policy that
-    provokes errors."""
+    """Value of a sample on which the function raises, crashes, times out or returns no finite number. `drop`: the
+    sample has no reward and is excluded from its group. A number, such as 0, also penalises a policy that provokes
+    errors."""
     isolate: Literal["auto", "process", "thread"] = "auto"
-    """`process`: the function runs in a child process, without access to the devices and with its own module state,
-    which a hang or a crash cannot harm; it must be named as `file.py:function` or `module:function`. `thread`: in this
-    process, where nothing can be killed. `auto`: a process where the function is named, else a thread."""
+    """Isolation of the function. `process`: a child process without access to the devices and with its own module
+    state, so that hangs and crashes do no harm; requires `file.py:function` or `module:function`. `thread`: a thread of
+    this process, which cannot be killed. `auto`: a process for functions given by name, else a thread."""
 
     @model_validator(mode="after")
     def _one(self) -> RewardSection:
         if (self.fn is None) == (self.model is None):
-            raise ValueError("a reward is a function (fn) or a reward model (model); give one of them")
+            raise ValueError("a reward is a function (fn) or a reward model (model); set one of them")
         if self.model is None and self.reduce != "last":
-            raise ValueError(f"reduce={self.reduce} has no effect on a function; it is of a reward model (model)")
+            raise ValueError(f"reduce={self.reduce} has no effect on a function; it needs a reward model (model)")
         if self.model is not None and self.args:
-            raise ValueError("args are of a function; a reward model (model) takes none")
+            raise ValueError("args are for functions; a reward model (model) takes none")
         if self.model is not None and (self.timeout_s != 60.0 or self.isolate != "auto"):
-            raise ValueError("timeout_s and isolate are of a function; a reward model (model) runs on the devices")
+            raise ValueError("timeout_s and isolate are for functions; a reward model (model) runs on the devices")
         if self.isolate == "process" and not isinstance(self.fn, str):
             raise ValueError("isolate: process needs a function that a child can import; name it as file.py:function")
         return self
 
 
 class RolloutSection(Section):
+    """Rollout engine."""
+
     slots: PositiveInt | None = None
-    """Sequences decoded at once; by default all samples of a step."""
+    """Maximum number of sequences decoded concurrently; by default all samples of a step."""
     decode_steps: PositiveInt = 32
-    """Tokens decoded per dispatch at most."""
+    """Maximum number of tokens decoded per dispatch."""
     record_routing: Flag = False
-    """Keep which experts of a mixture the sampler used, and use the same ones in training, arXiv:2510.11370."""
+    """Record the sampler's MoE routing and replay it in training (R3), arXiv:2510.11370."""
     quantize: RolloutQuantize = "none"
-    """Sample, in evaluations too, from a copy of the weights in 8 bits, adapters merged, made anew after every update.
-    How far it is from the trainer: `sampling/logp_difference/mean`. The copy (`rollout/copy_mib`) comes beside the
-    trainer's weights, from which `none` samples without one; it is smaller than that of `merge_lora`, and saves time
-    only where reading the weights bounds it: products are in `compute_dtype`, of matrices made whole layer by layer,
-    fp8 alike, which most platforms emulate (the run says so)."""
+    """Sample from a copy of the weights in 8 bits (adapters merged), remade after every update; also in evaluations.
+    Its error: `sampling/logp_difference/mean`. The copy (`rollout/copy_mib`) needs memory in addition to the trainer's
+    weights; with `none` there is no copy. It is smaller than that of `merge_lora`, and faster only if decoding is
+    limited by memory bandwidth: matrices are dequantized layer by layer to `compute_dtype`, also from fp8, which most
+    platforms emulate (the run reports it)."""
     merge_lora: Flag = False
-    """Sample from a copy with the adapter merged, made anew after every update: faster tokens for more memory."""
+    """Sample from a copy of the weights with the LoRA adapter merged, remade after every update: faster decoding for
+    more memory."""
     cache_tokens: PositiveInt | None = None
-    """Keys and values that the sampler holds; by default those of `slots` sequences of `row_tokens`. With fewer it
-    interrupts the youngest samples and reads them again later; with more it keeps more shared prefixes."""
+    """KV cache size in tokens; by default `slots` sequences of `row_tokens`. A smaller cache preempts the youngest
+    samples and recomputes them later; a larger one keeps more shared prefixes."""
     warm_up: Flag = True
-    """Compile all programs that the sampler can need for the dataset's prompts before the first step; without, each
-    when it is first needed."""
+    """Compile all programs that the dataset's prompts can need before the first step; otherwise each when first used.
+    """
     engine: Text | None = None
-    """`module:Engine` or `file.py:Engine` of another engine, made with (model, tokenizer, this section); it has the
-    methods of `posttrain.rollout.types.RolloutEngine`. The fields above are the built-in engine's."""
+    """Custom rollout engine: `module:Engine` or `file.py:Engine`, called with (model, tokenizer, this section), with
+    the methods of `posttrain.rollout.types.RolloutEngine`. The fields above apply to the built-in engine only."""
 
     @model_validator(mode="after")
     def _of_the_engine(self) -> RolloutSection:
         plain = RolloutSection.model_construct()
         others = [name for name in RolloutSection.model_fields if getattr(self, name) != getattr(plain, name)]
         if self.engine is not None and (others := [name for name in others if name != "engine"]):
-            raise ValueError(f"{', '.join(others)}: of the built-in engine, not of {self.engine}; remove it")
+            raise ValueError(f"{', '.join(others)}: supported by the built-in engine, not by {self.engine}; remove it")
         return self
 
 
 def check_sampling(sampling: SamplingSection, row_tokens: int) -> None:
-    """ValueError where samples to train on would be equal, or too long for a row."""
+    """Check the sampling of training samples. ValueError if they would be equal, or too long for a row."""
     if sampling.temperature == 0:
-        raise ValueError("sampling.temperature=0 gives equal samples, from which nothing can be learned; use 1.0")
+        raise ValueError("sampling.temperature=0 gives equal samples, without a training signal; use 1.0")
     if sampling.max_tokens >= row_tokens:
         raise ValueError(
             f"sampling.max_tokens={sampling.max_tokens} must be less than row_tokens={row_tokens}, "
@@ -135,14 +145,14 @@ def check_sampling(sampling: SamplingSection, row_tokens: int) -> None:
 
 
 def answer_tokens(row_tokens: int, prompts_in_row: int) -> int:
-    """Default length of completions: half of what a row has for a prompt and its completion, 512 at most."""
+    """Default length of completions: half of a row's space for a prompt and its completion, at most 512."""
     return max(1, min(MAX_NEW_TOKENS, row_tokens // (2 * prompts_in_row)))
 
 
 def with_lengths(data: Any, build: Callable[[Any], S], *, default_row: int, prompts_in_row: int, fills_row: bool) -> S:
-    """Stage with the default of `row_tokens` or `sampling.max_tokens` that fits what is given of the other.
+    """Build a stage with the default of `row_tokens` or `sampling.max_tokens` that fits the value of the other.
 
-    A default is no member of `model_fields_set`: `fit_lengths` lowers it where the model's context is shorter.
+    Defaults are not in `model_fields_set`: `fit_lengths` lowers them to the model's context.
     """
     sampling = data.get("sampling", {} if fills_row else None) if isinstance(data, Mapping) else None
     if not isinstance(sampling, Mapping):
@@ -174,61 +184,62 @@ def _is_length(value: Any) -> TypeGuard[int]:
 
 
 class OnlineOptimizer(OptimizerSection):
-    """AdamW of stages that learn from their own samples."""
+    """AdamW settings of online stages."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
 
 
 class OnlineSection(TrainSection):
-    """Fields of the stages that sample answers to prompts and score them."""
+    """Fields of online stages, which sample completions and score them."""
 
     prompts_in_row: ClassVar[int] = 1
-    """Prompts, each with its completion, that a row must hold."""
+    """Number of prompts, each with its completion, that fit in a row."""
 
     num_steps: PositiveInt = 100
-    """Optimiser steps of the stage. A later call may raise it: the stage goes on from its last checkpoint."""
+    """Optimiser steps of the stage. When raised in a later call, the stage resumes from its last checkpoint."""
     row_tokens: PositiveInt = 2 * MAX_NEW_TOKENS
-    """Length of a row, which holds a prompt and its completion: by default 512 and `sampling.max_tokens`, or the
-    model's context where that is shorter."""
+    """Row length in tokens, for a prompt and its completion: by default 512 plus `sampling.max_tokens`, or the model's
+    context if that is shorter."""
     optimizer: OnlineOptimizer = OnlineOptimizer()
-    """AdamW."""
+    """AdamW settings."""
     rewards: ListOf[RewardSection] = ()
-    """Functions that score a completion; their weighted sum is the reward."""
+    """Reward functions and reward models; their weighted sum is the reward."""
     prompts_per_step: PositiveInt = 8
-    """Different prompts in one optimiser step."""
+    """Number of distinct prompts per optimiser step."""
     group_size: PositiveInt = 8
-    """Samples of one prompt, which are compared with each other; RL without rewards is content with one."""
+    """Samples per prompt (group size); 1 is allowed in RL without rewards."""
     max_prompt_tokens: PositiveInt | None = None
-    """Maximum prompt length in tokens; by default what `sampling.max_tokens` leaves of a row, in online preference of
-    half a row."""
+    """Maximum prompt length in tokens; by default the row without `sampling.max_tokens`, in online preference half a
+    row."""
     overlong: Literal["drop", "error"] = "error"
-    """Prompts longer than `max_prompt_tokens`: leave their rows out, or refuse the dataset and name the rows."""
+    """Prompts longer than `max_prompt_tokens`: drop their rows, or raise an error that lists them."""
     sampling: SamplingSection = SamplingSection()
-    """How completions are drawn."""
+    """Sampling of completions in training."""
     eval_sampling: SamplingSection | None = None
-    """By default greedy, with the other settings of `sampling`; with teachers by default `sampling` itself."""
+    """Sampling in evaluations; by default greedy with the other settings of `sampling`, with teachers `sampling`
+    itself."""
     rollout: RolloutSection = RolloutSection()
     samples_every: PositiveInt = 10
     """Steps between tables of sample completions."""
 
     @property
     def sequence_tokens(self) -> int:
-        """What a prompt and its completion may have together."""
+        """Maximum length of a prompt with its completion."""
         return self.row_tokens
 
     @property
     def step_rows(self) -> int:
-        """Rows that hold what one step learns from, in the worst case."""
+        """Batch rows of a step in the worst case."""
         return self.prompts_per_step * self.group_size
 
     @property
     def samples_in_flight(self) -> int:
-        """Samples that a step draws from at once."""
+        """Number of samples that a step generates concurrently."""
         return self.step_rows
 
     @property
     def max_sampled_tokens(self) -> int:
-        """Most sampled tokens of a trajectory, which has one turn; the constant length of Dr. GRPO."""
+        """Maximum number of sampled tokens of a single-turn trajectory; the constant length of Dr. GRPO."""
         return self.sampling.max_tokens
 
     @model_validator(mode="wrap")
@@ -240,7 +251,7 @@ class OnlineSection(TrainSection):
     @model_validator(mode="after")
     def _weighs_a_reward(self) -> OnlineSection:
         if self.rewards and not any(reward.weight for reward in self.rewards):
-            raise ValueError("rewards: every weight is 0, so that there is nothing to learn; give one of them another")
+            raise ValueError("rewards: every weight is 0, so there is no training signal; change one of them")
         return self
 
 
@@ -250,70 +261,75 @@ RatioLevel = Literal["token", "sequence_mean", "sequence_sum"]
 
 
 class ImportanceSection(Section):
-    """Importance weights pi_old / pi_behaviour of the surrogate, where the policy that drew the tokens is another."""
+    """Importance sampling weights pi_old / pi_behaviour of the surrogate, for samples from another policy than the
+    trainer's."""
 
     apply: Literal["auto", "always", "never"] = "auto"
-    """`auto`: where the sampler's distribution is not the trainer's: with top-k, top-p, min-p, penalties, logit bias,
-    allowed tokens, `rollout.quantize` or `oversample_prompts`."""
+    """Condition for weights. `auto`: if the sampler's distribution differs from the trainer's: top-k, top-p, min-p,
+    penalties, logit bias, allowed tokens, `rollout.quantize` or `oversample_prompts`."""
     level: RatioLevel = "token"
-    """One weight for each token, or for the sequence: exp of the mean or of the sum of its log-ratios."""
+    """Level of the weights: per token, or per sequence as exp of the mean or sum of its log-ratios."""
     bound: Literal["truncate", "mask"] = "truncate"
-    """Weights beyond `low` and `high` become the bound (TIS), or 0, which leaves the token out (MIS)."""
+    """Treatment of weights beyond `low` and `high`: `truncate` to the bound (TIS), or `mask` the token with weight 0
+    (MIS)."""
     low: Annotated[float, Field(ge=0, lt=1)] | None = None
     high: Annotated[float, Field(gt=1)] | None = 2.0
 
 
 class RLSection(OnlineSection):
+    """Reinforcement learning with GRPO and its variants, or on-policy distillation from teachers."""
+
     kind: Literal["rl"] = "rl"
     algorithm: str = "grpo"
-    """`grpo`, `dr_grpo`, `dapo`, `gspo`, `rloo`, or `distill`, which needs no rewards where there are teachers."""
+    """Algorithm: `grpo`, `dr_grpo`, `dapo`, `gspo`, `rloo`, or `distill` (with teachers, without rewards)."""
     advantage: str | None = None
-    """`module:function` of rewards_PG in place of the algorithm's own."""
+    """Custom advantage function `module:function` of rewards_PG, in place of the algorithm's."""
     teachers: ListOf[TeacherSection] = ()
-    """On-policy distillation: models with the student's tokens that score each sampled token; several need
+    """Teachers with the student's tokenizer that score each sampled token (on-policy distillation); several need
     `teacher_column`."""
     teacher_column: Text | None = None
-    """Column that names a row's teacher, or maps names to weights."""
+    """Dataset column with the name of a row's teacher, or a mapping of names to weights."""
     teacher_coef: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of log(teacher / student) of each sampled token, which is added to the advantage of the rewards."""
+    """Coefficient of log(teacher / student) of each sampled token, which is added to the advantage."""
     kl_coef: Annotated[float, Field(ge=0)] | None = None
-    """Weight of the KL from the reference. This and the next eight override the algorithm's own values."""
+    """Coefficient of the KL from the reference. This and the next eight fields override the algorithm's values."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """Estimator of that KL, see `posttrain.losses.kl`: k1, whose expected gradient is 0, needs the correction."""
+    """KL estimator, see `posttrain.losses.kl`; k1, whose expected gradient is 0, needs `kl_bias_correction`."""
     kl_bias_correction: Flag | None = None
-    """Multiply the KL by the ratio pi / pi_old, so that its gradient is that of KL(policy || reference); with
-    `ratio: sequence_mean` only nearly. arXiv:2512.02556."""
+    """Multiply the KL by the ratio pi / pi_old, so that its gradient is that of KL(policy || reference); approximate
+    with `ratio: sequence_mean`. arXiv:2512.02556."""
     clip_low: Annotated[float, Field(gt=0)] | None = None
     clip_high: Annotated[float, Field(gt=0)] | None = None
-    """The ratio pi / pi_old is clipped to 1 - clip_low .. 1 + clip_high."""
+    """Upper clip bound: the ratio pi / pi_old is clipped to 1 - clip_low .. 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Upper bound of the ratio where the advantage is negative, arXiv:1912.09729; at least 1 + clip_high."""
+    """Upper bound of the ratio for negative advantages, arXiv:1912.09729; at least 1 + clip_high."""
     entropy_coef: Annotated[float, Field(ge=0)] | None = None
-    """Weight of the entropy bonus."""
+    """Coefficient of the entropy bonus."""
     ratio: RatioLevel | None = None
-    """One ratio for each token, or for the sequence: exp of the mean (GSPO) or of the sum (RLOO) of its log-ratios."""
+    """Level of the ratio: per token, or per sequence as exp of the mean (GSPO) or sum (RLOO) of its log-ratios."""
     reduce: Literal["sequence_mean", "token_mean", "constant_length"] | None = None
-    """Loss of a step: mean over sequences of their token means (GRPO), mean over all tokens (DAPO), or sum over tokens
-    by the number of sequences and a constant, `sampling.max_tokens` (Dr. GRPO)."""
+    """Reduction of the loss: mean over sequences of token means (GRPO), mean over all tokens (DAPO), or sum over tokens
+    divided by the number of sequences and by `sampling.max_tokens` (Dr. GRPO)."""
     old_logps: OldLogps = "self"
-    """Source of the proximal log-probabilities of pi_old. `self`: the trainer's own of the same forward pass, so that
-    the ratio of the first update is exactly 1; `trainer`: a forward pass before the update; `sampler`: the engine's,
-    from which the trainer differs by rounding, enough to clip GSPO and RLOO in bfloat16."""
+    """Source of the log-probabilities of pi_old. `self`: the same forward pass, so that the ratio is exactly 1 in an
+    on-policy update; `trainer`: a forward pass before the update; `sampler`: the rollout engine's, which differ by
+    rounding, enough to clip GSPO and RLOO in bfloat16."""
     importance_sampling: ImportanceSection = ImportanceSection()
-    """Importance weights for samples of another policy than the trainer's."""
+    """Importance sampling for samples from another policy than the trainer's."""
     zero_advantage: ZeroAdvantage = "skip"
-    """A step whose advantages are all 0, as no group has different rewards, is counted without an update: KL, entropy
-    bonus, momentum and weight decay would act alone, which `update` lets them do."""
+    """Steps whose advantages are all 0 (no group has different rewards): `skip` the update, or `update` with KL
+    penalty, entropy bonus, momentum and weight decay alone."""
     oversample_prompts: NonNegativeInt = 0
-    """Prompts begun beyond `prompts_per_step`: a step learns from as many groups as that, the first that are whole, and
-    leaves the others, which go on at the next step under its weights. Partial rollouts, arXiv:2501.12599."""
+    """Prompts started beyond `prompts_per_step` (partial rollouts, arXiv:2501.12599): a step trains on the first
+    `prompts_per_step` finished groups; the others are resumed in the next step with its weights."""
     max_staleness: PositiveInt = 4
-    """With `oversample_prompts`: most steps from the begin of a group to the step that learns from it; a step waits for
-    the groups that must not wait longer."""
+    """Maximum steps between the start of a group and its update, with `oversample_prompts`; a step waits for groups
+    that reach it."""
 
     @property
     def samples_off_policy(self) -> bool:
-        """Tokens are drawn from another distribution than the trainer's: importance weights have an effect."""
+        """True if tokens are sampled from another distribution than the trainer's, so that importance weights have an
+        effect."""
         return self.sampling.changes_distribution or self.rollout.quantize != "none" or self.oversample_prompts > 0
 
     @property
@@ -324,7 +340,7 @@ class RLSection(OnlineSection):
     def _learns_from(self) -> RLSection:
         check_teachers(self.teachers, self.teacher_column, self.sampling.temperature, samples=True)
         if not self.rewards and not self.teachers:
-            raise ValueError("give rewards, or teachers for on-policy distillation")
+            raise ValueError("set rewards, or teachers for on-policy distillation")
         if not self.rewards and self.algorithm != "distill":
             raise ValueError(f"algorithm={self.algorithm} needs rewards; without them use algorithm: distill")
         if self.algorithm == "distill" and not self.teachers:
@@ -337,13 +353,13 @@ class RLSection(OnlineSection):
         if self.teachers and other is not None and other.temperature != self.sampling.temperature:
             raise ValueError(
                 f"eval_sampling.temperature={other.temperature} must be that of sampling, {self.sampling.temperature}: "
-                "how far the student is from its teachers is measured on what it samples in training"
+                "the KL from the teachers is measured on the training distribution"
             )
         return self
 
     @property
     def weighs_samples(self) -> bool:
-        """Importance weights are applied."""
+        """True if importance weights are applied."""
         apply = self.importance_sampling.apply
         return apply == "always" or (apply == "auto" and self.samples_off_policy)
 

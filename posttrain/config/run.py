@@ -1,4 +1,4 @@
-"""A whole run."""
+"""Configuration of a run: one model through one or more stages."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ SECTIONS: Mapping[str, type[TrainSection]] = {
         RewardModelSection,
     )
 }
-"""Section of each kind of stage."""
+"""Section class of each stage kind."""
 
 
 def with_adapter_rate(stage: Any) -> Any:
-    """Raw stage whose optimizer has the default learning rate of adapters, if it has none."""
+    """Add the default learning rate of adapters to a raw stage without a learning rate."""
     section = SECTIONS.get(stage.get("kind", "")) if isinstance(stage, Mapping) else None
     given = {} if section is None else stage.get("optimizer", {})
     if section is None or not isinstance(given, Mapping) or "learning_rate" in given:
@@ -47,28 +47,28 @@ def with_adapter_rate(stage: Any) -> Any:
 
 
 def trains_on_samples(stage: Section) -> TypeGuard[OnlineSection | DistillSection]:
-    """Whether a stage learns from what its model itself samples, wholly or in a share of its steps."""
+    """Tell whether a stage trains on samples of its own model, in all or some of its steps."""
     return isinstance(stage, OnlineSection) or (isinstance(stage, DistillSection) and stage.on_policy > 0)
 
 
 class RunConfig(Section):
-    """A whole run: one model through one or more stages."""
+    """Run of one model through one or more stages."""
 
     output: LocalPath
     """Folder of the run: resolved config, metrics, samples, checkpoints, final model."""
     seed: Annotated[int, Field(ge=0, lt=2**32)]
-    """Start of every random key: data order, sampling, initial weights."""
+    """Random seed of data order, sampling and initial weights."""
     model: ModelSection
-    """What is trained: `path` or `init`, tokenizer, dtype, adapter."""
+    """Model to train: `path` or `init`, tokenizer, dtype, adapter."""
     mesh: MeshSection = MeshSection()
     tensorboard: Flag = True
     stages: Annotated[ListOf[Stage], Field(min_length=1)]
-    """Run in order; each starts from the weights of the one before."""
+    """Stages in order; each starts from the weights of the previous one."""
 
     @model_validator(mode="before")
     @classmethod
     def _adapter_rates(cls, data: Any) -> Any:
-        """Stages of an adapter with its learning rate where none is given."""
+        """Apply the adapters' learning rate to stages without one."""
         model = data.get("model") if isinstance(data, Mapping) else None
         stages = data.get("stages") if isinstance(data, Mapping) else None
         get = model.get if isinstance(model, Mapping) else lambda name: getattr(model, name, None)
@@ -79,7 +79,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _reward_model_last(self) -> RunConfig:
         if any(isinstance(stage, RewardModelSection) for stage in self.stages[:-1]):
-            raise ValueError("a reward_model stage must be the last: what it leaves scores answers and writes none")
+            raise ValueError("a reward_model stage must be the last: its model scores answers and cannot generate")
         return self
 
     @model_validator(mode="after")

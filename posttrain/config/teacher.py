@@ -1,4 +1,4 @@
-"""Teachers, of which a student learns in distillation and in reinforcement learning."""
+"""Teacher models of distillation and reinforcement learning."""
 
 from __future__ import annotations
 
@@ -12,32 +12,37 @@ from posttrain.config.model import MeshSection
 
 
 class TeacherSection(Section):
+    """Teacher model: in the training step, on devices of its own, or at a server."""
+
     path: Text
-    """A folder in Hugging Face layout or a hub id; of a teacher with `url` that of its tokenizer."""
+    """Folder in Hugging Face layout or hub id; with `url`, that of the teacher's tokenizer."""
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
-    """What `teacher_column` calls it; by default the last part of `path`."""
+    """Name in `teacher_column`; by default the last part of `path`."""
     tokenizer: Literal["same", "align", "gold"] = "same"
-    """`same`: a teacher with other tokens is refused. `align`: it reads the text in its own, and speaks where a token
-    begins in both, by its `top_k` ids translated by their texts. `gold`: as in GOLD it speaks of groups of tokens with
-    one text, whose log-probabilities are summed; of tokens that both have; and of the others sorted (ULD)."""
+    """Tokenizer of the teacher. `same`: must equal the student's. `align`: scores the text with its own tokenizer at
+    positions where a token starts in both; its `top_k` ids are translated by their text. `gold`: as in GOLD, scores
+    groups of tokens with the same text by summed log-probabilities, matches shared tokens, and compares the others
+    sorted (ULD)."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Storage of its parameters; by default that of the student."""
+    """Data type of the parameters; by default the student's."""
     quantize: Quantize = "none"
-    """Hold the matrices of its layers in 8 or 4 bits."""
+    """Quantize the matrices of the layers to 8 or 4 bits."""
     mesh: MeshSection | None = None
-    """Devices of its own, the last ones of this machine, and not the run's `mesh`: it hands over its `top_k`."""
+    """Device mesh of its own, the last devices of this machine, instead of the run's `mesh`; only `top_k` is
+    transferred."""
     url: Text | None = None
-    """Address of a server that holds it, such as http://host:8000/v1: none of it is on the devices here."""
+    """URL of an inference server with the teacher, such as http://host:8000/v1; it uses no local devices."""
     server: Literal["vllm", "sglang"] = "vllm"
-    """Which API: vLLM's completions with `prompt_logprobs`, or SGLang's own (http://host:30000, without /v1)."""
+    """API of the server: vLLM's completions with `prompt_logprobs`, or SGLang's own (http://host:30000, without /v1).
+    """
     model: Text | None = None
-    """Its name at the server; by default `path`."""
+    """Name of the model at the server; by default `path`."""
     api_key_env: Text | None = None
-    """Environment variable that holds the server's key."""
+    """Environment variable with the server's API key."""
     concurrency: PositiveInt = 16
-    """Requests at a time."""
+    """Maximum number of concurrent requests."""
     timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    """Seconds for one request; it is tried 5 times."""
+    """Timeout per request in seconds; a request is tried 5 times."""
 
     @model_validator(mode="after")
     def _where(self) -> TeacherSection:
@@ -48,12 +53,12 @@ class TeacherSection(Section):
         wrong = of_server if self.url is None else ("dtype", "quantize")
         for name in wrong:
             if getattr(self, name) != getattr(plain, name):
-                raise ValueError(f"{name} is of a teacher {'with' if self.url is None else 'without'} url")
+                raise ValueError(f"{name} is for a teacher {'with' if self.url is None else 'without'} url")
         return self
 
     @property
     def outside(self) -> bool:
-        """Whether it is not in the training step, which gets what it says."""
+        """True if the teacher runs outside of the training step, which receives its top-k."""
         return self.url is not None or self.mesh is not None or self.aligned
 
     @property
@@ -68,10 +73,11 @@ class TeacherSection(Section):
 def check_teachers(
     teachers: Sequence[TeacherSection], column: str | None, temperature: float, *, samples: bool, groups: bool = False
 ) -> None:
-    """ValueError where nothing says which of several teachers a row belongs to, or a server cannot say what is asked.
+    """Check teachers. ValueError if rows cannot be assigned to one of several, or a server cannot return what is
+    needed.
 
-    `temperature`: at which the teachers are asked. `samples`: they are asked of the student's own; with `groups`
-    those of `tokenizer: gold` as well.
+    `temperature`: sampling temperature of the scores. `samples`: the teachers score the student's samples; with
+    `groups` also those of `tokenizer: gold`.
     """
     for teacher in teachers:
         if samples and teacher.aligned and not (groups and teacher.tokenizer == "gold"):
@@ -81,11 +87,11 @@ def check_teachers(
                 "teacher with the same tokens"
             )
     if temperature != 1.0 and any(teacher.url is not None for teacher in teachers):
-        raise ValueError(f"teachers: a server (url) knows its distribution at temperature 1, not at {temperature}")
+        raise ValueError(f"teachers: a server (url) returns its distribution at temperature 1, not at {temperature}")
     if len(teachers) > 1 and column is None:
-        raise ValueError("several teachers need teacher_column, which says whose rows they are")
+        raise ValueError("several teachers need teacher_column, which assigns rows to them")
     if len(teachers) == 1 and column is not None:
-        raise ValueError(f"teacher_column={column!r} has no effect with one teacher; leave it out")
+        raise ValueError(f"teacher_column={column!r} has no effect with one teacher; remove it")
     titles = [teacher.title for teacher in teachers]
     if len({*titles}) < len(titles):
         raise ValueError(f"teachers must have different names; got {', '.join(titles)}")

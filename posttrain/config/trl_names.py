@@ -1,4 +1,4 @@
-"""TRL names: fields of TRL's configurations and scripts, and the field of ours that does the same."""
+"""TRL names: fields of TRL's configurations and scripts, with the equivalent posttrain field."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TRLName:
-    """One name of TRL 1.16 (or of transformers and PEFT, where TRL takes it from them) with our field."""
+    """Field name of TRL 1.16 (or of transformers and PEFT, where TRL uses theirs) with the posttrain field."""
 
     trl: str
     field: str
-    """Dotted, from the stage or from the top of the file."""
+    """Dotted field name, from the stage or from the top of the file."""
     note: str = ""
     """Difference in meaning, shown with the hint and in the reference."""
     kinds: tuple[str, ...] = ()
-    """Kinds of stages whose field is meant; by default of all that have it."""
+    """Stage kinds to which the entry applies; by default all that have the field."""
 
 
 PAIRS = ("preference", "online_preference")
@@ -133,11 +133,11 @@ TRL_NAMES = (
 
 
 def find_trl_name(word: str, known: Iterable[str], kind: str | None = None) -> tuple[str, TRLName] | None:
-    """Find the first entry of a TRL name whose field is among `known`, dotted names; that name and the entry.
+    """Find the first entry of a TRL name whose field is among `known`, dotted names; return name and entry.
 
-    `kind`: of the stage that the names are fields of.
+    `kind`: stage kind of the names.
     """
-    # Fields of the stages below are no advice for the run around them, which has several.
+    # Fields of stages are not suggested for the run around them, which may have several.
     names = [name for name in known if not name.startswith("stages.")]
     entries = [entry for entry in TRL_NAMES if entry.trl == word and (not entry.kinds or kind in entry.kinds)]
     pairs = ((name, entry) for entry in entries for name in names if _ends(entry.field, name))

@@ -1,7 +1,5 @@
-"""Run configurations as YAML: reading with dotted overrides, writing, comparing; paths in them.
-
-A file lists its `stages:`, or has `kind:` at the top level and is one stage, its fields beside `output` and `model`.
-"""
+"""Run configurations as YAML: reading with dotted overrides, writing, comparing, resolving paths. A file has `stages:`,
+or `kind:` at the top level with the fields of a single stage beside `output` and `model`."""
 
 from __future__ import annotations
 
@@ -23,23 +21,23 @@ PACKAGE = Path(__file__).resolve().parent.parent
 CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").is_file() else None
 EXAMPLE = "; give a YAML file, such as configs/quickstart.yaml"
 INSTALLED = {"configs": PACKAGE, "rewards": PACKAGE.parent}
-"""Where the project's own folders lie when it is not a checkout."""
+"""Location of the project's own folders when it is installed instead of checked out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedConfig:
-    """A configuration and the file that it came from."""
+    """Configuration and the file that it was loaded from."""
 
     config: RunConfig
     path: Path
     base_dir: Path
-    """Folder of the file: the second place in which `resolve_path` looks."""
+    """Folder of the file, the second place in which `resolve_path` looks."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Read a YAML file, apply `dotted.key=value` overrides in order, validate.
 
-    `path` is looked for as `resolve_path` does. Raises ConfigError with one line for each mistake.
+    `path` is resolved by `resolve_path`. Raises ConfigError with one line per mistake.
     """
     file = _config_path(str(path))
     try:
@@ -52,12 +50,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
 
 
 def build_config(data: Mapping[str, Any], overrides: Sequence[str] = (), *, name: str = "config") -> RunConfig:
-    """As `load_config`, from a mapping; errors begin with `name`."""
+    """Validate a mapping as `load_config` does a file; error messages start with `name`."""
     return _build(data, {}, name, overrides)
 
 
 def find_path(text: str, base_dir: Path | None = None) -> Path | None:
-    """The first that exists of: `text` from the current folder, from `base_dir`, from the project's root."""
+    """First existing path of: `text` from the current folder, from `base_dir`, from the project's root."""
     return next((path for path in _places(text, base_dir) if path.exists()), None)
 
 
@@ -68,8 +66,7 @@ def _places(text: str, base_dir: Path | None) -> list[Path]:
 
 
 def did_you_mean_path(text: str, base_dir: Path | None = None) -> str:
-    """`; did you mean ...?` with what has the most similar name in one of the places of a path that is not there; or
-    nothing."""
+    """Suggest `; did you mean ...?` with the most similar name for a missing path; empty without one."""
     places = _places(text, base_dir)
     if any(path.exists() for path in places):
         return ""
@@ -78,7 +75,7 @@ def did_you_mean_path(text: str, base_dir: Path | None = None) -> str:
 
 
 def _similar(path: Path) -> Path | None:
-    """In the same folder, or of the same name in a folder of a similar name."""
+    """Similar name in the same folder, or the same name in a folder with a similar name."""
     if path.parent.is_dir():
         entries = sorted(path.parent.iterdir())
         names = {**{entry.stem: entry for entry in entries}, **{entry.name: entry for entry in entries}}
@@ -89,7 +86,7 @@ def _similar(path: Path) -> Path | None:
 
 
 def resolve_path(text: str, base_dir: Path | None = None) -> Path:
-    """As `find_path`; raises ConfigError that names the nearest file where there is none."""
+    """Resolve a path with `find_path`; raises ConfigError with a suggestion if nothing exists."""
     found = find_path(text, base_dir)
     if found is None:
         raise ConfigError(f"{text}: no such file or folder{did_you_mean_path(text, base_dir)}")
@@ -97,12 +94,13 @@ def resolve_path(text: str, base_dir: Path | None = None) -> Path:
 
 
 def dump_config(config: RunConfig) -> str:
-    """The whole configuration, defaults included, as YAML that `load_config` reads back; functions as `module:name`."""
+    """Dump the whole configuration, including defaults, as YAML that `load_config` reads; functions as
+    `module:name`."""
     return yaml.dump(_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def diff_config(before: RunConfig, after: RunConfig) -> list[str]:
-    """Dotted keys of the values that differ, in the order of the schema."""
+    """Dotted keys of values that differ, in the order of the schema."""
     return list(_differences(_plain(before), _plain(after), ()))
 
 
@@ -110,13 +108,13 @@ def diff_config(before: RunConfig, after: RunConfig) -> list[str]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Scalars of YAML 1.2: `1e-4` is a number, `no`, `1:30` and dates are text."""
+    """YAML 1.2 scalars: `1e-4` is a number; `no`, `1:30` and dates are text."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what either version of YAML would take for something else than text."""
+    """Dumper that quotes text which either version of YAML would read as another type."""
 
 
 _NUMBER_START = list("-+.0123456789")
@@ -143,7 +141,7 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def _parse(text: str, name: str) -> tuple[Any, dict[Key, int]]:
-    """The value of a YAML document and the line of every key in it."""
+    """Value of a YAML document, and the line of every key in it."""
     loader = _Loader(text)
     lines: dict[Key, int] = {}
     try:
@@ -203,7 +201,7 @@ def _build(data: Any, lines: Mapping[Key, int], name: str, overrides: Sequence[s
 
 
 def _copy(value: Any) -> Any:
-    """Fresh containers all the way down, so that an override of one use of a YAML anchor leaves the others alone."""
+    """Copy containers recursively, so that overriding one use of a YAML anchor leaves the others alone."""
     if isinstance(value, Mapping):
         return {word: _copy(item) for word, item in value.items()}
     return [_copy(item) for item in value] if isinstance(value, list | tuple) else value
@@ -234,7 +232,7 @@ def _override(raw: dict[str, Any], text: str, source: Source) -> None:
 
 
 def _step(node: Any, word: str, key: Key, text: str) -> str | int:
-    """The key or index that `word` of an override means in `node`."""
+    """Resolve `word` of an override to a key or index in `node`."""
     dotted = ".".join(map(str, key))
     if isinstance(node, dict):
         return word
@@ -265,7 +263,7 @@ def _config_path(text: str) -> Path:
 
 
 def _nearest(text: str, folders: Iterable[Path], pattern: str) -> str:
-    """`; did you mean ...?` with the file whose name is most like that of `text`, or nothing."""
+    """Suggest `; did you mean ...?` with the most similar file name; empty without one."""
     files = {file.stem: file for folder in folders for file in sorted(folder.glob(pattern))}
     near = difflib.get_close_matches(Path(text).stem, files, 1)
     if not near:
@@ -274,7 +272,7 @@ def _nearest(text: str, folders: Iterable[Path], pattern: str) -> str:
 
 
 def _shown(file: Path) -> str:
-    """From the current folder or from the project's root, where it lies below one of them."""
+    """Path relative to the current folder or the project's root, if below one of them."""
     return str(
         next((file.relative_to(base) for base in (Path.cwd(), PACKAGE.parent) if file.is_relative_to(base)), file)
     )
@@ -284,7 +282,7 @@ def _shown(file: Path) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Nothing but what YAML holds; a function or an object by its name."""
+    """Convert to YAML types; functions and objects become their names."""
     if isinstance(value, Section):
         return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
     if isinstance(value, Mapping):

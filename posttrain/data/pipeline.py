@@ -267,5 +267,5 @@ def require_one(rows: Rows, tokenize: Callable[[int], Any], row_tokens: int) -> 
     """Raise ConfigError if all rows are dropped: an endless stream over them would never yield."""
     if all(tokenize(index) is None for index in range(len(rows))):
         raise ConfigError(
-            f"every row of {rows.name} is left out as longer than row_tokens={row_tokens}; raise row_tokens"
+            f"every row of {rows.name} is dropped as longer than row_tokens={row_tokens}; raise row_tokens"
         )

@@ -1,4 +1,4 @@
-"""What can be said of a run before any weights load."""
+"""Check of a run before any weights load: `posttrain check`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from posttrain.stages.table import STAGES, row_notes, stage_names
 
 
 def check(config: RunConfig, base_dir: Path, num_devices: int | None = None) -> list[str]:
-    """Validate a run; the lines say what it would do. Raises ConfigError for the first mistake.
+    """Validate a run; return lines about what it would do. Raises ConfigError for the first mistake.
 
-    `num_devices`: of the machine that will run it; None: of this one.
+    `num_devices`: devices of the target machine; None: of this machine.
     """
     mesh = mesh_of_run(config, num_devices)
     prepared = prepare(config, base_dir, offline_ok=True, estimate=True)

@@ -1,4 +1,4 @@
-"""The model of a run without its weights, and the configuration held against it."""
+"""Model description of a run without its weights, and checks of the configuration against it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from posttrain.weights.locate import local_or_hub, read_model_config, read_wrapp
 
 
 def read_model(prepared: Prepared, *, offline_ok: bool) -> None:
-    """Fill in `model`, and hold the configuration against it."""
+    """Set `model` and check the configuration against it."""
     config, tokenizer = prepared.config, prepared.tokenizer
     if tokenizer is None and config.model.init is not None and "vocab_size" not in config.model.init:
         prepared.notes.append("not checked: model.init, whose vocab_size is the tokenizer's")
@@ -34,7 +34,7 @@ def read_model(prepared: Prepared, *, offline_ok: bool) -> None:
     config = prepared.config = fit_lengths(config, model.max_positions)
     _check_weights(config.model, prepared.base_dir)
     if model.scalar_head and not all(isinstance(section, RewardModelSection) for section in config.stages):
-        raise ConfigError(f"model.path: {config.model.path} is a reward model, which scores answers and writes none")
+        raise ConfigError(f"model.path: {config.model.path} is a reward model, which cannot generate")
     if tokenizer is not None:
         prepared.tokenizer = tokenizer.for_model(model.vocab_size)
     if config.model.lora is not None and (reason := check_lora(model, config.model.lora, config.model.quantize)):
@@ -72,7 +72,7 @@ def _check_adapter(prepared: Prepared, model: ModelConfig) -> None:
 
 
 def _context_of(section: ModelSection, model: ModelConfig) -> str:
-    """The model's number of positions, and how there may be more."""
+    """Maximum context of the model, and how to extend it."""
     limit = f"max_position_embeddings={model.max_positions} of the model"
     whole = json.loads(model.hf_json).get("max_position_embeddings", 0)
     if section.path is None or section.long_context or whole <= model.max_positions:
@@ -81,7 +81,7 @@ def _context_of(section: ModelSection, model: ModelConfig) -> str:
 
 
 def _check_weights(section: ModelSection, base_dir: Path) -> None:
-    """ConfigError where the model is a folder here whose weights are not those of its `config.json`."""
+    """Check a local model folder. ConfigError if its weights do not match its `config.json`."""
     folder = None if section.path is None else Path(local_or_hub(section.path, base_dir))
     if folder is not None and folder.is_dir():
         try:
@@ -91,7 +91,7 @@ def _check_weights(section: ModelSection, base_dir: Path) -> None:
 
 
 def _check_mixture(section: TrainSection, model: ModelConfig, *, adapter: bool) -> None:
-    """ConfigError where the stage asks for what only a mixture of experts has."""
+    """Check MoE settings. ConfigError if the stage uses a setting that needs an MoE model."""
     router = section.router
     check_router(model, router.balance_coef > 0 or router.z_coef > 0, router.correction_rate, adapter=adapter)
     if isinstance(section, OnlineSection | DistillSection) and section.rollout.record_routing:

@@ -1,4 +1,4 @@
-"""User code that a run depends on, by digests of its source: a run resumes only with the same code."""
+"""User code of a run, by digests of its source: a run resumes only with the same code."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ CODE_NAME = "code.json"
 
 
 def remember_code(output: Path, config: RunConfig, base_dir: Path) -> None:
-    """Write digests of the functions into the folder of a run that begins."""
+    """Write digests of the functions into the folder of a new run."""
     (output / CODE_NAME).write_text(json.dumps(_digests(config, base_dir), indent=1), encoding="utf-8")
 
 
 def check_code(output: Path, config: RunConfig, base_dir: Path) -> None:
-    """ConfigError where a function, or something that it calls, has changed since the run began."""
+    """Check the user code. ConfigError if a function, or code that it calls, has changed since the run started."""
     file = output / CODE_NAME
     if not file.exists():
         return
@@ -33,19 +33,19 @@ def check_code(output: Path, config: RunConfig, base_dir: Path) -> None:
     changed = [name for name, digest in _digests(config, base_dir).items() if before.get(name, digest) != digest]
     if changed:
         raise ConfigError(
-            f"output: {output} holds a run that began with other code of {', '.join(changed)}, or of what that calls; "
+            f"output: {output} was started with other code of {', '.join(changed)}, or of code that it calls; "
             "give another output to run with the new code, or bring the old code back to resume"
         )
 
 
 def _digests(config: RunConfig, base_dir: Path) -> dict[str, str]:
-    """By where the function is used: a digest of its source and of all that it reaches in the user's files."""
+    """Digest of each function's source and of the local code that it reaches, by place of use."""
     texts = code_texts(config, base_dir) | _reward_models(config, base_dir)
     return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
 
 
 def code_texts(config: RunConfig, base_dir: Path) -> dict[str, str]:
-    """By where a function of the user is used: its source and that of all that it reaches in the user's files."""
+    """Source of each user function and of the local code that it reaches, by place of use."""
     return {
         f"stages.{index}.{field}={named if isinstance(named, str) else named.__class__.__name__}": (
             _source_of_spec(named, base_dir) if isinstance(named, str) else source_of(named)
@@ -56,7 +56,7 @@ def code_texts(config: RunConfig, base_dir: Path) -> dict[str, str]:
 
 
 def _reward_models(config: RunConfig, base_dir: Path) -> dict[str, str]:
-    """Of each one in a local folder, what its files hold."""
+    """Digest of the files of each reward model in a local folder."""
     found = {}
     for index, section in enumerate(config.stages):
         for number, reward in enumerate(section.rewards if isinstance(section, OnlineSection) else ()):
@@ -82,7 +82,7 @@ def _functions(section: TrainSection) -> Iterator[tuple[str, Any]]:
 
 
 def _source_of_spec(spec: str, base_dir: Path) -> str:
-    """Nothing is imported. Empty where there is no such file, which a later check says."""
+    """Source text without importing anything. Empty for a missing file, which a later check reports."""
     source, _, name = resolve_spec(spec, base_dir).rpartition(":")
     if source.endswith(".py"):
         files = [base_dir / Path(source).expanduser()]

@@ -1,4 +1,4 @@
-"""`num_epochs` as optimiser steps: counted once per run and kept in its folder, estimated by `check`."""
+"""Conversion of `num_epochs` to optimiser steps: counted once per run and kept in its folder, estimated by `check`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from posttrain.stages.sequences import SequenceInputs
 from posttrain.tracking.console import progress
 
 FILE = "epochs.json"
-"""In a run's folder: digest of what a count depends on -> `num_steps`."""
+"""File in the run's folder: `num_steps` by digest of the count's inputs."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class _Source:
 
 
 def read_counts(output: Path) -> dict[str, int]:
-    """Counts that an earlier call of the run kept."""
+    """Read the counts of earlier calls of the run."""
     file = output / FILE
     counts: dict[str, int] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return counts
 
 
 def write_counts(output: Path, counts: Mapping[str, int]) -> None:
-    """Keep the counts for later calls of the run; without any there is no file."""
+    """Write the counts for later calls of the run; no file without any."""
     if counts:
         partial = (output / FILE).with_suffix(".tmp")
         partial.write_text(json.dumps(counts, indent=1), encoding="utf-8")
@@ -50,10 +50,10 @@ def write_counts(output: Path, counts: Mapping[str, int]) -> None:
 
 
 def with_steps(inputs: Inputs, seed: int, counts: dict[str, int], *, estimate: bool) -> tuple[Inputs, list[str]]:
-    """Inputs whose section has `num_steps`, and a note where these come from passes over the data.
+    """Resolve `num_steps` of the inputs' section; also returns a note if they come from epochs.
 
-    `counts`: those of the run so far; a new one is added. `estimate`: of a large dataset the note tells a guess from a
-    sample of its rows, and the section stays as it is.
+    `counts`: counts of the run so far, to which a new one is added. `estimate`: for a large dataset, return only a note
+    with an estimate from a sample of its rows, and leave the section unchanged.
     """
     section = inputs.section
     if not isinstance(section, OfflineSection) or section.num_steps is not None:
@@ -61,7 +61,7 @@ def with_steps(inputs: Inputs, seed: int, counts: dict[str, int], *, estimate: b
     num_epochs = 1.0 if section.num_epochs is None else section.num_epochs
     passes = f"num_epochs={num_epochs:g}"
     if isinstance(inputs, SequenceInputs) and inputs.prompts is not None:
-        # A sample has a row of its own.
+        # Each sample has its own row.
         rows = math.ceil(num_epochs * len(inputs.prompts.examples))
         return _resolved(inputs, section, math.ceil(rows / section.batch_rows), passes)
     sources = _sources(inputs)
@@ -103,7 +103,7 @@ def _sources(inputs: Inputs) -> list[_Source]:
 def _num_rows(
     section: OfflineSection, num_epochs: float, seed: int, sources: Sequence[_Source], *, sampled: bool
 ) -> int:
-    """Rows that hold `num_epochs` passes over all sequences, or over the sampled ones alone."""
+    """Number of rows that hold `num_epochs` passes over all sequences, or over the sampled ones."""
     datasets = [one.dataset for one in sources]
     lengths = [_lengths(one, checked_rows(one.count) if sampled else range(one.count)) for one in sources]
     return rows_of_epochs(
@@ -112,14 +112,14 @@ def _num_rows(
 
 
 def _lengths(source: _Source, chosen: Sequence[int]) -> list[int | None]:
-    """Tokens of each sequence; None for one that is left out."""
+    """Tokens of each sequence; None for a dropped one."""
     title = f"counting the tokens of {source.rows.name}"
     made = (source.tokenize(index) for index in progress(chosen, title, len(chosen)))
     return [None if one is None else len(one["tokens"]) for one in made]
 
 
 def _digest(section: OfflineSection, num_epochs: float, seed: int, sources: Sequence[_Source]) -> str:
-    """Hash of all that the count depends on; rows and their tokens by as many as a resumed stream compares."""
+    """Hash of everything that the count depends on, including as many rows and tokens as a resumed stream compares."""
     data = [
         [fingerprint(of.dataset, of.rows), token_fingerprint(of.rows, of.tokenize), of.count, of.dataset.shuffle]
         for of in sources

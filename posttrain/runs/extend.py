@@ -1,4 +1,4 @@
-"""Longer stages of a run that there is: `num_steps` raised between two calls."""
+"""Extension of an existing run: `num_steps` raised between two calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posttrain.tracking.console import console
 
 
 def extended_stages(before: RunConfig, after: RunConfig) -> list[int]:
-    """Numbers of the stages that have more steps than before, of two runs with as many stages."""
+    """Numbers of the stages with more steps than before, for two runs with the same number of stages."""
     if len(before.stages) != len(after.stages):
         return []
     pairs = enumerate(zip(before.stages, after.stages, strict=True))
@@ -21,9 +21,9 @@ def extended_stages(before: RunConfig, after: RunConfig) -> list[int]:
 
 
 def extend(output: Path, before: RunConfig, after: RunConfig, indices: Sequence[int]) -> None:
-    """Reopen these stages at their last checkpoint: a finished one loses its saved model, which training goes beyond.
+    """Reopen these stages at their last checkpoint, deleting the saved model of finished ones.
 
-    ConfigError where a later stage began from that model, or where the last checkpoint is gone.
+    ConfigError if a later stage started from that model, or if the last checkpoint is missing.
     """
     names = stage_names(after)
     for index in indices:
@@ -39,7 +39,7 @@ def extend(output: Path, before: RunConfig, after: RunConfig, indices: Sequence[
         console().print(line, markup=False, soft_wrap=True)
         replaced = folder / "model.replaced"
         if (folder / "model").exists():
-            # Renamed first: a process killed here leaves no half of a model under its name.
+            # Renamed first, so that a killed process leaves no partial model under this name.
             (folder / "model").rename(replaced)
         shutil.rmtree(replaced, ignore_errors=True)
         (folder / "result.json").unlink(missing_ok=True)
@@ -49,7 +49,7 @@ def _check(output: Path, names: Sequence[str], index: int, old_steps: int) -> No
     field, folder = f"stages.{index}.num_steps", output / names[index]
     if begun := [name for name in names[index + 1 :] if (output / name / "source.json").exists()]:
         raise ConfigError(
-            f"output: {field} grows, but {begun[0]} in {output} began from the model after {old_steps} steps; "
+            f"output: {field} grows, but {begun[0]} in {output} started from the model after {old_steps} steps; "
             f"delete {', '.join(str(output / name) for name in begun)} to train it anew, or give another output"
         )
     if (folder / "model").exists() and not (folder / "checkpoints" / str(old_steps)).is_dir():

@@ -1,4 +1,4 @@
-"""Check that the kernels of a configuration can serve its model, before weights load."""
+"""Check of kernel settings against the model, before weights load."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 
 
 def check_kernels(config: RunConfig, model: ModelConfig, *, here: bool) -> list[str]:
-    """ConfigError for a kernel that no platform has for this model, and with `here` for one that this machine has not.
+    """Check kernels. ConfigError for a kernel that no platform supports for this model, and with `here` for one that
+    this machine does not support.
 
-    Else a line for each that only another machine has.
+    Returns a note for each kernel that only another machine supports.
     """
     notes = []
     if config.model.attention != "auto":
@@ -65,7 +66,7 @@ def _dtype(config: RunConfig) -> str:
 
 
 def _attention_requests(config: RunConfig, model: ModelConfig) -> Iterator[AttentionCall]:
-    """The whole rows of training; a sampler's cache has the kernel of "auto"."""
+    """Attention calls of the run: whole rows in training; the KV cache of a sampler uses "auto"."""
     for row_tokens in {section.row_tokens for section in config.stages}:
         for kind in {block.attention for block in model.blocks}:
             yield AttentionCall(
@@ -79,7 +80,7 @@ def _attention_requests(config: RunConfig, model: ModelConfig) -> Iterator[Atten
                 row_shards=1,
                 head_shards=max(1, config.mesh.tensor),
                 tokamax=True,
-                # Where there is no GPU, that of the one that the run may be for.
+                # Without a local GPU, that of the probable target.
                 compute_capability=compute_capability(None) or 9.0,
                 **_shape(kind),
             )

@@ -16,7 +16,7 @@ from posttrain.errors import ConfigError
 
 
 def fit_lengths(config: RunConfig, max_positions: int) -> RunConfig:
-    """Run whose default lengths fit the model's context; lengths that were given stay as they are."""
+    """Resolve default lengths to the model's context; explicit lengths are unchanged."""
     return config.model_copy(update={"stages": tuple(_fit_stage(stage, max_positions) for stage in config.stages)})
 
 
@@ -31,14 +31,14 @@ def _fit_stage(section: TrainSection, max_positions: int) -> TrainSection:
             fitted["eval_sampling"] = _fit_sampling(section.eval_sampling, fitted["sampling"].max_tokens)
     elif isinstance(section, DistillSection) and section.sampling is not None:
         fitted["sampling"] = _fit_sampling(section.sampling, answer_tokens(max_positions, 1))
-    # A copy would not check the lengths that were given against those that are fitted.
+    # A copy would not validate explicit lengths against the resolved ones.
     given = {name: getattr(section, name) for name in section.model_fields_set}
     try:
         return type(section).model_validate({**given, **fitted})
     except ValueError as error:
         raise ConfigError(
             f"row_tokens is by default max_position_embeddings={max_positions} of the model, which does not hold "
-            f"sampling.max_tokens={fitted['sampling'].max_tokens} beside a prompt; give less"
+            f"sampling.max_tokens={fitted['sampling'].max_tokens} beside a prompt; lower it"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Everything of a run that needs no weights: tokenizer, rows, rewards, losses. `check` stops here, `run` goes on."""
+"""Preparation of a run without weights: tokenizer, rows, rewards, losses; shared by `check` and `run`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from posttrain.weights.locate import refuse_misspelt, tokenizer_name, unreachabl
 def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool, estimate: bool = False) -> Prepared:
     """Load and validate all inputs of a run. ConfigError for the first mistake.
 
-    With `offline_ok`, what only the hub can answer becomes a note when there is no network. `estimate`: of
-    `num_epochs` over a large dataset there is a note in place of `num_steps`.
+    `offline_ok`: without a network, checks that need the hub become notes. `estimate`: for `num_epochs` over a large
+    dataset, return a note instead of `num_steps`.
     """
     prepared = Prepared(config=config, base_dir=base_dir, counts=read_counts(Path(config.output)))
     name = tokenizer_name(config.model, base_dir)
@@ -44,7 +44,7 @@ def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool, estimate: bo
 
 
 def _prepare_stage(prepared: Prepared, index: int, *, offline_ok: bool, estimate: bool) -> None:
-    """Add its inputs, or a note where they are on a hub that cannot be asked."""
+    """Add the inputs of a stage, or a note if they are on a hub that cannot be reached."""
     config, section, base_dir = prepared.config, prepared.config.stages[index], prepared.base_dir
     remote = [path for path in _dataset_paths(section, base_dir) if unreachable(path)]
     for path in remote:
@@ -63,5 +63,5 @@ def _prepare_stage(prepared: Prepared, index: int, *, offline_ok: bool, estimate
 
 
 def _dataset_paths(section: TrainSection, base_dir: Path) -> list[str]:
-    """Of those that are not found from here or from the configuration's folder."""
+    """Dataset paths that exist neither from here nor from the configuration's folder."""
     return [dataset.path for dataset in section.all_datasets if find_path(dataset.path, base_dir) is None]

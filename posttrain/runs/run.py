@@ -1,4 +1,4 @@
-"""A whole run: check everything, then each stage from where it stopped, then say what came out."""
+"""Run: check everything, resume each stage, then print a summary."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from posttrain.weights.locate import local_or_hub
 
 CONFIG_NAME = "config.yaml"
 NO_EFFECT = ("output", "tensorboard")
-"""Keys that may differ between the calls that make one run."""
+"""Keys that may differ between calls of the same run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What a finished run left behind."""
+    """Result of a finished run."""
 
     output: Path
     stages: Sequence[str]
     results: Sequence[Mapping[str, Any]]
-    """By stage: `before` and `after` evaluations, where there is an `eval_dataset`."""
+    """Evaluations `before` and `after` by stage, with an `eval_dataset`."""
     trained: Sequence[str]
-    """Stages that this call trained; none where the run had been finished before."""
+    """Stages trained by this call; empty if the run was already finished."""
 
     @property
     def model_path(self) -> Path:
-        """The final model in Hugging Face layout."""
+        """Folder of the final model in Hugging Face layout."""
         return self.output / self.stages[-1] / "model"
 
     def load_model(self) -> Decoder:
@@ -54,7 +54,7 @@ class RunResult:
 
 
 def run(config: RunConfig, base_dir: Path) -> RunResult:
-    """Do what is left of a run. Raises ConfigError for what is wrong, before any work, and Interrupted."""
+    """Run the remaining steps of all stages. Raises ConfigError for mistakes, before any work, and Interrupted."""
     prepared = prepare(config, base_dir, offline_ok=False)
     config = prepared.config
     mesh = make_mesh(config.mesh, training_devices(config))
@@ -94,7 +94,7 @@ def run(config: RunConfig, base_dir: Path) -> RunResult:
             trained.append(name)
             console().rule(f"{name}: {inputs.section.steps} steps", align="left")
             STAGES[inputs.section.kind].run(stage, inputs)
-            gc.collect()  # a trainer and its programs form a cycle that holds the weights
+            gc.collect()  # trainer and programs form a cycle that keeps the weights alive
     results = [json.loads((output / name / "result.json").read_text(encoding="utf-8")) for name in names]
     result = RunResult(output=output, stages=names, results=results, trained=trained)
     if not trained:
@@ -111,7 +111,8 @@ def run(config: RunConfig, base_dir: Path) -> RunResult:
 
 @contextlib.contextmanager
 def _claimed(output: Path, config: RunConfig, base_dir: Path) -> Iterator[None]:
-    """The run's folder, held for this process; ConfigError if another process or another configuration has it."""
+    """Lock the run's folder for this process; ConfigError if another process uses it or another configuration made
+    it."""
     import fcntl
 
     try:
@@ -137,7 +138,7 @@ def _check_same(output: Path, config: RunConfig, base_dir: Path) -> None:
         _write(file, config)
         return
     before = load_config(file).config
-    # Both sides go through YAML, where a function is its name.
+    # Both are compared as YAML, in which a function is its name.
     extended = extended_stages(before, config)
     may_differ = {*NO_EFFECT, *(f"stages.{index}.num_steps" for index in extended)}
     changed = [key for key in diff_config(before, config) if key not in may_differ]
@@ -160,6 +161,6 @@ def _write(file: Path, config: RunConfig) -> None:
 
 
 def _begun(output: Path) -> bool:
-    """Whether anything there depends on the settings: a run that failed while it loaded leaves nothing."""
+    """Tell whether the folder depends on the settings already: a run that failed while loading leaves nothing."""
     metrics = output / "metrics.jsonl"
     return (metrics.exists() and metrics.stat().st_size > 0) or any(output.glob("*/before.json"))

@@ -1,4 +1,4 @@
-"""Mesh and memory of a run's model from its shapes alone: divisibility, parameters, bytes of the training state."""
+"""Mesh and memory of a run's model from its shapes: divisibility, parameters, bytes of the training state."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSize:
-    """Parameters of a model, and bytes of its training state over all devices and on each."""
+    """Parameters of a model, and bytes of its training state, in total and per device."""
 
     total: int
     trained: int
     weights: int
     gradient: int
-    """Of float32 numbers, whatever the type of the parameters."""
+    """Bytes of float32 gradients, regardless of the parameters' type."""
     optimizer: int
-    """Moments, and float32 masters of parameters in fewer bits."""
+    """Bytes of moments, and of float32 master weights of low-precision parameters."""
     per_device: int
 
 
 def mesh_of_run(config: RunConfig, num_devices: int | None) -> dict[str, int]:
-    """Devices on each axis of the training mesh. ConfigError where they do not multiply to those there are.
+    """Devices on each axis of the training mesh. ConfigError if their product is not the number of devices.
 
-    `num_devices`: of the machine that will run; None: of this one.
+    `num_devices`: devices of the target machine; None: of this machine.
     """
     count = jax.device_count() if num_devices is None else num_devices
     try:
@@ -55,11 +55,11 @@ def mesh_of_run(config: RunConfig, num_devices: int | None) -> dict[str, int]:
     except ConfigError as error:
         if num_devices is not None:
             raise
-        raise ConfigError(f"{error}, of this machine; for another give check --devices N") from error
+        raise ConfigError(f"{error}, of this machine; for another use check --devices N") from error
 
 
 def describe_size(config: RunConfig, model: ModelConfig, mesh: Mapping[str, int], base_dir: Path) -> list[str]:
-    """Lines of parameters and bytes. ConfigError where the mesh does not divide the model."""
+    """Report parameters and bytes. ConfigError if the mesh does not divide the model."""
     outline = model_outline(config, model, base_dir)
     check_mesh(outline, mesh)
     size = training_size(config, outline, mesh)
@@ -77,7 +77,7 @@ def describe_size(config: RunConfig, model: ModelConfig, mesh: Mapping[str, int]
 
 
 def training_size(config: RunConfig, outline: Decoder, mesh: Mapping[str, int]) -> TrainingSize:
-    """Count what training holds of a model that has shapes in place of arrays."""
+    """Count parameters and bytes of training for a model of shapes."""
     arrays = {".".join(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(nnx.state(outline))}
     weights = ModelWeights(outline)
     trainable, dims = weights.trainable(), weights.dims()
@@ -98,7 +98,7 @@ def training_size(config: RunConfig, outline: Decoder, mesh: Mapping[str, int]) 
 
 
 def model_outline(config: RunConfig, model: ModelConfig, base_dir: Path) -> Decoder:
-    """Trained model as shapes; without its adapter where that is on a hub that cannot be reached."""
+    """Trained model as shapes; without its adapter if that is on a hub that cannot be reached."""
     section: ModelSection = config.model
     dtype = jnp.dtype(section.dtype)
     outline = outline_of(model, Compute.of(dtype), dtype)

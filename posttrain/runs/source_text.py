@@ -1,7 +1,5 @@
-"""Source text of user code without comments, docstrings and layout: a function and all that it reaches in local files.
-
-Two versions with the same text do the same. Installed packages are left out; they have versions of their own.
-"""
+"""Normalised source of user code, without comments, docstrings and layout: a function and all code that it reaches in
+local files. Versions with the same text behave the same. Installed packages are excluded."""
 
 from __future__ import annotations
 
@@ -26,21 +24,21 @@ MUTATORS = frozenset(
 
 
 def source_of(found: Any) -> str:
-    """Text of a function, a class or an object in memory, wherever it was defined: a file, a script or a notebook."""
+    """Source text of a function, class or object in memory, defined in a file, a script or a notebook."""
     reach = _Reach()
     reach.add_object(found)
     return reach.text()
 
 
 def source_of_name(file: Path, name: str) -> str:
-    """Text of what a file binds to the name."""
+    """Source text of the statements that bind a name in a file."""
     reach = _Reach()
     reach.add_names(file, {name})
     return reach.text()
 
 
 class _Reach:
-    """Statements and values found so far."""
+    """Reachable statements and values found so far."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, ...], str] = {}
@@ -58,7 +56,7 @@ class _Reach:
     # In files
 
     def add_names(self, path: Path, names: Iterable[str] | None) -> None:
-        """Statements of a file that bind the names, and what those reach; None: all statements."""
+        """Add the statements of a file that bind the names, and everything that they reach; None: all statements."""
         path = path.resolve()
         if not _is_local(path):
             return
@@ -113,7 +111,7 @@ class _Reach:
                 self._add_value(f"{type(found).__qualname__}.{name}", value)
 
     def _add_value(self, name: str, value: Any) -> None:
-        """A value that code refers to: a constant as it is, code by its text, anything else not at all."""
+        """Add a value that code refers to: constants as they are, code as its source; other values are ignored."""
         if (text := _constant(value)) is not None:
             self._add(f"{name} = {text}", "", name)
         elif isinstance(value, ModuleType):
@@ -179,7 +177,7 @@ class _File:
         return [index for name in names for index in self._binding.get(name, ())]
 
     def at_line(self, line: int) -> ast.AST:
-        """The functions that begin at a line."""
+        """Functions that start at a line."""
         found = [node for node in ast.walk(self.tree) if isinstance(node, FUNCTIONS) and _first_line(node) == line]
         return ast.Module([n if isinstance(n, ast.stmt) else ast.Expr(n) for n in found], [])
 
@@ -189,7 +187,7 @@ def _first_line(node: ast.AST) -> int:
 
 
 def _tree_in_memory(function: FunctionType) -> ast.AST:
-    """Syntax of a notebook's function; its text or its code where that is no statement of its own."""
+    """Syntax tree of a notebook's function; its text or bytecode if it is not a statement of its own."""
     try:
         text = textwrap.dedent(inspect.getsource(function))
         return ast.parse(text)
@@ -208,14 +206,14 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _path_of(found: type) -> Path | None:
-    """The file of a class; None for one of a notebook."""
+    """File of a class; None if defined in a notebook."""
     written = {v.__code__.co_filename for v in vars(found).values() if isinstance(v, FunctionType)} - {"<string>"}
     file = min(written, default=getattr(sys.modules.get(found.__module__), "__file__", None))
     return Path(file) if file is not None and Path(file).is_file() else None
 
 
 def _is_local(path: Path) -> bool:
-    """Whether a file is the user's: neither of the standard library, nor installed, nor of this package."""
+    """Tell whether a file is the user's: not the standard library, an installed package, or posttrain."""
     paths = sysconfig.get_paths()
     installed = [Path(paths[kind]).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
     foreign = path.is_relative_to(OWN) or any(path.is_relative_to(folder) for folder in installed)
@@ -223,7 +221,7 @@ def _is_local(path: Path) -> bool:
 
 
 def _module_file(importing: Path, name: str, level: int) -> Path | None:
-    """The local file of an imported module: beside the importing file, or below the root of its package."""
+    """Local file of an imported module: beside the importing file, or below the root of its package."""
     if level:
         folders = [importing.parents[level - 1]]
     else:
@@ -240,7 +238,7 @@ def _module_file(importing: Path, name: str, level: int) -> Path | None:
 
 
 def _bound(statement: ast.stmt) -> set[str]:
-    """Names that a top-level statement binds, changes or, as a call for its effect, mentions."""
+    """Names that a top-level statement binds, changes or (as a call for its effect) mentions."""
     if isinstance(statement, Definition):
         return {statement.name}
     if isinstance(statement, ast.Expr):
@@ -267,7 +265,7 @@ def _names(tree: ast.AST) -> set[str]:
 
 
 def _changed_names(tree: ast.AST) -> set[str]:
-    """Names of values that the code itself changes, such as counters and caches, whose state is no part of it."""
+    """Names of values that the code itself changes, such as counters and caches; their state is excluded."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Global | ast.Nonlocal):
@@ -292,7 +290,7 @@ def _is_main_guard(statement: ast.stmt) -> bool:
 
 
 def _plain_text(tree: ast.AST) -> str:
-    """The code without docstrings; comments and layout are not in a tree."""
+    """Code without docstrings; syntax trees have no comments or layout."""
     copied = ast.parse(ast.unparse(tree))
     for node in ast.walk(copied):
         body = getattr(node, "body", None)
@@ -302,7 +300,7 @@ def _plain_text(tree: ast.AST) -> str:
 
 
 def _constant(value: Any) -> str | None:
-    """A plain value as text that is the same in every process; None for other values."""
+    """Plain value as text that is the same in every process; None for other values."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return repr(value)
     if isinstance(value, re.Pattern):

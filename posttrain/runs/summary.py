@@ -1,4 +1,5 @@
-"""What a run says at its end: before and after, with sample answers, and where everything lies."""
+"""Summary printed at the end of a run: evaluations before and after with sample completions, and the paths of its
+files."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from posttrain.tracking.console import console, cut, printable, shown_number, wi
 
 NUM_ANSWERS = 6
 ANSWER_CELLS = 240
-"""Terminal cells of a text in the table."""
+"""Maximum width of a text in the table, in terminal cells."""
 
 
 def print_summary(output: Path, names: Sequence[str], results: Sequence[Mapping[str, Any]], config: RunConfig) -> None:
-    """A table per evaluated RL stage, perplexities of SFT stages, and the paths of what was written."""
+    """Print a table per evaluated RL stage, perplexities of SFT stages, and the paths of the files written."""
     out = console()
     for name, result in zip(names, results, strict=True):
         if "samples" in result.get("after", {}):
@@ -49,7 +50,7 @@ def _print_answers(name: str, result: Mapping[str, Any]) -> None:
     for column in ("prompt", "before", measure, "after", measure):
         table.add_column(column, overflow="fold")
     pairs = list(zip(before["samples"], after["samples"], strict=True))
-    # Answers that changed say the most; a stable sort keeps the dataset's order among them.
+    # Changed completions come first; a stable sort keeps the dataset's order among them.
     pairs.sort(key=lambda pair: pair[0][measure] == pair[1][measure])
     for old, new in pairs[:NUM_ANSWERS]:
         values = (shown_number(old[measure]), shown_number(new[measure]))
@@ -62,7 +63,7 @@ def _print_answers(name: str, result: Mapping[str, Any]) -> None:
 
 
 def _difference(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], measure: str) -> str:
-    """What changed on the same prompts; their own difficulty, which widens the intervals of the table, is not in it."""
+    """Describe the paired difference on the same prompts, which excludes the variance between prompts."""
     values = [(old[measure], new[measure]) for old, new in pairs]
     valid = [pair for pair in values if None not in pair]
     if len(valid) < 2:
@@ -79,7 +80,7 @@ def _in_words(what: str, found: PairedDifference) -> str:
 
 
 def _print_judged(name: str, result: Mapping[str, Any]) -> None:
-    """Of how many held-out pairs the model prefers the chosen answer, before and after; and its rewards."""
+    """Print accuracy on held-out pairs before and after, and rewards."""
     out, metrics = console(), result["after"]["metrics"]
     if "preferred" in result["after"]:
         before, after = (result[key]["preferred"] for key in ("before", "after"))
@@ -91,7 +92,7 @@ def _print_judged(name: str, result: Mapping[str, Any]) -> None:
     judged = "steps" if "eval/calibration/ece" in metrics else "answers"
     pairs = "eval/preferred_ratio" in metrics
     if "eval/rewards/accuracies_low" in metrics:
-        what = "the chosen answer has the greater reward" if pairs else f"{judged} judged rightly"
+        what = "the chosen answer has the greater reward" if pairs else f"{judged} classified correctly"
         out.print(f"{name}: {what}: {with_interval(metrics, 'rewards/accuracies')}", markup=False, soft_wrap=True)
     if "eval/rewards/margins_low" in metrics:
         better = "right steps" if judged == "steps" and not pairs else "chosen answers"
@@ -100,7 +101,7 @@ def _print_judged(name: str, result: Mapping[str, Any]) -> None:
 
 
 def _print_sequences(name: str, result: Mapping[str, Any]) -> None:
-    """Of held-out sequences, before and after, and what changed on the same ones."""
+    """Print metrics of held-out sequences before and after, and their paired difference."""
     for metric, difference in (("eval/distill/kl", "eval/distill/kl"), ("eval/perplexity", "eval/nll")):
         if metric not in result["after"]:
             continue

@@ -1,4 +1,4 @@
-"""Teacher caches: score each dataset once and write what is missing."""
+"""Writing of teacher caches: each dataset is scored once; existing parts are kept."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from posttrain.tracking.console import console, progress_bar
 
 
 def write_caches(config: RunConfig, base_dir: Path) -> None:
-    """Write what is missing of the caches of all stages. ConfigError where no stage has one."""
+    """Write the missing parts of all stages' caches. ConfigError if no stage has one."""
     prepared = prepare(config, base_dir, offline_ok=False, estimate=True)
     config = prepared.config
     assert prepared.tokenizer is not None
@@ -39,7 +39,7 @@ def write_caches(config: RunConfig, base_dir: Path) -> None:
     mesh = make_mesh(config.mesh, training_devices(config))
     cached = [section for section in config.stages if isinstance(section, DistillSection) and section.cache is not None]
     if not cached:
-        raise ConfigError("distill --cache: no stage of kind distill has a cache; give a folder: cache: runs/cache")
+        raise ConfigError("distill --cache: no stage of kind distill has a cache; set a folder: cache: runs/cache")
     for inputs in prepared.stages:
         if inputs.section not in cached:
             continue

@@ -1,4 +1,4 @@
-"""One stage of a run: its folder, its model in and out, its sinks and checkpoints."""
+"""Run context of one stage: folder, source model, saved model, sinks and checkpoints."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from posttrain.weights.lora import ParameterCount, count_parameters, has_lora, p
 from posttrain.weights.save import save_model
 
 Record = dict[str, Any]
-"""An evaluation as JSON can hold it."""
+"""Evaluation as a JSON object."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """Evaluation of a stage, and the metrics of it that go to the sinks."""
+    """Evaluation on held-out data, and its metrics for the sinks."""
 
     evaluate: Callable[[], Record]
     metrics: Callable[[Record], Mapping[str, float]]
@@ -53,15 +53,15 @@ class StageRun:
     sampled: bool
     """True if the stage trains on its own samples."""
     folder: Path
-    """Below the run's output; holds checkpoints and, when the stage is done, `model/` and `result.json`."""
+    """Folder below the run's output; holds checkpoints and, when the stage is finished, `model/` and `result.json`."""
     output: Path
     model: ModelSection
     source: Path | None
-    """The model of the stage before; None: the configuration's own."""
+    """Model of the previous stage; None: the configuration's model."""
     source_name: str | None
     """Folder or hub id of the configuration's model."""
     adapter: str | None
-    """Folder or hub id of the adapter that the stage goes on with."""
+    """Folder or hub id of the adapter whose training the stage continues."""
     seed: int
     mesh: Mesh
     tokenizer: Tokenizer
@@ -73,7 +73,7 @@ class StageRun:
         return self.folder / "model"
 
     def load_model(self) -> Decoder:
-        """The model at the start of the stage, the same at each start of the program."""
+        """Load the model at the start of the stage; deterministic."""
         m = self.model
         common: dict[str, Any] = {
             "dtype": m.dtype,
@@ -94,7 +94,7 @@ class StageRun:
             own: dict[str, Any] = {"long_context": m.long_context, "num_tokens": num_tokens, "adapter": self.adapter}
             model = load_model(self.path, **own, **common)
             if self.sampled:
-                # The trainer would be another model than the sampler.
+                # The trainer's model would differ from the sampler's.
                 without_dropout(model)
         print_parameters(model)
         return model
@@ -121,7 +121,7 @@ class StageRun:
 
     @cached_property
     def origin(self) -> Origin:
-        """Origin of the weights that the stage's checkpoints continue."""
+        """Origin of the weights from which the stage's checkpoints continue."""
         if self.path is None:
             return origin_of_init(self._init, self.seed)
         origin = origin_of_folder(str(self.path), find_folder(self.path))
@@ -134,11 +134,11 @@ class StageRun:
     def training(
         self, trainer: Trainer, data: Resumable, section: TrainSection, held_out: HeldOut | None
     ) -> Iterator[Training]:
-        """Open sinks and checkpoints, and bring trainer and data to the newest checkpoint.
+        """Open sinks and checkpoints, and restore trainer and data from the newest checkpoint.
 
-        After the last step the result and the model are written; the model's folder marks the stage as done.
+        After the last step write result and model; the model's folder marks the stage as finished.
         """
-        # Also before the first checkpoint: the evaluation before training is of this model.
+        # Also before the first checkpoint: the initial evaluation belongs to this model.
         source = self.remember(
             "source", lambda: {"name": self.origin.name, "parts": self.origin.parts, "adapter": self.adapter}
         )
@@ -181,7 +181,7 @@ class StageRun:
             save_model(model, self.model_folder, tokenizer=self.tokenizer)
 
     def remember(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return `make()`, stored as JSON in the stage's folder: a resumed run reads it again."""
+        """Return `make()`, stored as JSON in the stage's folder for resumed runs."""
         file = self._file(name)
         if not file.exists():
             partial = file.with_suffix(".tmp")
@@ -190,7 +190,7 @@ class StageRun:
         return json.loads(file.read_text(encoding="utf-8"))
 
     def forget(self, name: str) -> None:
-        """Remove what `remember` stored."""
+        """Remove a value stored by `remember`."""
         self._file(name).unlink(missing_ok=True)
 
     def _file(self, name: str) -> Path:
@@ -200,7 +200,7 @@ class StageRun:
 class Training:
     """Training of a stage, step by step: iterate, and `log` the metrics of each step.
 
-    Held-out data is evaluated before the first and after the last step, once each in the life of a run.
+    Held-out data is evaluated before the first and after the last step, once each per run, even if it is resumed.
     """
 
     def __init__(
@@ -219,10 +219,10 @@ class Training:
         self._held_out, self._num_steps = held_out, num_steps
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the number of each step that is left, from 1."""
+        """Yield the number of each remaining step, from 1."""
         self._evaluate("before", 0)
         if self._trainer.step_number < self._num_steps:
-            # Of other weights, where the newest checkpoints were removed.
+            # Evaluated with other weights, if the newest checkpoints were removed.
             self._stage.forget("after")
         yield from self._loop
         self._evaluate("after", self._num_steps)
@@ -230,7 +230,7 @@ class Training:
             self.result["difference"] = self._held_out.difference(self.result["before"], self.result["after"])
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Hand over the metrics of the step that was done."""
+        """Log the metrics of the completed step."""
         self._loop.log(metrics)
 
     def _evaluate(self, when: str, step: int) -> None:
@@ -243,8 +243,8 @@ class Training:
 
 
 def read_source(folder: Path) -> tuple[str | None, str | None]:
-    """Folders or hub ids of the model and of the adapter that a stage began with; None: random weights, no adapter, or
-    the stage never began."""
+    """Folders or hub ids of the model and adapter from which a stage started; None: random weights, no adapter, or the
+    stage never started."""
     file = folder / "source.json"
     source = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"name": None}
     return None if source["name"] == RANDOM_WEIGHTS else source["name"], source.get("adapter")

@@ -1,4 +1,5 @@
-"""Distillation: a student learns what its teachers say of the same tokens, in the step or from a cache on disk."""
+"""Distillation stage: a student trained on the top-k or full distributions of its teachers, live or from a cache on
+disk."""
 
 from __future__ import annotations
 
@@ -48,13 +49,13 @@ from posttrain.stages.sft import evaluate_held_out, make_sequence_trainer, seque
 
 
 def prepare(section: DistillSection, prepared: Prepared) -> tuple[SequenceInputs, list[str]]:
-    """Load rows and teachers, and check `features` against the teachers. Also notes about both."""
+    """Load rows and teachers, and check `features` against the teachers. Also returns notes."""
     inputs, notes = sequences.prepare(section, prepared)
     return inputs, notes + check_features(section, inputs.teachers, prepared.model, prepared.base_dir)
 
 
 def check_offline(section: DistillSection, base_dir: Path) -> None:
-    """Check all that needs neither tokenizer nor rows."""
+    """Check everything that needs neither tokenizer nor rows."""
     sequences.check_offline(section, base_dir)
     find_teachers(section, None, base_dir)
 
@@ -79,7 +80,7 @@ def _where(teacher: TeacherSection, cache: str | None) -> str:
 
 
 def run(stage: StageRun, inputs: SequenceInputs) -> None:
-    """Train one stage of distillation to its end, from its newest checkpoint if there is one."""
+    """Train a distillation stage to its last step, resuming from its newest checkpoint."""
     section = inputs.section
     assert isinstance(section, DistillSection)
     caches, teachers, outside = None, [], []
@@ -117,7 +118,7 @@ def run(stage: StageRun, inputs: SequenceInputs) -> None:
     with ExitStack() as closing:
         batches: MeasuredStream | None = None
         if given is not None:
-            # Teachers outside of the step are asked for one batch at a time, while the step before runs.
+            # Outside teachers are prefetched one batch ahead, while the previous step runs.
             batches = closing.enter_context(Prefetch(given, max_batches=1 if outside else MAX_BATCHES))
         samples = None
         if section.on_policy:
@@ -137,7 +138,7 @@ def run(stage: StageRun, inputs: SequenceInputs) -> None:
 def _scorers(
     stage: StageRun, section: DistillSection, teachers: Sequence[Decoder], outside: Sequence[OutsideTeacher]
 ) -> list[Scorer]:
-    """All teachers, at the temperature that the student samples at."""
+    """Scorers of all teachers, at the student's sampling temperature."""
     assert section.sampling is not None
     rows = rows_per_pass(section.batch_rows, section.micro_batch_rows, row_shards(stage.mesh))
     inside = [FrozenModel(t, stage.mesh, temperature=section.sampling.temperature, rows=rows) for t in teachers]
@@ -158,7 +159,7 @@ Source = tuple[DatasetSection, Rows, Renderer]
 
 
 def sources(inputs: SequenceInputs) -> list[Source]:
-    """All datasets of a stage by number, the one for evaluation last."""
+    """Datasets of a stage by number, the evaluation dataset last."""
     section = inputs.section
     found = list(
         zip(
@@ -197,7 +198,7 @@ def cache_folders(
         aligner = aligner_of(inputs, source)
         if aligner is not None:
             identity["aligned"] = token_fingerprint(rows, _read_by(section, aligner, number, (dataset, rows, renderer)))
-        # One file may be read through several templates.
+        # A file may be read through several templates.
         folder = Path(section.cache) / source.title / f"{data}-{tokens}"
         folders.append(((dataset, rows, renderer), CacheFolder(folder, identity, len(rows))))
     return folders

@@ -1,4 +1,4 @@
-"""The student's own samples in a stage of distillation: GKD with a share of on-policy data, arXiv:2306.13649."""
+"""On-policy samples of the student in a distillation stage: GKD, arXiv:2306.13649."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from posttrain.train.trainer import Trainer
 from posttrain.tree import replace as changed
 
 UNREAD_STEPS = 3
-"""After so many steps in a row of whose samples the teacher reads nothing, the run ends."""
+"""Abort the run after this many consecutive steps without any token that aligns with the teacher's."""
 
 
 class Samples:
@@ -79,7 +79,7 @@ class Samples:
         warm_up(engine, section.rollout, [(self._sampler, [*inputs.prompts.examples, *inputs.prompts.eval_examples])])
 
     def batch(self, step: int) -> Batch:
-        """One sample of each of the next prompts."""
+        """Batch with one sample for each of the next prompts."""
         self._sync()
         examples = [self._examples[index] for index in next(self.prompts)]
         groups = run_async(collect(self._sampler, examples, 1, step))
@@ -96,20 +96,20 @@ class Samples:
         self._unread_steps = 0 if any(one.taught.any() for one in read) else self._unread_steps + 1
         if self._unread_steps >= UNREAD_STEPS:
             raise RunError(
-                f"step {step + 1}: the teacher reads none of the samples as the student does, in {UNREAD_STEPS} steps "
-                "in a row, and so nothing is learned; compare the chat templates of both, and see a sample"
+                f"step {step + 1}: no token of any sample aligns with the teacher's for {UNREAD_STEPS} "
+                "consecutive steps, so there is no training signal; compare the chat templates of both, and a sample"
             )
         return self._targets.ask_samples(kept, read)
 
     def seen(self, metrics: Metrics) -> Mapping[str, float]:
-        """Sample metrics of an on-policy step, else none. RunError where sampler and trainer disagree."""
+        """Sample metrics of an on-policy step, else none. RunError if sampler and trainer disagree."""
         if not LIMITS.keys() <= metrics.keys():
             return {}
         check_agreement(metrics, self._trainer.step_number)
         return self._said
 
     def evaluate(self) -> dict[str, float]:
-        """The reverse KL from the teachers on samples of held-out prompts."""
+        """Reverse KL from the teachers on samples of held-out prompts."""
         assert self._eval_renderer is not None
         self._sync()
         sampler = replace(self._sampler, renderer=self._eval_renderer)
@@ -132,7 +132,7 @@ class Samples:
 
 
 class MixedBatches:
-    """Batches of the dataset and of the student's samples: a coin for each step, under the run's seed, says which."""
+    """Batches of the dataset and of the student's samples, chosen at random in each step by the run's seed."""
 
     def __init__(
         self, sequences: MeasuredStream | None, samples: Samples, share: float, seed: int, step: Callable[[], int]
@@ -150,7 +150,7 @@ class MixedBatches:
         return next(self._sequences)
 
     def metrics(self) -> dict[str, float]:
-        """The wait for batches of the dataset; none in a step on samples."""
+        """Time spent waiting for batches of the dataset; none in a step on samples."""
         return {} if self._sequences is None else self._sequences.metrics()
 
     def state(self) -> dict[str, Any]:

@@ -21,14 +21,14 @@ EngineFactory = Callable[[Decoder, Tokenizer, RolloutSection], Any]
 
 
 def engine_of(section: RolloutSection, base_dir: Path) -> EngineFactory | None:
-    """Resolve the engine factory of the section; None: the built-in engine. ConfigError for another object."""
+    """Resolve the section's engine factory; None: the built-in engine. ConfigError for an object that is no factory."""
     if section.engine is None:
         return None
     found = callable_of(section.engine, "rollout.engine", base_dir)
     methods = ("generate", "update_weights", "close")
-    # A function may make an engine as well; what it returns is looked at when it is made.
+    # A function may be a factory too; its result is checked when it is made.
     if isinstance(found, type) and (lacks := [name for name in methods if not hasattr(found, name)]):
-        raise ConfigError(f"rollout.engine: {section.engine} has no method {', '.join(lacks)}; give it")
+        raise ConfigError(f"rollout.engine: {section.engine} has no method {', '.join(lacks)}; implement it")
     return found
 
 
@@ -41,7 +41,7 @@ def make_engine(
     slots: int,
     max_length: int,
 ) -> RolloutEngine:
-    """`slots`: of the built-in engine, where the section does not say how many."""
+    """Make the rollout engine. `slots`: default for the built-in engine."""
     if factory is not None:
         made = factory(model, tokenizer, section)
         if not isinstance(made, RolloutEngine):
@@ -68,17 +68,17 @@ def warm_up(
     *,
     rereads: bool = False,
 ) -> None:
-    """Compile the programs that the built-in engine needs for these prompts, if the section says so. `rereads`: steps
-    leave samples that later ones go on with."""
+    """Compile the programs that the built-in engine needs for these prompts, if the section enables it. `rereads`:
+    samples may be resumed by later steps."""
     if section.warm_up and isinstance(engine, NativeEngine):
         expected = []
         for sampler, examples in prompts:
             lengths = [len(example.prompt_tokens) for example in examples]
             expected.append(Expected(params=sampler.params(0, 0, 0), shortest=min(lengths), longest=max(lengths)))
-        # A sample that fails ends the step, and with it what was sampled beside it.
+        # A failed sample ends the step, discarding the samples beside it.
         engine.warm_up(expected, rereads=rereads)
 
 
 def engine_metrics(engine: RolloutEngine) -> dict[str, float]:
-    """Metrics of the built-in engine; none of another."""
+    """Metrics of the built-in engine; none of others."""
     return engine.metrics() if isinstance(engine, NativeEngine) else {}

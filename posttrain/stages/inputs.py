@@ -18,7 +18,7 @@ from posttrain.weights.locate import path_exists
 
 
 def rows_of(section: DatasetSection, base_dir: Path) -> Rows:
-    """The rows of a dataset section, its path resolved like every path of a configuration."""
+    """Load the rows of a dataset section, with its path resolved like every path of a configuration."""
     spec = section.path
     if is_object_spec(spec):
         spec = resolve_spec(spec, base_dir)
@@ -40,12 +40,12 @@ def callable_of(spec: str, field: str, base_dir: Path) -> Any:
 
 
 def object_of(spec: str, base_dir: Path) -> object:
-    """`file.py:name` or `module:name`, the file looked for like every path of a configuration."""
+    """Import `file.py:name` or `module:name`, with the file resolved like every path of a configuration."""
     return import_object(resolve_spec(spec, base_dir), base_dir=base_dir)
 
 
 def resolve_spec(spec: str, base_dir: Path) -> str:
-    """`file.py:name` with the whole path of its file; `module:name` as it is."""
+    """Resolve the file of `file.py:name` to an absolute path; `module:name` is unchanged."""
     file, _, name = spec.rpartition(":")
     if file.endswith(".py") and path_exists(file, base_dir):
         return f"{resolve_path(file, base_dir).resolve()}:{name}"
@@ -53,7 +53,7 @@ def resolve_spec(spec: str, base_dir: Path) -> str:
 
 
 def describe_rows(section: SequenceSection | PairSection, shards: int) -> str:
-    """Summarise the batches of an offline stage. `shards`: devices that share the rows of a forward pass."""
+    """Summarise the batches of an offline stage. `shards`: devices that split the rows of a forward pass."""
     passes = -(-section.batch_rows // rows_per_pass(section.batch_rows, section.micro_batch_rows, shards))
     rows = f"{section.batch_rows} x {section.row_tokens} tokens"
     passes_text = f" ({passes} micro-batches)" if passes > 1 else ""

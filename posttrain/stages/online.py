@@ -35,12 +35,12 @@ from posttrain.train.optim import make_optimizer
 from posttrain.train.trainer import Trainer
 
 NUM_SHOWN = 6
-"""Samples in a table."""
+"""Number of samples in a table."""
 MAX_STEPS_WITHOUT_REWARD = 3
 """Abort the run after this many consecutive steps without any valid reward."""
 
 Distances = Callable[[Sequence[Group]], np.ndarray]
-"""Measure of sampled groups beside their rewards: [P, G]."""
+"""Distance of sampled groups from teachers, measured beside rewards: [P, G]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Rollouts:
 
     @property
     def eval_sampler(self) -> Sampler:
-        """The sampler with the settings of held-out prompts."""
+        """Sampler with the settings of held-out prompts."""
         assert self.inputs.eval_renderer is not None
         return replace(self.sampler, renderer=self.inputs.eval_renderer, sampling=eval_sampling(self.inputs.section))
 
@@ -95,13 +95,13 @@ def open_rollouts(
 
 
 def prompt_batches(inputs: RolloutInputs, prompts_per_step: int, seed: int) -> PromptBatches:
-    """Places in `inputs.examples`, so many at a time."""
+    """Batches of `prompts_per_step` indices into `inputs.examples`."""
     kept = [example.index for example in inputs.examples]
     return PromptBatches(inputs.section.dataset, inputs.rows, prompts_per_step=prompts_per_step, seed=seed, kept=kept)
 
 
 def make_policy_trainer(stage: StageRun, section: OnlineSection, loss: TokenLoss, terms: Terms = PLAIN) -> Trainer:
-    """At the temperature of `sampling`: what is trained is the policy that samples."""
+    """Trainer at the temperature of `sampling`, so that it trains the policy that samples."""
     check_cache(section, row_shards(stage.mesh))
     return Trainer(
         stage.load_model(),
@@ -119,7 +119,7 @@ def make_policy_trainer(stage: StageRun, section: OnlineSection, loss: TokenLoss
 
 
 def describe_steps(section: OnlineSection, inputs: RolloutInputs | None, compared: str = "") -> str:
-    """Summarise an online stage in one line. `compared`: how samples are compared, where they are."""
+    """Summarise an online stage in one line. `compared`: description of how samples are compared."""
     prompts = "" if inputs is None else f"{len(inputs.examples):,} prompts, "
     text = (
         f"{prompts}{section.steps} steps of {section.prompts_per_step} prompts x {section.group_size} samples "
@@ -177,7 +177,7 @@ def eval_sampling(section: OnlineSection) -> SamplingSection:
 
 
 def step_samples(outcome: StepResult, group_size: int) -> list[Sample]:
-    """A few samples of a training step: the first of each prompt, then the second, ..."""
+    """Select a few samples of a training step: the first of each prompt, then the second, ..."""
     order = [(p, g) for g in range(group_size) for p in range(len(outcome.groups_P))][:NUM_SHOWN]
     return [_sample(outcome, p, g) for p, g in sorted(order)]
 
@@ -203,7 +203,8 @@ def _number(value: float | np.floating[Any]) -> float | None:
 
 
 def _record(evaluation: RolloutEvaluation) -> dict[str, Any]:
-    """An evaluation as JSON: metrics, and of the reward, or without one of the KL, its interval and every sample."""
+    """Convert an evaluation to JSON: metrics, all samples, and the confidence interval of the reward, or of the KL
+    without rewards."""
     if evaluation.interval is not None:
         measure, interval, values_PG = "reward", evaluation.interval, evaluation.rewards.total_PG
     else:

@@ -1,4 +1,4 @@
-"""Online preference optimisation: pairs of the policy's own samples, ranked by rewards. OAIF, arXiv:2402.04792."""
+"""Online preference stage: pairs of the policy's own samples, ranked by rewards. OAIF, arXiv:2402.04792."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from posttrain.stages.prompts import OnlinePreferenceInputs, check_rewards, onli
 
 
 def prepare(section: OnlinePreferenceSection, prepared: Prepared) -> tuple[OnlinePreferenceInputs, list[str]]:
-    """Load prompts, rewards and the loss. Also a line for each dataset of which prompts are left out."""
+    """Load prompts, rewards and the loss. Also returns a note per dataset with dropped prompts."""
     loss = online_loss(section, prepared.base_dir)
     share = shares_prompts(section, loss.needs, prepared.config.model, mixture=prepared.mixture)
     scored, notes = prepare_scored(section, prepared.require_tokenizer(), prepared.base_dir, None)
@@ -33,7 +33,7 @@ def prepare(section: OnlinePreferenceSection, prepared: Prepared) -> tuple[Onlin
 
 
 def check_offline(section: OnlinePreferenceSection, base_dir: Path) -> None:
-    """Check all that needs neither tokenizer nor rows."""
+    """Check everything that needs neither tokenizer nor rows."""
     check_rewards(section, base_dir)
     online_loss(section, base_dir)
 
@@ -45,7 +45,7 @@ def describe(section: OnlinePreferenceSection, inputs: OnlinePreferenceInputs | 
 
 
 def run(stage: StageRun, inputs: OnlinePreferenceInputs) -> None:
-    """Train one online preference stage to its end, from its newest checkpoint if there is one."""
+    """Train an online preference stage to its last step, resuming from its newest checkpoint."""
     section, rubric = inputs.section, inputs.rubric
     with rubric.running():
         loss = OnlineLoss(pairs=inputs.loss)

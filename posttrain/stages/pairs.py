@@ -1,4 +1,4 @@
-"""What stages on judged answers share before their weights: the loss, the units of the data, and their checks."""
+"""Common parts of preference and reward model stages: the loss, the units of the data, and their checks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PREFERENCE_LOSSES: Mapping[str, tuple[type, Mapping[str, Any]]] = {
     "cpo_ipo": (CPOLoss, {"kind": "ipo"}),
     "simpo": (SimPOLoss, {}),
 }
-"""Class, and the fields of it that the name stands for."""
+"""Loss class of each name, with the fields that the name sets."""
 
 REWARD_LOSSES: Mapping[str, tuple[type, Mapping[str, Any]]] = {
     "bradley_terry": (BradleyTerryLoss, {}),
@@ -52,22 +52,24 @@ REWARD_LOSSES: Mapping[str, tuple[type, Mapping[str, Any]]] = {
 }
 
 LOSSES = {"preference": PREFERENCE_LOSSES, "reward_model": REWARD_LOSSES}
-"""By kind of stage."""
+"""Losses by stage kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairInputs:
+    """Inputs of preference and reward model stages."""
+
     section: PreferenceSection | RewardModelSection
     loss: Any
-    """A `PairLoss`."""
+    """Loss: a `PairLoss`."""
     units: Units
     eval_units: Units | None
     dropped_ratio: float
-    """Share of the units that are left out."""
+    """Share of dropped units."""
 
 
 def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared) -> tuple[PairInputs, list[str]]:
-    """The inputs, and a line for each dataset of which units are left out."""
+    """Load the inputs. Also returns a note per dataset with dropped units."""
     loss = pair_loss(section, prepared.base_dir)
     share_prompts = shares_prompts(section, loss.needs, prepared.config.model, mixture=prepared.mixture)
     made, ratios, notes = [], [], []
@@ -100,7 +102,7 @@ def pair_loss(section: PreferenceSection | RewardModelSection, base_dir: Path) -
 
 
 def check_offline(section: PreferenceSection | RewardModelSection, base_dir: Path) -> None:
-    """Check all that needs neither tokenizer nor rows."""
+    """Check everything that needs neither tokenizer nor rows."""
     pair_loss(section, base_dir)
 
 
@@ -111,7 +113,7 @@ def describe(section: PreferenceSection | RewardModelSection, inputs: PairInputs
 
 
 def loss_name(spec: str | Mapping[str, Any]) -> str:
-    """Name of a loss as the configuration gives it: its kind, or its kinds."""
+    """Name of a loss in the configuration: its kind, or its kinds."""
     kind = spec if isinstance(spec, str) else spec.get("kind")
     return " + ".join(map(str, kind)) if isinstance(kind, list | tuple) else str(kind)
 
@@ -119,7 +121,8 @@ def loss_name(spec: str | Mapping[str, Any]) -> str:
 def make_loss(
     spec: str | Mapping[str, Any], known: Mapping[str, tuple[type, Mapping[str, Any]]], find: Callable[[str], Any]
 ) -> Any:
-    """The loss that a configuration names; `find` gets the class of `module:Class`. ConfigError for what is wrong."""
+    """Make the loss of a configuration; `find` imports the class of `module:Class`. ConfigError for invalid
+    settings."""
     settings = {"kind": spec} if isinstance(spec, str) else dict(spec)
     kind = settings.pop("kind", None)
     made, fixed = _named(kind, known, find)
@@ -136,18 +139,18 @@ def make_loss(
     except (TypeError, ValueError) as error:
         raise ConfigError(f"loss: {error}") from error
     if not isinstance(loss, PairLoss):
-        raise ConfigError(f"loss: {kind} does not say what it needs; give it a property needs -> posttrain.Needs")
+        raise ConfigError(f"loss: {kind} does not declare its needs; add a property needs -> posttrain.Needs")
     return loss
 
 
 def _as_declared(made: Any, name: str, value: Any) -> Any:
-    """The value as the type of the field, of a dataclass: YAML calls words and numbers such as `off` and 1e-3 texts."""
+    """Convert a value to the type of a dataclass field: YAML reads words and numbers such as `off` and 1e-3 as text."""
     if not dataclasses.is_dataclass(made):
         return _plain(value)
     try:
         declared = get_type_hints(made)[name]
         checked = TypeAdapter(Flag if declared is bool else declared)
-    except (NameError, PydanticUserError):  # a type of the user's that is not there at run time, or unknown to pydantic
+    except (NameError, PydanticUserError):  # a user's type that does not exist at run time, or is unknown to pydantic
         return _plain(value)
     try:
         return checked.validate_python(value)
@@ -156,7 +159,7 @@ def _as_declared(made: Any, name: str, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """As losses hold it: YAML has lists, and writes 1 for 1.0."""
+    """Convert a value to the form that losses hold: YAML has lists, and writes 1 for 1.0."""
     if isinstance(value, list):
         return tuple(map(_plain, value))
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
@@ -165,7 +168,7 @@ def _plain(value: Any) -> Any:
 def _named(
     kind: Any, known: Mapping[str, tuple[type, Mapping[str, Any]]], find: Callable[[str], Any]
 ) -> tuple[Any, Mapping[str, Any]]:
-    """The class of a kind, or of several kinds of DPO, and the fields that the name stands for."""
+    """Class of one loss kind, or of several DPO kinds, with the fields that the name sets."""
     if isinstance(kind, str) and kind in known:
         return known[kind]
     if isinstance(kind, str) and is_object_spec(kind):
@@ -186,7 +189,7 @@ def _named(
 def shares_prompts(
     section: PairSection | OnlinePreferenceSection, needs: Needs, model: ModelSection, *, mixture: bool
 ) -> bool:
-    """What `share_prompts` comes to. ConfigError where it is asked for and cannot be."""
+    """Resolve `share_prompts`. ConfigError if it is set but not supported."""
     if needs.rows not in ("pairs", "answers_and_others") or needs.prompts:
         if section.share_prompts is True:
             why = "has a weight on prompts" if needs.prompts else "takes one answer to a prompt"
@@ -195,8 +198,8 @@ def shares_prompts(
     known = supports_parents(model.attention, jax.default_backend())
     if section.share_prompts is True and model.attention != "auto" and not known:
         raise ConfigError(
-            f"share_prompts: the kernel of model.attention={model.attention} knows no rows whose sequences go on from "
-            "others; use blockwise or auto, or remove share_prompts"
+            f"share_prompts: the kernel of model.attention={model.attention} does not support shared "
+            "prompts; use blockwise or auto, or remove share_prompts"
         )
     return known and not mixture if section.share_prompts == "auto" else section.share_prompts
 
@@ -230,18 +233,18 @@ def units_of(
 
 
 def check_units(units: Units, left_out: Iterable[bool]) -> tuple[float, list[str]]:
-    """The share of units that are left out, and a line that says so. ConfigError where all are."""
+    """Share of dropped units, and a note about them. ConfigError if all are dropped."""
     found = list(left_out)
     dropped = sum(found)
     if dropped == len(found):
         raise ConfigError(
-            f"every row of {units.rows.name} is left out: longer than row_tokens={units.section.row_tokens}, or with "
-            "answers that are the same; raise row_tokens, or give answers that differ"
+            f"every row of {units.rows.name} is dropped: longer than row_tokens={units.section.row_tokens}, or with "
+            "two equal answers; raise row_tokens, or use different answers"
         )
     what = "rows" if len(units) == len(units.rows) else "answers"
     checked = "" if len(found) == len(units) else " checked"
     note = (
-        f"{dropped:,} of {len(found):,} {what}{checked} of {units.rows.name} are left out: longer than "
+        f"{dropped:,} of {len(found):,} {what}{checked} of {units.rows.name} are dropped: longer than "
         f"row_tokens={units.section.row_tokens} (overlong: {units.section.overlong}), or both answers are the same"
     )
     return dropped / len(found), [note] if dropped else []

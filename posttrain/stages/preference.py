@@ -1,4 +1,5 @@
-"""Preference optimisation: rows of judged answers, one loss on them, and a reference where the loss wants one."""
+"""Preference optimisation stage: preference pairs or labelled answers, one loss, and a reference if the loss needs
+one."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ AddReference = Callable[[Batch], Batch]
 
 
 def run(stage: StageRun, inputs: PairInputs) -> None:
-    """Train one preference stage to its end, from its newest checkpoint if there is one."""
+    """Train a preference stage to its last step, resuming from its newest checkpoint."""
     section = inputs.section
     trainer = make_pair_trainer(stage, inputs, stage.load_model())
     referenced = _referenced(stage, inputs, trainer)
@@ -62,7 +63,7 @@ def make_pair_trainer(stage: StageRun, inputs: PairInputs, model: Decoder) -> Tr
 
 @dataclass(frozen=True, kw_only=True)
 class _Referenced:
-    """The units, and what adds the reference's log-probabilities to a batch if the units do not bring them."""
+    """Units, and a function that adds reference log-probabilities to a batch unless the units include them."""
 
     units: Units
     eval_units: Units | None

@@ -13,11 +13,11 @@ from posttrain.models.config import ModelConfig
 
 @runtime_checkable
 class Inputs(Protocol):
-    """Inputs of one stage; each kind of stage has its own class."""
+    """Inputs of one stage; each stage kind has its own class."""
 
     @property
     def section(self) -> Any:
-        """The stage's part of the configuration."""
+        """Section of the stage."""
         ...
 
 
@@ -26,20 +26,20 @@ class Prepared:
     """Tokenizer, model description and inputs of every stage of a run."""
 
     config: RunConfig
-    """Run with what depends on its model and data filled in: lengths, steps."""
+    """Run configuration with values resolved from model and data: lengths, steps."""
     base_dir: Path
     tokenizer: Tokenizer | None = None
-    """None only where `notes` say that the hub could not be reached."""
+    """Tokenizer; None only if `notes` report that the hub cannot be reached."""
     model: ModelConfig | None = None
-    """None where only the hub has it and cannot be reached."""
+    """Model description; None if it is on a hub that cannot be reached."""
     stages: list[Inputs] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
-    """Counted `num_steps` of passes over the data, kept with the run."""
+    """Resolved `num_steps` of epochs, kept with the run."""
     notes: list[str] = field(default_factory=list)
-    """Checks that could not be made, and why; and where the run differs from the configuration."""
+    """Notes: checks that were impossible, and resolved settings that differ from the configuration."""
 
     def add(self, index: int, inputs: Inputs) -> None:
-        """Add the inputs of stage `index`, whose section may have more filled in than the configuration's."""
+        """Add the inputs of stage `index`, whose section may have more resolved values than the configuration's."""
         self.stages.append(inputs)
         stages = list(self.config.stages)
         stages[index] = inputs.section
@@ -47,7 +47,7 @@ class Prepared:
 
     @property
     def mixture(self) -> bool:
-        """Whether the model is a mixture of experts."""
+        """Tell whether the model is an MoE model."""
         return self.model is not None and bool(self.model.mixtures)
 
     def require_tokenizer(self) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""What an RL stage needs besides weights: prompts, rewards, an algorithm."""
+"""Inputs of online stages besides weights: prompts, rewards, an algorithm."""
 
 from __future__ import annotations
 
@@ -46,23 +46,25 @@ from posttrain.weights.locate import local_or_hub, read_model_config
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutInputs:
-    """What stages have that sample answers to prompts and score them."""
+    """Inputs of stages that generate and score completions."""
 
     section: OnlineSection
     renderer: Renderer
     rows: Rows
     examples: Sequence[Example]
-    """Of the rows whose prompts are not too long."""
+    """Examples whose prompts are not too long."""
     eval_renderer: Renderer | None
     eval_examples: Sequence[Example]
     rubric: Rubric
     max_prompt_tokens: int
     make_engine: EngineFactory | None
-    """None: the built-in one."""
+    """Factory of the rollout engine. None: the built-in one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RLInputs(RolloutInputs):
+    """Inputs of RL stages."""
+
     section: RLSection
     algorithm: Algorithm
     teachers: Sequence[TeacherSource]
@@ -70,16 +72,18 @@ class RLInputs(RolloutInputs):
 
 @dataclass(frozen=True, kw_only=True)
 class OnlinePreferenceInputs(RolloutInputs):
+    """Inputs of online preference stages."""
+
     section: OnlinePreferenceSection
     loss: Any
-    """A `PairLoss` on pairs and a reference."""
+    """Loss: a `PairLoss` on pairs and a reference."""
     share_prompts: bool
 
 
 def prepare_scored(
     section: OnlineSection, tokenizer: Tokenizer, base_dir: Path, shares: Shares | None
 ) -> tuple[RolloutInputs, list[str]]:
-    """Load prompts and rewards. Also a line for each dataset of which prompts are left out."""
+    """Load prompts and rewards. Also returns a note per dataset with dropped prompts."""
     refuse_completions(section)
     check_token_ids({"sampling": section.sampling, "eval_sampling": section.eval_sampling}, tokenizer)
     room, answer = section.sequence_tokens, section.sampling.max_tokens
@@ -114,7 +118,8 @@ def prepare_scored(
 
 
 def online_loss(section: OnlinePreferenceSection, base_dir: Path) -> Any:
-    """ConfigError for a loss that does not compare two answers with a reference, or asks for what samples have not."""
+    """Make the loss. ConfigError for a loss that does not compare pairs with a reference, or needs values that samples
+    lack."""
     loss = make_loss(section.loss, PREFERENCE_LOSSES, lambda spec: callable_of(spec, "loss", base_dir))
     needs = loss.needs
     if needs.rows != "pairs" or not needs.reference or needs.prompts or needs.margins:
@@ -127,14 +132,14 @@ def online_loss(section: OnlinePreferenceSection, base_dir: Path) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptInputs:
-    """Of a stage of distillation whose student samples."""
+    """Prompts of a distillation stage with on-policy samples."""
 
     examples: Sequence[Example]
     eval_examples: Sequence[Example]
     max_tokens: int
-    """Of a prompt."""
+    """Maximum prompt length in tokens."""
     make_engine: EngineFactory | None
-    """None: the built-in one."""
+    """Factory of the rollout engine. None: the built-in one."""
 
 
 def prepare_prompts(
@@ -144,7 +149,7 @@ def prepare_prompts(
     tokenizer: Tokenizer,
     base_dir: Path,
 ) -> tuple[PromptInputs, list[str]]:
-    """The prompts, and a line for each dataset of which some are left out; a prompt is never cut."""
+    """Load the prompts. Also returns a note per dataset with dropped prompts; prompts are never truncated."""
     assert section.sampling is not None
     check_token_ids({"sampling": section.sampling}, tokenizer)
     limit, shares = section.row_tokens - section.sampling.max_tokens, shares_of(section)
@@ -165,7 +170,7 @@ def prepare_prompts(
 
 
 MODEL_REWARD = "reward_model"
-"""Name in metrics; of the second one with its number."""
+"""Name in metrics; further reward models get a number."""
 
 
 def examples_of(
@@ -177,9 +182,9 @@ def examples_of(
     shares: Shares | None,
     overlong: Literal["drop", "error"],
 ) -> tuple[list[Example], list[str]]:
-    """All prompts, each tokenised once and checked, and a line that says how many are left out as too long.
+    """Tokenise and check all prompts, each once; also returns a note about prompts dropped as too long.
 
-    ConfigError where all are, or where one is that `overlong` forbids.
+    ConfigError if all are dropped, or if one is too long and `overlong` is `error`.
     """
     complete = {rows.columns}
 
@@ -189,7 +194,7 @@ def examples_of(
                 _check_columns(rubric, tuple(row))
                 complete.add(tuple(row))
             messages = prompt_messages(row, section)
-            # Four bytes a token, where a list of numbers has eight and more.
+            # Four bytes per token; a list of numbers takes eight or more.
             tokens = array("i", renderer.prompt(messages))
             plain = prompt_is_text(row, section)
             made = Example(index=index, row=row, messages=messages, prompt_tokens=tokens, plain=plain)
@@ -214,11 +219,11 @@ def examples_of(
     if overlong == "error" or not kept:
         remedy = ", or set overlong to drop" if kept else ""
         raise ConfigError(f"{found}; raise row_tokens and max_prompt_tokens{remedy}")
-    return kept, [f"{found}; they are left out (overlong: drop)"]
+    return kept, [f"{found}; they are dropped (overlong: drop)"]
 
 
 def check_token_ids(samplings: Mapping[str, SamplingSection | None], tokenizer: Tokenizer) -> None:
-    """ConfigError for settings of sampling that no request may have, such as a token that there is not."""
+    """Check sampling settings. ConfigError for settings that no request may have, such as an unknown token."""
     for name, sampling in samplings.items():
         if sampling is None:
             continue
@@ -230,7 +235,8 @@ def check_token_ids(samplings: Mapping[str, SamplingSection | None], tokenizer: 
 
 
 def check_cache(section: OnlineSection | DistillSection, row_shards: int) -> None:
-    """ConfigError for `cache_tokens` that hold no sequence in one of the parts that `row_shards` devices make of it."""
+    """Check the KV cache size. ConfigError if `cache_tokens` cannot hold a sequence in each of the `row_shards`
+    parts."""
     given = section.rollout.cache_tokens
     longest = section.sequence_tokens if isinstance(section, OnlineSection) else section.row_tokens
     if given is not None and given < (least := row_shards * least_cache(longest)):
@@ -242,12 +248,12 @@ def check_cache(section: OnlineSection | DistillSection, row_shards: int) -> Non
 
 
 def _room(section: OnlineSection | DistillSection, tokens: int) -> str:
-    """What holds a sequence of so many tokens, in the words of the configuration."""
+    """Name the settings that bound a sequence of this length."""
     return f"{'' if tokens == section.row_tokens else 'half of '}row_tokens={section.row_tokens}"
 
 
 def check_rewards(section: OnlineSection, base_dir: Path) -> None:
-    """Check the rewards and the columns of an online stage without its rows."""
+    """Check the rewards and columns of an online stage without its rows."""
     refuse_completions(section)
     rubric_of(section, base_dir)
 
@@ -268,7 +274,7 @@ def _check_columns(rubric: Rubric, columns: Sequence[str]) -> None:
 
 
 def rubric_of(section: OnlineSection, base_dir: Path) -> Rubric:
-    """The rewards of a stage. Functions that are named run in child processes, which are not started yet."""
+    """Make the rubric of a stage. Functions given by name run in child processes, which are not started yet."""
     rewards: list[Reward] = []
     for item in section.rewards:
         if item.model is not None:
@@ -278,7 +284,7 @@ def rubric_of(section: OnlineSection, base_dir: Path) -> Rubric:
         else:
             function = callable_of(item.fn, "rewards.fn", base_dir) if isinstance(item.fn, str) else item.fn
         if not callable(function):
-            raise ConfigError(f"rewards.fn={item.fn!r} is not a function; name one as file.py:function")
+            raise ConfigError(f"rewards.fn={item.fn!r} is not a function; set file.py:function")
         isolated = isinstance(item.fn, str) and item.isolate != "thread"
         rewards.append(
             Reward(
@@ -295,20 +301,21 @@ def rubric_of(section: OnlineSection, base_dir: Path) -> Rubric:
 
 
 def _classifier(path: str, base_dir: Path) -> str:
-    """The folder or hub id of a reward model. ConfigError for another model."""
+    """Resolve the folder or hub id of a reward model. ConfigError for another model."""
     model = read_model_config(ModelSection(path=path), base_dir, vocab_size=None)
     if model is not None and not model.scalar_head:
         raise ConfigError(
-            f"rewards.model: {path} is no reward model; give a {CLASSIFIER} of one label, such as the model that a "
+            f"rewards.model: {path} is no reward model; set a {CLASSIFIER} with one label, such as the model that a "
             "stage of kind reward_model leaves"
         )
     return local_or_hub(path, base_dir)
 
 
 def _probe(advantage: Callable[..., Any], name: str, group_size: int) -> None:
-    """ConfigError where a user's function does not take rewards [P, G], or does not return as many finite advantages.
+    """Check a user's advantage function. ConfigError unless it takes rewards [P, G] and returns finite advantages of
+    that shape.
 
-    The groups that a run meets sooner or later: different rewards, equal ones, and one sample without a reward (NaN).
+    Probes the groups that a run will meet: different rewards, equal ones, and a sample without a reward (NaN).
     """
     mixed = np.arange(group_size, dtype=np.float32) % 3
     rewards_PG = np.stack([mixed, np.ones_like(mixed), np.where(np.arange(group_size) == 0, np.nan, mixed)])

@@ -1,4 +1,4 @@
-"""Reward models: a scalar head over the decoder, trained on pairs of answers or on judged steps."""
+"""Reward model stage: a scalar head on the decoder, trained on preference pairs or on labelled steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.weights.scalar_head import add_scalar_head, with_padding
 
 
 def run(stage: StageRun, inputs: PairInputs) -> None:
-    """Train one reward model to the end of its stage, from its newest checkpoint if there is one."""
+    """Train a reward model to the last step of its stage, resuming from its newest checkpoint."""
     section = inputs.section
     trainer = make_pair_trainer(stage, inputs, load_reward_model(stage))
     batches = Prefetch(ComparisonBatches(inputs.units, seed=stage.seed))
@@ -32,7 +32,7 @@ def run(stage: StageRun, inputs: PairInputs) -> None:
 
 
 def load_reward_model(stage: StageRun) -> Decoder:
-    """The stage's model at its start, its head replaced by a scalar one if it has none yet."""
+    """Load the stage's initial model, with a new scalar head unless it has one."""
     model = stage.load_model()
     add_scalar_head(model, seed=stage.seed, mesh=stage.mesh)
     tokenizer = stage.tokenizer

@@ -1,4 +1,4 @@
-"""Reinforcement learning with verifiable rewards: GRPO and its family on one colocated cluster."""
+"""RL stage: GRPO and its variants with verifiable rewards, on one colocated cluster."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from posttrain.stages.prompts import RLInputs, algorithm_of, check_rewards, prep
 
 
 def prepare(section: RLSection, prepared: Prepared) -> tuple[RLInputs, list[str]]:
-    """Load prompts and rewards, and find the teachers. Also notes about both."""
+    """Load prompts, rewards and teachers. Also returns notes."""
     tokenizer, base_dir = prepared.require_tokenizer(), prepared.base_dir
     teachers, notes = find_teachers(section, tokenizer, base_dir)
     scored, more = prepare_scored(section, tokenizer, base_dir, shares_of(section))
@@ -42,7 +42,7 @@ def prepare(section: RLSection, prepared: Prepared) -> tuple[RLInputs, list[str]
 
 
 def check_offline(section: RLSection, base_dir: Path) -> None:
-    """Check all that needs neither tokenizer nor rows."""
+    """Check everything that needs neither tokenizer nor rows."""
     check_rewards(section, base_dir)
     algorithm_of(section, base_dir)
     find_teachers(section, None, base_dir)
@@ -54,7 +54,7 @@ def describe(section: RLSection, inputs: RLInputs | None, shards: int) -> str:
 
 
 def run(stage: StageRun, inputs: RLInputs) -> None:
-    """Train one RL stage to its end, from its newest checkpoint if there is one."""
+    """Train an RL stage to its last step, resuming from its newest checkpoint."""
     section, algorithm, rubric = inputs.section, inputs.algorithm, inputs.rubric
     if not section.rewards:
         stage = replace(stage, kind="rl_distill")
@@ -79,7 +79,7 @@ def run(stage: StageRun, inputs: RLInputs) -> None:
 
 
 def _prompts(inputs: RLInputs, seed: int, engine: RolloutEngine) -> OversampledPrompts:
-    """Prompts of each step, and the groups that the step before has left unfinished."""
+    """Prompts of each step, with the unfinished groups of the previous step."""
     section = inputs.section
     if section.oversample_prompts:
         resumable(engine)
@@ -101,14 +101,15 @@ def _step_settings(section: RLSection) -> StepSettings:
 
 
 def _distances(teachers: Sequence[Scorer], settings: StepSettings) -> Distances | None:
-    """Reverse KL from the teachers, measured in evaluations; None without teachers."""
+    """Reverse KL from the teachers in evaluations; None without teachers."""
     if settings.teaching is None:
         return None
     return partial(distances, teachers, shares=settings.teaching.shares, row_tokens=settings.row_tokens)
 
 
 def _load_teachers(stage: StageRun, inputs: RLInputs) -> list[OutsideTeacher]:
-    """On the student's mesh, on their own or at their servers: they score what was sampled, before the step."""
+    """Load teachers on the student's mesh, on their own mesh or at their servers; they score samples before the
+    update."""
     section, temperature = inputs.section, inputs.section.sampling.temperature
     rows = section.micro_batch_rows or -(-section.step_rows // 8)
 

@@ -1,4 +1,4 @@
-"""What a stage that trains on given sequences needs besides weights: rows, a loss, teachers."""
+"""Inputs of SFT and distillation stages besides weights: rows, a loss, teachers."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ SFT_LOSSES: dict[str, Callable[[], TokenLoss]] = {"nll": SFTLoss, "dft": DFTLoss
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceInputs:
-    """Of a stage that trains on given sequences."""
+    """Inputs of stages that train on given sequences."""
 
     section: SFTSection | DistillSection
     renderer: Renderer
     rows: Rows
     dropped_ratio: float
-    """Share of the rows that `overlong` leaves out."""
+    """Share of rows dropped by `overlong`."""
     eval_renderer: Renderer | None
     eval_rows: Rows | None
     loss: TokenLoss
     mixed: Sequence[tuple[Rows, Renderer]]
-    """Of the datasets in `section.mix`."""
+    """Rows and renderers of the datasets in `section.mix`."""
     teachers: Sequence[TeacherSource]
     aligners: Mapping[int, Aligner] = field(default_factory=dict)
-    """Of teachers with tokens of their own, by number."""
+    """Aligners of teachers with another tokenizer, by teacher number."""
     prompts: PromptInputs | None = None
-    """Of a stage whose student samples."""
+    """Prompts for on-policy samples of the student."""
 
 
 def prepare(section: SFTSection | DistillSection, prepared: Prepared) -> tuple[SequenceInputs, list[str]]:
-    """Load rows, loss and teachers. Also a note for each dataset of which rows are dropped, and about the teachers."""
+    """Load rows, loss and teachers. Also returns notes about dropped rows and teachers."""
     tokenizer, base_dir = prepared.require_tokenizer(), prepared.base_dir
     loss = sequence_loss(section, base_dir)
     teachers: list[TeacherSource] = []
@@ -91,7 +91,7 @@ def prepare(section: SFTSection | DistillSection, prepared: Prepared) -> tuple[S
 
 
 def check_offline(section: SFTSection | DistillSection, base_dir: Path) -> None:
-    """Check all that needs neither tokenizer nor rows."""
+    """Check everything that needs neither tokenizer nor rows."""
     sequence_loss(section, base_dir)
 
 
@@ -110,9 +110,9 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
 def _check_sequences(
     section: SFTSection | DistillSection, dataset: DatasetSection, rows: Rows, renderer: Renderer
 ) -> tuple[float, list[str]]:
-    """Tokenize rows as training will, so that mistakes show before it: those of `checked_rows`.
+    """Tokenise the rows of `checked_rows` as in training, to find mistakes early.
 
-    The share of those that are left out, and a line that says so.
+    Returns the share of dropped rows, and a note about them.
     """
     targets = None
     if isinstance(section, DistillSection):
@@ -124,7 +124,7 @@ def _check_sequences(
         require_one(rows, tokenize, section.row_tokens)
     checked = "" if len(chosen) == len(rows) else " checked"
     note = (
-        f"{dropped:,} of {len(chosen):,} rows{checked} of {rows.name} are left out: longer than "
+        f"{dropped:,} of {len(chosen):,} rows{checked} of {rows.name} are dropped: longer than "
         f"row_tokens={section.row_tokens} (overlong: {section.overlong})"
     )
     return dropped / len(chosen), [note] if dropped else []
@@ -148,7 +148,7 @@ def sequence_loss(section: SFTSection | DistillSection, base_dir: Path) -> Token
 def _own_loss(spec: str, base_dir: Path) -> TokenLoss:
     made = callable_of(spec, "loss", base_dir)
     if not isinstance(made, type):
-        raise ConfigError(f"loss: {spec} is a {type(made).__name__}; name a class whose objects take (stats, batch)")
+        raise ConfigError(f"loss: {spec} is a {type(made).__name__}; set a class whose objects take (stats, batch)")
     try:
         loss = made()
     except Exception as error:

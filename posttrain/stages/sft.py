@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: rows of packed sequences, one token loss."""
+"""SFT stage: packed sequences and a token loss. Its trainer and training loop also serve distillation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from posttrain.train.trainer import Refuse, Trainer
 
 
 def run(stage: StageRun, inputs: SequenceInputs) -> None:
-    """Train one SFT stage to its end, from its newest checkpoint if there is one."""
+    """Train an SFT stage to its last step, resuming from its newest checkpoint."""
     section = inputs.section
     assert isinstance(section, SFTSection)
     mean_over = stage.tokenizer.num_ids if section.label_smoothing else None
@@ -45,7 +45,7 @@ def make_sequence_trainer(
     noise_alpha: float = 0.0,
     refuse: Refuse | None = None,
 ) -> Trainer:
-    """Trainer of a stage whose loss is on sequences. `refuse`: a veto on updates, see `Trainer`."""
+    """Make the trainer of a stage with a sequence loss. `refuse`: veto on updates, see `Trainer`."""
     section, model = inputs.section, stage.load_model()
     features = section.features if isinstance(section, DistillSection) else None
     return Trainer(
@@ -80,9 +80,9 @@ def train_batches(
     evaluate_all: Callable[[], Record],
     seen: Callable[[Metrics], Mapping[str, float]] | None = None,
 ) -> None:
-    """All steps and evaluations of a stage, and its model. `seen`: what is known of a step beside its metrics."""
+    """Run all steps and evaluations of a stage, then save its model. `seen`: additional metrics of a step."""
     section = inputs.section
-    # A row that does not fit is an error before the first step, where none may be left out.
+    # With overlong=error, a row that does not fit is an error before the first step.
     dropped = {} if section.overlong == "error" else {"data/dropped_ratio": inputs.dropped_ratio}
     held_out = None
     if section.eval_dataset is not None:

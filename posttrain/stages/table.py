@@ -1,4 +1,4 @@
-"""Table of the kinds of stages: the one place that tells a stage's kind apart."""
+"""Table of stage kinds: the only place that distinguishes them."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ ROW_DEVICES = " x ".join(f"mesh.{axis}" for axis in ROW_AXES)
 
 @dataclass(frozen=True, kw_only=True)
 class StageKind:
-    """A kind of stage: its part of the configuration, and what to do with it."""
+    """Stage kind: its configuration section and its functions."""
 
     section: type[TrainSection]
     prepare: Callable[[Any, Prepared], tuple[Inputs, list[str]]]
-    """Load and check all inputs besides weights; also notes. ConfigError for the first mistake."""
+    """Load and check all inputs besides weights; also returns notes. ConfigError for the first mistake."""
     check_offline: Callable[[Any, Path], None]
-    """Check what needs neither tokenizer nor rows."""
+    """Check everything that needs neither tokenizer nor rows."""
     describe: Callable[[Any, Any, int], str]
-    """Summarise section and inputs (None: not loaded) in one line, on so many row shards."""
+    """Summarise section and inputs (None: not loaded) in one line, for a number of row shards."""
     run: Callable[[StageRun, Any], None]
-    """Train to the end of the stage, from its newest checkpoint."""
+    """Train to the last step of the stage, resuming from its newest checkpoint."""
     load_model: Callable[[StageRun], Decoder] = StageRun.load_model
     """Load the model at the start of the stage."""
 
@@ -94,13 +94,13 @@ STAGES: Mapping[str, StageKind] = {
 
 
 def stage_names(config: RunConfig) -> list[str]:
-    """Folder names: number and name, so that a listing shows the order."""
+    """Folder names of the stages: number and name, so that listings are in order."""
     return [f"{index}-{section.name or section.kind}" for index, section in enumerate(config.stages)]
 
 
 @contextmanager
 def naming_stage(config: RunConfig, index: int) -> Iterator[None]:
-    """Put the stage's number before each line of an error, where there are several."""
+    """Prefix each line of an error with the stage's number if there are several stages."""
     try:
         yield
     except ConfigError as error:
@@ -110,9 +110,9 @@ def naming_stage(config: RunConfig, index: int) -> Iterator[None]:
 
 
 def row_notes(config: RunConfig, shards: int | None) -> list[str]:
-    """Where the rows of a forward pass are not as many as the configuration says.
+    """Report forward passes whose number of rows differs from the configuration.
 
-    `shards`: the devices that share them; None where it is not known before the run.
+    `shards`: devices that split the rows; None if unknown before the run.
     """
     notes = []
     for name, section in zip(stage_names(config), config.stages, strict=True):

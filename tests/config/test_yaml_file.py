@@ -125,7 +125,7 @@ def test_overrides_of_the_short_form(write: Write) -> None:
         ("seed=0.5", "seed: must be a whole number; got 0.5"),
         ("seed=", "seed: must be a whole number; got nothing"),
         ("model.lora.rnk=8", "model.lora.rnk: unknown field; did you mean 'rank'?"),
-        ("model.lora.alpha=8", "model.lora.rank: required, but missing: Columns of A and rows of B, such as 16."),
+        ("model.lora.alpha=8", "model.lora.rank: required, but missing: Rank: columns of A and rows of B, such as 16."),
         ("modle.path=x", "modle: unknown field; did you mean 'model'?"),
         ("stages.0.dataset.prompt={question}",
          "stages.0.dataset.prompt: must be text; got {question}; write it in quotes inside the shell's: "
@@ -160,7 +160,7 @@ def test_a_name_that_two_stages_have_is_refused(write: Write) -> None:
          "run.yaml:6: model.zzz: unknown field; known here: path, init, family, tokenizer, stop_tokens, dtype, "
          "compute_dtype, lora, adapter, quantize, remat, attention, decode_attention, grouped_matmul, long_context"),
         ("seed: 0\n", "",
-         "run.yaml: seed: required, but missing: Start of every random key: data order, sampling, initial weights."),
+         "run.yaml: seed: required, but missing: Random seed of data order, sampling and initial weights."),
         ("num_steps: 10", "num_steps: many", "run.yaml:9: stages.0.num_steps: must be a whole number; got 'many'"),
         ("num_steps: 10", "num_steps: 0", "run.yaml:9: stages.0.num_steps: must be at least 1; got 0"),
         ("{learning_rate: 1e-4}", "{learning_rate: -1}",
@@ -225,7 +225,7 @@ def test_an_empty_list_and_a_list_of_wrong_items(write: Write) -> None:
         f"run.yaml:6: stages.0: must be a section with kind: {KINDS}; got 1"
     ]
     assert mistakes(write(head)) == [
-        "run.yaml: stages: required, but missing: Run in order; each starts from the weights of the one before."
+        "run.yaml: stages: required, but missing: Stages in order; each starts from the weights of the previous one."
     ]
 
 

@@ -126,7 +126,7 @@ def test_resuming_with_other_data_or_layout_is_an_error(folder: Path) -> None:
 def test_errors_name_the_row(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"rows\.jsonl row 4: it has 9 tokens, more than row_tokens=8"):
         stream(folder, row_tokens=8)
-    with pytest.raises(ConfigError, match=r"every row of rows\.jsonl is left out as longer than row_tokens=3"):
+    with pytest.raises(ConfigError, match=r"every row of rows\.jsonl is dropped as longer than row_tokens=3"):
         stream(folder, row_tokens=3, overlong="drop")
     dropped = Counter(texts(islice(stream(folder, row_tokens=7, overlong="drop", packing=False), 40)))
     assert set(dropped) == {text for text in EXPECTED if len(text) + 2 <= 7}

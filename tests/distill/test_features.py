@@ -44,7 +44,7 @@ def stage(teacher: Path | str = "teacher", **changes: Any) -> dict[str, Any]:
 HIDDEN: dict[str, Any] = {"hidden": {}}
 TEACHERS: Any = [{"path": "teacher"}, {"path": "teacher", "name": "b"}]
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    ({}, {}, "give hidden or attention"),
+    ({}, {}, "set hidden or attention"),
     ({"hidden": {"layers": {5: 0}}}, {}, "features.hidden.layers: the student has no layer 5; it has 2, from 0 on"),
     ({"attention": {"layers": {0: 5}}}, {}, "features.attention.layers: the teacher has no layer 5; it has 5"),
     ({"hidden": {"layers": {0: -1}}}, {}, "features.hidden.layers: must be uniform, last, or layers of the student"),
@@ -57,11 +57,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         "features.attention.heads=5 must divide the widths of the queries, 16 in layer 1",
     ),
     ({"attention": {"relations": ["q", "q"]}}, {}, "relations: each once"),
-    (HIDDEN, {"cache": "cache"}, "features: a cache holds what teachers say, and none of their layers"),
+    (HIDDEN, {"cache": "cache"}, "features: a cache holds the teachers' top-k, not their layers"),
     (HIDDEN, {"teachers": [{"path": "teacher", "url": "http://h/v1"}]}, "of a teacher with url are not in the"),
     (HIDDEN, {"teachers": [{"path": "teacher", "mesh": {"fsdp": 2}}]}, "of a teacher with mesh are not in the"),
     (HIDDEN, {"teachers": [{"path": "teacher", "tokenizer": "align"}]}, "with tokenizer: align are not in the"),
-    (HIDDEN, {"teachers": TEACHERS, "teacher_column": "answer"}, "are of one teacher, and there are 2"),
+    (HIDDEN, {"teachers": TEACHERS, "teacher_column": "answer"}, "need a single teacher, and there are 2"),
 ]
 
 

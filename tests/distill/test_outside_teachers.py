@@ -267,10 +267,10 @@ def test_settings_of_outside_teachers(tmp_path: Path, teacher: Path) -> None:
     for override, told in (("top_k=20", False), ("top_k=21", True), ("teachers.0.server=sglang", False)):
         assert ("--max-logprobs" in command("check", file, f"stages.0.{override}").out) == told, override
     cases = {
-        "stages.0.temperature=2": "knows its distribution at temperature 1, not at 2.0",
-        "stages.0.teachers.0.dtype=bfloat16": "dtype is of a teacher without url",
+        "stages.0.temperature=2": "returns its distribution at temperature 1, not at 2.0",
+        "stages.0.teachers.0.dtype=bfloat16": "dtype is for a teacher without url",
         "stages.0.teachers.0.mesh={fsdp: 4}": "and no url",
-        "stages.0.teachers=[{path: x, model: y}]": "model is of a teacher with url",
+        "stages.0.teachers=[{path: x, model: y}]": "model is for a teacher with url",
         "stages.0.teachers=[{path: x, mesh: {data: 2}}]": "give the number of devices on each axis",
     }
     for override, text in cases.items():

@@ -145,7 +145,7 @@ def test_reinforcement_learning_raises_the_score(folder: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ({"model": "plain"}, "plain is no reward model; give a ForSequenceClassification of one label"),
+        ({"model": "plain"}, "plain is no reward model; set a ForSequenceClassification with one label"),
         ({"model": "nowhere/at/all"}, "nowhere/at/all"),
         ({}, "is a function (fn) or a reward model (model)"),
         ({"fn": "rewards_of_test.py:low", "reduce": "min"}, "reduce=min has no effect on a function"),

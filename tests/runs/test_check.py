@@ -26,7 +26,7 @@ ONE = dict.fromkeys(("data", "fsdp", "expert", "tensor"), 1)
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["output=gs://bucket/run"], "output: gs://bucket/run is a URL, and runs write to folders only; give a folder"),
+        (["output=gs://bucket/run"], "output: gs://bucket/run is a URL, and runs write to folders only; set a folder"),
         (
             ["mesh={data: 1, fsdp: 3}"],
             "fsdp=3, expert=1, tensor=1 must multiply to the number of devices, 8, of this machine",

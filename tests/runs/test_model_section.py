@@ -94,7 +94,7 @@ def test_training_of_an_adapter_goes_on(adapted: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "stages", "message"),
     [
-        ({"lora": {"rank": 2}}, [sft_stage()], "adapter goes on with one that there is, lora begins a new one"),
+        ({"lora": {"rank": 2}}, [sft_stage()], "adapter continues an existing adapter, lora starts a new one"),
         ({}, [sft_stage(), rl_stage()], "model.adapter: a stage leaves its adapter merged"),
         ({"adapter": "./missing"}, [sft_stage()], "model.adapter: ./missing: no such file or folder"),
     ],

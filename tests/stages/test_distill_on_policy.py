@@ -111,7 +111,7 @@ def test_rows_with_teachers_of_their_own_beside_rewards(tmp_path: Path, teachers
 def test_what_teachers_in_reinforcement_learning_need(tmp_path: Path, teachers: Path) -> None:
     cases = {
         "stages.0.algorithm=grpo": "algorithm=grpo needs rewards; without them use algorithm: distill",
-        "stages.0.teachers=[]": "give rewards, or teachers for on-policy distillation",
+        "stages.0.teachers=[]": "set rewards, or teachers for on-policy distillation",
         "stages.0.eval_sampling={max_tokens: 4, temperature: 0}": "eval_sampling.temperature=0.0 must be that of",
         f"stages.0.teachers.0.path={tmp_path / 'none'}": "none",
     }
@@ -197,7 +197,7 @@ def test_what_samples_need(tmp_path: Path, teachers: Path) -> None:
         "stages.0.sampling=null": "on_policy=0.5 needs sampling",
         "stages.0.on_policy=0": "sampling and rollout need on_policy",
         "stages.0.cache=said": "cache: it holds what teachers said of the dataset",
-        "stages.0.mix=[{path: rows.jsonl}]": "mix: prompts are drawn from one dataset",
+        "stages.0.mix=[{path: rows.jsonl}]": "mix: prompts are sampled from one dataset",
         "stages.0.sampling.max_tokens=16": "sampling.max_tokens=16 must be less than row_tokens=16",
         "stages.0.rollout.engine=engine_of_test.py:Less": "Less has no method close",
         "stages.0.rollout={engine: 'engine_of_test.py:Less', slots: 2}": "slots: of the built-in engine",

@@ -124,7 +124,7 @@ def test_rewards(folder: Path) -> None:
     assert other.on_error == "drop" and other.isolated is None
     with pytest.raises(ValueError, match="isolate: process needs a function that a child can import"):
         RewardSection(fn=len, isolate="process")
-    with pytest.raises(ValueError, match="timeout_s and isolate are of a function"):
+    with pytest.raises(ValueError, match="timeout_s and isolate are for functions"):
         RewardSection(model="m", timeout_s=5.0)
 
 
@@ -264,7 +264,7 @@ def test_loss_of_sft(folder: Path) -> None:
     assert isinstance(sft(folder).loss, SFTLoss) and isinstance(sft(folder, "loss=dft").loss, DFTLoss)
     assert isinstance(sft(folder, "loss=posttrain.losses.sft:DFTLoss").loss, DFTLoss)
     assert sft(folder, "label_smoothing=0.1").loss == SFTLoss(0.1)
-    with pytest.raises(ConfigError, match="is of the loss nll"):
+    with pytest.raises(ConfigError, match="is for the loss nll"):
         sft(folder, "label_smoothing=0.1", "loss=dft")
 
 

@@ -192,7 +192,7 @@ def test_settings_of_losses(tmp_path: Path) -> None:
         ({"kind": ["sigmoid", "ipo"], "weights": [1, -1]}, "weights=(1.0, -1.0) must be one number for each"),
         ({"kind": "aot", "divergence": "js_divergence"}, "divergence=js_divergence has no effect on aot"),
         ({"kind": "sft", "use_weighting": True}, "has no effect on sft, a mean over tokens"),
-        ("posttrain.losses.sft:SFTLoss", "does not say what it needs"),
+        ("posttrain.losses.sft:SFTLoss", "does not declare its needs"),
     ],
 )
 def test_what_is_wrong_with_a_loss(tmp_path: Path, loss: Any, message: str) -> None:
@@ -231,7 +231,7 @@ def test_prompts_are_shared_where_the_kernel_knows_it(tmp_path: Path, monkeypatc
     assert found("cpu") and found("gpu") and found("tpu", "blockwise") and found("tpu", share_prompts=True)
     assert not found("tpu") and not found("cpu", "splash") and not found("cpu", mixture=True)
     assert not found("cpu", share_prompts=False) and found("cpu", mixture=True, share_prompts=True)
-    with pytest.raises(ConfigError, match="the kernel of model.attention=splash knows no rows"):
+    with pytest.raises(ConfigError, match="the kernel of model.attention=splash does not support shared prompts"):
         found("tpu", "splash", share_prompts=True)
 
 
@@ -241,7 +241,7 @@ def test_check_and_overrides(tmp_path: Path) -> None:
     assert "is unknown; did you mean 'hinge'" in posttrain("check", file, "stages.preference.loss=hing").error
     assert "must share row_tokens=12" in posttrain("check", file, "stages.preference.row_tokens=12").error
     dropped = posttrain("check", file, "stages.preference.row_tokens=13", "stages.preference.overlong=drop")
-    assert dropped.code == 0 and "are left out" in dropped.out, dropped.err
+    assert dropped.code == 0 and "are dropped" in dropped.out, dropped.err
     wrong = posttrain("check", file, "stages.preference.dataset.path=rows.jsonl").error
     assert "rows.jsonl row 0: the row has columns prompt, completion, answer" in wrong
 

@@ -36,7 +36,7 @@ def trained(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> list[di
     done = posttrain("run", file)
     assert done.code == 0, done.err
     check_data_wait(folder / "out")
-    assert ("steps judged rightly: 0." in done.out) == (changes["loss"] == "process")
+    assert ("steps classified correctly: 0." in done.out) == (changes["loss"] == "process")
     assert ("of right steps" in done.out) != ("of chosen answers" in done.out)
     result = json.loads((folder / "out" / "0-reward_model" / "result.json").read_text())
     return [result[when]["metrics"] for when in ("before", "after")]
