@@ -1,9 +1,7 @@
-"""A teacher's best ids of one token in few bytes: fixed length, so that any token's record is found at once.
+"""Records of a teacher's top-k for one token, of fixed length: packed ids, 12-bit log-probabilities, float16 tails."""
 
-Ids take as many bits as the vocabulary needs with one code more, which stands for no token of it; log-probabilities
-take 12 bits each: -logp = 32 (u / 4095)^2, so that the probable ones are exact to 1e-4 nat. Both tails and the
-log-probability of the token itself are float16.
-"""
+# Ids take as many bits as the vocabulary needs with one code more, for `NO_ID`. -logp = 32 (u / 4095)^2 is exact to
+# 1e-4 nat for probable ids. Both tails and the log-probability of the token itself are float16.
 
 from __future__ import annotations
 

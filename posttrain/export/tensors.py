@@ -1,8 +1,7 @@
-"""The tensors that were written beside those of the checkpoint that a run began with, by safetensors and numpy alone.
+"""Comparison of written tensors with the source checkpoint, by safetensors and numpy alone, without our name tables."""
 
-It knows none of our tables of names: what was not trained must be there under the name, in the shape and with the bytes
-that it came with; what has an adapter must be the source with PEFT's rule applied, W + scale B A.
-"""
+# What was not trained must be there under the name, in the shape and with the bytes that it came with; what has an
+# adapter must be the source with PEFT's rule applied, W + scale B A.
 
 from __future__ import annotations
 
