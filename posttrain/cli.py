@@ -98,8 +98,7 @@ def generate(
     adapter: Annotated[str | None, typer.Option(help="PEFT's adapter of the model: a folder or a hub id.")] = None,
     family: Annotated[str | None, typer.Option(help="A Python file with the model's family, as model.family.")] = None,
     max_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Maximum number of new tokens; by default 128, or what the context allows."),
+        int | None, typer.Option(min=1, help="Maximum number of new tokens; by default 128, or as the context allows.")
     ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="0: off.")] = 0,
@@ -107,32 +106,20 @@ def generate(
     min_p: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens in the text become less likely.")] = 1.0,
     presence_penalty: Annotated[float, typer.Option(help="Subtracted from the logits of tokens in the text.")] = 0.0,
-    frequency_penalty: Annotated[
-        float, typer.Option(help="Subtracted from logits, times the token's count in the text.")
-    ] = 0.0,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
-    stop_token: Annotated[list[int] | None, typer.Option(help="Stop token id; may be repeated.")] = None,
+    frequency_penalty: Annotated[float, typer.Option(help="The same, times the token's count in the text.")] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeatable.")] = None,
+    stop_token: Annotated[list[int] | None, typer.Option(help="Stop token id; repeatable.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after end-of-sequence tokens.")] = False,
-    logit_bias: Annotated[
-        list[str] | None, typer.Option(help="TOKEN=NUMBER, such as 13=-inf; may be repeated.")
-    ] = None,
-    allowed_token: Annotated[
-        list[int] | None, typer.Option(help="Token id that may be sampled; may be repeated.")
-    ] = None,
+    logit_bias: Annotated[list[str] | None, typer.Option(help="TOKEN=NUMBER, such as 13=-inf; repeatable.")] = None,
+    allowed_token: Annotated[list[int] | None, typer.Option(help="Token id that may be sampled; repeatable.")] = None,
     n: Annotated[int, typer.Option("-n", "--samples", min=1, help="Completions per prompt.")] = 1,
     seed: Annotated[int | None, typer.Option(help="By default drawn from the system.")] = None,
-    chat: Annotated[
-        bool | None, typer.Option(help="Use the chat template; by default if the tokenizer has one.")
-    ] = None,
+    chat: Annotated[bool | None, typer.Option(help="Use the chat template; by default if there is one.")] = None,
     messages: Annotated[
         bool, typer.Option("--messages", help="Prompts are conversations: JSON lists of role and content.")
     ] = False,
-    logprobs: Annotated[
-        int | None, typer.Option(min=0, help="Print JSON with this number of most probable tokens.")
-    ] = None,
-    prompt_logprobs: Annotated[
-        bool, typer.Option("--prompt-logprobs", help="Print JSON with the prompt's log-probabilities.")
-    ] = False,
+    logprobs: Annotated[int | None, typer.Option(min=0, help="Print JSON with N most probable tokens.")] = None,
+    prompt_logprobs: Annotated[bool, typer.Option("--prompt-logprobs", help="The same for the prompt.")] = False,
 ) -> None:
     """Print completions of each prompt; without a chat template (or with `--no-chat`) after the prompt itself."""
     loaded, tokenizer = _load(model, adapter, family)
@@ -234,7 +221,7 @@ def prune(
     source: Annotated[str, typer.Argument(help="A model: a folder in Hugging Face layout or a hub id.")],
     out: Annotated[Path, typer.Argument(help="A new folder for the smaller model.")],
     layer: Annotated[
-        list[int] | None, typer.Option(help="Layer to keep, from 0; may be repeated. By default all.")
+        list[int] | None, typer.Option(help="Layer to keep, from 0; repeatable. By default all.")
     ] = None,
     mlp_dim: Annotated[int | None, typer.Option(help="Neurons to keep in each MLP.")] = None,
     embed_dim: Annotated[int | None, typer.Option(help="Dimensions to keep of the residual stream.")] = None,

@@ -1,9 +1,6 @@
-"""A teacher's best ids of one token in few bytes: fixed length, so that any token's record is found at once.
-
-Ids take as many bits as the vocabulary needs with one code more, which stands for no token of it; log-probabilities
-take 12 bits each: -logp = 32 (u / 4095)^2, so that the probable ones are exact to 1e-4 nat. Both tails and the
-log-probability of the token itself are float16.
-"""
+"""Compressed records of a teacher's top-k, of fixed length per token. Ids take as many bits as the vocabulary needs, with
+one code for "no token"; log-probabilities 12 bits: -logp = 32 (u / 4095)^2, exact to 1e-4 nat for probable tokens; both
+tails and the token's own log-probability are float16."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The tensors that were written beside those of the checkpoint that a run began with, by safetensors and numpy alone.
-
-It knows none of our tables of names: what was not trained must be there under the name, in the shape and with the bytes
-that it came with; what has an adapter must be the source with PEFT's rule applied, W + scale B A.
-"""
+"""Check of exported tensors against the source checkpoint with safetensors and numpy alone, without our name tables:
+untrained tensors must keep name, shape and bytes; tensors with an adapter must be the source plus scale B A (PEFT)."""
 
 from __future__ import annotations
 

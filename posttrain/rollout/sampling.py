@@ -44,8 +44,8 @@ class Sampling:
         max_length: int,
         tables: Tables,
     ) -> Sampling:
-        """Of each row its request, its prompt with what was sampled after it, at most `max_length` tokens, and the
-        length of the prompt."""
+        """Make the sampling state of the rows from their requests. `histories`: prompt and sampled tokens, at most
+        `max_length`."""
         processors = None
         if not all(p.is_plain for p in params):
             processors = Processors.of(params, histories, prompt_lengths, max_length=max_length, tables=tables)
@@ -63,7 +63,7 @@ class Sampling:
         )
 
     def tally(self, vocab_size: int) -> Tally | None:
-        """What `sample` needs beside logits at the first token of a dispatch; then `Tally.count` each new token."""
+        """Token counts for `sample` at the start of a dispatch; then call `Tally.count` for each new token."""
         return None if self.processors is None else Tally.start(self.processors, vocab_size)
 
 
