@@ -91,35 +91,48 @@ def distill(
         write_caches(loaded.config, loaded.base_dir)
 
 
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Maximum number of new tokens; by default 128, or what the context allows."),
+]
+FrequencyPenalty = Annotated[float, typer.Option(help="Subtracted from logits, times the token's count in the text.")]
+LogitBias = Annotated[list[str] | None, typer.Option(help="TOKEN=NUMBER, such as 13=-inf; may be repeated.")]
+AllowedToken = Annotated[list[int] | None, typer.Option(help="Token id that may be sampled; may be repeated.")]
+Chat = Annotated[bool | None, typer.Option(help="Use the chat template; by default if the tokenizer has one.")]
+Messages = Annotated[
+    bool, typer.Option("--messages", help="Prompts are conversations: JSON lists of role and content.")
+]
+Logprobs = Annotated[int | None, typer.Option(min=0, help="Print JSON with this number of most probable tokens.")]
+PromptLogprobs = Annotated[
+    bool, typer.Option("--prompt-logprobs", help="Print JSON with the prompt's log-probabilities.")
+]
+
+
 @app.command()
 def generate(
     model: Annotated[str, typer.Argument(help="A folder in Hugging Face layout or a hub id.")],
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; without any, one per line of stdin.")] = None,
     adapter: Annotated[str | None, typer.Option(help="PEFT's adapter of the model: a folder or a hub id.")] = None,
     family: Annotated[str | None, typer.Option(help="A Python file with the model's family, as model.family.")] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum number of new tokens; by default 128, or as the context allows.")
-    ] = None,
+    max_tokens: MaxTokens = None,
     temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="0: off.")] = 0,
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
     min_p: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens in the text become less likely.")] = 1.0,
     presence_penalty: Annotated[float, typer.Option(help="Subtracted from the logits of tokens in the text.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="The same, times the token's count in the text.")] = 0.0,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeatable.")] = None,
-    stop_token: Annotated[list[int] | None, typer.Option(help="Stop token id; repeatable.")] = None,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    stop_token: Annotated[list[int] | None, typer.Option(help="Stop token id; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after end-of-sequence tokens.")] = False,
-    logit_bias: Annotated[list[str] | None, typer.Option(help="TOKEN=NUMBER, such as 13=-inf; repeatable.")] = None,
-    allowed_token: Annotated[list[int] | None, typer.Option(help="Token id that may be sampled; repeatable.")] = None,
+    logit_bias: LogitBias = None,
+    allowed_token: AllowedToken = None,
     n: Annotated[int, typer.Option("-n", "--samples", min=1, help="Completions per prompt.")] = 1,
     seed: Annotated[int | None, typer.Option(help="By default drawn from the system.")] = None,
-    chat: Annotated[bool | None, typer.Option(help="Use the chat template; by default if there is one.")] = None,
-    messages: Annotated[
-        bool, typer.Option("--messages", help="Prompts are conversations: JSON lists of role and content.")
-    ] = False,
-    logprobs: Annotated[int | None, typer.Option(min=0, help="Print JSON with N most probable tokens.")] = None,
-    prompt_logprobs: Annotated[bool, typer.Option("--prompt-logprobs", help="The same for the prompt.")] = False,
+    chat: Chat = None,
+    messages: Messages = False,
+    logprobs: Logprobs = None,
+    prompt_logprobs: PromptLogprobs = False,
 ) -> None:
     """Print completions of each prompt; without a chat template (or with `--no-chat`) after the prompt itself."""
     loaded, tokenizer = _load(model, adapter, family)
@@ -220,9 +233,7 @@ def upcycle(
 def prune(
     source: Annotated[str, typer.Argument(help="A model: a folder in Hugging Face layout or a hub id.")],
     out: Annotated[Path, typer.Argument(help="A new folder for the smaller model.")],
-    layer: Annotated[
-        list[int] | None, typer.Option(help="Layer to keep, from 0; repeatable. By default all.")
-    ] = None,
+    layer: Annotated[list[int] | None, typer.Option(help="Layer to keep, from 0; repeatable. By default all.")] = None,
     mlp_dim: Annotated[int | None, typer.Option(help="Neurons to keep in each MLP.")] = None,
     embed_dim: Annotated[int | None, typer.Option(help="Dimensions to keep of the residual stream.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="Key-value heads to keep, each with its query heads.")] = None,

@@ -124,7 +124,8 @@ def describe_error(error: BaseException) -> str:
         place, message = f"{error.filename}:{error.lineno}", error.msg
     else:
         frames = traceback.extract_tb(error.__traceback__)
-        package = ("<frozen", str(Path(__file__).parent))
+        # Frames of the import system and of type checkers' wrappers are nobody's code.
+        package = ("<frozen", "<@beartype", str(Path(__file__).parent))
         libraries = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
         foreign = [f for f in frames if not f.filename.startswith(package)]
         user_frames = [f for f in foreign if not f.filename.startswith(libraries)]

@@ -112,7 +112,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("model={path: empty, tokenizer: bytes}", ["model.path: ", "model.safetensors: damaged or incomplete"]),
         ("model={path: pickled, tokenizer: bytes}", ["has neither", "pytorch_model.bin is not read, convert it"]),
         ("model={path: bare, tokenizer: bytes}", ["model.path: ", "has neither model.safetensors nor"]),
-        ("model={path: other_sizes, tokenizer: bytes}", ["do not fit config.json", "config.json says (261, "]),
+        ("model={path: other_sizes, tokenizer: bytes}", ["do not match config.json", "config.json says (261, "]),
         (
             "model={path: damged, tokenizer: bytes}",
             ["model.path: damged is not a local file or folder", "mean 'damaged'?"],

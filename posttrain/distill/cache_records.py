@@ -1,6 +1,7 @@
-"""Compressed records of a teacher's top-k, of fixed length per token. Ids take as many bits as the vocabulary needs, with
-one code for "no token"; log-probabilities 12 bits: -logp = 32 (u / 4095)^2, exact to 1e-4 nat for probable tokens; both
-tails and the token's own log-probability are float16."""
+"""Records of a teacher's top-k for one token, of fixed length: packed ids, 12-bit log-probabilities, float16 tails."""
+
+# Ids take as many bits as the vocabulary needs with one code more, for `NO_ID`. -logp = 32 (u / 4095)^2 is exact to
+# 1e-4 nat for probable ids. Both tails and the log-probability of the token itself are float16.
 
 from __future__ import annotations
 

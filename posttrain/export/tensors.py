@@ -1,5 +1,7 @@
-"""Check of exported tensors against the source checkpoint with safetensors and numpy alone, without our name tables:
-untrained tensors must keep name, shape and bytes; tensors with an adapter must be the source plus scale B A (PEFT)."""
+"""Comparison of written tensors with the source checkpoint, by safetensors and numpy alone, without our name tables."""
+
+# What was not trained must be there under the name, in the shape and with the bytes that it came with; what has an
+# adapter must be the source with PEFT's rule applied, W + scale B A.
 
 from __future__ import annotations
 

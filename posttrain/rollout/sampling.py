@@ -44,8 +44,7 @@ class Sampling:
         max_length: int,
         tables: Tables,
     ) -> Sampling:
-        """Make the sampling state of the rows from their requests. `histories`: prompt and sampled tokens, at most
-        `max_length`."""
+        """Make the arrays of each row's request. `histories`: prompt and sample, at most `max_length` tokens."""
         processors = None
         if not all(p.is_plain for p in params):
             processors = Processors.of(params, histories, prompt_lengths, max_length=max_length, tables=tables)
@@ -63,7 +62,7 @@ class Sampling:
         )
 
     def tally(self, vocab_size: int) -> Tally | None:
-        """Token counts for `sample` at the start of a dispatch; then call `Tally.count` for each new token."""
+        """Token counts for penalties at the start of a dispatch; then `Tally.count` each new token."""
         return None if self.processors is None else Tally.start(self.processors, vocab_size)
 
 

@@ -7,11 +7,10 @@ from posttrain.data.pairs import ComparisonBatches
 from posttrain.data.prefetch import Prefetch
 from posttrain.evaluation.pairs import PairEvaluation, metrics_of, with_margins
 from posttrain.models.decoder import Decoder
-from posttrain.models.heads import with_padding
 from posttrain.stages.context import HeldOut, StageRun
 from posttrain.stages.pairs import PairInputs
 from posttrain.stages.preference import make_pair_trainer
-from posttrain.weights.scalar_head import add_scalar_head
+from posttrain.weights.scalar_head import add_scalar_head, with_padding
 
 
 def run(stage: StageRun, inputs: PairInputs) -> None:

@@ -1,19 +1,27 @@
-"""Scalar head of a decoder: adding it, training it beside an adapter, placing it on a mesh."""
+"""Scalar head of a decoder (reward model): its configuration, adding it, training it beside an adapter."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from posttrain.errors import ConfigError
 from posttrain.mesh import param_sharding
+from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
-from posttrain.models.heads import ScalarHead, reward_config
+from posttrain.models.heads import CAUSAL, CLASSIFIER, ScalarHead
 from posttrain.models.layers import Init
 from posttrain.weights.lora import has_lora
 from posttrain.weights.state import ModelWeights
 
 SCORE = "score.kernel"
+WITHOUT_CLASSIFIER = ("gemma4_text", "granite", "glm4_moe")
+"""Families without a sequence classifier in transformers, and so without a file format."""
 
 
 def add_scalar_head(model: Decoder, *, seed: int, mesh: Mesh | None = None) -> None:
@@ -40,3 +48,31 @@ def with_scalar_head(model: Decoder, *, seed: int) -> None:
     model.head = nnx.data(None)
     model.score = nnx.data(ScalarHead(config.embed_dim, init))
     model.config = config
+
+
+def reward_config(config: ModelConfig) -> ModelConfig:
+    """Return the configuration of the same decoder as a one-label sequence classifier (reward model)."""
+    if config.scalar_head:
+        return config
+    if config.model_type in WITHOUT_CLASSIFIER:
+        raise ConfigError(f"model: transformers has no sequence classifier for {config.model_type}; use another family")
+    fields = json.loads(config.hf_json)
+    names = fields.get("architectures") or []
+    if len(names) != 1 or not names[0].endswith(CAUSAL):
+        raise ConfigError(f"model: architectures={names} of config.json is no model {CAUSAL}; give a text model")
+    fields |= {"architectures": [names[0].removesuffix(CAUSAL) + CLASSIFIER], **_labels()}
+    return replace(config, scalar_head=True, hf_json=json.dumps(fields))
+
+
+def with_padding(config: ModelConfig, pad_id: int | None, stop_ids: Sequence[int]) -> ModelConfig:
+    """Set the padding token, since transformers reads the score at the last non-padding token.
+
+    A stop token is never used; without a padding token transformers accepts one sequence at a time and reports it.
+    """
+    fields = json.loads(config.hf_json)
+    fields["pad_token_id"] = None if pad_id in stop_ids else pad_id
+    return replace(config, hf_json=json.dumps(fields))
+
+
+def _labels() -> dict[str, dict[str, object]]:
+    return {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

@@ -239,7 +239,7 @@ def test_what_cannot_be_balanced(config: ModelConfig, rate: float, adapter: bool
 
 
 def test_a_trainer_asks_whether_its_model_can_be_balanced() -> None:
-    with pytest.raises(ConfigError, match="no mixture"):
+    with pytest.raises(ConfigError, match="no MoE layer"):
         trainer(model=tiny_model())
     with pytest.raises(ConfigError, match="no bias correction"):
         trainer(model=mixture_model(PLAIN), correction_rate=0.1)

@@ -12,8 +12,7 @@ import pytest
 
 from posttrain import LoRA, load_model, save_model
 from posttrain.errors import ConfigError
-from posttrain.models.heads import reward_config, with_padding
-from posttrain.weights.scalar_head import SCORE, add_scalar_head
+from posttrain.weights.scalar_head import SCORE, add_scalar_head, reward_config, with_padding
 from posttrain.weights.state import ModelWeights
 from tests.models.checkpoints import GOLDENS, assert_same
 

@@ -15,11 +15,10 @@ from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.losses.reward_model import BradleyTerryLoss
 from posttrain.mesh import single_device_mesh
-from posttrain.models.heads import with_padding
 from posttrain.rl.reward_model import ModelReward
 from posttrain.rl.types import Trajectory
 from posttrain.weights.load import init_model
-from posttrain.weights.scalar_head import add_scalar_head
+from posttrain.weights.scalar_head import add_scalar_head, with_padding
 from tests.rl.helpers import trajectory
 from tests.stages.runs import INIT, lines, posttrain, rl_stage, write_run
 

@@ -102,7 +102,9 @@ def test_a_step_waits_for_the_groups_that_are_due(sampler: Sampler) -> None:
         left = [PartialGroup(example=examples[slow], step=0, prompt=slow)]
         for max_staleness, due in ((2, False), (1, True)):
             new = [one for one in examples if one.index != slow]
-            found, _ = await collect_some(sampler, new, GROUP, 1, min_groups=1, max_staleness=max_staleness, resumed=left)
+            found, _ = await collect_some(
+                sampler, new, GROUP, 1, min_groups=1, max_staleness=max_staleness, resumed=left
+            )
             assert [group[0].example.index == slow for group in found] == [due]
 
     asyncio.run(steps())
@@ -132,7 +134,9 @@ def test_an_engine_that_cannot_go_on(sampler: Sampler) -> None:
         def close(self) -> None: ...
 
     with pytest.raises(ConfigError, match="oversample_prompts: Plain has no generate_some"):
-        asyncio.run(collect_some(replace(sampler, engine=Plain()), [numbered(0)], GROUP, 0, min_groups=1, max_staleness=1))
+        asyncio.run(
+            collect_some(replace(sampler, engine=Plain()), [numbered(0)], GROUP, 0, min_groups=1, max_staleness=1)
+        )
     assert resumable(sampler.engine) is sampler.engine
 
 

@@ -142,7 +142,7 @@ def test_the_samplers_cache_and_programs(tmp_path: Path) -> None:
     assert posttrain("check", small).error == (
         "rollout.cache_tokens=31 must be at least 32: row_tokens=16 in whole blocks of 16 and one block more"
     )
-    assert "must be at least 64" in posttrain("check", small, "mesh.fsdp=2").error
+    assert "must be at least 64" in posttrain("check", small, "mesh.fsdp=2", "--devices=2").error
 
 
 def test_evaluation_and_checkpoints(tmp_path: Path) -> None:

@@ -112,7 +112,8 @@ def test_an_adapter_of_another_model_is_found_by_check(adapted: Path, tmp_path: 
     model = {"path": "other", "adapter": str(adapted / "adapter")}
     error = posttrain("check", write_run(tmp_path, sft_stage(), model=model)).error
     assert (
-        error.startswith("model.adapter: ") and "model.layers.0.mlp.up_proj has {'A': (2, 32), 'B': (48, 2)}" in error
+        error.startswith("model.adapter: ")
+        and "model.layers.0.mlp.up_proj has shapes {'A': (2, 32), 'B': (48, 2)}" in error
     )
 
 

@@ -205,8 +205,8 @@ def test_an_adapter_goes_on_only_over_its_base(tmp_path: Path, adapted: Path) ->
 
 def test_stop_between_stages(tmp_path: Path) -> None:
     """A signal during the last step of a stage ends the run before the next stage."""
-    first = rl_stage(num_steps=1, rewards=IN_THIS_PROCESS)
-    file = write_run(tmp_path, first, rl_stage(num_steps=1))
+    stage = rl_stage(num_steps=1, rewards=IN_THIS_PROCESS)
+    file = write_run(tmp_path, stage, stage)
     (tmp_path / "rewards_of_test.py").write_text(SIGNALLING.format(at=1))
     stopped = posttrain("run", file)
     assert stopped.code == 130 and stopped.err.splitlines()[-1].startswith("stopped before 1-rl")

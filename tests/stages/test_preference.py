@@ -191,7 +191,7 @@ def test_settings_of_losses(tmp_path: Path) -> None:
         ({"kind": "sigmoid", "use_weighting": "maybe"}, "use_weighting='maybe': Input should be a valid boolean"),
         ({"kind": ["sigmoid", "ipo"], "weights": [1, -1]}, "weights=(1.0, -1.0) must be one number for each"),
         ({"kind": "aot", "divergence": "js_divergence"}, "divergence=js_divergence has no effect on aot"),
-        ({"kind": "sft", "use_weighting": True}, "it has no effect on sft"),
+        ({"kind": "sft", "use_weighting": True}, "has no effect on sft, a mean over tokens"),
         ("posttrain.losses.sft:SFTLoss", "does not declare its needs"),
     ],
 )

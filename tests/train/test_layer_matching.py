@@ -309,7 +309,7 @@ def test_resumed_is_never_stopped(whole: Trainer, update: Any, tmp_path: Path) -
 
 
 def test_a_matching_without_its_teacher_or_weight() -> None:
-    with pytest.raises(ValueError, match="matching is of one teacher in the step, and there are 0"):
+    with pytest.raises(ValueError, match="matching needs exactly one in-step teacher, got 0"):
         Trainer(student(), DistillLoss(0.0), optax.sgd(1.0), temperature=1.0, max_grad_norm=1.0, matching=matching())
     with pytest.raises(ValueError, match="DistillLoss.attention=2.0: no statistics for it"):
         trainer(matching(relations=())).evaluate([apart()])
