@@ -141,7 +141,7 @@ class Soak:
         completion = await self.engine.generate(prompt, params)
         if completion.stop == "abort" and self.rng.random() < 0.5:
             self.report.ends["continued"] += 1
-            completion = await self.engine.generate(prompt, params, begun=completion)
+            completion = await self.engine.generate(prompt, params, partial=completion)
         check(completion, prompt, params)
         self.report.ends[completion.stop] += 1
         self.report.tokens += len(completion.tokens)

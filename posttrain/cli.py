@@ -233,9 +233,7 @@ def upcycle(
 def prune(
     source: Annotated[str, typer.Argument(help="A model: a folder in Hugging Face layout or a hub id.")],
     out: Annotated[Path, typer.Argument(help="A new folder for the smaller model.")],
-    layer: Annotated[
-        list[int] | None, typer.Option(help="Layer to keep, from 0; may be repeated. By default all.")
-    ] = None,
+    layer: Annotated[list[int] | None, typer.Option(help="Layer to keep, from 0; repeatable. By default all.")] = None,
     mlp_dim: Annotated[int | None, typer.Option(help="Neurons to keep in each MLP.")] = None,
     embed_dim: Annotated[int | None, typer.Option(help="Dimensions to keep of the residual stream.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="Key-value heads to keep, each with its query heads.")] = None,

@@ -78,7 +78,7 @@ class DistillSection(SequenceSection):
         check_sampling(self.sampling, self.row_tokens)
         if self.cache is not None:
             raise ValueError(
-                "cache: it holds what teachers said of the dataset, not of samples; remove it or on_policy"
+                "cache: it holds the teachers' top-k on the dataset, not on samples; remove it or on_policy"
             )
         if self.mix:
             raise ValueError("mix: prompts are sampled from one dataset; remove mix or on_policy")

@@ -86,7 +86,7 @@ class RunConfig(Section):
     def _adapter_in_one_stage(self) -> RunConfig:
         if self.model.adapter is not None and len(self.stages) > 1:
             raise ValueError(
-                "model.adapter: a stage leaves its adapter merged, so that a second one would have none to go on with; "
+                "model.adapter: a stage leaves its adapter merged, so a second one would have none to continue; "
                 "give one stage, or lora, of which each stage begins its own"
             )
         return self

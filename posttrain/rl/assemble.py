@@ -32,7 +32,7 @@ def assemble(
     shares: Shares | None = None,
     version: int | None = None,
 ) -> Batch:
-    """Pack samples with their advantages into rows [num_rows, row_tokens]; samples that are not valid are left out.
+    """Pack samples with their advantages into rows [num_rows, row_tokens]; samples that are not valid are dropped.
 
     `num_rows` is fixed for a run, so that the step compiles once; empty micro-batches are not computed. With recorded
     experts there are fewer rows. `shares` become `teacher_weights`. `version` of the present weights: adds `staleness`.

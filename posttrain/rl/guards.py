@@ -78,6 +78,6 @@ class NoRewardGuard:
             if first is not None:
                 why = f"reward {first.function}: {first.error}"
             raise RunError(
-                f"step {step}: no sample has a reward, for {self._steps} consecutive steps, so there is no training "
+                f"step {step}: no sample has a reward for {self._steps} consecutive steps, so there is no training "
                 f"signal ({why}); check that the rewards apply to the rows of dataset"
             )

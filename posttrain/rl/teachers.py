@@ -73,8 +73,7 @@ def distances(
 def merged_distances(
     teacher: Scorer, aligner: Aligner, dataset: int, groups_P: Sequence[Group]
 ) -> Float[np.ndarray, "P G"]:
-    """As `distances`, for a teacher with another tokenizer: over the student's tokens that align with the teacher's, in
-    groups.
+    """Mean of log(student / teacher) as in `distances`, over the tokens aligned with a teacher of another tokenizer.
 
     NaN for a sample without aligned tokens. RunError if no sample has any. `dataset`: number of the prompts' dataset.
     """

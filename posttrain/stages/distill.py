@@ -73,7 +73,7 @@ def _where(teacher: TeacherSection, cache: str | None) -> str:
     if cache is not None:
         return f"from the cache {cache}"
     if teacher.url is not None:
-        return f"asked at {teacher.url}"
+        return f"served at {teacher.url}"
     if teacher.mesh is not None:
         return f"on {math.prod(teacher.mesh.sizes)} devices of its own"
     return "on the student's devices, before each step" if teacher.aligned else "in the training step"

@@ -55,14 +55,14 @@ def test_samples_that_are_left_go_on_at_a_later_step(sampler: Sampler) -> None:
     assert isinstance(engine, NativeEngine)
 
     async def steps() -> None:
-        early, left = await collect_some(sampler, examples, GROUP, 0, enough=3, max_staleness=1)
+        early, left = await collect_some(sampler, examples, GROUP, 0, min_groups=3, max_staleness=1)
         assert len(early) == len(left) == 3 and engine.num_free == engine.slots
         stops = {begun.stop for group in left for begun in group.completions.values()}
         assert "abort" in stops
-        again = await collect_some(sampler, examples, GROUP, 0, enough=3, max_staleness=1)
+        again = await collect_some(sampler, examples, GROUP, 0, min_groups=3, max_staleness=1)
         assert again == (early, left), "it does not depend on what was sampled before"
         engine.update_weights(engine._loaded.source.model, 1)
-        late, none = await collect_some(sampler, [], GROUP, 1, enough=6, max_staleness=1, carried=left)
+        late, none = await collect_some(sampler, [], GROUP, 1, min_groups=6, max_staleness=1, resumed=left)
         assert none == []
         by_index = {group[0].example.index: group for group in [*early, *late]}
         assert [[t.tokens for t in by_index[i]] for i in range(6)] == [[t.tokens for t in group] for group in expected]
@@ -102,7 +102,9 @@ def test_a_step_waits_for_the_groups_that_are_due(sampler: Sampler) -> None:
         left = [PartialGroup(example=examples[slow], step=0, prompt=slow)]
         for max_staleness, due in ((2, False), (1, True)):
             new = [one for one in examples if one.index != slow]
-            found, _ = await collect_some(sampler, new, GROUP, 1, enough=1, max_staleness=max_staleness, carried=left)
+            found, _ = await collect_some(
+                sampler, new, GROUP, 1, min_groups=1, max_staleness=max_staleness, resumed=left
+            )
             assert [group[0].example.index == slow for group in found] == [due]
 
     asyncio.run(steps())
@@ -132,13 +134,15 @@ def test_an_engine_that_cannot_go_on(sampler: Sampler) -> None:
         def close(self) -> None: ...
 
     with pytest.raises(ConfigError, match="oversample_prompts: Plain has no generate_some"):
-        asyncio.run(collect_some(replace(sampler, engine=Plain()), [numbered(0)], GROUP, 0, enough=1, max_staleness=1))
+        asyncio.run(
+            collect_some(replace(sampler, engine=Plain()), [numbered(0)], GROUP, 0, min_groups=1, max_staleness=1)
+        )
     assert resumable(sampler.engine) is sampler.engine
 
 
 def test_a_prompt_is_tokenised_once(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its samples begin with the example's tokens."""
-    asked = sampler.ask(numbered(2), 0, 0, 0)
+    asked = sampler.pending(numbered(2), 0, 0, 0)
     assert asked.prompt == sampler.renderer.prompt(numbered(2).messages)
     monkeypatch.setattr(Renderer, "prompt", None)
     (group,) = asyncio.run(collect(sampler, [numbered(2)], GROUP, 0))

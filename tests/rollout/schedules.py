@@ -86,7 +86,7 @@ class Run:
     async def _to_the_end(self, prompt: list[int], p: SamplingParams) -> Completion:
         completion = await self.engine.generate(prompt, p)
         while completion.stop == "abort":
-            completion = await self.engine.generate(prompt, p, begun=completion)
+            completion = await self.engine.generate(prompt, p, partial=completion)
         return completion
 
     async def _trouble(self, kind: Trouble, victim: SamplingParams) -> None:

@@ -58,7 +58,7 @@ def test_abort_returns_what_there_is_and_a_later_step_goes_on_with_it(engine: Na
     assert 0 < len(running.tokens) < 40 and running.tokens == expected[0].tokens[: len(running.tokens)]
 
     async def later() -> list[Completion]:
-        again = [engine.generate(prompts[i], parameters[i], begun=b) for i, b in ((0, running), (5, waiting))]
+        again = [engine.generate(prompts[i], parameters[i], partial=b) for i, b in ((0, running), (5, waiting))]
         return await asyncio.gather(*again)
 
     for completion, e in zip(asyncio.run(later()), (expected[0], expected[5]), strict=True):
@@ -67,8 +67,8 @@ def test_abort_returns_what_there_is_and_a_later_step_goes_on_with_it(engine: Na
 
 def test_only_an_aborted_completion_goes_on(engine: NativeEngine) -> None:
     (done,) = engine.generate_all([[1, 2]], [params(max_tokens=3)])
-    with pytest.raises(ValueError, match="a completion of 3 tokens that ended by 'length' cannot be resumed"):
-        asyncio.run(engine.generate([1, 2], params(max_tokens=3), begun=done))
+    with pytest.raises(ValueError, match="a completion of 3 tokens with stop 'length' cannot be resumed"):
+        asyncio.run(engine.generate([1, 2], params(max_tokens=3), partial=done))
 
 
 def test_paused_requests_go_on_where_they_were(engine: NativeEngine) -> None:
@@ -124,7 +124,7 @@ def test_drain_ends_what_a_pause_stopped(engine: NativeEngine) -> None:
         assert engine.abort([parameters[0].key]) == 1
         aborted = await tasks[0]
         # It goes on behind those who have not begun.
-        tasks[0] = asyncio.create_task(engine.generate(prompts[0], parameters[0], begun=aborted))
+        tasks[0] = asyncio.create_task(engine.generate(prompts[0], parameters[0], partial=aborted))
         await asyncio.sleep(0)
         await engine.drain()
         assert engine._scheduler.drained

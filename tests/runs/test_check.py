@@ -53,7 +53,7 @@ def test_lines(tmp_path: Path) -> None:
     served = {"teachers": [{"path": "big/one", "url": "http://host:8000/v1"}, {"path": "b"}], "teacher_column": "t"}
     section = DistillSection.model_validate({"dataset": {"path": "a"}, "num_steps": 3, **served})
     assert describe(section, None, 1) == (
-        "3 steps of 8 x 1024 tokens; teachers big/one (asked at http://host:8000/v1), b (in the training step)"
+        "3 steps of 8 x 1024 tokens; teachers big/one (served at http://host:8000/v1), b (in the training step)"
     )
 
 

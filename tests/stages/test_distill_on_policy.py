@@ -196,7 +196,7 @@ def test_what_samples_need(tmp_path: Path, teachers: Path) -> None:
     cases = {
         "stages.0.sampling=null": "on_policy=0.5 needs sampling",
         "stages.0.on_policy=0": "sampling and rollout need on_policy",
-        "stages.0.cache=said": "cache: it holds what teachers said of the dataset",
+        "stages.0.cache=said": "cache: it holds the teachers' top-k on the dataset",
         "stages.0.mix=[{path: rows.jsonl}]": "mix: prompts are sampled from one dataset",
         "stages.0.sampling.max_tokens=16": "sampling.max_tokens=16 must be less than row_tokens=16",
         "stages.0.rollout.engine=engine_of_test.py:Less": "Less has no method close",

@@ -394,6 +394,6 @@ def test_distillation(folder: Path, tmp_path: Path) -> None:
         cached, cached.teachers[0], model.model_copy(update={"compute_dtype": "bfloat16"}), tokenizer, to_write=True
     )
     assert other.identity["compute_dtype"] == "bfloat16" != cache.identity["compute_dtype"]
-    for override, text in {"top_k=5": "is of a cache", "teacher_column=who": "has no effect with one teacher"}.items():
+    for override, text in {"top_k=5": "needs a cache", "teacher_column=who": "has no effect with one teacher"}.items():
         with pytest.raises(ConfigError, match=text):
             inputs(f"stages.0.{override}")

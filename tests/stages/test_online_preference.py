@@ -53,7 +53,7 @@ def test_fields(tmp_path: Path) -> None:
         ("loss=sigmod", "did you mean 'sigmoid'"),
         ("loss={kind: sigmoid, beta: -1}", "beta=-1.0"),
         ("group_size=1", "a pair needs two samples of one prompt"),
-        ("rewards=[]", "give rewards"),
+        ("rewards=[]", "set rewards"),
         ("sampling.max_tokens=16", "must be less than half of row_tokens=32"),
         ("sampling.temperature=0", "without a training signal"),
         ("max_prompt_tokens=11", "must fit half of row_tokens=32"),
