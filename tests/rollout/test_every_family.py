@@ -34,8 +34,9 @@ OFTEN = (*TRANSFORMED, "deepseek_v3", "gpt_oss", "qwen3_moe", "llama")
 """Beside them one of each kind of attention and MLP; each costs 5 seconds of compilation."""
 MARGIN = 1e-3
 """Of the largest logit before the next, above which rounding in float32 decides nothing."""
-ROUNDING = {"float32": 1e-4, "bfloat16": 0.2}
-"""Of log-probabilities, by the type that a model computes in."""
+ROUNDING = {"float32": 5e-4, "bfloat16": 0.2}
+"""Of log-probabilities, by the type that a model computes in. A token of a random model may be ill-conditioned: the same
+forward pass over one row in place of four moves it by 1e-4."""
 
 
 def test_every_family_is_drawn() -> None:
@@ -69,7 +70,14 @@ def assert_engine_is_the_trainer(family: str, seed: int, *, dtype: DTypeLike = j
     prompts = [rng.integers(0, model.config.vocab_size, length).tolist() for length in (1, 12, 5, 7)]
     settings = [{"temperature": 0.0}, {"temperature": 0.0}, {}, {"top_k": 7, "top_p": 0.9, "min_p": 0.01}]
     requests = [params(i, max_tokens=NEW_TOKENS, **chosen) for i, chosen in enumerate(settings)]
-    engine = NativeEngine(model, slots=4, max_length=LENGTH, decode_steps=NEW_TOKENS, tokenizer_decode=None)
+    engine = NativeEngine(
+        model,
+        slots=4,
+        max_length=LENGTH,
+        decode_steps=NEW_TOKENS,
+        tokenizer_decode=None,
+        record_routing=bool(model.config.mixtures),
+    )
     completions = engine.generate_all(prompts, requests)
     passed, name = _forward(model, prompts, completions), jnp.dtype(dtype).name
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
@@ -92,18 +100,31 @@ class ForwardOutput(NamedTuple):
 
 
 def _forward(model: Decoder, prompts: list[list[int]], completions: list[Completion]) -> ForwardOutput:
-    """Run the forward pass of the trainer over prompts with their completions."""
+    """Run the forward pass of the trainer over prompts with their completions, with the engine's choice of experts.
+
+    Two experts may be equally good for a token; which is then chosen, rounding decides.
+    """
     rows = [[*prompt, *completion.tokens] for prompt, completion in zip(prompts, completions, strict=True)]
     tokens = np.stack([np.pad(row, (0, LENGTH - len(row))) for row in rows]).astype(np.int32)
     segments = (np.arange(LENGTH) < np.asarray([len(row) for row in rows])[:, None]).astype(np.int32)
     positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), tokens.shape)
     weights, vocab_size = ModelWeights(model), model.config.vocab_size
 
-    def run(arrays: object, tokens: jax.Array, positions: jax.Array, segments: jax.Array) -> tuple[jax.Array, ...]:
-        bound = weights.bind(arrays)
-        hidden, _ = bound(tokens, positions, segments)
+    def run(arrays: object, experts: jax.Array | None, *inputs: jax.Array) -> tuple[jax.Array, ...]:
+        bound, (tokens, _, segments) = weights.bind(arrays), inputs
+        hidden, _, _ = bound.forward(*inputs, experts=experts)
         stats = token_stats(bound.logits, hidden, tokens, segments, temperature=1.0, vocab_size=vocab_size)
         return bound.logits(hidden), stats.logps
 
     compiled = jax.jit(run, compiler_options=COMPILER_OPTIONS)
-    return ForwardOutput(*map(np.asarray, compiled(weights.read(), *map(jnp.asarray, (tokens, positions, segments)))))
+    inputs = map(jnp.asarray, (tokens, positions, segments))
+    return ForwardOutput(*map(np.asarray, compiled(weights.read(), _experts(completions), *inputs)))
+
+
+def _experts(completions: list[Completion]) -> np.ndarray | None:
+    """Stack the recorded routing as [M, B, T, k]; -1 beyond it."""
+    recorded = [completion.experts for completion in completions if completion.experts is not None]
+    if not recorded:
+        return None
+    padded = [np.pad(one, ((0, LENGTH - len(one)), (0, 0), (0, 0)), constant_values=-1) for one in recorded]
+    return np.moveaxis(np.stack(padded), 2, 0).astype(np.int32)

@@ -43,10 +43,10 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, file: Path, step: int) -> None:
     """The run, asked to stop in the update of a step."""
     update = Trainer.step
 
-    def stopping(self: Trainer, batch: Any) -> Any:
+    def stopping(self: Trainer, batch: Any, **options: Any) -> Any:
         if self.step_number + 1 == step:
             os.kill(os.getpid(), signal.SIGINT)
-        return update(self, batch)
+        return update(self, batch, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "step", stopping)
