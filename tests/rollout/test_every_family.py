@@ -35,8 +35,8 @@ OFTEN = (*TRANSFORMED, "deepseek_v3", "gpt_oss", "qwen3_moe", "llama")
 MARGIN = 1e-3
 """Of the largest logit before the next, above which rounding in float32 decides nothing."""
 ROUNDING = {"float32": 5e-4, "bfloat16": 0.2}
-"""Of log-probabilities, by the type that a model computes in. A token of a random model may be ill-conditioned: the same
-forward pass over one row in place of four moves it by 1e-4."""
+"""Of log-probabilities, by the type that a model computes in. A token of a random model may be ill-conditioned: one row
+in place of four in the same forward pass moves it by 1e-4."""
 
 
 def test_every_family_is_drawn() -> None:
