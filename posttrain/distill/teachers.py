@@ -95,7 +95,7 @@ def find_teachers(
             notes.append(f"not checked, no network: the teacher {teacher.path}")
             continue
         if config.scalar_head:
-            raise ConfigError(f"teachers: {teacher.path} is a reward model, which scores answers and writes none")
+            raise ConfigError(f"teachers: {teacher.path} is a reward model, which cannot generate")
         if not cached and teacher.url is None and Path(path).is_dir():
             check_weights(Path(path))
         if teacher.aligned:
