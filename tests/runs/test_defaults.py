@@ -81,7 +81,7 @@ def test_default_lengths_fit_the_model(tmp_path: Path) -> None:
 
 def test_mistakes(tmp_path: Path) -> None:
     for kind, fields, words in (
-        ("sft", {"num_steps": 3, "num_epochs": 2}, "num_steps=3 and num_epochs=2 both say how long"),
+        ("sft", {"num_steps": 3, "num_epochs": 2}, "num_steps=3 and num_epochs=2 both set the length"),
         ("distill", {"on_policy": 0.5, "sampling": {}}, "give num_steps"),
         ("distill", {"teachers": [{"path": "t", "tokenizer": "align"}]}, "give num_steps"),
         ("rl", {"num_epochs": 2}, "num_epochs: unknown field"),
