@@ -90,7 +90,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         ("stages.rl.advantage=wrong.py:two", ["advantage: wrong.py:two(rewards_PG) raised TypeError: two() missing"]),
         ("stages.rl.advantage=wrong.py:flat", ["must return an advantage for each of the rewards [P, G] = (3, 4)"]),
-        ("stages.sft.loss=wrong.py:two", ["loss: wrong.py:two is a function; name a class"]),
+        ("stages.sft.loss=wrong.py:two", ["loss: wrong.py:two is a function; set a class"]),
         ("stages.sft.loss=wrong.py:Loss", ["loss: wrong.py:Loss() raised TypeError", "made without arguments"]),
         ("model.init.num_attention_heads=0", ["model.init: num_attention_heads: must be above 0 and finite, got 0"]),
         ("model.init.hidden_size=-8", ["model.init: hidden_size: must be above 0 and finite, got -8"]),
