@@ -256,7 +256,7 @@ def test_what_is_wrong_with_rows_is_said_once(tmp_path: Path) -> None:
     error = posttrain(
         "check", file, "stages.preference.loss=sigmoid", "stages.preference.dataset.path=pairs.jsonl"
     ).error
-    assert "give answers that differ" in error
+    assert "use different answers" in error
 
 
 def test_a_reward_model_writes_nothing(tmp_path: Path) -> None:
