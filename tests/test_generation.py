@@ -61,7 +61,7 @@ def test_one_prompt_or_several_and_conversations(parts: tuple[Decoder, Tokenizer
 @pytest.mark.parametrize(
     ("prompts", "settings", "words"),
     [
-        ({"role": "user", "content": "a"}, {}, "the prompt is a single message; give a conversation"),
+        ({"role": "user", "content": "a"}, {}, "the prompt is a single message; pass a conversation"),
         ([3], {}, "prompt 0 must be a string, or a list of messages with role and content; got '3'"),
         ([["a", "b"]], {}, "prompt 0 must be a string, or a list of messages"),
         ([{"role": "usr", "content": "a"}], {}, "the prompt: messages[0].role='usr': use one of"),

@@ -96,7 +96,7 @@ def add_families(folder: str | Path) -> None:
 
     >>> add_families("no/such/folder")
     Traceback (most recent call last):
-    posttrain.config.base.ConfigError: families no/such/folder: there is no such folder
+    posttrain.errors.ConfigError: families no/such/folder: there is no such folder
     """
     path = Path(folder).expanduser()
     if not path.is_dir():
@@ -109,7 +109,7 @@ def add_family(file: str | Path) -> None:
 
     >>> add_family("no/such/family.py")
     Traceback (most recent call last):
-    posttrain.config.base.ConfigError: family no/such/family.py: there is no such Python file
+    posttrain.errors.ConfigError: family no/such/family.py: there is no such Python file
     """
     path = Path(file).expanduser().resolve()
     if path.suffix != ".py" or not path.is_file():

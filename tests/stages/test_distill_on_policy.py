@@ -200,7 +200,7 @@ def test_what_samples_need(tmp_path: Path, teachers: Path) -> None:
         "stages.0.mix=[{path: rows.jsonl}]": "mix: prompts are sampled from one dataset",
         "stages.0.sampling.max_tokens=16": "sampling.max_tokens=16 must be less than row_tokens=16",
         "stages.0.rollout.engine=engine_of_test.py:Less": "Less has no method close",
-        "stages.0.rollout={engine: 'engine_of_test.py:Less', slots: 2}": "slots: of the built-in engine",
+        "stages.0.rollout={engine: 'engine_of_test.py:Less', slots: 2}": "slots: supported by the built-in engine",
     }
     file = write_run(tmp_path, gkd(teachers))
     (tmp_path / "engine_of_test.py").write_text(

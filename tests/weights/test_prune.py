@@ -122,5 +122,5 @@ def test_what_cannot_be_pruned() -> None:
     ]:
         with pytest.raises(ConfigError, match=text):
             pruned_config(config, plan)
-    with pytest.raises(ConfigError, match="differ in kind"):
+    with pytest.raises(ConfigError, match="differ in type"):
         pruned_config(tiny_config(), Pruning(layers=(0,)))

@@ -136,7 +136,7 @@ def test_large_models_are_split_into_shards(tmp_path: Path, monkeypatch: pytest.
     assert index["metadata"]["total_size"] == sum(x.nbytes for _, x in hf_tensors(model))
     assert_same(model, load_model(tmp_path / "out"))
     (tmp_path / "out" / files[1]).unlink()
-    with pytest.raises(ConfigError, match=rf"{files[1]} of model.safetensors.index.json not there"):
+    with pytest.raises(ConfigError, match=rf"{files[1]} listed in model.safetensors.index.json not found"):
         load_model(tmp_path / "out")
 
 
