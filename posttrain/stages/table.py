@@ -109,19 +109,14 @@ def naming_stage(config: RunConfig, index: int) -> Iterator[None]:
         raise ConfigError("\n".join(f"stages.{index}: {line}" for line in str(error).splitlines())) from error
 
 
-def row_notes(config: RunConfig, shards: int | None) -> list[str]:
+def row_notes(config: RunConfig, shards: int) -> list[str]:
     """Report forward passes whose number of rows differs from the configuration.
 
-    `shards`: devices that split the rows; None if unknown before the run.
+    `shards`: devices that split the rows.
     """
     notes = []
     for name, section in zip(stage_names(config), config.stages, strict=True):
         wanted = section.micro_batch_rows
-        if wanted is None:
-            continue
-        start = f"{name}: micro_batch_rows={wanted}"
-        if shards is None:
-            notes.append(f"{start} is rounded up to a multiple of {ROW_DEVICES}, which only the devices say")
-        elif (rows := rows_per_pass(section.step_rows, wanted, shards)) > wanted:
-            notes.append(f"{start} becomes {rows}, a multiple of {ROW_DEVICES} = {shards}")
+        if wanted is not None and (rows := rows_per_pass(section.step_rows, wanted, shards)) > wanted:
+            notes.append(f"{name}: micro_batch_rows={wanted} becomes {rows}, a multiple of {ROW_DEVICES} = {shards}")
     return notes

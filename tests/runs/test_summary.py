@@ -58,10 +58,9 @@ def test_numbers_are_for_people(capsys: pytest.CaptureFixture[str]) -> None:
             4,
             ["0-sft: micro_batch_rows=2 becomes 4, a multiple of mesh.data x mesh.fsdp x mesh.expert = 4"],
         ),
-        (None, ["0-sft: micro_batch_rows=2 is rounded up to a multiple", "1-rl: micro_batch_rows=4 is rounded up"]),
     ],
 )
-def test_row_notes(tmp_path: Path, shards: int | None, notes: list[str]) -> None:
+def test_row_notes(tmp_path: Path, shards: int, notes: list[str]) -> None:
     file = write_run(tmp_path, sft_stage(micro_batch_rows=2), rl_stage(), sft_stage(name="whole"))
     found = row_notes(load_config(file).config, shards)
     assert len(found) == len(notes) and all(f.startswith(n) for f, n in zip(found, notes, strict=True)), found
