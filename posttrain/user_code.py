@@ -48,16 +48,15 @@ def is_object_spec(text: str) -> bool:
     return bool(separator) and name.isidentifier() and (source.endswith(".py") or dotted)
 
 
-def import_object(spec: str, *, base_dir: Path | None) -> object:
-    """Import the object named by `file.py:name` or `package.module:name`; files are relative to `base_dir`.
+def import_object(spec: str, folder: Path) -> object:
+    """Import the object named by `file.py:name` or `package.module:name`; files are relative to `folder`.
 
-    A file is executed once per process. During import its folder (for modules: `base_dir`) is on `sys.path`. Raises
+    A file is executed once per process. During import its folder (for modules: `folder`) is on `sys.path`. Raises
     ConfigError if the file, module or name does not exist, or the import fails.
     """
     if not is_object_spec(spec):
         raise ConfigError(f"{spec!r} does not name an object; write 'file.py:name' or 'package.module:name'")
     source, _, name = spec.rpartition(":")
-    folder = base_dir or Path.cwd()
     module = _load_file(spec, folder / Path(source).expanduser()) if source.endswith(".py") else _load(spec, folder)
     if not hasattr(module, name):
         public = [key for key in vars(module) if not key.startswith("_")]

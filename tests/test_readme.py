@@ -81,10 +81,9 @@ def checked(config: str, overrides: tuple[str, ...] = (), *, num_rows: int = 50)
 
     Skips where the configuration needs ../shared and there is none.
     """
-    loaded = load_config(config, overrides)
-    if "../shared" in loaded.path.read_text() and not (ROOT.parent / "shared").is_dir():
+    if "../shared" in (ROOT / config).read_text() and not (ROOT.parent / "shared").is_dir():
         pytest.skip(f"{config} needs the folder ../shared, which is not there")
-    return check(first_rows(loaded.config, num_rows), loaded.base_dir)
+    return check(first_rows(load_config(config, overrides), num_rows))
 
 
 def first_rows(config: RunConfig, num_rows: int) -> RunConfig:
@@ -99,9 +98,9 @@ def first_rows(config: RunConfig, num_rows: int) -> RunConfig:
 def test_configs_pass_their_check(path: Path, offline: None) -> None:
     lines = checked(f"configs/{path.name}", num_rows=2000)
     text = "\n".join(lines)
-    for name in stage_names(load_config(path).config):
+    for name in stage_names(load_config(path)):
         assert name in text
-    assert ("not checked" in text) == needs_hub(load_config(path).config)
+    assert ("not checked" in text) == needs_hub(load_config(path))
 
 
 def needs_hub(config: RunConfig) -> bool:
@@ -158,7 +157,7 @@ def posttrain_command(words: Sequence[str]) -> None:
 def output_folders() -> set[str]:
     """The runs that all configurations write, and the models that their stages leave."""
     written = [parse(text) for name, text in titled(DOCUMENTS) if name.endswith(".yaml")]
-    loaded = [load_config(path).config for path in CONFIGS] + [build_config(data) for data in written if is_whole(data)]
+    loaded = [load_config(path) for path in CONFIGS] + [build_config(data) for data in written if is_whole(data)]
     models = {f"{config.output}/{name}/model" for config in loaded for name in stage_names(config)}
     return models | {config.output for config in loaded}
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeGuard, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from posttrain.config.base import Flag, Fraction, ListOf, NonNegativeInt, PositiveInt, RolloutQuantize, Section, Text
+from posttrain.config.locator import Locator, located
 from posttrain.config.teacher import TeacherSection, check_teachers
 from posttrain.config.train import MAX_NEW_TOKENS, OptimizerSection, TrainSection
 
@@ -56,9 +57,9 @@ class SamplingSection(Section):
 class RewardSection(Section):
     """Reward function or reward model of an online stage."""
 
-    fn: Any = None
+    fn: Annotated[Any, AfterValidator(located)] = None
     """Reward function: `rewards/gsm8k.py:correct`, `package.module:function`, or in Python the function itself."""
-    model: Text | None = None
+    model: Locator | None = None
     """Reward model in place of `fn`: folder or hub id of a sequence classifier with one label, as saved by
     `reward_model` stages."""
     reduce: Literal["last", "min", "mean"] = "last"
@@ -120,7 +121,7 @@ class RolloutSection(Section):
     warm_up: Flag = True
     """Compile all programs that the dataset's prompts can need before the first step; otherwise each when first used.
     """
-    engine: Text | None = None
+    engine: Locator | None = None
     """Custom rollout engine: `module:Engine` or `file.py:Engine`, called with (model, tokenizer, this section), with
     the methods of `posttrain.rollout.types.RolloutEngine`. The fields above apply to the built-in engine only."""
 
@@ -282,7 +283,7 @@ class RLSection(OnlineSection):
     kind: Literal["rl"] = "rl"
     algorithm: str = "grpo"
     """Algorithm: `grpo`, `dr_grpo`, `dapo`, `gspo`, `rloo`, or `distill` (with teachers, without rewards)."""
-    advantage: str | None = None
+    advantage: Locator | None = None
     """Custom advantage function `module:function` of rewards_PG, in place of the algorithm's."""
     teachers: ListOf[TeacherSection] = ()
     """Teachers with the student's tokenizer that score each sampled token (on-policy distillation); several need

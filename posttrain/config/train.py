@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import Flag, ListOf, NonNegativeInt, PositiveInt, Section, Text
+from posttrain.config.base import Flag, ListOf, NonNegativeInt, PositiveInt, Section
+from posttrain.config.locator import Locator
 
 ADAPTER_RATE_FACTOR = 10
 """Ratio of the default learning rates of adapters and of full training."""
@@ -18,7 +19,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 class DatasetSection(Section):
     """Dataset: source, templates, chat rendering, selection of rows."""
 
-    path: Text
+    path: Locator
     """Dataset source: a .jsonl, .json, .csv or .parquet file, a folder, a hub id, or `file.py:function` that returns
     rows."""
     split: str = "train"
@@ -194,7 +195,7 @@ class SFTSection(SequenceSection):
     """Supervised fine-tuning."""
 
     kind: Literal["sft"] = "sft"
-    loss: str = "nll"
+    loss: Locator = Locator("nll")
     """Loss type: `nll`, `dft`, or `module:Class` of a token loss."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Label smoothing of the `nll` loss: share of the target that is spread over the vocabulary."""

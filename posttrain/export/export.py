@@ -47,8 +47,8 @@ def export(
     ending `.unproved`.
     """
     output, name = _find_stage(run)
-    config = load_config(output / CONFIG_NAME).config
-    add_family(config.model, output)
+    config = load_config(output / CONFIG_NAME)
+    add_family(config.model)
     tokenizer = _tokenizer(output, name, config)
     out = output / name / f"export-{to}" if out is None else out
     if out.exists():
@@ -105,7 +105,7 @@ def _find_stage(run: Path) -> tuple[Path, str]:
     """The run's output folder, and the name of the stage."""
     run = run.expanduser().resolve()
     if (run / CONFIG_NAME).is_file():
-        names = stage_names(load_config(run / CONFIG_NAME).config)
+        names = stage_names(load_config(run / CONFIG_NAME))
         begun = [name for name in names if (run / name / "checkpoints").is_dir()]
         if not begun:
             raise ConfigError(f"{run}: no stage has a checkpoint yet; its stages are {', '.join(names)}")
@@ -126,7 +126,7 @@ def _tokenizer(output: Path, name: str, config: RunConfig) -> Tokenizer:
     if config.model.tokenizer is None and source is not None:
         found = load_tokenizer(source)
     else:
-        found = load_tokenizer(tokenizer_name(config.model, output))
+        found = load_tokenizer(tokenizer_name(config.model))
     return found.with_stop_tokens(config.model.stop_tokens)
 
 

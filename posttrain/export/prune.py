@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from posttrain.config import DatasetSection
+from posttrain.config import DatasetSection, Locator
 from posttrain.data.format import tokenize_example
 from posttrain.data.packing import fill_rows
 from posttrain.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
@@ -64,8 +64,8 @@ def prune(source: str, out: Path, plan: Pruning, *, text: str | None = None, rea
 
 def first_tokens(path: str, tokenizer: Tokenizer) -> list[np.ndarray]:
     """The beginnings of the first rows of a dataset."""
-    section = DatasetSection(path=path, limit=TEXT_ROWS)
-    rows, renderer = rows_and_renderer(section, tokenizer, Path.cwd())
+    section = DatasetSection(path=Locator(path), limit=TEXT_ROWS)
+    rows, renderer = rows_and_renderer(section, tokenizer)
     return [tokenize_example(rows[i], section, renderer, "all").tokens[:TEXT_TOKENS] for i in range(len(rows))]
 
 

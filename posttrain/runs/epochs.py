@@ -15,8 +15,8 @@ from posttrain.data.epochs import rows_of_epochs
 from posttrain.data.pipeline import fingerprint, row_tokenizer, token_fingerprint, window_of
 from posttrain.data.sources import Rows, checked_rows
 from posttrain.errors import ConfigError
+from posttrain.stages.inputs import Inputs
 from posttrain.stages.pairs import PairInputs
-from posttrain.stages.prepared import Inputs
 from posttrain.stages.sequences import SequenceInputs
 from posttrain.tracking.console import progress
 

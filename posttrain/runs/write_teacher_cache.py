@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from posttrain.cluster.scorers import FrozenModel
@@ -29,11 +28,10 @@ from posttrain.stages.sequences import SequenceInputs
 from posttrain.tracking.console import console, progress_bar
 
 
-def write_caches(config: RunConfig, base_dir: Path) -> None:
+def write_caches(config: RunConfig) -> None:
     """Write the missing parts of all stages' caches. ConfigError if no stage has one."""
-    prepared = prepare(config, base_dir, offline_ok=False, estimate=True)
+    prepared = prepare(config, offline_ok=False, estimate=True)
     config = prepared.config
-    assert prepared.tokenizer is not None
     for note in prepared.notes:
         console().print(note, markup=False, soft_wrap=True)
     mesh = make_mesh(config.mesh, training_devices(config))

@@ -91,7 +91,11 @@ class StageRun:
             model = init_model(self._init, **common)
         else:
             num_tokens = self._num_tokens(self.path)
-            own: dict[str, Any] = {"long_context": m.long_context, "num_tokens": num_tokens, "adapter": self.adapter}
+            own: dict[str, Any] = {
+                "long_context": m.long_context,
+                "num_tokens": num_tokens,
+                "adapter": _relative(self.adapter),
+            }
             model = load_model(self.path, **own, **common)
             if self.sampled:
                 # The trainer's model would differ from the sampler's.
@@ -140,7 +144,12 @@ class StageRun:
         """
         # Also before the first checkpoint: the initial evaluation belongs to this model.
         source = self.remember(
-            "source", lambda: {"name": self.origin.name, "parts": self.origin.parts, "adapter": self.adapter}
+            "source",
+            lambda: {
+                "name": _relative(self.origin.name),
+                "parts": self.origin.parts,
+                "adapter": _relative(self.adapter),
+            },
         )
         check_origin(self.folder, source["parts"], self.origin)
         num_steps = section.steps
@@ -240,6 +249,12 @@ class Training:
         self.result[when] = self._stage.remember(when, held_out.evaluate)
         if self._trainer.step_number == step:
             self.sinks.write(step, held_out.metrics(self.result[when]))
+
+
+def _relative(name: str | None) -> str | None:
+    """Path from the current folder if below it, so that a moved project finds it; other names are unchanged."""
+    below = name is not None and Path(name).is_absolute() and Path(name).is_relative_to(Path.cwd())
+    return str(Path(name).relative_to(Path.cwd())) if name is not None and below else name
 
 
 def read_source(folder: Path) -> tuple[str | None, str | None]:

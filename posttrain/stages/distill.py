@@ -43,7 +43,7 @@ from posttrain.rl.guards import sampler_disagrees
 from posttrain.stages import sequences
 from posttrain.stages.context import StageRun
 from posttrain.stages.distill_on_policy import MixedBatches, Samples
-from posttrain.stages.prepared import Prepared
+from posttrain.stages.inputs import Prepared
 from posttrain.stages.sequences import SequenceInputs
 from posttrain.stages.sft import evaluate_held_out, make_sequence_trainer, sequences_of, train_batches
 
@@ -51,13 +51,13 @@ from posttrain.stages.sft import evaluate_held_out, make_sequence_trainer, seque
 def prepare(section: DistillSection, prepared: Prepared) -> tuple[SequenceInputs, list[str]]:
     """Load rows and teachers, and check `features` against the teachers. Also returns notes."""
     inputs, notes = sequences.prepare(section, prepared)
-    return inputs, notes + check_features(section, inputs.teachers, prepared.model, prepared.base_dir)
+    return inputs, notes + check_features(section, inputs.teachers, prepared.files.config)
 
 
-def check_offline(section: DistillSection, base_dir: Path) -> None:
+def check_offline(section: DistillSection) -> None:
     """Check everything that needs neither tokenizer nor rows."""
-    sequences.check_offline(section, base_dir)
-    find_teachers(section, None, base_dir)
+    sequences.check_offline(section)
+    find_teachers(section, None)
 
 
 def describe(section: DistillSection, inputs: SequenceInputs | None, shards: int) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from posttrain.cluster.scorers import FrozenModel, Scorer
 from posttrain.config import RLSection
@@ -19,6 +18,7 @@ from posttrain.rl.teachers import TeacherKL, distances, shares_of
 from posttrain.rollout.types import RolloutEngine
 from posttrain.runtime.run_async import run_async
 from posttrain.stages.context import StageRun
+from posttrain.stages.inputs import Prepared
 from posttrain.stages.online import (
     Distances,
     StepReport,
@@ -28,24 +28,23 @@ from posttrain.stages.online import (
     open_rollouts,
     prompt_batches,
 )
-from posttrain.stages.prepared import Prepared
 from posttrain.stages.prompts import RLInputs, algorithm_of, check_rewards, prepare_scored
 
 
 def prepare(section: RLSection, prepared: Prepared) -> tuple[RLInputs, list[str]]:
     """Load prompts, rewards and teachers. Also returns notes."""
-    tokenizer, base_dir = prepared.require_tokenizer(), prepared.base_dir
-    teachers, notes = find_teachers(section, tokenizer, base_dir)
-    scored, more = prepare_scored(section, tokenizer, base_dir, shares_of(section))
-    algorithm = algorithm_of(section, base_dir)
+    tokenizer = prepared.tokenizer
+    teachers, notes = find_teachers(section, tokenizer)
+    scored, more = prepare_scored(section, tokenizer, shares_of(section))
+    algorithm = algorithm_of(section)
     return RLInputs(algorithm=algorithm, teachers=teachers, **vars(scored)), [*notes, *more]
 
 
-def check_offline(section: RLSection, base_dir: Path) -> None:
+def check_offline(section: RLSection) -> None:
     """Check everything that needs neither tokenizer nor rows."""
-    check_rewards(section, base_dir)
-    algorithm_of(section, base_dir)
-    find_teachers(section, None, base_dir)
+    check_rewards(section)
+    algorithm_of(section)
+    find_teachers(section, None)
 
 
 def describe(section: RLSection, inputs: RLInputs | None, shards: int) -> str:

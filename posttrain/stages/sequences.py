@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from posttrain.batch import TokenLoss
-from posttrain.config import DatasetSection, DistillSection, SFTSection
+from posttrain.config import DatasetSection, DistillSection, Locator, SFTSection
 from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import require_one, row_tokenizer
 from posttrain.data.sources import Rows, checked_rows, each_row
@@ -18,8 +17,7 @@ from posttrain.distill.targets import TeacherTargets
 from posttrain.distill.teachers import TeacherSource, find_teachers
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.losses.sft import DFTLoss, SFTLoss
-from posttrain.stages.inputs import callable_of, describe_rows, rows_and_renderer
-from posttrain.stages.prepared import Prepared
+from posttrain.stages.inputs import Prepared, callable_of, describe_rows, rows_and_renderer
 from posttrain.stages.prompts import PromptInputs, prepare_prompts
 from posttrain.user_code import describe_error, is_object_spec
 
@@ -49,16 +47,16 @@ class SequenceInputs:
 
 def prepare(section: SFTSection | DistillSection, prepared: Prepared) -> tuple[SequenceInputs, list[str]]:
     """Load rows, loss and teachers. Also returns notes about dropped rows and teachers."""
-    tokenizer, base_dir = prepared.require_tokenizer(), prepared.base_dir
-    loss = sequence_loss(section, base_dir)
+    tokenizer = prepared.tokenizer
+    loss = sequence_loss(section)
     teachers: list[TeacherSource] = []
     notes: list[str] = []
     if isinstance(section, DistillSection):
-        teachers, notes = find_teachers(section, tokenizer, base_dir)
+        teachers, notes = find_teachers(section, tokenizer)
     given = not (isinstance(section, DistillSection) and section.on_policy == 1)
     sources, dropped = [], []
     for dataset in section.all_datasets:
-        sources.append(rows_and_renderer(dataset, tokenizer, base_dir))
+        sources.append(rows_and_renderer(dataset, tokenizer))
         ratio, more = _check_sequences(section, dataset, *sources[-1]) if given else (0.0, [])
         dropped.append(ratio)
         notes += more
@@ -72,7 +70,7 @@ def prepare(section: SFTSection | DistillSection, prepared: Prepared) -> tuple[S
         aligners, more = make_aligners(section, teachers, data, tokenizer)
         notes += more
         if section.on_policy:
-            prompts, more = prepare_prompts(section, (rows, renderer), held_out, tokenizer, base_dir)
+            prompts, more = prepare_prompts(section, (rows, renderer), held_out, tokenizer)
             notes += more
     inputs = SequenceInputs(
         section=section,
@@ -90,9 +88,9 @@ def prepare(section: SFTSection | DistillSection, prepared: Prepared) -> tuple[S
     return inputs, notes
 
 
-def check_offline(section: SFTSection | DistillSection, base_dir: Path) -> None:
+def check_offline(section: SFTSection | DistillSection) -> None:
     """Check everything that needs neither tokenizer nor rows."""
-    sequence_loss(section, base_dir)
+    sequence_loss(section)
 
 
 def describe(section: SFTSection | DistillSection, inputs: SequenceInputs | None, shards: int) -> str:
@@ -130,7 +128,7 @@ def _check_sequences(
     return dropped / len(chosen), [note] if dropped else []
 
 
-def sequence_loss(section: SFTSection | DistillSection, base_dir: Path) -> TokenLoss:
+def sequence_loss(section: SFTSection | DistillSection) -> TokenLoss:
     if isinstance(section, DistillSection):
         return distill_loss(section)
     if section.label_smoothing:
@@ -138,15 +136,15 @@ def sequence_loss(section: SFTSection | DistillSection, base_dir: Path) -> Token
     if section.loss in SFT_LOSSES:
         return SFT_LOSSES[section.loss]()
     if is_object_spec(section.loss):
-        return _own_loss(section.loss, base_dir)
+        return _own_loss(section.loss)
     raise ConfigError(
         f"loss: {section.loss!r} is unknown{did_you_mean(section.loss, SFT_LOSSES)}; "
         f"there are {', '.join(SFT_LOSSES)}, or name your own as module:Class"
     )
 
 
-def _own_loss(spec: str, base_dir: Path) -> TokenLoss:
-    made = callable_of(spec, "loss", base_dir)
+def _own_loss(spec: Locator) -> TokenLoss:
+    made = callable_of(spec, "loss")
     if not isinstance(made, type):
         raise ConfigError(f"loss: {spec} is a {type(made).__name__}; set a class whose objects take (stats, batch)")
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from posttrain.batch import rows_per_pass
@@ -24,7 +23,7 @@ from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
 from posttrain.stages import distill, online_preference, pairs, preference, reward_model, rl, sequences, sft
 from posttrain.stages.context import StageRun
-from posttrain.stages.prepared import Inputs, Prepared
+from posttrain.stages.inputs import Inputs, Prepared
 
 ROW_DEVICES = " x ".join(f"mesh.{axis}" for axis in ROW_AXES)
 
@@ -36,7 +35,7 @@ class StageKind:
     section: type[TrainSection]
     prepare: Callable[[Any, Prepared], tuple[Inputs, list[str]]]
     """Load and check all inputs besides weights; also returns notes. ConfigError for the first mistake."""
-    check_offline: Callable[[Any, Path], None]
+    check_offline: Callable[[Any], None]
     """Check everything that needs neither tokenizer nor rows."""
     describe: Callable[[Any, Any, int], str]
     """Summarise section and inputs (None: not loaded) in one line, for a number of row shards."""

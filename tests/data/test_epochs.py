@@ -33,12 +33,12 @@ def test_the_counted_rows_hold_the_passes(tmp_path: Path, fields: dict[str, Any]
     for name, count in (("rows", 300), ("other", 90)):
         rows = [{"prompt": f"{name}{i}:", "completion": "n" * (1 + i * 7 % 13)} for i in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    dataset = DatasetSection(path="rows.jsonl", chat=False, **fields.pop("dataset", {}))
-    mix = [DatasetSection(path=path, chat=False, weight=0.5) for path in fields.pop("mix", [])]
+    dataset = DatasetSection(path=str(tmp_path / "rows.jsonl"), chat=False, **fields.pop("dataset", {}))
+    mix = [DatasetSection(path=str(tmp_path / path), chat=False, weight=0.5) for path in fields.pop("mix", [])]
     settings = {"row_tokens": 48, "batch_rows": 1, "overlong": "truncate", **fields}
     section = SFTSection(dataset=dataset, mix=tuple(mix), **settings)
     renderer = Renderer(load_tokenizer("bytes"), chat=False)
-    sources = [(load_rows(one, base_dir=tmp_path), renderer) for one in section.datasets]
+    sources = [(load_rows(one), renderer) for one in section.datasets]
     tokenizers = [row_tokenizer(section, one, *source) for one, source in zip(section.datasets, sources, strict=True)]
     made = [[tokenize(i) for i in range(len(rows))] for tokenize, (rows, _) in zip(tokenizers, sources, strict=True)]
     lengths = [[None if one is None else len(one["tokens"]) for one in of_one] for of_one in made]

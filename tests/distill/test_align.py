@@ -203,9 +203,9 @@ LEAST_TAUGHT = {
 def test_real_answers(shared: Path, vocabularies: dict[str, Vocabulary], one: str, other: str) -> None:
     """300 of GSM8K: where the student is taught, the same text follows on both sides."""
     dataset = DatasetSection(
-        path="data/math/gsm8k_train.jsonl", prompt="{question}\n", completion="{answer}", chat=False
+        path=str(shared / "data/math/gsm8k_train.jsonl"), prompt="{question}\n", completion="{answer}", chat=False
     )
-    rows = load_rows(dataset, base_dir=shared)
+    rows = load_rows(dataset)
     student, teacher = vocabularies[one], vocabularies[other]
     aligner = aligner_of(student, teacher, dataset)
     own = Renderer(student.tokenizer, chat=False)
@@ -235,9 +235,9 @@ def test_real_answers(shared: Path, vocabularies: dict[str, Vocabulary], one: st
 def test_merged_groups_of_real_answers(shared: Path, vocabularies: dict[str, Vocabulary], one: str, other: str) -> None:
     """All tokens are in groups, and the tokens of the n-th group on both sides have one text."""
     dataset = DatasetSection(
-        path="data/math/gsm8k_train.jsonl", prompt="{question}\n", completion="{answer}", chat=False
+        path=str(shared / "data/math/gsm8k_train.jsonl"), prompt="{question}\n", completion="{answer}", chat=False
     )
-    rows = load_rows(dataset, base_dir=shared)
+    rows = load_rows(dataset)
     student, teacher = vocabularies[one], vocabularies[other]
     aligner, own = aligner_of(student, teacher, dataset, merged=True), Renderer(student.tokenizer, chat=False)
     for index in range(30):

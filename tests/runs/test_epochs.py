@@ -31,7 +31,7 @@ def test_epochs_of_every_offline_kind(tmp_path: Path) -> None:
         run = {"output": "out", "seed": 0, "model": {"init": INIT, "tokenizer": "bytes"}, **stage}
         file.write_text(yaml.safe_dump(run))
         loaded = load_config(file)
-        prepared = prepare(loaded.config, loaded.base_dir, offline_ok=True)
+        prepared = prepare(loaded, offline_ok=True)
         expected = -(-int(1.5 * count) // 4)
         assert prepared.config.stages[0].num_steps == prepared.stages[0].section.num_steps == expected
         assert f"0-{kind}: num_epochs=1.5 is num_steps={expected} of 4 rows" in prepared.notes
@@ -54,7 +54,7 @@ def test_passes_are_counted_once_per_run(tmp_path: Path, monkeypatch: pytest.Mon
     counted.clear()
     assert posttrain("run", file).code == 0
     assert steps(output, "0-sft") == [1, 2, 3, 4, 5, 6] and counted == [1.0]
-    written = load_config(output / "config.yaml").config.stages[0]
+    written = load_config(output / "config.yaml").stages[0]
     assert isinstance(written, SFTSection) and (written.num_steps, written.num_epochs) == (6, None)
     again = posttrain("run", file)
     assert again.code == 0 and "done before" in again.out and counted == [1.0]
@@ -73,7 +73,7 @@ def test_check_estimates_the_passes_of_a_large_dataset(tmp_path: Path, monkeypat
     del stage["num_steps"]
     file = write_run(tmp_path, stage)
     exact = load_config(file)
-    num_steps = prepare(exact.config, exact.base_dir, offline_ok=False).config.stages[0].num_steps
+    num_steps = prepare(exact, offline_ok=False).config.stages[0].num_steps
     assert num_steps is not None
     monkeypatch.setattr(sources, "CHECKED_ROWS", 200)
     checked = posttrain("check", file)

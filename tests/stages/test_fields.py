@@ -31,8 +31,8 @@ from posttrain.rl.sampler import PartialGroup, Sampler, sampling_params
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runs.prepare import prepare
 from posttrain.stages.distill import cache_folders, terms_of
+from posttrain.stages.inputs import Prepared
 from posttrain.stages.online import eval_sampling
-from posttrain.stages.prepared import Prepared
 from posttrain.stages.prompts import RLInputs
 from posttrain.stages.sequences import SequenceInputs
 from posttrain.train.optim import make_optimizer
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def prepared(folder: Path, *overrides: str) -> Prepared:
     loaded = load_config(folder / "run.yaml", overrides)
-    return prepare(loaded.config, loaded.base_dir, offline_ok=False)
+    return prepare(loaded, offline_ok=False)
 
 
 def rl(folder: Path, *overrides: str) -> RLInputs:
@@ -360,19 +360,19 @@ def test_distillation(folder: Path, tmp_path: Path) -> None:
 
     def inputs(*overrides: str) -> SequenceInputs:
         loaded = load_config(file, overrides)
-        found = prepare(loaded.config, loaded.base_dir, offline_ok=False).stages[0]
+        found = prepare(loaded, offline_ok=False).stages[0]
         assert isinstance(found, SequenceInputs)
         return found
 
     assert inputs().loss == DistillLoss(0.25)
     gold = ["stages.0.teachers.0.tokenizer=gold", "stages.0.temperature=1"]
     for more, weight in (([], 1.0), (["stages.0.uld_weight=0.5"], 0.5)):
-        section = load_config(file, [*gold, *more]).config.stages[0]
+        section = load_config(file, [*gold, *more]).stages[0]
         assert isinstance(section, DistillSection) and distill_loss(section) == DistillLoss(0.25, uld=weight)
     assert terms_of(inputs().section, {}) == Terms(divergence=Divergence(beta=0.3, temperature=2.0))
     assert [source.title for source in inputs().teachers] == ["t"]
     assert [source.title for source in inputs("stages.0.teachers.0.name=mine").teachers] == ["mine"]
-    loaded = load_config(file).config
+    loaded = load_config(file)
     tokenizer = inputs().renderer.tokenizer
     for override, kinds in {
         "dtype=bfloat16": {jnp.dtype(jnp.bfloat16)},

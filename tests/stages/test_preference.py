@@ -158,7 +158,7 @@ def test_killed_ends_as_never_stopped(tmp_path: Path) -> None:
 
 def inputs_of(folder: Path, **changes: Any) -> PairInputs:
     loaded = load_config(write_pairs(folder, preference_stage(**changes)))
-    made = prepare(loaded.config, loaded.base_dir, offline_ok=False).stages[0]
+    made = prepare(loaded, offline_ok=False).stages[0]
     assert isinstance(made, PairInputs)
     return made
 
@@ -356,7 +356,7 @@ def test_prompts_are_what_is_independent(tmp_path: Path) -> None:
     for loss, per_row in (("sigmoid", 1), ("kto", 2)):
         made = inputs_of(tmp_path, loss=loss)
         (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        made = prepare(load_config(tmp_path / "run.yaml").config, tmp_path, offline_ok=False).stages[0]
+        made = prepare(load_config(tmp_path / "run.yaml"), offline_ok=False).stages[0]
         assert isinstance(made, PairInputs)
         model = init_model({**INIT, "vocab_size": 261}, dtype=jnp.float32, seed=0)
         trainer = Trainer(model, made.loss, optax.sgd(0.0), temperature=1.0, max_grad_norm=1.0)
