@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from posttrain.config.yaml_file import build_config, dump_config, load_config
 from posttrain.errors import ConfigError
 from posttrain.runs.code_identity import code_texts
 from posttrain.runs.run import RunResult, run
+from posttrain.runtime.files import digest
 
 MODEL_FIELDS = frozenset(ModelSection.model_fields) - {"path"}
 
@@ -204,7 +204,7 @@ def _digest(config: RunConfig, more: Sequence[str]) -> str:
     """Hash of the settings, including the source code of functions and their dependencies, so that an edited reward
     function makes a new run."""
     parts = [dump_config(config), *more, *code_texts(config).values()]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
+    return digest("\0".join(parts), 8)
 
 
 def _seed(folder: Path) -> int:

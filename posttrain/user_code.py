@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from posttrain.errors import ConfigError, did_you_mean
+from posttrain.runtime.files import digest
 
 
 def missing_path(path: Path) -> str:
@@ -68,7 +68,7 @@ def _load_file(spec: str, path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
         raise ConfigError(f"{spec}: {missing_path(path)}")
-    module_name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    module_name = f"{path.stem}_{digest(str(path), 12)}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     module_spec = importlib.util.spec_from_file_location(module_name, path)

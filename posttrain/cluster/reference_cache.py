@@ -20,6 +20,7 @@ from posttrain.cluster.scorers import model_inputs
 from posttrain.data.pairs import ComparisonBatches, NumberedRows, Unit, Units, all_rows
 from posttrain.data.pipeline import fingerprint, token_fingerprint
 from posttrain.errors import ConfigError
+from posttrain.runtime.files import digest
 from posttrain.tracking.console import console, progress_bar
 from posttrain.train.trainer import Trainer
 
@@ -171,13 +172,13 @@ def _scored(rows: NumberedRows, logps: Float[np.ndarray, "B T"]) -> Iterator[_Sc
 
 
 def _text(tokens: np.ndarray, weight: np.ndarray) -> np.uint64:
-    digest = hashlib.blake2b(tokens.astype(np.int32).tobytes(), digest_size=8)
-    digest.update(weight.astype(np.float32).tobytes())
-    return np.frombuffer(digest.digest(), np.uint64)[0]
+    hashed = hashlib.blake2b(tokens.astype(np.int32).tobytes(), digest_size=8)
+    hashed.update(weight.astype(np.float32).tobytes())
+    return np.frombuffer(hashed.digest(), np.uint64)[0]
 
 
 def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:24]
+    return digest(json.dumps(value, sort_keys=True), 24)
 
 
 def _write(folder: Path, scored: list[_Scored]) -> Path:
@@ -188,7 +189,7 @@ def _write(folder: Path, scored: list[_Scored]) -> Path:
         "texts": np.asarray([one.text for one in scored], np.uint64),
         "ends": np.cumsum([len(one.logps) for one in scored]),
     }
-    name = hashlib.sha256(b"".join(x.tobytes() for x in (values, *index.values()))).hexdigest()[:16]
+    name = digest(b"".join(x.tobytes() for x in (values, *index.values())))
     partial, shard = Path(tempfile.mkdtemp(dir=folder, prefix=".shard-")), folder / f"shard-{name}"
     np.save(partial / "values.npy", values)
     np.savez(partial / "index.npz", numbers=index["numbers"], texts=index["texts"], ends=index["ends"])

@@ -234,6 +234,10 @@ class OnlineSection(TrainSection):
         return self.prompts_per_step * self.group_size
 
     @property
+    def pass_rows(self) -> int:
+        return self.micro_batch_rows or -(-self.step_rows // 8)
+
+    @property
     def samples_in_flight(self) -> int:
         """Number of samples that a step generates concurrently."""
         return self.step_rows

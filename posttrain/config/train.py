@@ -105,6 +105,16 @@ class TrainSection(Section):
     """Steps between checkpoints; the last step is always saved."""
 
     @property
+    def pass_rows(self) -> int | None:
+        """Rows per forward pass, with the default resolved; None: all."""
+        return self.micro_batch_rows
+
+    @property
+    def epochs(self) -> float | None:
+        """Passes over the data from which `num_steps` is still to be counted; None if `num_steps` is known."""
+        return None
+
+    @property
     def steps(self) -> int:
         """Resolved `num_steps`, known once the data has been counted."""
         assert self.num_steps is not None
@@ -150,6 +160,12 @@ class OfflineSection(TrainSection):
     """Rows of `row_tokens` per optimiser step (batch size)."""
     packing: Flag = True
     """Pack several sequences (or pairs) per row, separated by segment ids."""
+
+    @property
+    def epochs(self) -> float | None:
+        if self.num_steps is not None:
+            return None
+        return 1.0 if self.num_epochs is None else self.num_epochs
 
     @model_validator(mode="after")
     def _one_length(self) -> OfflineSection:

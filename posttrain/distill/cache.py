@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from jaxtyping import Int
 from posttrain.batch import TopK
 from posttrain.distill.cache_records import FORMAT, RecordFormat
 from posttrain.errors import ConfigError
+from posttrain.runtime.files import write_whole
 
 SHARD_ROWS = 256
 """Rows that a stop loses at most."""
@@ -67,9 +69,7 @@ class CacheFolder:
         if file.exists():
             self.check()
         else:
-            partial = file.with_suffix(".tmp")
-            partial.write_text(json.dumps(self.identity, indent=1, sort_keys=True), encoding="utf-8")
-            partial.rename(file)
+            write_whole(file, json.dumps(self.identity, indent=1, sort_keys=True))
 
     def check(self) -> None:
         """Check the identity of the folder. ConfigError if it differs or is missing."""
@@ -91,11 +91,9 @@ class CacheFolder:
         assert counts.sum() == len(records) and len(counts) == len(self.rows(shard))
         self._index(shard).unlink(missing_ok=True)
         np.save(self._records(shard), records)
-        digests = digests_of(sequences)
-        partial = self._index(shard).with_suffix(".tmp")
-        with partial.open("wb") as file:
-            np.savez(file, counts=counts, digests=digests)
-        partial.rename(self._index(shard))
+        index = io.BytesIO()
+        np.savez(index, counts=counts, digests=digests_of(sequences))
+        write_whole(self._index(shard), index.getvalue())
 
     def _records(self, shard: int) -> Path:
         return self.folder / f"{shard:06d}.npy"

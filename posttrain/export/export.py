@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from posttrain.config import RunConfig, trains_on_samples
 from posttrain.config.yaml_file import load_config
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
-from posttrain.export.proof import Proof, prove
+from posttrain.export.proof import Proof, prove, proved_folder
 from posttrain.export.readers import Reader, default_reader
 from posttrain.export.tensors import compare_with_source
 from posttrain.mesh import single_device_mesh
@@ -65,19 +64,16 @@ def export(
         raise ConfigError(
             "export: the run begins with random weights, so an adapter alone has no base; give --to merged"
         )
-    unproved = out.with_name(out.name + ".unproved")
-    if unproved.exists():
-        shutil.rmtree(unproved)
-    if base is None:
-        save_model(model, unproved, tokenizer=tokenizer)
-    else:
-        save_adapter(model, unproved, base=base)
-    proof = prove(model, unproved, tokenizer, reader or default_reader(adapter=base is not None), base=base)
-    if base is None and stage.path is not None:
-        proof = replace(proof, tensors=_compare_tensors(model, unproved, find_folder(stage.path)))
-    elif quantized != "none":
-        proof = replace(proof, tensors=f"both beside the base in full precision, not in {quantized} as in training")
-    unproved.rename(out)
+    with proved_folder(out) as unproved:
+        if base is None:
+            save_model(model, unproved, tokenizer=tokenizer)
+        else:
+            save_adapter(model, unproved, base=base)
+        proof = prove(model, unproved, tokenizer, reader or default_reader(adapter=base is not None), base=base)
+        if base is None and stage.path is not None:
+            proof = replace(proof, tensors=_compare_tensors(model, unproved, find_folder(stage.path)))
+        elif quantized != "none":
+            proof = replace(proof, tensors=f"both beside the base in full precision, not in {quantized} as in training")
     return out, proof
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from posttrain.data.format import tokenize_example
 from posttrain.data.packing import fill_rows
 from posttrain.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
-from posttrain.export.proof import prove
+from posttrain.export.proof import prove, proved_folder
 from posttrain.export.readers import Reader, default_reader
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
@@ -52,12 +51,9 @@ def prune(source: str, out: Path, plan: Pruning, *, text: str | None = None, rea
             raise ConfigError(f"prune: {source} has no tokenizer, by which text would show which experts are used")
         load = expert_load(whole, first_tokens(text, tokenizer))
     model = pruned(whole, plan, load)
-    unproved = out.with_name(f"{out.name}.unproved")
-    if unproved.exists():
-        shutil.rmtree(unproved)
-    save_model(model, unproved, tokenizer=tokenizer)
-    proof = prove(model, unproved, tokenizer, reader or default_reader(adapter=False))
-    unproved.rename(out)
+    with proved_folder(out) as unproved:
+        save_model(model, unproved, tokenizer=tokenizer)
+        proof = prove(model, unproved, tokenizer, reader or default_reader(adapter=False))
     before, after = count_parameters(whole).total, count_parameters(model).total
     return f"{model.config.model_type}: {after:,} of {before:,} parameters\n{proof}"
 

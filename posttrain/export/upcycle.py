@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from posttrain.errors import ConfigError
-from posttrain.export.proof import Proof, prove
+from posttrain.export.proof import Proof, prove, proved_folder
 from posttrain.export.readers import Reader, default_reader
 from posttrain.models.config import MoEConfig
 from posttrain.models.decoder import Decoder
@@ -53,12 +52,9 @@ def upcycle(source: str, out: Path, plan: Upcycling, *, seed: int, reader: Reade
     dense = load_model(folder)
     model = upcycled(dense, plan, seed=seed)
     tokenizer = load_tokenizer(folder) if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
-    unproved = out.with_name(f"{out.name}.unproved")
-    if unproved.exists():
-        shutil.rmtree(unproved)
-    save_model(model, unproved, tokenizer=tokenizer)
-    proof = prove(model if plan.noise else dense, unproved, tokenizer, reader or default_reader(adapter=False))
-    unproved.rename(out)
+    with proved_folder(out) as unproved:
+        save_model(model, unproved, tokenizer=tokenizer)
+        proof = prove(model if plan.noise else dense, unproved, tokenizer, reader or default_reader(adapter=False))
     return Upcycled(
         model_type=model.config.model_type,
         dense_parameters=count_parameters(dense).total,

@@ -14,8 +14,7 @@ from posttrain.rollout.request import Request
 from posttrain.rollout.runner import Dispatch, Outcome, PromptCall
 from posttrain.rollout.sampling import TopLogps
 from posttrain.rollout.scheduler import Row
-from posttrain.rollout.stopping import first_completed
-from posttrain.rollout.types import StopReason, TokenLogp
+from posttrain.rollout.types import StopReason, TokenLogp, first_completed
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 from posttrain.config import Locator, OnlineSection, RunConfig, TrainSection
 from posttrain.errors import ConfigError
 from posttrain.runs.source_text import source_of, source_of_name
+from posttrain.runtime.files import digest
 from posttrain.user_code import is_object_spec
 from posttrain.weights.locate import origin_of_folder
 
@@ -29,7 +29,7 @@ def check_code(output: Path, config: RunConfig) -> None:
     if not file.exists():
         return
     before = json.loads(file.read_text(encoding="utf-8"))
-    changed = [name for name, digest in _digests(config).items() if before.get(name, digest) != digest]
+    changed = [name for name, new in _digests(config).items() if before.get(name, new) != new]
     if changed:
         raise ConfigError(
             f"output: {output} was started with other code of {', '.join(changed)}, or of code that it calls; "
@@ -40,7 +40,7 @@ def check_code(output: Path, config: RunConfig) -> None:
 def _digests(config: RunConfig) -> dict[str, str]:
     """Digest of each function's source and of the local code that it reaches, by place of use."""
     texts = code_texts(config) | _reward_models(config)
-    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
+    return {name: digest(text) for name, text in texts.items()}
 
 
 def code_texts(config: RunConfig) -> dict[str, str]:

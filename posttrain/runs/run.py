@@ -21,6 +21,7 @@ from posttrain.runs.code_identity import check_code, remember_code
 from posttrain.runs.epochs import write_counts
 from posttrain.runs.prepare import prepare
 from posttrain.runs.summary import print_summary
+from posttrain.runtime.files import write_whole
 from posttrain.stages.context import StageRun
 from posttrain.stages.table import STAGES, row_notes, stage_names
 from posttrain.tracking.console import console
@@ -133,7 +134,7 @@ def _check_same(output: Path, config: RunConfig) -> None:
     file = output / CONFIG_NAME
     if not file.exists() or not _begun(output):
         remember_code(output, config)
-        _write(file, config)
+        write_whole(file, dump_config(config))
         return
     before = load_config(file)
     # Both are compared as YAML, in which a function is its name.
@@ -149,7 +150,7 @@ def _check_same(output: Path, config: RunConfig) -> None:
     check_code(output, config)
     if extended:
         _extend(output, before, config, extended)
-        _write(file, config)
+        write_whole(file, dump_config(config))
 
 
 def _extended_stages(before: RunConfig, after: RunConfig) -> list[int]:
@@ -197,12 +198,6 @@ def _check_extension(output: Path, names: Sequence[str], index: int, old_steps: 
             f"output: {field} grows, but {folder / 'checkpoints'} has no checkpoint of step {old_steps} to resume "
             "from; give another output"
         )
-
-
-def _write(file: Path, config: RunConfig) -> None:
-    partial = file.with_suffix(".tmp")
-    partial.write_text(dump_config(config), encoding="utf-8")
-    partial.rename(file)
 
 
 def _begun(output: Path) -> bool:

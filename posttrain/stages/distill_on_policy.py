@@ -10,7 +10,6 @@ import numpy as np
 
 from posttrain.batch import Batch
 from posttrain.cluster.scorers import Scorer, model_inputs
-from posttrain.config import DistillSection
 from posttrain.data.pipeline import PromptBatches
 from posttrain.data.prefetch import MeasuredStream
 from posttrain.distill.targets import TeacherTargets
@@ -19,8 +18,7 @@ from posttrain.evaluation.rollouts import evaluate
 from posttrain.mesh import row_shards
 from posttrain.metrics import Metrics
 from posttrain.rl.assemble import sample_rows
-from posttrain.rl.guards import LIMITS, check_agreement
-from posttrain.rl.metrics import sample_metrics
+from posttrain.rl.metrics import LIMITS, check_agreement, sample_metrics
 from posttrain.rl.rewards import Rubric
 from posttrain.rl.sampler import Sampler, collect
 from posttrain.rl.teachers import distances, merged_distances, shares_of
@@ -28,7 +26,7 @@ from posttrain.runtime.run_async import run_async
 from posttrain.stages.context import StageRun
 from posttrain.stages.engine import make_engine, warm_up
 from posttrain.stages.prompts import check_cache
-from posttrain.stages.sequences import SequenceInputs
+from posttrain.stages.sequences import DistillInputs
 from posttrain.train.trainer import Trainer
 from posttrain.tree import replace as changed
 
@@ -42,13 +40,13 @@ class Samples:
     def __init__(
         self,
         stage: StageRun,
-        inputs: SequenceInputs,
+        inputs: DistillInputs,
         trainer: Trainer,
         targets: TeacherTargets,
         teachers: Sequence[Scorer],
     ):
         section = inputs.section
-        assert isinstance(section, DistillSection) and section.sampling is not None and inputs.prompts is not None
+        assert section.sampling is not None and inputs.prompts is not None
         check_cache(section, row_shards(stage.mesh))
         self._section, self._inputs, self._examples = section, inputs.prompts, inputs.prompts.examples
         self._shares, self._aligner = shares_of(section), inputs.aligners.get(0)

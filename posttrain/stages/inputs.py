@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -24,6 +25,21 @@ class Inputs(Protocol):
     def section(self) -> Any:
         """Section of the stage."""
         ...
+
+    @property
+    def epoch_sources(self) -> Sequence[EpochSource] | int:
+        """Sequences or pairs over which `num_epochs` passes, or their number where each has a row of its own."""
+        ...
+
+
+@dataclass(frozen=True)
+class EpochSource:
+    """Sequences (or pairs) of one dataset by number."""
+
+    dataset: DatasetSection
+    rows: Rows
+    count: int
+    tokenize: Callable[[int], Any]
 
 
 @dataclass
@@ -77,7 +93,6 @@ def describe_rows(section: SequenceSection | PairSection, shards: int) -> str:
     passes = -(-section.batch_rows // rows_per_pass(section.batch_rows, section.micro_batch_rows, shards))
     rows = f"{section.batch_rows} x {section.row_tokens} tokens"
     passes_text = f" ({passes} micro-batches)" if passes > 1 else ""
-    if section.num_steps is None:
-        num_epochs = 1.0 if section.num_epochs is None else section.num_epochs
-        return f"num_epochs={num_epochs:g} in steps of {rows}{passes_text}"
+    if section.epochs is not None:
+        return f"num_epochs={section.epochs:g} in steps of {rows}{passes_text}"
     return f"{section.num_steps} steps of {rows}{passes_text}"

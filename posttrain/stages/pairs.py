@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -25,12 +25,13 @@ from posttrain.data.preference import is_paired
 from posttrain.data.sources import checked_rows, each_row
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.kernels.attention import supports_parents
+from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.losses.kto import KTOLoss
 from posttrain.losses.pairs import Needs, PairLoss
 from posttrain.losses.preference import KINDS, PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
 from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss
-from posttrain.stages.inputs import Prepared, callable_of, describe_rows, rows_and_renderer
+from posttrain.stages.inputs import EpochSource, Prepared, callable_of, describe_rows, rows_and_renderer
 from posttrain.user_code import is_object_spec
 
 PREFERENCE_LOSSES: Mapping[str, tuple[type, Mapping[str, Any]]] = {
@@ -65,6 +66,16 @@ class PairInputs:
     eval_units: Units | None
     dropped_ratio: float
     """Share of dropped units."""
+
+    @property
+    def terms(self) -> Terms:
+        """Statistics that the loss needs beside log-probabilities."""
+        return Terms(squares=self.loss.needs.squares)
+
+    @property
+    def epoch_sources(self) -> Sequence[EpochSource]:
+        """Units over which `num_epochs` passes."""
+        return [EpochSource(self.section.dataset, self.units.rows, len(self.units), self.units)]
 
 
 def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared) -> tuple[PairInputs, list[str]]:

@@ -13,12 +13,8 @@ from posttrain.config import PreferenceSection
 from posttrain.data.pairs import ComparisonBatches, Units
 from posttrain.data.prefetch import Prefetch
 from posttrain.evaluation.pairs import PairEvaluation, metrics_of, with_margins
-from posttrain.kernels.logits.chunk_stats import Terms
-from posttrain.losses.router import RouterLoss
-from posttrain.models.decoder import Decoder
 from posttrain.stages.context import HeldOut, StageRun
 from posttrain.stages.pairs import PairInputs
-from posttrain.train.optim import make_optimizer
 from posttrain.train.trainer import Trainer
 
 AddReference = Callable[[Batch], Batch]
@@ -27,7 +23,7 @@ AddReference = Callable[[Batch], Batch]
 def run(stage: StageRun, inputs: PairInputs) -> None:
     """Train a preference stage to its last step, resuming from its newest checkpoint."""
     section = inputs.section
-    trainer = make_pair_trainer(stage, inputs, stage.load_model())
+    trainer = stage.make_trainer(section, stage.load_model(), inputs.loss, terms=inputs.terms)
     referenced = _referenced(stage, inputs, trainer)
     eval_units = referenced.eval_units
     batches = Prefetch(ComparisonBatches(referenced.units, seed=stage.seed))
@@ -42,23 +38,6 @@ def run(stage: StageRun, inputs: PairInputs) -> None:
         for _ in training:
             metrics = trainer.step(referenced.for_step(next(batches)))
             training.log({**with_margins(metrics), **dropped, **batches.metrics()})
-
-
-def make_pair_trainer(stage: StageRun, inputs: PairInputs, model: Decoder) -> Trainer:
-    section = inputs.section
-    return Trainer(
-        model,
-        inputs.loss,
-        make_optimizer(section.optimizer, section.steps),
-        temperature=1.0,
-        max_grad_norm=section.optimizer.max_grad_norm,
-        micro_batch_rows=section.micro_batch_rows,
-        mesh=stage.mesh,
-        router_loss=RouterLoss(balance_coef=section.router.balance_coef, z_coef=section.router.z_coef),
-        correction_rate=section.router.correction_rate,
-        dropout_seed=stage.seed,
-        terms=Terms(squares=inputs.loss.needs.squares),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,11 +24,10 @@ from posttrain.data.sources import Rows, each_row
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.distill.teachers import TeacherSource
 from posttrain.errors import ConfigError
-from posttrain.losses.importance import ImportanceSampling
+from posttrain.losses.policy import ImportanceSampling
 from posttrain.losses.preference import KINDS
 from posttrain.models.heads import CLASSIFIER
-from posttrain.rl.advantages import given_advantage
-from posttrain.rl.algorithms import Algorithm, make_algorithm
+from posttrain.rl.algorithms import Algorithm, given_advantage, make_algorithm
 from posttrain.rl.assemble import Shares
 from posttrain.rl.reward_model import ModelReward
 from posttrain.rl.rewards import Reward, Rubric, missing_arguments
@@ -58,6 +57,11 @@ class RolloutInputs:
     max_prompt_tokens: int
     make_engine: EngineFactory | None
     """Factory of the rollout engine. None: the built-in one."""
+
+    @property
+    def epoch_sources(self) -> int:
+        """Number of prompts; online stages have `num_steps`."""
+        return len(self.examples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,25 +146,20 @@ class PromptInputs:
 
 
 def prepare_prompts(
-    section: DistillSection,
-    source: tuple[Rows, Renderer],
-    held_out: tuple[Rows, Renderer] | None,
-    tokenizer: Tokenizer,
+    section: DistillSection, sources: Sequence[tuple[DatasetSection, Rows, Renderer]], tokenizer: Tokenizer
 ) -> tuple[PromptInputs, list[str]]:
-    """Load the prompts. Also returns a note per dataset with dropped prompts; prompts are never truncated."""
+    """Read the prompts of the training dataset and of the evaluation dataset, which is the last one. Also returns a
+    note per dataset with dropped prompts; prompts are never truncated."""
     assert section.sampling is not None
     check_token_ids({"sampling": section.sampling}, tokenizer)
     limit, shares = section.row_tokens - section.sampling.max_tokens, shares_of(section)
     overlong: Literal["drop", "error"] = "drop" if section.overlong == "drop" else "error"
     found = [
-        ([], [])
-        if data is None or one is None
-        else examples_of(one[0], data, one[1], limit, Rubric([]), shares, overlong)
-        for data, one in ((section.dataset, source), (section.eval_dataset, held_out))
+        examples_of(rows, dataset, renderer, limit, Rubric([]), shares, overlong) for dataset, rows, renderer in sources
     ]
     inputs = PromptInputs(
         examples=found[0][0],
-        eval_examples=found[1][0],
+        eval_examples=[] if section.eval_dataset is None else found[-1][0],
         max_tokens=limit,
         make_engine=engine_of(section.rollout),
     )

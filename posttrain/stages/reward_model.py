@@ -9,14 +9,13 @@ from posttrain.evaluation.pairs import PairEvaluation, metrics_of, with_margins
 from posttrain.models.decoder import Decoder
 from posttrain.stages.context import HeldOut, StageRun
 from posttrain.stages.pairs import PairInputs
-from posttrain.stages.preference import make_pair_trainer
 from posttrain.weights.scalar_head import add_scalar_head, with_padding
 
 
 def run(stage: StageRun, inputs: PairInputs) -> None:
     """Train a reward model to the last step of its stage, resuming from its newest checkpoint."""
     section = inputs.section
-    trainer = make_pair_trainer(stage, inputs, load_reward_model(stage))
+    trainer = stage.make_trainer(section, load_reward_model(stage), inputs.loss, terms=inputs.terms)
     batches = Prefetch(ComparisonBatches(inputs.units, seed=stage.seed))
     dropped = {"data/dropped_ratio": inputs.dropped_ratio} if inputs.dropped_ratio else {}
 

@@ -11,8 +11,7 @@ from posttrain.cluster.scorers import FrozenModel, Scorer
 from posttrain.config import RLSection
 from posttrain.distill.teachers import OutsideTeacher, TeacherSource, find_teachers, load_teacher, outside_teacher
 from posttrain.metrics import Timer
-from posttrain.rl.partial import OversampledPrompts
-from posttrain.rl.sampler import resumable
+from posttrain.rl.sampler import OversampledPrompts, resumable
 from posttrain.rl.step import StepSettings, rl_step
 from posttrain.rl.teachers import TeacherKL, distances, shares_of
 from posttrain.rollout.types import RolloutEngine
@@ -110,12 +109,11 @@ def _load_teachers(stage: StageRun, inputs: RLInputs) -> list[OutsideTeacher]:
     """Load teachers on the student's mesh, on their own mesh or at their servers; they score samples before the
     update."""
     section, temperature = inputs.section, inputs.section.sampling.temperature
-    rows = section.micro_batch_rows or -(-section.step_rows // 8)
 
     def load(source: TeacherSource) -> OutsideTeacher:
         if source.section.outside:
             return outside_teacher(source, stage.model, stage.tokenizer, section, temperature)
         model = load_teacher(source, stage.model, stage.tokenizer, stage.mesh)
-        return FrozenModel(model, stage.mesh, temperature=temperature, rows=rows)
+        return FrozenModel(model, stage.mesh, temperature=temperature, rows=section.pass_rows)
 
     return [load(source) for source in inputs.teachers]

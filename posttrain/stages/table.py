@@ -21,7 +21,7 @@ from posttrain.config import (
 )
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
-from posttrain.stages import distill, online_preference, pairs, preference, reward_model, rl, sequences, sft
+from posttrain.stages import distill, online_preference, pairs, preference, reward_model, rl, sft
 from posttrain.stages.context import StageRun
 from posttrain.stages.inputs import Inputs, Prepared
 
@@ -48,9 +48,9 @@ class StageKind:
 STAGES: Mapping[str, StageKind] = {
     "sft": StageKind(
         section=SFTSection,
-        prepare=sequences.prepare,
-        check_offline=sequences.check_offline,
-        describe=sequences.describe,
+        prepare=sft.prepare,
+        check_offline=sft.check_offline,
+        describe=sft.describe,
         run=sft.run,
     ),
     "distill": StageKind(
