@@ -1,4 +1,4 @@
-"""The reference's log-probabilities of what a run will see, computed once and kept on disk by what they depend on."""
+"""Reference log-probabilities of a run's data on disk: computed once per model and data, shared between runs."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ SHARD_BATCHES = 32
 """Batches in one shard: what a killed run computes again at most."""
 
 ALL = "all"
-"""Name of the file that says that every unit is there."""
+"""File that marks a folder in which every unit is scored."""
 
 
 class _Scored(NamedTuple):
-    """One unit."""
+    """Log-probabilities of one unit."""
 
     number: int
     text: np.uint64
@@ -51,7 +51,7 @@ class _Place(NamedTuple):
 
 
 class CachedLogps:
-    """Log-probabilities of the weighted tokens of units, read from disk as they are asked for."""
+    """Log-probabilities of the weighted tokens of units, read from disk on access."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -100,12 +100,12 @@ def with_reference(units: Units, trainer: Trainer, model: Mapping[str, str], *, 
 
 
 def with_reference_of_all(units: Units, trainer: Trainer, model: Mapping[str, str]) -> Units:
-    """The same of every unit, for evaluation."""
+    """Evaluation units with log-probabilities of `trainer`'s current model."""
     return _with(units, trainer, _folder(units, model), all_rows(units), len(units), ALL)
 
 
 def check_scored(batch: Batch) -> Batch:
-    """RuntimeError where a batch has a unit that was not scored."""
+    """Return the batch. RuntimeError if it has a unit that was not scored."""
     assert batch.ref_logps is not None
     if np.isnan(batch.ref_logps).any():
         raise RuntimeError(
@@ -140,7 +140,7 @@ def _with(
 
 
 def _score(units: Units, trainer: Trainer, known: CachedLogps, batches: Iterable[NumberedRows]) -> Iterator[int]:
-    """Shard after shard of what is not known yet; yields the number of units of each batch."""
+    """Score the missing units, shard by shard; yields the number of units of each batch."""
     found: dict[int, _Scored] = {}
     started, passed, missing = 0, 0, set(range(len(units)))
     for rows in batches:
@@ -182,7 +182,7 @@ def _digest(value: Any) -> str:
 
 
 def _write(folder: Path, scored: list[_Scored]) -> Path:
-    """The shard appears whole or not at all; another process may write the same one."""
+    """Write a shard atomically; another process may write the same one."""
     values = np.concatenate([one.logps for one in scored])
     index = {
         "numbers": np.asarray([one.number for one in scored]),

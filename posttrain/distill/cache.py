@@ -32,7 +32,7 @@ Sequence_ = Mapping[str, np.ndarray]
 class CacheFolder:
     """Cache folder of one teacher and one dataset.
 
-    `identity` says what it holds: teacher, its precision, data, k, temperature, vocabulary. ConfigError where there is
+    `identity` describes it: teacher, its precision, data, k, temperature, vocabulary. ConfigError where there is
     something else.
     """
 
@@ -85,7 +85,7 @@ class CacheFolder:
                 )
 
     def write(self, shard: int, records: np.ndarray, sequences: Sequence[Sequence_ | None]) -> None:
-        """All records of a shard, in the order of its rows; its index comes last and makes it count."""
+        """Write the records of a shard in the order of its rows, then its index, which marks it as complete."""
         assert records.dtype == np.uint8 and records.shape[1] == self.format.num_bytes
         counts = np.asarray([0 if s is None else np.count_nonzero(s["loss_weight"]) for s in sequences])
         assert counts.sum() == len(records) and len(counts) == len(self.rows(shard))
@@ -154,8 +154,8 @@ class TeacherCache:
             whole[wanted] = x
             return whole
 
-        said: TopK = jax.tree.map(spread, self.format.decode(found))
-        return said
+        topk: TopK = jax.tree.map(spread, self.format.decode(found))
+        return topk
 
 
 def digests_of(sequences: Iterable[Sequence_ | None]) -> np.ndarray:
@@ -182,7 +182,7 @@ def fill(
     for shard in shards:
         sequences = [tokenize(row) for row in cache.rows(shard)]
         there = [sequence for sequence in sequences if sequence is not None]
-        parts = [cache.format.encode(said) for said in score(there)]
+        parts = [cache.format.encode(topk) for topk in score(there)]
         empty = np.zeros((0, cache.format.num_bytes), np.uint8)
         cache.write(shard, np.concatenate([empty, *parts]), sequences)
         advance(len(sequences))

@@ -71,9 +71,9 @@ class TeacherSource:
 def find_teachers(
     section: DistillSection | RLSection, tokenizer: Tokenizer | None
 ) -> tuple[list[TeacherSource], list[str]]:
-    """The teachers, and notes of what is reconciled or cannot be checked. ConfigError for those that do not fit.
+    """Describe the teachers; also returns notes about differences and impossible checks. ConfigError for a mismatch.
 
-    With a cache they need not be there any more.
+    With a cache the teachers' files may be missing.
     """
     found, notes = [], []
     cached = isinstance(section, DistillSection) and section.cache is not None
@@ -127,7 +127,7 @@ def _check_limit(section: DistillSection | RLSection, teacher: TeacherSection) -
     k = section.top_k or DEFAULT_TOP_K
     if k <= MAX_LOGPROBS_OF_VLLM:
         return []
-    return [f"teacher {teacher.title} at its server gives {k} log-probabilities of a place: --max-logprobs {k} of vLLM"]
+    return [f"teacher {teacher.title}: its vLLM server needs --max-logprobs {k}, for {k} log-probabilities per token"]
 
 
 def _with_tokenizer(teacher: TeacherSection, files: ModelFiles) -> ModelFiles:
@@ -192,12 +192,12 @@ def _check_tokens(teacher: TeacherSection, files: ModelFiles, config: ModelConfi
 
 
 def num_ids(source: TeacherSource, tokenizer: Tokenizer) -> int:
-    """Token ids that it speaks of. `tokenizer`: the student's."""
+    """Number of token ids in a teacher's top-k. `tokenizer`: the student's."""
     return (source.tokenizer or tokenizer).num_ids
 
 
 def load_teacher(source: TeacherSource, model: ModelSection, tokenizer: Tokenizer, mesh: Mesh) -> Decoder:
-    """Its model on the mesh, where ids without a token are impossible, as for the student."""
+    """Load a teacher on the mesh; embedding rows without a token have probability 0, as for the student."""
     files = source.files if source.files.config else read_model_files(source.path)
     assert files.config is not None
     ids = num_ids(source, tokenizer)
@@ -247,7 +247,7 @@ def outside_teacher(
     k: int = 1,
     mesh: Mesh | None = None,
 ) -> OutsideTeacher:
-    """A teacher at its server, or on its own devices; an aligned one that has none is on `mesh`."""
+    """Make a teacher outside the training step: at its server, on its own devices, or (cross-tokenizer) on `mesh`."""
     ids = num_ids(source, tokenizer)
     k = min(k, ids)
     if source.section.url is not None:
@@ -278,7 +278,7 @@ def training_devices(config: RunConfig) -> list[jax.Device]:
 
 
 def devices_of_teachers(config: RunConfig, num_devices: int) -> int:
-    """Number of devices that teachers of any stage have for themselves. ConfigError where none is left for training."""
+    """Number of devices reserved by teachers of any stage. ConfigError if none is left for training."""
     stages = [stage for stage in config.stages if isinstance(stage, DistillSection | RLSection)]
     taken = max((sum(map(_num_devices, stage.teachers)) for stage in stages), default=0)
     if taken >= num_devices:

@@ -38,8 +38,8 @@ class UnitSums:
         real = np.asarray(batch.segments) > 0
         places = np.cumsum((np.diff(units, axis=1, prepend=-1) != 0) & real, axis=1) * real
         inputs, found = jax.device_put((stats, batch, places)), []
-        said = jax.device_get([self._at(*inputs, place) for place in range(1, int(places.max()) + 1)])
-        for place, means in enumerate(said, start=1):
+        measured = jax.device_get([self._at(*inputs, place) for place in range(1, int(places.max()) + 1)])
+        for place, means in enumerate(measured, start=1):
             there = (places == place).any(axis=1)
             first = (places == place).argmax(axis=1)
             sums = {name: np.stack([mean.total, mean.weight])[:, there] for name, mean in means.items()}

@@ -20,7 +20,7 @@ from posttrain.data.sources import Rows
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.distill.cache import CacheFolder, TeacherCache
 from posttrain.distill.cross_tokenizer.rows import Aligner
-from posttrain.distill.cross_tokenizer.teachers import aligned_tokenizer, make_aligners, theirs
+from posttrain.distill.cross_tokenizer.teachers import aligned_tokenizer, make_aligners, teacher_sequence
 from posttrain.distill.features import check_features, distill_loss, matching_of
 from posttrain.distill.targets import TeacherTargets
 from posttrain.distill.teachers import (
@@ -242,6 +242,6 @@ def _read_by(section: DistillSection, aligner: Aligner, number: int, data: Sourc
 
     def read(row: int) -> Any:
         made = tokenize(row)
-        return None if made is None else theirs(made)
+        return None if made is None else teacher_sequence(made)
 
     return read

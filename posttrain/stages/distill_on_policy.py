@@ -72,7 +72,7 @@ class Samples:
             seed=stage.seed,
         )
         self._eval_renderer = inputs.eval_renderer
-        self._said: Mapping[str, float] = {}
+        self._sample_metrics: Mapping[str, float] = {}
         self._unread_steps = 0
         warm_up(engine, section.rollout, [(self._sampler, [*inputs.prompts.examples, *inputs.prompts.eval_examples])])
 
@@ -81,30 +81,30 @@ class Samples:
         self._sync()
         examples = [self._examples[index] for index in next(self.prompts)]
         groups = run_async(collect(self._sampler, examples, 1, step))
-        self._said = sample_metrics(groups, step)
+        self._sample_metrics = sample_metrics(groups, step)
         rows, length = self._section.batch_rows, self._section.row_tokens
         samples = [group[0] for group in groups]
         made, where = sample_rows(samples, row_tokens=length, num_rows=rows, shares=self._shares)
         kept = changed(model_inputs(made), teacher_weights=made.teacher_weights, sampler_logps=made.sampler_logps)
         if self._aligner is None:
-            return self._targets.ask(kept)
+            return self._targets.score(kept)
         order = sorted(range(len(samples)), key=lambda number: (where[number].row, where[number].tokens.start))
         samples = [samples[number] for number in order]
         read = [self._aligner.align_sample(0, s.messages, s.tokens, s.sampled) for s in samples]
-        self._unread_steps = 0 if any(one.taught.any() for one in read) else self._unread_steps + 1
+        self._unread_steps = 0 if any(one.covered.any() for one in read) else self._unread_steps + 1
         if self._unread_steps >= UNREAD_STEPS:
             raise RunError(
                 f"step {step + 1}: no token of any sample aligns with the teacher's for {UNREAD_STEPS} "
                 "consecutive steps, so there is no training signal; compare the chat templates of both, and a sample"
             )
-        return self._targets.ask_samples(kept, read)
+        return self._targets.score_samples(kept, read)
 
     def seen(self, metrics: Metrics) -> Mapping[str, float]:
         """Sample metrics of an on-policy step, else none. RunError if sampler and trainer disagree."""
         if not LIMITS.keys() <= metrics.keys():
             return {}
         check_agreement(metrics, self._trainer.step_number)
-        return self._said
+        return self._sample_metrics
 
     def evaluate(self) -> dict[str, float]:
         """Reverse KL from the teachers on samples of held-out prompts."""

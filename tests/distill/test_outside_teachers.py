@@ -264,7 +264,7 @@ def test_settings_of_outside_teachers(tmp_path: Path, teacher: Path) -> None:
     file = write_run(tmp_path, distill(teacher, teachers=[{"path": str(teacher), "url": "http://127.0.0.1:1/v1"}]))
     said = command("check", file).out
     assert "(served at http://127.0.0.1:1/v1)" in said
-    assert f"at its server gives {VOCAB} log-probabilities of a place: --max-logprobs {VOCAB}" in " ".join(said.split())
+    assert f"its vLLM server needs --max-logprobs {VOCAB}, for {VOCAB} log-probabilities" in " ".join(said.split())
     for override, told in (("top_k=20", False), ("top_k=21", True), ("teachers.0.server=sglang", False)):
         assert ("--max-logprobs" in command("check", file, f"stages.0.{override}").out) == told, override
     cases = {

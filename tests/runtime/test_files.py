@@ -22,7 +22,7 @@ def test_a_folder_is_replaced_unless_its_writer_fails(tmp_path: Path) -> None:
     with whole_folder(target) as new:
         (new / "a").write_text("1")
         assert not target.exists()
-    with pytest.raises(RuntimeError), whole_folder(target) as new:
+    with pytest.raises(RuntimeError), whole_folder(target) as new:  # noqa: PT012
         (new / "b").write_text("2")
         raise RuntimeError
     assert [path.name for path in target.iterdir()] == ["a"]

@@ -41,7 +41,7 @@ class SharedTokens:
 
     def top_k(
         self,
-        said: TopK,
+        topk: TopK,
         begins: Int[np.ndarray, " G"],
         firsts: tuple[Int[np.ndarray, " G"], Int[np.ndarray, " G"]],
         ends: tuple[Int[np.ndarray, " G"], Int[np.ndarray, " G"]],
@@ -50,14 +50,14 @@ class SharedTokens:
 
         `firsts`, `ends`: first tokens of groups, and what ends a text, student's and teacher's. `token_logps` becomes
         that of the group. Its first tokens have no place among the others any more: what begins with them and is not
-        the group counts with the rest, as does what only the teacher can say, which still stands there without an id.
+        the group counts with the rest, as do tokens that only the teacher has, which keep a place without an id.
         """
-        token_logps = np.asarray(said.token_logps, np.float64)
+        token_logps = np.asarray(topk.token_logps, np.float64)
         first = token_logps[begins]
         counts = np.diff(np.append(begins, len(token_logps)))
         # Without a sum where there is one token: the same bits.
         later = np.where(counts > 1, np.add.reduceat(token_logps, begins) - first, 0.0) if len(begins) else first
-        best, logps = np.asarray(said.ids)[begins], np.asarray(said.logps)[begins]
+        best, logps = np.asarray(topk.ids)[begins], np.asarray(topk.logps)[begins]
         ids = np.where(best == ends[1][:, None], ends[0][:, None], self.ids(best))
         begun = best == firsts[1][:, None]
         gone = begun | (ids == firsts[0][:, None])
@@ -70,7 +70,7 @@ class SharedTokens:
         ids = np.where(gone, NO_ID, ids)
         alone = np.where(gone | (ids != NO_ID), np.float32(NO_LOGIT), logps)
         ids, logps = joined(ids, np.where(ids == NO_ID, np.float32(NO_LOGIT), logps))
-        tail = _sum(np.asarray(said.tail)[begins], more)
+        tail = _sum(np.asarray(topk.tail)[begins], more)
         return TopK(
             ids=ids.astype(np.int32),
             logps=np.maximum(logps, alone),
@@ -86,8 +86,8 @@ def _sum(tail: Float[np.ndarray, " G"], more: Float[np.ndarray, " G"]) -> Float[
     return np.where(more == 0, tail, found).astype(np.float32)
 
 
-def back_of(taught: Int[np.ndarray, "*B T"]) -> Int[np.ndarray, "*B T"]:
-    """`TopK.back` of `Aligned.taught`: a group's later tokens follow its first."""
-    places = np.arange(taught.shape[-1], dtype=np.int32)
-    first = np.maximum.accumulate(np.where(taught > 0, places, 0), axis=-1)
-    return np.where(taught != 0, places - first, -1).astype(np.int32)
+def back_of(covered: Int[np.ndarray, "*B T"]) -> Int[np.ndarray, "*B T"]:
+    """`TopK.back` of `Aligned.covered`: a group's later tokens follow its first."""
+    places = np.arange(covered.shape[-1], dtype=np.int32)
+    first = np.maximum.accumulate(np.where(covered > 0, places, 0), axis=-1)
+    return np.where(covered != 0, places - first, -1).astype(np.int32)
