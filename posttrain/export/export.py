@@ -1,4 +1,4 @@
-"""A checkpoint of a run as files for other tools, proved to be the model before they get their name."""
+"""Export of a run's checkpoint for other tools, verified against the model before it gets its name."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def export(
 
 
 def _compare_tensors(model: Decoder, folder: Path, source: Path) -> str:
-    """Hold what was written against the files that the run began with; what was compared, in words."""
+    """Compare the written tensors with the source checkpoint of the run, and describe the result."""
     if read_json(source / "config.json").get("model_type") != model.config.model_type:
         return "not compared with the source, which is a multimodal model"
     if is_quantized(model):
@@ -114,7 +114,7 @@ def _find_stage(run: Path) -> tuple[Path, str]:
 
 
 def _tokenizer(output: Path, name: str, config: RunConfig) -> Tokenizer:
-    """The run's: saved with the stage's model if that is done, else where the run found it."""
+    """Tokenizer of the run: saved with the stage's model, else that of the source model."""
     saved = output / name / "model"
     if saved.is_dir():
         return load_tokenizer(saved)
@@ -149,7 +149,7 @@ def _stage(output: Path, name: str, config: RunConfig, tokenizer: Tokenizer) -> 
 
 
 def _trained_model(stage: StageRun, step: int | None) -> Decoder:
-    """The stage's model at the start, with all the parameters of a checkpoint put in."""
+    """Model of the stage at a checkpoint: its initial model with the trained parameters."""
     model = STAGES[stage.kind].load_model(stage)
     weights = ModelWeights(model)
     with Checkpointer(stage.folder / "checkpoints") as checkpointer:

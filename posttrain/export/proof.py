@@ -1,4 +1,4 @@
-"""Proof that a written checkpoint is the model: it is read again by other means, and both are asked the same."""
+"""Verification of a written checkpoint: it is read by an independent reader and compared on the same inputs."""
 
 from __future__ import annotations
 

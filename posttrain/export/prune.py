@@ -1,4 +1,4 @@
-"""A smaller model cut out of a checkpoint, written in Hugging Face layout and read again before it gets its name."""
+"""Pruning of a checkpoint to a smaller model in Hugging Face layout, verified before it gets its name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEXT_TOKENS = 256
 
 
 def prune(source: str, out: Path, plan: Pruning, *, text: str | None = None, reader: Reader | None = None) -> str:
-    """Write the smaller model, with the tokenizer where `source` has one; the result says what was written.
+    """Write the smaller model, with the tokenizer if `source` has one; returns a description.
 
     `text`: a dataset on which the use of experts is counted, where `plan` keeps some. ConfigError for what cannot be
     pruned; ProofError where what was written is not the model in memory: it is then left beside `out` as `.unproved`.

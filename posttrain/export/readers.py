@@ -36,7 +36,7 @@ SCORED = (12, 24, 36, SAMPLE_TOKENS)
 
 
 class ProofError(Exception):
-    """The checkpoint that was written is not the model."""
+    """Written checkpoint that differs from the model."""
 
 
 def default_reader(*, adapter: bool) -> Reader:

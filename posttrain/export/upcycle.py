@@ -1,4 +1,4 @@
-"""A dense checkpoint turned into a mixture of experts, proved to be the same function before it gets its name."""
+"""Upcycling of a dense checkpoint to an MoE model, verified to be the same function before it gets its name."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def upcycle(source: str, out: Path, plan: Upcycling, *, seed: int, reader: Reade
 
 
 def _active(model: Decoder) -> int:
-    """All parameters but those of the experts that a token does not go to."""
+    """Number of parameters active for one token."""
     idle = 0
     for mixture in model.config.mixtures:
         assert isinstance(mixture, MoEConfig)
