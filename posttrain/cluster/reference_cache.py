@@ -17,8 +17,8 @@ from jaxtyping import Float
 
 from posttrain.batch import Batch
 from posttrain.cluster.scorers import model_inputs
-from posttrain.data.pairs import ComparisonBatches, NumberedRows, Unit, Units, all_rows
 from posttrain.data.pipeline import fingerprint, token_fingerprint
+from posttrain.data.units import ComparisonBatches, NumberedRows, Unit, Units, all_rows
 from posttrain.errors import ConfigError
 from posttrain.runtime.files import digest
 from posttrain.tracking.console import console, progress_bar

@@ -44,6 +44,11 @@ class SamplingSection(Section):
     ignore_eos: Flag = False
     """Continue after the tokenizer's end-of-sequence tokens."""
 
+    def at_most(self, max_tokens: int) -> SamplingSection:
+        """Copy with this `max_tokens` if it has the default one."""
+        given = "max_tokens" in self.model_fields_set
+        return self if given else self.model_copy(update={"max_tokens": max_tokens})
+
     @property
     def changes_distribution(self) -> bool:
         """True if tokens are not sampled from the model's full distribution at `temperature`, but from a truncated one
@@ -224,9 +229,15 @@ class OnlineSection(TrainSection):
     """Steps between tables of sample completions."""
 
     @property
-    def sequence_tokens(self) -> int:
-        """Maximum length of a prompt with its completion."""
-        return self.row_tokens
+    def records_routing(self) -> bool:
+        return self.rollout.record_routing
+
+    def default_lengths(self, max_positions: int) -> dict[str, Any]:
+        sampling = self.sampling.at_most(answer_tokens(max_positions, self.prompts_in_row))
+        fields = super().default_lengths(max_positions) | {"sampling": sampling}
+        if self.eval_sampling is not None:
+            fields["eval_sampling"] = self.eval_sampling.at_most(sampling.max_tokens)
+        return fields
 
     @property
     def step_rows(self) -> int:

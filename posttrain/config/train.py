@@ -105,6 +105,20 @@ class TrainSection(Section):
     """Steps between checkpoints; the last step is always saved."""
 
     @property
+    def sequence_tokens(self) -> int:
+        """Maximum length of a sequence, or of a prompt with its completion."""
+        return self.row_tokens
+
+    @property
+    def records_routing(self) -> bool:
+        """True if the sampler's MoE routing is replayed in training."""
+        return False
+
+    def default_lengths(self, max_positions: int) -> dict[str, Any]:
+        """Fields with default lengths for rows of the model's context."""
+        return {"row_tokens": max_positions}
+
+    @property
     def pass_rows(self) -> int | None:
         """Rows per forward pass, with the default resolved; None: all."""
         return self.micro_batch_rows

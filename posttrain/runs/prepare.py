@@ -6,17 +6,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from posttrain.config import (
-    DistillSection,
     ModelSection,
-    OnlineSection,
     RewardModelSection,
     RunConfig,
-    SamplingSection,
     TrainSection,
-    answer_tokens,
     trains_on_samples,
 )
 from posttrain.data.tokenizer import load_tokenizer
@@ -156,7 +151,7 @@ def _check_mixture(section: TrainSection, model: ModelConfig, *, adapter: bool) 
     """Check MoE settings. ConfigError if the stage uses a setting that needs an MoE model."""
     router = section.router
     check_router(model, router.balance_coef > 0 or router.z_coef > 0, router.correction_rate, adapter=adapter)
-    if isinstance(section, OnlineSection | DistillSection) and section.rollout.record_routing:
+    if section.records_routing:
         check_recording(model)
 
 
@@ -168,14 +163,7 @@ def fit_lengths(config: RunConfig, max_positions: int) -> RunConfig:
 def _fit_stage(section: TrainSection, max_positions: int) -> TrainSection:
     if "row_tokens" in section.model_fields_set or section.row_tokens <= max_positions:
         return section
-    fitted: dict[str, Any] = {"row_tokens": max_positions}
-    if isinstance(section, OnlineSection):
-        longest = answer_tokens(max_positions, section.prompts_in_row)
-        fitted["sampling"] = _fit_sampling(section.sampling, longest)
-        if section.eval_sampling is not None:
-            fitted["eval_sampling"] = _fit_sampling(section.eval_sampling, fitted["sampling"].max_tokens)
-    elif isinstance(section, DistillSection) and section.sampling is not None:
-        fitted["sampling"] = _fit_sampling(section.sampling, answer_tokens(max_positions, 1))
+    fitted = section.default_lengths(max_positions)
     # A copy would not validate explicit lengths against the resolved ones.
     given = {name: getattr(section, name) for name in section.model_fields_set}
     try:
@@ -185,9 +173,3 @@ def _fit_stage(section: TrainSection, max_positions: int) -> TrainSection:
             f"row_tokens is by default max_position_embeddings={max_positions} of the model, which does not hold "
             f"sampling.max_tokens={fitted['sampling'].max_tokens} beside a prompt; lower it"
         ) from error
-
-
-def _fit_sampling(sampling: SamplingSection, longest: int) -> SamplingSection:
-    return (
-        sampling if "max_tokens" in sampling.model_fields_set else sampling.model_copy(update={"max_tokens": longest})
-    )

@@ -19,7 +19,7 @@ from posttrain.stages.online import (
     open_rollouts,
     prompt_batches,
 )
-from posttrain.stages.pairs import loss_name, shares_prompts
+from posttrain.stages.pair_inputs import loss_name, shares_prompts
 from posttrain.stages.prompts import OnlinePreferenceInputs, check_rewards, online_loss, prepare_scored
 
 

@@ -37,7 +37,7 @@ from posttrain.rl.types import Example
 from posttrain.rollout.blocks import BLOCK, least_cache
 from posttrain.stages.engine import EngineFactory, engine_of
 from posttrain.stages.inputs import callable_of, rows_and_renderer
-from posttrain.stages.pairs import PREFERENCE_LOSSES, make_loss
+from posttrain.stages.pair_inputs import PREFERENCE_LOSSES, make_loss
 from posttrain.user_code import describe_error
 from posttrain.weights.locate import read_model_files
 
@@ -235,7 +235,7 @@ def check_cache(section: OnlineSection | DistillSection, row_shards: int) -> Non
     """Check the KV cache size. ConfigError if `cache_tokens` cannot hold a sequence in each of the `row_shards`
     parts."""
     given = section.rollout.cache_tokens
-    longest = section.sequence_tokens if isinstance(section, OnlineSection) else section.row_tokens
+    longest = section.sequence_tokens
     if given is not None and given < (least := row_shards * least_cache(longest)):
         parts = f", in each of {row_shards} parts of the mesh" if row_shards > 1 else ""
         raise ConfigError(

@@ -21,7 +21,7 @@ from posttrain.config import (
 )
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
-from posttrain.stages import distill, online_preference, pairs, preference, reward_model, rl, sft
+from posttrain.stages import distill, online_preference, pair_inputs, preference, reward_model, rl, sft
 from posttrain.stages.context import StageRun
 from posttrain.stages.inputs import Inputs, Prepared
 
@@ -62,16 +62,16 @@ STAGES: Mapping[str, StageKind] = {
     ),
     "preference": StageKind(
         section=PreferenceSection,
-        prepare=pairs.prepare,
-        check_offline=pairs.check_offline,
-        describe=pairs.describe,
+        prepare=pair_inputs.prepare,
+        check_offline=pair_inputs.check_offline,
+        describe=pair_inputs.describe,
         run=preference.run,
     ),
     "reward_model": StageKind(
         section=RewardModelSection,
-        prepare=pairs.prepare,
-        check_offline=pairs.check_offline,
-        describe=pairs.describe,
+        prepare=pair_inputs.prepare,
+        check_offline=pair_inputs.check_offline,
+        describe=pair_inputs.describe,
         run=reward_model.run,
         load_model=reward_model.load_reward_model,
     ),

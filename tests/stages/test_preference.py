@@ -18,14 +18,14 @@ from posttrain.cluster.reference_cache import check_scored, with_reference
 from posttrain.cluster.scorers import Reference
 from posttrain.config import ModelSection, PreferenceSection
 from posttrain.config.yaml_file import load_config
-from posttrain.data.pairs import ComparisonBatches, Units
+from posttrain.data.units import ComparisonBatches, Units
 from posttrain.errors import ConfigError
 from posttrain.evaluation.pairs import PairEvaluation, calibration_error
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss
 from posttrain.metrics import CompileCounter
 from posttrain.runs.prepare import prepare
-from posttrain.stages.pairs import PairInputs, shares_prompts
+from posttrain.stages.pair_inputs import PairInputs, shares_prompts
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import init_model
 from tests.runs.test_resume import finish, kill_at

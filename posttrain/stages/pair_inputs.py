@@ -20,9 +20,9 @@ from posttrain.config import (
     PreferenceSection,
     RewardModelSection,
 )
-from posttrain.data.pairs import Units
 from posttrain.data.preference import is_paired
 from posttrain.data.sources import checked_rows, each_row
+from posttrain.data.units import Units
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.kernels.attention import supports_parents
 from posttrain.kernels.logits.chunk_stats import Terms
