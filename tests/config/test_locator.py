@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from posttrain.config import DatasetSection, Locator, PreferenceSection, RewardSection
+from posttrain.config import DatasetSection, Locator, PreferenceSection, RewardSection, SFTSection
 from posttrain.config.yaml_file import dump_config, load_config
 from posttrain.errors import ConfigError
 from posttrain.stages.inputs import callable_of
@@ -30,10 +30,9 @@ def test_places_do_not_follow_the_current_folder(tmp_path: Path, monkeypatch: py
 
 
 def test_a_copy_of_a_section_keeps_its_folder(tmp_path: Path) -> None:
-    file = write_run(tmp_path, sft_stage(eval_dataset={"path": "rows.jsonl", "chat": False}))
-    stage = load_config(file).stages[0]
+    stage = load_config(write_run(tmp_path, sft_stage(loss="losses.py:Own"))).stages[0]
     again = type(stage).model_validate({name: getattr(stage, name) for name in stage.model_fields_set})
-    assert again.eval_dataset is not None and again.eval_dataset.path.folder == tmp_path
+    assert isinstance(again, SFTSection) and again.loss.folder == again.dataset.path.folder == tmp_path
 
 
 def test_the_dump_has_what_was_written(tmp_path: Path) -> None:
