@@ -22,7 +22,7 @@ import pytest
 import typer
 
 from posttrain.cli import app
-from posttrain.config import RunConfig
+from posttrain.config import Locator, RunConfig
 from posttrain.config.yaml_file import build_config, load_config
 from posttrain.runs.check import check
 from posttrain.stages.table import stage_names
@@ -81,9 +81,10 @@ def checked(config: str, overrides: tuple[str, ...] = (), *, num_rows: int = 50)
 
     Skips where the configuration needs ../shared and there is none.
     """
-    if "../shared" in (ROOT / config).read_text() and not (ROOT.parent / "shared").is_dir():
+    loaded = load_config(config, overrides)
+    if "../shared" in Locator(config).file.read_text() and not (ROOT.parent / "shared").is_dir():
         pytest.skip(f"{config} needs the folder ../shared, which is not there")
-    return check(first_rows(load_config(config, overrides), num_rows))
+    return check(first_rows(loaded, num_rows))
 
 
 def first_rows(config: RunConfig, num_rows: int) -> RunConfig:
@@ -263,7 +264,7 @@ def test_yaml(block: Block, folder: Path, offline: None, monkeypatch: pytest.Mon
         return
     data = parse(block.text)
     if is_whole(data):
-        check(first_rows(build_config(data), 50), folder)
+        check(first_rows(build_config(data), 50))
     else:
         check_fields(data)
 

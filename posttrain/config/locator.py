@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, GetCoreSchemaHandler
-from pydantic_core import CoreSchema, core_schema
+from pydantic import AfterValidator, Field, GetCoreSchemaHandler, WrapValidator
 
 from posttrain.errors import ConfigError
 from posttrain.runtime.hub import is_hub_id
@@ -76,8 +75,8 @@ class Locator(str):
         return "" if near is None else f"; did you mean {shown_path(near)!r}?"
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.with_info_wrap_validator_function(_located, core_schema.str_schema(min_length=1))
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return handler.generate_schema(Annotated[str, Field(min_length=1), WrapValidator(_located)])
 
 
 def _located(value: Any, build: Callable[[Any], str], info: Any) -> Locator:
