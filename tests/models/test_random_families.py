@@ -29,26 +29,16 @@ ROWS, LENGTH = 3, 17
     "family", [family if family in OFTEN else pytest.param(family, marks=pytest.mark.thorough) for family in FAMILIES]
 )
 def test_transformers_has_the_same_logits_and_gradients(family: str, tmp_path: Path) -> None:
-    assert_same_in_transformers(family, 1, tmp_path)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("family", FAMILIES)
-def test_other_sizes(family: str, tmp_path: Path) -> None:
-    assert_same_in_transformers(family, 2, tmp_path)
-
-
-def assert_same_in_transformers(family: str, seed: int, folder: Path) -> None:
     """A saved model loads here and there; a step of gradients of both is saved, and compared tensor by tensor."""
-    model = random_family_model(family, seed)
-    save_model(model, folder / "ours")
-    assert_same(model, load_model(folder / "ours"))
-    tokens = np.random.default_rng(seed).integers(0, model.config.vocab_size, (ROWS, LENGTH)).astype(np.int32)
+    model = random_family_model(family, seed=1)
+    save_model(model, tmp_path / "ours")
+    assert_same(model, load_model(tmp_path / "ours"))
+    tokens = np.random.default_rng(1).integers(0, model.config.vocab_size, (ROWS, LENGTH)).astype(np.int32)
     logits, gradients = _ours(model, tokens)
 
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "ours", **options).train()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", **options).train()
     found = theirs(torch.from_numpy(tokens).long()).logits
     logps = torch.log_softmax(found[:, :-1], dim=-1)
     torch.gather(logps, -1, torch.from_numpy(tokens[:, 1:, None]).long()).sum().backward()
@@ -59,11 +49,11 @@ def assert_same_in_transformers(family: str, seed: int, folder: Path) -> None:
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-    theirs.save_pretrained(folder / "gradients")
-    expected = load_file(folder / "gradients" / "model.safetensors")
+    theirs.save_pretrained(tmp_path / "gradients")
+    expected = load_file(tmp_path / "gradients" / "model.safetensors")
     size = np.sqrt(sum(float(np.square(tensor).sum()) for tensor in expected.values()))
-    compared = [name for name in gradients if name in expected and name.rsplit(".", 1)[-1] not in constant]
-    assert len(compared) >= 0.9 * len(expected), sorted(set(expected) ^ set(gradients))
+    compared = {name for name in expected if name.rsplit(".", 1)[-1] not in constant}
+    assert compared <= gradients.keys(), compared - gradients.keys()
     for name in compared:
         assert_allclose(gradients[name], expected[name], rtol=1e-2, atol=1e-4 * size, err_msg=name)
 
