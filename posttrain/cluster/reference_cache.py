@@ -28,7 +28,7 @@ VERSION = 2
 """Version of the file format; part of the key."""
 
 SHARD_BATCHES = 32
-"""Batches in one shard: what a killed run computes again at most."""
+"""Batches per shard, the most that a killed run computes again."""
 
 ALL = "all"
 """File that marks a folder in which every unit is scored."""
@@ -89,9 +89,9 @@ def cache_folder() -> Path:
 
 
 def with_reference(units: Units, trainer: Trainer, model: Mapping[str, str], *, seed: int, num_steps: int) -> Units:
-    """Training units with log-probabilities of `trainer`'s model as it is now, of those that `num_steps` will see.
+    """Training units with log-probabilities of `trainer`'s current model, for the units that `num_steps` will read.
 
-    The key is a hash of `model` (what the model is made of) and of the dataset, each unit's text is compared besides.
+    The cache key is a hash of `model` (see `model_key`) and of the dataset; the text of each unit is compared as well.
     """
     stream = ComparisonBatches(units, seed=seed)
     seen = f"seen-{_digest([stream.state()['identity'], num_steps])}"
@@ -155,7 +155,7 @@ def _score(units: Units, trainer: Trainer, known: CachedLogps, batches: Iterable
         yield len(numbers)
         passed += len(numbers)
         missing -= set(numbers.tolist())
-        # After an epoch at most what is left out is missing; further ones bring nothing new.
+        # Later epochs have no new units.
         if passed >= len(units) and all(units(number) is None for number in missing):
             break
     if found:

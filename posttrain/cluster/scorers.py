@@ -23,10 +23,9 @@ from posttrain.weights.state import ModelWeights, Weights
 
 
 class Reference:
-    """The actor as it is when this is made.
+    """Reference policy: the actor's weights at construction.
 
-    Only what is trained is copied: of an actor with an adapter the adapter, which need not be a new one, and what is
-    trained in full beside it. No second copy of the base exists.
+    Only trained parameters are copied: an adapter and the modules trained in full beside it; the base is shared.
     """
 
     def __init__(self, actor: Trainer):
@@ -38,7 +37,7 @@ class Reference:
         return np.asarray(self._actor.stats(_own_routing(batch), {**self._actor.weights, **self._weights}).logps)
 
     def added_to(self, batch: Batch) -> Batch:
-        """The batch with its log-probabilities."""
+        """Add reference log-probabilities to the batch."""
         return replace(batch, ref_logps=self.logps(batch))
 
     def for_step(self, batch: Batch) -> Batch:

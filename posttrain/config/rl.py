@@ -249,6 +249,12 @@ class OnlineSection(TrainSection):
         return self.micro_batch_rows or -(-self.step_rows // 8)
 
     @property
+    def held_out_sampling(self) -> SamplingSection:
+        """Sampling of evaluations, with the default resolved."""
+        greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        return self.eval_sampling or self.sampling.model_copy(update=greedy)
+
+    @property
     def samples_in_flight(self) -> int:
         """Number of samples that a step generates concurrently."""
         return self.step_rows
@@ -341,6 +347,10 @@ class RLSection(OnlineSection):
     max_staleness: PositiveInt = 4
     """Maximum steps between the start of a group and its update, with `oversample_prompts`; a step waits for groups
     that reach it."""
+
+    @property
+    def held_out_sampling(self) -> SamplingSection:
+        return self.sampling if self.teachers and self.eval_sampling is None else super().held_out_sampling
 
     @property
     def samples_off_policy(self) -> bool:

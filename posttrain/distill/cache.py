@@ -22,7 +22,7 @@ from posttrain.runtime.files import write_whole
 SHARD_ROWS = 256
 """Rows that a stop loses at most."""
 OPEN_SHARDS = 128
-"""Files mapped at once: far below what a process may hold open."""
+"""Maximum number of memory-mapped files, far below the limit of open files of a process."""
 DESCRIPTION = "cache.json"
 
 Sequence_ = Mapping[str, np.ndarray]

@@ -37,13 +37,12 @@ Target = Literal["hf", "peft", "merged"]
 def export(
     run: Path, out: Path | None, to: Target, *, step: int | None = None, reader: Reader | None = None
 ) -> tuple[Path, Proof]:
-    """Write the model of a run's checkpoint and prove it: `hf` a model without adapter, `merged` one whose adapter is
-    added to its base, `peft` the adapter alone. Where it lies, and the proof.
+    """Write the model of a run's checkpoint and verify it: `hf` a model without adapter, `merged` one whose adapter is
+    merged into its base, `peft` the adapter alone. Returns the folder and the proof.
 
-    `run`: the output of a run, whose last begun stage is meant, or a stage's folder in it. `out`: by default
-    `export-hf`, `export-merged` or `export-peft` in the stage's folder. `step`: by default the newest. ConfigError for
-    what cannot be exported; ProofError where what was written is not the model: it is then left beside `out` under the
-    ending `.unproved`.
+    `run`: the output of a run (its last started stage) or the folder of a stage. `out`: by default `export-hf`,
+    `export-merged` or `export-peft` in the stage's folder. `step`: by default the newest. ConfigError if it cannot be
+    exported; ProofError if the written model differs, which then stays beside `out` with the ending `.unproved`.
     """
     output, name = _find_stage(run)
     config = load_config(output / CONFIG_NAME)
@@ -55,7 +54,7 @@ def export(
     stage = _stage(output, name, config, tokenizer)
     quantized = stage.model.quantize
     if to == "peft" and quantized != "none":
-        # The adapter goes on beside whatever base its reader has: the proof is beside the one that `base` names.
+        # PEFT applies the adapter to the base that it loads: verified with the base in full precision.
         stage = replace(stage, model=stage.model.model_copy(update={"quantize": "none"}))
     model = _trained_model(stage, step)
     _check_target(model, to)

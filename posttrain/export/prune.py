@@ -34,7 +34,7 @@ def prune(source: str, out: Path, plan: Pruning, *, text: str | None = None, rea
     """Write the smaller model, with the tokenizer if `source` has one; returns a description.
 
     `text`: a dataset on which the use of experts is counted, where `plan` keeps some. ConfigError for what cannot be
-    pruned; ProofError where what was written is not the model in memory: it is then left beside `out` as `.unproved`.
+    pruned; ProofError if the written model differs; it then stays beside `out` as `.unproved`.
     """
     out = out.expanduser()
     if out.exists():

@@ -42,7 +42,7 @@ def upcycle(source: str, out: Path, plan: Upcycling, *, seed: int, reader: Reade
     """Write the mixture in Hugging Face layout, with the tokenizer where `source` has one.
 
     Without noise the proof is that its log-probabilities are those of the dense model. ConfigError for what cannot be
-    upcycled; ProofError where what was written is not the same: it is then left beside `out` under `.unproved`.
+    upcycled; ProofError if the written model differs; it then stays beside `out` as `.unproved`.
     """
     out = out.expanduser()
     if out.exists():

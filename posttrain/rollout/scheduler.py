@@ -122,14 +122,14 @@ class Scheduler:
         self._longest = blocks_for(max_length)
         self.lanes = [Lane(Blocks(blocks)) for _ in range(lanes)]
         self.running: dict[int, Row] = {}
-        """By number, in order of arrival."""
+        """Running rows by request number, in order of arrival."""
         self.waiting: list[Request] = []
-        """A heap: the oldest first."""
+        """Waiting requests as a heap, the oldest first."""
         self.admitting = True
-        """False: only requests that have started go on."""
+        """False while no new requests start."""
         self.counts = Counts()
         self._decoded = True
-        """The last plan let decode whoever could."""
+        """True if the last plan decoded all ready rows."""
         self._numbers = itertools.count()
         self._newest = -1
 

@@ -13,7 +13,7 @@ import numpy as np
 from posttrain.batch import TokenLoss
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.scorers import Scorer
-from posttrain.config import OnlineSection, RLSection, SamplingSection
+from posttrain.config import OnlineSection
 from posttrain.data.pipeline import PromptBatches
 from posttrain.evaluation.rollouts import RolloutEvaluation, evaluate
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
@@ -53,7 +53,7 @@ class Rollouts:
     def eval_sampler(self) -> Sampler:
         """Sampler with the settings of held-out prompts."""
         assert self.inputs.eval_renderer is not None
-        return replace(self.sampler, renderer=self.inputs.eval_renderer, sampling=eval_sampling(self.inputs.section))
+        return replace(self.sampler, renderer=self.inputs.eval_renderer, sampling=self.inputs.section.held_out_sampling)
 
 
 def open_rollouts(
@@ -153,14 +153,6 @@ def _evaluate(rollouts: Rollouts, distances: Distances | None) -> RolloutEvaluat
 def _print_errors(when: str, rewards: Rewards, groups_P: Sequence[Group]) -> None:
     for line in error_lines(rewards, groups_P):
         console().print(printable(f"{when}: {line}", console().encoding), markup=False, soft_wrap=True)
-
-
-def eval_sampling(section: OnlineSection) -> SamplingSection:
-    if section.eval_sampling is not None:
-        return section.eval_sampling
-    if isinstance(section, RLSection) and section.teachers:
-        return section.sampling
-    return section.sampling.model_copy(update={"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0})
 
 
 def step_samples(outcome: StepResult, group_size: int) -> list[Sample]:

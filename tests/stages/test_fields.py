@@ -31,7 +31,6 @@ from posttrain.rollout.engine import NativeEngine
 from posttrain.runs.prepare import prepare
 from posttrain.stages.distill import cache_folders, terms_of
 from posttrain.stages.inputs import Prepared
-from posttrain.stages.online import eval_sampling
 from posttrain.stages.prompts import RLInputs
 from posttrain.stages.sequences import DistillInputs, SequenceInputs, SFTInputs
 from posttrain.train.optim import make_optimizer
@@ -195,10 +194,10 @@ def test_sampling(folder: Path) -> None:
         rl(folder, "sampling.allowed_token_ids=[5]", "sampling.logit_bias={5: -.inf}")
     keys = {p.key for p in (params, sampler(2).params(2, 3, 4), sampler(1).params(3, 3, 4), sampler(1).params(2, 3, 5))}
     assert len(keys) == 4
-    greedy = eval_sampling(inputs.section)
+    greedy = inputs.section.held_out_sampling
     assert (greedy.temperature, greedy.top_k, greedy.max_tokens, greedy.stop) == (0.0, 0, 5, ("x",))
     warm = rl(folder, "eval_sampling={max_tokens: 4, temperature: 0.5}").section
-    assert eval_sampling(warm).temperature == 0.5
+    assert warm.held_out_sampling.temperature == 0.5
     assert inputs.max_prompt_tokens == 11 and rl(folder, "max_prompt_tokens=7").max_prompt_tokens == 7
 
 

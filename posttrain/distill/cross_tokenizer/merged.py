@@ -48,14 +48,14 @@ class SharedTokens:
     ) -> TopK:
         """Merge arrays [N, k] and [N] over tokens into groups that start at `begins`.
 
-        `firsts`, `ends`: first tokens of groups, and what ends a text, student's and teacher's. `token_logps` becomes
-        that of the group. Its first tokens have no place among the others any more: what begins with them and is not
-        the group counts with the rest, as do tokens that only the teacher has, which keep a place without an id.
+        `firsts`, `ends`: first tokens of groups, and end-of-text tokens, of student and teacher. `token_logps` becomes
+        the group's log-probability. The group's first tokens are removed from the top-k: texts that begin with them
+        without being the group count in the tail, as do tokens that only the teacher has, whose entries lose their id.
         """
         token_logps = np.asarray(topk.token_logps, np.float64)
         first = token_logps[begins]
         counts = np.diff(np.append(begins, len(token_logps)))
-        # Without a sum where there is one token: the same bits.
+        # Groups of one token keep their bits: nothing is added.
         later = np.where(counts > 1, np.add.reduceat(token_logps, begins) - first, 0.0) if len(begins) else first
         best, logps = np.asarray(topk.ids)[begins], np.asarray(topk.logps)[begins]
         ids = np.where(best == ends[1][:, None], ends[0][:, None], self.ids(best))
@@ -63,7 +63,7 @@ class SharedTokens:
         gone = begun | (ids == firsts[0][:, None])
         probability = np.exp(np.float64(logps))
         more = np.where((gone & ~begun) | (~gone & (ids == NO_ID)), probability, 0.0).sum(axis=1)
-        # What begins with the teacher's first token stands in the list, or is a part of the tail.
+        # Texts that begin with the teacher's first token are in the top-k or in the tail.
         more += np.where(
             begun.any(axis=1), np.where(begun, probability, 0.0).sum(axis=1) * -np.expm1(later), -np.exp(first + later)
         )

@@ -25,8 +25,7 @@ LOOKED_AT = 300
 MOST_UNALIGNED = 0.1
 """Share of the completions' text that the teacher's template may leave out or change."""
 MOST_OTHER = 0.3
-"""Share of the places where a token begins in both, at which the teacher's is not the student's: what it says there of
-other tokens is wrong as often."""
+"""Maximum share of common token starts at which the teacher's token differs from the student's."""
 LONGEST_ROW = 1 << 20
 
 Data = tuple[DatasetSection, Rows, Renderer]

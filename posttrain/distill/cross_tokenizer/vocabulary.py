@@ -60,10 +60,9 @@ class Vocabulary:
 class VocabularyMap:
     """Map of a teacher's distribution to the first student tokens of its tokens' texts.
 
-    A token of the same text is itself; another counts for the first token of its text in the student's tokens; one that
-    the student cannot write counts with the rest. The mass beyond the teacher's best ids stays with the rest, too: each
-    probability is too small by at most the teacher's `tail`, and by what the student would join across two of its
-    tokens. `temperature`: of the divergence.
+    A token maps to the student's token of the same text, else to the first token of its text in the student's
+    tokenization, else to the tail. The teacher's own tail stays there too: each probability is too small by at most
+    that tail, and by the texts that the student tokenises across two teacher tokens. `temperature`: of the divergence.
     """
 
     def __init__(self, student: Vocabulary, teacher: Vocabulary, temperature: float):
