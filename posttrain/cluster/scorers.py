@@ -83,6 +83,7 @@ class FrozenModel:
                 temperature=temperature,
                 vocab_size=vocab_size,
                 only=jnp.asarray(batch.loss_weight) != 0,
+                mesh=mesh,
             )
             return stats.logps
 
@@ -95,6 +96,7 @@ class FrozenModel:
                 temperature=temperature,
                 vocab_size=vocab_size,
                 only=jnp.asarray(batch.loss_weight) != 0,
+                mesh=mesh,
             )
 
         def scores(model: Decoder, hidden: Array, batch: Batch) -> Array:

@@ -155,6 +155,7 @@ class Objective:
             "terms": terms,
             "teachers": teachers,
             "teacher_weights": batch.teacher_weights if teachers else None,
+            "mesh": model.compute.mesh,
         }
         problem, vjp_sum = (model.logits, hidden, tokens, segments), None
         if cotangents is None:

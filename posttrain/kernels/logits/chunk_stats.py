@@ -15,6 +15,7 @@ from posttrain.batch import TopK
 from posttrain.kernels.logits.divergence import FORWARD_KL, Divergence, divergence, divergence_gradient, token_logps
 from posttrain.kernels.logits.softmax import Softmax
 from posttrain.kernels.logits.spans import NAMED, span_terms
+from posttrain.kernels.logits.vocab_sharding import VocabSharding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class Chunk(NamedTuple):
     targets: Int[Array, "B C"]
     teachers: list[tuple[Array | TopK, Array | float]]
     """Unscaled teacher logits or top-k, with the teacher's weight."""
+    sharding: VocabSharding
 
 
 def chunk_stats(logits: Float[Array, "B C V"], chunk: Chunk, temperature: float, terms: Terms) -> Stats:
@@ -79,7 +81,7 @@ def chunk_stats(logits: Float[Array, "B C V"], chunk: Chunk, temperature: float,
 def _span_terms(logits: Float[Array, "B C V"], chunk: Chunk, terms: Terms) -> Stats:
     ((teacher, _),) = chunk.teachers
     assert isinstance(teacher, TopK) and terms.divergence is not None and terms.unshared is not None
-    return span_terms(logits, chunk.targets, teacher, terms.divergence.beta, terms.unshared)
+    return span_terms(logits, chunk.targets, teacher, terms.divergence.beta, terms.unshared, chunk.sharding)
 
 
 def _divergence(logits: Float[Array, "B C V"], chunk: Chunk, kind: Divergence) -> Float[Array, "B C"]:
