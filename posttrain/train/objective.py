@@ -28,6 +28,7 @@ from posttrain.kernels.logits.token_stats import Teacher, stats_vjp, token_stats
 from posttrain.kernels.platform import platform_of
 from posttrain.losses.reduce import sequence_sums, to_tokens
 from posttrain.losses.router import RouterLoss, router_means, weight_of
+from posttrain.mesh import param_sharding
 from posttrain.models.adapter import drop, has_dropout
 from posttrain.models.taps import Features
 from posttrain.train.accumulate import CotangentLoss, flatten_micro, num_micro, stack_over, sum_over
@@ -229,7 +230,7 @@ class Objective:
         loss: AnyLoss,
     ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
         def total(params: Weights) -> tuple[Array, tuple[LossOutput, RouterStats | None]]:
-            weights = {**frozen, **params}
+            weights = {**frozen, **self._placed(params)}
             output, forward = self.loss_output(weights, batch, teacher_params, loss, keys, cotangents, backward=True)
             _, routers, vjp_sum = forward
             value = jnp.asarray(output.loss.total if vjp_sum is None else vjp_sum)
@@ -243,6 +244,14 @@ class Objective:
 
         # Differentiate by float32 copies, so that sums over chunks and tokens are accumulated in float32.
         return jax.grad(total, has_aux=True)(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+
+    def _placed(self, params: Weights) -> Weights:
+        """Parameters, and thereby their gradients, where the mesh has them, whatever layout a kernel reads them in."""
+        mesh, dims = self.student.model.compute.mesh, self.student.dims()
+        if mesh is None or mesh.size == 1:
+            return params
+        own = {path: param_sharding(mesh, path, dims[path], w.shape) for path, w in params.items() if path in dims}
+        return {**params, **jax.lax.with_sharding_constraint({path: params[path] for path in own}, own)}
 
     def router_weight(self, micro: Batch, count: Array) -> Array:
         """Ratio of the weights of loss and router loss, which makes their totals comparable.

@@ -18,8 +18,11 @@ from jaxtyping import Float, Int, Shaped
 
 from posttrain.kernels.platform import row_axes, row_shards
 
-VOCAB_AXES = ("tensor", "fsdp", "expert")
-"""Mesh axes that split V, those of the stored parameters first: resharding a head moves each number at most once."""
+STORAGE_AXES = ("tensor", "fsdp")
+"""Mesh axes that split the stored head: over them it is resharded by an all-to-all."""
+
+VOCAB_AXES = (*STORAGE_AXES, "expert")
+"""Mesh axes that split V in a loss."""
 
 
 class VocabSharding(NamedTuple):
@@ -54,11 +57,11 @@ class VocabSharding(NamedTuple):
     def group_row_shards(self) -> int:
         return row_shards(self.mesh) // self.groups
 
-    def rows(self, x: Shaped[Array, "B *_"]) -> Shaped[Array, "B *_"]:
+    def rows(self, x: Shaped[Array, B * _]) -> Shaped[Array, B * _]:
         """Rows as those of a batch: over all row axes."""
         return self._constrained(x, row_axes(self.mesh))
 
-    def gathered(self, x: Shaped[Array, "B *_"]) -> Shaped[Array, "B *_"]:
+    def gathered(self, x: Shaped[Array, B * _]) -> Shaped[Array, B * _]:
         """Rows of a group on all of its devices."""
         # Without the first constraint a whole row would be gathered for a slice of it.
         return self._constrained(self.rows(x), self.group_axes)
@@ -70,12 +73,13 @@ class VocabSharding(NamedTuple):
         """A parameter of the head with its vocabulary dimension split."""
         if not self.splits or vocab_dim is None:
             return self._constrained(x)
-        # Whole parts, or XLA would replicate the parameter in order to reshard it.
+        # In whole parts and one step after the other, or XLA would replicate the parameter in order to reshard it.
         missing = -x.shape[vocab_dim] % self.shards
-        spec = tuple(self.axes if dim == vocab_dim else None for dim in range(x.ndim))
         padded = jnp.pad(x, [(0, missing if dim == vocab_dim else 0) for dim in range(x.ndim)])
-        whole = jax.lax.slice_in_dim(self._constrained(padded, *spec), 0, x.shape[vocab_dim], axis=vocab_dim)
-        return self._constrained(whole, *spec)
+        for axes in (tuple(axis for axis in self.axes if axis in STORAGE_AXES), self.axes):
+            spec = tuple(axes if dim == vocab_dim else None for dim in range(x.ndim))
+            padded = self._constrained(padded, *spec)
+        return self._constrained(jax.lax.slice_in_dim(padded, 0, x.shape[vocab_dim], axis=vocab_dim), *spec)
 
     def by_group(self, x: Array, vocab_dim: int | None) -> Array:
         """A parameter per group [G, ...]: each device has that of its own group."""
@@ -85,7 +89,8 @@ class VocabSharding(NamedTuple):
     def top_k(self, x: Float[Array, "B C V"], k: int) -> tuple[Float[Array, "B C k"], Int[Array, "B C k"]]:
         """Largest k values and their ids: those of each part of V first, of which only k leave a device."""
         if self.shards == 1:
-            return jax.lax.top_k(x, k)
+            values, ids = jax.lax.top_k(x, k)
+            return values, ids
         size = -(-x.shape[-1] // self.shards)
         padded = jnp.pad(x, ((0, 0), (0, 0), (0, size * self.shards - x.shape[-1])), constant_values=-jnp.inf)
         spec = PartitionSpec(self.group_axes, None, self.axes)
@@ -164,6 +169,10 @@ def head_function(
     `hidden`: shape of a chunk over all rows. A dimension is the vocabulary's if it has its size: a wrong guess would
     cost speed, not exactness.
     """
+    if hidden.shape[0] % sharding.groups:
+        raise ValueError(
+            f"{hidden.shape[0]} rows: the size of {sharding.group_axes}, {sharding.groups}, must divide them"
+        )
     rows = hidden.shape[0] // sharding.groups
     traced = jax.make_jaxpr(logits_of)(jax.ShapeDtypeStruct((rows, *hidden.shape[1:]), hidden.dtype))
     vocab = traced.out_avals[0].shape[-1]
