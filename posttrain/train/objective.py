@@ -158,7 +158,9 @@ class Objective:
             "teacher_weights": batch.teacher_weights if teachers else None,
             "mesh": model.compute.mesh,
         }
-        problem, vjp_sum = (model.logits, hidden, tokens, segments), None
+        # Apart from the embedding's use of a tied table, or that would be in the layout of the head's gradient.
+        head = self.student.bind(self._placed({p: w for p, w in weights.items() if p not in self._projections}))
+        problem, vjp_sum = (head.logits, hidden, tokens, segments), None
         if cotangents is None:
             stats = token_stats(*problem, **options)
         else:

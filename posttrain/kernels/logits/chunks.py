@@ -24,6 +24,9 @@ ACCELERATOR_CHUNK_ELEMENTS = 1 << 26
 MIN_ACCELERATOR_TOKENS = 512
 """Minimum tokens over the rows of a GPU or TPU per chunk for large vocabularies."""
 
+TILE = 16
+"""Rows of a bfloat16 tile of a TPU, which chunks of more tokens are multiples of."""
+
 MAX_GATHERED_TOKENS = 1 << 15
 """Maximum tokens of a chunk over the devices that share the vocabulary: each holds the hidden states of all of them."""
 
@@ -33,14 +36,17 @@ def chunk_length(rows: int, length: int, vocab: int, sharding: VocabSharding = O
 
     At least 1, and at most half a row, so that even a small problem never materializes B x T x V.
     """
+    accelerator = sharding.mesh is not None and platform_of(sharding.mesh) != "cpu"
     elements, minimum = CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
-    if sharding.mesh is not None and platform_of(sharding.mesh) != "cpu":
+    if accelerator:
         elements, minimum = ACCELERATOR_CHUNK_ELEMENTS, MIN_ACCELERATOR_TOKENS
-    part = -(-vocab // sharding.shards)
-    tokens = max(elements // part, minimum * sharding.group_row_shards)
+    tokens = max(elements // -(-vocab // sharding.shards), minimum * sharding.shards)
     if sharding.splits:
         tokens = min(tokens, MAX_GATHERED_TOKENS)
-    return max(1, min(tokens // -(-rows // sharding.groups), (length + 1) // 2))
+    tokens = max(1, tokens // -(-rows // sharding.groups))
+    if accelerator and tokens > TILE:
+        tokens -= tokens % TILE
+    return min(tokens, max(1, (length + 1) // 2))
 
 
 def predicting(segments: Int[Array | HostArray, "B T"], only: Bool[Array, "B T"] | None = None) -> Bool[Array, "B Tc"]:

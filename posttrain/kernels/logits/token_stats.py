@@ -358,7 +358,7 @@ class _Sums(NamedTuple):
         new = head.sharding.rows(gradients[0])
         return _Sums(
             jax.lax.dynamic_update_slice_in_dim(self.hidden, new, chunk.start, axis=1),
-            jax.tree.map(jnp.add, self.parameters, _summed(head, gradients[1])),
+            head.laid_out(jax.tree.map(jnp.add, self.parameters, _summed(head, gradients[1]))),
         )
 
     def parameter_gradients(self, head: HeadFunction, trained: Parameters) -> Parameters:

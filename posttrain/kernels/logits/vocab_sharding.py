@@ -69,20 +69,23 @@ class VocabSharding(NamedTuple):
     def split(self, logits: Float[Array, "B C V"]) -> Float[Array, "B C V"]:
         return self._constrained(logits, self.group_axes, None, self.axes)
 
-    def parameter(self, x: Array, vocab_dim: int | None) -> Array:
-        """A parameter of the head with its vocabulary dimension split."""
+    def resharded(self, x: Array, vocab_dim: int | None) -> Array:
+        """A stored parameter with V split: in whole parts and one step after the other, or XLA would replicate it."""
         if not self.splits or vocab_dim is None:
-            return self._constrained(x)
-        # In whole parts and one step after the other, or XLA would replicate the parameter in order to reshard it.
+            return self.parameter(x, vocab_dim)
         missing = -x.shape[vocab_dim] % self.shards
         padded = jnp.pad(x, [(0, missing if dim == vocab_dim else 0) for dim in range(x.ndim)])
-        for axes in (tuple(axis for axis in self.axes if axis in STORAGE_AXES), self.axes):
-            spec = tuple(axes if dim == vocab_dim else None for dim in range(x.ndim))
-            padded = self._constrained(padded, *spec)
-        return self._constrained(jax.lax.slice_in_dim(padded, 0, x.shape[vocab_dim], axis=vocab_dim), *spec)
+        stored = tuple(axis for axis in self.axes if axis in STORAGE_AXES)
+        padded = self._constrained(padded, *(stored if dim == vocab_dim else None for dim in range(x.ndim)))
+        whole = jax.lax.slice_in_dim(self.parameter(padded, vocab_dim), 0, x.shape[vocab_dim], axis=vocab_dim)
+        return self.parameter(whole, vocab_dim)
+
+    def parameter(self, x: Array, vocab_dim: int | None) -> Array:
+        """A parameter of the head, or its gradient, with V split."""
+        return self._constrained(x, *(self.axes if dim == vocab_dim else None for dim in range(x.ndim)))
 
     def by_group(self, x: Array, vocab_dim: int | None) -> Array:
-        """A parameter per group [G, ...]: each device has that of its own group."""
+        """The same per group [G, ...]: each device has that of its own group."""
         spec = (self.axes if dim == vocab_dim else None for dim in range(x.ndim - 1))
         return self._constrained(x, self.group_axes, *spec)
 
@@ -140,14 +143,14 @@ class HeadFunction(NamedTuple):
     def over_groups(self, gradients: Parameters) -> Parameters:
         """Gradients summed over the groups: the only collective whose operand has the size of the head."""
         if self.sharding.groups == 1:
-            return gradients
+            return self.laid_out(gradients)
         totals = [None if x is None else jnp.sum(x, axis=0) for x in gradients]
         return [
             None if x is None else self.sharding.parameter(x, n) for x, n in zip(totals, self.vocab_dims, strict=True)
         ]
 
     def logits(
-        self, hidden: Float[Array, "B C D"], parameters: Sequence[Array], by_group: Sequence[bool] | None = None
+        self, hidden: Float[Array, "B C D"], parameters: Sequence[Any], by_group: Sequence[bool] | None = None
     ) -> Float[Array, "B C V"]:
         """float32 logits of gathered hidden states. `by_group`: parameters that are given per group [G, ...]."""
         groups = self.sharding.groups
@@ -182,5 +185,5 @@ def head_function(
         return logits
 
     dims = tuple(max((n for n, size in enumerate(x.shape) if size == vocab), default=None) for x in traced.consts)
-    parameters = tuple(sharding.parameter(x, n) for x, n in zip(traced.consts, dims, strict=True))
+    parameters = tuple(sharding.resharded(x, n) for x, n in zip(traced.consts, dims, strict=True))
     return HeadFunction(function, dims, sharding), parameters

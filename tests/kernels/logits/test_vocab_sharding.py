@@ -109,13 +109,16 @@ def statistics(kind: str, arrays: dict[str, Any], hidden: Any, head: Any, mesh: 
 def on_mesh(arrays: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     """Arrays where a trainer has them."""
     heads = {"head", "teacher_head"}
-    tensor = mesh.shape["tensor"]
 
     def place(name: str, x: np.ndarray) -> Any:
-        spec = PartitionSpec("fsdp", None if x.shape[1] % tensor else "tensor") if name in heads else BATCH_SPEC
-        return jax.device_put(x, NamedSharding(mesh, spec))
+        return jax.device_put(x, stored(mesh, x.shape) if name in heads else NamedSharding(mesh, BATCH_SPEC))
 
     return {name: place(name, x) for name, x in arrays.items()}
+
+
+def stored(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
+    """Layout of a head in a trainer; a vocabulary that `tensor` does not divide is whole."""
+    return NamedSharding(mesh, PartitionSpec("fsdp", None if shape[1] % mesh.shape["tensor"] else "tensor"))
 
 
 def program(kind: str, mesh: Mesh | None, arguments: tuple[int, ...] = (0, 1)) -> Any:
@@ -123,6 +126,8 @@ def program(kind: str, mesh: Mesh | None, arguments: tuple[int, ...] = (0, 1)) -
 
     def run(arrays: dict[str, Any]) -> list[Any]:
         def loss(hidden: jax.Array, head: jax.Array, pulled: bool) -> Any:
+            if mesh is not None:
+                head = jax.lax.with_sharding_constraint(head, stored(mesh, head.shape))
             return statistics(kind, arrays, hidden, head, mesh, pulled)
 
         gradient = jax.value_and_grad(loss, arguments, has_aux=True)
