@@ -16,13 +16,13 @@ CHUNK_ELEMENTS = 1 << 20
 """Maximum logits of a CPU alive at once: 4 MiB in float32. Value and gradient hold about four such arrays."""
 
 MIN_CHUNK_TOKENS = 128
-"""Minimum tokens over the rows of a CPU per chunk for large vocabularies: with fewer, reading the head dominates."""
+"""Minimum tokens per chunk of a CPU for large vocabularies: with fewer, reading the head dominates."""
 
 ACCELERATOR_CHUNK_ELEMENTS = 1 << 26
 """Maximum logits of a GPU or TPU alive at once: 256 MiB in float32."""
 
 MIN_ACCELERATOR_TOKENS = 512
-"""Minimum tokens over the rows of a GPU or TPU per chunk for large vocabularies."""
+"""The same of a GPU or TPU. Devices that split the vocabulary take as many times more tokens at once."""
 
 TILE = 16
 """Rows of a bfloat16 tile of a TPU, which chunks of more tokens are multiples of."""

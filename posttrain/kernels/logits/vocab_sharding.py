@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int, Shaped
 
-from posttrain.kernels.platform import row_axes, row_shards
+from posttrain.kernels.platform import row_axes
 
 STORAGE_AXES = ("tensor", "fsdp")
 """Mesh axes that split the stored head: over them it is resharded by an all-to-all."""
@@ -53,15 +53,11 @@ class VocabSharding(NamedTuple):
         """Number of groups of rows that share all parts of the vocabulary."""
         return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in self.group_axes)
 
-    @property
-    def group_row_shards(self) -> int:
-        return row_shards(self.mesh) // self.groups
-
-    def rows(self, x: Shaped[Array, B * _]) -> Shaped[Array, B * _]:
+    def rows(self, x: Shaped[Array, "B ..."]) -> Shaped[Array, "B ..."]:
         """Rows as those of a batch: over all row axes."""
         return self._constrained(x, row_axes(self.mesh))
 
-    def gathered(self, x: Shaped[Array, B * _]) -> Shaped[Array, B * _]:
+    def gathered(self, x: Shaped[Array, "B ..."]) -> Shaped[Array, "B ..."]:
         """Rows of a group on all of its devices."""
         # Without the first constraint a whole row would be gathered for a slice of it.
         return self._constrained(self.rows(x), self.group_axes)
@@ -115,7 +111,6 @@ class VocabSharding(NamedTuple):
 
 
 ONE_DEVICE = VocabSharding(None)
-
 
 Parameters = list[Array | None]
 """Parameters of a head, or their gradients, by position; None where another list has it."""

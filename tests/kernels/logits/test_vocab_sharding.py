@@ -18,10 +18,11 @@ from posttrain.batch import NO_ID, TopK
 from posttrain.config import LoRA, MeshSection
 from posttrain.kernels.logits import chunks as module
 from posttrain.kernels.logits.chunk_stats import Terms
+from posttrain.kernels.logits.chunks import chunk_length
 from posttrain.kernels.logits.divergence import Divergence
 from posttrain.kernels.logits.token_stats import Teacher, stats_vjp, token_stats
 from posttrain.kernels.logits.top_k import top_k
-from posttrain.kernels.logits.vocab_sharding import VocabSharding
+from posttrain.kernels.logits.vocab_sharding import VocabSharding, head_function
 from posttrain.mesh import BATCH_SPEC, make_mesh, param_sharding
 from posttrain.models.decoder import Decoder
 from posttrain.models.quant import Quantized, quantized
@@ -44,6 +45,13 @@ TERMS = {
     "ids": Terms(divergence=DIVERGENCE),
     "groups": Terms(divergence=Divergence(beta=0.5, temperature=1.0), unshared=bytes([0b10101010] * 6)),
 }
+CASES = [
+    pytest.param(
+        name, kind, marks=() if name in ("fsdp", "tensor") or kind in ("own", "groups") else pytest.mark.thorough
+    )
+    for name in MESHES
+    for kind in TERMS
+]
 COTANGENTS = {"own": ("logps", "entropy", "mean_logps"), "live": ("divergence", "logps"), "ids": ("divergence",)}
 
 
@@ -155,8 +163,7 @@ def assert_same(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", TERMS)
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_eight_devices_give_the_statistics_and_gradients_of_one(name: str, kind: str) -> None:
     section, vocab = MESHES[name]
     mesh = make_mesh(section)
@@ -255,8 +262,7 @@ def collectives(hlo: str) -> Iterator[tuple[bool, list[list[int]]]]:
             )
 
 
-@pytest.mark.parametrize("kind", TERMS)
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_no_collective_of_the_vocabularys_size_in_a_loop(name: str, kind: str) -> None:
     """Nor a whole gradient of the head on a device of a mesh that splits it."""
     vocab = 2048
@@ -269,3 +275,28 @@ def test_no_collective_of_the_vocabularys_size_in_a_loop(name: str, kind: str) -
     assert in_loops
     assert max(max(sizes, default=1) for sizes in in_loops) < vocab // shards
     assert not re.search(rf"f32\[(?:1,)?{DIM},{vocab}\]", hlo)
+
+
+@pytest.mark.parametrize(
+    ("section", "rows", "vocab", "expected"),
+    [
+        (MeshSection(fsdp=8), 8, 151936, 512),
+        (MeshSection(fsdp=8), 64, 151936, 64),
+        (MeshSection(data=2, fsdp=1, tensor=4), 8, 151936, 512),
+        (MeshSection(data=8, fsdp=1), 8, 151936, 512),
+        (MeshSection(fsdp=4, expert=2), 8, 65536, 1024),
+        (MeshSection(fsdp=8), 8, 1024, 2048),
+    ],
+)
+def test_chunks_of_accelerators(
+    monkeypatch: pytest.MonkeyPatch, section: MeshSection, rows: int, vocab: int, expected: int
+) -> None:
+    """By tokens of a device, at least 512 of a device that has rows, whatever the number of devices is."""
+    monkeypatch.setattr(module, "platform_of", lambda mesh: "tpu")
+    assert chunk_length(rows, 4096, vocab, VocabSharding(make_mesh(section))) == expected
+
+
+def test_rows_that_the_groups_do_not_divide() -> None:
+    sharding = VocabSharding(make_mesh(MeshSection(data=2, fsdp=4)))
+    with pytest.raises(ValueError, match="3 rows: the size of .'data',., 2, must divide them"):
+        head_function(lambda x: x, jax.ShapeDtypeStruct((3, 2, 5), jnp.float32), sharding)
