@@ -179,6 +179,7 @@ def head_function(
         (logits,) = jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, parameters))(x)
         return logits
 
-    dims = tuple(max((n for n, size in enumerate(x.shape) if size == vocab), default=None) for x in traced.consts)
-    parameters = tuple(sharding.resharded(x, n) for x, n in zip(traced.consts, dims, strict=True))
+    arrays = [x if isinstance(x, Array) else jnp.asarray(x) for x in traced.consts]
+    dims = tuple(max((n for n, size in enumerate(x.shape) if size == vocab), default=None) for x in arrays)
+    parameters = tuple(sharding.resharded(x, n) for x, n in zip(arrays, dims, strict=True))
     return HeadFunction(function, dims, sharding), parameters
