@@ -30,6 +30,7 @@ from posttrain.losses.reduce import sequence_sums, to_tokens
 from posttrain.losses.router import RouterLoss, router_means, weight_of
 from posttrain.mesh import param_sharding
 from posttrain.models.adapter import drop, has_dropout
+from posttrain.models.decoder import Decoder
 from posttrain.models.taps import Features
 from posttrain.train.accumulate import CotangentLoss, flatten_micro, num_micro, stack_over, sum_over
 from posttrain.train.layer_matching import Matching
@@ -158,8 +159,7 @@ class Objective:
             "teacher_weights": batch.teacher_weights if teachers else None,
             "mesh": model.compute.mesh,
         }
-        # Apart from the embedding's use of a tied table, or that would be in the layout of the head's gradient.
-        head = self.student.bind(self._placed({p: w for p, w in weights.items() if p not in self._projections}))
+        head = self._head(model, weights)
         problem, vjp_sum = (head.logits, hidden, tokens, segments), None
         if cotangents is None:
             stats = token_stats(*problem, **options)
@@ -247,10 +247,21 @@ class Objective:
         # Differentiate by float32 copies, so that sums over chunks and tokens are accumulated in float32.
         return jax.grad(total, has_aux=True)(jax.tree.map(lambda p: p.astype(jnp.float32), params))
 
+    def _head(self, model: Decoder, weights: Weights) -> Decoder:
+        """Model for its logits: on a mesh apart from the embedding's use of a tied table, which otherwise would be laid
+        out as the head's gradient is."""
+        placed = self._placed({path: w for path, w in weights.items() if path not in self._projections})
+        return self.student.bind(placed) if self._on_mesh else model
+
+    @property
+    def _on_mesh(self) -> bool:
+        mesh = self.student.model.compute.mesh
+        return mesh is not None and mesh.size > 1
+
     def _placed(self, params: Weights) -> Weights:
         """Parameters, and thereby their gradients, where the mesh has them, whatever layout a kernel reads them in."""
         mesh, dims = self.student.model.compute.mesh, self.student.dims()
-        if mesh is None or mesh.size == 1:
+        if mesh is None or not self._on_mesh:
             return params
         own = {path: param_sharding(mesh, path, dims[path], w.shape) for path, w in params.items() if path in dims}
         return {**params, **jax.lax.with_sharding_constraint({path: params[path] for path in own}, own)}
