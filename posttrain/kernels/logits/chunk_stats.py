@@ -85,7 +85,7 @@ def _span_terms(logits: Float[Array, "B C V"], chunk: Chunk, terms: Terms) -> St
 
 
 def _divergence(logits: Float[Array, "B C V"], chunk: Chunk, kind: Divergence) -> Float[Array, "B C"]:
-    return _teacher_sum(chunk, lambda teacher: divergence(logits, teacher, kind))
+    return _teacher_sum(chunk, lambda teacher: divergence(logits, teacher, kind, chunk.sharding))
 
 
 def _teacher_sum(chunk: Chunk, function: Callable[[Any], Float[Array, "B C"]]) -> Float[Array, "B C"]:
@@ -116,7 +116,7 @@ def chunk_gradient(
     if "divergence" in cotangents:
         assert terms.divergence is not None
         for teacher, weight in chunk.teachers:
-            gradient = divergence_gradient(logits, teacher, terms.divergence)
+            gradient = divergence_gradient(logits, teacher, terms.divergence, chunk.sharding)
             grad += (weight * cotangents["divergence"])[..., None] * gradient
     return jnp.broadcast_to(grad, logits.shape)
 

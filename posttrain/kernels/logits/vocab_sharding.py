@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int, Shaped
 
+from posttrain.kernels.logits.softmax import NO_LOGIT
 from posttrain.kernels.platform import row_axes
 
 STORAGE_AXES = ("tensor", "fsdp")
@@ -104,6 +106,38 @@ class VocabSharding(NamedTuple):
         values, places = jax.lax.top_k(values, k)
         return values, jnp.take_along_axis(ids, places, axis=-1)
 
+    def resized(self, logits: Float[Array, "B C W"], vocab_size: int) -> Float[Array, "B C V"]:
+        """Logits cut or padded with impossible ids to another vocabulary, whose parts begin at other ids.
+
+        Each device gets the few ids that its neighbour has of its own part. XLA alone would gather the logits.
+        """
+        size, wanted = (-(-width // self.shards) for width in (logits.shape[-1], vocab_size))
+        halo = (self.shards - 1) * (size - wanted) if wanted < size else self.shards * (wanted - size)
+        if not 0 < halo <= size:
+            return _cut_or_padded(logits, vocab_size)
+        assert self.mesh is not None
+        spec = PartitionSpec(self.group_axes, None, self.axes)
+        # `ppermute` counts devices in the order of the mesh.
+        ordered = tuple(axis for axis in self.mesh.axis_names if axis in self.axes)
+        devices = np.arange(self.shards).reshape([self.mesh.shape[axis] for axis in ordered])
+        devices = devices.transpose([ordered.index(axis) for axis in self.axes]).ravel()
+        neighbours = tuple(zip(devices.tolist(), np.roll(devices, -1).tolist(), strict=True))
+
+        def local(part: Float[Array, "b C S"]) -> Float[Array, "b C R"]:
+            index = jax.lax.axis_index(self.axes)
+            if wanted < size:
+                before = jax.lax.ppermute(part[..., -halo:], ordered, neighbours)
+                start, joined = halo - index * (size - wanted), (before, part)
+            else:
+                after = jax.lax.ppermute(part[..., :halo], ordered, tuple((to, one) for one, to in neighbours))
+                after = jnp.where(index == self.shards - 1, NO_LOGIT, after)
+                start, joined = index * (wanted - size), (part, after)
+            return jax.lax.dynamic_slice_in_dim(jnp.concatenate(joined, axis=-1), start, wanted, axis=2)
+
+        padded = _cut_or_padded(logits, size * self.shards)
+        parts = jax.shard_map(local, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(padded)
+        return _cut_or_padded(parts, vocab_size)
+
     def _constrained(self, x: Array, *spec: str | tuple[str, ...] | None) -> Array:
         if self.mesh is None or not self.splits:
             return x
@@ -111,6 +145,13 @@ class VocabSharding(NamedTuple):
 
 
 ONE_DEVICE = VocabSharding(None)
+
+
+def _cut_or_padded(logits: Float[Array, "B C W"], vocab_size: int) -> Float[Array, "B C V"]:
+    cut = logits[..., :vocab_size]
+    missing = vocab_size - cut.shape[-1]
+    return jnp.pad(cut, ((0, 0), (0, 0), (0, missing)), constant_values=NO_LOGIT) if missing else cut
+
 
 Parameters = list[Array | None]
 """Parameters of a head, or their gradients, by position; None where another list has it."""

@@ -20,6 +20,7 @@ from posttrain.kernels.logits import chunks as module
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.chunks import chunk_length
 from posttrain.kernels.logits.divergence import Divergence
+from posttrain.kernels.logits.softmax import NO_LOGIT
 from posttrain.kernels.logits.token_stats import Teacher, stats_vjp, token_stats
 from posttrain.kernels.logits.top_k import top_k
 from posttrain.kernels.logits.vocab_sharding import VocabSharding, head_function
@@ -190,6 +191,19 @@ def test_best_ids(name: str) -> None:
     found, expected = ids(on_mesh(arrays, mesh), mesh), ids(arrays, None)
     np.testing.assert_array_equal(found.ids, expected.ids)
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize("name", ["both", "expert"])
+def test_another_vocabulary(name: str) -> None:
+    """Ids of a teacher with more or fewer are on the student's devices; those that it lacks are impossible."""
+    sharding = VocabSharding(make_mesh(MESHES[name][0]))
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(8, 2, 60)), jnp.float32)
+    for width, vocab in ((50, 48), (60, 56), (46, 51), (56, 60), (51, 48), (48, 51), (48, 48), (20, 48)):
+        given = logits[..., :width]
+        found = jax.jit(lambda x, vocab=vocab: sharding.resized(sharding.split(x), vocab))(given)
+        np.testing.assert_array_equal(found[..., :width], given[..., :vocab])
+        assert (np.asarray(found[..., width:]) == NO_LOGIT).all()
+        assert found.shape[-1] == vocab
 
 
 def quantized_head(model: Decoder) -> None:
