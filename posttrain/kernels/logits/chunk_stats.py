@@ -53,7 +53,7 @@ class Chunk(NamedTuple):
 
 
 def chunk_stats(logits: Float[Array, "B C V"], chunk: Chunk, temperature: float, terms: Terms) -> Stats:
-    own, chosen = Softmax.of(logits, temperature), jnp.take_along_axis(logits, chunk.targets[..., None], axis=-1)
+    own, chosen = Softmax.of(logits, temperature), chunk.sharding.chosen(logits, chunk.targets)
     relative, log_norm, norm = own.centred / temperature, own.log_norm[..., 0], own.norm[..., 0]
     stats = {
         "logps": own.log_of(chosen)[..., 0],
@@ -74,7 +74,9 @@ def chunk_stats(logits: Float[Array, "B C V"], chunk: Chunk, temperature: float,
         stats["divergence"] = _divergence(logits, chunk, terms.divergence)
         same = terms.divergence == FORWARD_KL
         stats["teacher_kl"] = stats["divergence"] if same else _divergence(logits, chunk, FORWARD_KL)
-        stats["teacher_logps"] = _teacher_sum(chunk, lambda teacher: token_logps(teacher, chunk.targets))
+        stats["teacher_logps"] = _teacher_sum(
+            chunk, lambda teacher: token_logps(teacher, chunk.targets, chunk.sharding)
+        )
     return stats
 
 

@@ -90,12 +90,13 @@ def divergence_gradient(
     return jnp.where(logits > NO_LOGIT, gradient / kind.temperature, 0.0)
 
 
-def token_logps(teacher: Float[Array, "B C W"] | TopK, targets: Int[Array, "B C"]) -> Float[Array, "B C"]:
+def token_logps(
+    teacher: Float[Array, "B C W"] | TopK, targets: Int[Array, "B C"], sharding: VocabSharding = ONE_DEVICE
+) -> Float[Array, "B C"]:
     """Teacher log-probability of the target tokens at temperature 1."""
     if isinstance(teacher, TopK):
         return jnp.asarray(teacher.token_logps)
-    chosen = jnp.take_along_axis(teacher, targets[..., None], axis=-1)
-    return Softmax.of(teacher, 1.0).log_of(chosen)[..., 0]
+    return Softmax.of(teacher, 1.0).log_of(sharding.chosen(teacher, targets))[..., 0]
 
 
 def _kl(p: Softmax, q: Softmax) -> Float[Array, "B C"]:

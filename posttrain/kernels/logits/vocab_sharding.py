@@ -87,6 +87,13 @@ class VocabSharding(NamedTuple):
         spec = (self.axes if dim == vocab_dim else None for dim in range(x.ndim - 1))
         return self._constrained(x, self.group_axes, *spec)
 
+    def chosen(self, x: Float[Array, "B C V"], ids: Int[Array, "B C"]) -> Float[Array, "B C 1"]:
+        """Values of one id each; on a mesh by a sum, because XLA would gather x if its parts are not equal."""
+        if not self.splits:
+            return jnp.take_along_axis(x, ids[..., None], axis=-1)
+        at = ids[..., None] == jax.lax.broadcasted_iota(ids.dtype, x.shape, 2)
+        return jnp.sum(jnp.where(at, x, 0.0), axis=-1, keepdims=True)
+
     def top_k(self, x: Float[Array, "B C V"], k: int) -> tuple[Float[Array, "B C k"], Int[Array, "B C k"]]:
         """Largest k values and their ids: those of each part of V first, of which only k leave a device."""
         if self.shards == 1:
