@@ -71,7 +71,7 @@ class StoredKeys(NamedTuple):
 class StoredPages(NamedTuple):
     """Arguments of ragged paged attention."""
 
-    pages: Float[Array, "R D P S K2 H"]
+    pages: Float[Array, "R D P *page"]
     repeat: Int[Array, ""]
     table: Int[Array, "D n W"]
     lengths: Int[Array, "D n"]

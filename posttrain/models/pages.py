@@ -16,10 +16,10 @@ class PagedCache:
     """Paged variant of `KVCache`: a pool of R repeats x D lanes x P pages shared by the rows of each lane.
 
     Separate: keys and values [R, D, P, page, K, H]. Combined (`together`): [R, D, P, page, 2 K, H] in `keys`, the key
-    and value of a head interleaved, as ragged paged attention reads them.
+    and value of a head interleaved, as ragged paged attention reads them; or [R, D, P, K, page, 2, H], heads apart.
     """
 
-    keys: tuple[Float[Array, "_R D P S _K _H"] | None, ...]
+    keys: tuple[Float[Array, "_R D P *_page"] | None, ...]
     values: tuple[Float[Array, "_R D P S _K _H"] | None, ...]
     table: Int[Array, "D n W"]
     """Page table of each row, from its start."""
@@ -33,7 +33,7 @@ class PagedCache:
 
     @property
     def page(self) -> int:
-        return next(keys for keys in self.keys if keys is not None).shape[3]
+        return next(keys for keys in self.keys if keys is not None).shape[-3]
 
     @property
     def width(self) -> int:
@@ -67,7 +67,7 @@ class PagedCache:
         array = stored[slot]
         assert array is not None
         lanes, rows, _ = self.targets.shape
-        pages, size, head_dim = array.shape[2], self.page, array.shape[5]
+        pages, size, head_dim = array.shape[2], self.page, array.shape[-1]
         places = positions.reshape(lanes, rows, -1)
         index = places // size - self.first[:, :, None]
         targets = jnp.take_along_axis(self.targets, index, axis=2, mode="fill", fill_value=pages)
@@ -75,6 +75,9 @@ class PagedCache:
         padded = jnp.pad(new.swapaxes(1, 2), [(0, 0)] * 3 + [(0, head_dim - new.shape[3])])
 
         def lane(array: Array, new: Array, targets: Array, offsets: Array) -> Array:
+            if array.ndim == 6:  # heads apart
+                new = new.reshape(*new.shape[:2], -1, 2, head_dim)
+                return array.at[repeat, targets, :, offsets].set(new.astype(array.dtype), mode="drop")
             return array.at[repeat, targets, offsets].set(new.astype(array.dtype), mode="drop")
 
         # Lane by lane: with lane numbers among the indices, XLA would gather all lanes on every device.

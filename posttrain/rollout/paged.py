@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Float, Int
 
 from posttrain.config import ROW_AXES, DecodeAttention
 from posttrain.errors import ConfigError
-from posttrain.kernels.attention import padded_head, ragged_refusal
-from posttrain.kernels.platform import head_shards, platform_of
+from posttrain.kernels.attention import heads_apart, padded_head, ragged_refusal
+from posttrain.kernels.platform import platform_of
 from posttrain.mesh import row_shards
 from posttrain.models.cache import KVCache, empty_cache
 from posttrain.models.config import AttentionConfig, Compute, ModelConfig
@@ -33,13 +33,13 @@ blocks at every token. `ragged`: in place, by the TPU kernel."""
 class Pool:
     """P blocks of keys and values in each of D lanes: [R, D, P, *block]. For `rows` a block is what `KVCache` has of a
     row, with its order of dimensions; for `gather` it is [BLOCK, K, H]; for `ragged` `keys` holds both, [BLOCK, 2 K, H]
-    with heads padded. A lane is a shard of the data axes: its rows use its blocks only, so that decoding needs no
-    communication between lanes.
+    with heads padded, or [K, BLOCK, 2, H] with heads apart. A lane is a shard of the data axes: its rows use its blocks
+    only, so that decoding needs no communication between lanes.
 
     Other fields as in `KVCache`.
     """
 
-    keys: tuple[Float[Array, "_R D P _1 _2 _H"] | None, ...]
+    keys: tuple[Float[Array, "_R D P *_block"] | None, ...]
     values: tuple[Float[Array, "_R D P _1 _2 _H"] | None, ...]
     layout: Layout = static()
     head_dims: tuple[int | None, ...] = static()
@@ -84,7 +84,10 @@ class Pool:
                 split = rows.reshape(*rows.shape[:axis], -1, BLOCK, *rows.shape[axis + 1 :])
                 places = jnp.minimum(indices, split.shape[axis] - 1)
                 take = jax.vmap(lambda row, places: jnp.take(row, places, axis=axis - 1), in_axes=(1, 0), out_axes=1)
-                return blocks.at[:, targets].set(self._blocks(take(split, places), last=last), mode="drop")
+                new = self._blocks(take(split, places), last=last)
+                if blocks.ndim == 6:  # heads apart
+                    new = new.reshape(*new.shape[:4], -1, 2, new.shape[-1]).swapaxes(3, 4)
+                return blocks.at[:, targets].set(new, mode="drop")
 
             new = new.reshape(new.shape[0], lanes, per_lane, *new.shape[2:])
             return jax.vmap(lane, in_axes=(1, 1, 0, 0), out_axes=1)(stored, new, indices, targets)
@@ -110,13 +113,11 @@ class Pool:
         table = jax.vmap(jax.vmap(lambda row, places, new: row.at[places].set(new, mode="drop")))(
             context, places, targets
         )
+        # A row writes on in a block of its own, whose beginning others may share.
         shared = jnp.take_along_axis(context, first[:, :, None], axis=2)[:, :, 0]
 
         def copied(stored: Array) -> Array:
-            """A row writes on in a block of its own, whose beginning others may share."""
-            return jax.vmap(lambda blocks, old, new: blocks.at[:, new].set(blocks[:, old], mode="drop"), (1, 0, 0), 1)(
-                stored, shared, targets[:, :, 0]
-            )
+            return self._copied(stored, shared, targets[:, :, 0], mesh)
 
         return PagedCache(
             keys=jax.tree.map(copied, self.keys),
@@ -128,14 +129,39 @@ class Pool:
             mesh=mesh,
         )
 
+    def _copied(self, stored: Array, old: Int[Array, "D n"], new: Int[Array, "D n"], mesh: Mesh | None) -> Array:
+        """Copy blocks `old` to `new` where these are others and in range, one by one: a scatter has XLA:TPU lay out the
+        whole pool anew, and back."""
+
+        def lane(stored: Array, old: Int[Array, "1 n"], new: Int[Array, "1 n"]) -> Array:
+            differ = (old[0] != new[0]) & (new[0] < stored.shape[2])
+            order = jnp.argsort(~differ)
+            size = (stored.shape[0], 1, 1, *stored.shape[3:])
+
+            def copy(index: Array, stored: Array) -> Array:
+                row = order[index]
+                block = jax.lax.dynamic_slice(stored, _start(old[0, row], stored), size)
+                return jax.lax.dynamic_update_slice(stored, block, _start(new[0, row], stored))
+
+            return jax.lax.fori_loop(0, jnp.sum(differ), copy, stored)
+
+        if mesh is None:
+            return lane(stored, old, new)
+        spec = _pool_spec(stored.shape, mesh, self.layout)
+        by_lane = PartitionSpec(ROW_AXES)
+        split = jax.shard_map(lane, mesh=mesh, in_specs=(spec, by_lane, by_lane), out_specs=spec, check_vma=False)
+        return split(stored, old, new)
+
     def closed(self, cache: KVCache | PagedCache, first: Int[Array, "D n"], targets: Int[Array, "D n M"]) -> Pool:
         """After decoding on what `opened` returned."""
         if isinstance(cache, KVCache):
             return self.scatter(cache, first, targets)
         return replace(self, keys=cache.keys, values=cache.values)
 
-    def _rows(self, blocks: Float[Array, "R n W _1 _2 _3"], *, last: bool) -> Float[Array, "R n K _4 _5"]:
+    def _rows(self, blocks: Float[Array, "R n W *_block"], *, last: bool) -> Float[Array, "R n K _4 _5"]:
         """Blocks side by side: [K, S, H], or with positions `last` [K, H, S]."""
+        if blocks.ndim == 7:
+            blocks = blocks.swapaxes(3, 4).reshape(*blocks.shape[:3], blocks.shape[4], -1, blocks.shape[-1])
         repeats, rows, _, *block = blocks.shape
         if self.layout != "rows":
             joined = blocks.reshape(repeats, rows, -1, *block[1:])
@@ -164,9 +190,13 @@ def _apart(
     return keys.swapaxes(3, 4), values
 
 
+def _start(block: Int[Array, ""], stored: Array) -> tuple[Array | int, ...]:
+    return (0, 0, block, *[0] * (stored.ndim - 3))
+
+
 def choose_layout(wanted: DecodeAttention, config: ModelConfig, compute: Compute, mesh: Mesh | None) -> Layout:
     """The fastest that serves the model on the platform, or the one that was asked for: ConfigError if it cannot."""
-    refusal = refusal_of_ragged(config, compute.dtype, head_shards(mesh))
+    refusal = refusal_of_ragged(config, compute.dtype)
     if wanted == "ragged" and refusal is not None:
         raise ConfigError(f"model.decode_attention: 'ragged' {refusal}; use auto, rows or gather")
     if wanted != "auto":
@@ -177,7 +207,7 @@ def choose_layout(wanted: DecodeAttention, config: ModelConfig, compute: Compute
     return "ragged" if platform == "tpu" and refusal is None else "gather"
 
 
-def refusal_of_ragged(config: ModelConfig, dtype: np.dtype, head_shards: int) -> str | None:
+def refusal_of_ragged(config: ModelConfig, dtype: np.dtype) -> str | None:
     """Return why ragged paged attention does not serve the model; None where it does."""
     for block in config.blocks:
         c = block.attention
@@ -185,7 +215,7 @@ def refusal_of_ragged(config: ModelConfig, dtype: np.dtype, head_shards: int) ->
             return f"does not know the latent attention of {config.model_type}"
         if c.sinks or c.keeps is not None or c.reuses is not None:
             return f"knows neither the sinks nor the shared keys of {config.model_type}"
-        if (refusal := ragged_refusal(c.num_kv_heads, dtype.itemsize, head_shards)) is not None:
+        if (refusal := ragged_refusal(c.head_dim, dtype.itemsize)) is not None:
             return refusal
     return None
 
@@ -195,16 +225,19 @@ def empty_pool(
 ) -> Pool:
     """Zeros where the weights are: lanes over the data axes, heads over `tensor` where they divide."""
     like = jax.eval_shape(lambda: empty_cache(config, lanes * blocks, BLOCK, dtype))
+    mesh = placement.mesh if isinstance(placement, NamedSharding) else None
 
     def zeros(rows: jax.ShapeDtypeStruct, head_dim: int) -> Array:
         repeats, heads = rows.shape[0], rows.shape[2]
+        apart = heads_apart(heads, head_dim, rows.dtype.itemsize, 1 if mesh is None else mesh.shape["tensor"])
         block = {
             "rows": rows.shape[2:],
             "gather": (BLOCK, heads, head_dim),
-            "ragged": (BLOCK, 2 * heads, padded_head(head_dim)),
+            "ragged": (heads, BLOCK, 2, padded_head(head_dim)) if apart else (BLOCK, 2 * heads, padded_head(head_dim)),
         }[layout]
-        place = _pool_sharding(placement, heads, dim=3 if layout == "rows" else 4)
-        return jnp.zeros((repeats, lanes, blocks, *block), rows.dtype, device=place)
+        shape = (repeats, lanes, blocks, *block)
+        place = placement if mesh is None else NamedSharding(mesh, _pool_spec(shape, mesh, layout))
+        return jnp.zeros(shape, rows.dtype, device=place)
 
     none = (None,) * len(like.keys)
     head_dims = tuple(None if keys is None else math.prod(keys.shape[3:]) // BLOCK for keys in like.keys)
@@ -221,11 +254,10 @@ def num_lanes(placement: Sharding) -> int:
     return row_shards(placement.mesh) if isinstance(placement, NamedSharding) else 1
 
 
-def _pool_sharding(weights: Sharding, heads: int, *, dim: int) -> Sharding:
-    """`dim`: the one of the heads."""
-    if not isinstance(weights, NamedSharding):
-        return weights
-    spec: list[str | Sequence[str] | None] = [None, ROW_AXES, *[None] * (dim - 1)]
-    if heads % weights.mesh.shape["tensor"] == 0:
-        spec[dim] = "tensor"
-    return NamedSharding(weights.mesh, PartitionSpec(*spec))
+def _pool_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh, layout: Layout) -> PartitionSpec:
+    """Lanes over the data axes, heads over `tensor` where it divides them."""
+    together = layout == "ragged" and len(shape) == 6
+    heads_dim = 3 if layout == "rows" or len(shape) == 7 else 4
+    heads = shape[heads_dim] // (2 if together else 1)
+    spec: list[str | Sequence[str] | None] = [None, ROW_AXES, *[None] * (heads_dim - 2)]
+    return PartitionSpec(*spec, "tensor") if heads % mesh.shape["tensor"] == 0 else PartitionSpec(*spec)
