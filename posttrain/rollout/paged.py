@@ -20,7 +20,7 @@ from posttrain.kernels.platform import platform_of
 from posttrain.mesh import row_shards
 from posttrain.models.cache import KVCache, empty_cache
 from posttrain.models.config import AttentionConfig, Compute, ModelConfig
-from posttrain.models.pages import PagedCache, interleaved
+from posttrain.models.pages import PagedCache, interleaved, page_spec
 from posttrain.rollout.blocks import BLOCK
 from posttrain.tree import pytree, replace, static
 
@@ -255,9 +255,7 @@ def num_lanes(placement: Sharding) -> int:
 
 
 def _pool_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh, layout: Layout) -> PartitionSpec:
-    """Lanes over the data axes, heads over `tensor` where it divides them."""
-    together = layout == "ragged" and len(shape) == 6
-    heads_dim = 3 if layout == "rows" or len(shape) == 7 else 4
-    heads = shape[heads_dim] // (2 if together else 1)
-    spec: list[str | Sequence[str] | None] = [None, ROW_AXES, *[None] * (heads_dim - 2)]
-    return PartitionSpec(*spec, "tensor") if heads % mesh.shape["tensor"] == 0 else PartitionSpec(*spec)
+    if layout != "rows":
+        return page_spec(shape, mesh, together=layout == "ragged")
+    lanes = None, ROW_AXES, None
+    return PartitionSpec(*lanes, "tensor") if shape[3] % mesh.shape["tensor"] == 0 else PartitionSpec(*lanes)

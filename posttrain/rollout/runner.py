@@ -141,7 +141,8 @@ class Runner:
     def _empty_pool(self, loaded: Loaded) -> Pool:
         model = loaded.source.model
         placement = next(iter(loaded.arrays.values())).sharding
-        config, compute, lanes = decoding_config(model.config), model.compute, self.shapes.lanes
+        compute, lanes = model.compute, self.shapes.lanes
+        config = decoding_config(model.config, compute.mesh)
         layout = choose_layout(compute.decode_attention, config, compute, mesh_of(placement))
         return empty_pool(config, compute.dtype, placement, layout=layout, lanes=lanes, blocks=self.blocks)
 
