@@ -42,8 +42,8 @@ def by_rows_and_vocab(logits: Float[Array, "R V"], mesh: Mesh | None) -> Float[A
 
 
 def on_each_shard(function: Callable[..., T], mesh: Mesh | None) -> Callable[..., T]:
-    """Map a function of row-leading arrays over the data shards, without communication; over all devices where they
-    divide the rows.
+    """Map a function of row-leading arrays, logits first, over all devices where these divide the rows, else over the
+    data shards.
 
     Left to itself the compiler would split a row's vocabulary over `tensor`, and a sampler looks at all of it many
     times: exchanging parts of rows for whole rows once is less.
@@ -51,10 +51,11 @@ def on_each_shard(function: Callable[..., T], mesh: Mesh | None) -> Callable[...
     if mesh is None:
         return function
 
-    def split(*arrays: Any) -> T:
-        rows = jax.tree.leaves(arrays)[0].shape[0]
+    def split(first: Array, *rest: Any) -> T:
+        rows = first.shape[0]
         spec = PartitionSpec((*ROW_AXES, "tensor")) if rows % mesh.size == 0 else BATCH_SPEC
         shard: Callable[..., T] = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        return shard(*arrays)
+        # Else the compiler would split the rows like this wherever they come from, in all layers.
+        return by_rows(shard(first, *by_rows(rest, mesh)), mesh)
 
     return split

@@ -163,7 +163,7 @@ def decode(
         ones = jnp.ones((num_rows, 1), jnp.int32)
         hidden, near, routing = model.forward(tokens[:, None], positions[:, None], ones, near)
         logits = by_rows_and_vocab(model.logits(hidden)[:, 0], mesh)
-        drawn = by_rows(draw(logits, positions + 1, rows.sampling, tally), mesh)
+        drawn = draw(logits, positions + 1, rows.sampling, tally)
         new = drawn.tokens
         tally = None if tally is None else tally.count(new, active)
         chunk = DecodedTokens(

@@ -98,8 +98,7 @@ def _lane(
     on_tpu: bool,
 ) -> Float[Array, "n 1 N H"]:
     rows, _, num_heads, head_dim = q.shape
-    repeats, _, count = pages.shape[:3]
-    page = pages.shape[-3:]
+    count, page = pages.shape[2], pages.shape[-3:]
     here, lengths = table[0] + repeat * count, lengths[0]
     padded = jnp.pad(q[:, 0], ((0, 0), (0, 0), (0, page[-1] - head_dim))).astype(pages.dtype)
     if pages.ndim == 7:
