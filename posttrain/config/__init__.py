@@ -13,6 +13,7 @@ from posttrain.config.base import (
     Quantize,
     Remat,
     RolloutQuantize,
+    SamplerTensor,
     Section,
     Text,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "RouterSection",
     "RunConfig",
     "SFTSection",
+    "SamplerTensor",
     "SamplingSection",
     "Section",
     "SequenceSection",

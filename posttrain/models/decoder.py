@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from posttrain.batch import RouterStats
 from posttrain.config import Remat
 from posttrain.kernels.layout import computed_once, unstack_layers
-from posttrain.kernels.platform import platform_of
+from posttrain.kernels.platform import head_shards, platform_of
 from posttrain.models.attention import Attention
 from posttrain.models.cache import KVCache
 from posttrain.models.config import (
@@ -310,17 +310,21 @@ class Decoder(nnx.Module):
         stats, chosen = jax.tree.map(lambda *stages: jnp.concatenate(stages), *routings)
         return hidden, layer_carry.cache, Routing(experts=chosen, stats=stats), features
 
-    def for_decoding(self) -> Decoder:
+    def for_decoding(self, *, fuse: bool = False) -> Decoder:
         """Return a copy for a decoding loop over single tokens; call it outside the loop, under `jit`.
 
         On CPU slices of stacked weights are copies, so they are made once here instead of per token, as are the DoRA
-        gains on all platforms. The cache must be allocated for `decoding_config`.
+        gains on all platforms. `fuse`: also products of one input as one, which accelerators read faster. The cache
+        must be allocated for `decoding_config`.
         """
         config = decoding_config(self.config, self.compute.mesh)
         sliced = nnx.merge(*nnx.split(self))
-        for _, node in nnx.iter_graph(sliced):
+        for _, node in list(nnx.iter_graph(sliced)):
             if isinstance(node, Adaptable):
                 node.fix_gains()
+        for _, node in list(nnx.iter_graph(sliced)) if fuse else ():
+            if isinstance(node, Attention | MLP):
+                node.fuse(head_shards(self.compute.mesh))
         if config is self.config:
             return sliced
         sliced.stages = nnx.List([piece for stage in sliced.stages for piece in stage.split_repeats()])

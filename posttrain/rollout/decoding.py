@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
 from typing import Any, NamedTuple
@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh, NamedSharding, Sharding
 
+from posttrain.mesh import param_sharding
 from posttrain.models.decoder import Decoder
+from posttrain.rollout.placement import Placement
 from posttrain.weights.state import ModelWeights, Weights
 
 
@@ -23,13 +26,15 @@ class Loaded:
     source: ModelWeights
     arrays: Weights
     version: int
+    placement: Placement
     layout: int
     """Number of the layout (structure, shapes, dtypes, devices) that compiled programs depend on."""
 
     @classmethod
-    def of(cls, source: ModelWeights, arrays: Weights, version: int) -> Loaded:
+    def of(cls, source: ModelWeights, arrays: Weights, version: int, placement: Placement) -> Loaded:
         layout = frozenset((path, w.shape, w.dtype, _devices(w)) for path, w in arrays.items())
-        return cls(source=source, arrays=arrays, version=version, layout=_number(nnx.graphdef(source.model), layout))
+        number = _number(nnx.graphdef(source.model), layout, placement)
+        return cls(source=source, arrays=arrays, version=version, placement=placement, layout=number)
 
 
 def _devices(array: Array) -> Hashable:
@@ -48,7 +53,7 @@ def _number(*layout: Hashable) -> int:
 
 
 class Readied(NamedTuple):
-    """The arguments of a program: a model's own arrays, and those that `Decoder.for_decoding` makes of them."""
+    """The arguments of a program: the model's own arrays that serve as they lie, and those made of the others."""
 
     weights: Weights
     made: Sequence[Array]
@@ -56,7 +61,7 @@ class Readied(NamedTuple):
 
 @dataclass(frozen=True)
 class _Recipe:
-    """`Decoder.for_decoding` of all weights of one layout."""
+    """`Decoder.for_decoding` of all weights of one layout, each where the sampler's placement has it."""
 
     compiled: jax.stages.Compiled
     tree: Any
@@ -65,17 +70,28 @@ class _Recipe:
 
     @classmethod
     def of(cls, loaded: Loaded) -> _Recipe:
-        source, found = loaded.source, []  # not `loaded`, whose arrays would live as long as the recipe
+        source, placement = loaded.source, loaded.placement  # not `loaded`, whose arrays would live as long
+        lying = {path: array.sharding for path, array in loaded.arrays.items()}
+        found: list[tuple[Any, list[str | None], list[NamedSharding | None]]] = []
 
         def make(weights: Weights) -> list[Array]:
-            leaves, tree = jax.tree.flatten(nnx.split(source.bind(weights).for_decoding()))
-            own = {id(array): name for name, array in weights.items()}
+            model = _prepared(source.bind(weights), placement)
+            leaves, tree = jax.tree.flatten(nnx.split(model))
+            places = {} if placement.mesh is None else _places(model, placement.mesh)
+            own = {id(w): p for p, w in weights.items() if _lies(lying[p], places.get(id(w)), w.ndim)}
             names = [own.get(id(leaf)) for leaf in leaves]
-            found.append((tree, names))
-            return [leaf for leaf, name in zip(leaves, names, strict=True) if name is None]
+            made = [leaf for leaf, name in zip(leaves, names, strict=True) if name is None]
+            found.append((tree, names, [places.get(id(leaf)) for leaf in made]))
+            return made
 
-        compiled = jax.jit(make).lower(loaded.arrays).compile()
-        return cls(compiled, *found[0])
+        jax.eval_shape(make, loaded.arrays)
+        tree, names, places = found[0]
+        program = jax.jit(make) if placement.mesh is None else jax.jit(make, out_shardings=places)
+        return cls(program.lower(loaded.arrays).compile(), tree, names)
+
+    def readied(self, loaded: Loaded) -> Readied:
+        own = {name: loaded.arrays[name] for name in self.names if name is not None}
+        return Readied(own, self.compiled(loaded.arrays))
 
     def model(self, readied: Readied) -> Decoder:
         made = iter(readied.made)
@@ -83,8 +99,28 @@ class _Recipe:
         return nnx.merge(*jax.tree.unflatten(self.tree, leaves))
 
 
+def _prepared(model: Decoder, placement: Placement) -> Decoder:
+    if placement.mesh is not None and model.compute.mesh is not None:
+        model.compute = replace(model.compute, mesh=placement.mesh)
+    return model.for_decoding(fuse=placement.fuse)
+
+
+def _places(model: Decoder, mesh: Mesh) -> dict[int, NamedSharding]:
+    """Placement of each of the model's arrays, by its identity."""
+    variables = ((path, v) for path, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable))
+    return {
+        id(v.get_value()): param_sharding(mesh, ".".join(map(str, path)), v.get_metadata()["dims"], v.shape)
+        for path, v in variables
+    }
+
+
+def _lies(now: Sharding, wanted: NamedSharding | None, ndim: int) -> bool:
+    return wanted is None or now.is_equivalent_to(wanted, ndim)
+
+
 class DecodingWeights:
-    """Cache of the derived decoding weights until `forget`; on CPU a copy of each layer."""
+    """Cache of the derived decoding weights until `forget`: on CPU a copy of each layer; all that the trainer's layout
+    has elsewhere than the sampler's placement."""
 
     def __init__(self) -> None:
         self._recipes: dict[int, _Recipe] = {}
@@ -94,8 +130,7 @@ class DecodingWeights:
         held = self._held
         if held is None or held[0] is not loaded:
             self._held = None  # makes room for the new
-            made = self._recipe(loaded).compiled(loaded.arrays)
-            self._held = held = loaded, Readied(loaded.arrays, made)
+            self._held = held = loaded, self._recipe(loaded).readied(loaded)
         return held[1]
 
     def model_of(self, loaded: Loaded) -> Callable[[Readied], Decoder]:

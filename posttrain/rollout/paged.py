@@ -249,9 +249,9 @@ def empty_pool(
     )
 
 
-def num_lanes(placement: Sharding) -> int:
+def num_lanes(mesh: Mesh | None) -> int:
     """One for each shard of the data axes."""
-    return row_shards(placement.mesh) if isinstance(placement, NamedSharding) else 1
+    return 1 if mesh is None else row_shards(mesh)
 
 
 def _pool_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh, layout: Layout) -> PartitionSpec:
