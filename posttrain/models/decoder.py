@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,9 @@ SPLIT_LAYERS_ON_CPU = 32
 
 NO_TOKEN = -1e30
 """Logit of an id without a token: probability 0, finite so that its product with the probability is 0."""
+
+FusedPart = Literal["attention", "mlp"]
+FUSIBLE: dict[FusedPart, type[Attention | MLP]] = {"attention": Attention, "mlp": MLP}
 
 BLOCK_INPUT = "block_input"
 """Checkpoint name of each block's input."""
@@ -310,20 +313,21 @@ class Decoder(nnx.Module):
         stats, chosen = jax.tree.map(lambda *stages: jnp.concatenate(stages), *routings)
         return hidden, layer_carry.cache, Routing(experts=chosen, stats=stats), features
 
-    def for_decoding(self, *, fuse: bool = False) -> Decoder:
+    def for_decoding(self, *, fuse: Collection[FusedPart] = ()) -> Decoder:
         """Return a copy for a decoding loop over single tokens; call it outside the loop, under `jit`.
 
         On CPU slices of stacked weights are copies, so they are made once here instead of per token, as are the DoRA
-        gains on all platforms. `fuse`: also products of one input as one, which accelerators read faster. The cache
-        must be allocated for `decoding_config`.
+        gains on all platforms. `fuse`: parts whose products of one input become one, which accelerators read faster.
+        The cache must be allocated for `decoding_config`.
         """
         config = decoding_config(self.config, self.compute.mesh)
         sliced = nnx.merge(*nnx.split(self))
         for _, node in list(nnx.iter_graph(sliced)):
             if isinstance(node, Adaptable):
                 node.fix_gains()
-        for _, node in list(nnx.iter_graph(sliced)) if fuse else ():
-            if isinstance(node, Attention | MLP):
+        fusible = tuple(FUSIBLE[part] for part in fuse)
+        for _, node in list(nnx.iter_graph(sliced)):
+            if isinstance(node, fusible):
                 node.fuse(head_shards(self.compute.mesh))
         if config is self.config:
             return sliced

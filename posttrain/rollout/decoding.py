@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from posttrain.mesh import param_sharding
 from posttrain.models.decoder import Decoder
@@ -81,8 +81,9 @@ class _Recipe:
             own = {id(w): p for p, w in weights.items() if _lies(lying[p], places.get(id(w)), w.ndim)}
             names = [own.get(id(leaf)) for leaf in leaves]
             made = [leaf for leaf, name in zip(leaves, names, strict=True) if name is None]
-            found.append((tree, names, [places.get(id(leaf)) for leaf in made]))
-            return made
+            wanted = [places.get(id(leaf)) for leaf in made]
+            found.append((tree, names, wanted))
+            return [_spread(leaf, place) for leaf, place in zip(made, wanted, strict=True)]
 
         jax.eval_shape(make, loaded.arrays)
         tree, names, places = found[0]
@@ -114,8 +115,23 @@ def _places(model: Decoder, mesh: Mesh) -> dict[int, NamedSharding]:
     }
 
 
+def _spread(array: Array, place: NamedSharding | None) -> Array:
+    """On the way to its place, split over all devices along the dimension that stays split: from there to fewer parts
+    is one gather, where the compiler would bring the whole array together first."""
+    if place is None or "tensor" not in place.spec:
+        return array
+    dim, mesh = place.spec.index("tensor"), place.mesh
+    if array.shape[dim] % (mesh.shape["tensor"] * mesh.shape["data"]):
+        return array
+    parts = PartitionSpec(*place.spec[:dim], ("tensor", "data"), *place.spec[dim + 1 :])
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, parts))
+
+
 def _lies(now: Sharding, wanted: NamedSharding | None, ndim: int) -> bool:
-    return wanted is None or now.is_equivalent_to(wanted, ndim)
+    """Return True for an array that is where it shall be, in the same mesh: a program takes arrays of one."""
+    if wanted is None:
+        return True
+    return isinstance(now, NamedSharding) and now.mesh == wanted.mesh and now.is_equivalent_to(wanted, ndim)
 
 
 class DecodingWeights:

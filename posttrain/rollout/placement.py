@@ -15,6 +15,7 @@ from posttrain.errors import ConfigError
 from posttrain.kernels.platform import platform_of
 from posttrain.mesh import param_sharding
 from posttrain.models.config import ModelConfig
+from posttrain.models.decoder import FusedPart
 from posttrain.rollout.lanes import mesh_of
 from posttrain.weights.state import ModelWeights
 
@@ -28,8 +29,9 @@ class Placement:
 
     mesh: Mesh | None
     """None: one device."""
-    fuse: bool
-    """Compute products of one input as one, see `Decoder.for_decoding`."""
+    fuse: tuple[FusedPart, ...]
+    """On accelerators `attention`, whose projections each dispatch would lay out anew otherwise, and `mlp` where the
+    weights are copied anyway."""
 
 
 def choose_placement(
@@ -42,16 +44,12 @@ def choose_placement(
     trained = mesh_of(next(iter(arrays.values())).sharding)
     on_cpu = platform_of(source.model.compute.mesh if trained is None else trained) == "cpu"
 
-    def fits(mesh: Mesh | None) -> bool:
-        return memory is None or _bytes(source, arrays, mesh) <= memory // SHARE
-
-    def kept() -> Placement:
-        return Placement(trained, not on_cpu and fits(trained))
-
+    kept = Placement(trained, () if on_cpu else ("attention",))
     if trained is None:
         if wanted not in ("auto", "trained", 1):
             raise ConfigError(f"rollout.tensor={wanted}: the model is on one device; use auto")
-        return kept()
+        return kept
+    copied: tuple[FusedPart, ...] = () if on_cpu else ("attention", "mlp")
     if isinstance(wanted, int):
         mesh = _sampling_mesh(trained, wanted)
         if mesh is None:
@@ -60,14 +58,16 @@ def choose_placement(
                 + ", ".join(f"mesh.{axis}={trained.shape[axis]}" for axis in MESH_AXES[1:])
             )
         _bytes(source, arrays, mesh)
-        return kept() if mesh == trained else Placement(mesh, not on_cpu)
+        return kept if mesh == trained else Placement(mesh, copied)
     if wanted == "trained" or trained.shape["fsdp"] == 1:
-        return kept()
+        return kept
     for size in _sizes(trained):
         mesh = _sampling_mesh(trained, size)
-        if size >= trained.shape["tensor"] and _divides(source.model.config, size) and fits(mesh):
-            return Placement(mesh, not on_cpu)
-    return kept()
+        if mesh is None or size < trained.shape["tensor"] or not _divides(source.model.config, size):
+            continue
+        if memory is None or _bytes(source, arrays, mesh) <= memory // SHARE:
+            return Placement(mesh, copied)
+    return kept
 
 
 def _sizes(mesh: Mesh) -> list[int]:
@@ -92,11 +92,10 @@ def _divides(config: ModelConfig, tensor: int) -> bool:
     return all(block.attention.num_kv_heads % tensor == 0 for block in config.blocks)
 
 
-def _bytes(source: ModelWeights, arrays: Mapping[str, Array], mesh: Mesh | None) -> int:
+def _bytes(source: ModelWeights, arrays: Mapping[str, Array], mesh: Mesh) -> int:
     """Bytes of the weights on one device. ConfigError if an axis does not divide its dimension."""
-    placed = {p: param_sharding(mesh, p, dims, shape) for p, dims, shape in source.shapes()} if mesh is not None else {}
-    shapes = {path: placed[path].shard_shape(w.shape) if placed else w.shape for path, w in arrays.items()}
-    return sum(math.prod(shapes[path]) * w.dtype.itemsize for path, w in arrays.items())
+    placed = {path: param_sharding(mesh, path, dims, shape) for path, dims, shape in source.shapes()}
+    return sum(math.prod(placed[path].shard_shape(w.shape)) * w.dtype.itemsize for path, w in arrays.items())
 
 
 def device_memory() -> int | None:

@@ -35,12 +35,12 @@ def examples(runner: Runner) -> list[Prompts | DecodeRows]:
 def lowered(runner: Runner, example: Prompts | DecodeRows) -> str:
     model = tiny_model(num_layers=4, windows=(None, 5), head_dim=128, dtype=jnp.bfloat16)
     source = ModelWeights(model)
-    loaded = Loaded.of(source, source.read(), 0, Placement(None, fuse=True))
+    loaded = Loaded.of(source, source.read(), 0, Placement(None, fuse=("attention",)))
     pool = runner._empty_pool(loaded)
     assert pool.layout == "ragged"
 
     def program(weights: object, pool: object, inputs: object) -> object:
-        bound = source.bind(weights).for_decoding(fuse=True)  # type: ignore[arg-type]
+        bound = source.bind(weights).for_decoding(fuse=("attention",))  # type: ignore[arg-type]
         if isinstance(inputs, Prompts):
             return prefill(bound, pool, inputs, record=False, mesh=None)  # type: ignore[arg-type]
         return decode(bound, pool, inputs, jnp.int32(0), steps=8, record=False, mesh=None)  # type: ignore[arg-type]
