@@ -137,9 +137,9 @@ class FusedLinear(nnx.Module):
         kernels = [layer.kernel for layer in layers]
         dims, first = kernels[0].get_metadata("dims"), kernels[0]
         if isinstance(first, Quantized):
-            codes, scales = ([getattr(k, name)[...] for k in kernels] for name in ("codes", "scales"))
-            together = (self._together(parts) for parts in (codes, scales))
-            self.kernel: Any = Quantized(*together, dims, kind=first.kind, dtype=first.dtype)
+            codes = self._together([kernel.codes[...] for kernel in kernels])
+            scales = self._together([kernel.scales[...] for kernel in kernels])
+            self.kernel: Any = Quantized(codes, scales, dims, kind=first.kind, dtype=first.dtype)
         else:
             self.kernel = nnx.Param(self._together([kernel[...] for kernel in kernels]), dims=dims)
         for layer in layers:

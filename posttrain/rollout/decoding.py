@@ -141,12 +141,15 @@ class DecodingWeights:
     def __init__(self) -> None:
         self._recipes: dict[int, _Recipe] = {}
         self._held: tuple[Loaded, Readied] | None = None
+        self.own_bytes = 0
+        """Bytes on a device of the latest arrays that were made."""
 
     def of(self, loaded: Loaded) -> Readied:
         held = self._held
         if held is None or held[0] is not loaded:
             self._held = None  # makes room for the new
             self._held = held = loaded, self._recipe(loaded).readied(loaded)
+            self.own_bytes = sum(array.addressable_shards[0].data.nbytes for array in held[1].made)
         return held[1]
 
     def model_of(self, loaded: Loaded) -> Callable[[Readied], Decoder]:

@@ -229,7 +229,8 @@ class NativeEngine:
 
     def metrics(self) -> dict[str, float]:
         """Since the last call, but for the number of programs; blocks as a share of all that there are. A late
-        compilation is one while samples waited for it: none after `warm_up`. `copy_mib`: weights of its own."""
+        compilation is one while samples waited for it: none after `warm_up`. `copy_mib`: weights of its own over all
+        devices; `layout_mib`: those that a device holds in another layout while samples run."""
         counts = self._scheduler.take_counts()
         (late, compile_s), programs = self._compilations, self.programs
         self._compilations = programs.num_late, programs.compile_s
@@ -240,6 +241,7 @@ class NativeEngine:
             "rollout/programs": float(len(programs)),
             "rollout/compile_s": programs.compile_s - compile_s,
             "rollout/late_compilations": float(programs.num_late - late),
+            "rollout/layout_mib": programs.layout_bytes / 2**20,
             "rollout/copy_mib": self._copies.own_bytes / 2**20 if self._copies is not None else 0.0,
         }
 

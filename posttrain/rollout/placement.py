@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import FusedPart
 from posttrain.rollout.lanes import mesh_of
 from posttrain.weights.state import ModelWeights
+
+LOGGER = logging.getLogger("posttrain.rollout")
 
 SHARE = 4
 """Part of a device's memory, one over this, that weights made for sampling may take."""
@@ -66,7 +69,13 @@ def choose_placement(
         if mesh is None or size < trained.shape["tensor"] or not _divides(source.model.config, size):
             continue
         if memory is None or _bytes(source, arrays, mesh) <= memory // SHARE:
+            LOGGER.info("rollout: weights are split over %d devices while samples run, from fsdp", size)
             return Placement(mesh, copied)
+    LOGGER.warning(
+        "rollout: no copy of the weights fits 1/%d of a device's memory, so they are gathered from fsdp at every "
+        "token; rollout.tensor makes one all the same",
+        SHARE,
+    )
     return kept
 
 

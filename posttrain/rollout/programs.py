@@ -223,6 +223,11 @@ class Programs:
     def decode(self, loaded: Loaded, pool: Pool, rows: DecodeRows, stop_at: np.int32) -> tuple[Pool, DecodedTokens]:
         return self._program(loaded, pool, rows, stop_at)(self._weights.of(loaded), pool, rows, stop_at)
 
+    @property
+    def layout_bytes(self) -> int:
+        """Bytes that a device holds of weights made for sampling, while samples run."""
+        return self._weights.own_bytes
+
     def rest(self) -> None:
         """No samples run: give up what was made for them."""
         self._weights.forget()
