@@ -229,7 +229,7 @@ class Programs:
         return self._weights.own_bytes
 
     def rest(self) -> None:
-        """No samples run: give up what was made for them."""
+        """Drop the arrays prepared from the weights, while no sample runs."""
         self._weights.forget()
 
     def compile(
