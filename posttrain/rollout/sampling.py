@@ -22,6 +22,9 @@ ONE_BITS = 0x3F800000
 """float32 1.0 as an integer; among non-negative floats the order of the bits is the order of the values."""
 ROUNDS = ONE_BITS.bit_length()
 
+LANES = 128
+"""Numbers side by side in a TPU's vector; XLA:TPU takes very long over a window of more."""
+
 MIN_BLOCK = 16
 """Tokens in the smallest block of a vocabulary; smaller ones would be too many."""
 
@@ -162,15 +165,17 @@ def _row_sums(x: Float[Array, "R V"]) -> Float[Array, " R"]:
 
 
 def _in_blocks(x: Float[Array, "R V"], filler: float) -> tuple[Float[Array, "R Vp"], int]:
-    """Size of blocks, about the square root of V, and rows of whole blocks: padded only where no fair size divides V.
+    """Size of blocks, about the square root of V and at most `LANES`, and rows of whole blocks: padded only where no
+    fair size divides V.
 
     They stay rows: in a reshape to blocks XLA:TPU would lay them out anew.
     """
     vocab = x.shape[1]
-    size = math.gcd(vocab, _root(vocab))
+    most = min(_root(vocab), LANES)
+    size = math.gcd(vocab, most)
     if size >= MIN_BLOCK:
         return x, size
-    size = _root(vocab)
+    size = most
     return jnp.pad(x, ((0, 0), (0, -vocab % size)), constant_values=filler), size
 
 
