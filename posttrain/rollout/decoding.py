@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from posttrain.mesh import param_sharding
+from posttrain.mesh import RULES, param_sharding
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.placement import Placement
 from posttrain.weights.state import ModelWeights, Weights
@@ -71,23 +71,26 @@ class _Recipe:
     @classmethod
     def of(cls, loaded: Loaded) -> _Recipe:
         source, placement = loaded.source, loaded.placement  # not `loaded`, whose arrays would live as long
+        mesh = placement.mesh
         lying = {path: array.sharding for path, array in loaded.arrays.items()}
         found: list[tuple[Any, list[str | None], list[NamedSharding | None]]] = []
 
         def make(weights: Weights) -> list[Array]:
             model = _prepared(source.bind(weights), placement)
             leaves, tree = jax.tree.flatten(nnx.split(model))
-            places = {} if placement.mesh is None else _places(model, placement.mesh)
+            variables = {id(v.get_value()): (path, v.get_metadata()["dims"], v.shape) for path, v in _variables(model)}
+            dims = {key: of for key, (_, of, _) in variables.items()}
+            places = {} if mesh is None else {key: param_sharding(mesh, *of) for key, of in variables.items()}
             own = {id(w): p for p, w in weights.items() if _lies(lying[p], places.get(id(w)), w.ndim)}
             names = [own.get(id(leaf)) for leaf in leaves]
             made = [leaf for leaf, name in zip(leaves, names, strict=True) if name is None]
             wanted = [places.get(id(leaf)) for leaf in made]
             found.append((tree, names, wanted))
-            return [_spread(leaf, place) for leaf, place in zip(made, wanted, strict=True)]
+            return [_moved(leaf, place, dims.get(id(leaf), ())) for leaf, place in zip(made, wanted, strict=True)]
 
         jax.eval_shape(make, loaded.arrays)
         tree, names, places = found[0]
-        program = jax.jit(make) if placement.mesh is None else jax.jit(make, out_shardings=places)
+        program = jax.jit(make) if mesh is None else jax.jit(make, out_shardings=places)
         return cls(program.lower(loaded.arrays).compile(), tree, names)
 
     def readied(self, loaded: Loaded) -> Readied:
@@ -106,25 +109,23 @@ def _prepared(model: Decoder, placement: Placement) -> Decoder:
     return model.for_decoding(fuse=placement.fuse)
 
 
-def _places(model: Decoder, mesh: Mesh) -> dict[int, NamedSharding]:
-    """Placement of each of the model's arrays, by its identity."""
-    variables = ((path, v) for path, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable))
-    return {
-        id(v.get_value()): param_sharding(mesh, ".".join(map(str, path)), v.get_metadata()["dims"], v.shape)
-        for path, v in variables
-    }
+def _variables(model: Decoder) -> Iterator[tuple[str, nnx.Variable[Array]]]:
+    for path, variable in nnx.iter_graph(model):
+        if isinstance(variable, nnx.Variable):
+            yield ".".join(map(str, path)), variable
 
 
-def _spread(array: Array, place: NamedSharding | None) -> Array:
-    """On the way to its place, split over all devices along the dimension that stays split: from there to fewer parts
-    is one gather, where the compiler would bring the whole array together first."""
+def _moved(array: Array, place: NamedSharding | None, dims: tuple[str, ...]) -> Array:
+    """The array in its place, by way of a split over `data` of what `fsdp` split: an exchange along `tensor` and one
+    gather, where the compiler would bring the whole array together first."""
     if place is None or "tensor" not in place.spec:
         return array
-    dim, mesh = place.spec.index("tensor"), place.mesh
-    if array.shape[dim] % (mesh.shape["tensor"] * mesh.shape["data"]):
-        return array
-    parts = PartitionSpec(*place.spec[:dim], ("tensor", "data"), *place.spec[dim + 1 :])
-    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, parts))
+    shards = place.mesh.shape["data"]
+    spec = [
+        "data" if RULES.get(dim) == "fsdp" and size % shards == 0 else axis
+        for dim, size, axis in zip(dims, array.shape, place.spec, strict=True)
+    ]
+    return jax.lax.with_sharding_constraint(array, NamedSharding(place.mesh, PartitionSpec(*spec)))
 
 
 def _lies(now: Sharding, wanted: NamedSharding | None, ndim: int) -> bool:

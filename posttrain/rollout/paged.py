@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
@@ -72,25 +72,30 @@ class Pool:
         """Keys that `KVCache` stores with positions last."""
         return tuple(None if k is None else v is not None for k, v in zip(self.keys, self.values, strict=True))
 
-    def scatter(self, rows: KVCache, first: Int[Array, "D n"], targets: Int[Array, "D n M"]) -> Pool:
+    def scatter(self, rows: KVCache, first: Int[Array, "D n"], targets: Int[Array, "D n M"], mesh: Mesh | None) -> Pool:
         """Blocks `first`, `first` + 1, ... of each row into the blocks `targets`, which differ within a lane; what is
         out of range is left out."""
         lanes, per_lane, count = targets.shape
         indices = first[:, :, None] + jnp.arange(count)[None, None]
 
         def scattered(stored: Array, new: Array, last: bool = False) -> Array:
-            def lane(blocks: Array, rows: Array, indices: Array, targets: Array) -> Array:
+            def lane(rows: Array, indices: Array) -> Array:
                 axis = 4 if last else 3
                 split = rows.reshape(*rows.shape[:axis], -1, BLOCK, *rows.shape[axis + 1 :])
                 places = jnp.minimum(indices, split.shape[axis] - 1)
                 take = jax.vmap(lambda row, places: jnp.take(row, places, axis=axis - 1), in_axes=(1, 0), out_axes=1)
                 new = self._blocks(take(split, places), last=last)
-                if blocks.ndim == 6:  # heads apart
+                if stored.ndim == 7:  # heads apart
                     new = new.reshape(*new.shape[:4], -1, 2, new.shape[-1]).swapaxes(3, 4)
-                return blocks.at[:, targets].set(new, mode="drop")
+                return new
 
             new = new.reshape(new.shape[0], lanes, per_lane, *new.shape[2:])
-            return jax.vmap(lane, in_axes=(1, 1, 0, 0), out_axes=1)(stored, new, indices, targets)
+            new = jax.vmap(lane, in_axes=(1, 0), out_axes=1)(new, indices)
+            if self.layout != "rows":
+                new = new.reshape(*new.shape[:2], -1, *new.shape[4:])
+                return self._written(stored, new.astype(stored.dtype), targets.reshape(lanes, -1), mesh)
+            put = jax.vmap(lambda blocks, new, targets: blocks.at[:, targets].set(new, mode="drop"), (1, 1, 0), 1)
+            return put(stored, new, targets)
 
         if self.layout == "ragged":
             together = tuple(_together(*pair) for pair in zip(rows.keys, rows.values, strict=True))
@@ -130,32 +135,42 @@ class Pool:
         )
 
     def _copied(self, stored: Array, old: Int[Array, "D n"], new: Int[Array, "D n"], mesh: Mesh | None) -> Array:
-        """Copy blocks `old` to `new` where these are others and in range, one by one: a scatter has XLA:TPU lay out the
-        whole pool anew, and back."""
+        """Copy blocks `old` to `new` where these are others and in range."""
 
         def lane(stored: Array, old: Int[Array, "1 n"], new: Int[Array, "1 n"]) -> Array:
-            differ = (old[0] != new[0]) & (new[0] < stored.shape[2])
-            order = jnp.argsort(~differ)
-            size = (stored.shape[0], 1, 1, *stored.shape[3:])
+            return _one_by_one(stored, None, old[0], jnp.where(old[0] == new[0], stored.shape[2], new[0]))
 
-            def copy(index: Array, stored: Array) -> Array:
-                row = order[index]
-                block = jax.lax.dynamic_slice(stored, _start(old[0, row], stored), size)
-                return jax.lax.dynamic_update_slice(stored, block, _start(new[0, row], stored))
+        return self._by_lane(lane, stored, mesh, old, new)
 
-            return jax.lax.fori_loop(0, jnp.sum(differ), copy, stored)
+    def _written(self, stored: Array, blocks: Array, targets: Int[Array, "D n"], mesh: Mesh | None) -> Array:
+        """Write blocks [R, D, n, *block] to `targets` in range."""
 
+        def lane(stored: Array, targets: Int[Array, "1 n"], blocks: Array) -> Array:
+            return _one_by_one(stored, blocks, jnp.arange(blocks.shape[2]), targets[0])
+
+        return self._by_lane(lane, stored, mesh, targets, blocks=blocks)
+
+    def _by_lane(
+        self,
+        function: Callable[..., Array],
+        stored: Array,
+        mesh: Mesh | None,
+        *integers: Int[Array, "D n"],
+        blocks: Array | None = None,
+    ) -> Array:
+        others = integers if blocks is None else (*integers, blocks)
         if mesh is None:
-            return lane(stored, old, new)
-        spec = _pool_spec(stored.shape, mesh, self.layout)
-        by_lane = PartitionSpec(ROW_AXES)
-        split = jax.shard_map(lane, mesh=mesh, in_specs=(spec, by_lane, by_lane), out_specs=spec, check_vma=False)
-        return split(stored, old, new)
+            return function(stored, *others)
+        spec, by_lane = _pool_spec(stored.shape, mesh, self.layout), PartitionSpec(ROW_AXES)
+        specs = (spec, *[by_lane] * len(integers), *[spec] * (len(others) - len(integers)))
+        split = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
+        written: Array = split(stored, *others)
+        return written
 
     def closed(self, cache: KVCache | PagedCache, first: Int[Array, "D n"], targets: Int[Array, "D n M"]) -> Pool:
         """After decoding on what `opened` returned."""
         if isinstance(cache, KVCache):
-            return self.scatter(cache, first, targets)
+            return self.scatter(cache, first, targets, None)
         return replace(self, keys=cache.keys, values=cache.values)
 
     def _rows(self, blocks: Float[Array, "R n W *_block"], *, last: bool) -> Float[Array, "R n K _4 _5"]:
@@ -188,6 +203,21 @@ def _apart(
 ) -> tuple[Float[Array, "R B K H S"], Float[Array, "R B K S H"]]:
     keys, values = both[:, :, 0::2, :, :size], both[:, :, 1::2, :, :size]
     return keys.swapaxes(3, 4), values
+
+
+def _one_by_one(stored: Array, blocks: Array | None, old: Int[Array, " n"], new: Int[Array, " n"]) -> Array:
+    """Copy `blocks` of numbers `old`, or the pool's own, to `new` where these are in range, in a loop: for a scatter
+    XLA:TPU would lay out the whole pool anew, and back."""
+    within = new < stored.shape[2]
+    order = jnp.argsort(~within)
+    size = (stored.shape[0], 1, 1, *stored.shape[3:])
+
+    def copy(index: Array, stored: Array) -> Array:
+        row = order[index]
+        block = jax.lax.dynamic_slice(stored if blocks is None else blocks, _start(old[row], stored), size)
+        return jax.lax.dynamic_update_slice(stored, block, _start(new[row], stored))
+
+    return jax.lax.fori_loop(0, jnp.sum(within), copy, stored)
 
 
 def _start(block: Int[Array, ""], stored: Array) -> tuple[Array | int, ...]:

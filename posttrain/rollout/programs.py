@@ -117,7 +117,7 @@ def prefill(model: Decoder, pool: Pool, prompts: Prompts, *, record: bool, mesh:
         logps=None if prompts.scored is None else _prompt_logps(model, hidden, prompts.scored, mesh),
     )
     first = (prompts.starts // BLOCK).reshape(prompts.targets.shape[:2])
-    return pool.scatter(filled, first, prompts.targets), beside
+    return pool.scatter(filled, first, prompts.targets, mesh), beside
 
 
 def _prompt_logps(
