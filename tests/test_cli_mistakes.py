@@ -101,9 +101,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (
             "model={tokenizer: bytes, decode_attention: ragged, init: {model_type: qwen3, vocab_size: 261, "
-            "head_dim: 8, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 3, "
-            "num_key_value_heads: 3, max_position_embeddings: 64}}",
-            ["model.decode_attention: 'ragged' needs 1, 2, 4 or a multiple of 8 tiles", "got 6 heads"],
+            "head_dim: 192, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2, "
+            "num_key_value_heads: 2, max_position_embeddings: 64}}",
+            ["model.decode_attention: 'ragged' reads heads of more than 128 in 16 bits only, got 192 in 32"],
         ),
         ("stages.sft.loss=nl", ["loss: 'nl' is unknown; did you mean 'nll'?"]),
         ("model={path: no_config, tokenizer: bytes}", ["no_config/config.json: no such file"]),

@@ -13,6 +13,7 @@ from posttrain.config.base import (
     Quantize,
     Remat,
     RolloutQuantize,
+    SamplerTensor,
     Section,
     Text,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "RouterSection",
     "RunConfig",
     "SFTSection",
+    "SamplerTensor",
     "SamplingSection",
     "Section",
     "SequenceSection",

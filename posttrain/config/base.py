@@ -46,6 +46,7 @@ GroupedKernel = Literal["auto", "reference", "ragged_dot", "buckets", "megablox"
 Remat = Literal["none", "full", "dots", "offload"]
 Quantize = Literal["none", "int8", "fp8", "int4", "nf4"]
 RolloutQuantize = Literal["none", "int8", "fp8"]
+SamplerTensor = Literal["auto", "trained"] | PositiveInt
 
 
 class Section(BaseModel):

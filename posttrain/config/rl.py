@@ -7,7 +7,17 @@ from typing import Annotated, Any, ClassVar, Literal, TypeGuard, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
-from posttrain.config.base import Flag, Fraction, ListOf, NonNegativeInt, PositiveInt, RolloutQuantize, Section, Text
+from posttrain.config.base import (
+    Flag,
+    Fraction,
+    ListOf,
+    NonNegativeInt,
+    PositiveInt,
+    RolloutQuantize,
+    SamplerTensor,
+    Section,
+    Text,
+)
 from posttrain.config.locator import Locator, located
 from posttrain.config.teacher import TeacherSection, check_teachers
 from posttrain.config.train import MAX_NEW_TOKENS, OptimizerSection, TrainSection
@@ -120,6 +130,12 @@ class RolloutSection(Section):
     merge_lora: Flag = False
     """Sample from a copy of the weights with the LoRA adapter merged, remade after every update: faster decoding for
     more memory."""
+    tensor: SamplerTensor = "auto"
+    """Number of devices that each weight is split over while samples run; the other devices hold copies and sample rows
+    of their own. A trainer's `mesh.fsdp` would gather every weight at every token: where it is above 1 the weights are
+    laid out anew once after each update, which takes memory until the samples are done. `auto`: the smallest number
+    from `mesh.tensor` to `mesh.fsdp` x `mesh.tensor` with which the copy takes at most a quarter of a device's memory;
+    `trained`, no copy, if none does and where `mesh.fsdp` is 1."""
     cache_tokens: PositiveInt | None = None
     """KV cache size in tokens; by default `slots` sequences of `row_tokens`. A smaller cache preempts the youngest
     samples and recomputes them later; a larger one keeps more shared prefixes."""

@@ -120,6 +120,7 @@ TRL_NAMES = (
     TRLName("entropy_coef", "entropy_coef"),
     TRLName("use_bias_correction_kl", "kl_bias_correction"),
     TRLName("importance_sampling_level", "ratio", "write token, or sequence_mean as in gspo"),
+    TRLName("vllm_tensor_parallel_size", "rollout.tensor"),
     TRLName("vllm_importance_sampling_correction", "importance_sampling.apply", "write auto, always or never"),
     TRLName("vllm_importance_sampling_mode", "importance_sampling.bound", "with importance_sampling.level"),
     TRLName("vllm_importance_sampling_clip_max", "importance_sampling.high"),

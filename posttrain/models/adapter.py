@@ -61,7 +61,7 @@ class Adapter(nnx.Module):
         self,
         y: Float[Array, "*B out"],
         low: Float[Array, "*B r"],
-        kernel: Float[Array, "*E in out"],
+        kernel: Float[Array, "*E in out"] | None,
         product: Product = matmul,
         group: Int[Array, " B"] | None = None,
     ) -> Float[Array, "*B out"]:
@@ -82,10 +82,16 @@ class Adapter(nnx.Module):
         a = self.lora_a[...].astype(jnp.float32)
         return jnp.matmul(a, self.scaled_b(a.dtype), precision=jax.lax.Precision.HIGHEST)
 
-    def gain(self, kernel: Float[Array, "*L in out"]) -> Float[Array, "*L out"]:
+    @property
+    def reads_kernel(self) -> bool:
+        """Return True if `added` needs the kernel, for a gain that has not been fixed."""
+        return self.lora_magnitude is not None and self.fixed_gain is None
+
+    def gain(self, kernel: Float[Array, "*L in out"] | None) -> Float[Array, "*L out"]:
         """DoRA gain in float32, without forming W + scale A B: |W|^2 + 2 sum B (A^T W) + sum B (A^T A B)."""
         if self.fixed_gain is not None:
             return self.fixed_gain[...]
+        assert kernel is not None
         a, b = (jax.lax.stop_gradient(x) for x in (self.lora_a[...].astype(jnp.float32), self.scaled_b(jnp.float32)))
         kernel = kernel.astype(jnp.float32)
         squares = jnp.sum(kernel * kernel, axis=-2)

@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from posttrain.models.config import AttentionConfig, ModelConfig
 from posttrain.models.forward_state import Context, ForwardState, LayerIndex, StoredKeys, StoredPages, attend, store
-from posttrain.models.layers import Init, Linear, RMSNorm, normal, param, rms_normed
+from posttrain.models.layers import FusedLinear, Init, Linear, RMSNorm, fused, normal, param, rms_normed
 from posttrain.models.rope import apply_rope
 
 
@@ -31,15 +31,17 @@ class Attention(nnx.Module):
         dims = ("head_dim", "head_dim") if c.qk_norm == "head" else ("heads", "kv_heads")
         self.q_norm = RMSNorm.of(model, repeats, dims[0], sizes[0], init) if c.qk_norm else None
         self.k_norm = RMSNorm.of(model, repeats, dims[1], sizes[1], init) if c.qk_norm and own_keys else None
+        self.fused: FusedLinear | None = nnx.data(None)
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, state: ForwardState, index: LayerIndex
     ) -> Float[Array, "B T D"]:
         c = self.config
-        state.projected["q"] = q = self._heads(self.q(x), self.q_norm, c.num_heads)
+        projected = self._projected(x)
+        state.projected["q"] = q = self._heads(projected[0], self.q_norm, c.num_heads)
         if c.rope is not None:
             q = apply_rope(q, context.rope[c.rope], interleaved=c.rope.interleaved)
-        stored = self._keys_and_values(x, context, state, index) if c.reuses is None else state.kept[c.reuses]
+        stored = self._keys_and_values(projected, context, state, index) if c.reuses is None else state.kept[c.reuses]
         if c.keeps is not None:
             assert isinstance(stored, StoredKeys), "ragged paged attention cannot share keys and values between layers"
             state.kept[c.keeps] = stored
@@ -47,14 +49,25 @@ class Attention(nnx.Module):
         out = attend(q, stored, context, state, window=c.window, scale=c.scale, soft_cap=c.soft_cap, sinks=sinks)
         return self.o(out.reshape(*x.shape[:2], -1))
 
+    def fuse(self, shards: int) -> None:
+        """Compute queries, keys and values as one product from now on."""
+        self.fused = nnx.data(fused(self._layers, shards))
+
+    @property
+    def _layers(self) -> list[Linear]:
+        return [layer for layer in (self.q, self.k, self.v) if layer is not None]
+
+    def _projected(self, x: Float[Array, "B T D"]) -> list[Float[Array, "B T _F"]]:
+        """Queries, and of the layer's own keys and values as many as have a projection."""
+        layers = self._layers
+        return [layer(x) for layer in layers] if self.fused is None else self.fused(x, layers)
+
     def _keys_and_values(
-        self, x: Float[Array, "B T D"], context: Context, state: ForwardState, index: LayerIndex
+        self, projected: list[Float[Array, "B T _F"]], context: Context, state: ForwardState, index: LayerIndex
     ) -> StoredKeys | StoredPages:
         c = self.config
-        assert self.k is not None
-        projected = self.k(x)
-        k = self._heads(projected, self.k_norm, c.num_kv_heads)
-        v = (projected if self.v is None else self.v(x)).reshape(*x.shape[:2], c.num_kv_heads, c.head_dim)
+        k = self._heads(projected[1], self.k_norm, c.num_kv_heads)
+        v = projected[-1].reshape(*k.shape)
         state.projected |= {"k": k, "v": v}
         if c.rope is not None:
             k = apply_rope(k, context.rope[c.rope], interleaved=c.rope.interleaved)

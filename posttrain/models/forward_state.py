@@ -71,7 +71,7 @@ class StoredKeys(NamedTuple):
 class StoredPages(NamedTuple):
     """Arguments of ragged paged attention."""
 
-    pages: Float[Array, "R D P S K2 H"]
+    pages: Float[Array, "R D P *page"]
     repeat: Int[Array, ""]
     table: Int[Array, "D n W"]
     lengths: Int[Array, "D n"]
@@ -170,4 +170,5 @@ def _pages(cache: PagedCache, context: Context, index: LayerIndex) -> StoredPage
     pages = cache.keys[index.slot]
     assert pages is not None and context.positions.shape[1] == 1, "ragged paged attention decodes one token at a time"
     lengths = context.positions.reshape(cache.first.shape) + 1
-    return StoredPages(pages, jnp.asarray(index.repeat, jnp.int32), cache.table, lengths, cache.mesh)
+    mesh = context.compute.mesh if cache.mesh is None else cache.mesh
+    return StoredPages(pages, jnp.asarray(index.repeat, jnp.int32), cache.table, lengths, mesh)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 
 from posttrain.kernels.matmul import matmul
 from posttrain.models.adapter import Adapter
@@ -102,8 +102,10 @@ class Linear(Adaptable):
         return self.frozen(dtype) if adapter is None else adapter.merged(self.frozen(jnp.float32)).astype(dtype)
 
     def __call__(self, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
-        kernel = self.kernel
-        y = kernel.product(matmul, x) if isinstance(kernel, Quantized) else matmul(x, self.frozen(x.dtype))
+        return self.completed(x, _product(self.kernel, x))
+
+    def completed(self, x: Float[Array, "B T in"], y: Float[Array, "B T out"]) -> Float[Array, "B T out"]:
+        """Output from the product y of x and the kernel: adapter and bias."""
         y = self._adapted(x, y)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)[None, None]
 
@@ -116,7 +118,56 @@ class Linear(Adaptable):
 
     def _adapted(self, x: Float[Array, "B T in"], y: Float[Array, "B T out"]) -> Float[Array, "B T out"]:
         adapter = self.adapters.get("kernel")
-        return y if adapter is None else adapter.added(y, adapter.down(x), self.frozen(jnp.float32))
+        if adapter is None:
+            return y
+        return adapter.added(y, adapter.down(x), self.frozen(jnp.float32) if adapter.reads_kernel else None)
+
+
+class FusedLinear(nnx.Module):
+    """Linear layers of one input, none of which is wide, as one product: for decoding on accelerators, which read a
+    weight as fast as they can only if it is large.
+
+    Takes the layers' kernels and leaves them adapters and biases. In each of the `shards` that the outputs are split
+    over, the parts of all layers are side by side, so that taking them apart moves nothing.
+    """
+
+    def __init__(self, layers: Sequence[Linear], shards: int):
+        self.shards = shards
+        self.sizes = tuple(layer.shape[1] for layer in layers)
+        kernels = [layer.kernel for layer in layers]
+        dims, first = kernels[0].get_metadata("dims"), kernels[0]
+        if isinstance(first, Quantized):
+            codes = self._together([kernel.codes[...] for kernel in kernels])
+            scales = self._together([kernel.scales[...] for kernel in kernels])
+            self.kernel: Any = Quantized(codes, scales, dims, kind=first.kind, dtype=first.dtype)
+        else:
+            self.kernel = nnx.Param(self._together([kernel[...] for kernel in kernels]), dims=dims)
+        for layer in layers:
+            layer.kernel = nnx.data(None)
+
+    def __call__(self, x: Float[Array, "B T in"], layers: Sequence[Linear]) -> list[Float[Array, "B T _out"]]:
+        """Output of each layer."""
+        y = _product(self.kernel, x).reshape(*x.shape[:2], self.shards, -1)
+        parts = jnp.split(y, np.cumsum(self.sizes)[:-1] // self.shards, axis=-1)
+        flat = (part.reshape(*x.shape[:2], -1) for part in parts)
+        return [layer.completed(x, part) for layer, part in zip(layers, flat, strict=True)]
+
+    def _together(self, kernels: Sequence[Shaped[Array, "*L in _out"]]) -> Shaped[Array, "*L in outs"]:
+        parts = [kernel.reshape(*kernel.shape[:-1], self.shards, -1) for kernel in kernels]
+        return jnp.concatenate(parts, axis=-1).reshape(*kernels[0].shape[:-1], -1)
+
+
+def fused(layers: Sequence[Linear], shards: int) -> FusedLinear | None:
+    """Fuse layers; None for a single one, and where they are stored differently or do not divide into shards."""
+    kinds = {
+        (type(k), k.dtype, k.kind if isinstance(k, Quantized) else None) for k in (layer.kernel for layer in layers)
+    }
+    divides = all(layer.shape[1] % shards == 0 for layer in layers)
+    return FusedLinear(layers, shards) if len(layers) > 1 and len(kinds) == 1 and divides else None
+
+
+def _product(kernel: Any, x: Float[Array, "B T in"]) -> Float[Array, "B T out"]:
+    return kernel.product(matmul, x) if isinstance(kernel, Quantized) else matmul(x, kernel[...].astype(x.dtype))
 
 
 class RMSNorm(nnx.Module):
@@ -199,6 +250,13 @@ class MLP(nnx.Module):
         self.gate = Linear(repeats, ("embed", "mlp"), (embed_dim, config.dim), init, bias=config.bias)
         self.up = Linear(repeats, ("embed", "mlp"), (embed_dim, config.dim), init, bias=config.bias)
         self.down = Linear(repeats, ("mlp", "embed"), (config.dim, embed_dim), init, bias=config.bias)
+        self.fused: FusedLinear | None = nnx.data(None)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.down(gated(self.activation, self.gate(x), self.up(x)))
+        layers = (self.gate, self.up)
+        gate, up = [layer(x) for layer in layers] if self.fused is None else self.fused(x, layers)
+        return self.down(gated(self.activation, gate, up))
+
+    def fuse(self, shards: int) -> None:
+        """Compute gate and up as one product from now on."""
+        self.fused = nnx.data(fused((self.gate, self.up), shards))

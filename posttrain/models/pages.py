@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
+from posttrain.config import ROW_AXES
 from posttrain.tree import pytree, replace, static
 
 
@@ -16,10 +19,10 @@ class PagedCache:
     """Paged variant of `KVCache`: a pool of R repeats x D lanes x P pages shared by the rows of each lane.
 
     Separate: keys and values [R, D, P, page, K, H]. Combined (`together`): [R, D, P, page, 2 K, H] in `keys`, the key
-    and value of a head interleaved, as ragged paged attention reads them.
+    and value of a head interleaved, as ragged paged attention reads them; or [R, D, P, K, page, 2, H], heads apart.
     """
 
-    keys: tuple[Float[Array, "_R D P S _K _H"] | None, ...]
+    keys: tuple[Float[Array, "_R D P *_page"] | None, ...]
     values: tuple[Float[Array, "_R D P S _K _H"] | None, ...]
     table: Int[Array, "D n W"]
     """Page table of each row, from its start."""
@@ -33,7 +36,7 @@ class PagedCache:
 
     @property
     def page(self) -> int:
-        return next(keys for keys in self.keys if keys is not None).shape[3]
+        return next(keys for keys in self.keys if keys is not None).shape[-3]
 
     @property
     def width(self) -> int:
@@ -67,20 +70,35 @@ class PagedCache:
         array = stored[slot]
         assert array is not None
         lanes, rows, _ = self.targets.shape
-        pages, size, head_dim = array.shape[2], self.page, array.shape[5]
+        pages, size, head_dim = array.shape[2], self.page, array.shape[-1]
         places = positions.reshape(lanes, rows, -1)
         index = places // size - self.first[:, :, None]
         targets = jnp.take_along_axis(self.targets, index, axis=2, mode="fill", fill_value=pages)
         targets = jnp.where(index >= 0, targets, pages)
         padded = jnp.pad(new.swapaxes(1, 2), [(0, 0)] * 3 + [(0, head_dim - new.shape[3])])
+        new = padded.reshape(lanes, rows, *padded.shape[1:]).astype(array.dtype)
 
         def lane(array: Array, new: Array, targets: Array, offsets: Array) -> Array:
-            return array.at[repeat, targets, offsets].set(new.astype(array.dtype), mode="drop")
+            if array.ndim == 6:
+                return array.at[repeat, 0, targets[0], offsets[0]].set(new[0], mode="drop")
+            heads = jnp.arange(array.shape[3])
+            new = new[0].reshape(*new.shape[1:3], -1, 2, head_dim)
+            return array.at[repeat, 0, targets[0, ..., None], heads, offsets[0, ..., None]].set(new, mode="drop")
 
-        # Lane by lane: with lane numbers among the indices, XLA would gather all lanes on every device.
-        new = padded.reshape(lanes, rows, *padded.shape[1:])
-        changed = jax.vmap(lane, in_axes=(1, 0, 0, 0), out_axes=1)(array, new, targets, places % size)
+        changed = self._by_lane(lane, array)(array, new, targets, places % size)
         return (*stored[:slot], changed, *stored[slot + 1 :])
+
+    def _by_lane(self, function: Callable[..., Array], array: Array) -> Callable[..., Array]:
+        """Map a function of pages, new heads [D, n, T, K, H] and integers [D, n, T] over lanes and heads, so that no
+        page travels."""
+        if self.mesh is None:
+            return function  # one lane
+        spec = page_spec(array.shape, self.mesh, together=self.together)
+        by_lane = PartitionSpec(ROW_AXES)
+        heads = PartitionSpec(ROW_AXES, None, None, "tensor" if "tensor" in spec else None)
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=(spec, heads, by_lane, by_lane), out_specs=spec, check_vma=False
+        )
 
     def read(
         self, slot: int, repeat: int | Int[Array, ""]
@@ -97,6 +115,14 @@ class PagedCache:
 
         pages = jax.vmap(lane, in_axes=(1, 0))(array, self.table)
         return pages.reshape(-1, self.width, *array.shape[4:]).swapaxes(1, 2)
+
+
+def page_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh, *, together: bool) -> PartitionSpec:
+    """Sharding of a pool of pages: lanes over the data axes, heads over `tensor` where it divides them."""
+    dim = 3 if len(shape) == 7 else 4
+    heads = shape[dim] // (2 if together and dim == 4 else 1)
+    lead = None, ROW_AXES, *[None] * (dim - 2)
+    return PartitionSpec(*lead, "tensor") if heads % mesh.shape["tensor"] == 0 else PartitionSpec(*lead)
 
 
 def interleaved(keys: Float[Array, "B K T H"], values: Float[Array, "B K T H"]) -> Float[Array, "B K2 T H"]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
 from typing import Any, NamedTuple
@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from posttrain.mesh import RULES, param_sharding
 from posttrain.models.decoder import Decoder
+from posttrain.rollout.placement import Placement
 from posttrain.weights.state import ModelWeights, Weights
 
 
@@ -23,13 +26,15 @@ class Loaded:
     source: ModelWeights
     arrays: Weights
     version: int
+    placement: Placement
     layout: int
     """Number of the layout (structure, shapes, dtypes, devices) that compiled programs depend on."""
 
     @classmethod
-    def of(cls, source: ModelWeights, arrays: Weights, version: int) -> Loaded:
+    def of(cls, source: ModelWeights, arrays: Weights, version: int, placement: Placement) -> Loaded:
         layout = frozenset((path, w.shape, w.dtype, _devices(w)) for path, w in arrays.items())
-        return cls(source=source, arrays=arrays, version=version, layout=_number(nnx.graphdef(source.model), layout))
+        number = _number(nnx.graphdef(source.model), layout, placement)
+        return cls(source=source, arrays=arrays, version=version, placement=placement, layout=number)
 
 
 def _devices(array: Array) -> Hashable:
@@ -48,7 +53,7 @@ def _number(*layout: Hashable) -> int:
 
 
 class Readied(NamedTuple):
-    """The arguments of a program: a model's own arrays, and those that `Decoder.for_decoding` makes of them."""
+    """The arguments of a program: the model's own arrays that serve as they lie, and those made of the others."""
 
     weights: Weights
     made: Sequence[Array]
@@ -56,7 +61,7 @@ class Readied(NamedTuple):
 
 @dataclass(frozen=True)
 class _Recipe:
-    """`Decoder.for_decoding` of all weights of one layout."""
+    """`Decoder.for_decoding` of all weights of one layout, each where the sampler's placement has it."""
 
     compiled: jax.stages.Compiled
     tree: Any
@@ -65,17 +70,32 @@ class _Recipe:
 
     @classmethod
     def of(cls, loaded: Loaded) -> _Recipe:
-        source, found = loaded.source, []  # not `loaded`, whose arrays would live as long as the recipe
+        source, placement = loaded.source, loaded.placement  # not `loaded`, whose arrays would live as long
+        mesh = placement.mesh
+        lying = {path: array.sharding for path, array in loaded.arrays.items()}
+        found: list[tuple[Any, list[str | None], list[NamedSharding | None]]] = []
 
         def make(weights: Weights) -> list[Array]:
-            leaves, tree = jax.tree.flatten(nnx.split(source.bind(weights).for_decoding()))
-            own = {id(array): name for name, array in weights.items()}
+            model = _prepared(source.bind(weights), placement)
+            leaves, tree = jax.tree.flatten(nnx.split(model))
+            variables = {id(v.get_value()): (path, v.get_metadata()["dims"], v.shape) for path, v in _variables(model)}
+            dims = {key: of for key, (_, of, _) in variables.items()}
+            places = {} if mesh is None else {key: param_sharding(mesh, *of) for key, of in variables.items()}
+            own = {id(w): p for p, w in weights.items() if _lies(lying[p], places.get(id(w)), w.ndim)}
             names = [own.get(id(leaf)) for leaf in leaves]
-            found.append((tree, names))
-            return [leaf for leaf, name in zip(leaves, names, strict=True) if name is None]
+            made = [leaf for leaf, name in zip(leaves, names, strict=True) if name is None]
+            wanted = [places.get(id(leaf)) for leaf in made]
+            found.append((tree, names, wanted))
+            return [_moved(leaf, place, dims.get(id(leaf), ())) for leaf, place in zip(made, wanted, strict=True)]
 
-        compiled = jax.jit(make).lower(loaded.arrays).compile()
-        return cls(compiled, *found[0])
+        jax.eval_shape(make, loaded.arrays)
+        tree, names, places = found[0]
+        program = jax.jit(make) if mesh is None else jax.jit(make, out_shardings=places)
+        return cls(program.lower(loaded.arrays).compile(), tree, names)
+
+    def readied(self, loaded: Loaded) -> Readied:
+        own = {name: loaded.arrays[name] for name in self.names if name is not None}
+        return Readied(own, self.compiled(loaded.arrays))
 
     def model(self, readied: Readied) -> Decoder:
         made = iter(readied.made)
@@ -83,19 +103,54 @@ class _Recipe:
         return nnx.merge(*jax.tree.unflatten(self.tree, leaves))
 
 
+def _prepared(model: Decoder, placement: Placement) -> Decoder:
+    if placement.mesh is not None and model.compute.mesh is not None:
+        model.compute = replace(model.compute, mesh=placement.mesh)
+    return model.for_decoding(fuse=placement.fuse)
+
+
+def _variables(model: Decoder) -> Iterator[tuple[str, nnx.Variable[Array]]]:
+    for path, variable in nnx.iter_graph(model):
+        if isinstance(variable, nnx.Variable):
+            yield ".".join(map(str, path)), variable
+
+
+def _moved(array: Array, place: NamedSharding | None, dims: tuple[str, ...]) -> Array:
+    """The array in its place, by way of a split over `data` of what `fsdp` split: an exchange along `tensor` and one
+    gather, where the compiler would bring the whole array together first."""
+    if place is None or "tensor" not in place.spec:
+        return array
+    shards = place.mesh.shape["data"]
+    spec = [
+        "data" if RULES.get(dim) == "fsdp" and size % shards == 0 else axis
+        for dim, size, axis in zip(dims, array.shape, place.spec, strict=True)
+    ]
+    return jax.lax.with_sharding_constraint(array, NamedSharding(place.mesh, PartitionSpec(*spec)))
+
+
+def _lies(now: Sharding, wanted: NamedSharding | None, ndim: int) -> bool:
+    """Return True for an array that is where it shall be, in the same mesh: a program takes arrays of one."""
+    if wanted is None:
+        return True
+    return isinstance(now, NamedSharding) and now.mesh == wanted.mesh and now.is_equivalent_to(wanted, ndim)
+
+
 class DecodingWeights:
-    """Cache of the derived decoding weights until `forget`; on CPU a copy of each layer."""
+    """Cache of the derived decoding weights until `forget`: on CPU a copy of each layer; all that the trainer's layout
+    has elsewhere than the sampler's placement."""
 
     def __init__(self) -> None:
         self._recipes: dict[int, _Recipe] = {}
         self._held: tuple[Loaded, Readied] | None = None
+        self.own_bytes = 0
+        """Bytes on a device of the latest arrays that were made."""
 
     def of(self, loaded: Loaded) -> Readied:
         held = self._held
         if held is None or held[0] is not loaded:
             self._held = None  # makes room for the new
-            made = self._recipe(loaded).compiled(loaded.arrays)
-            self._held = held = loaded, Readied(loaded.arrays, made)
+            self._held = held = loaded, self._recipe(loaded).readied(loaded)
+            self.own_bytes = sum(array.addressable_shards[0].data.nbytes for array in held[1].made)
         return held[1]
 
     def model_of(self, loaded: Loaded) -> Callable[[Readied], Decoder]:

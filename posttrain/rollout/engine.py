@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import replace
 
-from posttrain.config import RolloutQuantize
+from posttrain.config import RolloutQuantize, SamplerTensor
 from posttrain.errors import ConfigError
 from posttrain.kernels.platform import platform_of
 from posttrain.models.decoder import Decoder
@@ -15,6 +15,7 @@ from posttrain.rollout.blocks import BLOCK, blocks_for
 from posttrain.rollout.decoding import Loaded
 from posttrain.rollout.delivery import deliver
 from posttrain.rollout.paged import num_lanes
+from posttrain.rollout.placement import choose_placement, device_memory
 from posttrain.rollout.request import Request
 from posttrain.rollout.runner import Dispatch, Outcome, Runner
 from posttrain.rollout.scheduler import Plan, Scheduler
@@ -23,7 +24,7 @@ from posttrain.rollout.types import Call, Completion, SamplingParams
 from posttrain.runtime.host_memory import trim_host_memory
 from posttrain.tracking.console import progress_bar
 from posttrain.weights.quantize import Copies
-from posttrain.weights.state import ADAPTER, ModelWeights
+from posttrain.weights.state import ADAPTER, ModelWeights, Weights
 
 
 class NativeEngine:
@@ -35,7 +36,8 @@ class NativeEngine:
     a mesh their number is rounded up, so that every shard of the rows has as many.
     `cache_tokens`: positions of keys and values in all, by default enough for `slots` sequences of `max_length`; what
     is not in use keeps prefixes for later requests. Where decoding works on rows, as on CPU, a copy of what they hold
-    comes on top, and one of the layers' weights where they are cut out of stacks, both only while samples run.
+    comes on top, and one of the layers' weights where they are cut out of stacks, both only while samples run. So does
+    a copy of the weights that are split otherwise than `tensor` says (`rollout.tensor` of the configuration).
     Programs are compiled at the first request of each shape, or by `warm_up`.
 
     ValueError for a request that can never run. Log-probabilities that are not finite, and a tokenizer that raises at
@@ -55,6 +57,7 @@ class NativeEngine:
         quantize: RolloutQuantize = "none",
         merge_lora: bool = False,
         cache_tokens: int | None = None,
+        tensor: SamplerTensor = "auto",
     ):
         for name, value in {"slots": slots, "decode_steps": decode_steps}.items():
             if value < 1:
@@ -72,8 +75,10 @@ class NativeEngine:
         if merge_lora and not any(ADAPTER in path for path in ModelWeights(model).dims()):
             raise ConfigError("rollout.merge_lora: the model has no adapter to merge; remove the option")
         self._copies = Copies(quantize) if quantize != "none" or merge_lora else None
-        self._loaded = self._load(model, version)
-        lanes = num_lanes(next(iter(self._loaded.arrays.values())).sharding)
+        weights = self._weights_of(model)
+        self._placement = choose_placement(tensor, *weights, device_memory())
+        self._loaded = Loaded.of(*weights, version, self._placement)
+        lanes = num_lanes(self._placement.mesh)
         self.slots = slots = lanes * -(-slots // lanes)
         blocks = slots * blocks_for(max_length) + lanes if cache_tokens is None else cache_tokens // BLOCK
         self._scheduler = Scheduler(
@@ -169,7 +174,7 @@ class NativeEngine:
         if self._copies is not None and self._driver is None:
             # Idle, so that the old copy makes room for the new one.
             self._loaded = replace(self._loaded, arrays={})
-        self._loaded = self._load(model, version)
+        self._loaded = Loaded.of(*self._weights_of(model), version, self._placement)
         self._scheduler.forget()
 
     def abort(self, keys: Collection[tuple[int, int]] | None = None) -> int:
@@ -224,7 +229,8 @@ class NativeEngine:
 
     def metrics(self) -> dict[str, float]:
         """Since the last call, but for the number of programs; blocks as a share of all that there are. A late
-        compilation is one while samples waited for it: none after `warm_up`. `copy_mib`: weights of its own."""
+        compilation is one while samples waited for it: none after `warm_up`. `copy_mib`: weights of its own over all
+        devices; `layout_mib`: those that a device holds in another layout while samples run."""
         counts = self._scheduler.take_counts()
         (late, compile_s), programs = self._compilations, self.programs
         self._compilations = programs.num_late, programs.compile_s
@@ -235,6 +241,7 @@ class NativeEngine:
             "rollout/programs": float(len(programs)),
             "rollout/compile_s": programs.compile_s - compile_s,
             "rollout/late_compilations": float(programs.num_late - late),
+            "rollout/layout_mib": programs.layout_bytes / 2**20,
             "rollout/copy_mib": self._copies.own_bytes / 2**20 if self._copies is not None else 0.0,
         }
 
@@ -255,11 +262,11 @@ class NativeEngine:
         """Blocks that running requests hold."""
         return self._scheduler.num_used_blocks
 
-    def _load(self, model: Decoder, version: int) -> Loaded:
+    def _weights_of(self, model: Decoder) -> tuple[ModelWeights, Weights]:
+        if self._copies is not None:
+            return self._copies(model)
         source = ModelWeights(model)
-        if self._copies is None:
-            return Loaded.of(source, source.read(), version)
-        return Loaded.of(*self._copies(model), version)
+        return source, source.read()
 
     def _submit(self, call: Call) -> Request:
         prompt, params, partial = call

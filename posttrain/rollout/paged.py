@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Float, Int
 
 from posttrain.config import ROW_AXES, DecodeAttention
 from posttrain.errors import ConfigError
-from posttrain.kernels.attention import padded_head, ragged_refusal
-from posttrain.kernels.platform import head_shards, platform_of
+from posttrain.kernels.attention import heads_apart, padded_head, ragged_refusal
+from posttrain.kernels.platform import platform_of
 from posttrain.mesh import row_shards
 from posttrain.models.cache import KVCache, empty_cache
 from posttrain.models.config import AttentionConfig, Compute, ModelConfig
-from posttrain.models.pages import PagedCache, interleaved
+from posttrain.models.pages import PagedCache, interleaved, page_spec
 from posttrain.rollout.blocks import BLOCK
 from posttrain.tree import pytree, replace, static
 
@@ -33,13 +33,13 @@ blocks at every token. `ragged`: in place, by the TPU kernel."""
 class Pool:
     """P blocks of keys and values in each of D lanes: [R, D, P, *block]. For `rows` a block is what `KVCache` has of a
     row, with its order of dimensions; for `gather` it is [BLOCK, K, H]; for `ragged` `keys` holds both, [BLOCK, 2 K, H]
-    with heads padded. A lane is a shard of the data axes: its rows use its blocks only, so that decoding needs no
-    communication between lanes.
+    with heads padded, or [K, BLOCK, 2, H] with heads apart. A lane is a shard of the data axes: its rows use its blocks
+    only, so that decoding needs no communication between lanes.
 
     Other fields as in `KVCache`.
     """
 
-    keys: tuple[Float[Array, "_R D P _1 _2 _H"] | None, ...]
+    keys: tuple[Float[Array, "_R D P *_block"] | None, ...]
     values: tuple[Float[Array, "_R D P _1 _2 _H"] | None, ...]
     layout: Layout = static()
     head_dims: tuple[int | None, ...] = static()
@@ -72,22 +72,30 @@ class Pool:
         """Keys that `KVCache` stores with positions last."""
         return tuple(None if k is None else v is not None for k, v in zip(self.keys, self.values, strict=True))
 
-    def scatter(self, rows: KVCache, first: Int[Array, "D n"], targets: Int[Array, "D n M"]) -> Pool:
+    def scatter(self, rows: KVCache, first: Int[Array, "D n"], targets: Int[Array, "D n M"], mesh: Mesh | None) -> Pool:
         """Blocks `first`, `first` + 1, ... of each row into the blocks `targets`, which differ within a lane; what is
         out of range is left out."""
         lanes, per_lane, count = targets.shape
         indices = first[:, :, None] + jnp.arange(count)[None, None]
 
         def scattered(stored: Array, new: Array, last: bool = False) -> Array:
-            def lane(blocks: Array, rows: Array, indices: Array, targets: Array) -> Array:
+            def lane(rows: Array, indices: Array) -> Array:
                 axis = 4 if last else 3
                 split = rows.reshape(*rows.shape[:axis], -1, BLOCK, *rows.shape[axis + 1 :])
                 places = jnp.minimum(indices, split.shape[axis] - 1)
                 take = jax.vmap(lambda row, places: jnp.take(row, places, axis=axis - 1), in_axes=(1, 0), out_axes=1)
-                return blocks.at[:, targets].set(self._blocks(take(split, places), last=last), mode="drop")
+                new = self._blocks(take(split, places), last=last)
+                if stored.ndim == 7:  # heads apart
+                    new = new.reshape(*new.shape[:4], -1, 2, new.shape[-1]).swapaxes(3, 4)
+                return new
 
             new = new.reshape(new.shape[0], lanes, per_lane, *new.shape[2:])
-            return jax.vmap(lane, in_axes=(1, 1, 0, 0), out_axes=1)(stored, new, indices, targets)
+            new = jax.vmap(lane, in_axes=(1, 0), out_axes=1)(new, indices)
+            if self.layout != "rows":
+                new = new.reshape(*new.shape[:2], -1, *new.shape[4:])
+                return self._written(stored, new.astype(stored.dtype), targets.reshape(lanes, -1), mesh)
+            put = jax.vmap(lambda blocks, new, targets: blocks.at[:, targets].set(new, mode="drop"), (1, 1, 0), 1)
+            return put(stored, new, targets)
 
         if self.layout == "ragged":
             together = tuple(_together(*pair) for pair in zip(rows.keys, rows.values, strict=True))
@@ -110,13 +118,11 @@ class Pool:
         table = jax.vmap(jax.vmap(lambda row, places, new: row.at[places].set(new, mode="drop")))(
             context, places, targets
         )
+        # A row writes on in a block of its own, whose beginning others may share.
         shared = jnp.take_along_axis(context, first[:, :, None], axis=2)[:, :, 0]
 
         def copied(stored: Array) -> Array:
-            """A row writes on in a block of its own, whose beginning others may share."""
-            return jax.vmap(lambda blocks, old, new: blocks.at[:, new].set(blocks[:, old], mode="drop"), (1, 0, 0), 1)(
-                stored, shared, targets[:, :, 0]
-            )
+            return self._copied(stored, shared, targets[:, :, 0], mesh)
 
         return PagedCache(
             keys=jax.tree.map(copied, self.keys),
@@ -128,14 +134,49 @@ class Pool:
             mesh=mesh,
         )
 
+    def _copied(self, stored: Array, old: Int[Array, "D n"], new: Int[Array, "D n"], mesh: Mesh | None) -> Array:
+        """Copy blocks `old` to `new` where these are others and in range."""
+
+        def lane(stored: Array, old: Int[Array, "1 n"], new: Int[Array, "1 n"]) -> Array:
+            return _one_by_one(stored, None, old[0], jnp.where(old[0] == new[0], stored.shape[2], new[0]))
+
+        return self._by_lane(lane, stored, mesh, old, new)
+
+    def _written(self, stored: Array, blocks: Array, targets: Int[Array, "D n"], mesh: Mesh | None) -> Array:
+        """Write blocks [R, D, n, *block] to `targets` in range."""
+
+        def lane(stored: Array, targets: Int[Array, "1 n"], blocks: Array) -> Array:
+            return _one_by_one(stored, blocks, jnp.arange(blocks.shape[2]), targets[0])
+
+        return self._by_lane(lane, stored, mesh, targets, blocks=blocks)
+
+    def _by_lane(
+        self,
+        function: Callable[..., Array],
+        stored: Array,
+        mesh: Mesh | None,
+        *integers: Int[Array, "D n"],
+        blocks: Array | None = None,
+    ) -> Array:
+        others = integers if blocks is None else (*integers, blocks)
+        if mesh is None:
+            return function(stored, *others)
+        spec, by_lane = _pool_spec(stored.shape, mesh, self.layout), PartitionSpec(ROW_AXES)
+        specs = (spec, *[by_lane] * len(integers), *[spec] * (len(others) - len(integers)))
+        split = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
+        written: Array = split(stored, *others)
+        return written
+
     def closed(self, cache: KVCache | PagedCache, first: Int[Array, "D n"], targets: Int[Array, "D n M"]) -> Pool:
         """After decoding on what `opened` returned."""
         if isinstance(cache, KVCache):
-            return self.scatter(cache, first, targets)
+            return self.scatter(cache, first, targets, None)
         return replace(self, keys=cache.keys, values=cache.values)
 
-    def _rows(self, blocks: Float[Array, "R n W _1 _2 _3"], *, last: bool) -> Float[Array, "R n K _4 _5"]:
+    def _rows(self, blocks: Float[Array, "R n W *_block"], *, last: bool) -> Float[Array, "R n K _4 _5"]:
         """Blocks side by side: [K, S, H], or with positions `last` [K, H, S]."""
+        if blocks.ndim == 7:
+            blocks = blocks.swapaxes(3, 4).reshape(*blocks.shape[:3], blocks.shape[4], -1, blocks.shape[-1])
         repeats, rows, _, *block = blocks.shape
         if self.layout != "rows":
             joined = blocks.reshape(repeats, rows, -1, *block[1:])
@@ -164,9 +205,28 @@ def _apart(
     return keys.swapaxes(3, 4), values
 
 
+def _one_by_one(stored: Array, blocks: Array | None, old: Int[Array, " n"], new: Int[Array, " n"]) -> Array:
+    """Copy `blocks` of numbers `old`, or the pool's own, to `new` where these are in range, in a loop: for a scatter
+    XLA:TPU would lay out the whole pool anew, and back."""
+    within = new < stored.shape[2]
+    order = jnp.argsort(~within)
+    size = (stored.shape[0], 1, 1, *stored.shape[3:])
+
+    def copy(index: Array, stored: Array) -> Array:
+        row = order[index]
+        block = jax.lax.dynamic_slice(stored if blocks is None else blocks, _start(old[row], stored), size)
+        return jax.lax.dynamic_update_slice(stored, block, _start(new[row], stored))
+
+    return jax.lax.fori_loop(0, jnp.sum(within), copy, stored)
+
+
+def _start(block: Int[Array, ""], stored: Array) -> tuple[Array | int, ...]:
+    return (0, 0, block, *[0] * (stored.ndim - 3))
+
+
 def choose_layout(wanted: DecodeAttention, config: ModelConfig, compute: Compute, mesh: Mesh | None) -> Layout:
     """The fastest that serves the model on the platform, or the one that was asked for: ConfigError if it cannot."""
-    refusal = refusal_of_ragged(config, compute.dtype, head_shards(mesh))
+    refusal = refusal_of_ragged(config, compute.dtype)
     if wanted == "ragged" and refusal is not None:
         raise ConfigError(f"model.decode_attention: 'ragged' {refusal}; use auto, rows or gather")
     if wanted != "auto":
@@ -177,7 +237,7 @@ def choose_layout(wanted: DecodeAttention, config: ModelConfig, compute: Compute
     return "ragged" if platform == "tpu" and refusal is None else "gather"
 
 
-def refusal_of_ragged(config: ModelConfig, dtype: np.dtype, head_shards: int) -> str | None:
+def refusal_of_ragged(config: ModelConfig, dtype: np.dtype) -> str | None:
     """Return why ragged paged attention does not serve the model; None where it does."""
     for block in config.blocks:
         c = block.attention
@@ -185,7 +245,7 @@ def refusal_of_ragged(config: ModelConfig, dtype: np.dtype, head_shards: int) ->
             return f"does not know the latent attention of {config.model_type}"
         if c.sinks or c.keeps is not None or c.reuses is not None:
             return f"knows neither the sinks nor the shared keys of {config.model_type}"
-        if (refusal := ragged_refusal(c.num_kv_heads, dtype.itemsize, head_shards)) is not None:
+        if (refusal := ragged_refusal(c.head_dim, dtype.itemsize)) is not None:
             return refusal
     return None
 
@@ -195,16 +255,19 @@ def empty_pool(
 ) -> Pool:
     """Zeros where the weights are: lanes over the data axes, heads over `tensor` where they divide."""
     like = jax.eval_shape(lambda: empty_cache(config, lanes * blocks, BLOCK, dtype))
+    mesh = placement.mesh if isinstance(placement, NamedSharding) else None
 
     def zeros(rows: jax.ShapeDtypeStruct, head_dim: int) -> Array:
         repeats, heads = rows.shape[0], rows.shape[2]
+        apart = heads_apart(heads, head_dim, rows.dtype.itemsize, 1 if mesh is None else mesh.shape["tensor"])
         block = {
             "rows": rows.shape[2:],
             "gather": (BLOCK, heads, head_dim),
-            "ragged": (BLOCK, 2 * heads, padded_head(head_dim)),
+            "ragged": (heads, BLOCK, 2, padded_head(head_dim)) if apart else (BLOCK, 2 * heads, padded_head(head_dim)),
         }[layout]
-        place = _pool_sharding(placement, heads, dim=3 if layout == "rows" else 4)
-        return jnp.zeros((repeats, lanes, blocks, *block), rows.dtype, device=place)
+        shape = (repeats, lanes, blocks, *block)
+        place = placement if mesh is None else NamedSharding(mesh, _pool_spec(shape, mesh, layout))
+        return jnp.zeros(shape, rows.dtype, device=place)
 
     none = (None,) * len(like.keys)
     head_dims = tuple(None if keys is None else math.prod(keys.shape[3:]) // BLOCK for keys in like.keys)
@@ -216,16 +279,13 @@ def empty_pool(
     )
 
 
-def num_lanes(placement: Sharding) -> int:
+def num_lanes(mesh: Mesh | None) -> int:
     """One for each shard of the data axes."""
-    return row_shards(placement.mesh) if isinstance(placement, NamedSharding) else 1
+    return 1 if mesh is None else row_shards(mesh)
 
 
-def _pool_sharding(weights: Sharding, heads: int, *, dim: int) -> Sharding:
-    """`dim`: the one of the heads."""
-    if not isinstance(weights, NamedSharding):
-        return weights
-    spec: list[str | Sequence[str] | None] = [None, ROW_AXES, *[None] * (dim - 1)]
-    if heads % weights.mesh.shape["tensor"] == 0:
-        spec[dim] = "tensor"
-    return NamedSharding(weights.mesh, PartitionSpec(*spec))
+def _pool_spec(shape: Sequence[int], mesh: Mesh | AbstractMesh, layout: Layout) -> PartitionSpec:
+    if layout != "rows":
+        return page_spec(shape, mesh, together=layout == "ragged")
+    lanes = None, ROW_AXES, None
+    return PartitionSpec(*lanes, "tensor") if shape[3] % mesh.shape["tensor"] == 0 else PartitionSpec(*lanes)

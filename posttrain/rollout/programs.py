@@ -22,7 +22,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.forward_state import Routing
 from posttrain.rollout.blocks import BLOCK
 from posttrain.rollout.decoding import DecodingWeights, Loaded, Readied
-from posttrain.rollout.lanes import by_rows, mesh_of, on_each_shard
+from posttrain.rollout.lanes import by_rows, by_rows_and_vocab, mesh_of, on_each_shard
 from posttrain.rollout.paged import Pool
 from posttrain.rollout.sampling import Sampling, TopLogps, sample, score, top_width
 from posttrain.tree import pytree
@@ -114,17 +114,20 @@ def prefill(model: Decoder, pool: Pool, prompts: Prompts, *, record: bool, mesh:
     assert isinstance(filled, KVCache)
     beside = Prefilled(
         experts=_recorded(routing) if record else None,
-        logps=None if prompts.scored is None else _prompt_logps(model, hidden, prompts.scored),
+        logps=None if prompts.scored is None else _prompt_logps(model, hidden, prompts.scored, mesh),
     )
     first = (prompts.starts // BLOCK).reshape(prompts.targets.shape[:2])
-    return pool.scatter(filled, first, prompts.targets), beside
+    return pool.scatter(filled, first, prompts.targets, mesh), beside
 
 
-def _prompt_logps(model: Decoder, hidden: Float[Array, "N T D"], scored: ScoredPrompts) -> Float[Array, "N T"]:
+def _prompt_logps(
+    model: Decoder, hidden: Float[Array, "N T D"], scored: ScoredPrompts, mesh: Mesh | None
+) -> Float[Array, "N T"]:
     rows, length = scored.targets.shape
     temperature = jnp.repeat(scored.temperature, length)
     flat = hidden.reshape(rows * length, -1), scored.targets.reshape(-1)
-    return score(model.logits, *flat, temperature, vocab_size=model.config.vocab_size).reshape(rows, length)
+    logps = score(model.logits, *flat, temperature, vocab_size=model.config.vocab_size, mesh=mesh)
+    return logps.reshape(rows, length)
 
 
 def _recorded(routing: Routing | None) -> Int[Array, "B T M k"]:
@@ -159,7 +162,8 @@ def decode(
         step, active, tokens, positions, near, tally, chunk = carry
         ones = jnp.ones((num_rows, 1), jnp.int32)
         hidden, near, routing = model.forward(tokens[:, None], positions[:, None], ones, near)
-        drawn = draw(model.logits(hidden)[:, 0], positions + 1, rows.sampling, tally)
+        logits = by_rows_and_vocab(model.logits(hidden)[:, 0], mesh)
+        drawn = draw(logits, positions + 1, rows.sampling, tally)
         new = drawn.tokens
         tally = None if tally is None else tally.count(new, active)
         chunk = DecodedTokens(
@@ -218,6 +222,11 @@ class Programs:
 
     def decode(self, loaded: Loaded, pool: Pool, rows: DecodeRows, stop_at: np.int32) -> tuple[Pool, DecodedTokens]:
         return self._program(loaded, pool, rows, stop_at)(self._weights.of(loaded), pool, rows, stop_at)
+
+    @property
+    def layout_bytes(self) -> int:
+        """Bytes that a device holds of weights made for sampling, while samples run."""
+        return self._weights.own_bytes
 
     def rest(self) -> None:
         """Drop the arrays prepared from the weights, while no sample runs."""

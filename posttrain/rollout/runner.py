@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from posttrain.mesh import replicated
 from posttrain.models.decoder import decoding_config
 from posttrain.rollout.blocks import BLOCK, Chain
 from posttrain.rollout.decoding import Loaded
-from posttrain.rollout.lanes import mesh_of
 from posttrain.rollout.paged import Pool, choose_layout, empty_pool
 from posttrain.rollout.processors import Tables
 from posttrain.rollout.programs import DecodedTokens, DecodeRows, Prefilled, Programs, Prompts, ScoredPrompts
@@ -139,11 +139,11 @@ class Runner:
             yield self._rows(shape, {0: Row(Request(prompt=(0,), params=params), 0, Chain(), 0)})
 
     def _empty_pool(self, loaded: Loaded) -> Pool:
-        model = loaded.source.model
-        placement = next(iter(loaded.arrays.values())).sharding
-        config, compute, lanes = decoding_config(model.config), model.compute, self.shapes.lanes
-        layout = choose_layout(compute.decode_attention, config, compute, mesh_of(placement))
-        return empty_pool(config, compute.dtype, placement, layout=layout, lanes=lanes, blocks=self.blocks)
+        model, mesh = loaded.source.model, loaded.placement.mesh
+        compute, config = model.compute, decoding_config(model.config, model.compute.mesh)
+        layout = choose_layout(compute.decode_attention, config, compute, compute.mesh if mesh is None else mesh)
+        placement = next(iter(loaded.arrays.values())).sharding if mesh is None else replicated(mesh)
+        return empty_pool(config, compute.dtype, placement, layout=layout, lanes=self.shapes.lanes, blocks=self.blocks)
 
     def _prompt_calls(self, pieces: Sequence[PromptPiece]) -> Iterator[PromptCall]:
         """By level, and within it by shape, as many pieces to a call as it has rows."""

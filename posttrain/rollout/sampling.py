@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int, UInt32
 
 from posttrain.kernels.logits.chunks import chunk_length
+from posttrain.rollout.lanes import by_rows, by_rows_and_vocab, on_each_shard
 from posttrain.rollout.processors import Processors, Tables, Tally, process_reference
 from posttrain.rollout.types import MAX_TOP_LOGPS, SamplingParams
 from posttrain.tree import pytree
@@ -19,6 +21,12 @@ from posttrain.tree import pytree
 ONE_BITS = 0x3F800000
 """float32 1.0 as an integer; among non-negative floats the order of the bits is the order of the values."""
 ROUNDS = ONE_BITS.bit_length()
+
+LANES = 128
+"""Numbers side by side in a TPU's vector; XLA:TPU takes very long over a window of more."""
+
+MIN_BLOCK = 16
+"""Tokens in the smallest block of a vocabulary; smaller ones would be too many."""
 
 
 @pytree
@@ -145,18 +153,40 @@ def _largest(x: Float[Array, "R V"]) -> Int[Array, " R"]:
 
     By blocks: the block with the largest maximum, then its largest entry; XLA:CPU takes longer over a whole row.
     """
-    rows, vocab = x.shape
-    size = _root(vocab)
-    blocks = jnp.pad(x, ((0, 0), (0, -vocab % size)), constant_values=-jnp.inf).reshape(rows, -1, size)
-    block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return (block * size + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
+    x, size = _in_blocks(x, -jnp.inf)
+    block = jnp.argmax(_by_block(x, size, jax.lax.max, -jnp.inf), axis=-1)
+    return (block * size + jnp.argmax(_block(x, size, block), axis=-1)).astype(jnp.int32)
 
 
 def _row_sums(x: Float[Array, "R V"]) -> Float[Array, " R"]:
     """Each row as a matrix, whose columns a CPU adds up side by side: half the time of adding up the row."""
     rows, vocab = x.shape
     return jnp.sum(jnp.sum(x.reshape(rows, -1, math.gcd(vocab, _root(vocab))), axis=1), axis=-1)
+
+
+def _in_blocks(x: Float[Array, "R V"], filler: float) -> tuple[Float[Array, "R Vp"], int]:
+    """Size of blocks, about the square root of V and at most `LANES`, and rows of whole blocks: padded only where no
+    fair size divides V.
+
+    They stay rows: in a reshape to blocks XLA:TPU would lay them out anew.
+    """
+    vocab = x.shape[1]
+    most = min(_root(vocab), LANES)
+    size = math.gcd(vocab, most)
+    if size >= MIN_BLOCK:
+        return x, size
+    size = most
+    return jnp.pad(x, ((0, 0), (0, -vocab % size)), constant_values=filler), size
+
+
+def _by_block(x: Float[Array, "R V"], size: int, reduce: Callable[..., Array], start: float) -> Float[Array, "R N"]:
+    reduced: Array = jax.lax.reduce_window(x, start, reduce, (1, size), (1, size), "VALID")
+    return reduced
+
+
+def _block(x: Float[Array, "R V"], size: int, block: Int[Array, " R"]) -> Float[Array, "R S"]:
+    places = block[:, None] * size + jnp.arange(size, dtype=block.dtype)[None]
+    return jnp.take_along_axis(x, places, axis=1, mode="promise_in_bounds")
 
 
 def _root(vocab: int) -> int:
@@ -171,22 +201,27 @@ def score(
     temperature: Float[Array, " T"],
     *,
     vocab_size: int,
+    mesh: Mesh | None,
 ) -> Float[Array, " T"]:
     """Log-probability of `targets[t]` right after the token whose hidden state is `hidden[t]`, whatever row it is in.
 
     In chunks, so that logits of a long prompt never exist all at once; at temperature 0 of the unscaled distribution.
     """
     length = targets.shape[0]
-    chunk = chunk_length(1, length, vocab_size)
+    shards = 1 if mesh is None else mesh.size
+    chunk = shards * -(-chunk_length(1, length, vocab_size) // shards)
 
     def split(x: Array) -> Array:
         return jnp.pad(x, ((0, -length % chunk), *[(0, 0)] * (x.ndim - 1))).reshape(-1, chunk, *x.shape[1:])
 
-    def body(_: None, inputs: tuple[Array, Array, Array]) -> tuple[None, Array]:
-        hidden, targets, temperature = inputs
+    def logps_of(logits: Array, targets: Array, temperature: Array) -> Array:
         scale = jnp.where(temperature > 0, temperature, 1.0)[:, None]
-        logits = logits_of(hidden[None])[0].astype(jnp.float32)
-        return None, _Distribution.of(logits / scale).logps(targets)
+        return _Distribution.of(logits.astype(jnp.float32) / scale).logps(targets)
+
+    def body(_: None, inputs: tuple[Array, Array, Array]) -> tuple[None, Array]:
+        hidden, targets, temperature = by_rows(inputs, mesh)
+        logits = by_rows_and_vocab(logits_of(hidden[None])[0], mesh)
+        return None, on_each_shard(logps_of, mesh)(logits, targets, temperature)
 
     _, logps = jax.lax.scan(body, None, (split(hidden), split(targets), split(temperature)))
     return logps.reshape(-1)[:length]
@@ -268,16 +303,14 @@ def _bisect(
 
 def _inverse_cdf(probs: Float[Array, "S V"], u: Float[Array, " S"]) -> Int[Array, " S"]:
     """The first token whose cumulated mass exceeds u times the whole; never one of mass 0."""
-    rows, vocab = probs.shape
-    size = _root(vocab)
-    blocks = jnp.pad(probs, ((0, 0), (0, -vocab % size))).reshape(rows, -1, size)
-    masses = jnp.sum(blocks, axis=-1)
+    probs, size = _in_blocks(probs, 0.0)
+    masses = _by_block(probs, size, jax.lax.add, 0.0)
     cumulated = jnp.cumsum(masses, axis=-1)
     target = u * cumulated[:, -1]
-    block = _first_above(cumulated, masses, target)[:, None]
-    rest = target - jnp.take_along_axis(cumulated - masses, block, axis=-1)[:, 0]
-    inside = jnp.take_along_axis(blocks, block[:, :, None], axis=1)[:, 0]
-    return block[:, 0] * size + _first_above(jnp.cumsum(inside, axis=-1), inside, rest)
+    block = _first_above(cumulated, masses, target)
+    rest = target - jnp.take_along_axis(cumulated - masses, block[:, None], axis=-1)[:, 0]
+    inside = _block(probs, size, block)
+    return block * size + _first_above(jnp.cumsum(inside, axis=-1), inside, rest)
 
 
 def _first_above(

@@ -35,7 +35,7 @@ def check_kernels(config: RunConfig, model: ModelConfig, *, here: bool) -> list[
         request = grouped_matmul.GroupedMatmulCall(platform="", dtype=_dtype(config), tokamax=True)
         notes += _check("grouped_matmul", config.model.grouped_matmul, grouped_matmul.select, [request], here=here)
     if config.model.decode_attention == "ragged":
-        refusal = refusal_of_ragged(model, jnp.dtype(_dtype(config)), max(1, config.mesh.tensor))
+        refusal = refusal_of_ragged(model, jnp.dtype(_dtype(config)))
         if refusal is not None:
             raise ConfigError(f"model.decode_attention: 'ragged' {refusal}; use auto, rows or gather")
     return notes

@@ -57,6 +57,7 @@ def make_engine(
         quantize=section.quantize,
         merge_lora=section.merge_lora,
         cache_tokens=section.cache_tokens,
+        tensor=section.tensor,
     )
 
 

@@ -9,9 +9,9 @@ import pytest
 from jax import Array
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 
-from posttrain.kernels.attention import cudnn, ragged_refusal
+from posttrain.kernels.attention import cudnn, heads_apart, paged, ragged_refusal
 from posttrain.kernels.attention.call import MaskInputs, Operands, Variant
-from posttrain.kernels.attention.paged import _on_tpu, ragged_paged_attention
+from posttrain.kernels.attention.paged import ragged_paged_attention
 from posttrain.kernels.attention.reference import single_query, visible
 
 ROWS, HEADS, KV_HEADS, HEAD, PAGE, PAGES, WIDTH, REPEATS = 3, 4, 2, 8, 16, 7, 3, 2
@@ -34,7 +34,7 @@ def test_the_twin_against_the_librarys_reference(variant: Variant) -> None:
     table = jnp.asarray([[4, 2, 0], [1, 0, 0], [6, 5, 3]], jnp.int32)
     lengths = jnp.asarray([17, 1, 48], jnp.int32)
     for repeat in range(REPEATS):
-        got = ragged_paged_attention(q, pages, jnp.int32(repeat), table[None], lengths[None], None, variant)
+        layer = jnp.int32(repeat), table[None], lengths[None], None, variant
         expected = ref_ragged_paged_attention(
             q[:, 0],
             pages[repeat, 0],
@@ -46,23 +46,39 @@ def test_the_twin_against_the_librarys_reference(variant: Variant) -> None:
             sliding_window=variant.window,
             soft_cap=variant.soft_cap,
         )
-        np.testing.assert_allclose(got[:, 0], expected, atol=2e-6)
+        apart = pages.reshape(*pages.shape[:4], KV_HEADS, 2, HEAD).swapaxes(3, 4)
+        for stored in (pages, apart):
+            got = ragged_paged_attention(q, stored, *layer)
+            np.testing.assert_allclose(got[:, 0], expected, atol=2e-6)
 
 
 def test_pages_that_the_kernel_does_not_take() -> None:
-    assert ragged_refusal(8, 2, 8) is None
-    assert ragged_refusal(1, 2, 1) is None
-    refusal = ragged_refusal(3, 2, 2)
-    assert refusal is not None and "got 6 heads" in refusal
+    assert ragged_refusal(256, 2) is None is ragged_refusal(128, 4)
+    refusal = ragged_refusal(192, 4)
+    assert refusal is not None and "got 192 in 32" in refusal
+    # KV heads, head size, bytes, shards
+    together = [(8, 128, 2, 8), (1, 256, 2, 1), (4, 256, 2, 4), (4, 64, 2, 1), (16, 128, 2, 1)]
+    apart = [(3, 128, 2, 1), (6, 128, 2, 2), (4, 256, 2, 1), (8, 256, 2, 2), (2, 192, 2, 1)]
+    assert not any(heads_apart(*heads) for heads in together) and all(heads_apart(*heads) for heads in apart)
     pages, q = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((PAGES, PAGE, 6, 128), (ROWS, 6, 128)))
     with pytest.raises(ValueError, match="XLA fully tiled"):  # what the library says of them
-        jax.eval_shape(_on_six_heads, q, pages)
+        jax.eval_shape(_attend, q, pages)
 
 
-def _on_six_heads(q: Array, pages: Array) -> Array:
+def test_the_kernel_gets_as_many_page_numbers_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in parts."""
+    monkeypatch.setattr(paged, "tpu_kernel", lambda *args, **kinds: asked.append(args[3].shape) or args[0])
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(paged, "TABLE_ENTRIES", 2 * WIDTH)
+    q = drawn(ROWS, 2, 128)
+    np.testing.assert_array_equal(_attend(q, drawn(PAGES, PAGE, 2, 128)), q)
+    assert asked == [(2, WIDTH), (1, WIDTH)]
+
+
+def _attend(q: Array, pages: Array) -> Array:
     variant = Variant(window=None, scale=1.0, soft_cap=None)
     lengths, table = jnp.ones(ROWS, jnp.int32), jnp.zeros((ROWS, WIDTH), jnp.int32)
-    return _on_tpu(q, pages, lengths, table, variant, pages_per_block=WIDTH)
+    return paged._on_tpu(q, pages, lengths, table, variant)
 
 
 @pytest.mark.parametrize("window", [None, 5])

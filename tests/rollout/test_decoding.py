@@ -14,6 +14,7 @@ from flax import nnx
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.decoding import DecodingWeights, Loaded
 from posttrain.rollout.engine import NativeEngine
+from posttrain.rollout.placement import choose_placement
 from posttrain.weights.state import ModelWeights
 from tests.rollout.engines import make_engine, params
 from tests.rollout.test_sharded import MESHES, sharded_model
@@ -35,7 +36,7 @@ def engine(model: Decoder) -> NativeEngine:
 
 def loaded(model: Decoder, version: int = 0) -> Loaded:
     source = ModelWeights(model)
-    return Loaded.of(source, source.read(), version)
+    return Loaded.of(source, arrays := source.read(), version, choose_placement("trained", source, arrays, None))
 
 
 def leaves(model: Decoder) -> list[jax.Array]:

@@ -10,6 +10,7 @@ from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
 from posttrain.rollout.decoding import Loaded
+from posttrain.rollout.placement import Placement
 from posttrain.rollout.programs import DecodeRows, Prompts, decode, prefill
 from posttrain.rollout.runner import Runner
 from posttrain.rollout.shapes import Expected, Shapes
@@ -34,12 +35,12 @@ def examples(runner: Runner) -> list[Prompts | DecodeRows]:
 def lowered(runner: Runner, example: Prompts | DecodeRows) -> str:
     model = tiny_model(num_layers=4, windows=(None, 5), head_dim=128, dtype=jnp.bfloat16)
     source = ModelWeights(model)
-    loaded = Loaded.of(source, source.read(), 0)
+    loaded = Loaded.of(source, source.read(), 0, Placement(None, fuse=("attention",)))
     pool = runner._empty_pool(loaded)
     assert pool.layout == "ragged"
 
     def program(weights: object, pool: object, inputs: object) -> object:
-        bound = source.bind(weights).for_decoding()  # type: ignore[arg-type]
+        bound = source.bind(weights).for_decoding(fuse=("attention",))  # type: ignore[arg-type]
         if isinstance(inputs, Prompts):
             return prefill(bound, pool, inputs, record=False, mesh=None)  # type: ignore[arg-type]
         return decode(bound, pool, inputs, jnp.int32(0), steps=8, record=False, mesh=None)  # type: ignore[arg-type]

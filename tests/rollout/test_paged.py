@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,8 +21,8 @@ from tests.rollout.engines import assert_same, make_engine, params, requests
 from tests.tiny import tiny_config, tiny_model
 
 
-def paged_model(layout: DecodeAttention) -> Decoder:
-    model = tiny_model()
+def paged_model(layout: DecodeAttention, **changes: Any) -> Decoder:
+    model = tiny_model(**changes)
     model.compute = replace(model.compute, decode_attention=layout)
     return model
 
@@ -42,13 +43,41 @@ def test_samples_do_not_depend_on_the_layout(layout: DecodeAttention, engine: Na
     assert pool is not None and pool.layout == layout
 
 
-@pytest.mark.thorough
-def test_pages_on_a_mesh(engine: NativeEngine) -> None:
-    mesh = make_mesh(MeshSection(data=2, fsdp=2, tensor=2))
-    model = paged_model("ragged")
-    weights = ModelWeights(model)
+@pytest.mark.parametrize("on_mesh", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_heads_apart_draw_the_samples_of_rows(on_mesh: bool) -> None:
+    """Three heads of keys on a device, which the kernel does not read from one page."""
+    heads = (
+        {"num_attention_heads": 12, "num_key_value_heads": 6}
+        if on_mesh
+        else {"num_attention_heads": 6, "num_key_value_heads": 3}
+    )
+    paged = paged_model("ragged", **heads)
+    expected = make_engine(tiny_model(**heads))
+    if on_mesh:
+        placed(paged, MeshSection(data=2, fsdp=2, tensor=2))
+    engine = make_engine(paged)
+    prompts, parameters = requests(6)
+    prompts += [prompts[3]] * 3  # which share blocks and write on in copies of the last
+    parameters += [params(90 + i, max_tokens=12) for i in range(3)]
+    got = engine.generate_all(prompts, parameters)
+    for completion, other in zip(got, expected.generate_all(prompts, parameters), strict=True):
+        assert_same(completion, other)
+    pool = engine._runner._pool
+    assert pool is not None and pool.keys[0] is not None
+    assert pool.keys[0].shape[3:] == (heads["num_key_value_heads"], 16, 2, 128)
+    assert pool.keys[0].sharding.shard_shape(pool.keys[0].shape)[3] == 3
+
+
+def placed(model: Decoder, section: MeshSection) -> None:
+    mesh, weights = make_mesh(section), ModelWeights(model)
     dims = weights.dims()
     weights.write({p: jax.device_put(w, param_sharding(mesh, p, dims[p], w.shape)) for p, w in weights.read().items()})
+
+
+@pytest.mark.thorough
+def test_pages_on_a_mesh(engine: NativeEngine) -> None:
+    model = paged_model("ragged")
+    placed(model, MeshSection(data=2, fsdp=2, tensor=2))
     prompts, parameters = requests(6)
     sharded = make_engine(model)
     for completion, other in zip(

@@ -88,9 +88,13 @@ def test_the_samples_of_one_device_and_no_keys_that_travel(name: str, expected: 
     if name == "data":
         assert not found
     if name == "data and tensor":
-        # The embedding, two products of each layer, and the logits, once.
-        assert sorted(kind for kind, _ in found) == ["all-gather", *["all-reduce"] * (1 + 2 * config.num_layers)]
-        assert {shape.split("{")[0] for _, shape in found} == {
-            f"f32[{8 // shards},1,{config.embed_dim}]",
-            f"f32[{8 // shards},1,{config.vocab_size}]",
+        rows, vocab = 8 // shards, config.vocab_size
+        # The embedding, two products of each layer; parts of rows of logits for whole rows, and what was drawn.
+        expected_kinds = ["all-gather"] * 3 + ["all-reduce"] * (1 + 2 * config.num_layers) + ["all-to-all"]
+        assert sorted(kind for kind, _ in found) == expected_kinds
+        assert {re.sub(r"[({].*", "", shape.strip("(").split("{")[0]) for _, shape in found} == {
+            f"f32[{rows},1,{config.embed_dim}]",
+            f"f32[1,1,1,{vocab // 2}]",
+            f"f32[{rows}]",
+            f"s32[{rows}]",
         }

@@ -3,12 +3,13 @@
 from posttrain.config import AttentionKernel
 from posttrain.kernels.attention.call import Variant
 from posttrain.kernels.attention.dispatch import attention, supports_parents
-from posttrain.kernels.attention.paged import padded_head, ragged_paged_attention, ragged_refusal
+from posttrain.kernels.attention.paged import heads_apart, padded_head, ragged_paged_attention, ragged_refusal
 
 __all__ = [
     "AttentionKernel",
     "Variant",
     "attention",
+    "heads_apart",
     "padded_head",
     "ragged_paged_attention",
     "ragged_refusal",

@@ -26,15 +26,25 @@ BLOCK_ROWS = 32
 
 WORD_BYTES = 4
 
+TABLE_ENTRIES = 3 * 2**16
+"""Page numbers in a TPU's scalar memory (1 MiB) at once."""
 
-def ragged_refusal(num_kv_heads: int, itemsize: int, shards: int) -> str | None:
-    """Return why the ragged kernel does not support this many KV heads over `shards` devices; None if it does."""
+
+def ragged_refusal(head_dim: int, itemsize: int) -> str | None:
+    """Return why the ragged kernel does not support heads of this size; None if it does."""
+    if padded_head(head_dim) > LANES and itemsize >= WORD_BYTES:
+        return f"reads heads of more than {LANES} in 16 bits only, got {head_dim} in {8 * itemsize}"
+    return None
+
+
+def heads_apart(num_kv_heads: int, head_dim: int, itemsize: int, shards: int) -> bool:
+    """Return True where a page holds one head: the kernel reads more of them from a page only in whole tiles, and only
+    those of up to 128."""
     heads = 2 * num_kv_heads // (shards if num_kv_heads % shards == 0 else 1)
     packing = WORD_BYTES // itemsize
     tiles = heads // packing
-    if heads % packing or not (tiles in (1, 2, 4, 8) or tiles % 8 == 0):
-        return f"needs 1, 2, 4 or a multiple of 8 tiles of key and value heads on a device, got {heads} heads"
-    return None
+    whole = heads % packing == 0 and (tiles in (1, 2, 4, 8) or tiles % 8 == 0)
+    return not whole or (heads > 2 and padded_head(head_dim) > LANES)
 
 
 def padded_head(head_dim: int) -> int:
@@ -43,7 +53,7 @@ def padded_head(head_dim: int) -> int:
 
 def ragged_paged_attention(
     q: Float[Array, "B 1 N H"],
-    pages: Float[Array, "R D P S K2 Hp"],
+    pages: Float[Array, "R D P *page"],
     repeat: Int[Array, ""],
     table: Int[Array, "D n W"],
     lengths: Int[Array, "D n"],
@@ -52,8 +62,9 @@ def ragged_paged_attention(
 ) -> Float[Array, "B 1 N H"]:
     """softmax(scale q k) v over the first `lengths` positions of each row, at most the last `window` of them.
 
-    Pages: R layers, D lanes of rows, P pages of S positions, keys and values of a head interleaved. The rows of q are
-    ordered by lane. The layer is encoded in the page numbers, so no layer is copied.
+    Pages: R layers, D lanes of rows, P pages of S positions, keys and values of a head interleaved: [S, 2 K, Hp], or
+    with heads apart [K, S, 2, Hp], where a head of a row counts as a row. The rows of q are ordered by lane. The layer
+    is encoded in the page numbers, so no layer is copied.
     """
     platform = platform_of(mesh)
     log_choice("attention", "ragged" if platform == "tpu" else "gathered pages", "decode", platform)
@@ -61,13 +72,15 @@ def ragged_paged_attention(
     if mesh is None or mesh.size == 1:
         return lane(q, pages, repeat, table, lengths)
     rows = row_axes(mesh)
-    divides = pages.shape[4] // 2 % head_shards(mesh) == 0
+    apart = pages.ndim == 7
+    divides = (pages.shape[3] if apart else pages.shape[4] // 2) % head_shards(mesh) == 0
     heads = HEAD_AXIS if HEAD_AXIS in mesh.axis_names and divides else None
     queries, by_lane = PartitionSpec(rows, None, heads), PartitionSpec(rows)
+    place = (heads,) if apart else (None, heads)
     split = jax.shard_map(
         lane,
         mesh=mesh,
-        in_specs=(queries, PartitionSpec(None, rows, None, None, heads), PartitionSpec(), by_lane, by_lane),
+        in_specs=(queries, PartitionSpec(None, rows, None, *place), PartitionSpec(), by_lane, by_lane),
         out_specs=queries,
         check_vma=False,
     )
@@ -76,7 +89,7 @@ def ragged_paged_attention(
 
 def _lane(
     q: Float[Array, "n 1 N H"],
-    pages: Float[Array, "R 1 P S K2 Hp"],
+    pages: Float[Array, "R 1 P *page"],
     repeat: Int[Array, ""],
     table: Int[Array, "1 n W"],
     lengths: Int[Array, "1 n"],
@@ -84,14 +97,20 @@ def _lane(
     variant: Variant,
     on_tpu: bool,
 ) -> Float[Array, "n 1 N H"]:
-    head_dim = q.shape[3]
-    repeats, _, count, *page = pages.shape
-    flat = pages.reshape(repeats * count, *page)
-    padded = jnp.pad(q[:, 0], ((0, 0), (0, 0), (0, page[-1] - head_dim)))
-    width = table.shape[2]
-    attend = partial(_on_tpu, pages_per_block=min(width, BLOCK_POSITIONS // page[0])) if on_tpu else gathered
-    out = attend(padded.astype(pages.dtype), flat, lengths[0], table[0] + repeat * count, variant)
-    return out[:, None, :, :head_dim].astype(q.dtype)
+    rows, _, num_heads, head_dim = q.shape
+    count, page = pages.shape[2], pages.shape[-3:]
+    here, lengths = table[0] + repeat * count, lengths[0]
+    padded = jnp.pad(q[:, 0], ((0, 0), (0, 0), (0, page[-1] - head_dim))).astype(pages.dtype)
+    if pages.ndim == 7:
+        kv_heads = pages.shape[3]
+        padded = padded.reshape(rows * kv_heads, num_heads // kv_heads, page[-1])
+        here = (here[:, None] * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]).reshape(
+            -1, here.shape[1]
+        )
+        lengths = jnp.repeat(lengths, kv_heads)
+    attend = _on_tpu if on_tpu else gathered
+    out = attend(padded, pages.reshape(-1, *page), lengths, here, variant)
+    return out.reshape(rows, 1, num_heads, -1)[..., :head_dim].astype(q.dtype)
 
 
 def _on_tpu(
@@ -100,24 +119,30 @@ def _on_tpu(
     lengths: Int[Array, " n"],
     table: Int[Array, "n W"],
     variant: Variant,
-    *,
-    pages_per_block: int,
 ) -> Float[Array, "n N Hp"]:
-    rows = q.shape[0]
-    out: Array = tpu_kernel(
-        q,
-        pages,
-        lengths,
-        table,
-        jnp.arange(rows + 1, dtype=jnp.int32),  # one query of each row
-        jnp.full(1, rows, jnp.int32),
-        sm_scale=variant.scale,
-        sliding_window=variant.window,
-        soft_cap=variant.soft_cap,
-        num_kv_pages_per_block=pages_per_block,
-        num_queries_per_block=min(rows, BLOCK_ROWS),
-    )
-    return out
+    width = table.shape[1]
+
+    def some(q: Array, lengths: Array, table: Array) -> Array:
+        rows = q.shape[0]
+        out: Array = tpu_kernel(
+            q,
+            pages,
+            lengths,
+            table,
+            jnp.arange(rows + 1, dtype=jnp.int32),  # one query of each row
+            jnp.full(1, rows, jnp.int32),
+            sm_scale=variant.scale,
+            sliding_window=variant.window,
+            soft_cap=variant.soft_cap,
+            num_kv_pages_per_block=min(width, BLOCK_POSITIONS // pages.shape[1]),
+            num_queries_per_block=min(rows, BLOCK_ROWS),
+        )
+        return out
+
+    at_once = max(1, TABLE_ENTRIES // width)
+    parts = [slice(start, start + at_once) for start in range(0, q.shape[0], at_once)]
+    outs = [some(q[part], lengths[part], table[part]) for part in parts]
+    return outs[0] if len(outs) == 1 else jnp.concatenate(outs)
 
 
 def gathered(

@@ -1,0 +1,178 @@
+"""Weights laid out for sampling: the samples of one device on every mesh, and no weight that travels per token."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import jax
+import pytest
+
+from posttrain.config import LoRA, MeshSection, SamplerTensor
+from posttrain.errors import ConfigError
+from posttrain.mesh import make_mesh, param_sharding
+from posttrain.models.decoder import Decoder
+from posttrain.models.layers import FusedLinear
+from posttrain.rollout import decoding, placement
+from posttrain.rollout.engine import NativeEngine
+from posttrain.rollout.placement import choose_placement
+from posttrain.weights.lora import attach_lora
+from posttrain.weights.quantize import quantize_model
+from posttrain.weights.state import ModelWeights
+from tests.mixtures import mixture_config, mixture_model
+from tests.random_families import random_family_model
+from tests.rollout.engines import assert_same, make_engine, requests
+from tests.rollout.test_sharded import collectives_of_loops
+from tests.tiny import shake, tiny_model
+
+MESHES = {
+    "fsdp": MeshSection(data=1, fsdp=8),
+    "data": MeshSection(data=8, fsdp=1),
+    "tensor": MeshSection(data=2, fsdp=1, tensor=4),
+    "fsdp and tensor": MeshSection(data=2, fsdp=2, tensor=2),
+    "expert": MeshSection(data=1, fsdp=2, expert=4),
+}
+LARGE = {
+    "num_layers": 2,
+    "num_key_value_heads": 4,
+    "num_attention_heads": 8,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+}
+THOROUGH = pytest.mark.thorough
+
+
+def made(kind: str) -> Decoder:
+    model = tiny_model(**LARGE)
+    if "moe" in kind:
+        model = random_family_model("qwen3_moe", 0) if "lora" in kind else mixture_model(mixture_config(num_layers=2))
+    if "lora" in kind or "dora" in kind:
+        attach_lora(model, LoRA(rank=2, targets=("attention", "mlp"), dora="dora" in kind), seed=0)
+        shake(model, seed=1, stddev=0.02)
+    if "int8" in kind:
+        quantize_model(model, "int8")
+    return model
+
+
+def on_mesh(model: Decoder, section: MeshSection) -> Decoder:
+    mesh, weights = make_mesh(section), ModelWeights(model)
+    dims = weights.dims()
+    weights.write({p: jax.device_put(w, param_sharding(mesh, p, dims[p], w.shape)) for p, w in weights.read().items()})
+    model.compute = replace(model.compute, mesh=mesh)
+    return model
+
+
+def in_loops(engine: NativeEngine) -> list[list[int]]:
+    """Dimensions above 1, by size, of all arrays of collectives in loops."""
+    found = {c[1] for p in engine.programs._compiled.values() for c in collectives_of_loops(p.as_text())}
+    arrays = [dims.split(",") for shape in found for dims in re.findall(r"\[([\d,]+)\]", shape)]
+    return sorted(sorted(int(size) for size in dims if size != "1") for dims in arrays)
+
+
+def of_weights(arrays: list[list[int]], model: Decoder, tensor: int) -> list[list[int]]:
+    """Those with the shape of a layer's matrix, or of a part of it over `tensor`."""
+    matrices = [shape[-2:] for path, _, shape in ModelWeights(model).shapes() if path.endswith("kernel")]
+    sizes = [pair for pair in matrices if min(pair) >= 16]
+    parts = [sorted(part) for a, b in sizes for part in ((a, b), (a // tensor, b), (a, b // tensor))]
+    return [dims for dims in arrays if dims in parts]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "tensor"),
+    [
+        ("dense", "fsdp", "auto"),
+        ("moe", "expert", "auto"),
+        pytest.param("dense lora", "fsdp", 4, marks=THOROUGH),
+        pytest.param("dense", "data", "auto", marks=THOROUGH),
+        pytest.param("dense", "tensor", "auto", marks=THOROUGH),
+        pytest.param("dense", "fsdp and tensor", 4, marks=THOROUGH),
+        pytest.param("dense dora", "fsdp and tensor", "auto", marks=THOROUGH),
+        pytest.param("moe", "fsdp", "auto", marks=THOROUGH),
+        pytest.param("moe", "data", "auto", marks=THOROUGH),
+        pytest.param("moe lora", "expert", "auto", marks=THOROUGH),
+        pytest.param("dense int8", "fsdp", "auto", marks=THOROUGH),
+    ],
+)
+def test_the_samples_of_one_device_and_no_weight_that_travels(
+    kind: str, name: str, tensor: SamplerTensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions: list[int] = []
+    readied = decoding._Recipe.readied
+    monkeypatch.setattr(
+        decoding._Recipe, "readied", lambda self, loaded: versions.append(loaded.version) or readied(self, loaded)
+    )
+    prompts, parameters = requests(4)
+    expected = make_engine(made(kind)).generate_all(prompts, parameters)
+    versions.clear()
+    model = on_mesh(made(kind), MESHES[name])
+    engine = make_engine(model, tensor=tensor, decode_steps=3)
+    for completion, other in zip(engine.generate_all(prompts, parameters), expected, strict=True):
+        assert_same(completion, other)
+    assert versions == [0]
+    mesh, arrays = engine._placement.mesh, in_loops(engine)
+    assert mesh is not None and not of_weights(arrays, model, mesh.shape["tensor"])
+    if kind.startswith("dense") and mesh.shape["tensor"] == 1:
+        assert not arrays
+
+
+def test_the_trainers_layout_brings_weights_together_at_every_token() -> None:
+    """What the search for collectives finds where there are some."""
+    model = on_mesh(made("dense"), MESHES["fsdp"])
+    engine = make_engine(model, tensor="trained", slots=24, decode_steps=32)
+    engine.generate_all(*requests(3))
+    assert len(in_loops(engine)) > 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("dense lora", None),
+        pytest.param("dense", "fsdp", marks=THOROUGH),
+        ("dense", "tensor"),
+        pytest.param("dense int8", "fsdp and tensor", marks=THOROUGH),
+        pytest.param("dense dora", "tensor", marks=THOROUGH),
+        pytest.param("moe", "tensor", marks=THOROUGH),
+    ],
+)
+def test_fused_products_draw_the_same(kind: str, name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on accelerators, without the layout of layers on CPU."""
+    prompts, parameters = requests(4)
+    expected = make_engine(made(kind)).generate_all(prompts, parameters)
+    monkeypatch.setattr(placement, "platform_of", lambda mesh: "tpu")
+    model = made(kind) if name is None else on_mesh(made(kind), MESHES[name])
+    engine = make_engine(model)
+    held: list[Decoder] = []
+    prepared = decoding._prepared
+    monkeypatch.setattr(decoding, "_prepared", lambda *args: held.append(prepared(*args)) or held[-1])
+    for completion, other in zip(engine.generate_all(prompts, parameters), expected, strict=True):
+        assert_same(completion, other)
+    block = held[0].stages[0].blocks[0]
+    assert isinstance(block.attention.fused, FusedLinear) and block.attention.q.kernel is None
+    if name == "fsdp":
+        assert isinstance(block.mlp.fused, FusedLinear) and block.mlp.up.kernel is None  # copies anyway
+
+
+def test_the_layout_that_is_chosen() -> None:
+    def sizes(name: str, wanted: SamplerTensor, memory: int | None = None) -> tuple[int, ...]:
+        model = on_mesh(tiny_model(**LARGE), MESHES[name])
+        source = ModelWeights(model)
+        found = choose_placement(wanted, source, source.read(), memory).mesh
+        assert found is not None
+        assert found.devices.flatten().tolist() == make_mesh(MESHES[name]).devices.flatten().tolist()
+        return tuple(found.shape.values())
+
+    whole = sum(array.nbytes for array in ModelWeights(tiny_model(**LARGE)).read().values())
+    assert sizes("fsdp", "auto") == (8, 1, 1, 1) == sizes("fsdp", "auto", 4 * whole)
+    assert sizes("fsdp", "auto", 3 * whole) == (4, 1, 1, 2)
+    assert sizes("fsdp", "auto", 2 * whole // 10) == (1, 8, 1, 1)  # nothing fits
+    assert sizes("fsdp", 2) == (4, 1, 1, 2)
+    assert sizes("fsdp", "trained") == (1, 8, 1, 1)
+    assert sizes("tensor", "auto", 1) == (2, 1, 1, 4)
+    assert sizes("fsdp and tensor", "auto") == (4, 1, 1, 2)
+    assert sizes("fsdp and tensor", "auto", 2 * whole) == (2, 1, 1, 4)
+    assert sizes("expert", "auto") == (2, 1, 4, 1)
+    for name, wanted in (("fsdp", 3), ("expert", 2)):
+        with pytest.raises(ConfigError, match=f"rollout.tensor={wanted}: must be one of"):
+            sizes(name, wanted)
+    with pytest.raises(ConfigError, match=r"rollout.tensor=2: the model is on one device"):
+        make_engine(tiny_model(), tensor=2)
