@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from posttrain.batch import RouterStats
 from posttrain.config import Remat
 from posttrain.kernels.layout import computed_once, unstack_layers
+from posttrain.kernels.platform import platform_of
 from posttrain.models.attention import Attention
 from posttrain.models.cache import KVCache
 from posttrain.models.config import (
@@ -314,7 +315,7 @@ class Decoder(nnx.Module):
         On CPU slices of stacked weights are copies, so they are made once here instead of per token, as are the DoRA
         gains on all platforms. The cache must be allocated for `decoding_config`.
         """
-        config = decoding_config(self.config)
+        config = decoding_config(self.config, platform_of(self.compute.mesh))
         sliced = nnx.merge(*nnx.split(self))
         for _, node in nnx.iter_graph(sliced):
             if isinstance(node, Adaptable):
@@ -364,9 +365,9 @@ def first_layers(config: ModelConfig) -> list[LayerIndex]:
     return firsts
 
 
-def decoding_config(config: ModelConfig) -> ModelConfig:
-    """Configuration of `Decoder.for_decoding` on this platform."""
-    if jax.default_backend() != "cpu" or config.num_layers > SPLIT_LAYERS_ON_CPU:
+def decoding_config(config: ModelConfig, platform: str) -> ModelConfig:
+    """Configuration of `Decoder.for_decoding` on a platform."""
+    if platform != "cpu" or config.num_layers > SPLIT_LAYERS_ON_CPU:
         return config
     if all(stage.repeats == 1 for stage in config.stages):
         return config

@@ -17,7 +17,8 @@ from posttrain.models.decoder import Decoder
 from posttrain.stages.context import HeldOut, StageRun
 from posttrain.stages.sequences import SequenceInputs
 from posttrain.train.optim import make_optimizer
-from posttrain.train.trainer import Refuse, Trainer
+from posttrain.train.programs import Refuse
+from posttrain.train.trainer import Trainer
 
 
 def run(stage: StageRun, inputs: SequenceInputs) -> None:
