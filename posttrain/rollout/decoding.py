@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 from jax import Array
+from jax.sharding import Sharding
 
 from posttrain.models.decoder import Decoder
-from posttrain.weights.state import ModelWeights, Weights
+from posttrain.weights.state import ModelWeights, Weights, WeightShapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,19 +22,29 @@ class Loaded:
     """Weights in use: references to a model's arrays, never copies."""
 
     source: ModelWeights
-    arrays: Weights
+    arrays: Weights | WeightShapes
+    """Shapes to lower programs only (`Programs.lower`)."""
     version: int
     layout: int
     """Number of the layout (structure, shapes, dtypes, devices) that compiled programs depend on."""
 
     @classmethod
-    def of(cls, source: ModelWeights, arrays: Weights, version: int) -> Loaded:
+    def of(cls, source: ModelWeights, arrays: Weights | WeightShapes, version: int) -> Loaded:
         layout = frozenset((path, w.shape, w.dtype, _devices(w)) for path, w in arrays.items())
         return cls(source=source, arrays=arrays, version=version, layout=_number(nnx.graphdef(source.model), layout))
 
+    @property
+    def placement(self) -> Sharding:
+        """Sharding of one of the arrays."""
+        arrays: Mapping[str, Array | jax.ShapeDtypeStruct] = self.arrays
+        array = next(iter(arrays.values()))
+        assert array.sharding is not None, "shapes need shardings"
+        return array.sharding
 
-def _devices(array: Array) -> Hashable:
+
+def _devices(array: Array | jax.ShapeDtypeStruct) -> Hashable:
     """On one device every sharding is the same, whatever its type."""
+    assert array.sharding is not None, "shapes need shardings"
     devices = array.sharding.device_set
     return array.sharding if len(devices) > 1 else frozenset(devices)
 
@@ -50,8 +61,8 @@ def _number(*layout: Hashable) -> int:
 class Readied(NamedTuple):
     """The arguments of a program: a model's own arrays, and those that `Decoder.for_decoding` makes of them."""
 
-    weights: Weights
-    made: Sequence[Array]
+    weights: Weights | WeightShapes
+    made: Sequence[Array | jax.ShapeDtypeStruct]
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,8 @@ class _Recipe:
     """`Decoder.for_decoding` of all weights of one layout."""
 
     compiled: jax.stages.Compiled
+    made: Sequence[jax.ShapeDtypeStruct]
+    """Shapes of the derived arrays."""
     tree: Any
     names: Sequence[str | None]
     """Parameter path of each leaf of the tree; None for a derived array."""
@@ -74,8 +87,13 @@ class _Recipe:
             found.append((tree, names))
             return [leaf for leaf, name in zip(leaves, names, strict=True) if name is None]
 
-        compiled = jax.jit(make).lower(loaded.arrays).compile()
-        return cls(compiled, *found[0])
+        lowered = jax.jit(make).lower(loaded.arrays)
+        compiled = lowered.compile()
+        shapes = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement)
+            for x, placement in zip(lowered.out_info, compiled.output_shardings, strict=True)
+        ]
+        return cls(compiled, shapes, *found[0])
 
     def model(self, readied: Readied) -> Decoder:
         made = iter(readied.made)
@@ -97,6 +115,10 @@ class DecodingWeights:
             made = self._recipe(loaded).compiled(loaded.arrays)
             self._held = held = loaded, Readied(loaded.arrays, made)
         return held[1]
+
+    def shapes(self, loaded: Loaded) -> Readied:
+        """Shapes of the arguments, for weights that may be shapes."""
+        return Readied(loaded.arrays, self._recipe(loaded).made)
 
     def model_of(self, loaded: Loaded) -> Callable[[Readied], Decoder]:
         """Gives a model as `Decoder.for_decoding` does, of arrays or of tracers for them."""

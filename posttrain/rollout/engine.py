@@ -11,14 +11,12 @@ from posttrain.errors import ConfigError
 from posttrain.kernels.platform import platform_of
 from posttrain.models.decoder import Decoder
 from posttrain.models.moe import check_recording
-from posttrain.rollout.blocks import BLOCK, blocks_for
 from posttrain.rollout.decoding import Loaded
 from posttrain.rollout.delivery import deliver
-from posttrain.rollout.paged import num_lanes
 from posttrain.rollout.request import Request
 from posttrain.rollout.runner import Dispatch, Outcome, Runner
 from posttrain.rollout.scheduler import Plan, Scheduler
-from posttrain.rollout.shapes import Expected, Shapes
+from posttrain.rollout.shapes import Expected
 from posttrain.rollout.types import Call, Completion, SamplingParams
 from posttrain.runtime.host_memory import trim_host_memory
 from posttrain.tracking.console import progress_bar
@@ -73,17 +71,22 @@ class NativeEngine:
             raise ConfigError("rollout.merge_lora: the model has no adapter to merge; remove the option")
         self._copies = Copies(quantize) if quantize != "none" or merge_lora else None
         self._loaded = self._load(model, version)
-        lanes = num_lanes(next(iter(self._loaded.arrays.values())).sharding)
-        self.slots = slots = lanes * -(-slots // lanes)
-        blocks = slots * blocks_for(max_length) + lanes if cache_tokens is None else cache_tokens // BLOCK
-        self._scheduler = Scheduler(
-            slots=slots, lanes=lanes, blocks=blocks // lanes, max_length=max_length, steps=decode_steps
-        )
-        self._runner = Runner(
-            Shapes(slots // lanes, lanes, max_length, decode_steps),
-            blocks=blocks // lanes,
+        self._runner = Runner.of(
+            self._loaded,
+            slots=slots,
+            max_length=max_length,
+            steps=decode_steps,
             record=record_routing,
-            vocab_size=model.config.vocab_size,
+            cache_tokens=cache_tokens,
+        )
+        shapes = self._runner.shapes
+        self.slots = shapes.slots * shapes.lanes
+        self._scheduler = Scheduler(
+            slots=self.slots,
+            lanes=shapes.lanes,
+            blocks=self._runner.blocks,
+            max_length=max_length,
+            steps=decode_steps,
         )
         self.programs = self._runner.programs
         self._compilations = 0, 0.0
