@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from posttrain.config import ROW_AXES
 
@@ -34,7 +34,7 @@ def platform_of(mesh: Mesh | None) -> str:
     return jax.default_backend() if device is None else str(device.platform)
 
 
-def traced_for(mesh: Mesh | None, function: Callable[..., T]) -> Callable[..., T]:
+def traced_for(mesh: Mesh | AbstractMesh | None, function: Callable[..., T]) -> Callable[..., T]:
     """Trace `function` for the mesh's devices, which need not be there: JAX's TPU kernels, too, ask for their kind.
 
     None: for the default device.
