@@ -1,4 +1,4 @@
-"""Command line: `posttrain run | check | schema | distill | generate | export | upcycle | prune`."""
+"""Command line: `posttrain run | check | plan | schema | distill | generate | export | upcycle | prune`."""
 
 from __future__ import annotations
 
@@ -60,6 +60,28 @@ def check(
     for line in recipe.check(loaded.config, loaded.base_dir, devices):
         print(line)
     print("ok")
+
+
+@app.command()
+def plan(
+    config: ConfigPath,
+    devices: Annotated[
+        str, typer.Option(metavar="MACHINE", help="Machine: v5e-1 to v5e-256, v5p-8, v6e-8, h100-8, cpu-8, ...")
+    ],
+    overrides: Overrides = None,
+) -> None:
+    """Memory, traffic, time and price on a machine that need not be there, by compiling for it; nothing is loaded."""
+    from posttrain.plan.machine import machine, prepare_process
+
+    target = machine(devices)
+    prepare_process(target)
+    from posttrain.config.yaml_file import load_config
+
+    loaded = load_config(config, overrides or [])
+    from posttrain.runs import plan as recipe
+
+    for line in recipe.plan(loaded.config, loaded.base_dir, target):
+        print(line, flush=True)
 
 
 @app.command()

@@ -43,7 +43,8 @@ def batch_of(rows: int, length: int, *, arrays: tuple[str, ...] = ()) -> Batch:
     batch = Batch(
         tokens=blank(np.int32), positions=blank(np.int32), segments=blank(np.int32), loss_weight=blank(np.float32)
     )
-    return dataclasses.replace(batch, **{name: blank(np.float32) for name in arrays})
+    more: dict[str, Any] = {name: blank(np.float32) for name in arrays}
+    return dataclasses.replace(batch, **more)
 
 
 def train_programs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -134,6 +135,11 @@ def machine(name: str) -> Machine:
 
 def has_libtpu() -> bool:
     return importlib.util.find_spec("libtpu") is not None
+
+
+def libtpu_version() -> str:
+    """Version of the installed libtpu; empty without."""
+    return importlib.metadata.version("libtpu") if has_libtpu() else ""
 
 
 def topology_devices(kind: str, shape: str) -> Sequence[Any]:
