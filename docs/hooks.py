@@ -13,11 +13,19 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import posttrain
-from posttrain.config import RunConfig, Section
+from posttrain.config import Locator, RunConfig, Section
 from posttrain.config.messages import config_fields
 from posttrain.config.trl_names import TRL_NAMES, trl_names_of
 
-WORDS = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "nothing", Any: "anything"}
+WORDS: dict[Any, str] = {
+    str: "text",
+    Locator: "text",
+    int: "integer",
+    float: "number",
+    bool: "true or false",
+    type(None): "nothing",
+    Any: "anything",
+}
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from posttrain.config.yaml_file import build_config, dump_config, load_config
 from posttrain.errors import ConfigError
 from posttrain.runs.code_identity import code_texts
 from posttrain.runs.run import RunResult, run
+from posttrain.runtime.files import digest
 
 MODEL_FIELDS = frozenset(ModelSection.model_fields) - {"path"}
 
@@ -64,7 +64,7 @@ class PythonRun:
         """Train until the last step, resuming from the newest checkpoint."""
         for file, text in self._files.items():
             _write_rows(file, text)
-        return run(self.config, Path.cwd())
+        return run(self.config)
 
     def __repr__(self) -> str:
         return dump_config(self.config)
@@ -203,10 +203,10 @@ def _plain(value: Any) -> Any:
 def _digest(config: RunConfig, more: Sequence[str]) -> str:
     """Hash of the settings, including the source code of functions and their dependencies, so that an edited reward
     function makes a new run."""
-    parts = [dump_config(config), *more, *code_texts(config, Path.cwd()).values()]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
+    parts = [dump_config(config), *more, *code_texts(config).values()]
+    return digest("\0".join(parts), 8)
 
 
 def _seed(folder: Path) -> int:
     file = folder / "config.yaml"
-    return load_config(file).config.seed if file.exists() else secrets.randbits(31)
+    return load_config(file).seed if file.exists() else secrets.randbits(31)

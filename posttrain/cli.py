@@ -40,7 +40,7 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
     from posttrain.tracking.console import shown_log
 
     with shown_log():
-        recipe.run(loaded.config, loaded.base_dir)
+        recipe.run(loaded)
 
 
 @app.command()
@@ -57,7 +57,7 @@ def check(
     loaded = load_config(config, overrides or [])
     from posttrain.runs import check as recipe
 
-    for line in recipe.check(loaded.config, loaded.base_dir, devices):
+    for line in recipe.check(loaded, devices):
         print(line)
     print("ok")
 
@@ -80,7 +80,7 @@ def plan(
     loaded = load_config(config, overrides or [])
     from posttrain.runs import plan as recipe
 
-    for line in recipe.plan(loaded.config, loaded.base_dir, target):
+    for line in recipe.plan(loaded, target):
         print(line, flush=True)
 
 
@@ -110,7 +110,7 @@ def distill(
     from posttrain.tracking.console import shown_log
 
     with shown_log():
-        write_caches(loaded.config, loaded.base_dir)
+        write_caches(loaded)
 
 
 MaxTokens = Annotated[
@@ -194,9 +194,9 @@ def generate(
 def _load(model: str, adapter: str | None, family: str | None) -> tuple[Decoder, Tokenizer]:
     """Load model and tokenizer. ConfigError also for a path without a folder."""
     if not Path(model).expanduser().exists() and model.startswith(("/", ".", "~")):
-        from posttrain.config.yaml_file import did_you_mean_path
+        from posttrain.config.locator import Locator
 
-        raise ConfigError(f"model {model}: no such folder{did_you_mean_path(model)}")
+        raise ConfigError(f"model {model}: no such folder{Locator(model).suggestion}")
     from posttrain.data.tokenizer import load_tokenizer
     from posttrain.models.hf import add_family
     from posttrain.weights.load import load_model

@@ -13,8 +13,7 @@ from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.engine import NativeEngine
-from posttrain.rollout.stopping import text_of
-from posttrain.rollout.types import Completion, SamplingParams, samples_of
+from posttrain.rollout.types import Completion, SamplingParams, samples_of, text_of
 from posttrain.weights.load import with_tokens
 from posttrain.weights.state import ModelWeights
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from posttrain.errors import ConfigError, did_you_mean
+from posttrain.runtime.files import digest
 
 
 def missing_path(path: Path) -> str:
@@ -48,16 +48,15 @@ def is_object_spec(text: str) -> bool:
     return bool(separator) and name.isidentifier() and (source.endswith(".py") or dotted)
 
 
-def import_object(spec: str, *, base_dir: Path | None) -> object:
-    """Import the object named by `file.py:name` or `package.module:name`; files are relative to `base_dir`.
+def import_object(spec: str, folder: Path) -> object:
+    """Import the object named by `file.py:name` or `package.module:name`; files are relative to `folder`.
 
-    A file is executed once per process. During import its folder (for modules: `base_dir`) is on `sys.path`. Raises
+    A file is executed once per process. During import its folder (for modules: `folder`) is on `sys.path`. Raises
     ConfigError if the file, module or name does not exist, or the import fails.
     """
     if not is_object_spec(spec):
         raise ConfigError(f"{spec!r} does not name an object; write 'file.py:name' or 'package.module:name'")
     source, _, name = spec.rpartition(":")
-    folder = base_dir or Path.cwd()
     module = _load_file(spec, folder / Path(source).expanduser()) if source.endswith(".py") else _load(spec, folder)
     if not hasattr(module, name):
         public = [key for key in vars(module) if not key.startswith("_")]
@@ -69,7 +68,7 @@ def _load_file(spec: str, path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
         raise ConfigError(f"{spec}: {missing_path(path)}")
-    module_name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    module_name = f"{path.stem}_{digest(str(path), 12)}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     module_spec = importlib.util.spec_from_file_location(module_name, path)

@@ -45,6 +45,9 @@ class Draw:
             "head_dim": self.one(6, 8, 10, 16),
             "max_position_embeddings": 64,
             "rms_norm_eps": 1e-5,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
             "initializer_range": 0.3,
             "tie_word_embeddings": self.one(True, False),
         }
@@ -65,7 +68,8 @@ class Draw:
 
 
 def _llama(d: Draw, f: Fields) -> Fields:
-    return d.biases() | {"mlp_bias": d.one(True, False), "sliding_window": d.one(None, 5)}
+    """No window: we honour `sliding_window` there, as in a converted Mistral, transformers does not."""
+    return d.biases() | {"mlp_bias": d.one(True, False)}
 
 
 def _mistral(d: Draw, f: Fields) -> Fields:
@@ -90,7 +94,7 @@ def _olmo3(d: Draw, f: Fields) -> Fields:
 
 def _smollm3(d: Draw, f: Fields) -> Fields:
     flags = [d.one(0, 1) for _ in range(f["num_hidden_layers"])]
-    return _llama(d, f) | {"sliding_window": None, "no_rope_layers": flags}
+    return _llama(d, f) | {"no_rope_layers": flags}
 
 
 def _granite(d: Draw, f: Fields) -> Fields:
@@ -107,14 +111,27 @@ def _glm4(d: Draw, f: Fields) -> Fields:
     return d.biases() | {"partial_rotary_factor": 0.5, "head_dim": d.one(8, 16)}
 
 
+def _whole_heads(f: Fields) -> Fields:
+    """A width that transformers takes for these families: a multiple of the heads, or refused by its validator."""
+    heads = f["num_attention_heads"]
+    return {"hidden_size": heads * -(-f["hidden_size"] // heads)}
+
+
 def _gemma2(d: Draw, f: Fields) -> Fields:
     caps = {"final_logit_softcapping": d.number(3.0, 40.0), "attn_logit_softcapping": d.number(3.0, 60.0)}
-    return d.biases() | d.kinds(f["num_hidden_layers"]) | caps | {"query_pre_attn_scalar": d.one(6, 16, 31)}
+    return (
+        _whole_heads(f)
+        | d.biases()
+        | d.kinds(f["num_hidden_layers"])
+        | caps
+        | {"query_pre_attn_scalar": d.one(6, 16, 31)}
+    )
 
 
 def _gemma3(d: Draw, f: Fields) -> Fields:
     return (
-        d.biases()
+        _whole_heads(f)
+        | d.biases()
         | d.kinds(f["num_hidden_layers"])
         | {
             "final_logit_softcapping": d.one(None, d.number(3.0, 40.0)),
@@ -124,22 +141,24 @@ def _gemma3(d: Draw, f: Fields) -> Fields:
 
 
 def _gemma4(d: Draw, f: Fields) -> Fields:
-    """In four layers or more the last ones may reuse keys and values."""
+    """In four layers the last ones reuse keys and values where layers have inputs of their own: transformers cannot run
+    the other."""
     layers = d.one(2, 4)
     number, top_k = d.experts()
     kinds = [d.one("full_attention", "sliding_attention"), "full_attention"]
     mixture = {"num_experts": number, "top_k_experts": top_k, "moe_intermediate_size": d.one(9, 20)}
-    inputs = {"hidden_size_per_layer_input": d.one(5, 12), "vocab_size_per_layer_input": f["vocab_size"] + d.one(0, 3)}
+    width = d.one(0, d.one(5, 12))
     return {
         **d.biases(),
         "num_hidden_layers": layers,
         "layer_types": kinds * (layers // 2),
         "sliding_window": d.one(3, 5, 9),
-        "num_kv_shared_layers": 2 if layers == 4 else 0,
+        "num_kv_shared_layers": 2 if layers == 4 and width else 0,
         "global_head_dim": d.one(8, 16),
         "attention_k_eq_v": d.one(True, False),
         "final_logit_softcapping": d.number(3.0, 40.0),
-        **d.one({"hidden_size_per_layer_input": 0}, inputs),
+        "hidden_size_per_layer_input": width,
+        "vocab_size_per_layer_input": f["vocab_size"] + d.one(0, 3),
         **d.one({}, {"enable_moe_block": True, **mixture}),
     }
 
@@ -233,7 +252,9 @@ def random_fields(family: str, seed: int) -> Fields:
     """A `config.json` of the family."""
     draw = Draw(seed + zlib.crc32(family.encode()))
     fields = draw.common(family)
-    return fields | FAMILIES[family](draw, fields)
+    fields |= FAMILIES[family](draw, fields)
+    # transformers would take null for a size
+    return {name: value for name, value in fields.items() if (name, value) != ("head_dim", None)}
 
 
 def random_family_model(family: str, seed: int, *, dtype: DTypeLike = jnp.float32) -> Decoder:

@@ -61,7 +61,7 @@ def run_python(text: str, folder: Path, name: str = "block") -> dict[str, Any]:
         for file, rows in run._files.items():
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(rows)
-        check(run.config, folder)
+        check(run.config)
         # What a run leaves, with a result that every evaluation has.
         result = {when: {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 8, "samples": []} for when in ("before", "after")}
         return RunResult(output=folder / "runs" / "quickstart", stages=["0-sft"], results=[result], trained=["0-sft"])

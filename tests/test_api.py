@@ -136,7 +136,7 @@ def test_edited_helper_is_another_run(folder: Path) -> None:
 
 def test_three_arguments_on_a_real_model(shared: Path) -> None:
     run = pt.RL(shared / "models" / "stories260k", DATASET, rewards=low)
-    assert prepare(run.config, Path.cwd(), offline_ok=True).config.stages[0].row_tokens == 512
+    assert prepare(run.config, offline_ok=True).config.stages[0].row_tokens == 512
     assert run.config.stages[0].optimizer.learning_rate == 1e-6
     adapted = pt.RL(shared / "models" / "stories260k", DATASET, rewards=low, lora=LoRA(rank=4))
     assert adapted.config.stages[0].optimizer.learning_rate == 1e-5

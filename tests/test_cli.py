@@ -48,7 +48,7 @@ def test_check_says_what_is_not_as_written(folder: Path) -> None:
     fits = posttrain("check", folder / "run.yaml", "mesh={fsdp: 2}", "--devices", "2", "stages.sft.micro_batch_rows=2")
     assert "becomes" not in fits.out and "(2 micro-batches)" in fits.out
     left_out = posttrain("check", folder / "run.yaml", "stages.sft.overlong=drop", "stages.sft.row_tokens=7")
-    note = f"rows of {folder / 'rows.jsonl'} are dropped: longer than row_tokens=7 (overlong: drop)"
+    note = "rows of rows.jsonl are dropped: longer than row_tokens=7 (overlong: drop)"
     assert f"0-sft: 15 of 24 {note}\n" in left_out.out
     none = posttrain("check", folder / "run.yaml", "stages.sft.overlong=drop", "stages.sft.row_tokens=3")
     assert "stages.0: every row of" in none.error and "is dropped as longer than row_tokens=3" in none.error

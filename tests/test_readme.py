@@ -22,7 +22,7 @@ import pytest
 import typer
 
 from posttrain.cli import app
-from posttrain.config import RunConfig
+from posttrain.config import Locator, RunConfig
 from posttrain.config.yaml_file import build_config, load_config
 from posttrain.runs.check import check
 from posttrain.stages.table import stage_names
@@ -82,9 +82,9 @@ def checked(config: str, overrides: tuple[str, ...] = (), *, num_rows: int = 50)
     Skips where the configuration needs ../shared and there is none.
     """
     loaded = load_config(config, overrides)
-    if "../shared" in loaded.path.read_text() and not (ROOT.parent / "shared").is_dir():
+    if "../shared" in Locator(config).file.read_text() and not (ROOT.parent / "shared").is_dir():
         pytest.skip(f"{config} needs the folder ../shared, which is not there")
-    return check(first_rows(loaded.config, num_rows), loaded.base_dir)
+    return check(first_rows(loaded, num_rows))
 
 
 def first_rows(config: RunConfig, num_rows: int) -> RunConfig:
@@ -99,9 +99,9 @@ def first_rows(config: RunConfig, num_rows: int) -> RunConfig:
 def test_configs_pass_their_check(path: Path, offline: None) -> None:
     lines = checked(f"configs/{path.name}", num_rows=2000)
     text = "\n".join(lines)
-    for name in stage_names(load_config(path).config):
+    for name in stage_names(load_config(path)):
         assert name in text
-    assert ("not checked" in text) == needs_hub(load_config(path).config)
+    assert ("not checked" in text) == needs_hub(load_config(path))
 
 
 def needs_hub(config: RunConfig) -> bool:
@@ -158,7 +158,7 @@ def posttrain_command(words: Sequence[str]) -> None:
 def output_folders() -> set[str]:
     """The runs that all configurations write, and the models that their stages leave."""
     written = [parse(text) for name, text in titled(DOCUMENTS) if name.endswith(".yaml")]
-    loaded = [load_config(path).config for path in CONFIGS] + [build_config(data) for data in written if is_whole(data)]
+    loaded = [load_config(path) for path in CONFIGS] + [build_config(data) for data in written if is_whole(data)]
     models = {f"{config.output}/{name}/model" for config in loaded for name in stage_names(config)}
     return models | {config.output for config in loaded}
 
@@ -264,7 +264,7 @@ def test_yaml(block: Block, folder: Path, offline: None, monkeypatch: pytest.Mon
         return
     data = parse(block.text)
     if is_whole(data):
-        check(first_rows(build_config(data), 50), folder)
+        check(first_rows(build_config(data), 50))
     else:
         check_fields(data)
 

@@ -20,25 +20,23 @@ def test_file_object_is_loaded_once_with_its_siblings(tmp_path: Path) -> None:
         "@dataclass\nclass Box:\n    x: int\ndef score(n):\n    return n * SCALE\n",
     )
     path_before = list(sys.path)
-    score = import_object("my_reward.py:score", base_dir=tmp_path)
+    score = import_object("my_reward.py:score", tmp_path)
     assert callable(score)
     assert score(2) == 6
-    assert import_object("my_reward.py:Box", base_dir=tmp_path) is import_object(
-        f"{tmp_path}/my_reward.py:Box", base_dir=None
-    )
+    assert import_object("my_reward.py:Box", tmp_path) is import_object(f"{tmp_path}/my_reward.py:Box", Path.cwd())
     assert sys.path == path_before
 
 
-def test_module_below_base_dir(tmp_path: Path) -> None:
+def test_module_below_the_folder(tmp_path: Path) -> None:
     package = tmp_path / "pkg_of_rewards"
     package.mkdir()
     write(package, "__init__.py", "")
     write(package, "maths.py", "def correct(): return 1\n")
-    assert import_object("pkg_of_rewards.maths:correct", base_dir=tmp_path)() == 1  # type: ignore[operator]
+    assert import_object("pkg_of_rewards.maths:correct", tmp_path)() == 1  # type: ignore[operator]
     with pytest.raises(ConfigError, match=r"has no module 'mathz'; did you mean 'maths'\?"):
-        import_object("pkg_of_rewards.mathz:correct", base_dir=tmp_path)
+        import_object("pkg_of_rewards.mathz:correct", tmp_path)
     with pytest.raises(ConfigError, match=r"has no 'corect'; did you mean 'correct'\?"):
-        import_object("pkg_of_rewards.maths:corect", base_dir=tmp_path)
+        import_object("pkg_of_rewards.maths:corect", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -64,16 +62,16 @@ def test_errors_are_one_line_with_the_nearest_name(tmp_path: Path, spec: str, me
     write(tmp_path, "syntax.py", "def f(:\n")
     write(tmp_path, "lacking.py", "import no_such_library\n")
     with pytest.raises(ConfigError, match=message) as caught:
-        import_object(spec, base_dir=tmp_path)
+        import_object(spec, tmp_path)
     assert "\n" not in str(caught.value)
 
 
 def test_a_failed_import_is_tried_again(tmp_path: Path) -> None:
     write(tmp_path, "flaky.py", "raise ValueError('first')\n")
     with pytest.raises(ConfigError, match="first"):
-        import_object("flaky.py:f", base_dir=tmp_path)
+        import_object("flaky.py:f", tmp_path)
     write(tmp_path, "flaky.py", "def f(): return 'mended'\n")
-    assert import_object("flaky.py:f", base_dir=tmp_path)() == "mended"  # type: ignore[operator]
+    assert import_object("flaky.py:f", tmp_path)() == "mended"  # type: ignore[operator]
 
 
 def test_did_you_mean_says_nothing_without_resemblance() -> None:

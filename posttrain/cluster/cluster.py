@@ -23,7 +23,7 @@ class Role(enum.Enum):
 class Cluster:
     """Actor, reference, teachers and rollout engine of one run.
 
-    The reference is the actor as it is when the cluster is made, if `keep_reference` says so. `teachers` score at the
+    With `keep_reference`, the reference is the actor as it is when the cluster is made. `teachers` score at the
     actor's temperature.
     """
 

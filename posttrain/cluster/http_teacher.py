@@ -1,4 +1,4 @@
-"""A teacher behind HTTP: the most probable tokens of given token ids from a vLLM or SGLang server, with retries."""
+"""HTTP teacher: the most probable tokens of given token ids from a vLLM or SGLang server, with retries."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Said = tuple[Mapping[int, float], float]
 
 
 class ServedTeacherError(RunError):
-    """The server did not answer, or answered something else: nothing is known of these tokens, and no loss is made."""
+    """Failed or invalid answer of a teacher server; the step is not computed."""
 
 
 class ServedTeacher:
@@ -54,7 +54,7 @@ class ServedTeacher:
             self._headers["Authorization"] = f"Bearer {key}"
 
     def at(self, temperature: float) -> ServedTeacher:
-        """The same; the configuration has refused every temperature but 1."""
+        """Return this teacher: the configuration refuses other temperatures than 1."""
         assert temperature == 1.0, temperature
         return self
 
@@ -63,9 +63,9 @@ class ServedTeacher:
         shape = batch.shape
         ids, logps = np.zeros((*shape, self._k), np.int32), np.zeros((*shape, self._k), np.float32)
         tail, token_logps = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-        for at, said in self._ask(batch, self._k):
-            ids[at], logps[at], tail[at] = _best(said[0], self._k, self._num_ids)
-            token_logps[at] = said[1]
+        for at, candidates in self._ask(batch, self._k):
+            ids[at], logps[at], tail[at] = _best(candidates[0], self._k, self._num_ids)
+            token_logps[at] = candidates[1]
         return TopK(ids=ids, logps=logps, tail=tail, scaled_tail=tail, token_logps=token_logps)
 
     def logps(self, batch: Batch) -> Float[np.ndarray, "B T"]:
@@ -76,7 +76,7 @@ class ServedTeacher:
         return found
 
     def _ask(self, batch: Batch, k: int) -> list[tuple[tuple[int, int], Said]]:
-        """For each token with loss its place and what is said there; one request for each sequence with any."""
+        """Position and candidates of each token with loss; one request per sequence that has any."""
         segments, counts = np.asarray(batch.segments), np.asarray(batch.loss_weight) != 0
         sequences = []
         for row, number in sorted({(int(r), int(segments[r, t])) for r, t in np.argwhere(counts & (segments > 0))}):
@@ -85,29 +85,29 @@ class ServedTeacher:
         with ThreadPoolExecutor(max_workers=self._section.concurrency) as pool:
             answers = pool.map(lambda sequence: self._of(sequence[2], k), sequences)
             return [
-                ((row, int(place)), said[n])
-                for (row, places, _), said in zip(sequences, answers, strict=True)
+                ((row, int(place)), candidates[n])
+                for (row, places, _), candidates in zip(sequences, answers, strict=True)
                 for n, place in enumerate(places)
                 if counts[row, place] and n > 0
             ]
 
     def _of(self, tokens: Sequence[int], k: int) -> Sequence[Said]:
         """Log-probabilities of each token given those before it; empty for the first."""
-        ask, read = (_ask_sglang, _read_sglang) if self._section.server == "sglang" else (_ask_vllm, _read_vllm)
+        ask, read = (_sglang_request, _read_sglang) if self._section.server == "sglang" else (_vllm_request, _read_vllm)
         path, body = ask(self._model, tokens, k)
         answer = self._post(f"{str(self._section.url).rstrip('/')}/{path}", body)
         try:
-            said = read(answer, tokens)
+            candidates = read(answer, tokens)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise ServedTeacherError(
                 f"teacher {self._section.title}: {self._section.url} gave no log-probabilities of the prompt as "
                 f"{self._section.server} does ({type(error).__name__}: {error})"
             ) from error
-        if len(said) != len(tokens):
+        if len(candidates) != len(tokens):
             raise ServedTeacherError(
-                f"teacher {self._section.title}: {self._section.url} spoke of {len(said)} tokens, not of {len(tokens)}"
+                f"teacher {self._section.title}: {self._section.url} scored {len(candidates)} of {len(tokens)} tokens"
             )
-        return said
+        return candidates
 
     def _post(self, url: str, body: Mapping[str, Any]) -> Any:
         last = ""
@@ -120,8 +120,8 @@ class ServedTeacher:
                     return json.load(response)
             except urllib.error.HTTPError as error:
                 with error:
-                    said = " ".join(error.read(500).decode(errors="replace").split())
-                    last = f"HTTP {error.code}: {said}"
+                    answer = " ".join(error.read(500).decode(errors="replace").split())
+                    last = f"HTTP {error.code}: {answer}"
                 if error.code not in AGAIN:
                     raise ConfigError(
                         f"teachers: {url} refused the request ({last}); see its name of the model, its key and its "
@@ -132,7 +132,7 @@ class ServedTeacher:
         raise ServedTeacherError(f"teacher {self._section.title}: {url} failed {ATTEMPTS} times; the last: {last}")
 
 
-def _ask_vllm(model: str, tokens: Sequence[int], k: int) -> tuple[str, dict[str, Any]]:
+def _vllm_request(model: str, tokens: Sequence[int], k: int) -> tuple[str, dict[str, Any]]:
     """docs.vllm.ai, vllm.entrypoints.openai.completion.protocol: the completions of an OpenAI server, and of vLLM's own
     `prompt_logprobs`, by token id."""
     return "completions", {
@@ -149,7 +149,7 @@ def _read_vllm(answer: Any, tokens: Sequence[int]) -> list[Said]:
     return found
 
 
-def _ask_sglang(model: str, tokens: Sequence[int], k: int) -> tuple[str, dict[str, Any]]:
+def _sglang_request(model: str, tokens: Sequence[int], k: int) -> tuple[str, dict[str, Any]]:
     """docs.sglang.ai, native API: its OpenAI endpoint names tokens by text, which may stand for several ids."""
     sampling = {"max_new_tokens": 1, "temperature": 0.0}
     return "generate", {
@@ -164,7 +164,7 @@ def _read_sglang(answer: Any, tokens: Sequence[int]) -> list[Said]:
     of_tokens, best = info["input_token_logprobs"][1:], info["input_top_logprobs"][1:]
     for token, own, entry in zip(tokens[1:], of_tokens, best, strict=True):
         if own[1] != token:
-            raise ValueError(f"it spoke of token {own[1]} in the place of {token}")
+            raise ValueError(f"it scored token {own[1]} in place of {token}")
         found.append(({int(one[1]): _logp(one[0]) for one in entry}, _logp(own[0])))
     return found
 
@@ -176,12 +176,12 @@ def _logp(value: Any) -> float:
     return min(number, 0.0)
 
 
-def _best(said: Mapping[int, float], k: int, num_ids: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """The k most probable ids with their log-probabilities, and the log of what is left."""
-    order = sorted(said, key=lambda number: -said[number])[:k]
+def _best(candidates: Mapping[int, float], k: int, num_ids: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """The k most probable ids, their log-probabilities, and the log of the remaining mass."""
+    order = sorted(candidates, key=lambda number: -candidates[number])[:k]
     ids, logps = np.full(k, NO_ID, np.int32), np.full(k, NO_LOGIT, np.float32)
     for place, number in enumerate(order):
         if number < num_ids:
-            ids[place], logps[place] = number, said[number]
-    left = 1.0 - float(np.exp([said[number] for number in order]).sum())
+            ids[place], logps[place] = number, candidates[number]
+    left = 1.0 - float(np.exp([candidates[number] for number in order]).sum())
     return ids, logps, float(np.log(max(left, LEAST_TAIL)))

@@ -1,4 +1,4 @@
-"""The reference's log-probabilities of what a run will see, computed once and kept on disk by what they depend on."""
+"""Reference log-probabilities of a run's data on disk: computed once per model and data, shared between runs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from jaxtyping import Float
 
 from posttrain.batch import Batch
 from posttrain.cluster.scorers import model_inputs
-from posttrain.data.pairs import ComparisonBatches, NumberedRows, Unit, Units, all_rows
 from posttrain.data.pipeline import fingerprint, token_fingerprint
+from posttrain.data.units import ComparisonBatches, NumberedRows, Unit, Units, all_rows
 from posttrain.errors import ConfigError
+from posttrain.runtime.files import digest
 from posttrain.tracking.console import console, progress_bar
 from posttrain.train.trainer import Trainer
 
@@ -27,14 +28,14 @@ VERSION = 2
 """Version of the file format; part of the key."""
 
 SHARD_BATCHES = 32
-"""Batches in one shard: what a killed run computes again at most."""
+"""Batches per shard, the most that a killed run computes again."""
 
 ALL = "all"
-"""Name of the file that says that every unit is there."""
+"""File that marks a folder in which every unit is scored."""
 
 
 class _Scored(NamedTuple):
-    """One unit."""
+    """Log-probabilities of one unit."""
 
     number: int
     text: np.uint64
@@ -50,7 +51,7 @@ class _Place(NamedTuple):
 
 
 class CachedLogps:
-    """Log-probabilities of the weighted tokens of units, read from disk as they are asked for."""
+    """Log-probabilities of the weighted tokens of units, read from disk on access."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -88,9 +89,9 @@ def cache_folder() -> Path:
 
 
 def with_reference(units: Units, trainer: Trainer, model: Mapping[str, str], *, seed: int, num_steps: int) -> Units:
-    """Training units with log-probabilities of `trainer`'s model as it is now, of those that `num_steps` will see.
+    """Training units with log-probabilities of `trainer`'s current model, for the units that `num_steps` will read.
 
-    The key is a hash of `model` (what the model is made of) and of the dataset, each unit's text is compared besides.
+    The cache key is a hash of `model` (see `model_key`) and of the dataset; the text of each unit is compared as well.
     """
     stream = ComparisonBatches(units, seed=seed)
     seen = f"seen-{_digest([stream.state()['identity'], num_steps])}"
@@ -99,12 +100,12 @@ def with_reference(units: Units, trainer: Trainer, model: Mapping[str, str], *, 
 
 
 def with_reference_of_all(units: Units, trainer: Trainer, model: Mapping[str, str]) -> Units:
-    """The same of every unit, for evaluation."""
+    """Evaluation units with log-probabilities of `trainer`'s current model."""
     return _with(units, trainer, _folder(units, model), all_rows(units), len(units), ALL)
 
 
 def check_scored(batch: Batch) -> Batch:
-    """RuntimeError where a batch has a unit that was not scored."""
+    """Return the batch. RuntimeError if it has a unit that was not scored."""
     assert batch.ref_logps is not None
     if np.isnan(batch.ref_logps).any():
         raise RuntimeError(
@@ -139,7 +140,7 @@ def _with(
 
 
 def _score(units: Units, trainer: Trainer, known: CachedLogps, batches: Iterable[NumberedRows]) -> Iterator[int]:
-    """Shard after shard of what is not known yet; yields the number of units of each batch."""
+    """Score the missing units, shard by shard; yields the number of units of each batch."""
     found: dict[int, _Scored] = {}
     started, passed, missing = 0, 0, set(range(len(units)))
     for rows in batches:
@@ -154,7 +155,7 @@ def _score(units: Units, trainer: Trainer, known: CachedLogps, batches: Iterable
         yield len(numbers)
         passed += len(numbers)
         missing -= set(numbers.tolist())
-        # After an epoch at most what is left out is missing; further ones bring nothing new.
+        # Later epochs have no new units.
         if passed >= len(units) and all(units(number) is None for number in missing):
             break
     if found:
@@ -171,24 +172,24 @@ def _scored(rows: NumberedRows, logps: Float[np.ndarray, "B T"]) -> Iterator[_Sc
 
 
 def _text(tokens: np.ndarray, weight: np.ndarray) -> np.uint64:
-    digest = hashlib.blake2b(tokens.astype(np.int32).tobytes(), digest_size=8)
-    digest.update(weight.astype(np.float32).tobytes())
-    return np.frombuffer(digest.digest(), np.uint64)[0]
+    hashed = hashlib.blake2b(tokens.astype(np.int32).tobytes(), digest_size=8)
+    hashed.update(weight.astype(np.float32).tobytes())
+    return np.frombuffer(hashed.digest(), np.uint64)[0]
 
 
 def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:24]
+    return digest(json.dumps(value, sort_keys=True), 24)
 
 
 def _write(folder: Path, scored: list[_Scored]) -> Path:
-    """The shard appears whole or not at all; another process may write the same one."""
+    """Write a shard atomically; another process may write the same one."""
     values = np.concatenate([one.logps for one in scored])
     index = {
         "numbers": np.asarray([one.number for one in scored]),
         "texts": np.asarray([one.text for one in scored], np.uint64),
         "ends": np.cumsum([len(one.logps) for one in scored]),
     }
-    name = hashlib.sha256(b"".join(x.tobytes() for x in (values, *index.values()))).hexdigest()[:16]
+    name = digest(b"".join(x.tobytes() for x in (values, *index.values())))
     partial, shard = Path(tempfile.mkdtemp(dir=folder, prefix=".shard-")), folder / f"shard-{name}"
     np.save(partial / "values.npy", values)
     np.savez(partial / "index.npz", numbers=index["numbers"], texts=index["texts"], ends=index["ends"])

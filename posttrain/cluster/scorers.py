@@ -1,4 +1,4 @@
-"""Models that only score: the one that a run started from, and teachers."""
+"""Scorers, models that are only evaluated: the reference, teachers, reward models."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from posttrain.weights.state import ModelWeights, Weights
 
 
 class Reference:
-    """The actor as it is when this is made.
+    """Reference policy: the actor's weights at construction.
 
-    Only what is trained is copied: of an actor with an adapter the adapter, which need not be a new one, and what is
-    trained in full beside it. No second copy of the base exists.
+    Only trained parameters are copied: an adapter and the modules trained in full beside it; the base is shared.
     """
 
     def __init__(self, actor: Trainer):
@@ -38,22 +37,22 @@ class Reference:
         return np.asarray(self._actor.stats(_own_routing(batch), {**self._actor.weights, **self._weights}).logps)
 
     def added_to(self, batch: Batch) -> Batch:
-        """The batch with its log-probabilities."""
+        """Add reference log-probabilities to the batch."""
         return replace(batch, ref_logps=self.logps(batch))
 
     def for_step(self, batch: Batch) -> Batch:
-        """The same for the actor's next step, which, where it is the first, is compiled meanwhile."""
+        """`added_to` for the actor's next step; the first step is compiled in the meantime."""
         self._actor.compile_ahead(replace(batch, ref_logps=np.zeros(batch.shape, np.float32)), _own_routing(batch))
         return self.added_to(batch)
 
 
 def _own_routing(batch: Batch) -> Batch:
-    """The inputs of a model whose router chooses for itself: recorded experts are the actor's."""
+    """Batch without recorded routing, which is the actor's: the router of the scorer chooses its own experts."""
     return replace(model_inputs(batch), experts=None)
 
 
 def model_inputs(batch: Batch) -> Batch:
-    """A batch without the arrays that no model reads, which would make another program of the same computation."""
+    """Batch without the arrays that no model reads; they would only cause another compilation."""
     return Batch(
         tokens=batch.tokens,
         positions=batch.positions,
@@ -108,7 +107,7 @@ class FrozenModel:
         return self._weights.read()
 
     def at(self, temperature: float) -> FrozenModel:
-        """The same model at another temperature."""
+        """This model at another temperature."""
         return FrozenModel(self._weights.model, self._mesh, temperature=temperature, rows=self._rows)
 
     def logps(self, batch: Batch) -> Float[np.ndarray, "B T"]:
@@ -159,7 +158,7 @@ class Scorer(Protocol):
 
 
 def teacher_logps(teachers: Sequence[Scorer], batch: Batch) -> Float[np.ndarray, "B T"]:
-    """Log-probabilities of the batch's tokens; of several teachers the mean, as its `teacher_weights` say."""
+    """Log-probabilities of the batch's tokens; of several teachers the mean, weighted by `teacher_weights`."""
     if batch.teacher_weights is None:
         if len(teachers) != 1:
             raise ValueError(f"{len(teachers)} teachers: the batch has no teacher_weights, which one teacher needs not")
@@ -168,6 +167,6 @@ def teacher_logps(teachers: Sequence[Scorer], batch: Batch) -> Float[np.ndarray,
     total = np.zeros(batch.shape, np.float32)
     for number, (share, teacher) in enumerate(zip(shares, teachers, strict=True)):
         if share.any():
-            # One that has no say may say anything.
+            # A teacher with weight 0 may return NaN; mask it before multiplying.
             total += np.where(share > 0, share * teacher.logps(teacher_batch(batch, number)), 0.0)
     return total

@@ -18,9 +18,10 @@ from posttrain.config.base import (
 )
 from posttrain.config.distill import DistillSection
 from posttrain.config.features import AttentionFeatures, FeaturesSection, HiddenFeatures, LayerMap
+from posttrain.config.locator import Locator
 from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, ModelSection
 from posttrain.config.online_preference import OnlinePreferenceSection
-from posttrain.config.pairs import PairSection, PreferenceSection, RewardModelSection
+from posttrain.config.preference import PairSection, PreferenceSection, RewardModelSection
 from posttrain.config.rl import OnlineSection, RewardSection, RLSection, RolloutSection, SamplingSection, answer_tokens
 from posttrain.config.run import RunConfig, Stage, trains_on_samples
 from posttrain.config.teacher import TeacherSection
@@ -51,6 +52,7 @@ __all__ = [
     "ListOf",
     "LoRA",
     "LocalPath",
+    "Locator",
     "MeshSection",
     "ModelSection",
     "NonNegativeInt",

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from posttrain.config.base import ListOf, LocalPath, PositiveInt
 from posttrain.config.features import FeaturesSection
-from posttrain.config.rl import RolloutSection, SamplingSection, check_sampling, with_lengths
+from posttrain.config.rl import RolloutSection, SamplingSection, answer_tokens, check_sampling, with_lengths
 from posttrain.config.teacher import TeacherSection, check_teachers
 from posttrain.config.train import SequenceSection
 
@@ -46,6 +46,16 @@ class DistillSection(SequenceSection):
     sampling: SamplingSection | None = None
     """Sampling of the student's completions."""
     rollout: RolloutSection = RolloutSection()
+
+    @property
+    def records_routing(self) -> bool:
+        return self.rollout.record_routing
+
+    def default_lengths(self, max_positions: int) -> dict[str, Any]:
+        fields = super().default_lengths(max_positions)
+        if self.sampling is not None:
+            fields["sampling"] = self.sampling.at_most(answer_tokens(max_positions, 1))
+        return fields
 
     @model_validator(mode="wrap")
     @classmethod

@@ -20,6 +20,7 @@ from posttrain.config.base import (
     Section,
     Text,
 )
+from posttrain.config.locator import Locator
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor")
 """Mesh axes of the devices; the last one has the fastest connections."""
@@ -60,14 +61,14 @@ class LoRA(Section):
 class ModelSection(Section):
     """Model to train: a checkpoint or random weights, tokenizer, precision, adapter, quantization, kernels."""
 
-    path: Text | None = None
+    path: Locator | None = None
     """Folder in Hugging Face layout or hub id. Set `path` or `init`."""
     init: dict[str, Any] | None = None
     """Random initialisation: the fields of a Hugging Face `config.json`, including `model_type`."""
-    family: Text | None = None
+    family: Locator | None = None
     """Python file that defines a model family unknown to posttrain, named as the `model_type`; see the notebook
     add_a_model."""
-    tokenizer: Text | None = None
+    tokenizer: Locator | None = None
     """Tokenizer: a folder, a hub id or `bytes` (the built-in byte tokenizer); by default `path`."""
     stop_tokens: ListOf[Text] = ()
     """Additional stop tokens, such as `<s>`; they are saved with the model."""
@@ -76,7 +77,7 @@ class ModelSection(Section):
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Data type of activations and matrix products; by default `dtype`."""
     lora: LoRA | None = None
-    adapter: Text | None = None
+    adapter: Locator | None = None
     """PEFT adapter of `path` (folder or hub id) to continue training, in a run of one stage, instead of a new one
     (`lora`). In RL its dropout is off."""
     quantize: Quantize = "none"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import model_validator
 
 from posttrain.config.base import Flag, PositiveInt
+from posttrain.config.locator import LossSpec
 from posttrain.config.rl import OnlineSection, check_sampling
 from posttrain.config.train import MAX_NEW_TOKENS
 
@@ -24,7 +25,7 @@ class OnlinePreferenceSection(OnlineSection):
     `sampling.max_tokens`, or the model's context if that is shorter."""
     group_size: PositiveInt = 4
     """Samples per prompt; the best and the worst form a pair."""
-    loss: str | dict[str, Any] = "sigmoid"
+    loss: LossSpec = "sigmoid"
     """DPO loss type (`sigmoid`, `ipo`, ...), or `module:Class` of a loss on pairs with a reference; with settings:
     `{kind: sigmoid, beta: 0.1}`."""
     share_prompts: Flag | Literal["auto"] = "auto"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeGuard, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from posttrain.config.base import Flag, Fraction, ListOf, NonNegativeInt, PositiveInt, RolloutQuantize, Section, Text
+from posttrain.config.locator import Locator, located
 from posttrain.config.teacher import TeacherSection, check_teachers
 from posttrain.config.train import MAX_NEW_TOKENS, OptimizerSection, TrainSection
 
@@ -43,6 +44,11 @@ class SamplingSection(Section):
     ignore_eos: Flag = False
     """Continue after the tokenizer's end-of-sequence tokens."""
 
+    def at_most(self, max_tokens: int) -> SamplingSection:
+        """Copy with this `max_tokens` if it has the default one."""
+        given = "max_tokens" in self.model_fields_set
+        return self if given else self.model_copy(update={"max_tokens": max_tokens})
+
     @property
     def changes_distribution(self) -> bool:
         """True if tokens are not sampled from the model's full distribution at `temperature`, but from a truncated one
@@ -56,9 +62,9 @@ class SamplingSection(Section):
 class RewardSection(Section):
     """Reward function or reward model of an online stage."""
 
-    fn: Any = None
+    fn: Annotated[Any, AfterValidator(located)] = None
     """Reward function: `rewards/gsm8k.py:correct`, `package.module:function`, or in Python the function itself."""
-    model: Text | None = None
+    model: Locator | None = None
     """Reward model in place of `fn`: folder or hub id of a sequence classifier with one label, as saved by
     `reward_model` stages."""
     reduce: Literal["last", "min", "mean"] = "last"
@@ -120,7 +126,7 @@ class RolloutSection(Section):
     warm_up: Flag = True
     """Compile all programs that the dataset's prompts can need before the first step; otherwise each when first used.
     """
-    engine: Text | None = None
+    engine: Locator | None = None
     """Custom rollout engine: `module:Engine` or `file.py:Engine`, called with (model, tokenizer, this section), with
     the methods of `posttrain.rollout.types.RolloutEngine`. The fields above apply to the built-in engine only."""
 
@@ -223,14 +229,30 @@ class OnlineSection(TrainSection):
     """Steps between tables of sample completions."""
 
     @property
-    def sequence_tokens(self) -> int:
-        """Maximum length of a prompt with its completion."""
-        return self.row_tokens
+    def records_routing(self) -> bool:
+        return self.rollout.record_routing
+
+    def default_lengths(self, max_positions: int) -> dict[str, Any]:
+        sampling = self.sampling.at_most(answer_tokens(max_positions, self.prompts_in_row))
+        fields = super().default_lengths(max_positions) | {"sampling": sampling}
+        if self.eval_sampling is not None:
+            fields["eval_sampling"] = self.eval_sampling.at_most(sampling.max_tokens)
+        return fields
 
     @property
     def step_rows(self) -> int:
         """Batch rows of a step in the worst case."""
         return self.prompts_per_step * self.group_size
+
+    @property
+    def pass_rows(self) -> int:
+        return self.micro_batch_rows or -(-self.step_rows // 8)
+
+    @property
+    def held_out_sampling(self) -> SamplingSection:
+        """Sampling of evaluations, with the default resolved."""
+        greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        return self.eval_sampling or self.sampling.model_copy(update=greedy)
 
     @property
     def samples_in_flight(self) -> int:
@@ -282,7 +304,7 @@ class RLSection(OnlineSection):
     kind: Literal["rl"] = "rl"
     algorithm: str = "grpo"
     """Algorithm: `grpo`, `dr_grpo`, `dapo`, `gspo`, `rloo`, or `distill` (with teachers, without rewards)."""
-    advantage: str | None = None
+    advantage: Locator | None = None
     """Custom advantage function `module:function` of rewards_PG, in place of the algorithm's."""
     teachers: ListOf[TeacherSection] = ()
     """Teachers with the student's tokenizer that score each sampled token (on-policy distillation); several need
@@ -325,6 +347,10 @@ class RLSection(OnlineSection):
     max_staleness: PositiveInt = 4
     """Maximum steps between the start of a group and its update, with `oversample_prompts`; a step waits for groups
     that reach it."""
+
+    @property
+    def held_out_sampling(self) -> SamplingSection:
+        return self.sampling if self.teachers and self.eval_sampling is None else super().held_out_sampling
 
     @property
     def samples_off_policy(self) -> bool:

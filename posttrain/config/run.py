@@ -11,7 +11,7 @@ from posttrain.config.base import Flag, ListOf, LocalPath, Section
 from posttrain.config.distill import DistillSection
 from posttrain.config.model import MeshSection, ModelSection
 from posttrain.config.online_preference import OnlinePreferenceSection
-from posttrain.config.pairs import PreferenceSection, RewardModelSection
+from posttrain.config.preference import PreferenceSection, RewardModelSection
 from posttrain.config.rl import OnlineSection, RLSection
 from posttrain.config.train import ADAPTER_RATE_FACTOR, SFTSection, TrainSection
 

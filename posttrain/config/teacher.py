@@ -8,13 +8,14 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from posttrain.config.base import PositiveInt, Quantize, Section, Text
+from posttrain.config.locator import Locator
 from posttrain.config.model import MeshSection
 
 
 class TeacherSection(Section):
     """Teacher model: in the training step, on devices of its own, or at a server."""
 
-    path: Text
+    path: Locator
     """Folder in Hugging Face layout or hub id; with `url`, that of the teacher's tokenizer."""
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
     """Name in `teacher_column`; by default the last part of `path`."""

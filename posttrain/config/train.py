@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import Flag, ListOf, NonNegativeInt, PositiveInt, Section, Text
+from posttrain.config.base import Flag, ListOf, NonNegativeInt, PositiveInt, Section
+from posttrain.config.locator import Locator
 
 ADAPTER_RATE_FACTOR = 10
 """Ratio of the default learning rates of adapters and of full training."""
@@ -18,7 +19,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 class DatasetSection(Section):
     """Dataset: source, templates, chat rendering, selection of rows."""
 
-    path: Text
+    path: Locator
     """Dataset source: a .jsonl, .json, .csv or .parquet file, a folder, a hub id, or `file.py:function` that returns
     rows."""
     split: str = "train"
@@ -104,6 +105,30 @@ class TrainSection(Section):
     """Steps between checkpoints; the last step is always saved."""
 
     @property
+    def sequence_tokens(self) -> int:
+        """Maximum length of a sequence, or of a prompt with its completion."""
+        return self.row_tokens
+
+    @property
+    def records_routing(self) -> bool:
+        """True if the sampler's MoE routing is replayed in training."""
+        return False
+
+    def default_lengths(self, max_positions: int) -> dict[str, Any]:
+        """Fields with default lengths for rows of the model's context."""
+        return {"row_tokens": max_positions}
+
+    @property
+    def pass_rows(self) -> int | None:
+        """Rows per forward pass, with the default resolved; None: all."""
+        return self.micro_batch_rows
+
+    @property
+    def epochs(self) -> float | None:
+        """Passes over the data from which `num_steps` is still to be counted; None if `num_steps` is known."""
+        return None
+
+    @property
     def steps(self) -> int:
         """Resolved `num_steps`, known once the data has been counted."""
         assert self.num_steps is not None
@@ -150,6 +175,12 @@ class OfflineSection(TrainSection):
     packing: Flag = True
     """Pack several sequences (or pairs) per row, separated by segment ids."""
 
+    @property
+    def epochs(self) -> float | None:
+        if self.num_steps is not None:
+            return None
+        return 1.0 if self.num_epochs is None else self.num_epochs
+
     @model_validator(mode="after")
     def _one_length(self) -> OfflineSection:
         if self.num_steps is not None and self.num_epochs is not None:
@@ -194,7 +225,7 @@ class SFTSection(SequenceSection):
     """Supervised fine-tuning."""
 
     kind: Literal["sft"] = "sft"
-    loss: str = "nll"
+    loss: Locator = Locator("nll")
     """Loss type: `nll`, `dft`, or `module:Class` of a token loss."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Label smoothing of the `nll` loss: share of the target that is spread over the vocabulary."""

@@ -1,4 +1,4 @@
-"""Run configurations as YAML: reading with dotted overrides, writing, comparing, resolving paths. A file has `stages:`,
+"""Run configurations as YAML: reading with dotted overrides, writing, comparing. A file has `stages:`,
 or `kind:` at the top level with the fields of a single stage beside `output` and `model`."""
 
 from __future__ import annotations
@@ -6,7 +6,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +13,18 @@ import yaml
 from pydantic import ValidationError
 
 from posttrain.config import RunConfig, Section
+from posttrain.config.locator import Locator, shown_path
 from posttrain.config.messages import FIRST_STAGE, Key, Source, messages, show
 from posttrain.errors import ConfigError
 
-PACKAGE = Path(__file__).resolve().parent.parent
-CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").is_file() else None
 EXAMPLE = "; give a YAML file, such as configs/quickstart.yaml"
-INSTALLED = {"configs": PACKAGE, "rewards": PACKAGE.parent}
-"""Location of the project's own folders when it is installed instead of checked out."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadedConfig:
-    """Configuration and the file that it was loaded from."""
-
-    config: RunConfig
-    path: Path
-    base_dir: Path
-    """Folder of the file, the second place in which `resolve_path` looks."""
-
-
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML file, apply `dotted.key=value` overrides in order, validate.
 
-    `path` is resolved by `resolve_path`. Raises ConfigError with one line per mistake.
+    Paths in the file are resolved from the current folder, the file's folder and the project's root, as `path` is from
+    the first and the last. Raises ConfigError with one line per mistake.
     """
     file = _config_path(str(path))
     try:
@@ -45,52 +32,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as text: {error}") from error
     data, lines = _parse(text, str(path))
-    config = _build(data, lines, str(path), overrides)
-    return LoadedConfig(config=config, path=file, base_dir=file.resolve().parent)
+    return _build(data, lines, str(path), overrides, file.resolve().parent)
 
 
 def build_config(data: Mapping[str, Any], overrides: Sequence[str] = (), *, name: str = "config") -> RunConfig:
-    """Validate a mapping as `load_config` does a file; error messages start with `name`."""
-    return _build(data, {}, name, overrides)
-
-
-def find_path(text: str, base_dir: Path | None = None) -> Path | None:
-    """First existing path of: `text` from the current folder, from `base_dir`, from the project's root."""
-    return next((path for path in _places(text, base_dir) if path.exists()), None)
-
-
-def _places(text: str, base_dir: Path | None) -> list[Path]:
-    given = Path(text).expanduser()
-    root = CHECKOUT or INSTALLED.get(given.parts[0] if given.parts else "")
-    return [base / given for base in (Path(), base_dir, root) if base is not None]
-
-
-def did_you_mean_path(text: str, base_dir: Path | None = None) -> str:
-    """Suggest `; did you mean ...?` with the most similar name for a missing path; empty without one."""
-    places = _places(text, base_dir)
-    if any(path.exists() for path in places):
-        return ""
-    near = next((near for path in places if (near := _similar(path)) is not None), None)
-    return "" if near is None else f"; did you mean {_shown(near)!r}?"
-
-
-def _similar(path: Path) -> Path | None:
-    """Similar name in the same folder, or the same name in a folder with a similar name."""
-    if path.parent.is_dir():
-        entries = sorted(path.parent.iterdir())
-        names = {**{entry.stem: entry for entry in entries}, **{entry.name: entry for entry in entries}}
-        near = difflib.get_close_matches(path.name, names, 1, 0.75)
-        return names[near[0]] if near else None
-    folder = _similar(path.parent)
-    return folder / path.name if folder is not None and (folder / path.name).exists() else None
-
-
-def resolve_path(text: str, base_dir: Path | None = None) -> Path:
-    """Resolve a path with `find_path`; raises ConfigError with a suggestion if nothing exists."""
-    found = find_path(text, base_dir)
-    if found is None:
-        raise ConfigError(f"{text}: no such file or folder{did_you_mean_path(text, base_dir)}")
-    return found
+    """Validate a mapping as `load_config` does a file in the current folder; error messages start with `name`."""
+    return _build(data, {}, name, overrides, None)
 
 
 def dump_config(config: RunConfig) -> str:
@@ -181,7 +128,7 @@ def _collect_lines(node: yaml.Node, key: Key, lines: dict[Key, int]) -> None:
 # --- from raw data to RunConfig ---------------------------------------------------------------------------------------
 
 
-def _build(data: Any, lines: Mapping[Key, int], name: str, overrides: Sequence[str]) -> RunConfig:
+def _build(data: Any, lines: Mapping[Key, int], name: str, overrides: Sequence[str], folder: Path | None) -> RunConfig:
     if not isinstance(data, Mapping):
         raise ConfigError(f"{name}: a configuration is a mapping of fields such as `seed: 0`; got {show(data)}")
     raw = _copy(data)
@@ -195,7 +142,7 @@ def _build(data: Any, lines: Mapping[Key, int], name: str, overrides: Sequence[s
     for text in overrides:
         _override(raw, text, source)
     try:
-        return RunConfig.model_validate(raw)
+        return RunConfig.model_validate(raw, context=folder)
     except ValidationError as error:
         raise ConfigError("\n".join(messages(error, source))) from error
 
@@ -255,9 +202,9 @@ def _step(node: Any, word: str, key: Key, text: str) -> str | int:
 
 
 def _config_path(text: str) -> Path:
-    found = find_path(text)
+    found = Locator(text).found
     if found is None:
-        folders = [Path(text).parent, (CHECKOUT or PACKAGE) / "configs"]
+        folders = [Path(text).parent, *reversed(Locator("configs").places)]
         raise ConfigError(f"{text}: no such file{_nearest(text, folders, '*.y*ml') or EXAMPLE}")
     return found
 
@@ -268,14 +215,7 @@ def _nearest(text: str, folders: Iterable[Path], pattern: str) -> str:
     near = difflib.get_close_matches(Path(text).stem, files, 1)
     if not near:
         return ""
-    return f"; did you mean {_shown(files[near[0]])!r}?"
-
-
-def _shown(file: Path) -> str:
-    """Path relative to the current folder or the project's root, if below one of them."""
-    return str(
-        next((file.relative_to(base) for base in (Path.cwd(), PACKAGE.parent) if file.is_relative_to(base)), file)
-    )
+    return f"; did you mean {shown_path(files[near[0]])!r}?"
 
 
 # --- writing and comparing --------------------------------------------------------------------------------------------
@@ -289,9 +229,9 @@ def _plain(value: Any) -> Any:
         return {str(word): _plain(item) for word, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool | int | float):
         return value
-    if isinstance(value, Path):
+    if isinstance(value, str | Path):
         return str(value)
     named: Callable[..., Any] = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}:{named.__qualname__}"

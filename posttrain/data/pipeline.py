@@ -18,6 +18,7 @@ from posttrain.data.packing import fit_to_row, sequence, to_batch
 from posttrain.data.sources import Rows
 from posttrain.data.windows import PackedBatches, Window
 from posttrain.errors import ConfigError
+from posttrain.runtime.files import digest
 
 FINGERPRINT_ROWS = 64
 
@@ -196,7 +197,7 @@ def _sampled(rows: Rows) -> list[int]:
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return digest(text)
 
 
 def order(count: int, *, shuffle: bool, seed: int) -> Any:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from posttrain.config import DatasetSection
-from posttrain.config.yaml_file import did_you_mean_path, resolve_path
 from posttrain.data.sequence_cache import Arrays, SequenceCache
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.runtime.hub import hub_is_reachable, is_hub_id
@@ -88,12 +87,12 @@ class Rows:
             raise RowError(f"{self.name} row {self.start + index}: {error}") from error
 
 
-def load_rows(section: DatasetSection, *, base_dir: Path | None) -> Rows:
-    """Load the rows of a dataset section; relative paths are below `base_dir`, by default the working directory.
+def load_rows(section: DatasetSection) -> Rows:
+    """Load the rows of a dataset section.
 
     Raises `ConfigError` if the source does not exist or cannot be read, or if no rows remain.
     """
-    table = _open(section, base_dir or Path.cwd())
+    table = _open(section)
     if len(table) == 0:
         raise ConfigError(f"dataset.path={section.path}: the dataset is empty; it needs at least one row")
     if section.skip >= len(table):
@@ -102,21 +101,20 @@ def load_rows(section: DatasetSection, *, base_dir: Path | None) -> Rows:
     return Rows(section.path, table, section.skip, stop)
 
 
-def _open(section: DatasetSection, base_dir: Path) -> Table:
-    spec, path = section.path, base_dir / Path(section.path).expanduser()
-    if is_object_spec(spec):
+def _open(section: DatasetSection) -> Table:
+    path = section.path.found
+    if is_object_spec(section.path):
         _refuse_split(section, "a function")
-        return _call(section, base_dir)
+        return _call(section)
+    if path is None:
+        if Path(section.path).suffix in FILE_SUFFIXES or not is_hub_id(section.path):
+            raise ConfigError(f"dataset.path: {missing_path(section.path.folder / Path(section.path).expanduser())}")
+        return _from_hub(section)
+    _refuse_args(section)
     if path.is_dir():
-        _refuse_args(section)
         return _read_folder(section, path)
-    if path.is_file():
-        _refuse_args(section)
-        _refuse_split(section, "a single file")
-        return read_file(path)
-    if path.suffix in FILE_SUFFIXES or not is_hub_id(spec):
-        raise ConfigError(f"dataset.path: {missing_path(path)}")
-    return _from_hub(section)
+    _refuse_split(section, "a single file")
+    return read_file(path)
 
 
 def _refuse_args(section: DatasetSection) -> None:
@@ -282,20 +280,19 @@ def _from_hub(section: DatasetSection) -> Table:
     # Offline mode answers from the library's cache at once instead of retrying for a minute.
     datasets.config.HF_HUB_OFFLINE = not reachable
     try:
-        return datasets.load_dataset(section.path, split=section.split, **section.args)
+        return datasets.load_dataset(str(section.path), split=section.split, **section.args)
     except (OSError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())[:300]
         hub = "on the hub" if reachable else "the hub cannot be reached"
         raise ConfigError(
-            f"dataset.path={section.path}: no such file or folder here; {hub}: {reason}"
-            f"{did_you_mean_path(section.path)}"
+            f"dataset.path={section.path}: no such file or folder here; {hub}: {reason}{section.path.suggestion}"
         ) from error
     finally:
         datasets.config.HF_HUB_OFFLINE = before
 
 
-def _call(section: DatasetSection, base_dir: Path) -> Table:
-    function = import_object(section.path, base_dir=base_dir)
+def _call(section: DatasetSection) -> Table:
+    function = import_object(section.path.object, section.path.folder)
     if not callable(function):
         raise ConfigError(
             f"dataset.path={section.path} is a {type(function).__name__}, not a function that returns rows"
@@ -305,7 +302,7 @@ def _call(section: DatasetSection, base_dir: Path) -> Table:
     except TypeError as error:
         raise ConfigError(f"dataset.args={section.args} do not fit {section.path}: {error}") from error
     try:
-        result = function(**_with_paths(function, section.args, base_dir))
+        result = function(**_with_paths(function, section))
         rows = result if isinstance(result, str | Mapping) or not isinstance(result, Iterable) else list(result)
     except ConfigError:
         raise
@@ -316,15 +313,15 @@ def _call(section: DatasetSection, base_dir: Path) -> Table:
     return _checked(rows, section.path)
 
 
-def _with_paths(function: Callable[..., Any], args: Mapping[str, Any], base_dir: Path) -> dict[str, Any]:
+def _with_paths(function: Callable[..., Any], section: DatasetSection) -> dict[str, Any]:
     """Arguments of the function; parameters annotated as `Path` are resolved like every path of a configuration."""
     kinds = {name: p.annotation for name, p in inspect.signature(function).parameters.items()}
     # Postponed annotations are strings.
     return {
-        name: resolve_path(value, base_dir)
+        name: section.path.beside(value).file
         if isinstance(value, str) and kinds.get(name) in (Path, "Path", "pathlib.Path")
         else value
-        for name, value in args.items()
+        for name, value in section.args.items()
     }
 
 

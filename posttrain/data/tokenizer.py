@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.yaml_file import did_you_mean_path
+from posttrain.config import Locator
 from posttrain.data.byte_tokenizer import BYTE_GENERATION, build_byte_tokenizer
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.runtime.hub import hub_is_reachable, is_hub_id
@@ -227,9 +227,9 @@ def _unreadable(name: str, error: Exception, *, local_files_only: bool) -> str:
     if local_files_only:
         return (
             f"tokenizer: no folder {name}; and the hub cannot be reached, nor is {name} in the local cache; "
-            f"give an existing folder, connect to the network, or use 'bytes'{did_you_mean_path(name)}"
+            f"give an existing folder, connect to the network, or use 'bytes'{Locator(name).suggestion}"
         )
-    near = did_you_mean_path(name)
+    near = Locator(name).suggestion
     return f"tokenizer: neither a folder {name} nor a readable tokenizer {name} on the hub ({reason}){near}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,11 +17,12 @@ from jaxtyping import Int
 from posttrain.batch import TopK
 from posttrain.distill.cache_records import FORMAT, RecordFormat
 from posttrain.errors import ConfigError
+from posttrain.runtime.files import write_whole
 
 SHARD_ROWS = 256
 """Rows that a stop loses at most."""
 OPEN_SHARDS = 128
-"""Files mapped at once: far below what a process may hold open."""
+"""Maximum number of memory-mapped files, far below the limit of open files of a process."""
 DESCRIPTION = "cache.json"
 
 Sequence_ = Mapping[str, np.ndarray]
@@ -30,7 +32,7 @@ Sequence_ = Mapping[str, np.ndarray]
 class CacheFolder:
     """Cache folder of one teacher and one dataset.
 
-    `identity` says what it holds: teacher, its precision, data, k, temperature, vocabulary. ConfigError where there is
+    `identity` describes it: teacher, its precision, data, k, temperature, vocabulary. ConfigError where there is
     something else.
     """
 
@@ -67,9 +69,7 @@ class CacheFolder:
         if file.exists():
             self.check()
         else:
-            partial = file.with_suffix(".tmp")
-            partial.write_text(json.dumps(self.identity, indent=1, sort_keys=True), encoding="utf-8")
-            partial.rename(file)
+            write_whole(file, json.dumps(self.identity, indent=1, sort_keys=True))
 
     def check(self) -> None:
         """Check the identity of the folder. ConfigError if it differs or is missing."""
@@ -85,17 +85,15 @@ class CacheFolder:
                 )
 
     def write(self, shard: int, records: np.ndarray, sequences: Sequence[Sequence_ | None]) -> None:
-        """All records of a shard, in the order of its rows; its index comes last and makes it count."""
+        """Write the records of a shard in the order of its rows, then its index, which marks it as complete."""
         assert records.dtype == np.uint8 and records.shape[1] == self.format.num_bytes
         counts = np.asarray([0 if s is None else np.count_nonzero(s["loss_weight"]) for s in sequences])
         assert counts.sum() == len(records) and len(counts) == len(self.rows(shard))
         self._index(shard).unlink(missing_ok=True)
         np.save(self._records(shard), records)
-        digests = digests_of(sequences)
-        partial = self._index(shard).with_suffix(".tmp")
-        with partial.open("wb") as file:
-            np.savez(file, counts=counts, digests=digests)
-        partial.rename(self._index(shard))
+        index = io.BytesIO()
+        np.savez(index, counts=counts, digests=digests_of(sequences))
+        write_whole(self._index(shard), index.getvalue())
 
     def _records(self, shard: int) -> Path:
         return self.folder / f"{shard:06d}.npy"
@@ -156,8 +154,8 @@ class TeacherCache:
             whole[wanted] = x
             return whole
 
-        said: TopK = jax.tree.map(spread, self.format.decode(found))
-        return said
+        topk: TopK = jax.tree.map(spread, self.format.decode(found))
+        return topk
 
 
 def digests_of(sequences: Iterable[Sequence_ | None]) -> np.ndarray:
@@ -184,7 +182,7 @@ def fill(
     for shard in shards:
         sequences = [tokenize(row) for row in cache.rows(shard)]
         there = [sequence for sequence in sequences if sequence is not None]
-        parts = [cache.format.encode(said) for said in score(there)]
+        parts = [cache.format.encode(topk) for topk in score(there)]
         empty = np.zeros((0, cache.format.num_bytes), np.uint8)
         cache.write(shard, np.concatenate([empty, *parts]), sequences)
         advance(len(sequences))

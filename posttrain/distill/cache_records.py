@@ -35,14 +35,14 @@ class RecordFormat:
     def num_bytes(self) -> int:
         return _num_bytes(self.k, self.id_bits) + _num_bytes(self.k, LOGP_BITS) + 6
 
-    def encode(self, said: TopK) -> UInt8[np.ndarray, "N bytes"]:
+    def encode(self, topk: TopK) -> UInt8[np.ndarray, "N bytes"]:
         """Encode arrays [N, k] and [N]. Ids beyond the vocabulary decode as `NO_ID`."""
         steps = (1 << LOGP_BITS) - 1
-        lost = np.clip(-np.asarray(said.logps, np.float64), 0.0, -LOWEST)
+        lost = np.clip(-np.asarray(topk.logps, np.float64), 0.0, -LOWEST)
         logps = np.rint(np.sqrt(lost / -LOWEST) * steps).astype(np.uint32)
-        scalars = np.stack([said.tail, said.scaled_tail, said.token_logps], axis=1)
+        scalars = np.stack([topk.tail, topk.scaled_tail, topk.token_logps], axis=1)
         halves = np.maximum(scalars, LOWEST).astype("<f2").view(np.uint8)
-        codes = np.minimum(np.asarray(said.ids), self.vocab_size)
+        codes = np.minimum(np.asarray(topk.ids), self.vocab_size)
         return np.concatenate([_pack(codes, self.id_bits), _pack(logps, LOGP_BITS), halves], axis=1)
 
     def decode(self, records: UInt8[np.ndarray, "*B bytes"]) -> TopK:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from posttrain.config import AttentionFeatures, DistillSection, FeaturesSection, HiddenFeatures, LayerMap, ModelSection
+from posttrain.config import AttentionFeatures, DistillSection, FeaturesSection, HiddenFeatures, LayerMap
 from posttrain.distill.teachers import TeacherSource
 from posttrain.errors import ConfigError
 from posttrain.losses.distill import DistillLoss
 from posttrain.models.config import ModelConfig
 from posttrain.train.layer_matching import Matching, Relation
-from posttrain.weights.locate import read_model_config
 
 WORDS = {"q": "queries", "k": "keys", "v": "values"}
 
@@ -52,13 +50,13 @@ def matching_of(features: FeaturesSection, student: ModelConfig, teacher: ModelC
 
 
 def check_features(
-    section: DistillSection, teachers: Sequence[TeacherSource], student: ModelConfig | None, base_dir: Path
+    section: DistillSection, teachers: Sequence[TeacherSource], student: ModelConfig | None
 ) -> list[str]:
     """Describe which layers are matched, in lines; or note that they could not be checked."""
     if section.features is None:
         return []
     (source,) = teachers
-    teacher = read_model_config(ModelSection(path=source.path), base_dir, vocab_size=None)
+    teacher = source.files.config
     if student is None or teacher is None:
         return ["not checked, no network: the layers that features name"]
     matching = matching_of(section.features, student, teacher, seed=0)

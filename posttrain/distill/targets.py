@@ -19,9 +19,9 @@ from posttrain.tree import replace
 class TeacherTargets:
     """Fills `teachers` and `teacher_weights` of batches.
 
-    `column`: of the dataset, says whose a row is. `caches`: one for each teacher, where none is in the training step.
-    `outside`: what the last of the teachers say of host rows, where they are neither in the step nor cached.
-    `aligners`: by its number, of each teacher that reads the rows in tokens of its own.
+    `column`: dataset column that assigns rows to teachers. `caches`: one per teacher; None: teachers are loaded.
+    `outside`: top-k functions of the teachers outside the training step, which are the last ones. `aligners`: aligners
+    of the cross-tokenizer teachers, by teacher number.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class TeacherTargets:
         lengths = dict.fromkeys([*self._weights, *self._places], row_tokens)
         for n, aligner in self._aligners.items():
             if self._caches is None:
-                lengths |= {f"taught_{n}": row_tokens} | dict.fromkeys(_of_teacher(n), aligner.row_tokens)
+                lengths |= {f"covered_{n}": row_tokens} | dict.fromkeys(_of_teacher(n), aligner.row_tokens)
             elif aligner.shared is not None:
-                lengths[f"taught_{n}"] = row_tokens
+                lengths[f"covered_{n}"] = row_tokens
         return lengths
 
     @property
@@ -62,21 +62,21 @@ class TeacherTargets:
         shares = np.ones(1, np.float32)
         if self._column is not None:
             shares = teacher_shares(row, self._column, self._titles)
-        spoken_of, where = [sequence] * len(shares), [np.ones(length, bool)] * len(shares)
+        scored_parts, where = [sequence] * len(shares), [np.ones(length, bool)] * len(shares)
         for n, aligner in self._aligners.items():
             aligned = aligner.align(dataset, row, sequence)
-            spoken_of[n], where[n] = aligned.part_of(sequence), aligned.taught != 0
+            scored_parts[n], where[n] = aligned.part_of(sequence), aligned.covered != 0
             if self._caches is None:
                 keep = np.int32(shares[n] > 0)
-                arrays = (aligned.taught * keep, aligned.tokens, aligned.asked * keep)
-                made |= dict(zip((f"taught_{n}", *_of_teacher(n)), arrays, strict=True))
+                arrays = (aligned.covered * keep, aligned.tokens, aligned.scored * keep)
+                made |= dict(zip((f"covered_{n}", *_of_teacher(n)), arrays, strict=True))
             elif aligner.shared is not None:
-                made[f"taught_{n}"] = aligned.taught
+                made[f"covered_{n}"] = aligned.covered
         for n, name in enumerate(self._weights):
             made[name] = np.where(where[n], shares[n], np.float32(0))
         if self._caches is not None:
-            for name, cache, share, part in zip(self._places, self._caches, shares, spoken_of, strict=True):
-                # A teacher without a share was not asked.
+            for name, cache, share, part in zip(self._places, self._caches, shares, scored_parts, strict=True):
+                # The cache has no record of a row in which the teacher has no share.
                 made[name] = cache.places(dataset, index, part) if share else np.zeros(length, np.int64)
         return made
 
@@ -85,14 +85,14 @@ class TeacherTargets:
         if self._weights:
             batch = replace(batch, teacher_weights=np.stack([rows[name] for name in self._weights], axis=-1))
         if self._caches is not None:
-            said = [cache.read(rows[name]) for cache, name in zip(self._caches, self._places, strict=True)]
+            topk = [cache.read(rows[name]) for cache, name in zip(self._caches, self._places, strict=True)]
             for n, aligner in self._aligners.items():
                 if aligner.shared is not None:
-                    said[n] = aligner.grouped(said[n], rows[f"taught_{n}"])
-            batch = replace(batch, teachers=tuple(said))
-        return self.ask(batch, rows)
+                    topk[n] = aligner.grouped(topk[n], rows[f"covered_{n}"])
+            batch = replace(batch, teachers=tuple(topk))
+        return self.score(batch, rows)
 
-    def ask(self, batch: Batch, rows: Mapping[str, np.ndarray] | None = None) -> Batch:
+    def score(self, batch: Batch, rows: Mapping[str, np.ndarray] | None = None) -> Batch:
         """Add the targets of teachers outside the training step (own devices or server).
 
         `rows`: the packed arrays, which teachers with other tokens need.
@@ -100,40 +100,40 @@ class TeacherTargets:
         if not self._outside:
             return batch
         first = len(self._titles) - len(self._outside)
-        said = [self._said(first + n, teacher, batch, rows) for n, teacher in enumerate(self._outside)]
-        return replace(batch, teachers=tuple(said))
+        topk = [self._top_k_of(first + n, teacher, batch, rows) for n, teacher in enumerate(self._outside)]
+        return replace(batch, teachers=tuple(topk))
 
-    def ask_samples(self, batch: Batch, samples: Sequence[Aligned]) -> Batch:
+    def score_samples(self, batch: Batch, samples: Sequence[Aligned]) -> Batch:
         """Add the targets of a cross-tokenizer teacher to sampled rows; `samples` in the order of the rows."""
         ((number, aligner),) = self._aligners.items()
-        taught = np.zeros(batch.shape, np.int32)
-        taught[np.asarray(batch.segments) > 0] = np.concatenate([sample.taught for sample in samples])
-        tokens, asked = _of_teacher(number)
+        covered = np.zeros(batch.shape, np.int32)
+        covered[np.asarray(batch.segments) > 0] = np.concatenate([sample.covered for sample in samples])
+        tokens, scored = _of_teacher(number)
         theirs = teacher_rows(samples, aligner.row_tokens)
-        rows = {"tokens": np.asarray(batch.tokens), f"taught_{number}": taught, asked: theirs["asked"]}
-        rows |= {tokens + name.removeprefix("tokens"): x for name, x in theirs.items() if name != "asked"}
-        return self.ask(replace(batch, teacher_weights=(taught != 0).astype(np.float32)[..., None]), rows)
+        rows = {"tokens": np.asarray(batch.tokens), f"covered_{number}": covered, scored: theirs["scored"]}
+        rows |= {tokens + name.removeprefix("tokens"): x for name, x in theirs.items() if name != "scored"}
+        return self.score(replace(batch, teacher_weights=(covered != 0).astype(np.float32)[..., None]), rows)
 
-    def _said(
+    def _top_k_of(
         self, number: int, teacher: Callable[[Batch], TopK], batch: Batch, rows: Mapping[str, np.ndarray] | None
     ) -> TopK:
         if number not in self._aligners:
             return teacher(teacher_batch(batch, number))
-        assert rows is not None, "samples are asked by ask_samples"
-        tokens, asked = _of_teacher(number)
+        assert rows is not None, "cross-tokenizer teachers of samples need score_samples"
+        tokens, scored = _of_teacher(number)
         theirs = Batch(
             tokens=rows[tokens],
             positions=rows[f"{tokens}_positions"],
             segments=rows[f"{tokens}_segments"],
-            loss_weight=(rows[asked] != 0).astype(np.float32),
+            loss_weight=(rows[scored] != 0).astype(np.float32),
         )
-        mine, its = (rows["tokens"], rows[f"taught_{number}"]), (rows[tokens], rows[asked])
+        mine, its = (rows["tokens"], rows[f"covered_{number}"]), (rows[tokens], rows[scored])
         return self._aligners[number].place(teacher(theirs), mine, its)
 
 
 def _of_teacher(number: int) -> tuple[str, str]:
     """Array names of a teacher's own tokens and of its alignment."""
-    return f"teacher_tokens_{number}", f"teacher_asked_{number}"
+    return f"teacher_tokens_{number}", f"teacher_scored_{number}"
 
 
 def teacher_shares(row: Mapping[str, Any], column: str, titles: Sequence[str]) -> Float[np.ndarray, " N"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from posttrain.runtime.hub import hub_is_reachable
 from posttrain.tracking.console import console
 from posttrain.weights.files import find_folder
 from posttrain.weights.load import check_weights, load_model
-from posttrain.weights.locate import local_or_hub, origin_of_folder, read_model_config, refuse_misspelt
+from posttrain.weights.locate import ModelFiles, origin_of_folder, read_model_files, refuse_misspelt
 from posttrain.weights.lora import count_parameters
 
 DEFAULT_TOP_K = 64
@@ -42,15 +42,26 @@ SAME_TOKENS = 0.99
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherSource:
-    """Resolved location of a teacher."""
+    """Teacher of a stage, and the files that describe it."""
 
     section: TeacherSection
-    path: str
-    """A folder or a hub id."""
-    tokenizer: Tokenizer | None = None
-    """Tokenizer of a cross-tokenizer teacher; None: the student's."""
-    max_positions: int | None = None
-    """Context length of a cross-tokenizer teacher, if known."""
+    files: ModelFiles
+
+    @property
+    def path(self) -> str:
+        """Absolute folder, or hub id."""
+        assert self.files.path is not None
+        return self.files.path
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Tokenizer of a cross-tokenizer teacher; None: the student's."""
+        return self.files.tokenizer if self.section.aligned else None
+
+    @property
+    def max_positions(self) -> int | None:
+        """Context length, if known."""
+        return None if self.files.config is None else self.files.config.max_positions
 
     @property
     def title(self) -> str:
@@ -58,11 +69,11 @@ class TeacherSource:
 
 
 def find_teachers(
-    section: DistillSection | RLSection, tokenizer: Tokenizer | None, base_dir: Path
+    section: DistillSection | RLSection, tokenizer: Tokenizer | None
 ) -> tuple[list[TeacherSource], list[str]]:
-    """The teachers, and notes of what is reconciled or cannot be checked. ConfigError for those that do not fit.
+    """Describe the teachers; also returns notes about differences and impossible checks. ConfigError for a mismatch.
 
-    With a cache they need not be there any more.
+    With a cache the teachers' files may be missing.
     """
     found, notes = [], []
     cached = isinstance(section, DistillSection) and section.cache is not None
@@ -76,33 +87,36 @@ def find_teachers(
     for teacher in in_order(section):
         notes += _check_limit(section, teacher)
         try:
-            path = local_or_hub(teacher.path, base_dir)
+            path = teacher.path.resolved
             if not Path(path).exists() and not hub_is_reachable():
-                refuse_misspelt("teachers", path, base_dir)
-            config = read_model_config(ModelSection(path=path), base_dir, vocab_size=None)
+                refuse_misspelt("teachers", teacher.path)
+            files = read_model_files(path)
         except ConfigError as error:
             if not cached and teacher.url is None:
                 raise ConfigError(f"teachers: {str(error).removeprefix('model.path: ')}") from error
+            files = ModelFiles(path=str(teacher.path), hf_json=None, config=None)
             if teacher.aligned:
-                found.append(_aligned(teacher, teacher.path, None))
+                found.append(TeacherSource(section=teacher, files=_with_tokenizer(teacher, files)))
                 continue
-            found.append(TeacherSource(section=teacher, path=teacher.path))
+            found.append(TeacherSource(section=teacher, files=files))
             what = "its cache alone is used" if cached else "not checked: whether its tokens are the student's"
             notes.append(f"teacher {teacher.title} is not there: {what}")
             continue
-        found.append(TeacherSource(section=teacher, path=path))
+        config = files.config
         if config is None or tokenizer is None:
+            found.append(TeacherSource(section=teacher, files=files))
             notes.append(f"not checked, no network: the teacher {teacher.path}")
             continue
         if config.scalar_head:
             raise ConfigError(f"teachers: {teacher.path} is a reward model, which cannot generate")
-        if not cached and teacher.url is None and Path(path).is_dir():
-            check_weights(Path(path))
+        if not cached and teacher.url is None and files.local is not None:
+            check_weights(files.local)
         if teacher.aligned:
-            found[-1] = _aligned(teacher, path, config)
-            continue
-        _check_model(section, teacher, config, tokenizer)
-        notes += _check_tokens(teacher, path, config, tokenizer)
+            files = _with_tokenizer(teacher, files)
+        else:
+            _check_model(section, teacher, config, tokenizer)
+            notes += _check_tokens(teacher, files, config, tokenizer)
+        found.append(TeacherSource(section=teacher, files=files))
     return found, notes
 
 
@@ -113,18 +127,17 @@ def _check_limit(section: DistillSection | RLSection, teacher: TeacherSection) -
     k = section.top_k or DEFAULT_TOP_K
     if k <= MAX_LOGPROBS_OF_VLLM:
         return []
-    return [f"teacher {teacher.title} at its server gives {k} log-probabilities of a place: --max-logprobs {k} of vLLM"]
+    return [f"teacher {teacher.title}: its vLLM server needs --max-logprobs {k}, for {k} log-probabilities per token"]
 
 
-def _aligned(teacher: TeacherSection, path: str, config: ModelConfig | None) -> TeacherSource:
+def _with_tokenizer(teacher: TeacherSection, files: ModelFiles) -> ModelFiles:
+    assert files.path is not None
     try:
-        own = load_tokenizer(path)
+        return replace(files, tokenizer=load_tokenizer(files.path))
     except ConfigError as error:
         raise ConfigError(
             f"teachers: tokenizer: {teacher.tokenizer} needs the teacher's own tokenizer: {error}"
         ) from error
-    positions = None if config is None else config.max_positions
-    return TeacherSource(section=teacher, path=path, tokenizer=own, max_positions=positions)
 
 
 def _check_model(
@@ -142,22 +155,21 @@ def _check_model(
         )
 
 
-def _check_tokens(teacher: TeacherSection, path: str, config: ModelConfig, tokenizer: Tokenizer) -> list[str]:
-    """ConfigError where the same ids are other tokens: the teacher would speak of another text."""
+def _check_tokens(teacher: TeacherSection, files: ModelFiles, config: ModelConfig, tokenizer: Tokenizer) -> list[str]:
+    """Compare the vocabularies. ConfigError if the same ids are other tokens: the scores would be of another text."""
     notes = []
     surplus = config.vocab_size - tokenizer.num_ids
     if surplus:
         notes.append(f"teacher {teacher.title}: {surplus:,} rows of its vocabulary stand for no token of the student")
-    folder = Path(path)
-    local = folder.is_dir()
-    if (local and not any((folder / name).is_file() for name in TOKENIZER_FILES)) or (
-        not local and not hub_is_reachable()
-    ):
+    folder = files.local
+    there = any((folder / name).is_file() for name in TOKENIZER_FILES) if folder else hub_is_reachable()
+    if not there:
         return [
             *notes,
             f"not checked: whether the tokens of teacher {teacher.title} are the student's (no tokenizer)",
         ]
-    theirs = load_tokenizer(path).hf.get_vocab()
+    assert files.path is not None
+    theirs = load_tokenizer(files.path).hf.get_vocab()
     ours = tokenizer.hf.get_vocab()
     other = {text: (index, theirs[text]) for text, index in ours.items() if theirs.get(text, index) != index}
     by_id = {index: text for text, index in theirs.items()}
@@ -180,14 +192,14 @@ def _check_tokens(teacher: TeacherSection, path: str, config: ModelConfig, token
 
 
 def num_ids(source: TeacherSource, tokenizer: Tokenizer) -> int:
-    """Token ids that it speaks of. `tokenizer`: the student's."""
+    """Number of token ids in a teacher's top-k. `tokenizer`: the student's."""
     return (source.tokenizer or tokenizer).num_ids
 
 
 def load_teacher(source: TeacherSource, model: ModelSection, tokenizer: Tokenizer, mesh: Mesh) -> Decoder:
-    """Its model on the mesh, where ids without a token are impossible, as for the student."""
-    rows = read_model_config(ModelSection(path=source.path), Path.cwd(), vocab_size=None)
-    assert rows is not None
+    """Load a teacher on the mesh; embedding rows without a token have probability 0, as for the student."""
+    files = source.files if source.files.config else read_model_files(source.path)
+    assert files.config is not None
     ids = num_ids(source, tokenizer)
     teacher = load_model(
         source.path,
@@ -195,7 +207,7 @@ def load_teacher(source: TeacherSource, model: ModelSection, tokenizer: Tokenize
         mesh=mesh,
         attention=model.attention,
         grouped_matmul=model.grouped_matmul,
-        num_tokens=ids if ids < rows.vocab_size else None,
+        num_tokens=ids if ids < files.config.vocab_size else None,
     )
     size = count_parameters(teacher).total
     console().print(f"teacher {source.title}: {teacher.config.model_type}, {size:,} parameters", highlight=False)
@@ -235,7 +247,7 @@ def outside_teacher(
     k: int = 1,
     mesh: Mesh | None = None,
 ) -> OutsideTeacher:
-    """A teacher at its server, or on its own devices; an aligned one that has none is on `mesh`."""
+    """Make a teacher outside the training step: at its server, on its own devices, or (cross-tokenizer) on `mesh`."""
     ids = num_ids(source, tokenizer)
     k = min(k, ids)
     if source.section.url is not None:
@@ -266,7 +278,7 @@ def training_devices(config: RunConfig) -> list[jax.Device]:
 
 
 def devices_of_teachers(config: RunConfig, num_devices: int) -> int:
-    """Number of devices that teachers of any stage have for themselves. ConfigError where none is left for training."""
+    """Number of devices reserved by teachers of any stage. ConfigError if none is left for training."""
     stages = [stage for stage in config.stages if isinstance(stage, DistillSection | RLSection)]
     taken = max((sum(map(_num_devices, stage.teachers)) for stage in stages), default=0)
     if taken >= num_devices:

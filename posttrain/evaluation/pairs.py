@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import Batch, BatchLoss, ScoreStats, TokenStats
 from posttrain.cluster.scorers import model_inputs
-from posttrain.data.pairs import Units, all_rows
+from posttrain.data.units import Units, all_rows
 from posttrain.evaluation.unit_sums import Sums, UnitSums, interval_of, intervals, joined
 from posttrain.losses.pairs import PairedSequences, pairs_of, sequences_of
 from posttrain.losses.reward_model import reward_pairs

@@ -105,10 +105,12 @@ def _sums(batch: Batch, stats: TokenStats) -> dict[str, Float[np.ndarray, " n"]]
     values = {"weight": weight, "nll": -weight * np.where(weight > 0, stats.logps, 0.0)}
     if stats.teacher_kl is not None:
         shares = np.asarray(teacher_weight(batch))
-        said = {"kl": stats.teacher_kl, "divergence": stats.divergence, "student_nll": -shares * stats.logps}
-        said["teacher_nll"] = None if stats.teacher_logps is None else -stats.teacher_logps
+        of_teachers = {"kl": stats.teacher_kl, "divergence": stats.divergence, "student_nll": -shares * stats.logps}
+        of_teachers["teacher_nll"] = None if stats.teacher_logps is None else -stats.teacher_logps
         values["covered"] = weight * shares
-        values |= {f"distill/{n}": weight * np.where(weight > 0, x, 0.0) for n, x in said.items() if x is not None}
+        values |= {
+            f"distill/{n}": weight * np.where(weight > 0, x, 0.0) for n, x in of_teachers.items() if x is not None
+        }
     width = segments.shape[1] + 1
     places = (np.arange(len(segments))[:, None] * width + segments).ravel()
     summed = {name: np.bincount(places, array.ravel(), len(segments) * width) for name, array in values.items()}

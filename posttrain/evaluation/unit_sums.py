@@ -38,8 +38,8 @@ class UnitSums:
         real = np.asarray(batch.segments) > 0
         places = np.cumsum((np.diff(units, axis=1, prepend=-1) != 0) & real, axis=1) * real
         inputs, found = jax.device_put((stats, batch, places)), []
-        said = jax.device_get([self._at(*inputs, place) for place in range(1, int(places.max()) + 1)])
-        for place, means in enumerate(said, start=1):
+        measured = jax.device_get([self._at(*inputs, place) for place in range(1, int(places.max()) + 1)])
+        for place, means in enumerate(measured, start=1):
             there = (places == place).any(axis=1)
             first = (places == place).argmax(axis=1)
             sums = {name: np.stack([mean.total, mean.weight])[:, there] for name, mean in means.items()}
@@ -65,11 +65,11 @@ def joined(parts: Sequence[Sums]) -> Sums:
 
 
 def intervals(sums: Sums, prompts: Int[np.ndarray, " N"], totals: Mapping[str, Mean]) -> dict[str, float]:
-    """The ends of the interval of each metric that is a sum over units, of which `prompts` names the prompt; of
-    `rewards/margins` also where it is a difference of two means.
+    """Interval bounds of each metric that is a sum over units, and of `rewards/margins` as a difference of two means.
 
-    `totals`: the metrics of all units at once. What their parts do not add up to, such as a loss that compares across
-    the batch, has no interval; nor has what one prompt alone says, or a model that has diverged.
+    `prompts`: prompt number of each unit. `totals`: the metrics of all units at once. Metrics that are no sums over
+    units, such as a loss that compares across the batch, have no interval; nor have metrics of a single prompt, or of a
+    model that has diverged.
     """
     known = {name: both for name, both in sums.metrics.items() if _adds_up(both, totals[name])}
     found = {name: interval_of(both[0], both[1], prompts) for name, both in known.items()}

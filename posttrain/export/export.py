@@ -1,8 +1,7 @@
-"""A checkpoint of a run as files for other tools, proved to be the model before they get their name."""
+"""Export of a run's checkpoint for other tools, verified against the model before it gets its name."""
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from posttrain.config import RunConfig, trains_on_samples
 from posttrain.config.yaml_file import load_config
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
-from posttrain.export.proof import Proof, prove
+from posttrain.export.proof import Proof, prove, proved_folder
 from posttrain.export.readers import Reader, default_reader
 from posttrain.export.tensors import compare_with_source
 from posttrain.mesh import single_device_mesh
@@ -38,17 +37,16 @@ Target = Literal["hf", "peft", "merged"]
 def export(
     run: Path, out: Path | None, to: Target, *, step: int | None = None, reader: Reader | None = None
 ) -> tuple[Path, Proof]:
-    """Write the model of a run's checkpoint and prove it: `hf` a model without adapter, `merged` one whose adapter is
-    added to its base, `peft` the adapter alone. Where it lies, and the proof.
+    """Write the model of a run's checkpoint and verify it: `hf` a model without adapter, `merged` one whose adapter is
+    merged into its base, `peft` the adapter alone. Returns the folder and the proof.
 
-    `run`: the output of a run, whose last begun stage is meant, or a stage's folder in it. `out`: by default
-    `export-hf`, `export-merged` or `export-peft` in the stage's folder. `step`: by default the newest. ConfigError for
-    what cannot be exported; ProofError where what was written is not the model: it is then left beside `out` under the
-    ending `.unproved`.
+    `run`: the output of a run (its last started stage) or the folder of a stage. `out`: by default `export-hf`,
+    `export-merged` or `export-peft` in the stage's folder. `step`: by default the newest. ConfigError if it cannot be
+    exported; ProofError if the written model differs, which then stays beside `out` with the ending `.unproved`.
     """
     output, name = _find_stage(run)
-    config = load_config(output / CONFIG_NAME).config
-    add_family(config.model, output)
+    config = load_config(output / CONFIG_NAME)
+    add_family(config.model)
     tokenizer = _tokenizer(output, name, config)
     out = output / name / f"export-{to}" if out is None else out
     if out.exists():
@@ -56,7 +54,7 @@ def export(
     stage = _stage(output, name, config, tokenizer)
     quantized = stage.model.quantize
     if to == "peft" and quantized != "none":
-        # The adapter goes on beside whatever base its reader has: the proof is beside the one that `base` names.
+        # PEFT applies the adapter to the base that it loads: verified with the base in full precision.
         stage = replace(stage, model=stage.model.model_copy(update={"quantize": "none"}))
     model = _trained_model(stage, step)
     _check_target(model, to)
@@ -65,24 +63,21 @@ def export(
         raise ConfigError(
             "export: the run begins with random weights, so an adapter alone has no base; give --to merged"
         )
-    unproved = out.with_name(out.name + ".unproved")
-    if unproved.exists():
-        shutil.rmtree(unproved)
-    if base is None:
-        save_model(model, unproved, tokenizer=tokenizer)
-    else:
-        save_adapter(model, unproved, base=base)
-    proof = prove(model, unproved, tokenizer, reader or default_reader(adapter=base is not None), base=base)
-    if base is None and stage.path is not None:
-        proof = replace(proof, tensors=_compare_tensors(model, unproved, find_folder(stage.path)))
-    elif quantized != "none":
-        proof = replace(proof, tensors=f"both beside the base in full precision, not in {quantized} as in training")
-    unproved.rename(out)
+    with proved_folder(out) as unproved:
+        if base is None:
+            save_model(model, unproved, tokenizer=tokenizer)
+        else:
+            save_adapter(model, unproved, base=base)
+        proof = prove(model, unproved, tokenizer, reader or default_reader(adapter=base is not None), base=base)
+        if base is None and stage.path is not None:
+            proof = replace(proof, tensors=_compare_tensors(model, unproved, find_folder(stage.path)))
+        elif quantized != "none":
+            proof = replace(proof, tensors=f"both beside the base in full precision, not in {quantized} as in training")
     return out, proof
 
 
 def _compare_tensors(model: Decoder, folder: Path, source: Path) -> str:
-    """Hold what was written against the files that the run began with; what was compared, in words."""
+    """Compare the written tensors with the source checkpoint of the run, and describe the result."""
     if read_json(source / "config.json").get("model_type") != model.config.model_type:
         return "not compared with the source, which is a multimodal model"
     if is_quantized(model):
@@ -105,7 +100,7 @@ def _find_stage(run: Path) -> tuple[Path, str]:
     """The run's output folder, and the name of the stage."""
     run = run.expanduser().resolve()
     if (run / CONFIG_NAME).is_file():
-        names = stage_names(load_config(run / CONFIG_NAME).config)
+        names = stage_names(load_config(run / CONFIG_NAME))
         begun = [name for name in names if (run / name / "checkpoints").is_dir()]
         if not begun:
             raise ConfigError(f"{run}: no stage has a checkpoint yet; its stages are {', '.join(names)}")
@@ -118,7 +113,7 @@ def _find_stage(run: Path) -> tuple[Path, str]:
 
 
 def _tokenizer(output: Path, name: str, config: RunConfig) -> Tokenizer:
-    """The run's: saved with the stage's model if that is done, else where the run found it."""
+    """Tokenizer of the run: saved with the stage's model, else that of the source model."""
     saved = output / name / "model"
     if saved.is_dir():
         return load_tokenizer(saved)
@@ -126,7 +121,7 @@ def _tokenizer(output: Path, name: str, config: RunConfig) -> Tokenizer:
     if config.model.tokenizer is None and source is not None:
         found = load_tokenizer(source)
     else:
-        found = load_tokenizer(tokenizer_name(config.model, output))
+        found = load_tokenizer(tokenizer_name(config.model))
     return found.with_stop_tokens(config.model.stop_tokens)
 
 
@@ -153,7 +148,7 @@ def _stage(output: Path, name: str, config: RunConfig, tokenizer: Tokenizer) -> 
 
 
 def _trained_model(stage: StageRun, step: int | None) -> Decoder:
-    """The stage's model at the start, with all the parameters of a checkpoint put in."""
+    """Model of the stage at a checkpoint: its initial model with the trained parameters."""
     model = STAGES[stage.kind].load_model(stage)
     weights = ModelWeights(model)
     with Checkpointer(stage.folder / "checkpoints") as checkpointer:

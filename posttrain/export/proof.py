@@ -1,7 +1,10 @@
-"""Proof that a written checkpoint is the model: it is read again by other means, and both are asked the same."""
+"""Verification of a written checkpoint: it is read by an independent reader and compared on the same inputs."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +31,16 @@ ROUNDED = 0.05
 """Mean difference that storing merged weights in bfloat16 may make."""
 ROUNDED_SHARE = 0.2
 """Share of the adapter's own effect that storing merged weights in bfloat16 may cost."""
+
+
+@contextmanager
+def proved_folder(out: Path) -> Iterator[Path]:
+    """Yield `out` with the ending `.unproved`, to write and prove; it gets its name unless the block raises."""
+    unproved = out.with_name(f"{out.name}.unproved")
+    if unproved.exists():
+        shutil.rmtree(unproved)
+    yield unproved
+    unproved.rename(out)
 
 
 @dataclass(frozen=True, kw_only=True)

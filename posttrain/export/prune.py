@@ -1,8 +1,7 @@
-"""A smaller model cut out of a checkpoint, written in Hugging Face layout and read again before it gets its name."""
+"""Pruning of a checkpoint to a smaller model in Hugging Face layout, verified before it gets its name."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,12 +9,12 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from posttrain.config import DatasetSection
+from posttrain.config import DatasetSection, Locator
 from posttrain.data.format import tokenize_example
 from posttrain.data.packing import fill_rows
 from posttrain.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
-from posttrain.export.proof import prove
+from posttrain.export.proof import prove, proved_folder
 from posttrain.export.readers import Reader, default_reader
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
@@ -32,10 +31,10 @@ TEXT_TOKENS = 256
 
 
 def prune(source: str, out: Path, plan: Pruning, *, text: str | None = None, reader: Reader | None = None) -> str:
-    """Write the smaller model, with the tokenizer where `source` has one; the result says what was written.
+    """Write the smaller model, with the tokenizer if `source` has one; returns a description.
 
     `text`: a dataset on which the use of experts is counted, where `plan` keeps some. ConfigError for what cannot be
-    pruned; ProofError where what was written is not the model in memory: it is then left beside `out` as `.unproved`.
+    pruned; ProofError if the written model differs; it then stays beside `out` as `.unproved`.
     """
     out = out.expanduser()
     if out.exists():
@@ -52,20 +51,17 @@ def prune(source: str, out: Path, plan: Pruning, *, text: str | None = None, rea
             raise ConfigError(f"prune: {source} has no tokenizer, by which text would show which experts are used")
         load = expert_load(whole, first_tokens(text, tokenizer))
     model = pruned(whole, plan, load)
-    unproved = out.with_name(f"{out.name}.unproved")
-    if unproved.exists():
-        shutil.rmtree(unproved)
-    save_model(model, unproved, tokenizer=tokenizer)
-    proof = prove(model, unproved, tokenizer, reader or default_reader(adapter=False))
-    unproved.rename(out)
+    with proved_folder(out) as unproved:
+        save_model(model, unproved, tokenizer=tokenizer)
+        proof = prove(model, unproved, tokenizer, reader or default_reader(adapter=False))
     before, after = count_parameters(whole).total, count_parameters(model).total
     return f"{model.config.model_type}: {after:,} of {before:,} parameters\n{proof}"
 
 
 def first_tokens(path: str, tokenizer: Tokenizer) -> list[np.ndarray]:
     """The beginnings of the first rows of a dataset."""
-    section = DatasetSection(path=path, limit=TEXT_ROWS)
-    rows, renderer = rows_and_renderer(section, tokenizer, Path.cwd())
+    section = DatasetSection(path=Locator(path), limit=TEXT_ROWS)
+    rows, renderer = rows_and_renderer(section, tokenizer)
     return [tokenize_example(rows[i], section, renderer, "all").tokens[:TEXT_TOKENS] for i in range(len(rows))]
 
 

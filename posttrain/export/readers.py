@@ -36,7 +36,7 @@ SCORED = (12, 24, 36, SAMPLE_TOKENS)
 
 
 class ProofError(Exception):
-    """The checkpoint that was written is not the model."""
+    """Written checkpoint that differs from the model."""
 
 
 def default_reader(*, adapter: bool) -> Reader:
@@ -56,8 +56,8 @@ def sample_tokens(vocab_size: int, tokenizer: Tokenizer | None) -> Int[np.ndarra
 
 
 def start_of(model: Decoder, folder: str | Path) -> int:
-    """The first position of a sample row; 0 but for a model with the second of two sets of RoPE factors: transformers
-    takes that from a certain position on, and we where the run says so. Attention sees distances only."""
+    """First position of a sample row: 0, except for models with long-context RoPE factors, which transformers uses only
+    beyond a certain position. Attention depends on distances only."""
     first = config_from_hf(read_json(find_folder(folder) / "config.json")).max_positions
     return first if model.config.max_positions > first else 0
 

@@ -18,7 +18,7 @@ import numpy as np
 from posttrain.export.readers import ProofError
 
 PACKED = re.compile(r"(.*)(_blocks|_scales|_scale_inv)$")
-"""Parts of quantised tensors: their shapes are not those of what is written."""
+"""Parts of quantised tensors, whose shapes differ from the written tensors."""
 NOT_WRITTEN = re.compile(r".*rotary_emb\.inv_freq$")
 WIDTH = {"F32": 4, "F16": 2, "BF16": 2}
 MERGED_TOLERANCE = {"F32": 1e-5, "F16": 2e-3, "BF16": 1.6e-2}
@@ -108,7 +108,7 @@ def compare_with_source(folder: Path, source: Path, adapter: Path | None, *, tra
 
 
 def _expected(source: Path, folder: Path) -> dict[str, Stored | None]:
-    """The tensors that must be there; None: as whatever their quantised parts make."""
+    """Tensors that must be written; None: of a shape that depends on quantised parts."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     found: dict[str, Stored | None] = {}
     for name, tensor in stored(source).items():

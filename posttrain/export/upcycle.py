@@ -1,14 +1,13 @@
-"""A dense checkpoint turned into a mixture of experts, proved to be the same function before it gets its name."""
+"""Upcycling of a dense checkpoint to an MoE model, verified to be the same function before it gets its name."""
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from posttrain.errors import ConfigError
-from posttrain.export.proof import Proof, prove
+from posttrain.export.proof import Proof, prove, proved_folder
 from posttrain.export.readers import Reader, default_reader
 from posttrain.models.config import MoEConfig
 from posttrain.models.decoder import Decoder
@@ -43,7 +42,7 @@ def upcycle(source: str, out: Path, plan: Upcycling, *, seed: int, reader: Reade
     """Write the mixture in Hugging Face layout, with the tokenizer where `source` has one.
 
     Without noise the proof is that its log-probabilities are those of the dense model. ConfigError for what cannot be
-    upcycled; ProofError where what was written is not the same: it is then left beside `out` under `.unproved`.
+    upcycled; ProofError if the written model differs; it then stays beside `out` as `.unproved`.
     """
     out = out.expanduser()
     if out.exists():
@@ -53,12 +52,9 @@ def upcycle(source: str, out: Path, plan: Upcycling, *, seed: int, reader: Reade
     dense = load_model(folder)
     model = upcycled(dense, plan, seed=seed)
     tokenizer = load_tokenizer(folder) if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
-    unproved = out.with_name(f"{out.name}.unproved")
-    if unproved.exists():
-        shutil.rmtree(unproved)
-    save_model(model, unproved, tokenizer=tokenizer)
-    proof = prove(model if plan.noise else dense, unproved, tokenizer, reader or default_reader(adapter=False))
-    unproved.rename(out)
+    with proved_folder(out) as unproved:
+        save_model(model, unproved, tokenizer=tokenizer)
+        proof = prove(model if plan.noise else dense, unproved, tokenizer, reader or default_reader(adapter=False))
     return Upcycled(
         model_type=model.config.model_type,
         dense_parameters=count_parameters(dense).total,
@@ -69,7 +65,7 @@ def upcycle(source: str, out: Path, plan: Upcycling, *, seed: int, reader: Reade
 
 
 def _active(model: Decoder) -> int:
-    """All parameters but those of the experts that a token does not go to."""
+    """Number of parameters active for one token."""
     idle = 0
     for mixture in model.config.mixtures:
         assert isinstance(mixture, MoEConfig)

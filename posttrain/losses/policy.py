@@ -1,9 +1,10 @@
-"""Clipped policy-gradient loss (PPO, GRPO, DAPO, GSPO, RLOO, Dr. GRPO) as values of one dataclass."""
+"""Clipped policy-gradient loss (PPO, GRPO, DAPO, GSPO, RLOO, Dr. GRPO) as values of one dataclass, and the importance
+weights of samples from another policy."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,76 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import Batch, HostArray, LossOutput, TokenStats
-from posttrain.losses.importance import ImportanceSampling, RatioLevel, level_log_ratio
-from posttrain.losses.kl import KLEstimator, gradient_of, k3
-from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, token_mean
+from posttrain.losses.kl import MAX_LOG_RATIO, KLEstimator, gradient_of, k3
+from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, sequence_sums, to_tokens, token_mean
 from posttrain.tree import Max, Mean, Metric
+
+RatioLevel = Literal["token", "sequence_mean", "sequence_sum"]
+"""Level of the ratio: per token, or per sequence as exp of the mean (GSPO) or sum (RLOO) of its log-ratios."""
+Bound = Literal["truncate", "mask"]
+
+
+def level_log_ratio(
+    level: RatioLevel, log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"], segments: Int[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """Aggregate token log-ratios (0 where masked out) at a level, clipped to the range of `exp`."""
+    if level != "token":
+        sums = sequence_sums(log_ratio, segments)
+        if level == "sequence_mean":
+            sums /= jnp.maximum(sequence_sums(mask.astype(log_ratio.dtype), segments), 1.0)
+        log_ratio = to_tokens(sums, segments)
+    return jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportanceSampling:
+    """Importance weights w = pi_proximal / pi_behaviour of the surrogate, which correct for sampling from another
+    distribution: top-k, top-p, min-p, penalties, bias, quantized weights, earlier weights. arXiv:2505.24298 (decoupled
+    PPO); truncated: fengyao.notion.site/off-policy-rl."""
+
+    level: RatioLevel = "token"
+    bound: Bound = "truncate"
+    """Treatment of ratios out of bounds: `truncate` to the bound, or `mask` the token (weight 0)."""
+    low: float | None = None
+    high: float | None = 2.0
+    """Upper bound. None: unbounded, as for `low`."""
+
+    def __post_init__(self) -> None:
+        for name, options in (("level", RatioLevel), ("bound", Bound)):
+            if getattr(self, name) not in get_args(options):
+                raise ValueError(
+                    f"importance_sampling.{name}={getattr(self, name)!r} must be one of {', '.join(get_args(options))}"
+                )
+        low, high = self.low, self.high
+        if (low is not None and not 0 <= low < 1) or (high is not None and high <= 1):
+            raise ValueError(
+                f"importance_sampling: low={low} must be at least 0 and below 1, high={high} above 1: a token of equal "
+                "probabilities has weight 1"
+            )
+        if self.bound == "mask" and low is None and high is None:
+            raise ValueError("importance_sampling.bound=mask without low and high masks nothing; set one of them")
+
+    def __call__(
+        self,
+        proximal: Float[Array, "B T"],
+        behaviour: Float[Array, "B T"],
+        mask: Bool[Array, "B T"],
+        segments: Int[Array, "B T"],
+    ) -> tuple[Float[Array, "B T"], dict[str, Metric]]:
+        """Weights without a gradient, and metrics of the ratios: mean, maximum, share out of bounds."""
+        difference = jnp.where(mask, proximal, 0.0) - jnp.where(mask, behaviour, 0.0)
+        ratio = jnp.exp(level_log_ratio(self.level, jax.lax.stop_gradient(difference), mask, segments))
+        low, high = 0.0 if self.low is None else self.low, jnp.inf if self.high is None else self.high
+        outside = (ratio < low) | (ratio > high)
+        weights = jnp.where(outside, 0.0, ratio) if self.bound == "mask" else jnp.clip(ratio, low, high)
+        counted = mask.astype(ratio.dtype)
+        name = "sampling/importance_sampling_ratio"
+        return weights, {
+            f"{name}/mean": token_mean(ratio, counted, segments),
+            f"{name}/max": Max(largest=jnp.max(jnp.where(mask, ratio, 0.0))),
+            f"{name}/out_of_bounds": token_mean(outside.astype(ratio.dtype), counted, segments),
+        }
+
 
 OUTLIER_NATS = 0.5
 """Threshold in nats: sampled tokens whose sampler and trainer log-probabilities differ by more are outliers."""

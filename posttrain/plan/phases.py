@@ -5,21 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from posttrain.batch import Batch
-from posttrain.config import RLSection, RunConfig, SFTSection, TrainSection
+from posttrain.config import RLSection, SFTSection, TrainSection
 from posttrain.errors import ConfigError
 from posttrain.models.config import AttentionConfig, ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.plan.build import RolloutShapes, batch_of, train_programs
 from posttrain.plan.loops import vocabulary_trips
 from posttrain.stages.prompts import algorithm_of
-from posttrain.stages.sequences import sequence_loss
+from posttrain.stages.sft import sft_loss
 from posttrain.train.optim import make_optimizer
 from posttrain.train.programs import TrainPrograms
 from posttrain.weights.state import ModelWeights
@@ -63,20 +62,20 @@ def bytes_on_device(tree: object) -> int:
     )
 
 
-def stage_plan(section: TrainSection, config: RunConfig, model: Decoder, mesh: Mesh, base_dir: Path) -> StagePlan:
+def stage_plan(section: TrainSection, model: Decoder, mesh: Mesh) -> StagePlan:
     """Phases of an SFT or RL stage. Raises ConfigError for a stage that cannot be planned."""
     if isinstance(section, SFTSection):
-        return _sft(section, model, mesh, base_dir)
+        return _sft(section, model, mesh)
     if isinstance(section, RLSection):
-        return _rl(section, model, mesh, base_dir)
+        return _rl(section, model, mesh)
     kind = type(section).__name__.removesuffix("Section")
     raise ConfigError(f"plan: a stage of the kind {kind} cannot be planned yet; SFT and RL can")
 
 
-def _sft(section: SFTSection, model: Decoder, mesh: Mesh, base_dir: Path) -> StagePlan:
+def _sft(section: SFTSection, model: Decoder, mesh: Mesh) -> StagePlan:
     programs = train_programs(
         model,
-        sequence_loss(section, base_dir),
+        sft_loss(section),
         make_optimizer(section.optimizer, section.num_steps or 1000),
         mesh,
         micro_batch_rows=section.micro_batch_rows,
@@ -89,7 +88,7 @@ def _sft(section: SFTSection, model: Decoder, mesh: Mesh, base_dir: Path) -> Sta
     return StagePlan(phases=phases, tokens=section.batch_rows * section.row_tokens, unit="tokens of rows")
 
 
-def _rl(section: RLSection, model: Decoder, mesh: Mesh, base_dir: Path) -> StagePlan:
+def _rl(section: RLSection, model: Decoder, mesh: Mesh) -> StagePlan:
     refusals = {
         "teachers": bool(section.teachers),
         "rollout.engine": section.rollout.engine is not None,
@@ -99,14 +98,14 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, base_dir: Path) -> Stage
     }
     if refused := [name for name, is_set in refusals.items() if is_set]:
         raise ConfigError(f"plan: cannot plan an RL stage with {', '.join(refused)} yet; remove it for the plan")
-    loss = algorithm_of(section, base_dir).loss
+    loss = algorithm_of(section).loss
     rows = section.step_rows
     programs = train_programs(
         model,
         loss,
         make_optimizer(section.optimizer, section.num_steps or 1000),
         mesh,
-        micro_batch_rows=section.micro_batch_rows or -(-rows // 8),
+        micro_batch_rows=section.pass_rows,
     )
     reference = loss.kl_coef > 0
     arrays = ["sampler_logps", "behaviour_logps", "advantages"]

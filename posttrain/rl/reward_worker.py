@@ -60,7 +60,7 @@ def serve(descriptor: int, functions: Sequence[Function]) -> NoReturn:
 def _import(functions: Sequence[Function]) -> tuple[list[Any], bytes]:
     """Import the functions; return them with the error message, if any."""
     try:
-        return [import_object(spec, base_dir=Path(folder)) for spec, folder in functions], b""
+        return [import_object(spec, Path(folder)) for spec, folder in functions], b""
     except ConfigError as error:
         return [], str(error).encode()
 

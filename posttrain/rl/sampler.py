@@ -1,19 +1,28 @@
-"""Sampling of trajectories: each sample is one completion of a dataset row's prompt by the rollout engine."""
+"""Sampling of trajectories, one completion of a dataset row's prompt each, and partial rollouts, which keep a fixed
+number of prompts in flight across steps."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from posttrain.config import SamplingSection
 from posttrain.data.chat import Message, Renderer
+from posttrain.data.pipeline import PromptBatches
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.rl.types import Example, Group, Trajectory
-from posttrain.rollout.stopping import text_of
-from posttrain.rollout.types import Call, Completion, ResumableEngine, RolloutEngine, SamplingParams, sample_key
+from posttrain.rollout.types import (
+    Call,
+    Completion,
+    ResumableEngine,
+    RolloutEngine,
+    SamplingParams,
+    sample_key,
+    text_of,
+)
 
 
 class RolloutAborted(RuntimeError):
@@ -227,3 +236,41 @@ def resumable(engine: RolloutEngine) -> ResumableEngine:
             f"oversample_prompts: {type(engine).__name__} has no generate_some; implement it, or remove the option"
         )
     return engine
+
+
+class OversampledPrompts:
+    """Stream of new prompts that fills up `in_flight` beside the `unfinished` groups of the previous step. Its state
+    holds both, including sampled tokens, so that a resumed run continues with the same tokens."""
+
+    def __init__(self, prompts: PromptBatches, examples: Sequence[Example], in_flight: int):
+        """`prompts`: stream of single prompts."""
+        self._prompts, self._in_flight = prompts, in_flight
+        self._examples = {example.index: example for example in examples}
+        self.unfinished: Sequence[PartialGroup] = ()
+
+    def __next__(self) -> list[int]:
+        return [index for _ in range(self._in_flight - len(self.unfinished)) for index in next(self._prompts)]
+
+    def state(self) -> dict[str, Any]:
+        return {"prompts": self._prompts.state(), "unfinished": [_to_json(group) for group in self.unfinished]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._prompts.restore(state["prompts"])
+        self.unfinished = [_from_json(group, self._examples) for group in state["unfinished"]]
+
+
+def _to_json(group: PartialGroup) -> dict[str, Any]:
+    completions = {str(sample): asdict(completion) for sample, completion in group.completions.items()}
+    return {"row": group.example.index, "step": group.step, "prompt": group.prompt, "completions": completions}
+
+
+def _from_json(group: dict[str, Any], examples: Mapping[int, Example]) -> PartialGroup:
+    completions = {int(sample): _completion(fields) for sample, fields in group["completions"].items()}
+    return PartialGroup(
+        example=examples[group["row"]], step=group["step"], prompt=group["prompt"], completions=completions
+    )
+
+
+def _completion(fields: dict[str, Any]) -> Completion:
+    lists = ("tokens", "logps", "kept_logps", "weights_versions")
+    return Completion(**{**fields, **{name: tuple(fields[name]) for name in lists}})

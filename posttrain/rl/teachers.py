@@ -80,11 +80,11 @@ def merged_distances(
     samples = [sample for group in groups_P for sample in group]
     read = [aligner.align_sample(dataset, s.messages, s.tokens, s.sampled) for s in samples]
     rows = teacher_rows(read, aligner.row_tokens)
-    asked = rows["asked"] != 0
-    batch = to_batch(rows | {"loss_weight": asked.astype(np.float32)})
-    teacher_sums = np.where(asked, teacher.logps(batch), 0.0).sum(axis=1)
-    student_sums = np.asarray([np.asarray(s.logps)[r.taught != 0].sum() for s, r in zip(samples, read, strict=True)])
-    counts = np.asarray([np.count_nonzero(r.taught) for r in read], np.float64)
+    scored = rows["scored"] != 0
+    batch = to_batch(rows | {"loss_weight": scored.astype(np.float32)})
+    teacher_sums = np.where(scored, teacher.logps(batch), 0.0).sum(axis=1)
+    student_sums = np.asarray([np.asarray(s.logps)[r.covered != 0].sum() for s, r in zip(samples, read, strict=True)])
+    counts = np.asarray([np.count_nonzero(r.covered) for r in read], np.float64)
     if not counts.any():
         raise RunError("evaluation: no token of any sample aligns with the teacher's; see posttrain check")
     found = (student_sums - teacher_sums) / np.where(counts > 0, counts, np.nan)

@@ -23,12 +23,12 @@ class Node:
 
     block: int
     tokens: Tokens
-    """Up to a block of tokens; positions after them in the block are private to its owner."""
+    """At most a block of tokens; later positions of the block are private to its owner."""
     parent: Node | None
     children: dict[int, list[Node]] = field(default_factory=dict)
-    """By their first token. Only a full block has any."""
+    """Child entries by first token; only full blocks have any."""
     routing: Int[np.ndarray, "T M k"] | None = None
-    """The experts of each token, where they are recorded."""
+    """Recorded experts of each token; None without recording."""
     level: int = 0
     """Number of prefill calls of the present plan that must run before the block can be read."""
 
@@ -45,25 +45,25 @@ class Match(NamedTuple):
 class Chain:
     """The blocks that hold one sequence from its first position on.
 
-    A block that is not full belongs to one chain alone, which goes on writing to it; full ones are never written again
-    and may be shared. So a chain that goes on after a `partial` match copies it: it reads `source` once, in place of
-    its own block there, and writes the whole of it to its own.
+    A block that is not full belongs to a single chain, which appends to it; full blocks are immutable and may be shared
+    (copy on write). A chain that continues after a `partial` match copies that block: it reads `source` once, in place
+    of its own block, and writes the whole block to its own.
     """
 
     blocks: MutableSequence[int] = field(default_factory=lambda: array("i"))
-    """An array, of which a table of many long rows is made in no time."""
+    """Block numbers, as an array so that block tables are filled quickly."""
     source: Node | None = None
     nodes: list[Node] = field(default_factory=list)
     """Prefix-cache entries of the first blocks, which other requests can share."""
     generation: int = 0
-    """Generation of the weights that computed it; only blocks of the present one are shared."""
+    """Version of the weights that computed it; only blocks of the current version are shared."""
 
 
 class Blocks:
     """Blocks of one lane (data shard). Sequences with equal prefixes share blocks.
 
-    Used blocks count their users. When the last one leaves, a block that others can find stays cached, until the least
-    recently used are taken for something new.
+    Blocks are reference-counted. A block without users stays in the prefix cache until it is evicted, least recently
+    used first.
     """
 
     def __init__(self, number: int):
@@ -79,7 +79,7 @@ class Blocks:
 
     @property
     def available(self) -> int:
-        """Blocks that can be taken now."""
+        """Number of free and evictable blocks."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -87,7 +87,7 @@ class Blocks:
         return self.number - self.available
 
     def match(self, tokens: Sequence[int], limit: int) -> Match:
-        """The longest known beginning of the first `limit` tokens."""
+        """Longest cached prefix of the first `limit` tokens."""
         full: list[Node] = []
         children = self._roots
         length = 0
@@ -108,14 +108,14 @@ class Blocks:
         return Match(full, None, length)
 
     def cost(self, match: Match, positions: int) -> int:
-        """Blocks out of those available that a chain of so many positions takes, with what it shares."""
+        """Number of available blocks that a chain of so many positions takes, shared ones included."""
         unused = sum(self._users[node.block] == 0 for node in match.full) if match.full else 0
         if match.partial is not None and self._users[match.partial.block] == 0:
             unused += 1
         return blocks_for(positions) - len(match.full) + unused
 
     def start(self, match: Match) -> Chain:
-        """A chain that begins with what was found."""
+        """Start a chain with the matched prefix."""
         for node in match.full:
             self._use(node.block)
         if match.partial is not None:
@@ -128,7 +128,7 @@ class Blocks:
         )
 
     def extend(self, chain: Chain, positions: int) -> bool:
-        """Blocks for the first so many positions; False, and nothing, where there are not enough."""
+        """Allocate blocks for the first so many positions. Returns False, unchanged, if too few are available."""
         wanted = blocks_for(positions) - len(chain.blocks)
         if wanted > self.available:
             return False
@@ -150,10 +150,10 @@ class Blocks:
         routing: Int[np.ndarray, "T M k"] | None = None,
         level: int = 0,
     ) -> None:
-        """Let others find the first `length` positions of a chain, which hold `tokens`.
+        """Add the first `length` positions of a chain, which hold `tokens`, to the prefix cache.
 
-        The last block is left out where it is not full, unless `partial`. A full block of which there is one already
-        gives way to that.
+        A last block that is not full is added only with `partial`. A full block with a cached duplicate is replaced by
+        it.
         """
         if chain.generation != self.generation:
             return
@@ -207,7 +207,7 @@ class Blocks:
         return self._roots if parent is None else parent.children
 
     def _add(self, chain: Chain, part: Tokens, routing: np.ndarray | None, level: int) -> bool:
-        """A node for the first block that has none; False after the last one. Where there is such a node, it serves."""
+        """Add or reuse the cache entry of the first block without one. Returns False after the last block."""
         parent = chain.nodes[-1] if chain.nodes else None
         siblings = self._children(parent).setdefault(part[0], [])
         index = len(chain.nodes)

@@ -14,24 +14,22 @@ from posttrain.rollout.request import Request
 from posttrain.rollout.runner import Dispatch, Outcome, PromptCall
 from posttrain.rollout.sampling import TopLogps
 from posttrain.rollout.scheduler import Row
-from posttrain.rollout.stopping import first_completed
-from posttrain.rollout.types import StopReason, TokenLogp
+from posttrain.rollout.types import StopReason, TokenLogp, first_completed
 
 Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
 class Ended:
-    """DecodeRows whose requests need no more dispatches."""
+    """Rows whose requests are finished or failed."""
 
     done: list[tuple[Row, StopReason]] = field(default_factory=list)
     failed: list[tuple[Row, Exception]] = field(default_factory=list)
-    """FloatingPointError: log-probabilities that are not finite; any other is of `decode_text`."""
+    """FloatingPointError for log-probabilities that are not finite; other exceptions are raised by `decode_text`."""
 
 
 def deliver(dispatch: Dispatch, outcome: Outcome, holds: Callable[[Row], bool], decode_text: Decode | None) -> Ended:
-    """Gives every request its new tokens and says which have ended. DecodeRows that nobody `holds` any more are left
-    out."""
+    """Append the new tokens to every request; returns the rows that ended. Rows that `holds` refuses are skipped."""
     for call, found in zip(dispatch.prompts, outcome.prefilled, strict=True):
         _deliver_prompts(call, found, holds)
     ended = Ended()
@@ -59,7 +57,7 @@ def deliver(dispatch: Dispatch, outcome: Outcome, holds: Callable[[Row], bool], 
 
 
 def _finite(chunk: DecodedTokens) -> Bool[np.ndarray, " R"]:
-    """By row, of all that it sampled."""
+    """True for rows whose sampled log-probabilities are all finite."""
     sampled = np.arange(len(chunk.logps))[:, None] < np.asarray(chunk.counts)
     return (np.isfinite(np.asarray(chunk.logps)) | ~sampled).all(axis=0)
 
@@ -68,7 +66,7 @@ def _deliver_prompts(call: PromptCall, found: Prefilled, holds: Callable[[Row], 
     for index, piece in call.pieces.items():
         row, length = piece.row, piece.end - piece.start
         if found.experts is not None:
-            # Also of a row that is gone: others may have what it read.
+            # Also for removed rows: other requests may share their blocks.
             _record_routing(piece.nodes, np.asarray(found.experts[index, :length]))
         if not holds(row):
             continue
@@ -86,7 +84,7 @@ def _record_routing(nodes: Sequence[Node], experts: np.ndarray) -> None:
 
 
 def _inherit_routing(row: Row) -> None:
-    """The experts of what others read for it, told once."""
+    """Copy the recorded experts of shared prefix blocks to the request, once."""
     if not row.fresh:
         return
     row.fresh = False
@@ -114,7 +112,7 @@ def _deliver_tokens(chunk: DecodedTokens, index: int, request: Request, version:
 
 
 def _top_logps(top: TopLogps, count: int, index: int, number: int) -> list[tuple[TokenLogp, ...]]:
-    """The first `number` of each of a row's first `count` tokens."""
+    """The `number` most probable tokens at each of a row's first `count` tokens."""
     tokens, logps = np.asarray(top.tokens[:count, index]), np.asarray(top.logps[:count, index])
     return [
         tuple(map(TokenLogp, *pair))

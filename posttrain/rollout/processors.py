@@ -29,7 +29,7 @@ class Processors:
     presence_penalty: Float[Array, " R"]
     frequency_penalty: Float[Array, " R"]
     bias_tokens: Int[Array, "R N"]
-    """V where there are fewer than N."""
+    """Token ids with a bias; V pads to N."""
     bias: Float[Array, "R N"]
     allowed: UInt32[Array, "R W"]
     """Bit t % 32 of word t // 32 is token t."""
@@ -73,7 +73,7 @@ class Processors:
 
 
 class Tables:
-    """The large arrays of `Processors`, which stay on the device until the rows that ask for them change."""
+    """Large arrays of `Processors`; they stay on the device until the rows that need them change."""
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
@@ -83,7 +83,7 @@ class Tables:
     def of(self, params: Sequence[SamplingParams], max_length: int) -> dict[str, Array]:
         """`bias_tokens`, `bias` and `allowed`, and as `no_history` that of rows without penalties."""
         asking = {r: p for r, p in enumerate(params) if p.logit_bias or p.allowed_token_ids is not None}
-        # By identity: the request that is asked about is the one that is kept.
+        # Compared by identity: arrays are kept for the same request objects.
         key = (len(params), max_length, tuple((row, id(request)) for row, request in asking.items()))
         if self._made is None or self._made[0] != key:
             self._kept = asking
@@ -108,7 +108,7 @@ class Tables:
 
 @pytree
 class Tally:
-    """`Processors` over the whole vocabulary: made at the start of a dispatch, dropped at its end."""
+    """`Processors` expanded over the whole vocabulary, for the duration of a dispatch."""
 
     processors: Processors
     added: Float[Array, "R V"]
@@ -146,7 +146,7 @@ class Tally:
         return x - jnp.where(self.counts > 0, p.presence_penalty[:, None], 0.0)
 
     def count(self, tokens: Int[Array, " R"], active: Bool[Array, " R"]) -> Tally:
-        """With one more token in the samples of the active rows."""
+        """Count one more token in the samples of the active rows."""
         rows = jnp.arange(tokens.shape[0])
         return replace(self, counts=self.counts.at[rows, tokens].add(active.astype(jnp.int32)))
 

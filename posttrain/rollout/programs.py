@@ -221,7 +221,7 @@ class Programs:
         return self._program(loaded, pool, rows, stop_at)(self._weights.of(loaded), pool, rows, stop_at)
 
     def rest(self) -> None:
-        """No samples run: give up what was made for them."""
+        """Drop the arrays prepared from the weights, while no sample runs."""
         self._weights.forget()
 
     def compile(

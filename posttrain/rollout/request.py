@@ -20,7 +20,7 @@ class Request:
     prompt: tuple[int, ...]
     params: SamplingParams
     number: int = 0
-    """In order of arrival."""
+    """Arrival number."""
     future: Future[Completion] = field(default_factory=Future)
     tokens: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Request:
 
     @property
     def end(self) -> int:
-        """Positions that the whole sample may take."""
+        """Maximum number of positions of prompt and sample."""
         return len(self.prompt) + self.params.max_tokens
 
     @property
@@ -53,7 +53,7 @@ class Request:
         return self.length - 1
 
     def positions(self, steps: int) -> int:
-        """Positions that the next so many tokens read and write; the very last token is never read."""
+        """Number of positions after so many more tokens; the last token of a sample is never computed."""
         return min(self.position + steps, self.end - 1)
 
     @property
@@ -62,7 +62,7 @@ class Request:
 
     @property
     def history(self) -> MutableSequence[int]:
-        """Prompt and sample, not to be changed: one array, to which new tokens are added."""
+        """Prompt and sample as one read-only array."""
         known = len(self._history)
         if known < len(self.prompt):
             self._history = array("i", [*self.prompt, *self.tokens])
@@ -92,7 +92,7 @@ class Request:
 
     @property
     def unscored(self) -> bool:
-        """Its prompt must be read by itself from the start: log-probabilities of it are wanted and are not there."""
+        """True if prompt log-probabilities are requested and missing: the prompt must be computed from the start."""
         return self.params.prompt_logps and len(self.prompt_logps) < len(self.prompt)
 
     def record_prompt_logps(self, start: int, logps: Sequence[float]) -> None:
@@ -101,14 +101,14 @@ class Request:
         self.prompt_logps += new[: len(self.prompt) - len(self.prompt_logps)]
 
     def record_routing(self, start: int, routing: Int[np.ndarray, "T M k"]) -> None:
-        """Experts of the positions from `start` on; what was recorded stays, also when it is computed again."""
+        """Record experts of positions `start` and later; earlier records stay, also when positions are recomputed."""
         if self.routing is None:
             self.routing = np.full((self.end, *routing.shape[1:]), -1, routing.dtype)
         here = self.routing[start : start + len(routing)]
         here[...] = np.where(here < 0, routing[: len(here)], here)
 
     def forget_prompt(self) -> None:
-        """Drop records of the prompt that was read under older weights."""
+        """Drop the prompt's records, computed with older weights."""
         if not self.started:
             self.prompt_logps, self.routing = [0.0], None
 
@@ -139,7 +139,7 @@ class Request:
             self.future.set_exception(error)
 
     def _experts(self) -> Int[np.ndarray, "T M k"] | None:
-        """By token of prompt and sample; the last one has not been read."""
+        """Recorded experts of prompt and sample; -1 for the last token, which was not computed."""
         if self.routing is None:
             return None
         experts = self.routing[: self.length].copy()

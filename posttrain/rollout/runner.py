@@ -1,4 +1,4 @@
-"""Carries plans out: arrays for the programs, the programs, and the pool that they work on."""
+"""Execution of the scheduler's plans: input arrays, compiled programs, and the KV cache pool that they update."""
 
 from __future__ import annotations
 

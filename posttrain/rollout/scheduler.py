@@ -33,15 +33,15 @@ class Row:
     lane: int
     chain: Chain
     computed: int
-    """Positions from the first on that are in the blocks, or will be when the present plan is carried out."""
+    """Number of leading positions in the blocks once the current plan has run."""
     fresh: bool = True
-    """It starts on shared blocks whose routing is not yet copied to the request."""
+    """True while the routing of shared prefix blocks is not yet copied to the request."""
     counted: bool = True
     """Count its shared tokens in the prefix hit rate; False after a preemption or a weight update."""
 
     @property
     def prefix(self) -> int:
-        """Positions to compute before the newest token, from which decoding goes on."""
+        """Number of positions to prefill before the newest token, the first input of decoding."""
         return self.request.position
 
     @property
@@ -60,11 +60,11 @@ class PromptPiece:
     start: int
     end: int
     level: int
-    """It reads what pieces of lower levels write, so calls go by level."""
+    """Dependency level: pieces read blocks that pieces of lower levels write, so calls run by level."""
     reads: tuple[int, ...]
-    """The blocks before `start`."""
+    """Blocks before `start`."""
     writes: tuple[int | None, ...]
-    """The blocks from `start` on; None where another chain's block has the same content."""
+    """Blocks from `start` on; None if another chain's block has the same content."""
     nodes: tuple[Node, ...]
     """Prefix-cache entries of the blocks from `start` on."""
 
@@ -103,8 +103,9 @@ class Lane:
 class Scheduler:
     """A queue in order of arrival; slots and blocks in `lanes`, each for a share of the running requests.
 
-    Nobody starts before an older request does. Where blocks run out the youngest gives its own up and queues again in
-    its old place; what it has sampled stays, and is read again like a prompt. The oldest always finds enough.
+    Requests start in order of arrival. If blocks run out, the youngest running request is preempted: it releases its
+    blocks and returns to its place in the queue; its sampled tokens are kept and prefilled again. The oldest request is
+    never preempted.
 
     ValueError for a cache that cannot hold one sequence of `max_length`.
     """
@@ -121,14 +122,14 @@ class Scheduler:
         self._longest = blocks_for(max_length)
         self.lanes = [Lane(Blocks(blocks)) for _ in range(lanes)]
         self.running: dict[int, Row] = {}
-        """By number, in order of arrival."""
+        """Running rows by request number, in order of arrival."""
         self.waiting: list[Request] = []
-        """A heap: the oldest first."""
+        """Waiting requests as a heap, the oldest first."""
         self.admitting = True
-        """False: only requests that have started go on."""
+        """False while no new requests start."""
         self.counts = Counts()
         self._decoded = True
-        """The last plan let decode whoever could."""
+        """True if the last plan decoded all ready rows."""
         self._numbers = itertools.count()
         self._newest = -1
 
@@ -164,7 +165,7 @@ class Scheduler:
         return not self.running and not any(request.started for request in self.waiting)
 
     def submit(self, request: Request) -> None:
-        """Cancelling its future removes it at once, also while a plan is carried out or nothing is."""
+        """Queue a request. Cancelling its future removes it immediately, also while a dispatch runs or none does."""
         request.number = next(self._numbers)
         heapq.heappush(self.waiting, request)
         known = weakref.ref(request)  # the future keeps its callbacks, and the request the future
@@ -250,8 +251,8 @@ class Scheduler:
         self.forget()
 
     def _restart_stale(self, row: Row) -> None:
-        """A prompt that was read under old weights is read anew, so that its sample begins under one version and
-        others may share it; not one whose sample goes on from there."""
+        """Prefill prompts again that were computed with older weights, so that a sample starts under one version and
+        its blocks can be shared; not those of samples that have tokens already."""
         blocks = self.lanes[row.lane].blocks
         if row.chain.generation != blocks.generation and not (row.ready and row.request.started):
             blocks.leave(row.chain)
@@ -259,7 +260,7 @@ class Scheduler:
             row.request.forget_prompt()
 
     def _make_room(self, row: Row) -> None:
-        """Blocks for the row's next tokens, taken from the youngest of its lane where there are too few."""
+        """Allocate blocks for the row's next tokens; preempts the youngest rows of its lane if there are too few."""
         blocks = self.lanes[row.lane].blocks
         while self.holds(row) and not blocks.extend(row.chain, row.positions(self.steps)):
             self._preempt(next(r for r in reversed(self.running.values()) if r.lane == row.lane))
@@ -275,7 +276,7 @@ class Scheduler:
         del self.running[row.request.number]
 
     def _read_on(self, row: Row, budget: _Budget) -> Iterator[PromptPiece]:
-        """The next pieces of a prompt, after what others have read of it meanwhile."""
+        """Next prefill pieces of a prompt, after blocks that other requests have computed in the meantime."""
         if row.ready:
             return
         blocks = self.lanes[row.lane].blocks
@@ -314,7 +315,7 @@ class Scheduler:
             yield from self._pieces(row, budget)
 
     def _next(self) -> Request | None:
-        """The oldest waiting request that may run now."""
+        """Oldest waiting request that can start now."""
         if self.admitting:
             return self.waiting[0] if self.waiting else None
         return min((request for request in self.waiting if request.started), default=None)
@@ -327,9 +328,9 @@ class Scheduler:
             heapq.heapify(self.waiting)
 
     def _place(self, request: Request) -> tuple[int, Match] | None:
-        """A lane with a free slot and enough blocks, and what it already holds of the request; None: there is none.
+        """Choose a lane with a free slot and enough blocks, with its match of the prompt; None if no lane has both.
 
-        The one that holds most, unless it has many more rows than another.
+        Prefers the lane with the longest cached prefix, unless it has many more rows than another.
         """
         positions = request.positions(self.steps)
         found: list[tuple[int, Match]] = []

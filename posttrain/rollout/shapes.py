@@ -32,11 +32,11 @@ class Expected:
     shortest: int = 1
     """Tokens of the shortest prompt."""
     longest: int | None = None
-    """None: of any that fits."""
+    """Tokens of the longest prompt; None: any that fits."""
 
     def reads(self, max_length: int, *, rereads: bool) -> Range:
-        """Range of the prefill length, with `rereads` also of tokens sampled before. The newest token is read by
-        decoding."""
+        """Range of the prefill length, with `rereads` including tokens sampled earlier. Decoding computes the newest
+        token."""
         sampled = self.params.max_tokens - 1 if rereads else 0
         return Range(max(1, self.shortest - 1), min(self._longest(max_length) - 1 + sampled, max_length - 2))
 
@@ -59,7 +59,7 @@ class PromptShape(NamedTuple):
     """Rows in each lane."""
     tokens: int
     context: int
-    """Positions that its rows see; 0: they start a sequence and see but themselves."""
+    """Cached positions that its rows attend to; 0: rows start a sequence."""
 
 
 class DecodeShape(NamedTuple):
@@ -82,17 +82,17 @@ class Shapes:
         return BLOCK * blocks_for(self.max_length)
 
     def prompt(self, start: int, end: int) -> PromptShape:
-        """For the positions from `start` to `end` of a sequence."""
+        """Shape of the prefill of positions `start` to `end` of a sequence."""
         length = end - start
         tokens = next(size for size in self._prompt_sizes(later=start > 0) if size >= length)
         return PromptShape(self._prompt_rows(tokens), tokens, self._width(end) if start else 0)
 
     def decode(self, running: int, positions: int, *, tail: bool) -> DecodeShape:
-        """For rows of up to so many positions, `running` in the fullest lane. `tail`: see `sizes`."""
+        """Shape of decoding rows of up to so many positions, `running` in the fullest lane. `tail`: see `sizes`."""
         return DecodeShape(min(size for size in self.sizes(tail) if size >= running), self._width(positions))
 
     def sizes(self, tail: bool) -> list[int]:
-        """Rows of a lane that decoding may use, falling: all slots; for a tail of few samples also a quarter, ...
+        """Numbers of rows per lane that decoding is compiled for, falling: all slots; with `tail` also a quarter, ...
 
         >>> Shapes(256, 1, 64, 32).sizes(True), Shapes(6, 1, 64, 32).sizes(True)
         ([256, 64, 16], [6])
@@ -103,8 +103,8 @@ class Shapes:
         return sizes
 
     def prompts(self, reads: Range) -> Iterator[PromptShape]:
-        """All that `prompt` gives for pieces of so many positions to read, each once: a piece starts where a sequence
-        does, or at a block after `MIN_SHARED` positions or more that others have read, or it itself."""
+        """Distinct shapes of `prompt` for pieces of so many positions. A piece starts with the sequence, or at a block
+        after at least `MIN_SHARED` cached positions."""
         for later in (False, True):
             shortest = 1
             for tokens in self._prompt_sizes(later=later):
@@ -115,7 +115,7 @@ class Shapes:
                 shortest = tokens + 1
 
     def decodes(self, positions: Range, *, tail: bool) -> Iterator[DecodeShape]:
-        """All that `decode` gives for batches whose longest row has so many positions, each once."""
+        """Distinct shapes of `decode` for batches whose longest row has so many positions."""
         yield from (DecodeShape(rows, width) for rows in self.sizes(tail) for width in self._widths(*positions))
 
     def _contexts(self, shortest: int, longest: int, reads: Range) -> Sequence[int]:
@@ -127,7 +127,7 @@ class Shapes:
         return self._widths(end, reads.longest)
 
     def _prompt_sizes(self, *, later: bool) -> Sequence[int]:
-        """Tokens of a row: those at the start of a sequence, or those of its later pieces."""
+        """Row lengths of first pieces of a sequence, or of later ones."""
         smallest, step = (2 * BLOCK, 4) if later else (BLOCK, 2)
         return buckets(smallest, min(PROMPT_CHUNK, self.longest), step)
 

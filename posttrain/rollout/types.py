@@ -1,4 +1,4 @@
-"""Interface of rollout engines: SamplingParams, Completion, RolloutEngine."""
+"""Interface of rollout engines: SamplingParams, Completion, RolloutEngine; texts and stop strings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Strings that end the sample: its last token is the one that completes a string, and may hold text beyond it."""
     stop_token_ids: tuple[int, ...]
-    """Tokens that end the sample, and stand at its end."""
+    """Tokens that end the sample; they are its last token."""
     key: tuple[int, int]
     """Two uint32 words, see `sample_key`. The token at position p is drawn with fold_in(key, p) and nothing else."""
     repetition_penalty: float = 1.0
@@ -53,9 +53,9 @@ class SamplingParams:
     ignore_eos: bool = False
     """Continue after `stop_token_ids`, which may be drawn like any other token."""
     top_logps: int = 0
-    """Ask for this many of the most probable tokens beside each that was drawn."""
+    """Number of most probable tokens returned with each sampled one."""
     prompt_logps: bool = False
-    """Ask for the log-probabilities of the prompt."""
+    """Return the log-probabilities of the prompt."""
 
     def __post_init__(self) -> None:
         rules = {
@@ -88,7 +88,7 @@ class SamplingParams:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The tokens after which nothing is drawn: what an engine compares with."""
+        """Tokens that end the sample, with `ignore_eos` applied."""
         return () if self.ignore_eos else self.stop_token_ids
 
     @property
@@ -126,7 +126,7 @@ class Completion:
     """
 
     tokens: tuple[int, ...]
-    """The stop token included, where the sample ended by one."""
+    """Sampled tokens, including the stop token if there is one."""
     logps: tuple[float, ...]
     kept_logps: tuple[float, ...]
     """logp minus the log of the probability with which the token was drawn. With nothing but allowed tokens, top-k,
@@ -189,3 +189,48 @@ def samples_of(params: SamplingParams, *, n: int, seed: int, prompt: int = 0) ->
     3
     """
     return [replace(params, key=sample_key(seed, 0, prompt, sample)) for sample in range(n)]
+
+
+NOT_A_CHARACTER = "\ufffd"
+"""Replacement character that a tokenizer decodes an incomplete character to."""
+
+
+def text_of(
+    decode: Callable[[Sequence[int]], str], tokens: Sequence[int], ends: Sequence[int], stops: Sequence[str]
+) -> str:
+    """Text of a sample without its stop token, cut before the first stop string."""
+    return before_stop(decode(tokens[:-1] if tokens and tokens[-1] in ends else tokens), stops)
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """The text before the first stop string in it.
+
+    >>> before_stop("one. two; three", (";", "."))
+    'one'
+    """
+    ends = [text.find(stop) for stop in stops if stop in text]
+    return text[: min(ends)] if ends else text
+
+
+def first_completed(
+    decode: Callable[[Sequence[int]], str], tokens: Sequence[int], num_new: int, stops: Sequence[str]
+) -> int | None:
+    """Number of tokens after which the text first contains one of `stops`; None if it does not.
+
+    The tokens before the `num_new` last ones contain no stop string, so only their tail is decoded again: at least as
+    many complete characters as the longest stop string has.
+    """
+    old = len(tokens) - num_new
+    start, back = old, 1
+    longest = max(map(len, stops))
+    while start > 0 and len(decode(tokens[start:old]).replace(NOT_A_CHARACTER, "")) < longest:
+        start = max(0, old - back)
+        back *= 2
+
+    def complete(end: int) -> bool:
+        text = decode(tokens[start:end])
+        return any(stop in text for stop in stops)
+
+    if not complete(len(tokens)):
+        return None
+    return next((end for end in range(old + 1, len(tokens)) if complete(end)), len(tokens))

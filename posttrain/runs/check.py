@@ -1,29 +1,63 @@
-"""Check of a run before any weights load: `posttrain check`."""
+"""Check of a run before any weights load, `posttrain check`: its stages, and mesh and memory of the model's shapes."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.config import ROW_AXES, RunConfig
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from posttrain.config import MESH_AXES, ROW_AXES, ModelSection, RewardModelSection, RunConfig
+from posttrain.distill.teachers import devices_of_teachers
+from posttrain.errors import ConfigError
+from posttrain.mesh import RULES, TILES, mesh_sizes
+from posttrain.models.config import Compute
+from posttrain.models.decoder import Decoder
 from posttrain.runs.prepare import prepare
-from posttrain.runs.size import describe_size, mesh_of_run
 from posttrain.stages.table import STAGES, row_notes, stage_names
+from posttrain.train.optim import make_optimizer
+from posttrain.weights.load import check_mesh, outline_of
+from posttrain.weights.locate import ModelFiles, unreachable
+from posttrain.weights.lora import attach_lora, has_lora
+from posttrain.weights.peft_load import adapter_outline
+from posttrain.weights.quantize import quantized_outline
+from posttrain.weights.scalar_head import add_scalar_head
+from posttrain.weights.state import ModelWeights
+
+FLOAT32_BYTES = 4
 
 
-def check(config: RunConfig, base_dir: Path, num_devices: int | None = None) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class TrainingSize:
+    """Parameters of a model, and bytes of its training state, in total and per device."""
+
+    total: int
+    trained: int
+    weights: int
+    gradient: int
+    """Bytes of float32 gradients, regardless of the parameters' type."""
+    optimizer: int
+    """Bytes of moments, and of float32 master weights of low-precision parameters."""
+    per_device: int
+
+
+def check(config: RunConfig, num_devices: int | None = None) -> list[str]:
     """Validate a run; return lines about what it would do. Raises ConfigError for the first mistake.
 
     `num_devices`: devices of the target machine; None: of this machine.
     """
     mesh = mesh_of_run(config, num_devices)
-    prepared = prepare(config, base_dir, offline_ok=True, estimate=True)
+    prepared = prepare(config, offline_ok=True, estimate=True)
     shards = math.prod(mesh[axis] for axis in ROW_AXES)
     lines = [f"output: {config.output}{' (exists)' if Path(config.output).exists() else ''}"]
-    if prepared.model is not None:
-        model = prepared.model
+    if (model := prepared.files.config) is not None:
         lines.append(f"model: {model.model_type}, {model.num_layers} layers, vocabulary {model.vocab_size:,}")
-        lines += describe_size(prepared.config, model, mesh, base_dir)
+        lines += describe_size(prepared.config, prepared.files, mesh)
     named = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
     where = f"{num_devices} devices" if num_devices is not None else "this machine; --devices N for another"
     lines.append(f"mesh: {named} ({where})")
@@ -32,3 +66,101 @@ def check(config: RunConfig, base_dir: Path, num_devices: int | None = None) -> 
         inputs = next((i for i in prepared.stages if i.section is section), None)
         lines.append(f"{name}: {STAGES[section.kind].describe(section, inputs, shards)}")
     return lines + prepared.notes + row_notes(config, shards)
+
+
+def mesh_of_run(config: RunConfig, num_devices: int | None) -> dict[str, int]:
+    """Devices on each axis of the training mesh. ConfigError if their product is not the number of devices.
+
+    `num_devices`: devices of the target machine; None: of this machine.
+    """
+    count = jax.device_count() if num_devices is None else num_devices
+    try:
+        return dict(zip(MESH_AXES, mesh_sizes(config.mesh, count - devices_of_teachers(config, count)), strict=True))
+    except ConfigError as error:
+        if num_devices is not None:
+            raise
+        raise ConfigError(f"{error}, of this machine; for another use check --devices N") from error
+
+
+def describe_size(config: RunConfig, files: ModelFiles, mesh: Mapping[str, int]) -> list[str]:
+    """Report parameters and bytes. ConfigError if the mesh does not divide the model."""
+    outline = model_outline(config, files)
+    check_mesh(outline, mesh)
+    size = training_size(config, outline, mesh)
+    if config.model.adapter is not None and not has_lora(outline):
+        return [f"parameters: {size.total:,} and those of the adapter"]
+    trained = "all trained" if size.trained == size.total else f"{size.trained:,} trained ({_share(size)})"
+    parts = f"weights {_bytes(size.weights)}, gradient {_bytes(size.gradient)}, optimiser {_bytes(size.optimizer)}"
+    whole = size.weights + size.gradient + size.optimizer
+    devices = math.prod(mesh.values())
+    split = f" ({_bytes(size.per_device)} on each of {devices} devices)" if devices > 1 else ""
+    return [
+        f"parameters: {size.total:,}, {trained}",
+        f"memory: {_bytes(whole)} = {parts}{split}; activations and caches come on top",
+    ]
+
+
+def training_size(config: RunConfig, outline: Decoder, mesh: Mapping[str, int]) -> TrainingSize:
+    """Count parameters and bytes of training for a model of shapes."""
+    arrays = {".".join(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(nnx.state(outline))}
+    weights = ModelWeights(outline)
+    trainable, dims = weights.trainable(), weights.dims()
+    parts = {path: math.prod(mesh[axis] for axis in _axes(dims[path], p.shape, mesh)) for path, p in arrays.items()}
+    optimizer = make_optimizer(config.stages[0].optimizer, 1)
+    states = {path: _state_bytes(optimizer, arrays[path]) for path in trainable}
+    held = {path: p.size * p.dtype.itemsize for path, p in arrays.items()}
+    gradient = {path: arrays[path].size * FLOAT32_BYTES for path in trainable}
+    each = sum((held[path] + gradient.get(path, 0) + states.get(path, 0)) // parts[path] for path in arrays)
+    return TrainingSize(
+        total=sum(p.size for path, p in arrays.items() if not path.endswith((".lora_scale", ".scales"))),
+        trained=sum(arrays[path].size for path in trainable if not path.endswith(".lora_scale")),
+        weights=sum(held.values()),
+        gradient=sum(gradient.values()),
+        optimizer=sum(states.values()),
+        per_device=each,
+    )
+
+
+def model_outline(config: RunConfig, files: ModelFiles) -> Decoder:
+    """Trained model as shapes; without its adapter if that is on a hub that cannot be reached."""
+    section: ModelSection = config.model
+    dtype = jnp.dtype(section.dtype)
+    assert files.config is not None
+    outline = outline_of(files.config, Compute.of(dtype), dtype)
+    if section.quantize != "none":
+        outline = quantized_outline(outline, section.quantize)
+    if section.adapter is not None and not unreachable(section.adapter.resolved):
+        text_name = files.wrapper.text_name if files.wrapper else None
+        outline = adapter_outline(outline, section.adapter.resolved, text_name=text_name)
+    lora, scored = section.lora, isinstance(config.stages[-1], RewardModelSection)
+
+    def changed(decoder: Decoder) -> Decoder:
+        if lora is not None:
+            attach_lora(decoder, lora, seed=0)
+        if scored:
+            add_scalar_head(decoder, seed=0)
+        return decoder
+
+    return nnx.eval_shape(changed, outline) if lora is not None or scored else outline
+
+
+def _state_bytes(optimizer: optax.GradientTransformation, parameter: jax.ShapeDtypeStruct) -> int:
+    leaves = jax.tree.leaves(jax.eval_shape(optimizer.init, {"x": parameter}))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.shape)
+
+
+def _axes(dims: tuple[str, ...], shape: tuple[int, ...], mesh: Mapping[str, int]) -> list[str]:
+    """Mesh axes that split a parameter."""
+    named = [(RULES[dim.removesuffix(TILES)], size) for dim, size in zip(dims, shape, strict=True)]
+    return [axis for axis, size in named if axis is not None and size % mesh[axis] == 0]
+
+
+def _share(size: TrainingSize) -> str:
+    return f"{size.trained / size.total:.2%}"
+
+
+def _bytes(count: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+        if count >= scale:
+            return f"{count / scale:,.1f} {unit}"
+    return f"{count / 2**10:,.1f} KiB"

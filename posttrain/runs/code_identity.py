@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import OnlineSection, RunConfig, TrainSection
+from posttrain.config import Locator, OnlineSection, RunConfig, TrainSection
 from posttrain.errors import ConfigError
 from posttrain.runs.source_text import source_of, source_of_name
-from posttrain.stages.inputs import resolve_spec
+from posttrain.runtime.files import digest
 from posttrain.user_code import is_object_spec
-from posttrain.weights.locate import local_or_hub, origin_of_folder
+from posttrain.weights.locate import origin_of_folder
 
 CODE_NAME = "code.json"
 
 
-def remember_code(output: Path, config: RunConfig, base_dir: Path) -> None:
+def remember_code(output: Path, config: RunConfig) -> None:
     """Write digests of the functions into the folder of a new run."""
-    (output / CODE_NAME).write_text(json.dumps(_digests(config, base_dir), indent=1), encoding="utf-8")
+    (output / CODE_NAME).write_text(json.dumps(_digests(config), indent=1), encoding="utf-8")
 
 
-def check_code(output: Path, config: RunConfig, base_dir: Path) -> None:
+def check_code(output: Path, config: RunConfig) -> None:
     """Check the user code. ConfigError if a function, or code that it calls, has changed since the run started."""
     file = output / CODE_NAME
     if not file.exists():
         return
     before = json.loads(file.read_text(encoding="utf-8"))
-    changed = [name for name, digest in _digests(config, base_dir).items() if before.get(name, digest) != digest]
+    changed = [name for name, new in _digests(config).items() if before.get(name, new) != new]
     if changed:
         raise ConfigError(
             f"output: {output} was started with other code of {', '.join(changed)}, or of code that it calls; "
@@ -38,29 +37,29 @@ def check_code(output: Path, config: RunConfig, base_dir: Path) -> None:
         )
 
 
-def _digests(config: RunConfig, base_dir: Path) -> dict[str, str]:
+def _digests(config: RunConfig) -> dict[str, str]:
     """Digest of each function's source and of the local code that it reaches, by place of use."""
-    texts = code_texts(config, base_dir) | _reward_models(config, base_dir)
-    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
+    texts = code_texts(config) | _reward_models(config)
+    return {name: digest(text) for name, text in texts.items()}
 
 
-def code_texts(config: RunConfig, base_dir: Path) -> dict[str, str]:
+def code_texts(config: RunConfig) -> dict[str, str]:
     """Source of each user function and of the local code that it reaches, by place of use."""
     return {
         f"stages.{index}.{field}={named if isinstance(named, str) else named.__class__.__name__}": (
-            _source_of_spec(named, base_dir) if isinstance(named, str) else source_of(named)
+            _source_of_name(named) if isinstance(named, Locator) else source_of(named)
         )
         for index, section in enumerate(config.stages)
         for field, named in _functions(section)
     }
 
 
-def _reward_models(config: RunConfig, base_dir: Path) -> dict[str, str]:
+def _reward_models(config: RunConfig) -> dict[str, str]:
     """Digest of the files of each reward model in a local folder."""
     found = {}
     for index, section in enumerate(config.stages):
         for number, reward in enumerate(section.rewards if isinstance(section, OnlineSection) else ()):
-            if reward.model is not None and (folder := Path(local_or_hub(reward.model, base_dir))).is_dir():
+            if reward.model is not None and (folder := Path(reward.model.resolved)).is_dir():
                 parts = origin_of_folder(reward.model, folder).parts
                 found[f"stages.{index}.rewards.{number}.model={reward.model}"] = json.dumps(parts, sort_keys=True)
     return found
@@ -77,17 +76,17 @@ def _functions(section: TrainSection) -> Iterator[tuple[str, Any]]:
         if field in type(section).model_fields:
             named = getattr(section, field)
             kind = named.get("kind") if isinstance(named, dict) else named
-            if isinstance(kind, str) and is_object_spec(kind):
+            if isinstance(kind, Locator) and is_object_spec(kind):
                 yield field, kind
 
 
-def _source_of_spec(spec: str, base_dir: Path) -> str:
+def _source_of_name(name: Locator) -> str:
     """Source text without importing anything. Empty for a missing file, which a later check reports."""
-    source, _, name = resolve_spec(spec, base_dir).rpartition(":")
+    source, _, attribute = name.object.rpartition(":")
     if source.endswith(".py"):
-        files = [base_dir / Path(source).expanduser()]
+        files = [name.folder / Path(source).expanduser()]
     else:
-        folders = [base_dir, *map(Path, sys.path)]
+        folders = [name.folder, *map(Path, sys.path)]
         modules = [folder.joinpath(*source.split(".")) for folder in folders]
         files = [file for path in modules for file in (path.with_name(f"{path.name}.py"), path / "__init__.py")]
-    return next((source_of_name(file, name) for file in files if file.is_file()), "")
+    return next((source_of_name(file, attribute) for file in files if file.is_file()), "")

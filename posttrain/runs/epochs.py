@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from posttrain.config import DatasetSection, OfflineSection
-from posttrain.data.epochs import rows_of_epochs
-from posttrain.data.pipeline import fingerprint, row_tokenizer, token_fingerprint, window_of
-from posttrain.data.sources import Rows, checked_rows
+from posttrain.data.packing import Arrays
+from posttrain.data.pipeline import fingerprint, order, token_fingerprint, window_of
+from posttrain.data.sources import checked_rows
+from posttrain.data.windows import PackedBatches, Window
 from posttrain.errors import ConfigError
-from posttrain.stages.pairs import PairInputs
-from posttrain.stages.prepared import Inputs
-from posttrain.stages.sequences import SequenceInputs
+from posttrain.runtime.files import digest, write_whole
+from posttrain.stages.inputs import EpochSource, Inputs
 from posttrain.tracking.console import progress
 
 FILE = "epochs.json"
 """File in the run's folder: `num_steps` by digest of the count's inputs."""
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Sequences (or pairs) of one dataset by number."""
-
-    dataset: DatasetSection
-    rows: Rows
-    count: int
-    tokenize: Callable[[int], Any]
 
 
 def read_counts(output: Path) -> dict[str, int]:
@@ -44,9 +35,7 @@ def read_counts(output: Path) -> dict[str, int]:
 def write_counts(output: Path, counts: Mapping[str, int]) -> None:
     """Write the counts for later calls of the run; no file without any."""
     if counts:
-        partial = (output / FILE).with_suffix(".tmp")
-        partial.write_text(json.dumps(counts, indent=1), encoding="utf-8")
-        partial.rename(output / FILE)
+        write_whole(output / FILE, json.dumps(counts, indent=1))
 
 
 def with_steps(inputs: Inputs, seed: int, counts: dict[str, int], *, estimate: bool) -> tuple[Inputs, list[str]]:
@@ -56,15 +45,13 @@ def with_steps(inputs: Inputs, seed: int, counts: dict[str, int], *, estimate: b
     with an estimate from a sample of its rows, and leave the section unchanged.
     """
     section = inputs.section
-    if not isinstance(section, OfflineSection) or section.num_steps is not None:
+    num_epochs = section.epochs
+    if num_epochs is None:
         return inputs, []
-    num_epochs = 1.0 if section.num_epochs is None else section.num_epochs
     passes = f"num_epochs={num_epochs:g}"
-    if isinstance(inputs, SequenceInputs) and inputs.prompts is not None:
-        # Each sample has its own row.
-        rows = math.ceil(num_epochs * len(inputs.prompts.examples))
-        return _resolved(inputs, section, math.ceil(rows / section.batch_rows), passes)
-    sources = _sources(inputs)
+    sources = inputs.epoch_sources
+    if isinstance(sources, int):
+        return _resolved(inputs, section, math.ceil(math.ceil(num_epochs * sources) / section.batch_rows), passes)
     key = _digest(section, num_epochs, seed, sources)
     if key not in counts:
         sampled, whole = sum(len(checked_rows(one.count)) for one in sources), sum(one.count for one in sources)
@@ -90,18 +77,8 @@ def _resolved(inputs: Inputs, section: OfflineSection, num_steps: int, passes: s
     return replace(resolved, section=counted), [f"{passes} is num_steps={num_steps:,} of {section.batch_rows} rows"]
 
 
-def _sources(inputs: Inputs) -> list[_Source]:
-    if isinstance(inputs, PairInputs):
-        units = inputs.units
-        return [_Source(inputs.section.dataset, units.rows, len(units), units)]
-    assert isinstance(inputs, SequenceInputs)
-    section = inputs.section
-    data = zip(section.datasets, [(inputs.rows, inputs.renderer), *inputs.mixed], strict=True)
-    return [_Source(of, rows, len(rows), row_tokenizer(section, of, rows, render)) for of, (rows, render) in data]
-
-
 def _num_rows(
-    section: OfflineSection, num_epochs: float, seed: int, sources: Sequence[_Source], *, sampled: bool
+    section: OfflineSection, num_epochs: float, seed: int, sources: Sequence[EpochSource], *, sampled: bool
 ) -> int:
     """Number of rows that hold `num_epochs` passes over all sequences, or over the sampled ones."""
     datasets = [one.dataset for one in sources]
@@ -111,14 +88,14 @@ def _num_rows(
     )
 
 
-def _lengths(source: _Source, chosen: Sequence[int]) -> list[int | None]:
+def _lengths(source: EpochSource, chosen: Sequence[int]) -> list[int | None]:
     """Tokens of each sequence; None for a dropped one."""
     title = f"counting the tokens of {source.rows.name}"
     made = (source.tokenize(index) for index in progress(chosen, title, len(chosen)))
     return [None if one is None else len(one["tokens"]) for one in made]
 
 
-def _digest(section: OfflineSection, num_epochs: float, seed: int, sources: Sequence[_Source]) -> str:
+def _digest(section: OfflineSection, num_epochs: float, seed: int, sources: Sequence[EpochSource]) -> str:
     """Hash of everything that the count depends on, including as many rows and tokens as a resumed stream compares."""
     data = [
         [fingerprint(of.dataset, of.rows), token_fingerprint(of.rows, of.tokenize), of.count, of.dataset.shuffle]
@@ -127,4 +104,49 @@ def _digest(section: OfflineSection, num_epochs: float, seed: int, sources: Sequ
     weights = [of.dataset.weight for of in sources]
     settings: dict[str, Any] = {"num_epochs": num_epochs, "seed": seed, "data": data, "weights": weights}
     settings |= {name: getattr(section, name) for name in ("batch_rows", "row_tokens", "packing", "overlong")}
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    return digest(json.dumps(settings, sort_keys=True))
+
+
+def rows_of_epochs(
+    section: OfflineSection,
+    datasets: Sequence[DatasetSection],
+    lengths: Sequence[Sequence[int | None]],
+    *,
+    window: Window,
+    num_epochs: float,
+    seed: int,
+) -> int:
+    """Minimum number of rows, in training order, that hold `num_epochs` times the number of sequences.
+
+    `lengths`: tokens of each sequence of each dataset; None for dropped ones. Packs the same stream as training, with
+    stand-ins for the tokens.
+    """
+    import grain
+
+    streams = [
+        order(len(of_one), shuffle=dataset.shuffle, seed=seed + number).map(_StandIns(of_one))
+        for number, (dataset, of_one) in enumerate(zip(datasets, lengths, strict=True))
+    ]
+    stream = streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, [one.weight for one in datasets])
+    epoch = sum(map(len, lengths))
+    wanted = sum(stream[draw] is not None for draw in range(math.ceil(num_epochs * epoch)))
+    if not section.packing:
+        return wanted
+    packed = PackedBatches(stream, epoch=epoch, window=window, batch_rows=1, lengths={"tokens": section.row_tokens})
+    rows = held = 0
+    while held < wanted:
+        held += int(next(packed)["tokens_segments"].max())
+        rows += 1
+    return rows
+
+
+class _StandIns:
+    """Arrays of the given lengths by number, without tokens."""
+
+    def __init__(self, lengths: Sequence[int | None]):
+        longest = max((length for length in lengths if length is not None), default=0)
+        self._lengths, self._zeros = lengths, np.zeros(longest, np.int8)
+
+    def __call__(self, index: int) -> Arrays | None:
+        length = self._lengths[index]
+        return None if length is None else {"tokens": self._zeros[:length]}

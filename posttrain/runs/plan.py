@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,31 +14,32 @@ from posttrain.data.tokenizer import load_tokenizer
 from posttrain.distill.teachers import devices_of_teachers
 from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh
-from posttrain.models.config import Compute, ModelConfig
+from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
 from posttrain.plan.cache import figures_of
 from posttrain.plan.machine import GIB, Machine, libtpu_version
 from posttrain.plan.phases import StagePlan, stage_plan
 from posttrain.plan.report import Outcome, report
-from posttrain.runs.lengths import fit_lengths
-from posttrain.runs.size import model_outline
+from posttrain.runs.check import model_outline
+from posttrain.runs.prepare import fit_lengths
 from posttrain.stages.table import stage_names
 from posttrain.weights.load import check_mesh
-from posttrain.weights.locate import read_model_config, tokenizer_name
+from posttrain.weights.locate import ModelFiles, tokenizer_name, trained_model_files
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 MAX_TRIED = 4
 """Settings that are compiled in search of one that fits."""
 
 
-def plan(config: RunConfig, base_dir: Path, machine: Machine, *, search: bool = True) -> Iterator[str]:
+def plan(config: RunConfig, machine: Machine, *, search: bool = True) -> Iterator[str]:
     """Lines on memory, traffic, time and price of every stage, from `config.json` and shapes alone.
 
     `search`: where a stage does not fit, look for the nearest setting that does. Raises ConfigError for what cannot be
     planned.
     """
-    model = _model_config(config, base_dir)
-    config = fit_lengths(config, model.max_positions)
+    files = _model_files(config)
+    assert files.config is not None
+    config = fit_lengths(config, files.config.max_positions)
     chip = machine.chip
     yield f"machine: {machine.name}, {machine.num_devices} devices with {chip.memory / GIB:.2f} GiB each"
     if machine.has_compiler:
@@ -52,7 +52,7 @@ def plan(config: RunConfig, base_dir: Path, machine: Machine, *, search: bool = 
     mesh = _mesh(config, machine)
     yield "mesh: " + ", ".join(f"{axis}={mesh.shape[axis]}" for axis in MESH_AXES)
     for name, section in zip(stage_names(config), config.stages, strict=True):
-        stage = _stage(section, config, model, mesh, base_dir)
+        stage = _stage(section, config, files, mesh)
         yield f"{name}:"
         try:
             outcomes = _compiled(stage, machine)
@@ -64,7 +64,7 @@ def plan(config: RunConfig, base_dir: Path, machine: Machine, *, search: bool = 
         if outcomes and all(outcome.fits for outcome in outcomes):
             yield "  it fits"
         elif search:
-            yield "  " + _nearest(section, config, model, machine, base_dir)
+            yield "  " + _nearest(section, config, files, machine)
 
 
 def _compiled(stage: StagePlan, machine: Machine) -> list[Outcome]:
@@ -82,15 +82,13 @@ def _compiled(stage: StagePlan, machine: Machine) -> list[Outcome]:
     return outcomes
 
 
-def _model_config(config: RunConfig, base_dir: Path) -> ModelConfig:
+def _model_files(config: RunConfig) -> ModelFiles:
     section = config.model
-    vocab_size = None
-    if section.init is not None and "vocab_size" not in section.init:
-        vocab_size = load_tokenizer(tokenizer_name(section, base_dir)).vocab_size
-    model = read_model_config(section, base_dir, vocab_size=vocab_size)
-    if model is None:
+    sized = section.init is None or "vocab_size" in section.init
+    files = trained_model_files(section, None if sized else load_tokenizer(tokenizer_name(section)))
+    if files.config is None:
         raise ConfigError(f"plan: no network to read the config.json of model.path={section.path}; give a folder")
-    return model
+    return files
 
 
 def _mesh(config: RunConfig, machine: Machine) -> Mesh:
@@ -99,12 +97,12 @@ def _mesh(config: RunConfig, machine: Machine) -> Mesh:
     return make_mesh(config.mesh, machine.devices())
 
 
-def _stage(section: TrainSection, config: RunConfig, model: ModelConfig, mesh: Mesh, base_dir: Path) -> StagePlan:
-    return stage_plan(section, config, _outline(config, model, mesh, base_dir), mesh, base_dir)
+def _stage(section: TrainSection, config: RunConfig, files: ModelFiles, mesh: Mesh) -> StagePlan:
+    return stage_plan(section, _outline(config, files, mesh), mesh)
 
 
-def _outline(config: RunConfig, model: ModelConfig, mesh: Mesh, base_dir: Path) -> Decoder:
-    outline, section = model_outline(config, model, base_dir), config.model
+def _outline(config: RunConfig, files: ModelFiles, mesh: Mesh) -> Decoder:
+    outline, section = model_outline(config, files), config.model
     check_mesh(outline, mesh.shape)
     outline.compute = Compute(
         dtype=jnp.dtype(section.compute_dtype or section.dtype),
@@ -117,7 +115,7 @@ def _outline(config: RunConfig, model: ModelConfig, mesh: Mesh, base_dir: Path) 
     return outline
 
 
-def _nearest(section: TrainSection, config: RunConfig, model: ModelConfig, machine: Machine, base_dir: Path) -> str:
+def _nearest(section: TrainSection, config: RunConfig, files: ModelFiles, machine: Machine) -> str:
     """Nearest setting that fits, of those that change one thing or build on the change before."""
     tried = []
     for changes in list(_changes(section, config, machine))[:MAX_TRIED]:
@@ -125,7 +123,7 @@ def _nearest(section: TrainSection, config: RunConfig, model: ModelConfig, machi
         names = " ".join(f"{name}={value}" for name, value in changes.items())
         try:
             mesh = _mesh(changed, machine)
-            outcomes = _compiled(_stage(stage, changed, model, mesh, base_dir), machine)
+            outcomes = _compiled(_stage(stage, changed, files, mesh), machine)
         except (MemoryError, ConfigError):
             tried.append(names)
             continue

@@ -1,58 +1,73 @@
-"""Preparation of a run without weights: tokenizer, rows, rewards, losses; shared by `check` and `run`."""
+"""Preparation of a run without weights: tokenizer, rows, rewards, losses, and the configuration checked against the
+model; shared by `check` and `run`."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
-from posttrain.config import RunConfig, TrainSection, trains_on_samples
-from posttrain.config.yaml_file import find_path
+from posttrain.config import (
+    ModelSection,
+    RewardModelSection,
+    RunConfig,
+    TrainSection,
+    trains_on_samples,
+)
 from posttrain.data.tokenizer import load_tokenizer
-from posttrain.runs.check_model import read_model
+from posttrain.errors import ConfigError
+from posttrain.models.config import ModelConfig
+from posttrain.models.moe import check_recording, check_router
 from posttrain.runs.epochs import read_counts, with_steps
-from posttrain.stages.prepared import Prepared
+from posttrain.runs.kernels import check_kernels
+from posttrain.stages.inputs import Prepared
 from posttrain.stages.prompts import check_cache
 from posttrain.stages.table import STAGES, naming_stage, stage_names
-from posttrain.weights.locate import refuse_misspelt, tokenizer_name, unreachable
+from posttrain.weights.load import check_adapter, check_lora, check_weights
+from posttrain.weights.locate import ModelFiles, refuse_misspelt, tokenizer_name, trained_model_files, unreachable
 
 
-def prepare(config: RunConfig, base_dir: Path, *, offline_ok: bool, estimate: bool = False) -> Prepared:
+def prepare(config: RunConfig, *, offline_ok: bool, estimate: bool = False) -> Prepared:
     """Load and validate all inputs of a run. ConfigError for the first mistake.
 
     `offline_ok`: without a network, checks that need the hub become notes. `estimate`: for `num_epochs` over a large
     dataset, return a note instead of `num_steps`.
     """
-    prepared = Prepared(config=config, base_dir=base_dir, counts=read_counts(Path(config.output)))
-    name = tokenizer_name(config.model, base_dir)
+    name = tokenizer_name(config.model)
     offline = unreachable(name)
     if offline:
-        refuse_misspelt("model.path" if config.model.tokenizer is None else "model.tokenizer", name, base_dir)
-    if offline_ok and offline:
-        read_model(prepared, offline_ok=offline_ok)
+        written = config.model.tokenizer or config.model.path
+        assert written is not None
+        refuse_misspelt("model.path" if config.model.tokenizer is None else "model.tokenizer", written)
+    unchecked = offline_ok and offline
+    tokenizer = None if unchecked else load_tokenizer(name).with_stop_tokens(config.model.stop_tokens)
+    files = trained_model_files(config.model, tokenizer)
+    prepared = Prepared(config=config, files=files, counts=read_counts(Path(config.output)))
+    _check_model(prepared, offline_ok=offline_ok)
+    if unchecked:
         prepared.notes.append(
             f"not checked, no network: tokenizer and rows of every stage (of the tokenizer {name}, if it is on the hub)"
         )
-        for index, section in enumerate(config.stages):
-            with naming_stage(config, index):
-                STAGES[section.kind].check_offline(section, base_dir)
-        return prepared
-    prepared.tokenizer = load_tokenizer(name).with_stop_tokens(config.model.stop_tokens)
-    read_model(prepared, offline_ok=offline_ok)
-    for index in range(len(config.stages)):
+    for index, section in enumerate(config.stages):
         with naming_stage(config, index):
-            _prepare_stage(prepared, index, offline_ok=offline_ok, estimate=estimate)
+            if unchecked:
+                STAGES[section.kind].check_offline(section)
+            else:
+                _prepare_stage(prepared, index, offline_ok=offline_ok, estimate=estimate)
     return prepared
 
 
 def _prepare_stage(prepared: Prepared, index: int, *, offline_ok: bool, estimate: bool) -> None:
     """Add the inputs of a stage, or a note if they are on a hub that cannot be reached."""
-    config, section, base_dir = prepared.config, prepared.config.stages[index], prepared.base_dir
-    remote = [path for path in _dataset_paths(section, base_dir) if unreachable(path)]
+    config, section = prepared.config, prepared.config.stages[index]
+    paths = [dataset.path for dataset in section.all_datasets if dataset.path.found is None]
+    remote = [path for path in paths if unreachable(path)]
     for path in remote:
-        refuse_misspelt("dataset.path", path, base_dir)
+        refuse_misspelt("dataset.path", path)
     if offline_ok and remote:
         names = ", ".join(remote)
         prepared.notes.append(f"stages.{index}: not checked, no network: dataset {names}, if it is on the hub")
-        STAGES[section.kind].check_offline(section, base_dir)
+        STAGES[section.kind].check_offline(section)
         return
     if trains_on_samples(section):
         check_cache(section, config.mesh.row_shards or 1)
@@ -62,6 +77,99 @@ def _prepare_stage(prepared: Prepared, index: int, *, offline_ok: bool, estimate
     prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in [*more, *notes]]
 
 
-def _dataset_paths(section: TrainSection, base_dir: Path) -> list[str]:
-    """Dataset paths that exist neither from here nor from the configuration's folder."""
-    return [dataset.path for dataset in section.all_datasets if find_path(dataset.path, base_dir) is None]
+def _check_model(prepared: Prepared, *, offline_ok: bool) -> None:
+    """Check the configuration against the model, and resolve default lengths."""
+    config, files = prepared.config, prepared.files
+    model, tokenizer = files.config, files.tokenizer
+    if model is None and config.model.path is None:
+        prepared.notes.append("not checked: model.init, whose vocab_size is the tokenizer's")
+        return
+    if model is None:
+        assert config.model.path is not None
+        refuse_misspelt("model.path", config.model.path)
+        prepared.notes.append(f"not checked, no network: the model {config.model.path}, if it is on the hub")
+        return
+    config = prepared.config = fit_lengths(config, model.max_positions)
+    _check_weights(files)
+    if model.scalar_head and not all(isinstance(section, RewardModelSection) for section in config.stages):
+        raise ConfigError(f"model.path: {config.model.path} is a reward model, which cannot generate")
+    if tokenizer is not None:
+        prepared.files = replace(files, tokenizer=tokenizer.for_model(model.vocab_size))
+    if config.model.lora is not None and (reason := check_lora(model, config.model.lora, config.model.quantize)):
+        prepared.notes.append(f"model.lora: {reason}; of this adapter there is only export --to merged")
+    if config.model.adapter is not None:
+        _check_adapter(prepared, model)
+    if config.model.tokenizer is not None and tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"model.tokenizer: {config.model.tokenizer} has {tokenizer.vocab_size} tokens, the model only "
+            f"{model.vocab_size}; "
+            + ("raise model.init.vocab_size" if config.model.init is not None else "give the model's own tokenizer")
+        )
+    prepared.notes += check_kernels(config, model, here=not offline_ok)
+    for index, section in enumerate(config.stages):
+        if section.row_tokens > model.max_positions:
+            raise ConfigError(
+                f"stages.{index}: row_tokens={section.row_tokens} must be at most {_context_of(config.model, model)}"
+            )
+        with naming_stage(config, index):
+            adapter = config.model.lora is not None or config.model.adapter is not None
+            _check_mixture(section, model, adapter=adapter)
+
+
+def _check_adapter(prepared: Prepared, model: ModelConfig) -> None:
+    adapter = prepared.config.model.adapter
+    assert adapter is not None
+    reward = all(isinstance(stage, RewardModelSection) for stage in prepared.config.stages)
+    try:
+        if unreachable(adapter.resolved):
+            prepared.notes.append(f"not checked, no network: model.adapter {adapter}, which run downloads")
+            return
+        check_adapter(model, adapter.resolved, prepared.files.wrapper, reward=reward)
+    except ConfigError as error:
+        raise ConfigError(f"model.adapter: {error}") from error
+
+
+def _context_of(section: ModelSection, model: ModelConfig) -> str:
+    """Maximum context of the model, and how to extend it."""
+    limit = f"max_position_embeddings={model.max_positions} of the model"
+    whole = json.loads(model.hf_json).get("max_position_embeddings", 0)
+    if section.path is None or section.long_context or whole <= model.max_positions:
+        return limit
+    return f"{model.max_positions}, for which the model's short RoPE factors are; model.long_context=true takes {whole}"
+
+
+def _check_weights(files: ModelFiles) -> None:
+    """Check a local model folder. ConfigError if its weights do not match its `config.json`."""
+    if files.local is not None:
+        try:
+            check_weights(files.local)
+        except ConfigError as error:
+            raise ConfigError(f"model.path: {error}") from error
+
+
+def _check_mixture(section: TrainSection, model: ModelConfig, *, adapter: bool) -> None:
+    """Check MoE settings. ConfigError if the stage uses a setting that needs an MoE model."""
+    router = section.router
+    check_router(model, router.balance_coef > 0 or router.z_coef > 0, router.correction_rate, adapter=adapter)
+    if section.records_routing:
+        check_recording(model)
+
+
+def fit_lengths(config: RunConfig, max_positions: int) -> RunConfig:
+    """Resolve default lengths to the model's context; explicit lengths are unchanged."""
+    return config.model_copy(update={"stages": tuple(_fit_stage(stage, max_positions) for stage in config.stages)})
+
+
+def _fit_stage(section: TrainSection, max_positions: int) -> TrainSection:
+    if "row_tokens" in section.model_fields_set or section.row_tokens <= max_positions:
+        return section
+    fitted = section.default_lengths(max_positions)
+    # A copy would not validate explicit lengths against the resolved ones.
+    given = {name: getattr(section, name) for name in section.model_fields_set}
+    try:
+        return type(section).model_validate({**given, **fitted})
+    except ValueError as error:
+        raise ConfigError(
+            f"row_tokens is by default max_position_embeddings={max_positions} of the model, which does not hold "
+            f"sampling.max_tokens={fitted['sampling'].max_tokens} beside a prompt; lower it"
+        ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +19,14 @@ from posttrain.mesh import make_mesh, row_shards
 from posttrain.models.decoder import Decoder
 from posttrain.runs.code_identity import check_code, remember_code
 from posttrain.runs.epochs import write_counts
-from posttrain.runs.extend import extend, extended_stages
 from posttrain.runs.prepare import prepare
 from posttrain.runs.summary import print_summary
+from posttrain.runtime.files import write_whole
 from posttrain.stages.context import StageRun
 from posttrain.stages.table import STAGES, row_notes, stage_names
 from posttrain.tracking.console import console
 from posttrain.train.loop import Interrupted, stop_on_signals
 from posttrain.weights.load import load_model
-from posttrain.weights.locate import local_or_hub
 
 CONFIG_NAME = "config.yaml"
 NO_EFFECT = ("output", "tensorboard")
@@ -53,15 +53,14 @@ class RunResult:
         return load_model(self.model_path)
 
 
-def run(config: RunConfig, base_dir: Path) -> RunResult:
+def run(config: RunConfig) -> RunResult:
     """Run the remaining steps of all stages. Raises ConfigError for mistakes, before any work, and Interrupted."""
-    prepared = prepare(config, base_dir, offline_ok=False)
+    prepared = prepare(config, offline_ok=False)
     config = prepared.config
     mesh = make_mesh(config.mesh, training_devices(config))
-    assert prepared.tokenizer is not None
     output = Path(config.output)
     names = stage_names(config)
-    with _claimed(output, config, base_dir), stop_on_signals() as stop:
+    with _claimed(output, config), stop_on_signals() as stop:
         write_counts(output, prepared.counts)
         for note in prepared.notes + row_notes(config, row_shards(mesh)):
             console().print(note, markup=False, soft_wrap=True)
@@ -77,8 +76,8 @@ def run(config: RunConfig, base_dir: Path) -> RunResult:
                 output=output,
                 model=config.model,
                 source=source,
-                source_name=None if config.model.path is None else local_or_hub(config.model.path, base_dir),
-                adapter=None if config.model.adapter is None else local_or_hub(config.model.adapter, base_dir),
+                source_name=prepared.files.path,
+                adapter=None if config.model.adapter is None else config.model.adapter.resolved,
                 seed=config.seed,
                 mesh=mesh,
                 tokenizer=prepared.tokenizer,
@@ -110,7 +109,7 @@ def run(config: RunConfig, base_dir: Path) -> RunResult:
 
 
 @contextlib.contextmanager
-def _claimed(output: Path, config: RunConfig, base_dir: Path) -> Iterator[None]:
+def _claimed(output: Path, config: RunConfig) -> Iterator[None]:
     """Lock the run's folder for this process; ConfigError if another process uses it or another configuration made
     it."""
     import fcntl
@@ -127,19 +126,19 @@ def _claimed(output: Path, config: RunConfig, base_dir: Path) -> Iterator[None]:
             raise ConfigError(
                 f"output: another process is running in {output}; wait for it, or give another output"
             ) from error
-        _check_same(output, config, base_dir)
+        _check_same(output, config)
         yield
 
 
-def _check_same(output: Path, config: RunConfig, base_dir: Path) -> None:
+def _check_same(output: Path, config: RunConfig) -> None:
     file = output / CONFIG_NAME
     if not file.exists() or not _begun(output):
-        remember_code(output, config, base_dir)
-        _write(file, config)
+        remember_code(output, config)
+        write_whole(file, dump_config(config))
         return
-    before = load_config(file).config
+    before = load_config(file)
     # Both are compared as YAML, in which a function is its name.
-    extended = extended_stages(before, config)
+    extended = _extended_stages(before, config)
     may_differ = {*NO_EFFECT, *(f"stages.{index}.num_steps" for index in extended)}
     changed = [key for key in diff_config(before, config) if key not in may_differ]
     if changed:
@@ -148,16 +147,57 @@ def _check_same(output: Path, config: RunConfig, base_dir: Path) -> None:
             f"output: {output} holds a run with other settings: {', '.join(changed)}{rule}; "
             "give another output, or delete the folder to start over"
         )
-    check_code(output, config, base_dir)
+    check_code(output, config)
     if extended:
-        extend(output, before, config, extended)
-        _write(file, config)
+        _extend(output, before, config, extended)
+        write_whole(file, dump_config(config))
 
 
-def _write(file: Path, config: RunConfig) -> None:
-    partial = file.with_suffix(".tmp")
-    partial.write_text(dump_config(config), encoding="utf-8")
-    partial.rename(file)
+def _extended_stages(before: RunConfig, after: RunConfig) -> list[int]:
+    """Numbers of the stages with more steps than before, for two runs with the same number of stages."""
+    if len(before.stages) != len(after.stages):
+        return []
+    pairs = enumerate(zip(before.stages, after.stages, strict=True))
+    return [index for index, (old, new) in pairs if (old.num_steps or 0) < (new.num_steps or 0)]
+
+
+def _extend(output: Path, before: RunConfig, after: RunConfig, indices: Sequence[int]) -> None:
+    """Reopen these stages at their last checkpoint, deleting the saved model of finished ones.
+
+    ConfigError if a later stage started from that model, or if the last checkpoint is missing.
+    """
+    names = stage_names(after)
+    for index in indices:
+        _check_extension(output, names, index, before.stages[index].steps)
+    for index in indices:
+        old, new, folder = before.stages[index], after.stages[index], output / names[index]
+        line = f"{names[index]}: num_steps grows from {old.steps} to {new.steps}"
+        if new.optimizer.schedule != "constant":
+            line += (
+                f"; the {new.optimizer.schedule} schedule of its learning rate now ends at step {new.steps}, so that "
+                "the result is not that of a run with so many steps from the start"
+            )
+        console().print(line, markup=False, soft_wrap=True)
+        replaced = folder / "model.replaced"
+        if (folder / "model").exists():
+            # Renamed first, so that a killed process leaves no partial model under this name.
+            (folder / "model").rename(replaced)
+        shutil.rmtree(replaced, ignore_errors=True)
+        (folder / "result.json").unlink(missing_ok=True)
+
+
+def _check_extension(output: Path, names: Sequence[str], index: int, old_steps: int) -> None:
+    field, folder = f"stages.{index}.num_steps", output / names[index]
+    if begun := [name for name in names[index + 1 :] if (output / name / "source.json").exists()]:
+        raise ConfigError(
+            f"output: {field} grows, but {begun[0]} in {output} started from the model after {old_steps} steps; "
+            f"delete {', '.join(str(output / name) for name in begun)} to train it anew, or give another output"
+        )
+    if (folder / "model").exists() and not (folder / "checkpoints" / str(old_steps)).is_dir():
+        raise ConfigError(
+            f"output: {field} grows, but {folder / 'checkpoints'} has no checkpoint of step {old_steps} to resume "
+            "from; give another output"
+        )
 
 
 def _begun(output: Path) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from posttrain.cluster.scorers import FrozenModel
@@ -25,15 +24,14 @@ from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.runs.prepare import prepare
 from posttrain.stages.distill import Source, aligner_of, cache_folders
-from posttrain.stages.sequences import SequenceInputs
+from posttrain.stages.sequences import DistillInputs
 from posttrain.tracking.console import console, progress_bar
 
 
-def write_caches(config: RunConfig, base_dir: Path) -> None:
+def write_caches(config: RunConfig) -> None:
     """Write the missing parts of all stages' caches. ConfigError if no stage has one."""
-    prepared = prepare(config, base_dir, offline_ok=False, estimate=True)
+    prepared = prepare(config, offline_ok=False, estimate=True)
     config = prepared.config
-    assert prepared.tokenizer is not None
     for note in prepared.notes:
         console().print(note, markup=False, soft_wrap=True)
     mesh = make_mesh(config.mesh, training_devices(config))
@@ -43,7 +41,7 @@ def write_caches(config: RunConfig, base_dir: Path) -> None:
     for inputs in prepared.stages:
         if inputs.section not in cached:
             continue
-        assert isinstance(inputs, SequenceInputs)
+        assert isinstance(inputs, DistillInputs)
         for source in inputs.teachers:
             folders = cache_folders(inputs, source, config.model, prepared.tokenizer, to_write=True)
             for _, folder in folders:
@@ -57,7 +55,6 @@ def write_caches(config: RunConfig, base_dir: Path) -> None:
                     left.append((folder, shards, reader))
             if left:
                 section = inputs.section
-                assert isinstance(section, DistillSection)
                 if source.section.outside:
                     teacher = outside_teacher(
                         source,
@@ -82,10 +79,9 @@ RowReader = Callable[[int], Any]
 """Function from a row number to its sequence; None without teacher targets."""
 
 
-def _reader(inputs: SequenceInputs, source: TeacherSource, number: int, data: Source) -> RowReader:
+def _reader(inputs: DistillInputs, source: TeacherSource, number: int, data: Source) -> RowReader:
     """Make the reader of the rows that a teacher scores."""
     section, aligner = inputs.section, aligner_of(inputs, source)
-    assert isinstance(section, DistillSection)
     if aligner is None:
         tokenize: RowReader = row_tokenizer(section, *data)
     else:
@@ -94,7 +90,7 @@ def _reader(inputs: SequenceInputs, source: TeacherSource, number: int, data: So
 
 
 def _write(
-    inputs: SequenceInputs,
+    inputs: DistillInputs,
     source: TeacherSource,
     scorer: TopKScorer,
     left: Sequence[tuple[CacheFolder, list[int], RowReader]],

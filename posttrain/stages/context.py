@@ -13,16 +13,22 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from posttrain.batch import ScoreLoss, TokenLoss
 from posttrain.config import ModelSection, TrainSection
 from posttrain.data.tokenizer import Tokenizer
+from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
+from posttrain.losses.router import RouterLoss
 from posttrain.models.adapter import without_dropout
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
+from posttrain.runtime.files import write_whole
 from posttrain.tracking.console import console, progress_bar
 from posttrain.tracking.sinks import Sinks, open_sinks
 from posttrain.train.checkpoint import Checkpointer
+from posttrain.train.layer_matching import Matching
 from posttrain.train.loop import Every, Resumable, StopRequest, TrainingLoop, check_origin, restore_latest
-from posttrain.train.optim import make_schedule
+from posttrain.train.optim import make_optimizer, make_schedule
+from posttrain.train.programs import Refuse
 from posttrain.train.trainer import Trainer
 from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.load import init_model, load_model
@@ -91,13 +97,50 @@ class StageRun:
             model = init_model(self._init, **common)
         else:
             num_tokens = self._num_tokens(self.path)
-            own: dict[str, Any] = {"long_context": m.long_context, "num_tokens": num_tokens, "adapter": self.adapter}
+            own: dict[str, Any] = {
+                "long_context": m.long_context,
+                "num_tokens": num_tokens,
+                "adapter": _relative(self.adapter),
+            }
             model = load_model(self.path, **own, **common)
             if self.sampled:
                 # The trainer's model would differ from the sampler's.
                 without_dropout(model)
         print_parameters(model)
         return model
+
+    def make_trainer(
+        self,
+        section: TrainSection,
+        model: Decoder,
+        loss: TokenLoss | ScoreLoss,
+        *,
+        temperature: float = 1.0,
+        terms: Terms = PLAIN,
+        teachers: Sequence[Decoder] = (),
+        matching: Matching | None = None,
+        noise_alpha: float = 0.0,
+        refuse: Refuse | None = None,
+    ) -> Trainer:
+        """Make the trainer of `model` with the section's optimizer, router losses and micro-batches. The other
+        arguments are those of `Trainer`."""
+        return Trainer(
+            model,
+            loss,
+            make_optimizer(section.optimizer, section.steps),
+            temperature=temperature,
+            max_grad_norm=section.optimizer.max_grad_norm,
+            micro_batch_rows=section.pass_rows,
+            mesh=self.mesh,
+            router_loss=RouterLoss(balance_coef=section.router.balance_coef, z_coef=section.router.z_coef),
+            correction_rate=section.router.correction_rate,
+            dropout_seed=None if self.sampled else self.seed,
+            terms=terms,
+            teachers=teachers,
+            matching=matching,
+            noise_alpha=noise_alpha,
+            refuse=refuse,
+        )
 
     def _num_tokens(self, path: str | Path) -> int | None:
         """Number of embedding rows that are tokens; None: all, or more tokens than rows."""
@@ -140,7 +183,12 @@ class StageRun:
         """
         # Also before the first checkpoint: the initial evaluation belongs to this model.
         source = self.remember(
-            "source", lambda: {"name": self.origin.name, "parts": self.origin.parts, "adapter": self.adapter}
+            "source",
+            lambda: {
+                "name": _relative(self.origin.name),
+                "parts": self.origin.parts,
+                "adapter": _relative(self.adapter),
+            },
         )
         check_origin(self.folder, source["parts"], self.origin)
         num_steps = section.steps
@@ -184,9 +232,7 @@ class StageRun:
         """Return `make()`, stored as JSON in the stage's folder for resumed runs."""
         file = self._file(name)
         if not file.exists():
-            partial = file.with_suffix(".tmp")
-            partial.write_text(json.dumps(make()), encoding="utf-8")
-            partial.rename(file)
+            write_whole(file, json.dumps(make()))
         return json.loads(file.read_text(encoding="utf-8"))
 
     def forget(self, name: str) -> None:
@@ -240,6 +286,12 @@ class Training:
         self.result[when] = self._stage.remember(when, held_out.evaluate)
         if self._trainer.step_number == step:
             self.sinks.write(step, held_out.metrics(self.result[when]))
+
+
+def _relative(name: str | None) -> str | None:
+    """Path from the current folder if below it, so that a moved project finds it; other names are unchanged."""
+    below = name is not None and Path(name).is_absolute() and Path(name).is_relative_to(Path.cwd())
+    return str(Path(name).relative_to(Path.cwd())) if name is not None and below else name
 
 
 def read_source(folder: Path) -> tuple[str | None, str | None]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from posttrain.data.sources import Rows
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.distill.cache import CacheFolder, TeacherCache
 from posttrain.distill.cross_tokenizer.rows import Aligner
-from posttrain.distill.cross_tokenizer.teachers import aligned_tokenizer, theirs
-from posttrain.distill.features import check_features
+from posttrain.distill.cross_tokenizer.teachers import aligned_tokenizer, make_aligners, teacher_sequence
+from posttrain.distill.features import check_features, distill_loss, matching_of
 from posttrain.distill.targets import TeacherTargets
 from posttrain.distill.teachers import (
     DEFAULT_TOP_K,
@@ -39,33 +40,55 @@ from posttrain.kernels.logits.divergence import Divergence
 from posttrain.kernels.logits.spans import packed
 from posttrain.mesh import row_shards
 from posttrain.models.decoder import Decoder
-from posttrain.rl.guards import sampler_disagrees
-from posttrain.stages import sequences
+from posttrain.rl.metrics import sampler_disagrees
 from posttrain.stages.context import StageRun
 from posttrain.stages.distill_on_policy import MixedBatches, Samples
-from posttrain.stages.prepared import Prepared
-from posttrain.stages.sequences import SequenceInputs
-from posttrain.stages.sft import evaluate_held_out, make_sequence_trainer, sequences_of, train_batches
+from posttrain.stages.inputs import Prepared
+from posttrain.stages.prompts import prepare_prompts
+from posttrain.stages.sequences import (
+    DistillInputs,
+    describe_sequences,
+    evaluate_held_out,
+    prepare_sequences,
+    sequences_of,
+    train_batches,
+)
 
 
-def prepare(section: DistillSection, prepared: Prepared) -> tuple[SequenceInputs, list[str]]:
-    """Load rows and teachers, and check `features` against the teachers. Also returns notes."""
-    inputs, notes = sequences.prepare(section, prepared)
-    return inputs, notes + check_features(section, inputs.teachers, prepared.model, prepared.base_dir)
+def prepare(section: DistillSection, prepared: Prepared) -> tuple[DistillInputs, list[str]]:
+    """Load rows, teachers and prompts, and check `features` against the teachers. Also returns notes."""
+    teachers, notes = find_teachers(section, prepared.tokenizer)
+    titles = [teacher.title for teacher in section.teachers]
+    found, more = prepare_sequences(
+        section,
+        prepared,
+        distill_loss(section),
+        targets=TeacherTargets(titles, section.teacher_column, None),
+        has_completions=section.on_policy < 1,
+    )
+    notes += more
+    inputs = DistillInputs(teachers=teachers, **vars(found))
+    aligners, more = make_aligners(section, teachers, sources(inputs), prepared.tokenizer)
+    notes += more
+    inputs = replace(inputs, aligners=aligners)
+    if section.on_policy:
+        prompts, more = prepare_prompts(section, sources(inputs), prepared.tokenizer)
+        inputs = replace(inputs, prompts=prompts)
+        notes += more
+    return inputs, notes + check_features(section, teachers, prepared.files.config)
 
 
-def check_offline(section: DistillSection, base_dir: Path) -> None:
+def check_offline(section: DistillSection) -> None:
     """Check everything that needs neither tokenizer nor rows."""
-    sequences.check_offline(section, base_dir)
-    find_teachers(section, None, base_dir)
+    find_teachers(section, None)
 
 
-def describe(section: DistillSection, inputs: SequenceInputs | None, shards: int) -> str:
+def describe(section: DistillSection, inputs: DistillInputs | None, shards: int) -> str:
     """Summarise the stage in one line."""
     teachers = ", ".join(f"{teacher.path} ({_where(teacher, section.cache)})" for teacher in section.teachers)
     own = f"; {section.on_policy:.0%} of the steps on the student's own samples" if section.on_policy else ""
     noun = "teacher" if len(section.teachers) == 1 else "teachers"
-    return f"{sequences.describe(section, inputs, shards)}; {noun} {teachers}{own}"
+    return f"{describe_sequences(section, inputs, shards)}; {noun} {teachers}{own}"
 
 
 def _where(teacher: TeacherSection, cache: str | None) -> str:
@@ -79,10 +102,9 @@ def _where(teacher: TeacherSection, cache: str | None) -> str:
     return "on the student's devices, before each step" if teacher.aligned else "in the training step"
 
 
-def run(stage: StageRun, inputs: SequenceInputs) -> None:
+def run(stage: StageRun, inputs: DistillInputs) -> None:
     """Train a distillation stage to its last step, resuming from its newest checkpoint."""
     section = inputs.section
-    assert isinstance(section, DistillSection)
     caches, teachers, outside = None, [], []
     if section.cache is None:
         inside = [source for source in inputs.teachers if not source.section.outside]
@@ -111,8 +133,15 @@ def run(stage: StageRun, inputs: SequenceInputs) -> None:
         titles, section.teacher_column, caches, [teacher.top_k for teacher in outside], inputs.aligners
     )
     refuse = None if section.sampling is None else sampler_disagrees
-    trainer = make_sequence_trainer(
-        stage, inputs, terms=terms_of(section, inputs.aligners), teachers=teachers, refuse=refuse
+    model, features = stage.load_model(), section.features
+    trainer = stage.make_trainer(
+        section,
+        model,
+        inputs.loss,
+        terms=terms_of(section, inputs.aligners),
+        teachers=teachers,
+        matching=None if features is None else matching_of(features, model.config, teachers[0].config, stage.seed),
+        refuse=refuse,
     )
     given = None if section.on_policy == 1 else sequences_of(stage, inputs, targets)
     with ExitStack() as closing:
@@ -158,7 +187,7 @@ def terms_of(section: DistillSection, aligners: Mapping[int, Aligner]) -> Terms:
 Source = tuple[DatasetSection, Rows, Renderer]
 
 
-def sources(inputs: SequenceInputs) -> list[Source]:
+def sources(inputs: DistillInputs) -> list[Source]:
     """Datasets of a stage by number, the evaluation dataset last."""
     section = inputs.section
     found = list(
@@ -176,11 +205,11 @@ def sources(inputs: SequenceInputs) -> list[Source]:
 
 
 def cache_folders(
-    inputs: SequenceInputs, source: TeacherSource, model: ModelSection, tokenizer: Tokenizer, *, to_write: bool
+    inputs: DistillInputs, source: TeacherSource, model: ModelSection, tokenizer: Tokenizer, *, to_write: bool
 ) -> list[tuple[Source, CacheFolder]]:
     """Cache folder of each dataset for a teacher, named by a digest of the data. `model`: the student's."""
     section = inputs.section
-    assert isinstance(section, DistillSection) and section.cache is not None
+    assert section.cache is not None
     folders = []
     for number, (dataset, rows, renderer) in enumerate(sources(inputs)):
         data = fingerprint(dataset, rows)
@@ -204,7 +233,7 @@ def cache_folders(
     return folders
 
 
-def aligner_of(inputs: SequenceInputs, source: TeacherSource) -> Aligner | None:
+def aligner_of(inputs: DistillInputs, source: TeacherSource) -> Aligner | None:
     return inputs.aligners.get([one.title for one in inputs.teachers].index(source.title))
 
 
@@ -213,6 +242,6 @@ def _read_by(section: DistillSection, aligner: Aligner, number: int, data: Sourc
 
     def read(row: int) -> Any:
         made = tokenize(row)
-        return None if made is None else theirs(made)
+        return None if made is None else teacher_sequence(made)
 
     return read

@@ -10,7 +10,6 @@ import numpy as np
 
 from posttrain.batch import Batch
 from posttrain.cluster.scorers import Scorer, model_inputs
-from posttrain.config import DistillSection
 from posttrain.data.pipeline import PromptBatches
 from posttrain.data.prefetch import MeasuredStream
 from posttrain.distill.targets import TeacherTargets
@@ -19,8 +18,7 @@ from posttrain.evaluation.rollouts import evaluate
 from posttrain.mesh import row_shards
 from posttrain.metrics import Metrics
 from posttrain.rl.assemble import sample_rows
-from posttrain.rl.guards import LIMITS, check_agreement
-from posttrain.rl.metrics import sample_metrics
+from posttrain.rl.metrics import LIMITS, check_agreement, sample_metrics
 from posttrain.rl.rewards import Rubric
 from posttrain.rl.sampler import Sampler, collect
 from posttrain.rl.teachers import distances, merged_distances, shares_of
@@ -28,7 +26,7 @@ from posttrain.runtime.run_async import run_async
 from posttrain.stages.context import StageRun
 from posttrain.stages.engine import make_engine, warm_up
 from posttrain.stages.prompts import check_cache
-from posttrain.stages.sequences import SequenceInputs
+from posttrain.stages.sequences import DistillInputs
 from posttrain.train.trainer import Trainer
 from posttrain.tree import replace as changed
 
@@ -42,13 +40,13 @@ class Samples:
     def __init__(
         self,
         stage: StageRun,
-        inputs: SequenceInputs,
+        inputs: DistillInputs,
         trainer: Trainer,
         targets: TeacherTargets,
         teachers: Sequence[Scorer],
     ):
         section = inputs.section
-        assert isinstance(section, DistillSection) and section.sampling is not None and inputs.prompts is not None
+        assert section.sampling is not None and inputs.prompts is not None
         check_cache(section, row_shards(stage.mesh))
         self._section, self._inputs, self._examples = section, inputs.prompts, inputs.prompts.examples
         self._shares, self._aligner = shares_of(section), inputs.aligners.get(0)
@@ -74,7 +72,7 @@ class Samples:
             seed=stage.seed,
         )
         self._eval_renderer = inputs.eval_renderer
-        self._said: Mapping[str, float] = {}
+        self._sample_metrics: Mapping[str, float] = {}
         self._unread_steps = 0
         warm_up(engine, section.rollout, [(self._sampler, [*inputs.prompts.examples, *inputs.prompts.eval_examples])])
 
@@ -83,30 +81,30 @@ class Samples:
         self._sync()
         examples = [self._examples[index] for index in next(self.prompts)]
         groups = run_async(collect(self._sampler, examples, 1, step))
-        self._said = sample_metrics(groups, step)
+        self._sample_metrics = sample_metrics(groups, step)
         rows, length = self._section.batch_rows, self._section.row_tokens
         samples = [group[0] for group in groups]
         made, where = sample_rows(samples, row_tokens=length, num_rows=rows, shares=self._shares)
         kept = changed(model_inputs(made), teacher_weights=made.teacher_weights, sampler_logps=made.sampler_logps)
         if self._aligner is None:
-            return self._targets.ask(kept)
+            return self._targets.score(kept)
         order = sorted(range(len(samples)), key=lambda number: (where[number].row, where[number].tokens.start))
         samples = [samples[number] for number in order]
         read = [self._aligner.align_sample(0, s.messages, s.tokens, s.sampled) for s in samples]
-        self._unread_steps = 0 if any(one.taught.any() for one in read) else self._unread_steps + 1
+        self._unread_steps = 0 if any(one.covered.any() for one in read) else self._unread_steps + 1
         if self._unread_steps >= UNREAD_STEPS:
             raise RunError(
                 f"step {step + 1}: no token of any sample aligns with the teacher's for {UNREAD_STEPS} "
                 "consecutive steps, so there is no training signal; compare the chat templates of both, and a sample"
             )
-        return self._targets.ask_samples(kept, read)
+        return self._targets.score_samples(kept, read)
 
     def seen(self, metrics: Metrics) -> Mapping[str, float]:
         """Sample metrics of an on-policy step, else none. RunError if sampler and trainer disagree."""
         if not LIMITS.keys() <= metrics.keys():
             return {}
         check_agreement(metrics, self._trainer.step_number)
-        return self._said
+        return self._sample_metrics
 
     def evaluate(self) -> dict[str, float]:
         """Reverse KL from the teachers on samples of held-out prompts."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from posttrain.config import RolloutSection
@@ -20,11 +19,11 @@ from posttrain.stages.inputs import callable_of
 EngineFactory = Callable[[Decoder, Tokenizer, RolloutSection], Any]
 
 
-def engine_of(section: RolloutSection, base_dir: Path) -> EngineFactory | None:
+def engine_of(section: RolloutSection) -> EngineFactory | None:
     """Resolve the section's engine factory; None: the built-in engine. ConfigError for an object that is no factory."""
     if section.engine is None:
         return None
-    found = callable_of(section.engine, "rollout.engine", base_dir)
+    found = callable_of(section.engine, "rollout.engine")
     methods = ("generate", "update_weights", "close")
     # A function may be a factory too; its result is checked when it is made.
     if isinstance(found, type) and (lacks := [name for name in methods if not hasattr(found, name)]):

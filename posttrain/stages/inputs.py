@@ -1,55 +1,91 @@
-"""Inputs named in a configuration: dataset rows and Python objects."""
+"""Inputs of a run besides weights, loaded and validated: model description, dataset rows, Python objects."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
 from posttrain.batch import rows_per_pass
-from posttrain.config import DatasetSection, PairSection, SequenceSection
-from posttrain.config.yaml_file import resolve_path
+from posttrain.config import DatasetSection, Locator, PairSection, RunConfig, SequenceSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import use_chat
 from posttrain.data.sources import Rows, load_rows
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
-from posttrain.user_code import import_object, is_object_spec
-from posttrain.weights.locate import path_exists
+from posttrain.user_code import import_object
+from posttrain.weights.locate import ModelFiles
 
 
-def rows_of(section: DatasetSection, base_dir: Path) -> Rows:
-    """Load the rows of a dataset section, with its path resolved like every path of a configuration."""
-    spec = section.path
-    if is_object_spec(spec):
-        spec = resolve_spec(spec, base_dir)
-    elif path_exists(spec, base_dir):
-        spec = str(resolve_path(spec, base_dir).resolve())
-    return load_rows(section.model_copy(update={"path": spec}), base_dir=base_dir)
+@runtime_checkable
+class Inputs(Protocol):
+    """Inputs of one stage; each stage kind has its own class."""
+
+    @property
+    def section(self) -> Any:
+        """Section of the stage."""
+        ...
+
+    @property
+    def epoch_sources(self) -> Sequence[EpochSource] | int:
+        """Sequences or pairs over which `num_epochs` passes, or their number where each has a row of its own."""
+        ...
 
 
-def rows_and_renderer(section: DatasetSection, tokenizer: Tokenizer, base_dir: Path) -> tuple[Rows, Renderer]:
-    rows = rows_of(section, base_dir)
+@dataclass(frozen=True)
+class EpochSource:
+    """Sequences (or pairs) of one dataset by number."""
+
+    dataset: DatasetSection
+    rows: Rows
+    count: int
+    tokenize: Callable[[int], Any]
+
+
+@dataclass
+class Prepared:
+    """Tokenizer, model description and inputs of every stage of a run."""
+
+    config: RunConfig
+    """Run configuration with values resolved from model and data: lengths, steps."""
+    files: ModelFiles
+    """Description and tokenizer of the model; None in it only if `notes` report what could not be checked."""
+    stages: list[Inputs] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    """Resolved `num_steps` of epochs, kept with the run."""
+    notes: list[str] = field(default_factory=list)
+    """Notes: checks that were impossible, and resolved settings that differ from the configuration."""
+
+    def add(self, index: int, inputs: Inputs) -> None:
+        """Add the inputs of stage `index`, whose section may have more resolved values than the configuration's."""
+        self.stages.append(inputs)
+        stages = list(self.config.stages)
+        stages[index] = inputs.section
+        self.config = self.config.model_copy(update={"stages": tuple(stages)})
+
+    @property
+    def mixture(self) -> bool:
+        """Tell whether the model is an MoE model."""
+        return self.files.config is not None and bool(self.files.config.mixtures)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the model, which must have been there."""
+        assert self.files.tokenizer is not None
+        return self.files.tokenizer
+
+
+def rows_and_renderer(section: DatasetSection, tokenizer: Tokenizer) -> tuple[Rows, Renderer]:
+    rows = load_rows(section)
     return rows, Renderer(tokenizer, use_chat(section, tokenizer, rows.columns))
 
 
-def callable_of(spec: str, field: str, base_dir: Path) -> Any:
-    found = object_of(spec, base_dir)
+def callable_of(spec: Locator, field: str) -> Any:
+    """Import the function or class named by `spec`. Raises ConfigError that begins with `field`."""
+    found = import_object(spec.object, spec.folder)
     if not callable(found):
         raise ConfigError(f"{field}: {spec} is a {type(found).__name__}, not a function or class")
     return found
-
-
-def object_of(spec: str, base_dir: Path) -> object:
-    """Import `file.py:name` or `module:name`, with the file resolved like every path of a configuration."""
-    return import_object(resolve_spec(spec, base_dir), base_dir=base_dir)
-
-
-def resolve_spec(spec: str, base_dir: Path) -> str:
-    """Resolve the file of `file.py:name` to an absolute path; `module:name` is unchanged."""
-    file, _, name = spec.rpartition(":")
-    if file.endswith(".py") and path_exists(file, base_dir):
-        return f"{resolve_path(file, base_dir).resolve()}:{name}"
-    return spec
 
 
 def describe_rows(section: SequenceSection | PairSection, shards: int) -> str:
@@ -57,7 +93,6 @@ def describe_rows(section: SequenceSection | PairSection, shards: int) -> str:
     passes = -(-section.batch_rows // rows_per_pass(section.batch_rows, section.micro_batch_rows, shards))
     rows = f"{section.batch_rows} x {section.row_tokens} tokens"
     passes_text = f" ({passes} micro-batches)" if passes > 1 else ""
-    if section.num_steps is None:
-        num_epochs = 1.0 if section.num_epochs is None else section.num_epochs
-        return f"num_epochs={num_epochs:g} in steps of {rows}{passes_text}"
+    if section.epochs is not None:
+        return f"num_epochs={section.epochs:g} in steps of {rows}{passes_text}"
     return f"{section.num_steps} steps of {rows}{passes_text}"

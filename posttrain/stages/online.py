@@ -13,14 +13,13 @@ import numpy as np
 from posttrain.batch import TokenLoss
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.scorers import Scorer
-from posttrain.config import OnlineSection, RLSection, SamplingSection
+from posttrain.config import OnlineSection
 from posttrain.data.pipeline import PromptBatches
 from posttrain.evaluation.rollouts import RolloutEvaluation, evaluate
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
-from posttrain.losses.router import RouterLoss
 from posttrain.mesh import row_shards
 from posttrain.metrics import Sample, Timer, tables, to_host
-from posttrain.rl.guards import NoRewardGuard, check_agreement, sampler_disagrees
+from posttrain.rl.metrics import NoRewardGuard, check_agreement, sampler_disagrees
 from posttrain.rl.reward_model import ModelReward
 from posttrain.rl.rewards import error_lines
 from posttrain.rl.sampler import Sampler
@@ -31,7 +30,6 @@ from posttrain.stages.context import HeldOut, StageRun, Training
 from posttrain.stages.engine import engine_metrics, make_engine, warm_up
 from posttrain.stages.prompts import RolloutInputs, check_cache
 from posttrain.tracking.console import console, printable
-from posttrain.train.optim import make_optimizer
 from posttrain.train.trainer import Trainer
 
 NUM_SHOWN = 6
@@ -55,7 +53,7 @@ class Rollouts:
     def eval_sampler(self) -> Sampler:
         """Sampler with the settings of held-out prompts."""
         assert self.inputs.eval_renderer is not None
-        return replace(self.sampler, renderer=self.inputs.eval_renderer, sampling=eval_sampling(self.inputs.section))
+        return replace(self.sampler, renderer=self.inputs.eval_renderer, sampling=self.inputs.section.held_out_sampling)
 
 
 def open_rollouts(
@@ -103,19 +101,8 @@ def prompt_batches(inputs: RolloutInputs, prompts_per_step: int, seed: int) -> P
 def make_policy_trainer(stage: StageRun, section: OnlineSection, loss: TokenLoss, terms: Terms = PLAIN) -> Trainer:
     """Trainer at the temperature of `sampling`, so that it trains the policy that samples."""
     check_cache(section, row_shards(stage.mesh))
-    return Trainer(
-        stage.load_model(),
-        loss,
-        make_optimizer(section.optimizer, section.steps),
-        temperature=section.sampling.temperature,
-        max_grad_norm=section.optimizer.max_grad_norm,
-        micro_batch_rows=section.micro_batch_rows or -(-section.step_rows // 8),
-        mesh=stage.mesh,
-        router_loss=RouterLoss(balance_coef=section.router.balance_coef, z_coef=section.router.z_coef),
-        correction_rate=section.router.correction_rate,
-        terms=terms,
-        refuse=sampler_disagrees,
-    )
+    model, temperature = stage.load_model(), section.sampling.temperature
+    return stage.make_trainer(section, model, loss, temperature=temperature, terms=terms, refuse=sampler_disagrees)
 
 
 def describe_steps(section: OnlineSection, inputs: RolloutInputs | None, compared: str = "") -> str:
@@ -166,14 +153,6 @@ def _evaluate(rollouts: Rollouts, distances: Distances | None) -> RolloutEvaluat
 def _print_errors(when: str, rewards: Rewards, groups_P: Sequence[Group]) -> None:
     for line in error_lines(rewards, groups_P):
         console().print(printable(f"{when}: {line}", console().encoding), markup=False, soft_wrap=True)
-
-
-def eval_sampling(section: OnlineSection) -> SamplingSection:
-    if section.eval_sampling is not None:
-        return section.eval_sampling
-    if isinstance(section, RLSection) and section.teachers:
-        return section.sampling
-    return section.sampling.model_copy(update={"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0})
 
 
 def step_samples(outcome: StepResult, group_size: int) -> list[Sample]:

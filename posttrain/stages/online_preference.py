@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from pathlib import Path
 
 from posttrain.config import OnlinePreferenceSection
 from posttrain.kernels.logits.chunk_stats import Terms
@@ -11,6 +10,7 @@ from posttrain.metrics import Timer
 from posttrain.rl.online_dpo import OnlineLoss, PairSettings, online_step
 from posttrain.runtime.run_async import run_async
 from posttrain.stages.context import StageRun
+from posttrain.stages.inputs import Prepared
 from posttrain.stages.online import (
     StepReport,
     describe_steps,
@@ -19,23 +19,22 @@ from posttrain.stages.online import (
     open_rollouts,
     prompt_batches,
 )
-from posttrain.stages.pairs import loss_name, shares_prompts
-from posttrain.stages.prepared import Prepared
+from posttrain.stages.pair_inputs import loss_name, shares_prompts
 from posttrain.stages.prompts import OnlinePreferenceInputs, check_rewards, online_loss, prepare_scored
 
 
 def prepare(section: OnlinePreferenceSection, prepared: Prepared) -> tuple[OnlinePreferenceInputs, list[str]]:
     """Load prompts, rewards and the loss. Also returns a note per dataset with dropped prompts."""
-    loss = online_loss(section, prepared.base_dir)
+    loss = online_loss(section)
     share = shares_prompts(section, loss.needs, prepared.config.model, mixture=prepared.mixture)
-    scored, notes = prepare_scored(section, prepared.require_tokenizer(), prepared.base_dir, None)
+    scored, notes = prepare_scored(section, prepared.tokenizer, None)
     return OnlinePreferenceInputs(loss=loss, share_prompts=share, **vars(scored)), notes
 
 
-def check_offline(section: OnlinePreferenceSection, base_dir: Path) -> None:
+def check_offline(section: OnlinePreferenceSection) -> None:
     """Check everything that needs neither tokenizer nor rows."""
-    check_rewards(section, base_dir)
-    online_loss(section, base_dir)
+    check_rewards(section)
+    online_loss(section)
 
 
 def describe(section: OnlinePreferenceSection, inputs: OnlinePreferenceInputs | None, shards: int) -> str:

@@ -10,75 +10,59 @@ from posttrain.batch import Batch
 from posttrain.cluster.reference_cache import check_scored, model_key, with_reference, with_reference_of_all
 from posttrain.cluster.scorers import Reference
 from posttrain.config import PreferenceSection
-from posttrain.data.pairs import ComparisonBatches, Units
 from posttrain.data.prefetch import Prefetch
+from posttrain.data.units import ComparisonBatches, Units
 from posttrain.evaluation.pairs import PairEvaluation, metrics_of, with_margins
-from posttrain.kernels.logits.chunk_stats import Terms
-from posttrain.losses.router import RouterLoss
-from posttrain.models.decoder import Decoder
 from posttrain.stages.context import HeldOut, StageRun
-from posttrain.stages.pairs import PairInputs
-from posttrain.train.optim import make_optimizer
+from posttrain.stages.pair_inputs import PairInputs
 from posttrain.train.trainer import Trainer
 
-AddReference = Callable[[Batch], Batch]
+CompleteBatch = Callable[[Batch], Batch]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairData:
+    """Units, and functions that complete a batch of them: with reference log-probabilities that the units lack."""
+
+    units: Units
+    eval_units: Units | None
+    complete: CompleteBatch
+    for_step: CompleteBatch
 
 
 def run(stage: StageRun, inputs: PairInputs) -> None:
     """Train a preference stage to its last step, resuming from its newest checkpoint."""
-    section = inputs.section
-    trainer = make_pair_trainer(stage, inputs, stage.load_model())
-    referenced = _referenced(stage, inputs, trainer)
-    eval_units = referenced.eval_units
-    batches = Prefetch(ComparisonBatches(referenced.units, seed=stage.seed))
-    dropped = {"data/dropped_ratio": inputs.dropped_ratio} if inputs.dropped_ratio else {}
+    trainer = stage.make_trainer(inputs.section, stage.load_model(), inputs.loss, terms=inputs.terms)
+    train_pairs(stage, inputs, trainer, _referenced(stage, inputs, trainer))
 
+
+def train_pairs(stage: StageRun, inputs: PairInputs, trainer: Trainer, data: PairData) -> None:
+    """Run all steps and evaluations of a stage on pairs or labelled answers, then save its model."""
+    batches = Prefetch(ComparisonBatches(data.units, seed=stage.seed))
+    dropped = {"data/dropped_ratio": inputs.dropped_ratio} if inputs.dropped_ratio else {}
     held_out = None
-    if eval_units is not None:
-        held_out = HeldOut(
-            evaluate=PairEvaluation(trainer, inputs.loss, eval_units, referenced.complete), metrics=metrics_of
-        )
-    with batches, stage.training(trainer, batches, section, held_out) as training:
+    if data.eval_units is not None:
+        evaluation = PairEvaluation(trainer, inputs.loss, data.eval_units, data.complete)
+        held_out = HeldOut(evaluate=evaluation, metrics=metrics_of)
+    with batches, stage.training(trainer, batches, inputs.section, held_out) as training:
         for _ in training:
-            metrics = trainer.step(referenced.for_step(next(batches)))
+            metrics = trainer.step(data.for_step(next(batches)))
             training.log({**with_margins(metrics), **dropped, **batches.metrics()})
 
 
-def make_pair_trainer(stage: StageRun, inputs: PairInputs, model: Decoder) -> Trainer:
-    section = inputs.section
-    return Trainer(
-        model,
-        inputs.loss,
-        make_optimizer(section.optimizer, section.steps),
-        temperature=1.0,
-        max_grad_norm=section.optimizer.max_grad_norm,
-        micro_batch_rows=section.micro_batch_rows,
-        mesh=stage.mesh,
-        router_loss=RouterLoss(balance_coef=section.router.balance_coef, z_coef=section.router.z_coef),
-        correction_rate=section.router.correction_rate,
-        dropout_seed=stage.seed,
-        terms=Terms(squares=inputs.loss.needs.squares),
-    )
+def plain_data(inputs: PairInputs) -> PairData:
+    """Data of a loss without a reference."""
+    return PairData(units=inputs.units, eval_units=inputs.eval_units, complete=_unchanged, for_step=_unchanged)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Referenced:
-    """Units, and a function that adds reference log-probabilities to a batch unless the units include them."""
-
-    units: Units
-    eval_units: Units | None
-    complete: AddReference
-    for_step: AddReference
-
-
-def _referenced(stage: StageRun, inputs: PairInputs, trainer: Trainer) -> _Referenced:
+def _referenced(stage: StageRun, inputs: PairInputs, trainer: Trainer) -> PairData:
     section, units, eval_units = inputs.section, inputs.units, inputs.eval_units
     assert isinstance(section, PreferenceSection)
     if not inputs.loss.needs.reference:
-        return _Referenced(units=units, eval_units=eval_units, complete=_as_it_is, for_step=_as_it_is)
+        return plain_data(inputs)
     if section.reference == "live":
         reference = Reference(trainer)
-        return _Referenced(units=units, eval_units=eval_units, complete=reference.added_to, for_step=reference.for_step)
+        return PairData(units=units, eval_units=eval_units, complete=reference.added_to, for_step=reference.for_step)
     key = model_key(
         trainer,
         stage.origin.parts,
@@ -89,8 +73,8 @@ def _referenced(stage: StageRun, inputs: PairInputs, trainer: Trainer) -> _Refer
     )
     known = with_reference(units, trainer, key, seed=stage.seed, num_steps=section.steps)
     held_out = None if eval_units is None else with_reference_of_all(eval_units, trainer, key)
-    return _Referenced(units=known, eval_units=held_out, complete=check_scored, for_step=check_scored)
+    return PairData(units=known, eval_units=held_out, complete=check_scored, for_step=check_scored)
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _unchanged(batch: Batch) -> Batch:
     return batch

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from posttrain.config import (
     DatasetSection,
     DistillSection,
-    ModelSection,
+    Locator,
     OnlinePreferenceSection,
     OnlineSection,
     RLSection,
@@ -25,11 +24,10 @@ from posttrain.data.sources import Rows, each_row
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.distill.teachers import TeacherSource
 from posttrain.errors import ConfigError
-from posttrain.losses.importance import ImportanceSampling
+from posttrain.losses.policy import ImportanceSampling
 from posttrain.losses.preference import KINDS
 from posttrain.models.heads import CLASSIFIER
-from posttrain.rl.advantages import given_advantage
-from posttrain.rl.algorithms import Algorithm, make_algorithm
+from posttrain.rl.algorithms import Algorithm, given_advantage, make_algorithm
 from posttrain.rl.assemble import Shares
 from posttrain.rl.reward_model import ModelReward
 from posttrain.rl.rewards import Reward, Rubric, missing_arguments
@@ -38,10 +36,10 @@ from posttrain.rl.teachers import shares_of
 from posttrain.rl.types import Example
 from posttrain.rollout.blocks import BLOCK, least_cache
 from posttrain.stages.engine import EngineFactory, engine_of
-from posttrain.stages.inputs import callable_of, resolve_spec, rows_and_renderer
-from posttrain.stages.pairs import PREFERENCE_LOSSES, make_loss
+from posttrain.stages.inputs import callable_of, rows_and_renderer
+from posttrain.stages.pair_inputs import PREFERENCE_LOSSES, make_loss
 from posttrain.user_code import describe_error
-from posttrain.weights.locate import local_or_hub, read_model_config
+from posttrain.weights.locate import read_model_files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +57,11 @@ class RolloutInputs:
     max_prompt_tokens: int
     make_engine: EngineFactory | None
     """Factory of the rollout engine. None: the built-in one."""
+
+    @property
+    def epoch_sources(self) -> int:
+        """Number of prompts; online stages have `num_steps`."""
+        return len(self.examples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +84,7 @@ class OnlinePreferenceInputs(RolloutInputs):
 
 
 def prepare_scored(
-    section: OnlineSection, tokenizer: Tokenizer, base_dir: Path, shares: Shares | None
+    section: OnlineSection, tokenizer: Tokenizer, shares: Shares | None
 ) -> tuple[RolloutInputs, list[str]]:
     """Load prompts and rewards. Also returns a note per dataset with dropped prompts."""
     refuse_completions(section)
@@ -90,14 +93,14 @@ def prepare_scored(
     limit = section.max_prompt_tokens or room - answer
     if limit + answer > room:
         raise ConfigError(f"max_prompt_tokens={limit} + sampling.max_tokens={answer} must fit {_room(section, room)}")
-    rubric = rubric_of(section, base_dir)
-    rows, renderer = rows_and_renderer(section.dataset, tokenizer, base_dir)
+    rubric = rubric_of(section)
+    rows, renderer = rows_and_renderer(section.dataset, tokenizer)
     _check_columns(rubric, rows.columns)
     examples, notes = examples_of(rows, section.dataset, renderer, limit, rubric, shares, section.overlong)
     eval_examples: list[Example] = []
     eval_renderer = None
     if section.eval_dataset is not None:
-        eval_rows, eval_renderer = rows_and_renderer(section.eval_dataset, tokenizer, base_dir)
+        eval_rows, eval_renderer = rows_and_renderer(section.eval_dataset, tokenizer)
         _check_columns(rubric, eval_rows.columns)
         eval_examples, more = examples_of(
             eval_rows, section.eval_dataset, eval_renderer, limit, rubric, shares, section.overlong
@@ -112,15 +115,15 @@ def prepare_scored(
         eval_examples=eval_examples,
         rubric=rubric,
         max_prompt_tokens=limit,
-        make_engine=engine_of(section.rollout, base_dir),
+        make_engine=engine_of(section.rollout),
     )
     return scored, notes
 
 
-def online_loss(section: OnlinePreferenceSection, base_dir: Path) -> Any:
+def online_loss(section: OnlinePreferenceSection) -> Any:
     """Make the loss. ConfigError for a loss that does not compare pairs with a reference, or needs values that samples
     lack."""
-    loss = make_loss(section.loss, PREFERENCE_LOSSES, lambda spec: callable_of(spec, "loss", base_dir))
+    loss = make_loss(section.loss, PREFERENCE_LOSSES, lambda spec: callable_of(spec, "loss"))
     needs = loss.needs
     if needs.rows != "pairs" or not needs.reference or needs.prompts or needs.margins:
         raise ConfigError(
@@ -143,28 +146,22 @@ class PromptInputs:
 
 
 def prepare_prompts(
-    section: DistillSection,
-    source: tuple[Rows, Renderer],
-    held_out: tuple[Rows, Renderer] | None,
-    tokenizer: Tokenizer,
-    base_dir: Path,
+    section: DistillSection, sources: Sequence[tuple[DatasetSection, Rows, Renderer]], tokenizer: Tokenizer
 ) -> tuple[PromptInputs, list[str]]:
-    """Load the prompts. Also returns a note per dataset with dropped prompts; prompts are never truncated."""
+    """Read the prompts of the training dataset and of the evaluation dataset, which is the last one. Also returns a
+    note per dataset with dropped prompts; prompts are never truncated."""
     assert section.sampling is not None
     check_token_ids({"sampling": section.sampling}, tokenizer)
     limit, shares = section.row_tokens - section.sampling.max_tokens, shares_of(section)
     overlong: Literal["drop", "error"] = "drop" if section.overlong == "drop" else "error"
     found = [
-        ([], [])
-        if data is None or one is None
-        else examples_of(one[0], data, one[1], limit, Rubric([]), shares, overlong)
-        for data, one in ((section.dataset, source), (section.eval_dataset, held_out))
+        examples_of(rows, dataset, renderer, limit, Rubric([]), shares, overlong) for dataset, rows, renderer in sources
     ]
     inputs = PromptInputs(
         examples=found[0][0],
-        eval_examples=found[1][0],
+        eval_examples=[] if section.eval_dataset is None else found[-1][0],
         max_tokens=limit,
-        make_engine=engine_of(section.rollout, base_dir),
+        make_engine=engine_of(section.rollout),
     )
     return inputs, [note for _, notes in found for note in notes]
 
@@ -238,7 +235,7 @@ def check_cache(section: OnlineSection | DistillSection, row_shards: int) -> Non
     """Check the KV cache size. ConfigError if `cache_tokens` cannot hold a sequence in each of the `row_shards`
     parts."""
     given = section.rollout.cache_tokens
-    longest = section.sequence_tokens if isinstance(section, OnlineSection) else section.row_tokens
+    longest = section.sequence_tokens
     if given is not None and given < (least := row_shards * least_cache(longest)):
         parts = f", in each of {row_shards} parts of the mesh" if row_shards > 1 else ""
         raise ConfigError(
@@ -252,10 +249,10 @@ def _room(section: OnlineSection | DistillSection, tokens: int) -> str:
     return f"{'' if tokens == section.row_tokens else 'half of '}row_tokens={section.row_tokens}"
 
 
-def check_rewards(section: OnlineSection, base_dir: Path) -> None:
+def check_rewards(section: OnlineSection) -> None:
     """Check the rewards and columns of an online stage without its rows."""
     refuse_completions(section)
-    rubric_of(section, base_dir)
+    rubric_of(section)
 
 
 def refuse_completions(section: OnlineSection) -> None:
@@ -273,19 +270,19 @@ def _check_columns(rubric: Rubric, columns: Sequence[str]) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def rubric_of(section: OnlineSection, base_dir: Path) -> Rubric:
+def rubric_of(section: OnlineSection) -> Rubric:
     """Make the rubric of a stage. Functions given by name run in child processes, which are not started yet."""
     rewards: list[Reward] = []
     for item in section.rewards:
         if item.model is not None:
             number = sum(reward.name.startswith(MODEL_REWARD) for reward in rewards)
             name = item.name or (f"{MODEL_REWARD}_{number + 1}" if number else MODEL_REWARD)
-            function: Any = ModelReward(_classifier(item.model, base_dir), item.reduce, name)
+            function: Any = ModelReward(_classifier(item.model), item.reduce, name)
         else:
-            function = callable_of(item.fn, "rewards.fn", base_dir) if isinstance(item.fn, str) else item.fn
+            function = callable_of(item.fn, "rewards.fn") if isinstance(item.fn, Locator) else item.fn
         if not callable(function):
             raise ConfigError(f"rewards.fn={item.fn!r} is not a function; set file.py:function")
-        isolated = isinstance(item.fn, str) and item.isolate != "thread"
+        isolated = isinstance(item.fn, Locator) and item.isolate != "thread"
         rewards.append(
             Reward(
                 function=function,
@@ -294,21 +291,21 @@ def rubric_of(section: OnlineSection, base_dir: Path) -> Rubric:
                 name=item.name or "",
                 timeout_s=None if item.fn is None else item.timeout_s,
                 on_error=item.on_error,
-                isolated=(resolve_spec(item.fn, base_dir), str(base_dir.resolve())) if isolated else None,
+                isolated=(item.fn.object, str(item.fn.folder.resolve())) if isolated else None,
             )
         )
     return Rubric(rewards)
 
 
-def _classifier(path: str, base_dir: Path) -> str:
+def _classifier(path: Locator) -> str:
     """Resolve the folder or hub id of a reward model. ConfigError for another model."""
-    model = read_model_config(ModelSection(path=path), base_dir, vocab_size=None)
-    if model is not None and not model.scalar_head:
+    files = read_model_files(path.resolved)
+    if files.config is not None and not files.config.scalar_head:
         raise ConfigError(
             f"rewards.model: {path} is no reward model; set a {CLASSIFIER} with one label, such as the model that a "
             "stage of kind reward_model leaves"
         )
-    return local_or_hub(path, base_dir)
+    return path.resolved
 
 
 def _probe(advantage: Callable[..., Any], name: str, group_size: int) -> None:
@@ -335,10 +332,10 @@ def _probe(advantage: Callable[..., Any], name: str, group_size: int) -> None:
             )
 
 
-def algorithm_of(section: RLSection, base_dir: Path) -> Algorithm:
+def algorithm_of(section: RLSection) -> Algorithm:
     advantage = None
     if section.advantage is not None:
-        given = callable_of(section.advantage, "advantage", base_dir)
+        given = callable_of(section.advantage, "advantage")
         _probe(given, section.advantage, section.group_size)
         advantage = given_advantage(given, section.advantage)
     return make_algorithm(

@@ -6,19 +6,18 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from posttrain.cluster.scorers import FrozenModel, Scorer
 from posttrain.config import RLSection
 from posttrain.distill.teachers import OutsideTeacher, TeacherSource, find_teachers, load_teacher, outside_teacher
 from posttrain.metrics import Timer
-from posttrain.rl.partial import OversampledPrompts
-from posttrain.rl.sampler import resumable
+from posttrain.rl.sampler import OversampledPrompts, resumable
 from posttrain.rl.step import StepSettings, rl_step
 from posttrain.rl.teachers import TeacherKL, distances, shares_of
 from posttrain.rollout.types import RolloutEngine
 from posttrain.runtime.run_async import run_async
 from posttrain.stages.context import StageRun
+from posttrain.stages.inputs import Prepared
 from posttrain.stages.online import (
     Distances,
     StepReport,
@@ -28,24 +27,23 @@ from posttrain.stages.online import (
     open_rollouts,
     prompt_batches,
 )
-from posttrain.stages.prepared import Prepared
 from posttrain.stages.prompts import RLInputs, algorithm_of, check_rewards, prepare_scored
 
 
 def prepare(section: RLSection, prepared: Prepared) -> tuple[RLInputs, list[str]]:
     """Load prompts, rewards and teachers. Also returns notes."""
-    tokenizer, base_dir = prepared.require_tokenizer(), prepared.base_dir
-    teachers, notes = find_teachers(section, tokenizer, base_dir)
-    scored, more = prepare_scored(section, tokenizer, base_dir, shares_of(section))
-    algorithm = algorithm_of(section, base_dir)
+    tokenizer = prepared.tokenizer
+    teachers, notes = find_teachers(section, tokenizer)
+    scored, more = prepare_scored(section, tokenizer, shares_of(section))
+    algorithm = algorithm_of(section)
     return RLInputs(algorithm=algorithm, teachers=teachers, **vars(scored)), [*notes, *more]
 
 
-def check_offline(section: RLSection, base_dir: Path) -> None:
+def check_offline(section: RLSection) -> None:
     """Check everything that needs neither tokenizer nor rows."""
-    check_rewards(section, base_dir)
-    algorithm_of(section, base_dir)
-    find_teachers(section, None, base_dir)
+    check_rewards(section)
+    algorithm_of(section)
+    find_teachers(section, None)
 
 
 def describe(section: RLSection, inputs: RLInputs | None, shards: int) -> str:
@@ -111,12 +109,11 @@ def _load_teachers(stage: StageRun, inputs: RLInputs) -> list[OutsideTeacher]:
     """Load teachers on the student's mesh, on their own mesh or at their servers; they score samples before the
     update."""
     section, temperature = inputs.section, inputs.section.sampling.temperature
-    rows = section.micro_batch_rows or -(-section.step_rows // 8)
 
     def load(source: TeacherSource) -> OutsideTeacher:
         if source.section.outside:
             return outside_teacher(source, stage.model, stage.tokenizer, section, temperature)
         model = load_teacher(source, stage.model, stage.tokenizer, stage.mesh)
-        return FrozenModel(model, stage.mesh, temperature=temperature, rows=rows)
+        return FrozenModel(model, stage.mesh, temperature=temperature, rows=section.pass_rows)
 
     return [load(source) for source in inputs.teachers]

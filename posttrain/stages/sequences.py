@@ -1,36 +1,32 @@
-"""Inputs of SFT and distillation stages besides weights: rows, a loss, teachers."""
+"""Common parts of SFT and distillation stages: rows and their checks, the training loop, held-out evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from posttrain.batch import TokenLoss
-from posttrain.config import DatasetSection, DistillSection, SFTSection
+from posttrain.config import DatasetSection, DistillSection, SequenceSection, SFTSection
 from posttrain.data.chat import Renderer
-from posttrain.data.pipeline import require_one, row_tokenizer
+from posttrain.data.pipeline import RowTargets, SFTBatches, require_one, row_tokenizer
+from posttrain.data.prefetch import MeasuredStream
 from posttrain.data.sources import Rows, checked_rows, each_row
 from posttrain.distill.cross_tokenizer.rows import Aligner
-from posttrain.distill.cross_tokenizer.teachers import make_aligners
-from posttrain.distill.features import distill_loss
 from posttrain.distill.targets import TeacherTargets
-from posttrain.distill.teachers import TeacherSource, find_teachers
-from posttrain.errors import ConfigError, did_you_mean
-from posttrain.losses.sft import DFTLoss, SFTLoss
-from posttrain.stages.inputs import callable_of, describe_rows, rows_and_renderer
-from posttrain.stages.prepared import Prepared
-from posttrain.stages.prompts import PromptInputs, prepare_prompts
-from posttrain.user_code import describe_error, is_object_spec
-
-SFT_LOSSES: dict[str, Callable[[], TokenLoss]] = {"nll": SFTLoss, "dft": DFTLoss}
+from posttrain.distill.teachers import TeacherSource
+from posttrain.evaluation.sequences import Record, difference, evaluate, metrics_of, with_perplexities
+from posttrain.metrics import Metrics
+from posttrain.stages.context import HeldOut, StageRun
+from posttrain.stages.inputs import EpochSource, Prepared, describe_rows, rows_and_renderer
+from posttrain.stages.prompts import PromptInputs
+from posttrain.train.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceInputs:
     """Inputs of stages that train on given sequences."""
 
-    section: SFTSection | DistillSection
+    section: SequenceSection
     renderer: Renderer
     rows: Rows
     dropped_ratio: float
@@ -40,62 +36,74 @@ class SequenceInputs:
     loss: TokenLoss
     mixed: Sequence[tuple[Rows, Renderer]]
     """Rows and renderers of the datasets in `section.mix`."""
+
+    @property
+    def epoch_sources(self) -> Sequence[EpochSource] | int:
+        """Datasets over which `num_epochs` passes."""
+        data = zip(self.section.datasets, [(self.rows, self.renderer), *self.mixed], strict=True)
+        return [EpochSource(one, rows, len(rows), row_tokenizer(self.section, one, rows, r)) for one, (rows, r) in data]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTInputs(SequenceInputs):
+    """Inputs of SFT stages."""
+
+    section: SFTSection
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillInputs(SequenceInputs):
+    """Inputs of distillation stages."""
+
+    section: DistillSection
     teachers: Sequence[TeacherSource]
     aligners: Mapping[int, Aligner] = field(default_factory=dict)
     """Aligners of teachers with another tokenizer, by teacher number."""
     prompts: PromptInputs | None = None
     """Prompts for on-policy samples of the student."""
 
+    @property
+    def epoch_sources(self) -> Sequence[EpochSource] | int:
+        """Datasets over which `num_epochs` passes, or the number of prompts, each with a row for its sample."""
+        return super().epoch_sources if self.prompts is None else len(self.prompts.examples)
 
-def prepare(section: SFTSection | DistillSection, prepared: Prepared) -> tuple[SequenceInputs, list[str]]:
-    """Load rows, loss and teachers. Also returns notes about dropped rows and teachers."""
-    tokenizer, base_dir = prepared.require_tokenizer(), prepared.base_dir
-    loss = sequence_loss(section, base_dir)
-    teachers: list[TeacherSource] = []
+
+def prepare_sequences(
+    section: SequenceSection,
+    prepared: Prepared,
+    loss: TokenLoss,
+    *,
+    targets: RowTargets | None = None,
+    has_completions: bool = True,
+) -> tuple[SequenceInputs, list[str]]:
+    """Load rows. Also returns notes about dropped rows.
+
+    `targets`: teacher targets of the rows. `has_completions`: whether rows are trained on, instead of being prompts.
+    """
     notes: list[str] = []
-    if isinstance(section, DistillSection):
-        teachers, notes = find_teachers(section, tokenizer, base_dir)
-    given = not (isinstance(section, DistillSection) and section.on_policy == 1)
     sources, dropped = [], []
     for dataset in section.all_datasets:
-        sources.append(rows_and_renderer(dataset, tokenizer, base_dir))
-        ratio, more = _check_sequences(section, dataset, *sources[-1]) if given else (0.0, [])
+        sources.append(rows_and_renderer(dataset, prepared.tokenizer))
+        ratio, more = _check_sequences(section, dataset, *sources[-1], targets) if has_completions else (0.0, [])
         dropped.append(ratio)
         notes += more
     num_trained = len(section.datasets)
     (rows, renderer), *mixed = sources[:num_trained]
-    held_out = None if section.eval_dataset is None else sources[-1]
-    aligners: dict[int, Aligner] = {}
-    prompts = None
-    if isinstance(section, DistillSection):
-        data = [(dataset, *source) for dataset, source in zip(section.all_datasets, sources, strict=True)]
-        aligners, more = make_aligners(section, teachers, data, tokenizer)
-        notes += more
-        if section.on_policy:
-            prompts, more = prepare_prompts(section, (rows, renderer), held_out, tokenizer, base_dir)
-            notes += more
+    eval_rows, eval_renderer = (None, None) if section.eval_dataset is None else sources[-1]
     inputs = SequenceInputs(
         section=section,
         renderer=renderer,
         rows=rows,
         dropped_ratio=_mean(dropped[:num_trained], [dataset.weight for dataset in section.datasets]),
-        eval_renderer=None if held_out is None else held_out[1],
-        eval_rows=None if held_out is None else held_out[0],
+        eval_renderer=eval_renderer,
+        eval_rows=eval_rows,
         loss=loss,
         mixed=mixed,
-        teachers=teachers,
-        aligners=aligners,
-        prompts=prompts,
     )
     return inputs, notes
 
 
-def check_offline(section: SFTSection | DistillSection, base_dir: Path) -> None:
-    """Check everything that needs neither tokenizer nor rows."""
-    sequence_loss(section, base_dir)
-
-
-def describe(section: SFTSection | DistillSection, inputs: SequenceInputs | None, shards: int) -> str:
+def describe_sequences(section: SequenceSection, inputs: SequenceInputs | None, shards: int) -> str:
     """Summarise the stage in one line."""
     rows = ""
     if inputs is not None:
@@ -108,15 +116,12 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def _check_sequences(
-    section: SFTSection | DistillSection, dataset: DatasetSection, rows: Rows, renderer: Renderer
+    section: SequenceSection, dataset: DatasetSection, rows: Rows, renderer: Renderer, targets: RowTargets | None
 ) -> tuple[float, list[str]]:
     """Tokenise the rows of `checked_rows` as in training, to find mistakes early.
 
     Returns the share of dropped rows, and a note about them.
     """
-    targets = None
-    if isinstance(section, DistillSection):
-        targets = TeacherTargets([teacher.title for teacher in section.teachers], section.teacher_column, None)
     tokenize = row_tokenizer(section, dataset, rows, renderer, targets)
     chosen = checked_rows(len(rows))
     dropped = [made is None for made in each_row(rows, chosen, "rows", tokenize)].count(True)
@@ -130,29 +135,34 @@ def _check_sequences(
     return dropped / len(chosen), [note] if dropped else []
 
 
-def sequence_loss(section: SFTSection | DistillSection, base_dir: Path) -> TokenLoss:
-    if isinstance(section, DistillSection):
-        return distill_loss(section)
-    if section.label_smoothing:
-        return SFTLoss(section.label_smoothing)
-    if section.loss in SFT_LOSSES:
-        return SFT_LOSSES[section.loss]()
-    if is_object_spec(section.loss):
-        return _own_loss(section.loss, base_dir)
-    raise ConfigError(
-        f"loss: {section.loss!r} is unknown{did_you_mean(section.loss, SFT_LOSSES)}; "
-        f"there are {', '.join(SFT_LOSSES)}, or name your own as module:Class"
-    )
+def evaluate_held_out(trainer: Trainer, inputs: SequenceInputs, targets: TeacherTargets | None) -> Record:
+    """Evaluate the stage's held-out rows."""
+    assert inputs.eval_rows is not None and inputs.eval_renderer is not None
+    return evaluate(trainer, inputs.section, inputs.eval_rows, inputs.eval_renderer, targets)
 
 
-def _own_loss(spec: str, base_dir: Path) -> TokenLoss:
-    made = callable_of(spec, "loss", base_dir)
-    if not isinstance(made, type):
-        raise ConfigError(f"loss: {spec} is a {type(made).__name__}; set a class whose objects take (stats, batch)")
-    try:
-        loss = made()
-    except Exception as error:
-        raise ConfigError(f"loss: {spec}() raised {describe_error(error)}; it is made without arguments") from error
-    if not callable(loss):
-        raise ConfigError(f"loss: {spec} has no __call__(stats, batch)")
-    return loss
+def sequences_of(stage: StageRun, inputs: SequenceInputs, targets: TeacherTargets | None) -> SFTBatches:
+    section = inputs.section
+    return SFTBatches(section, inputs.rows, inputs.renderer, seed=stage.seed, mixed=inputs.mixed, targets=targets)
+
+
+def train_batches(
+    stage: StageRun,
+    inputs: SequenceInputs,
+    trainer: Trainer,
+    batches: MeasuredStream,
+    evaluate_all: Callable[[], Record],
+    seen: Callable[[Metrics], Mapping[str, float]] | None = None,
+) -> None:
+    """Run all steps and evaluations of a stage, then save its model. `seen`: additional metrics of a step."""
+    section = inputs.section
+    # With overlong=error, a row that does not fit is an error before the first step.
+    dropped = {} if section.overlong == "error" else {"data/dropped_ratio": inputs.dropped_ratio}
+    held_out = None
+    if section.eval_dataset is not None:
+        held_out = HeldOut(evaluate=evaluate_all, metrics=metrics_of, difference=difference)
+    with stage.training(trainer, batches, section, held_out) as training:
+        for _ in training:
+            metrics = trainer.step(next(batches))
+            sampled = {} if seen is None else seen(metrics)
+            training.log({**with_perplexities(metrics), **dropped, **batches.metrics(), **sampled})

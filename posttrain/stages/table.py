@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from posttrain.batch import rows_per_pass
@@ -22,9 +21,9 @@ from posttrain.config import (
 )
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
-from posttrain.stages import distill, online_preference, pairs, preference, reward_model, rl, sequences, sft
+from posttrain.stages import distill, online_preference, pair_inputs, preference, reward_model, rl, sft
 from posttrain.stages.context import StageRun
-from posttrain.stages.prepared import Inputs, Prepared
+from posttrain.stages.inputs import Inputs, Prepared
 
 ROW_DEVICES = " x ".join(f"mesh.{axis}" for axis in ROW_AXES)
 
@@ -36,7 +35,7 @@ class StageKind:
     section: type[TrainSection]
     prepare: Callable[[Any, Prepared], tuple[Inputs, list[str]]]
     """Load and check all inputs besides weights; also returns notes. ConfigError for the first mistake."""
-    check_offline: Callable[[Any, Path], None]
+    check_offline: Callable[[Any], None]
     """Check everything that needs neither tokenizer nor rows."""
     describe: Callable[[Any, Any, int], str]
     """Summarise section and inputs (None: not loaded) in one line, for a number of row shards."""
@@ -49,9 +48,9 @@ class StageKind:
 STAGES: Mapping[str, StageKind] = {
     "sft": StageKind(
         section=SFTSection,
-        prepare=sequences.prepare,
-        check_offline=sequences.check_offline,
-        describe=sequences.describe,
+        prepare=sft.prepare,
+        check_offline=sft.check_offline,
+        describe=sft.describe,
         run=sft.run,
     ),
     "distill": StageKind(
@@ -63,16 +62,16 @@ STAGES: Mapping[str, StageKind] = {
     ),
     "preference": StageKind(
         section=PreferenceSection,
-        prepare=pairs.prepare,
-        check_offline=pairs.check_offline,
-        describe=pairs.describe,
+        prepare=pair_inputs.prepare,
+        check_offline=pair_inputs.check_offline,
+        describe=pair_inputs.describe,
         run=preference.run,
     ),
     "reward_model": StageKind(
         section=RewardModelSection,
-        prepare=pairs.prepare,
-        check_offline=pairs.check_offline,
-        describe=pairs.describe,
+        prepare=pair_inputs.prepare,
+        check_offline=pair_inputs.check_offline,
+        describe=pair_inputs.describe,
         run=reward_model.run,
         load_model=reward_model.load_reward_model,
     ),

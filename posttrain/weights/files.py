@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from posttrain.config.yaml_file import did_you_mean_path
+from posttrain.config import Locator
 from posttrain.errors import ConfigError
 from posttrain.models.config import AttentionConfig, ModelConfig
 from posttrain.models.names import LAYER, CheckpointTensor, Names
@@ -47,7 +47,7 @@ def find_folder(path: str | Path) -> Path:
     if folder.exists():
         raise ConfigError(f"model {path}: is a file; give the folder with config.json")
     if isinstance(path, Path) or path.startswith(("/", ".", "~")) or path.count("/") > 1:
-        raise ConfigError(f"model {path}: no such folder{did_you_mean_path(str(path))}")
+        raise ConfigError(f"model {path}: no such folder{Locator(str(path)).suggestion}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -57,7 +57,7 @@ def find_folder(path: str | Path) -> Path:
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(
             f"model {path}: not a local folder, and the Hugging Face hub did not provide it ({reason}); give an "
-            f"existing folder, or check the id and the network{did_you_mean_path(path)}"
+            f"existing folder, or check the id and the network{Locator(path).suggestion}"
         ) from error
 
 

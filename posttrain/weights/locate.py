@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import ModelSection
-from posttrain.config.yaml_file import did_you_mean_path, find_path, resolve_path
+from posttrain.config import Locator, ModelSection
 from posttrain.data.sources import FILE_SUFFIXES
+from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models import hf
 from posttrain.models.config import ModelConfig
@@ -27,18 +27,68 @@ RANDOM_WEIGHTS = "model.init"
 """Origin name of a model with random initial weights."""
 
 
-def local_or_hub(name: str, base_dir: Path) -> str:
-    """Resolve a local folder relative to `base_dir`; return a hub id unchanged."""
-    found = None if is_hub_id(name) and not path_exists(name, base_dir) else resolve_path(name, base_dir)
-    return name if found is None else str(found)
+@dataclass(frozen=True, kw_only=True)
+class ModelFiles:
+    """Description of a model without its weights, read once per run and passed on."""
+
+    path: str | None
+    """Absolute folder in Hugging Face layout, or hub id; None: random weights."""
+    hf_json: Mapping[str, Any] | None
+    """Fields of its `config.json`; None if it is on the hub and the hub is unreachable."""
+    config: ModelConfig | None
+    """Configuration; None like `hf_json`, or if it depends on a tokenizer that is not there."""
+    tokenizer: Tokenizer | None = None
+    """Tokenizer; None if it is not needed, or on the hub and the hub is unreachable."""
+
+    @property
+    def local(self) -> Path | None:
+        """Absolute folder; None for a hub id and for random weights."""
+        return None if self.path is None or not Path(self.path).is_dir() else Path(self.path)
+
+    @property
+    def wrapper(self) -> hf.Wrapper | None:
+        """Multimodal wrapper of the text model, if any."""
+        return None if self.hf_json is None else hf.text_part(self.hf_json)[1]
 
 
-def path_exists(name: str, base_dir: Path) -> bool:
+def read_model_files(path: str, *, long_context: bool = False) -> ModelFiles:
+    """Read `config.json` of a folder or hub id. Raises ConfigError that begins with `model.path`."""
+    file = _config_file(path)
+    if file is None:
+        return ModelFiles(path=path, hf_json=None, config=None)
     try:
-        resolve_path(name, base_dir)
-    except ConfigError:
-        return False
-    return True
+        fields = read_json(file)
+    except ConfigError as error:
+        raise ConfigError(f"model.path: {error}") from error
+    try:
+        config = hf.config_from_hf(fields, long_context=long_context)
+    except hf.NoLongContext as error:
+        raise ConfigError(f"model.{error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"model.path: {file}: {error}") from error
+    return ModelFiles(path=path, hf_json=fields, config=config)
+
+
+def trained_model_files(section: ModelSection, tokenizer: Tokenizer | None) -> ModelFiles:
+    """Describe the run's model, and register its family if it has its own file. Raises ConfigError.
+
+    `tokenizer`: its size is the default vocabulary of `init`.
+    """
+    add_family(section)
+    if section.path is not None:
+        try:
+            path = section.path.resolved
+        except ConfigError as error:
+            raise ConfigError(f"model.path: {error}") from error
+        return replace(read_model_files(path, long_context=section.long_context), tokenizer=tokenizer)
+    assert section.init is not None
+    if tokenizer is None and "vocab_size" not in section.init:
+        return ModelFiles(path=None, hf_json=section.init, config=None)
+    fields = section.init if tokenizer is None else {"vocab_size": tokenizer.vocab_size, **section.init}
+    try:
+        return ModelFiles(path=None, hf_json=fields, config=hf.config_from_init(fields), tokenizer=tokenizer)
+    except ConfigError as error:
+        raise ConfigError(f"model.init: {error}") from error
 
 
 def unreachable(name: str) -> bool:
@@ -48,7 +98,7 @@ def unreachable(name: str) -> bool:
     return not local and is_hub_id(name) and not hub_is_reachable()
 
 
-def refuse_misspelt(field: str, name: str, base_dir: Path) -> None:
+def refuse_misspelt(field: str, name: Locator) -> None:
     """Raises ConfigError for a hub id that looks like a misspelt local path, when the hub is unreachable.
 
     That is: the path's parent folder exists, or a similar name does. Ids in the local hub cache are accepted.
@@ -56,9 +106,9 @@ def refuse_misspelt(field: str, name: str, base_dir: Path) -> None:
     import datasets
     from huggingface_hub import constants
 
-    near = did_you_mean_path(name, base_dir)
+    near = name.suggestion
     parent = Path(name).parent
-    if not near and (parent == Path() or find_path(str(parent), base_dir) is None):
+    if not near and (parent == Path() or name.beside(str(parent)).found is None):
         return
     kept = [Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}" for kind in ("model", "dataset")] + [
         Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
@@ -67,59 +117,24 @@ def refuse_misspelt(field: str, name: str, base_dir: Path) -> None:
         raise ConfigError(f"{field}: {name} is not a local file or folder, and the hub is unreachable{near}")
 
 
-def tokenizer_name(section: ModelSection, base_dir: Path) -> str:
+def tokenizer_name(section: ModelSection) -> str:
+    """Absolute folder or hub id of the tokenizer, or `bytes`."""
     name = section.tokenizer or section.path
     assert name is not None
     try:
-        return name if name == "bytes" else local_or_hub(name, base_dir)
+        return "bytes" if name == "bytes" else name.resolved
     except ConfigError as error:
         raise ConfigError(f"model.{'path' if section.tokenizer is None else 'tokenizer'}: {error}") from error
 
 
-def read_model_config(section: ModelSection, base_dir: Path, *, vocab_size: int | None) -> ModelConfig | None:
-    """Read the run's model configuration; None if it is on the hub and the hub is unreachable.
-
-    `vocab_size`: of the tokenizer, for `init` without one. Registers the family if it has its own file. Raises
-    ConfigError.
-    """
-    add_family(section, base_dir)
-    if section.init is not None:
-        fields = section.init if vocab_size is None else {"vocab_size": vocab_size, **section.init}
-        try:
-            return hf.config_from_init(fields)
-        except ConfigError as error:
-            raise ConfigError(f"model.init: {error}") from error
-    assert section.path is not None
-    file = _config_file(local_or_hub(section.path, base_dir))
-    if file is None:
-        return None
-    try:
-        fields = read_json(file)
-    except ConfigError as error:
-        raise ConfigError(f"model.path: {error}") from error
-    try:
-        return hf.config_from_hf(fields, long_context=section.long_context)
-    except hf.NoLongContext as error:
-        raise ConfigError(f"model.{error}") from error
-    except ConfigError as error:
-        raise ConfigError(f"model.path: {file}: {error}") from error
-
-
-def add_family(section: ModelSection, base_dir: Path) -> None:
+def add_family(section: ModelSection) -> None:
     """Register the model's family from `model.family`, if set."""
     if section.family is None:
         return
     try:
-        hf.add_family(resolve_path(section.family, base_dir))
+        hf.add_family(section.family.file)
     except ConfigError as error:
         raise ConfigError(f"model.family: {error}") from error
-
-
-def read_wrapper(section: ModelSection, base_dir: Path) -> hf.Wrapper | None:
-    """Return the multimodal wrapper of the text model, if any; call after `read_model_config`."""
-    assert section.path is not None
-    file = _config_file(local_or_hub(section.path, base_dir))
-    return None if file is None else hf.text_part(read_json(file))[1]
 
 
 def _config_file(name: str) -> Path | None:
@@ -139,7 +154,7 @@ def _config_file(name: str) -> Path | None:
         reason = str(error).split("\n")[0]
         raise ConfigError(
             f"model.path: {name} is not a local folder, and the Hugging Face hub has no config.json for it ({reason}); "
-            f"give an existing folder, or check the id{did_you_mean_path(name)}"
+            f"give an existing folder, or check the id{Locator(name).suggestion}"
         ) from error
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from posttrain.errors import ConfigError
 from posttrain.models.adapter import column_norms
 from posttrain.models.decoder import Decoder
 from posttrain.models.names import CheckpointTensor, ParamSlice
+from posttrain.runtime.files import whole_folder
 from posttrain.weights.lora import base_tensors, has_lora, module_of, sites
 from posttrain.weights.peft_experts import (
     PER_EXPERT,
@@ -46,16 +46,10 @@ def save_adapter(model: Decoder, path: str | Path, *, base: str | None = None) -
     if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / CONFIG).is_file())):
         raise ConfigError(f"save_adapter: {target} is not an adapter folder; give a new or empty folder")
     exported = _Export(model)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
-        new = Path(temporary) / "new"
-        new.mkdir()
+    with whole_folder(target) as new:
         config = json.dumps(exported.config(base), indent=2, sort_keys=True)
         (new / CONFIG).write_text(config + "\n", encoding="utf-8")
         save_file(exported.tensors, new / WEIGHTS, metadata={"format": "pt"})
-        if target.exists():
-            target.rename(Path(temporary) / "old")
-        new.rename(target)
 
 
 def refusal(model: Decoder, scales: Mapping[str, Sequence[float]], *, dora: bool, dropout: float) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -13,6 +12,7 @@ import numpy as np
 from posttrain.errors import ConfigError
 from posttrain.models import hf
 from posttrain.models.decoder import Decoder
+from posttrain.runtime.files import whole_folder
 from posttrain.weights.files import GENERATION, WEIGHTS, WEIGHTS_INDEX
 from posttrain.weights.lora import base_tensors
 from posttrain.weights.pieces import Gather
@@ -49,10 +49,7 @@ def save_model(model: Decoder, path: str | Path, *, tokenizer: SavedTokenizer | 
     """
     target = Path(path).expanduser().resolve()
     _check_replaceable(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
-        new = Path(temporary) / "new"
-        new.mkdir()
+    with whole_folder(target) as new:
         if tokenizer is not None:
             tokenizer.save(new)
         config = hf.config_to_hf(model.config)
@@ -68,9 +65,6 @@ def save_model(model: Decoder, path: str | Path, *, tokenizer: SavedTokenizer | 
         _write_json(new / "config.json", {key: generation[key] for key in SPECIAL_TOKENS if key in generation} | config)
         _write_json(new / GENERATION, generation)
         _write_weights(new, model)
-        if target.exists():
-            target.rename(Path(temporary) / "old")
-        new.rename(target)
 
 
 def hf_tensors(model: Decoder) -> Iterator[tuple[str, np.ndarray]]:

@@ -63,7 +63,7 @@ def fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 
 
 def read(file: Path, *overrides: str) -> RunConfig:
-    return load_config(file, overrides).config
+    return load_config(file, overrides)
 
 
 def mistakes(file: Path | str, *overrides: str) -> list[str]:

@@ -70,9 +70,8 @@ def test_the_list_of_fields_is_frozen() -> None:
     assert frozen == lines
 
 
-def read_names(path: Path) -> set[str]:
-    """Attributes that a module reads; not methods that text has too, such as `line.split()`."""
-    tree = ast.parse(path.read_text())
+def read_names(tree: ast.AST) -> set[str]:
+    """Attributes that a module or function reads; not methods that text has too, such as `line.split()`."""
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     return {
         node.attr
@@ -85,7 +84,12 @@ def read_names(path: Path) -> set[str]:
 
 
 def test_every_field_is_read() -> None:
-    read = set().union(*map(read_names, READERS))
+    """Outside of the configuration, itself or a property or method that is made of it."""
+    read = set().union(*(read_names(ast.parse(path.read_text())) for path in READERS))
+    sections = [ast.parse(path.read_text()) for path in (ROOT / "posttrain" / "config").glob("*.py")]
+    functions = [node for tree in sections for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    for _ in range(2):  # a property may read another
+        read = read.union(*(read_names(function) for function in functions if function.name in read))
     assert sorted({str(key[-1]) for key, _ in config_fields()} - read) == [], "a field that nothing reads has no effect"
 
 

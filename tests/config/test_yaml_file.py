@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config import LoRA, RLSection, SFTSection
-from posttrain.config import yaml_file as config_file
-from posttrain.config.yaml_file import build_config, find_path, load_config, resolve_path
+from posttrain.config import Locator, LoRA, RLSection, SFTSection, locator
+from posttrain.config.yaml_file import build_config, load_config
 from posttrain.errors import ConfigError
 from tests.config.files import LONG, SHORT, Write, fresh_folder, mistakes, read, rl
 
@@ -260,7 +259,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / "project"
     (root / "configs").mkdir(parents=True)
     (root / "configs" / "quickstart.yaml").write_text(SHORT)
-    monkeypatch.setattr(config_file, "CHECKOUT", root)
+    monkeypatch.setattr(locator, "CHECKOUT", root)
     return root
 
 
@@ -286,15 +285,16 @@ def test_a_folder_and_binary_data_are_no_config(write: Write) -> None:
 
 def test_paths_from_the_current_folder_then_the_file_then_the_project(write: Write, project: Path) -> None:
     write(SHORT)
-    loaded = load_config("configs/quickstart.yaml")
-    assert (loaded.path, loaded.base_dir) == (project / "configs/quickstart.yaml", (project / "configs").resolve())
+    path = load_config("configs/quickstart.yaml").model.path
+    assert path is not None and path.folder == (project / "configs").resolve()
     base = Path("base")
     base.mkdir()
-    assert find_path("rows.jsonl", base) is None
+    assert Locator("rows.jsonl", base).found is None
     for folder in (project, base, Path()):
         (folder / "rows.jsonl").write_text("")
-        assert resolve_path("rows.jsonl", base) == folder / "rows.jsonl"
-    assert resolve_path(str((base / "rows.jsonl").absolute())) == (base / "rows.jsonl").absolute()
+        assert Locator("rows.jsonl", base).file == (folder / "rows.jsonl").absolute()
+    absolute = (base / "rows.jsonl").absolute()
+    assert Locator(str(absolute)).file == absolute
 
 
 def test_an_unknown_path_names_the_nearest(write: Write) -> None:
@@ -304,16 +304,16 @@ def test_an_unknown_path_names_the_nearest(write: Write) -> None:
     with pytest.raises(
         ConfigError, match=r"^data/tran.jsonl: no such file or folder; did you mean 'data/train.jsonl'\?$"
     ):
-        resolve_path("data/tran.jsonl")
+        str(Locator("data/tran.jsonl").file)
     with pytest.raises(ConfigError, match=r"^nowhere/rows.jsonl: no such file or folder$"):
-        resolve_path("nowhere/rows.jsonl")
+        str(Locator("nowhere/rows.jsonl").file)
 
 
 def test_an_installed_package_finds_only_its_own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "posttrain" / "configs").mkdir(parents=True)
     (tmp_path / "numpy").mkdir()
     monkeypatch.chdir("/")
-    monkeypatch.setattr(config_file, "CHECKOUT", None)
-    monkeypatch.setattr(config_file, "INSTALLED", {"configs": tmp_path / "posttrain", "rewards": tmp_path})
-    assert find_path("configs") == tmp_path / "posttrain" / "configs"
-    assert find_path("numpy") is None
+    monkeypatch.setattr(locator, "CHECKOUT", None)
+    monkeypatch.setattr(locator, "INSTALLED", {"configs": tmp_path / "posttrain", "rewards": tmp_path})
+    assert Locator("configs").found == tmp_path / "posttrain" / "configs"
+    assert Locator("numpy").found is None

@@ -9,10 +9,10 @@ import pytest
 
 from posttrain.config import DatasetSection, PreferenceSection
 from posttrain.data.chat import Renderer
-from posttrain.data.pairs import ComparisonBatches, Units, all_rows
 from posttrain.data.preference import labelled_answers, pair, steps
 from posttrain.data.sources import Rows
 from posttrain.data.tokenizer import load_tokenizer
+from posttrain.data.units import ComparisonBatches, Units, all_rows
 from posttrain.errors import ConfigError
 
 pytestmark = pytest.mark.fast

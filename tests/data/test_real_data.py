@@ -15,15 +15,15 @@ from tests.data.batches import efficiency, sequences
 
 
 def batches(shared: Path, tokenizer: Tokenizer, dataset: DatasetSection, **fields: Any) -> SFTBatches:
-    rows = load_rows(dataset, base_dir=shared)
+    rows = load_rows(dataset)
     section = SFTSection(dataset=dataset, num_steps=1, batch_rows=8, optimizer={"learning_rate": 1.0}, **fields)
     return SFTBatches(section, rows, Renderer(tokenizer, use_chat(dataset, tokenizer, rows.columns)), seed=0)
 
 
 def test_stories_as_plain_text(shared: Path) -> None:
     tokenizer = load_tokenizer(shared / "models" / "stories260k")
-    dataset = DatasetSection(path="data/text/tinystories_v2gpt4_train_head.jsonl", shuffle=False)
-    rows = load_rows(dataset, base_dir=shared)
+    dataset = DatasetSection(path=str(shared / "data/text/tinystories_v2gpt4_train_head.jsonl"), shuffle=False)
+    rows = load_rows(dataset)
     assert len(rows) == 1727
     stream = batches(shared, tokenizer, dataset, row_tokens=512, overlong="drop")
     found = {tokenizer.decode(tokens.tolist()): (tokens, w) for b in islice(stream, 4) for tokens, w in sequences(b)}
@@ -37,8 +37,9 @@ def test_stories_as_plain_text(shared: Path) -> None:
 
 def test_gsm8k_through_the_qwen3_template(shared: Path) -> None:
     tokenizer = load_tokenizer(shared / "tokenizers" / "qwen3")
-    dataset = DatasetSection(path="data/math/gsm8k_train.jsonl", prompt="{question}", completion="{answer}")
-    rows = load_rows(dataset, base_dir=shared)
+    path = str(shared / "data" / "math" / "gsm8k_train.jsonl")
+    dataset = DatasetSection(path=path, prompt="{question}", completion="{answer}")
+    rows = load_rows(dataset)
     by_question = {rows[i]["question"]: rows[i]["answer"] for i in range(len(rows))}
     assert len(rows) == 7473
     stream = batches(shared, tokenizer, dataset, row_tokens=512, overlong="drop")
@@ -59,12 +60,12 @@ def test_gsm8k_through_the_qwen3_template(shared: Path) -> None:
 def test_instructions_with_a_template_over_columns(shared: Path, packing: bool) -> None:
     tokenizer = load_tokenizer(shared / "tokenizers" / "mistral-7b-instruct")
     dataset = DatasetSection(
-        path="data/instruct/rasbt_instruction_data.json",
+        path=str(shared / "data/instruct/rasbt_instruction_data.json"),
         prompt="{instruction}\n{input}",
         completion="{output}",
         chat=False,
     )
-    rows = load_rows(dataset, base_dir=shared)
+    rows = load_rows(dataset)
     expected = {f"{rows[i]['instruction']}\n{rows[i]['input']}{rows[i]['output']}" for i in range(len(rows))}
     for batch in islice(batches(shared, tokenizer, dataset, row_tokens=256, packing=packing), 3):
         for tokens, weight in sequences(batch):

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from posttrain.config import DatasetSection, SFTSection
 from posttrain.data import sequence_cache
 from posttrain.data.chat import Renderer
-from posttrain.data.pairs import ComparisonBatches
 from posttrain.data.pipeline import SFTBatches
 from posttrain.data.sequence_cache import SequenceCache
 from posttrain.data.sources import Rows
 from posttrain.data.tokenizer import load_tokenizer
+from posttrain.data.units import ComparisonBatches
 from tests.data.test_preference import TABLE, units
 
 

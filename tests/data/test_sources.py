@@ -16,7 +16,7 @@ ROWS = [{"question": f"q{i}", "answer": i, "note": None if i % 2 else "x"} for i
 
 
 def load(path: str, base_dir: Path, **fields: Any) -> list[dict[str, Any]]:
-    rows = load_rows(DatasetSection(path=path, **fields), base_dir=base_dir)
+    rows = load_rows(DatasetSection.model_validate({"path": path, **fields}, context=base_dir))
     return [rows[i] for i in range(len(rows))]
 
 
@@ -78,7 +78,7 @@ def test_csv_gives_strings(tmp_path: Path) -> None:
 
 
 def test_rows_know_their_place(folder: Path) -> None:
-    rows = load_rows(DatasetSection(path="rows.jsonl", skip=2), base_dir=folder)
+    rows = load_rows(DatasetSection(path=str(folder / "rows.jsonl"), skip=2))
     with rows.named(0) as row:
         assert row == rows[0]
     with pytest.raises(ConfigError, match="rows.jsonl row 2: broken"), rows.named(0):

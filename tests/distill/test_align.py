@@ -203,9 +203,9 @@ LEAST_TAUGHT = {
 def test_real_answers(shared: Path, vocabularies: dict[str, Vocabulary], one: str, other: str) -> None:
     """300 of GSM8K: where the student is taught, the same text follows on both sides."""
     dataset = DatasetSection(
-        path="data/math/gsm8k_train.jsonl", prompt="{question}\n", completion="{answer}", chat=False
+        path=str(shared / "data/math/gsm8k_train.jsonl"), prompt="{question}\n", completion="{answer}", chat=False
     )
-    rows = load_rows(dataset, base_dir=shared)
+    rows = load_rows(dataset)
     student, teacher = vocabularies[one], vocabularies[other]
     aligner = aligner_of(student, teacher, dataset)
     own = Renderer(student.tokenizer, chat=False)
@@ -213,7 +213,7 @@ def test_real_answers(shared: Path, vocabularies: dict[str, Vocabulary], one: st
     for index in range(300):
         made = sequence(tokenize_example(rows[index], dataset, own, "answers"))
         found = aligner.align(0, rows[index], made)
-        places, asked = np.flatnonzero(found.taught), np.flatnonzero(found.asked)
+        places, asked = np.flatnonzero(found.covered), np.flatnonzero(found.scored)
         assert len(places) == len(asked)
         for mine, its in zip(places[::7], asked[::7], strict=True):
             rest_of = [
@@ -221,7 +221,7 @@ def test_real_answers(shared: Path, vocabularies: dict[str, Vocabulary], one: st
                 for side, tokens, place in ((student, made["tokens"], mine), (teacher, found.tokens, its))
             ]
             assert rest_of[0] == rest_of[1]
-        assert (made["loss_weight"][places] > 0).all() and found.taught[-1], "the end is taught as well"
+        assert (made["loss_weight"][places] > 0).all() and found.covered[-1], "the end is taught as well"
         taught, loss = taught + len(places), loss + int(made["loss_weight"].sum())
         begin += len(found.pairs.one)
         text, same, single = text + found.pairs.text, same + found.pairs.same_text, single + found.pairs.single
@@ -235,19 +235,19 @@ def test_real_answers(shared: Path, vocabularies: dict[str, Vocabulary], one: st
 def test_merged_groups_of_real_answers(shared: Path, vocabularies: dict[str, Vocabulary], one: str, other: str) -> None:
     """All tokens are in groups, and the tokens of the n-th group on both sides have one text."""
     dataset = DatasetSection(
-        path="data/math/gsm8k_train.jsonl", prompt="{question}\n", completion="{answer}", chat=False
+        path=str(shared / "data/math/gsm8k_train.jsonl"), prompt="{question}\n", completion="{answer}", chat=False
     )
-    rows = load_rows(dataset, base_dir=shared)
+    rows = load_rows(dataset)
     student, teacher = vocabularies[one], vocabularies[other]
     aligner, own = aligner_of(student, teacher, dataset, merged=True), Renderer(student.tokenizer, chat=False)
     for index in range(30):
         made = sequence(tokenize_example(rows[index], dataset, own, "answers"))
         found = aligner.align(0, rows[index], made)
-        assert (found.taught[made["loss_weight"] > 0] != 0).mean() > 0.97 and found.taught[-1] > 0 < found.asked[-1]
+        assert (found.covered[made["loss_weight"] > 0] != 0).mean() > 0.97 and found.covered[-1] > 0 < found.scored[-1]
         texts = []
         for side, tokens, spoken in (
-            (student, made["tokens"], found.taught),
-            (teacher, found.tokens, found.asked),
+            (student, made["tokens"], found.covered),
+            (teacher, found.tokens, found.scored),
         ):
             begins, group = spoken > 0, np.cumsum(spoken > 0)
             assert not (back_of(spoken)[begins]).any() and (back_of(spoken)[spoken < 0] > 0).all()
@@ -283,8 +283,8 @@ def test_a_short_row_of_the_teacher_teaches_its_beginning(vocabularies: dict[str
     made = sequence(tokenize_example(row, dataset, Renderer(student.tokenizer, chat=False), "answers"))
     whole = aligner_of(student, student, dataset).align(0, row, made)
     cut = aligner_of(student, student, dataset, row_tokens=12).align(0, row, made)
-    np.testing.assert_array_equal(whole.taught > 0, made["loss_weight"] > 0)
-    np.testing.assert_array_equal(np.flatnonzero(cut.taught), np.flatnonzero(made["loss_weight"])[:7])
+    np.testing.assert_array_equal(whole.covered > 0, made["loss_weight"] > 0)
+    np.testing.assert_array_equal(np.flatnonzero(cut.covered), np.flatnonzero(made["loss_weight"])[:7])
     assert len(cut.tokens) == 12
 
 
@@ -305,9 +305,9 @@ def test_ends_of_texts_stand_for_one_another(vocabularies: dict[str, Vocabulary]
     made = sequence(tokenize_example({"messages": talk}, dataset, Renderer(student, chat=True), "answers"))
     found = aligner.align(0, {"messages": talk}, made)
     ends = student.encode("<|im_end|>")[0], teacher.encode("<|im_end|>")[0]
-    last = np.flatnonzero(found.taught)[-1], np.flatnonzero(found.asked)[-1]
+    last = np.flatnonzero(found.covered)[-1], np.flatnonzero(found.scored)[-1]
     assert (made["tokens"][last[0]], found.tokens[last[1]]) == ends
-    assert (found.taught[last[0]], found.asked[last[1]]) == (1 + ends[0], 1 + ends[1])
+    assert (found.covered[last[0]], found.scored[last[1]]) == (1 + ends[0], 1 + ends[1])
     assert found.pairs.same_text == found.pairs.text == len("As it is so.")
     ids = VocabularyMap(sides[0], vocabularies["gpt2"], 1.0).ids(np.asarray([50256, 13, 99999]))
     assert ids.tolist() == [NO_ID, ord("."), NO_ID]

@@ -79,7 +79,7 @@ def run_file(folder: Path, features: Any, **changes: Any) -> Path:
 def matching(
     folder: Path, features: Any, student: Any = STUDENT, teacher: Any = TEACHER, **changes: Any
 ) -> tuple[Matching, DistillLoss]:
-    section = load_config(run_file(folder, features, **changes)).config.stages[0]
+    section = load_config(run_file(folder, features, **changes)).stages[0]
     assert isinstance(section, DistillSection) and section.features is not None
     found = matching_of(section.features, config_from_init(student), config_from_init(teacher), seed=7)
     return found, distill_loss(section)

@@ -26,6 +26,7 @@ from posttrain.distill.teachers import TeacherSource, outside_teacher, training_
 from posttrain.errors import ConfigError
 from posttrain.mesh import single_device_mesh
 from posttrain.weights.load import init_model
+from posttrain.weights.locate import read_model_files
 from posttrain.weights.save import save_model
 from posttrain.weights.state import ModelWeights
 from tests.stages.runs import INIT, lines, write_run
@@ -243,18 +244,18 @@ def test_an_aligned_teacher_at_a_server_says_what_a_plain_one_does(
 def test_a_teacher_on_other_devices_leaves_nothing_on_those_of_training(tmp_path: Path, teacher: Path) -> None:
     two = [{"path": str(teacher), "mesh": {"fsdp": 2}}, {"path": str(teacher), "name": "b", "mesh": {"fsdp": 2}}]
     file = write_run(tmp_path, distill(teacher, teachers=two, teacher_column="who"))
-    config = load_config(file).config
+    config = load_config(file)
     training, stage = set(training_devices(config)), config.stages[0]
     assert isinstance(stage, DistillSection) and len(training) == 4
     used: list[set[jax.Device]] = []
     for one in stage.teachers:
-        source = TeacherSource(section=one, path=str(teacher))
+        source = TeacherSource(section=one, files=read_model_files(str(teacher)))
         made = outside_teacher(source, ModelSection(path=str(teacher)), load_tokenizer("bytes"), stage, 1.0)
         assert isinstance(made, FrozenModel)
         used.append({device for array in made.weights.values() for device in array.devices()})
     assert [len(devices) for devices in used] == [2, 2]
     assert not used[0] & used[1] and not (used[0] | used[1]) & training
-    full = load_config(file, ["stages.0.teachers.0.mesh.fsdp=6"]).config
+    full = load_config(file, ["stages.0.teachers.0.mesh.fsdp=6"])
     with pytest.raises(ConfigError, match="their meshes take 8 devices, and there are 8"):
         training_devices(full)
 
@@ -263,7 +264,7 @@ def test_settings_of_outside_teachers(tmp_path: Path, teacher: Path) -> None:
     file = write_run(tmp_path, distill(teacher, teachers=[{"path": str(teacher), "url": "http://127.0.0.1:1/v1"}]))
     said = command("check", file).out
     assert "(served at http://127.0.0.1:1/v1)" in said
-    assert f"at its server gives {VOCAB} log-probabilities of a place: --max-logprobs {VOCAB}" in " ".join(said.split())
+    assert f"its vLLM server needs --max-logprobs {VOCAB}, for {VOCAB} log-probabilities" in " ".join(said.split())
     for override, told in (("top_k=20", False), ("top_k=21", True), ("teachers.0.server=sglang", False)):
         assert ("--max-logprobs" in command("check", file, f"stages.0.{override}").out) == told, override
     cases = {

@@ -18,7 +18,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from posttrain.errors import ConfigError, RunError
-from posttrain.rl.guards import NoRewardGuard
+from posttrain.rl.metrics import NoRewardGuard
 from posttrain.rl.rewards import Reward, Rubric, _accepted, error_lines, missing_arguments
 from posttrain.rl.types import Rewards
 from posttrain.runtime.run_async import run_async

@@ -20,10 +20,10 @@ from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError, RunError
 from posttrain.evaluation.rollouts import evaluate
-from posttrain.losses.importance import ImportanceSampling
+from posttrain.losses.policy import ImportanceSampling
 from posttrain.metrics import Timer, to_host
 from posttrain.rl.algorithms import ALGORITHMS, make_algorithm
-from posttrain.rl.guards import check_agreement, sampler_disagrees
+from posttrain.rl.metrics import check_agreement, sampler_disagrees
 from posttrain.rl.rewards import Reward, Rubric
 from posttrain.rl.sampler import Sampler, collect
 from posttrain.rl.step import StepResult, StepSettings, has_signal, rl_step

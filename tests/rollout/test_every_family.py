@@ -53,7 +53,7 @@ def test_greedy_text_is_the_argmax_of_a_forward_pass(family: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("seed", range(2, 7))
+@pytest.mark.parametrize("seed", range(2, 4))
 def test_more_sizes(family: str, seed: int) -> None:
     assert_engine_is_the_trainer(family, seed)
 

@@ -10,12 +10,14 @@ import pytest
 
 from posttrain.config import DistillSection
 from posttrain.config.yaml_file import load_config
+from posttrain.data.tokenizer import load_tokenizer
 from posttrain.losses.sft import SFTLoss
-from posttrain.runs.size import TrainingSize, model_outline, training_size
+from posttrain.runs.check import TrainingSize, model_outline, training_size
 from posttrain.stages.distill import describe
 from posttrain.train.optim import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import init_model, load_model
+from posttrain.weights.locate import trained_model_files
 from posttrain.weights.lora import count_parameters
 from tests.stages.runs import INIT, posttrain, rl_stage, sft_stage, write_run
 
@@ -70,13 +72,13 @@ def test_lines(tmp_path: Path) -> None:
 def test_bytes_are_those_of_the_trainer(tmp_path: Path, model: dict[str, Any]) -> None:
     source = {} if "path" in model else {"init": INIT}
     file = write_run(tmp_path, sft_stage(), model={"tokenizer": "bytes", **source, **model})
-    config = load_config(file).config
+    config = load_config(file)
     fields = {**INIT, "vocab_size": 261}
     if config.model.path is None:
         made = init_model(fields, dtype=config.model.dtype, lora=config.model.lora, seed=0)
     else:
         made = load_model(config.model.path, dtype=config.model.dtype, adapter=config.model.adapter)
-    outline = model_outline(config, made.config, tmp_path)
+    outline = model_outline(config, trained_model_files(config.model, load_tokenizer("bytes")))
     size = training_size(config, outline, ONE)
     optimizer = make_optimizer(config.stages[0].optimizer, 4)
     trainer = Trainer(made, SFTLoss(), optimizer, temperature=1.0, max_grad_norm=1.0)

@@ -11,7 +11,7 @@ import yaml
 import posttrain as pt
 from posttrain.config import OnlineSection, RunConfig
 from posttrain.config.yaml_file import load_config
-from posttrain.runs.lengths import fit_lengths
+from posttrain.runs.prepare import fit_lengths
 
 PYTHON: dict[str, Any] = {
     "sft": pt.SFT,
@@ -33,7 +33,7 @@ def both(kind: str, tmp_path: Path, model: dict[str, Any], **fields: Any) -> tup
     stage = {"dataset": {"path": "rows.jsonl"}, **NEEDED.get(kind, {}), **fields}
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump({"output": "out", "seed": 3, "model": model, "kind": kind, **stage}))
-    return load_config(file).config, PYTHON[kind](model=model, output="out", seed=3, **stage).config
+    return load_config(file), PYTHON[kind](model=model, output="out", seed=3, **stage).config
 
 
 @pytest.mark.parametrize("kind", PYTHON)

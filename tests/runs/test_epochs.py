@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,15 @@ import numpy as np
 import pytest
 import yaml
 
-from posttrain.config import SFTSection
+from posttrain.config import DatasetSection, SFTSection
 from posttrain.config.yaml_file import load_config
 from posttrain.data import sources
+from posttrain.data.chat import Renderer
+from posttrain.data.pipeline import SFTBatches, row_tokenizer, window_of
+from posttrain.data.sources import load_rows
+from posttrain.data.tokenizer import load_tokenizer
 from posttrain.runs import epochs
+from posttrain.runs.epochs import rows_of_epochs
 from posttrain.runs.prepare import prepare
 from tests.stages.runs import INIT, ROWS, posttrain, sft_stage, steps, write_run
 
@@ -31,7 +37,7 @@ def test_epochs_of_every_offline_kind(tmp_path: Path) -> None:
         run = {"output": "out", "seed": 0, "model": {"init": INIT, "tokenizer": "bytes"}, **stage}
         file.write_text(yaml.safe_dump(run))
         loaded = load_config(file)
-        prepared = prepare(loaded.config, loaded.base_dir, offline_ok=True)
+        prepared = prepare(loaded, offline_ok=True)
         expected = -(-int(1.5 * count) // 4)
         assert prepared.config.stages[0].num_steps == prepared.stages[0].section.num_steps == expected
         assert f"0-{kind}: num_epochs=1.5 is num_steps={expected} of 4 rows" in prepared.notes
@@ -54,7 +60,7 @@ def test_passes_are_counted_once_per_run(tmp_path: Path, monkeypatch: pytest.Mon
     counted.clear()
     assert posttrain("run", file).code == 0
     assert steps(output, "0-sft") == [1, 2, 3, 4, 5, 6] and counted == [1.0]
-    written = load_config(output / "config.yaml").config.stages[0]
+    written = load_config(output / "config.yaml").stages[0]
     assert isinstance(written, SFTSection) and (written.num_steps, written.num_epochs) == (6, None)
     again = posttrain("run", file)
     assert again.code == 0 and "done before" in again.out and counted == [1.0]
@@ -73,7 +79,7 @@ def test_check_estimates_the_passes_of_a_large_dataset(tmp_path: Path, monkeypat
     del stage["num_steps"]
     file = write_run(tmp_path, stage)
     exact = load_config(file)
-    num_steps = prepare(exact.config, exact.base_dir, offline_ok=False).config.stages[0].num_steps
+    num_steps = prepare(exact, offline_ok=False).config.stages[0].num_steps
     assert num_steps is not None
     monkeypatch.setattr(sources, "CHECKED_ROWS", 200)
     checked = posttrain("check", file)
@@ -83,3 +89,42 @@ def test_check_estimates_the_passes_of_a_large_dataset(tmp_path: Path, monkeypat
     assert int(start.removeprefix("0-sft: num_epochs=3 is about ")) == pytest.approx(num_steps, rel=0.05)
     assert "0-sft: 1,000 dataset rows, num_epochs=3 in steps of 4 x 64 tokens\n" in checked.out
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("num_epochs", [1.0, 3.0, 0.4])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"packing": False},
+        {"overlong": "drop", "row_tokens": 20},
+        {"dataset": {"shuffle": False}},
+        {"mix": ["other.jsonl"]},
+    ],
+)
+def test_the_counted_rows_hold_the_passes(tmp_path: Path, fields: dict[str, Any], num_epochs: float) -> None:
+    for name, count in (("rows", 300), ("other", 90)):
+        rows = [{"prompt": f"{name}{i}:", "completion": "n" * (1 + i * 7 % 13)} for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = DatasetSection(path=str(tmp_path / "rows.jsonl"), chat=False, **fields.pop("dataset", {}))
+    mix = [DatasetSection(path=str(tmp_path / path), chat=False, weight=0.5) for path in fields.pop("mix", [])]
+    settings = {"row_tokens": 48, "batch_rows": 1, "overlong": "truncate", **fields}
+    section = SFTSection(dataset=dataset, mix=tuple(mix), **settings)
+    renderer = Renderer(load_tokenizer("bytes"), chat=False)
+    sources = [(load_rows(one), renderer) for one in section.datasets]
+    tokenizers = [row_tokenizer(section, one, *source) for one, source in zip(section.datasets, sources, strict=True)]
+    made = [[tokenize(i) for i in range(len(rows))] for tokenize, (rows, _) in zip(tokenizers, sources, strict=True)]
+    lengths = [[None if one is None else len(one["tokens"]) for one in of_one] for of_one in made]
+    window = window_of(section, section.datasets)
+    found = rows_of_epochs(section, section.datasets, lengths, window=window, num_epochs=num_epochs, seed=5)
+
+    stream = SFTBatches(section, *sources[0], seed=5, mixed=sources[1:])
+    held = [int(np.max(next(stream).segments)) for _ in range(found)]
+    if not mix:
+        kept = sum(length is not None for length in lengths[0])
+        assert (kept < 300) == (section.overlong == "drop")
+        wanted = num_epochs * kept
+        # A part of a pass is counted in draws, of which some are left out.
+        assert sum(held) >= math.floor(wanted) - 5 and (num_epochs < 1 or sum(held) == wanted)
+    else:
+        assert sum(held) >= math.ceil(num_epochs * 390) > sum(held[:-1])

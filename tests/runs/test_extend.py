@@ -29,7 +29,7 @@ def test_more_steps_end_as_if_from_the_start(tmp_path: Path, kind: str) -> None:
     assert weights(outputs[0], f"0-{kind}") == weights(outputs[1], f"0-{kind}")
     results = [(output / f"0-{kind}" / "result.json").read_text() for output in outputs]
     assert results[0] == results[1]
-    assert load_config(outputs[1] / "config.yaml").config.stages[0].num_steps == 8
+    assert load_config(outputs[1] / "config.yaml").stages[0].num_steps == 8
     again = posttrain("run", parts, "stages.0.num_steps=8")
     assert again.code == 0 and "done before" in again.out
     assert "stages.0.num_steps (num_steps may grow); give another output" in posttrain("run", parts).error

@@ -43,7 +43,7 @@ def test_adapter(tmp_path: Path) -> None:
     base = {**INIT, "num_hidden_layers": 2, "vocab_size": 261}
 
     def adapted(fields: str) -> Any:
-        lora = load_config(file, [f"model.lora={{rank: 2, targets: [q_proj]{fields}}}"]).config.model.lora
+        lora = load_config(file, [f"model.lora={{rank: 2, targets: [q_proj]{fields}}}"]).model.lora
         return init_model(base, dtype=jnp.float32, seed=0, lora=lora)
 
     def arrays(fields: str) -> dict[str, np.ndarray]:

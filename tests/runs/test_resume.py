@@ -212,3 +212,15 @@ def test_stop_between_stages(tmp_path: Path) -> None:
     assert stopped.code == 130 and stopped.err.splitlines()[-1].startswith("stopped before 1-rl")
     assert (tmp_path / "out" / "0-rl" / "model").is_dir() and not steps(tmp_path / "out", "1-rl")
     assert posttrain("run", file).code == 0
+
+
+def test_a_moved_project_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data, rewards and output of the configuration are relative to its folder."""
+    write_run(tmp_path / "old", sft_stage(num_steps=1), output="out")
+    monkeypatch.chdir(tmp_path / "old")
+    assert posttrain("run", "run.yaml").code == 0
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old").rename(tmp_path / "new")
+    monkeypatch.chdir(tmp_path / "new")
+    again = posttrain("run", "run.yaml", "stages.sft.num_steps=2")
+    assert again.code == 0 and "resuming after step 1 of 2" in again.out, again.err

@@ -110,7 +110,7 @@ def test_a_change_of_anything_else_is_not(tmp_path: Path, file: str, before: str
 
 def test_a_function_in_memory_has_the_text_of_its_file(tmp_path: Path) -> None:
     file = written(tmp_path)
-    correct: Any = import_object(f"{file}:correct", base_dir=None)
+    correct: Any = import_object(f"{file}:correct", tmp_path)
     assert source_of(correct) == source_of_name(file, "correct")
     assert source_of(functools.partial(correct)) == source_of(correct)
     assert source_of(len) == source_of(Path.exists) == ""

@@ -62,7 +62,7 @@ def test_numbers_are_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_row_notes(tmp_path: Path, shards: int, notes: list[str]) -> None:
     file = write_run(tmp_path, sft_stage(micro_batch_rows=2), rl_stage(), sft_stage(name="whole"))
-    found = row_notes(load_config(file).config, shards)
+    found = row_notes(load_config(file), shards)
     assert len(found) == len(notes) and all(f.startswith(n) for f, n in zip(found, notes, strict=True)), found
 
 

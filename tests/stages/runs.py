@@ -176,7 +176,7 @@ def inside(folder: Path) -> Iterator[None]:
 def model_of(tmp_path: Path, **model: Any) -> Any:
     """The model of the configuration as a stage loads it."""
     loaded = load_config(write_run(tmp_path, sft_stage()), [f"model.{key}={value}" for key, value in model.items()])
-    ready = prepare(loaded.config, loaded.base_dir, offline_ok=False)
+    ready = prepare(loaded, offline_ok=False)
     fields: dict[str, Any] = {
         "name": "0-sft",
         "kind": "sft",
@@ -189,7 +189,7 @@ def model_of(tmp_path: Path, **model: Any) -> Any:
         "source": None,
         "source_name": None,
         "adapter": None,
-        "seed": loaded.config.seed,
+        "seed": loaded.seed,
         "mesh": single_device_mesh(),
     }
-    return StageRun(model=loaded.config.model, tokenizer=ready.tokenizer, tensorboard=False, **fields).load_model()
+    return StageRun(model=loaded.model, tokenizer=ready.tokenizer, tensorboard=False, **fields).load_model()

@@ -20,21 +20,19 @@ from posttrain.evaluation.sequences import counted
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.divergence import Divergence
 from posttrain.losses.distill import DistillLoss
-from posttrain.losses.importance import ImportanceSampling
 from posttrain.losses.kl import k2
+from posttrain.losses.policy import ImportanceSampling
 from posttrain.losses.reduce import ConstantLength, token_mean
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.mesh import single_device_mesh
-from posttrain.rl.advantages import centered
-from posttrain.rl.partial import OversampledPrompts
-from posttrain.rl.sampler import PartialGroup, Sampler, sampling_params
+from posttrain.rl.algorithms import centered
+from posttrain.rl.sampler import OversampledPrompts, PartialGroup, Sampler, sampling_params
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runs.prepare import prepare
 from posttrain.stages.distill import cache_folders, terms_of
-from posttrain.stages.online import eval_sampling
-from posttrain.stages.prepared import Prepared
+from posttrain.stages.inputs import Prepared
 from posttrain.stages.prompts import RLInputs
-from posttrain.stages.sequences import SequenceInputs
+from posttrain.stages.sequences import DistillInputs, SequenceInputs, SFTInputs
 from posttrain.train.optim import make_optimizer
 from posttrain.weights.load import init_model
 from posttrain.weights.save import save_model
@@ -51,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def prepared(folder: Path, *overrides: str) -> Prepared:
     loaded = load_config(folder / "run.yaml", overrides)
-    return prepare(loaded.config, loaded.base_dir, offline_ok=False)
+    return prepare(loaded, offline_ok=False)
 
 
 def rl(folder: Path, *overrides: str) -> RLInputs:
@@ -60,9 +58,9 @@ def rl(folder: Path, *overrides: str) -> RLInputs:
     return inputs
 
 
-def sft(folder: Path, *overrides: str) -> SequenceInputs:
+def sft(folder: Path, *overrides: str) -> SFTInputs:
     inputs = prepared(folder, *(f"stages.sft.{text}" for text in overrides)).stages[0]
-    assert isinstance(inputs, SequenceInputs)
+    assert isinstance(inputs, SFTInputs)
     return inputs
 
 
@@ -159,7 +157,7 @@ def test_advantages_that_a_run_would_die_of(folder: Path, name: str, message: st
 def test_advantage(folder: Path) -> None:
     (folder / "advantages.py").write_text(ADVANTAGES)
     rewards_PG = np.asarray([[0.0, 1.0, 2.0, 3.0], [np.nan, 1.0, 2.0, 3.0], [np.nan] * 4], np.float32)
-    made = rl(folder, "advantage=posttrain.rl.advantages:centered").algorithm.advantage(rewards_PG)
+    made = rl(folder, "advantage=posttrain.rl.algorithms:centered").algorithm.advantage(rewards_PG)
     np.testing.assert_array_equal(made, centered(rewards_PG))
     made = rl(folder, "advantage=advantages.py:careful").algorithm.advantage(rewards_PG)
     assert np.isfinite(made).all() and (made[np.isnan(rewards_PG)] == 0).all() and made[1, 1] < made[1, 2] < made[1, 3]
@@ -196,11 +194,17 @@ def test_sampling(folder: Path) -> None:
         rl(folder, "sampling.allowed_token_ids=[5]", "sampling.logit_bias={5: -.inf}")
     keys = {p.key for p in (params, sampler(2).params(2, 3, 4), sampler(1).params(3, 3, 4), sampler(1).params(2, 3, 5))}
     assert len(keys) == 4
-    greedy = eval_sampling(inputs.section)
+    greedy = inputs.section.held_out_sampling
     assert (greedy.temperature, greedy.top_k, greedy.max_tokens, greedy.stop) == (0.0, 0, 5, ("x",))
     warm = rl(folder, "eval_sampling={max_tokens: 4, temperature: 0.5}").section
-    assert eval_sampling(warm).temperature == 0.5
+    assert warm.held_out_sampling.temperature == 0.5
     assert inputs.max_prompt_tokens == 11 and rl(folder, "max_prompt_tokens=7").max_prompt_tokens == 7
+
+
+def test_rows_of_a_forward_pass(folder: Path) -> None:
+    assert rl(folder).section.pass_rows == 4
+    assert rl(folder, "micro_batch_rows=null", "prompts_per_step=5").section.pass_rows == 3  # an eighth of 20 rows
+    assert sft(folder).section.pass_rows is None
 
 
 def test_last_turn_only(folder: Path) -> None:
@@ -358,21 +362,21 @@ def test_distillation(folder: Path, tmp_path: Path) -> None:
     base = {"kind": "distill", "teachers": [teacher], "beta": 0.3, "temperature": 2.0, "cross_entropy": 0.25}
     file = write_run(tmp_path, sft_stage(**base))
 
-    def inputs(*overrides: str) -> SequenceInputs:
+    def inputs(*overrides: str) -> DistillInputs:
         loaded = load_config(file, overrides)
-        found = prepare(loaded.config, loaded.base_dir, offline_ok=False).stages[0]
-        assert isinstance(found, SequenceInputs)
+        found = prepare(loaded, offline_ok=False).stages[0]
+        assert isinstance(found, DistillInputs)
         return found
 
     assert inputs().loss == DistillLoss(0.25)
     gold = ["stages.0.teachers.0.tokenizer=gold", "stages.0.temperature=1"]
     for more, weight in (([], 1.0), (["stages.0.uld_weight=0.5"], 0.5)):
-        section = load_config(file, [*gold, *more]).config.stages[0]
+        section = load_config(file, [*gold, *more]).stages[0]
         assert isinstance(section, DistillSection) and distill_loss(section) == DistillLoss(0.25, uld=weight)
     assert terms_of(inputs().section, {}) == Terms(divergence=Divergence(beta=0.3, temperature=2.0))
     assert [source.title for source in inputs().teachers] == ["t"]
     assert [source.title for source in inputs("stages.0.teachers.0.name=mine").teachers] == ["mine"]
-    loaded = load_config(file).config
+    loaded = load_config(file)
     tokenizer = inputs().renderer.tokenizer
     for override, kinds in {
         "dtype=bfloat16": {jnp.dtype(jnp.bfloat16)},

@@ -26,7 +26,7 @@ def online_stage(**changes: Any) -> dict[str, Any]:
 def inputs_of(folder: Path, *overrides: str) -> OnlinePreferenceInputs:
     file = write_run(folder, online_stage())
     loaded = load_config(file, [f"stages.0.{text}" for text in overrides])
-    made = prepare(loaded.config, loaded.base_dir, offline_ok=False).stages[0]
+    made = prepare(loaded, offline_ok=False).stages[0]
     assert isinstance(made, OnlinePreferenceInputs)
     return made
 

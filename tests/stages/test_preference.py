@@ -18,14 +18,14 @@ from posttrain.cluster.reference_cache import check_scored, with_reference
 from posttrain.cluster.scorers import Reference
 from posttrain.config import ModelSection, PreferenceSection
 from posttrain.config.yaml_file import load_config
-from posttrain.data.pairs import ComparisonBatches, Units
+from posttrain.data.units import ComparisonBatches, Units
 from posttrain.errors import ConfigError
 from posttrain.evaluation.pairs import PairEvaluation, calibration_error
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss
 from posttrain.metrics import CompileCounter
 from posttrain.runs.prepare import prepare
-from posttrain.stages.pairs import PairInputs, shares_prompts
+from posttrain.stages.pair_inputs import PairInputs, shares_prompts
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import init_model
 from tests.runs.test_resume import finish, kill_at
@@ -158,7 +158,7 @@ def test_killed_ends_as_never_stopped(tmp_path: Path) -> None:
 
 def inputs_of(folder: Path, **changes: Any) -> PairInputs:
     loaded = load_config(write_pairs(folder, preference_stage(**changes)))
-    made = prepare(loaded.config, loaded.base_dir, offline_ok=False).stages[0]
+    made = prepare(loaded, offline_ok=False).stages[0]
     assert isinstance(made, PairInputs)
     return made
 
@@ -356,7 +356,7 @@ def test_prompts_are_what_is_independent(tmp_path: Path) -> None:
     for loss, per_row in (("sigmoid", 1), ("kto", 2)):
         made = inputs_of(tmp_path, loss=loss)
         (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        made = prepare(load_config(tmp_path / "run.yaml").config, tmp_path, offline_ok=False).stages[0]
+        made = prepare(load_config(tmp_path / "run.yaml"), offline_ok=False).stages[0]
         assert isinstance(made, PairInputs)
         model = init_model({**INIT, "vocab_size": 261}, dtype=jnp.float32, seed=0)
         trainer = Trainer(model, made.loss, optax.sgd(0.0), temperature=1.0, max_grad_norm=1.0)

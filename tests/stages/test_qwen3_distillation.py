@@ -87,7 +87,7 @@ def mesh() -> Mesh:
 
 
 def section_of(name: str) -> tuple[RunConfig, DistillSection]:
-    config = load_config(Path(ROOT) / "configs" / f"{name}.yaml").config
+    config = load_config(Path(ROOT) / "configs" / f"{name}.yaml")
     (section,) = config.stages
     assert isinstance(section, DistillSection)
     assert (config.model.path, section.teachers[0].path) == ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-30B-A3B")

@@ -49,7 +49,7 @@ def evaluations(config: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> l
     """Before and after the training of a whole configuration."""
     monkeypatch.chdir(ROOT)
     loaded = load_config(f"configs/{config}.yaml", [f"output={folder / 'run'}"])
-    result = run(loaded.config, loaded.base_dir).results[0]
+    result = run(loaded).results[0]
     return [dict(result[when]) for when in ("before", "after")]
 
 

@@ -40,20 +40,20 @@ def groups(one: Int[np.ndarray, " N1"], other: Int[np.ndarray, " M1"]) -> list[G
 
 @dataclass(frozen=True)
 class Run:
-    """Tokens with loss that follow one another: an answer."""
+    """Consecutive tokens with loss, such as an answer."""
 
     first: int
-    """Place of its first token."""
+    """Position of its first token."""
     bounds: Int[np.ndarray, " N1"]
     text: bytes
     end: int | None
-    """Place of the token that ends it; None: it goes on beyond what is there."""
+    """Position of its stop token; None if the sequence is cut before it."""
 
 
 def runs(
     tokens: Sequence[int], mask: Bool[np.ndarray, " T"], pieces: Sequence[bytes], stop_ids: Collection[int]
 ) -> list[Run]:
-    """All of a sequence. `pieces`: the text of each token id. What follows the last stop token of a run is left out."""
+    """Find the runs of a sequence. `pieces`: bytes of each token id. Text after the last stop token of a run is cut."""
     found = []
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
     for start, stop in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):

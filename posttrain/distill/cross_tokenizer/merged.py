@@ -41,36 +41,36 @@ class SharedTokens:
 
     def top_k(
         self,
-        said: TopK,
+        topk: TopK,
         begins: Int[np.ndarray, " G"],
         firsts: tuple[Int[np.ndarray, " G"], Int[np.ndarray, " G"]],
         ends: tuple[Int[np.ndarray, " G"], Int[np.ndarray, " G"]],
     ) -> TopK:
         """Merge arrays [N, k] and [N] over tokens into groups that start at `begins`.
 
-        `firsts`, `ends`: first tokens of groups, and what ends a text, student's and teacher's. `token_logps` becomes
-        that of the group. Its first tokens have no place among the others any more: what begins with them and is not
-        the group counts with the rest, as does what only the teacher can say, which still stands there without an id.
+        `firsts`, `ends`: first tokens of groups, and end-of-text tokens, of student and teacher. `token_logps` becomes
+        the group's log-probability. The group's first tokens are removed from the top-k: texts that begin with them
+        without being the group count in the tail, as do tokens that only the teacher has, whose entries lose their id.
         """
-        token_logps = np.asarray(said.token_logps, np.float64)
+        token_logps = np.asarray(topk.token_logps, np.float64)
         first = token_logps[begins]
         counts = np.diff(np.append(begins, len(token_logps)))
-        # Without a sum where there is one token: the same bits.
+        # Groups of one token keep their bits: nothing is added.
         later = np.where(counts > 1, np.add.reduceat(token_logps, begins) - first, 0.0) if len(begins) else first
-        best, logps = np.asarray(said.ids)[begins], np.asarray(said.logps)[begins]
+        best, logps = np.asarray(topk.ids)[begins], np.asarray(topk.logps)[begins]
         ids = np.where(best == ends[1][:, None], ends[0][:, None], self.ids(best))
         begun = best == firsts[1][:, None]
         gone = begun | (ids == firsts[0][:, None])
         probability = np.exp(np.float64(logps))
         more = np.where((gone & ~begun) | (~gone & (ids == NO_ID)), probability, 0.0).sum(axis=1)
-        # What begins with the teacher's first token stands in the list, or is a part of the tail.
+        # Texts that begin with the teacher's first token are in the top-k or in the tail.
         more += np.where(
             begun.any(axis=1), np.where(begun, probability, 0.0).sum(axis=1) * -np.expm1(later), -np.exp(first + later)
         )
         ids = np.where(gone, NO_ID, ids)
         alone = np.where(gone | (ids != NO_ID), np.float32(NO_LOGIT), logps)
         ids, logps = joined(ids, np.where(ids == NO_ID, np.float32(NO_LOGIT), logps))
-        tail = _sum(np.asarray(said.tail)[begins], more)
+        tail = _sum(np.asarray(topk.tail)[begins], more)
         return TopK(
             ids=ids.astype(np.int32),
             logps=np.maximum(logps, alone),
@@ -86,8 +86,8 @@ def _sum(tail: Float[np.ndarray, " G"], more: Float[np.ndarray, " G"]) -> Float[
     return np.where(more == 0, tail, found).astype(np.float32)
 
 
-def back_of(taught: Int[np.ndarray, "*B T"]) -> Int[np.ndarray, "*B T"]:
-    """`TopK.back` of `Aligned.taught`: a group's later tokens follow its first."""
-    places = np.arange(taught.shape[-1], dtype=np.int32)
-    first = np.maximum.accumulate(np.where(taught > 0, places, 0), axis=-1)
-    return np.where(taught != 0, places - first, -1).astype(np.int32)
+def back_of(covered: Int[np.ndarray, "*B T"]) -> Int[np.ndarray, "*B T"]:
+    """`TopK.back` of `Aligned.covered`: a group's later tokens follow its first."""
+    places = np.arange(covered.shape[-1], dtype=np.int32)
+    first = np.maximum.accumulate(np.where(covered > 0, places, 0), axis=-1)
+    return np.where(covered != 0, places - first, -1).astype(np.int32)

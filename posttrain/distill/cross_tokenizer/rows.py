@@ -1,6 +1,6 @@
 """Rows of a teacher with another tokenizer: its own tokens of the same text, aligned to the student's.
 
-With `shared` it speaks of groups of tokens, which have one text on both sides.
+With `shared` (GOLD), targets are of groups of tokens that have the same text on both sides.
 """
 
 from __future__ import annotations
@@ -24,39 +24,40 @@ from posttrain.distill.cross_tokenizer.vocabulary import Vocabulary, VocabularyM
 from posttrain.tree import replace
 
 Mine = tuple[Int[np.ndarray, "*B"], Int[np.ndarray, "*B"]]
-"""Student tokens, and their alignment (`Aligned.taught`)."""
+"""Student tokens, and their alignment (`Aligned.covered`)."""
 
 Its = tuple[Int[np.ndarray, "*C"], Int[np.ndarray, "*C"]]
-"""Teacher tokens in rows of another length, and their alignment (`Aligned.asked`)."""
+"""Teacher tokens in rows of another length, and their alignment (`Aligned.scored`)."""
 
 
 class Aligned(NamedTuple):
     """Student sequence aligned with the same text in the teacher's tokens.
 
-    The n-th token that is taught is the student's for the n-th that the teacher is asked of; in both arrays the later
-    tokens of a group are -1.
+    The n-th covered student token corresponds to the n-th scored teacher token; in both arrays the later tokens of a
+    group are -1.
     """
 
-    taught: Int[np.ndarray, " T"]
+    covered: Int[np.ndarray, " T"]
     """Per student token: 0 without a target, else 1 + the student's token that ends the text."""
     tokens: Int[np.ndarray, " U"]
-    asked: Int[np.ndarray, " U"]
+    scored: Int[np.ndarray, " U"]
     """Per teacher token: 0, or 1 + the teacher's token that ends the text."""
     pairs: Pairs
 
     def part_of(self, sequence: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The student's sequence with loss only where it is taught; of a group at its first token."""
-        return {**sequence, "loss_weight": np.where(self.taught > 0, sequence["loss_weight"], np.float32(0))}
+        """Student sequence with loss only at covered tokens; of a group, at its first token."""
+        return {**sequence, "loss_weight": np.where(self.covered > 0, sequence["loss_weight"], np.float32(0))}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Aligner:
-    """`row_tokens`: how many of its own tokens the teacher reads of a row; what follows them has no teacher."""
+    """Aligner of student rows with a teacher's tokens. `row_tokens`: row length of the teacher; text beyond it has no
+    target."""
 
     student: Vocabulary
     teacher: Vocabulary
     renderers: Sequence[tuple[DatasetSection, Renderer]]
-    """The teacher's, for each dataset by its number."""
+    """Dataset sections and renderers of the teacher, by dataset number."""
     map: VocabularyMap | SharedTokens
     row_tokens: int
     loss_on: LossOn
@@ -93,53 +94,53 @@ class Aligner:
         pairs = pair(own_runs, its_runs)
         own_end = next((int(mine[run.end]) for run in own_runs if run.end is not None), own_stops[0])
         its_end = next((int(tokens[run.end]) for run in its_runs if run.end is not None), its_stops[0])
-        taught, asked = np.zeros(len(mine), np.int32), np.zeros(len(tokens), np.int32)
+        covered, scored = np.zeros(len(mine), np.int32), np.zeros(len(tokens), np.int32)
         one, other = pairs.one, pairs.other
         if isinstance(self.map, SharedTokens):
-            taught[_inside(one, pairs.one_stop)] = asked[_inside(other, pairs.other_stop)] = -1
+            covered[_inside(one, pairs.one_stop)] = scored[_inside(other, pairs.other_stop)] = -1
         else:
             found = tokens[other]
             same = np.where(found == its_end, own_end, self.map.ids(found)) == mine[one]
             one, other = one[same], other[same]
-        taught[one], asked[other] = 1 + own_end, 1 + its_end
-        return Aligned(taught, tokens, asked, pairs)
+        covered[one], scored[other] = 1 + own_end, 1 + its_end
+        return Aligned(covered, tokens, scored, pairs)
 
-    def translate(self, said: TopK, mine: Mine, its: Its) -> TopK:
+    def translate(self, topk: TopK, mine: Mine, its: Its) -> TopK:
         """Translate teacher top-k at aligned positions, arrays [N, k] and [N], to the student's tokens.
 
-        `mine`, `its`: the tokens of both sides with `Aligned.taught` and `asked`.
+        `mine`, `its`: the tokens of both sides with `Aligned.covered` and `scored`.
         """
-        (tokens, taught), (theirs, asked) = ((x[0][x[1] > 0], x[1][x[1] > 0]) for x in (mine, its))
-        ends = taught - 1, asked - 1
+        (tokens, covered), (theirs, scored) = ((x[0][x[1] > 0], x[1][x[1] > 0]) for x in (mine, its))
+        ends = covered - 1, scored - 1
         if isinstance(self.map, SharedTokens):
             begins = np.flatnonzero(its[1][its[1] != 0] > 0)
-            return self.map.top_k(said, begins, (tokens, theirs), ends)
-        return self.map.top_k(said, tokens, ends)
+            return self.map.top_k(topk, begins, (tokens, theirs), ends)
+        return self.map.top_k(topk, tokens, ends)
 
-    def place(self, said: TopK, mine: Mine, its: Its) -> TopK:
+    def place(self, topk: TopK, mine: Mine, its: Its) -> TopK:
         """Place the teacher's top-k at the aligned student tokens; zeros elsewhere."""
-        taught = mine[1]
-        there, at = np.nonzero(taught > 0), np.nonzero(its[1])
-        found = jax.tree.map(lambda x: np.asarray(x)[at], said)
+        covered = mine[1]
+        there, at = np.nonzero(covered > 0), np.nonzero(its[1])
+        found = jax.tree.map(lambda x: np.asarray(x)[at], topk)
 
         def spread(x: np.ndarray) -> np.ndarray:
-            whole = np.zeros((*taught.shape, *x.shape[1:]), x.dtype)
+            whole = np.zeros((*covered.shape, *x.shape[1:]), x.dtype)
             whole[there] = x
             return whole
 
-        return self.grouped(jax.tree.map(spread, self.translate(found, mine, its)), taught)
+        return self.grouped(jax.tree.map(spread, self.translate(found, mine, its)), covered)
 
-    def grouped(self, said: TopK, taught: Int[np.ndarray, "B T"]) -> TopK:
+    def grouped(self, topk: TopK, covered: Int[np.ndarray, "B T"]) -> TopK:
         """Add the token groups, for a GOLD teacher."""
-        return said if self.shared is None else replace(said, back=back_of(taught))
+        return topk if self.shared is None else replace(topk, back=back_of(covered))
 
 
 def teacher_rows(sequences: Sequence[Aligned], row_tokens: int) -> dict[str, np.ndarray]:
-    """Teacher tokens of aligned sequences, one per row, as `fill_rows` makes them, with their alignment `asked`."""
-    rows = [[{"tokens": one.tokens.astype(np.int32), "asked": one.asked}] for one in sequences]
-    return fill_rows(rows, {"tokens": row_tokens, "asked": row_tokens}, num_rows=len(rows), like=rows[0][0])
+    """Teacher tokens of aligned sequences, one per row, as `fill_rows` makes them, with their alignment `scored`."""
+    rows = [[{"tokens": one.tokens.astype(np.int32), "scored": one.scored}] for one in sequences]
+    return fill_rows(rows, {"tokens": row_tokens, "scored": row_tokens}, num_rows=len(rows), like=rows[0][0])
 
 
 def _inside(begins: Int[np.ndarray, " N"], stops: Int[np.ndarray, " N"]) -> Int[np.ndarray, " M"]:
-    """All places of spans that follow one another."""
+    """Positions inside consecutive spans."""
     return np.concatenate([np.arange(a, b) for a, b in zip(begins, stops, strict=True)] or [begins])

@@ -25,8 +25,7 @@ LOOKED_AT = 300
 MOST_UNALIGNED = 0.1
 """Share of the completions' text that the teacher's template may leave out or change."""
 MOST_OTHER = 0.3
-"""Share of the places where a token begins in both, at which the teacher's is not the student's: what it says there of
-other tokens is wrong as often."""
+"""Maximum share of common token starts at which the teacher's token differs from the student's."""
 LONGEST_ROW = 1 << 20
 
 Data = tuple[DatasetSection, Rows, Renderer]
@@ -82,7 +81,7 @@ def _look(section: DistillSection, aligner: Aligner, data: Sequence[Data]) -> Fo
 
 def _row_tokens(section: DistillSection, source: TeacherSource, found: Found) -> int:
     """Teacher row length in proportion to the student's rows, and no shorter than a sequence."""
-    mine = sum(len(aligned.taught) for _, aligned in found)
+    mine = sum(len(aligned.covered) for _, aligned in found)
     its = [len(aligned.tokens) for _, aligned in found]
     needed = max(-(-section.row_tokens * sum(its) // mine), *its, 2)
     return needed if source.max_positions is None else min(needed, source.max_positions)
@@ -91,20 +90,20 @@ def _row_tokens(section: DistillSection, source: TeacherSource, found: Found) ->
 def _note(source: TeacherSource, aligner: Aligner, found: Found) -> str:
     """Format the coverage of a teacher. ConfigError if too little is aligned."""
     text, same, single = (sum(getattr(a.pairs, name) for _, a in found) for name in ("text", "same_text", "single"))
-    begin, spoken_of = sum(len(a.pairs.one) for _, a in found), sum(int((a.taught != 0).sum()) for _, a in found)
-    taught = spoken_of / sum(count for count, _ in found)
-    other, unaligned = 1 - spoken_of / max(begin, 1), 1 - same / max(text, 1)
-    if unaligned > MOST_UNALIGNED or not taught:
+    begin, num_covered = sum(len(a.pairs.one) for _, a in found), sum(int((a.covered != 0).sum()) for _, a in found)
+    covered = num_covered / sum(count for count, _ in found)
+    other, unaligned = 1 - num_covered / max(begin, 1), 1 - same / max(text, 1)
+    if unaligned > MOST_UNALIGNED or not covered:
         raise ConfigError(
             f"teachers: {unaligned:.1%} of the completions' text is not what teacher {source.title} reads of the same "
-            f"rows (at most {MOST_UNALIGNED:.0%} may be), and {taught:.1%} of the tokens are taught; compare the chat "
-            "templates of both, or set dataset.chat to false"
+            f"rows (at most {MOST_UNALIGNED:.0%} may be), and {covered:.1%} of the tokens have a target; compare the "
+            "chat templates of both, or set dataset.chat to false"
         )
     alike = f"{single / max(text, 1):.1%} of the text is in tokens that both have alike, {unaligned:.1%} is not aligned"
     if aligner.shared is not None:
-        groups = spoken_of / max(begin, 1)
+        groups = num_covered / max(begin, 1)
         return (
-            f"teacher {source.title}: its own tokens, in rows of {aligner.row_tokens}; it teaches {taught:.1%} of the "
+            f"teacher {source.title}: its own tokens, in rows of {aligner.row_tokens}; it teaches {covered:.1%} of the "
             f"student's tokens, in groups of {groups:.2f} ({alike}); {aligner.shared.unshared.sum():,} of the "
             f"student's {len(aligner.student.names):,} tokens are not its own"
         )
@@ -114,7 +113,7 @@ def _note(source: TeacherSource, aligner: Aligner, found: Found) -> str:
             f"{other:.1%} of the places (at most {MOST_OTHER:.0%} may be): its tokens are too short for this student"
         )
     return (
-        f"teacher {source.title}: its own tokens, in rows of {aligner.row_tokens}; it teaches {taught:.1%} of the "
+        f"teacher {source.title}: its own tokens, in rows of {aligner.row_tokens}; it teaches {covered:.1%} of the "
         f"student's tokens ({alike}); where a token begins in both, it is another at {other:.1%} of the places"
     )
 
@@ -135,15 +134,15 @@ def aligned_tokenizer(
             return None
         with rows.named(index) as row:
             made = aligner.align(number, row, sequence)
-        arrays = {"taught": made.taught, "teacher_tokens": made.tokens, "asked": made.asked}
+        arrays = {"covered": made.covered, "teacher_tokens": made.tokens, "scored": made.scored}
         return made.part_of(sequence) | arrays
 
     return align
 
 
-def theirs(made: Mapping[str, np.ndarray]) -> Arrays:
-    """The sequence as the teacher reads it."""
-    return {"tokens": made["teacher_tokens"], "loss_weight": (made["asked"] != 0).astype(np.float32)}
+def teacher_sequence(made: Mapping[str, np.ndarray]) -> Arrays:
+    """Teacher tokens of an aligned sequence, with loss weight on the scored ones."""
+    return {"tokens": made["teacher_tokens"], "loss_weight": (made["scored"] != 0).astype(np.float32)}
 
 
 def aligned_scorer(
@@ -152,8 +151,8 @@ def aligned_scorer(
     """Make a scorer of `aligned_tokenizer` sequences that returns top-k in the student's tokens."""
 
     def scored(sequences: Sequence[Mapping[str, np.ndarray]]) -> Iterator[TopK]:
-        for made, said in zip(sequences, score([theirs(one) for one in sequences]), strict=True):
-            mine, its = (made["tokens"], made["taught"]), (made["teacher_tokens"], made["asked"])
-            yield aligner.translate(said, mine, its)
+        for made, topk in zip(sequences, score([teacher_sequence(one) for one in sequences]), strict=True):
+            mine, its = (made["tokens"], made["covered"]), (made["teacher_tokens"], made["scored"])
+            yield aligner.translate(topk, mine, its)
 
     return scored

@@ -38,7 +38,7 @@ class Vocabulary:
         self._longest = max(map(len, self.by_text))
 
     def same_as(self, other: Vocabulary, number: int) -> int | None:
-        """Its own token for one of another vocabulary: of the same text, and by the same name of several."""
+        """Token of this vocabulary with the text of a token of another one; of several, that with the same name."""
         name, text, control = other.names.get(number), other.pieces[number], number in other.controls
         same = None if name is None else self.by_name.get(name)
         if same is not None and self.pieces[same] == text and (same in self.controls) == control:
@@ -46,7 +46,7 @@ class Vocabulary:
         return None if control or not text else self.by_text.get(text)
 
     def first_of(self, text: bytes) -> int:
-        """The first token of a text that goes on from another; `NO_ID` where there is none."""
+        """First token of a text that continues another text; `NO_ID` if there is none."""
         if (same := self.by_text.get(text)) is not None:
             return same
         readable = text.decode(errors="ignore")
@@ -60,10 +60,9 @@ class Vocabulary:
 class VocabularyMap:
     """Map of a teacher's distribution to the first student tokens of its tokens' texts.
 
-    A token of the same text is itself; another counts for the first token of its text in the student's tokens; one that
-    the student cannot say counts with the rest. The mass beyond the teacher's best ids stays with the rest, too: each
-    probability is too small by at most the teacher's `tail`, and by what the student would join across two of its
-    tokens. `temperature`: of the divergence.
+    A token maps to the student's token of the same text, else to the first token of its text in the student's
+    tokenization, else to the tail. The teacher's own tail stays there too: each probability is too small by at most
+    that tail, and by the texts that the student tokenises across two teacher tokens. `temperature`: of the divergence.
     """
 
     def __init__(self, student: Vocabulary, teacher: Vocabulary, temperature: float):
@@ -86,15 +85,15 @@ class VocabularyMap:
 
     def top_k(
         self,
-        said: TopK,
+        topk: TopK,
         tokens: Int[np.ndarray, " N"],
         ends: tuple[Int[np.ndarray, " N"], Int[np.ndarray, " N"]],
     ) -> TopK:
         """Map arrays [N, k] and [N]. `tokens`: the student's. `ends`: end-of-text tokens of student and teacher."""
         mine, its = ends
-        theirs = np.asarray(said.ids)
+        theirs = np.asarray(topk.ids)
         ids = np.where(theirs == its[:, None], mine[:, None], self.ids(theirs))
-        logps = np.asarray(said.logps)
+        logps = np.asarray(topk.logps)
         lost = ids == NO_ID
         ids, logps_of_ids = joined(ids, np.where(lost, np.float32(NO_LOGIT), logps))
         here = ids == tokens[:, None]
@@ -102,14 +101,14 @@ class VocabularyMap:
         return TopK(
             ids=ids.astype(np.int32),
             logps=logps_of_ids,
-            tail=_with(said.tail, logps, lost, 1.0),
-            scaled_tail=_with(said.scaled_tail, logps, lost, self._temperature),
-            token_logps=np.where(here.any(axis=1), own, said.token_logps),
+            tail=_with(topk.tail, logps, lost, 1.0),
+            scaled_tail=_with(topk.scaled_tail, logps, lost, self._temperature),
+            token_logps=np.where(here.any(axis=1), own, topk.token_logps),
         )
 
 
 def _with(tail: Any, logps: Float[np.ndarray, "N k"], lost: Any, temperature: float) -> Float[np.ndarray, " N"]:
-    """The log of what is left, with the ids that are `lost`; the same bits where there are none."""
+    """Log of the tail mass plus that of the `lost` ids; bitwise the tail if none is lost."""
     tail = np.asarray(tail)
     more = np.where(lost, np.exp(np.float64(logps) / temperature), 0.0).sum(axis=1)
     added = np.log(np.exp(np.float64(tail)) + more, where=more > 0, out=np.zeros(len(tail)))
@@ -119,7 +118,7 @@ def _with(tail: Any, logps: Float[np.ndarray, "N k"], lost: Any, temperature: fl
 def joined(
     ids: Int[np.ndarray, "N k"], logps: Float[np.ndarray, "N k"]
 ) -> tuple[Int[np.ndarray, "N k"], Float[np.ndarray, "N k"]]:
-    """Each id once, where it was first, with the probability of all its places; the same bits where it has one."""
+    """Merge duplicate ids: each stays at its first place with its summed probability; bitwise the same without any."""
     order = np.argsort(ids, axis=1, kind="stable")
     ranked, probability = (np.take_along_axis(x, order, axis=1) for x in (ids, np.exp(np.float64(logps))))
     again = np.zeros(ids.shape, bool)
@@ -142,7 +141,7 @@ def _is_byte(name: str) -> bool:
 
 
 def _reader(tokenizer: Tokenizer) -> Any:
-    """From the name of a token to its text."""
+    """Make the function from the name of a token to its bytes."""
     decoder = json.dumps(json.loads(tokenizer.hf.backend_tokenizer.to_str()).get("decoder"))
     if "ByteLevel" in decoder:
         byte_of = {character: byte for byte, character in enumerate(byte_characters())}
@@ -154,6 +153,6 @@ def _reader(tokenizer: Tokenizer) -> Any:
     if "ByteFallback" in decoder or "Metaspace" in decoder:
         return lambda name: bytes([int(name[3:5], 16)]) if _is_byte(name) else name.replace("▁", " ").encode()
     raise ConfigError(
-        f"tokenizer {tokenizer.name}: what its tokens say is not known (decoder {decoder[:80]}); "
+        f"tokenizer {tokenizer.name}: the text of its tokens is not known (decoder {decoder[:80]}); "
         "tokenizer: align (or gold) is for byte-level and SentencePiece vocabularies"
     )

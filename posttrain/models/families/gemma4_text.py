@@ -77,7 +77,8 @@ def config_from_hf(hf: Fields) -> ModelConfig:
     )
     mlps = [mlp if attention.reuses is None else replace(mlp, dim=wide * mlp.dim) for attention in attentions]
     dim, vocab_size = hf.get("hidden_size_per_layer_input", int, 256), hf.get("vocab_size", int)
-    inputs = LayerInputsConfig(vocab_size=hf.get("vocab_size_per_layer_input", int, 262_144), dim=dim) if dim else None
+    inputs_vocab = hf.get("vocab_size_per_layer_input", int, 262_144)  # also written where there are no inputs
+    inputs = LayerInputsConfig(vocab_size=inputs_vocab, dim=dim) if dim else None
     if inputs is not None and inputs.vocab_size < vocab_size:
         raise ConfigError(f"vocab_size_per_layer_input={inputs.vocab_size} must be at least vocab_size={vocab_size}")
     config = decoder_config(

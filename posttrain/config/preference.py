@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from posttrain.config.base import Flag, PositiveInt
+from posttrain.config.locator import LossSpec
 from posttrain.config.train import OfflineSection, OptimizerSection, Schedule
 
 
@@ -47,7 +48,7 @@ class PreferenceSection(PairSection):
     kind: Literal["preference"] = "preference"
     optimizer: PreferenceOptimizer = PreferenceOptimizer()
     """AdamW settings."""
-    loss: str | dict[str, Any] = "sigmoid"
+    loss: LossSpec = "sigmoid"
     """Loss type: a DPO variant (`sigmoid`, `ipo`, ...), `kto`, `apo_zero_unpaired`, `orpo`, `cpo`, `cpo_hinge`,
     `cpo_ipo`, `simpo`, or `module:Class`; with settings `{kind: sigmoid, beta: 0.1}`. DPO variants can be combined:
     `{kind: [sigmoid, sft], weights: [1, 0.1]}`."""
@@ -62,6 +63,6 @@ class RewardModelSection(PairSection):
     kind: Literal["reward_model"] = "reward_model"
     optimizer: RewardModelOptimizer = RewardModelOptimizer()
     """AdamW settings."""
-    loss: str | dict[str, Any] = "bradley_terry"
+    loss: LossSpec = "bradley_terry"
     """Loss type: `bradley_terry` on pairs, `process` on labelled steps, or `module:Class`; with settings `{kind:
     bradley_terry, center_coef: 0.01}`."""

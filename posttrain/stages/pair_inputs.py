@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import jax
@@ -14,24 +13,25 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from posttrain.config import (
     DatasetSection,
     Flag,
+    Locator,
     ModelSection,
     OnlinePreferenceSection,
     PairSection,
     PreferenceSection,
     RewardModelSection,
 )
-from posttrain.data.pairs import Units
 from posttrain.data.preference import is_paired
 from posttrain.data.sources import checked_rows, each_row
+from posttrain.data.units import Units
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.kernels.attention import supports_parents
+from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.losses.kto import KTOLoss
 from posttrain.losses.pairs import Needs, PairLoss
 from posttrain.losses.preference import KINDS, PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
 from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss
-from posttrain.stages.inputs import callable_of, describe_rows, rows_and_renderer
-from posttrain.stages.prepared import Prepared
+from posttrain.stages.inputs import EpochSource, Prepared, callable_of, describe_rows, rows_and_renderer
 from posttrain.user_code import is_object_spec
 
 PREFERENCE_LOSSES: Mapping[str, tuple[type, Mapping[str, Any]]] = {
@@ -67,14 +67,24 @@ class PairInputs:
     dropped_ratio: float
     """Share of dropped units."""
 
+    @property
+    def terms(self) -> Terms:
+        """Statistics that the loss needs beside log-probabilities."""
+        return Terms(squares=self.loss.needs.squares)
+
+    @property
+    def epoch_sources(self) -> Sequence[EpochSource]:
+        """Units over which `num_epochs` passes."""
+        return [EpochSource(self.section.dataset, self.units.rows, len(self.units), self.units)]
+
 
 def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared) -> tuple[PairInputs, list[str]]:
     """Load the inputs. Also returns a note per dataset with dropped units."""
-    loss = pair_loss(section, prepared.base_dir)
+    loss = pair_loss(section)
     share_prompts = shares_prompts(section, loss.needs, prepared.config.model, mixture=prepared.mixture)
     made, ratios, notes = [], [], []
     for dataset in section.all_datasets:
-        found = rows_and_renderer(dataset, prepared.require_tokenizer(), prepared.base_dir)
+        found = rows_and_renderer(dataset, prepared.tokenizer)
         units = units_of(section, dataset, *found, loss, share_prompts=share_prompts)
         chosen = checked_rows(len(units))
         ratio, lines = check_units(units, (unit is None for unit in each_row(units.rows, chosen, "rows", units)))
@@ -91,8 +101,8 @@ def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared)
     return inputs, notes
 
 
-def pair_loss(section: PreferenceSection | RewardModelSection, base_dir: Path) -> Any:
-    loss = make_loss(section.loss, LOSSES[section.kind], lambda spec: callable_of(spec, "loss", base_dir))
+def pair_loss(section: PreferenceSection | RewardModelSection) -> Any:
+    loss = make_loss(section.loss, LOSSES[section.kind], lambda spec: callable_of(spec, "loss"))
     if isinstance(section, PreferenceSection) and section.reference is not None and not loss.needs.reference:
         raise ConfigError(
             f"reference: {section.reference} has no effect: the loss {loss_name(section.loss)} needs no reference; "
@@ -101,9 +111,9 @@ def pair_loss(section: PreferenceSection | RewardModelSection, base_dir: Path) -
     return loss
 
 
-def check_offline(section: PreferenceSection | RewardModelSection, base_dir: Path) -> None:
+def check_offline(section: PreferenceSection | RewardModelSection) -> None:
     """Check everything that needs neither tokenizer nor rows."""
-    pair_loss(section, base_dir)
+    pair_loss(section)
 
 
 def describe(section: PreferenceSection | RewardModelSection, inputs: PairInputs | None, shards: int) -> str:
@@ -119,7 +129,7 @@ def loss_name(spec: str | Mapping[str, Any]) -> str:
 
 
 def make_loss(
-    spec: str | Mapping[str, Any], known: Mapping[str, tuple[type, Mapping[str, Any]]], find: Callable[[str], Any]
+    spec: str | Mapping[str, Any], known: Mapping[str, tuple[type, Mapping[str, Any]]], find: Callable[[Locator], Any]
 ) -> Any:
     """Make the loss of a configuration; `find` imports the class of `module:Class`. ConfigError for invalid
     settings."""
@@ -166,12 +176,12 @@ def _plain(value: Any) -> Any:
 
 
 def _named(
-    kind: Any, known: Mapping[str, tuple[type, Mapping[str, Any]]], find: Callable[[str], Any]
+    kind: Any, known: Mapping[str, tuple[type, Mapping[str, Any]]], find: Callable[[Locator], Any]
 ) -> tuple[Any, Mapping[str, Any]]:
     """Class of one loss kind, or of several DPO kinds, with the fields that the name sets."""
     if isinstance(kind, str) and kind in known:
         return known[kind]
-    if isinstance(kind, str) and is_object_spec(kind):
+    if isinstance(kind, Locator) and is_object_spec(kind):
         return find(kind), {}
     names = list(kind) if isinstance(kind, list | tuple) else [kind]
     wrong = [name for name in names if name not in known]

@@ -1,0 +1,66 @@
+"""Locators are as the user wrote them, and their places stay where the configuration was read."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import yaml
+
+from posttrain.config import DatasetSection, Locator, PreferenceSection, RewardSection, SFTSection
+from posttrain.config.yaml_file import dump_config, load_config
+from posttrain.errors import ConfigError
+from posttrain.stages.inputs import callable_of
+from tests.stages.runs import sft_stage, write_run
+
+pytestmark = pytest.mark.fast
+
+
+def test_places_do_not_follow_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    file = write_run(tmp_path / "run", sft_stage())
+    monkeypatch.chdir(tmp_path)
+    path = load_config(file).stages[0].dataset.path
+    monkeypatch.chdir("/")
+    for one in (path, copy.deepcopy(path), pickle.loads(pickle.dumps(path))):
+        assert one == "rows.jsonl" and one.resolved == str(tmp_path / "run" / "rows.jsonl")
+        assert one.folder == tmp_path / "run" and all(place.is_absolute() for place in one.places)
+
+
+def test_a_copy_of_a_section_keeps_its_folder(tmp_path: Path) -> None:
+    stage = load_config(write_run(tmp_path, sft_stage(loss="losses.py:Own"))).stages[0]
+    again = type(stage).model_validate({name: getattr(stage, name) for name in stage.model_fields_set})
+    assert isinstance(again, SFTSection) and again.loss.folder == again.dataset.path.folder == tmp_path
+
+
+def test_the_dump_has_what_was_written(tmp_path: Path) -> None:
+    config = load_config(write_run(tmp_path, sft_stage()))
+    assert yaml.safe_load(dump_config(config))["stages"][0]["dataset"]["path"] == "rows.jsonl"
+
+
+def test_hub_ids_and_missing_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Locator("owner/model").resolved == "owner/model"
+    with pytest.raises(ConfigError, match=r"^/no/such/model: no such file or folder$"):
+        str(Locator("/no/such/model").resolved)
+    (tmp_path / "owner" / "model").mkdir(parents=True)
+    assert Locator("owner/model").resolved == str(tmp_path / "owner" / "model")
+
+
+def test_python_objects_are_found_from_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "located_here.py").write_text("def one():\n    return 1\n")
+    for text in ("located_here.py:one", "located_here:one"):
+        (reward,) = [RewardSection.model_validate({"fn": text}, context=tmp_path).fn]
+        assert reward == text and callable_of(reward, "fn")() == 1
+    with pytest.raises(ConfigError, match=r"^missing.py:one: no file .*missing.py"):
+        callable_of(Locator("missing.py:one", tmp_path), "fn")
+    data = {"dataset": {"path": "x"}, "num_steps": 1, "loss": {"kind": "located_here:one", "beta": 1.0}}
+    loss = PreferenceSection.model_validate(data, context=tmp_path).loss
+    assert isinstance(loss, dict) and loss["kind"].folder == tmp_path
+
+
+def test_a_section_in_python_starts_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert DatasetSection(path="rows.jsonl").path.places[0] == tmp_path / "rows.jsonl"
