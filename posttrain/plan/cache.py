@@ -27,7 +27,8 @@ def folder() -> Path:
 
 def figures_of(lowered: jax.stages.Lowered, machine: Machine) -> Figures:
     """Figures of a program, from the cache or by compiling it."""
-    compiler = [machine.name, jax.__version__, libtpu_version() if machine.chip.platform == "tpu" else ""]
+    effort: float = jax.config.values["jax_exec_time_optimization_effort"]
+    compiler = [machine.name, jax.__version__, libtpu_version() if machine.chip.platform == "tpu" else "", str(effort)]
     key = hashlib.sha256("\n".join([*compiler, lowered.as_text()]).encode()).hexdigest()
     file = folder() / f"{key}.json"
     if file.is_file():

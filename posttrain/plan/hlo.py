@@ -135,7 +135,7 @@ class ProgramText:
 
     def wire(self, trips: Sequence[int] = ()) -> float:
         """Bytes that a device sends; `trips`: see `Collective.executions`."""
-        return sum(c.wire * c.executions(trips) for c in self.collectives)
+        return sum((c.wire * c.executions(trips) for c in self.collectives), 0.0)
 
     def wire_by_kind(self, trips: Sequence[int] = ()) -> dict[str, float]:
         """Bytes that a device sends, by kind of collective."""

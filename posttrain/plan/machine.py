@@ -152,10 +152,15 @@ def topology_devices(kind: str, shape: str) -> Sequence[Any]:
     return topologies.get_topology_desc(topology_name=f"{kind}:{shape}", platform="tpu", **hosts).devices
 
 
-def prepare_process(wanted: Machine) -> None:
-    """Set up JAX, before its first use, to compile for a machine: no TPU or GPU of this one is touched."""
+def prepare_process(wanted: Machine, *, quick: bool) -> None:
+    """Set up JAX, before its first use, to compile for a machine: no TPU or GPU of this one is touched.
+
+    `quick`: without the passes that take long; memory differs by some percent, and more is sent.
+    """
     import jax
 
     jax.config.update("jax_platforms", "cpu")
+    if quick:
+        jax.config.update("jax_exec_time_optimization_effort", -1.0)
     if wanted.num_devices > 1 and not (wanted.chip.platform == "tpu" and has_libtpu()):
         jax.config.update("jax_num_cpu_devices", wanted.num_devices)

@@ -31,7 +31,7 @@ class Phase:
     role: str
     name: str
     lower: Callable[[], jax.stages.Lowered]
-    runs: float
+    runs: int
     """Runs of the program in one step; of a decode dispatch, tokens per row."""
     trips: tuple[int, ...]
     """Trips of its loops that only the run knows, outermost first, at most."""
@@ -84,7 +84,7 @@ def _sft(section: SFTSection, model: Decoder, mesh: Mesh) -> StagePlan:
     phases = [_update(programs, batch, 0)]
     if section.eval_dataset is not None:
         beside = bytes_on_device(programs.opt_state)
-        phases.append(_forward(programs, batch, "evaluation", programs.lower_evaluation, 0.0, beside))
+        phases.append(_forward(programs, batch, "evaluation", programs.lower_evaluation, 0, beside))
     return StagePlan(phases=phases, tokens=section.batch_rows * section.row_tokens, unit="tokens of rows")
 
 
@@ -153,7 +153,7 @@ def _update(programs: TrainPrograms, batch: Batch, beside: int) -> Phase:
         runs=1,
         trips=(chunks,) if passes == 1 else (passes, chunks),
         flops=flops / programs.mesh.size,
-        read=3 * passes * weights + 2 * state,
+        read=float(3 * passes * weights + 2 * state),
         parameters=sizes_of(programs.weights),
         beside=beside,
     )
@@ -164,7 +164,7 @@ def _forward(
     batch: Batch,
     name: str,
     lower: Callable[[Batch], jax.stages.Lowered],
-    runs: float,
+    runs: int,
     beside: int,
 ) -> Phase:
     rows, length = batch.shape
@@ -179,7 +179,7 @@ def _forward(
         runs=runs,
         trips=(-(-rows // micro), chunks),
         flops=flops / programs.mesh.size,
-        read=-(-rows // micro) * bytes_on_device(programs.weights),
+        read=float(-(-rows // micro) * bytes_on_device(programs.weights)),
         parameters=sizes_of(programs.weights),
         beside=beside,
     )
@@ -199,7 +199,7 @@ def _sampling(section: RLSection, model: Decoder, mesh: Mesh, rollout: RolloutSh
         runs=math.ceil(section.prompts_per_step * prompt_tokens / per_call),
         trips=(),
         flops=(2 * active * per_call + attention_flops(config, *rollout.prompts.tokens.shape)) / devices,
-        read=weights,
+        read=float(weights),
         parameters=sizes_of(rollout.loaded.arrays),
         beside=beside,
     )

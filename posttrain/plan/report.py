@@ -36,7 +36,7 @@ class Outcome:
         """Bytes that a device sends in one run; of decoding, per token."""
         if self.phase.name != "decode":
             return self.figures.text.wire(self.phase.trips)
-        return sum(c.wire * c.executions() for c in self.figures.text.collectives if c.in_dynamic_loop)
+        return sum((c.wire * c.executions() for c in self.figures.text.collectives if c.in_dynamic_loop), 0.0)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -111,7 +111,7 @@ def _knob(phase: Phase, made: Large) -> str:
     return "an activation; micro_batch_rows, model.remat, row_tokens"
 
 
-def _bytes(count: float) -> str:
+def _bytes(count: int | float) -> str:
     for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", 2**10)):
         if count >= scale:
             return f"{count / scale:,.2f} {unit}"
