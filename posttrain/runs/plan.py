@@ -47,7 +47,7 @@ def plan(config: RunConfig, machine: Machine, *, search: bool = True) -> Iterato
     else:
         yield (
             "compiler: XLA's for virtual CPU devices, without the machine's kernels; memory is an estimate"
-            + ("; for TPU's own: pip install posttrain[aot]" if chip.platform == "tpu" else "")
+            + ("; TPU's own needs libtpu, the extra 'aot'" if chip.platform == "tpu" else "")
         )
     mesh = _mesh(config, machine)
     yield "mesh: " + ", ".join(f"{axis}={mesh.shape[axis]}" for axis in MESH_AXES)
