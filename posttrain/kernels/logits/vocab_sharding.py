@@ -120,7 +120,7 @@ class VocabSharding(NamedTuple):
         """
         size, wanted = (-(-width // self.shards) for width in (logits.shape[-1], vocab_size))
         halo = (self.shards - 1) * (size - wanted) if wanted < size else self.shards * (wanted - size)
-        if not 0 < halo <= size:
+        if self.shards == 1 or not 0 < halo <= size:
             return _cut_or_padded(logits, vocab_size)
         assert self.mesh is not None
         spec = PartitionSpec(self.group_axes, None, self.axes)
