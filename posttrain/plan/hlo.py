@@ -58,6 +58,16 @@ class Instruction:
         found = re.search(r'op_name="([^"]*)"', self.line)
         return found.group(1) if found else ""
 
+    @property
+    def operands(self) -> list[str]:
+        """Names of the operands."""
+        return re.findall(r"%([\w.\-]+)", self.line.split(f" {self.op}(", 1)[1].split(")", 1)[0])
+
+    @property
+    def place(self) -> int:
+        """Index of a `get-tuple-element`."""
+        return int(re.findall(r"index=(\d+)", self.line)[-1])
+
     def called(self, attribute: str) -> list[str]:
         """Names of the computations that an attribute such as `body` or `calls` names."""
         found = re.search(attribute + r"=(?:\{([^}]*)\}|%?([\w.\-]+))", self.line)
@@ -224,8 +234,7 @@ class _Reader:
         group = self._group_size(i.line)
         if group == 1:
             return
-        arguments = i.line.split(f"{i.op}(", 1)[1].split(")", 1)[0]
-        operands = [x for name in re.findall(r"%([\w.\-]+)", arguments) for x in types.get(name, [])]
+        operands = [x for name in i.operands for x in types.get(name, [])]
         results = i.results
         if i.op.endswith("-start") and kind != "all-reduce":
             # (operands, results, counters)
@@ -262,11 +271,30 @@ class _Reader:
         if found := re.search(r'known_trip_count[^0-9}]*"?(\d+)', loop.line):
             return int(found.group(1))
         inside = list(self._all_of(*loop.called("condition")))
-        constants = [
-            int(n) for i in inside if i.op == "constant" for n in re.findall(r"s32\[\].*constant\((\d+)\)", i.line)
+        limits = [
+            int(n) for i in inside if i.op == "constant" for n in re.findall(r"[su]32\[\].*constant\((\d+)\)", i.line)
         ]
         simple = not any(i.op in ("and", "or", "reduce", "all-reduce") for i in inside)
-        return constants[0] if simple and len(constants) == 1 else None
+        if not simple or len(limits) != 1:
+            return None
+        return -(-limits[0] // self._step(loop, inside))
+
+    def _step(self, loop: Instruction, condition: Sequence[Instruction]) -> int:
+        """Increment of the counter in one trip: windowed products do two of their steps."""
+        by_name = {i.name: i for i in condition}
+        compared = [by_name.get(name) for i in condition if i.op == "compare" for name in i.operands]
+        places = [i.place for i in compared if i is not None and i.op == "get-tuple-element"]
+        body = {i.name: i for name in loop.called("body") for i in self._computations.get(name, [])}
+        if len(places) != 1 or not body:
+            return 1
+        root = list(body.values())[-1]
+        new = body.get(root.operands[places[0]]) if root.op == "tuple" else None
+        step = 0
+        while new is not None and new.op == "add":
+            parts = [body[name] for name in new.operands if name in body]
+            step += sum(int(n) for i in parts if i.op == "constant" for n in re.findall(r"constant\((\d+)\)", i.line))
+            new = next((i for i in parts if i.op != "constant"), None)
+        return max(1, step)
 
     def _all_of(self, *names: str) -> Iterator[Instruction]:
         for name in names:
@@ -287,11 +315,13 @@ def _computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
     current: list[Instruction] | None = None
     entry = ""
     for line in text.splitlines():
-        if not line.startswith(" "):
-            header = _HEADER.match(line)
-            current = found.setdefault(header.group(2), []) if header else None
-            if header and header.group(1):
-                entry = header.group(2)
-        elif current is not None and (match := _INSTRUCTION.match(line)):
+        if line == "}":
+            current = None
+        elif current is None:
+            if header := _HEADER.match(line):
+                current = found.setdefault(header.group(2), [])
+                entry = header.group(2) if header.group(1) else entry
+        # The metadata of a kernel goes on in lines that are not indented.
+        elif match := _INSTRUCTION.match(line):
             current.append(Instruction(match.group(1), match.group(2), match.group(3), line))
     return found, entry

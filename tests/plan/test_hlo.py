@@ -18,7 +18,7 @@ TEXT = """HloModule jit_bound, is_scheduled=true
 }
 
 %layers_condition (arg.1: (s32[], f32[32])) -> pred[] {
-  %constant.28 = s32[]{:T(128)} constant(28)
+  %constant.28 = u32[]{:T(128)} constant(56)
   %arg.1 = (s32[]{:T(128)}, f32[32]{0}) parameter(0)
   %index.1 = s32[]{:T(128)} get-tuple-element(%arg.1), index=0
   ROOT %lt.1 = pred[]{:T(512)} compare(%index.1, %constant.28), direction=LT
@@ -28,7 +28,11 @@ TEXT = """HloModule jit_bound, is_scheduled=true
   %arg.2 = (s32[]{:T(128)}, f32[32]{0}) parameter(0)
   %x.2 = f32[32]{0:T(128)S(1)} get-tuple-element(%arg.2), index=1
   %all-reduce.2 = f32[32]{0:T(128)S(1)} all-reduce(%x.2), channel_id=4, replica_groups=[2,4]<=[8], to_apply=%add
-  ROOT %tuple.2 = (s32[]{:T(128)}, f32[32]{0}) tuple(%index.9, %all-reduce.2)
+  %index.2 = u32[]{:T(128)} get-tuple-element(%arg.2), index=0
+  %constant.1 = u32[]{:T(128)} constant(1)
+  %add.1 = u32[]{:T(128)} add(%index.2, %constant.1)
+  %add.2 = u32[]{:T(128)} add(%add.1, %constant.1)
+  ROOT %tuple.2 = (s32[]{:T(128)}, f32[32]{0}) tuple(%add.2, %all-reduce.2)
 }
 
 %tokens_condition (arg.3: (s32[], f32[32])) -> pred[] {
@@ -59,7 +63,9 @@ ENTRY %main.1 (p.1: f32[64,8], p.2: (s32[], f32[32])) -> (s32[], f32[32]) {
   %permute-start.1 = (f32[64,8]{1,0}, f32[64,8]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p.1), channel_id=7, source_target_pairs={{0,1},{1,0}}
   %gather-start.1 = (f32[64,8]{1,0}, f32[512,8]{1,0}) all-gather-start(%p.1), channel_id=8, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
   %alone.1 = f32[64,8]{1,0} all-reduce(%p.1), channel_id=12, replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add
-  %kernel.1 = f32[64,8]{1,0} custom-call(%p.1), custom_call_target="tpu_custom_call"
+  %kernel.1 = f32[64,8]{1,0} custom-call(%p.1), custom_call_target="tpu_custom_call", backend_config={"name":"splash",
+"xprof_metadata":"{\\"block_q\\": 512}
+}}, metadata={op_name="jit(f)/kernel"}
   ROOT %while.1 = (s32[]{:T(128)}, f32[32]{0}) while(%p.2), condition=%tokens_condition, body=%tokens
 }
 """  # noqa: E501
