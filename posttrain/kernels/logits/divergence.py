@@ -51,7 +51,7 @@ def divergence(
     exact where the student distributes that mass as the teacher does.
     """
     if isinstance(teacher, TopK):
-        outcomes = _outcomes(jnp.maximum(logits, NO_LOGIT), teacher, kind.temperature)
+        outcomes = _outcomes(sharding.equal_parts(jnp.maximum(logits, NO_LOGIT)), teacher, kind.temperature)
         return jnp.sum(outcome_terms(outcomes.log_s, outcomes.log_t, kind.beta), axis=-1)
     student, target = _softmaxes(logits, teacher, kind.temperature, sharding)
     if kind.beta == 0:
@@ -73,11 +73,12 @@ def divergence_gradient(
     share the gradient of their sum in proportion to the student's probabilities. Reference: autodiff of `divergence`.
     """
     if isinstance(teacher, TopK):
-        outcomes = _outcomes(jnp.maximum(logits, NO_LOGIT), teacher, kind.temperature)
+        outcomes = _outcomes(sharding.equal_parts(jnp.maximum(logits, NO_LOGIT)), teacher, kind.temperature)
         by_outcome = _logit_gradient(outcomes.log_s, outcomes.log_t, kind.beta)
         rows, places = (x[..., None] for x in jnp.indices(outcomes.ids.shape[:2]))
         gradient = jnp.exp(outcomes.others - outcomes.rest) * by_outcome[..., -1:]
         gradient = gradient.at[rows, places, outcomes.ids].set(by_outcome[..., :-1], mode="drop")
+        gradient = gradient[..., : logits.shape[-1]]
     else:
         student, target = _softmaxes(logits, teacher, kind.temperature, sharding)
         if kind.beta == 0:

@@ -87,6 +87,10 @@ class VocabSharding(NamedTuple):
         spec = (self.axes if dim == vocab_dim else None for dim in range(x.ndim - 1))
         return self._constrained(x, self.group_axes, *spec)
 
+    def equal_parts(self, logits: Float[Array, "B C V"]) -> Float[Array, "B C W"]:
+        """Logits padded with impossible ids to equal parts of V: XLA would gather others for a lookup of ids."""
+        return self.split(_cut_or_padded(logits, -(-logits.shape[-1] // self.shards) * self.shards))
+
     def chosen(self, x: Float[Array, "B C V"], ids: Int[Array, "B C"]) -> Float[Array, "B C 1"]:
         """Values of one id each; on a mesh by a sum, because XLA would gather x if its parts are not equal."""
         if not self.splits:
