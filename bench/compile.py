@@ -65,7 +65,7 @@ def training(model: decoder.Decoder) -> tuple[Any, tuple[Any, ...]]:
 
 def decoding(model: decoder.Decoder) -> tuple[Any, tuple[Any, ...]]:
     weights = ModelWeights(model)
-    cache = empty_cache(decoder.decoding_config(model.config, jax.default_backend()), 4, 128, jnp.dtype(jnp.float32))
+    cache = empty_cache(decoder.decoding_config(model.config, None), 4, 128, jnp.dtype(jnp.float32))
     ones = jnp.ones((4, 1), jnp.int32)
 
     def step(arrays: Any, cache: Any) -> Any:

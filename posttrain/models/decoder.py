@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from posttrain.batch import RouterStats
@@ -315,7 +316,7 @@ class Decoder(nnx.Module):
         On CPU slices of stacked weights are copies, so they are made once here instead of per token, as are the DoRA
         gains on all platforms. The cache must be allocated for `decoding_config`.
         """
-        config = decoding_config(self.config, platform_of(self.compute.mesh))
+        config = decoding_config(self.config, self.compute.mesh)
         sliced = nnx.merge(*nnx.split(self))
         for _, node in nnx.iter_graph(sliced):
             if isinstance(node, Adaptable):
@@ -365,9 +366,9 @@ def first_layers(config: ModelConfig) -> list[LayerIndex]:
     return firsts
 
 
-def decoding_config(config: ModelConfig, platform: str) -> ModelConfig:
-    """Configuration of `Decoder.for_decoding` on a platform."""
-    if platform != "cpu" or config.num_layers > SPLIT_LAYERS_ON_CPU:
+def decoding_config(config: ModelConfig, mesh: Mesh | None) -> ModelConfig:
+    """Configuration of `Decoder.for_decoding` on the platform of the mesh."""
+    if platform_of(mesh) != "cpu" or config.num_layers > SPLIT_LAYERS_ON_CPU:
         return config
     if all(stage.repeats == 1 for stage in config.stages):
         return config

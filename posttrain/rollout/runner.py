@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from posttrain.kernels.platform import platform_of
 from posttrain.models.decoder import decoding_config
 from posttrain.rollout.blocks import BLOCK, Chain, blocks_for
 from posttrain.rollout.decoding import Loaded
@@ -165,7 +164,7 @@ class Runner:
         model = loaded.source.model
         placement = loaded.placement
         config, compute, lanes = model.config, model.compute, self.shapes.lanes
-        config = decoding_config(config, platform_of(compute.mesh))
+        config = decoding_config(config, compute.mesh)
         layout = choose_layout(compute.decode_attention, config, compute, mesh_of(placement))
         return pool_shapes(config, compute.dtype, placement, layout=layout, lanes=lanes, blocks=self.blocks)
 

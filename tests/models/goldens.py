@@ -130,7 +130,7 @@ def decode(
 
     `chunk`: pad what the model gets to this width, so that prompts and tokens go through the same program.
     """
-    weights, config = ModelWeights(model), decoder.decoding_config(model.config, jax.default_backend())
+    weights, config = ModelWeights(model), decoder.decoding_config(model.config, None)
 
     def step(arrays: Any, tokens: Any, positions: Any, segments: Any, cache: Any) -> Any:
         bound = weights.bind(arrays).for_decoding()

@@ -77,7 +77,7 @@ def gradient_of(model: Decoder) -> Any:
 
 def decoding_step(model: Decoder) -> Any:
     weights = ModelWeights(model)
-    config = decoder.decoding_config(model.config, "cpu")
+    config = decoder.decoding_config(model.config, None)
     cache = empty_cache(config, 2, 16, jnp.dtype(jnp.float32))
     ones = jnp.ones((2, 1), jnp.int32)
 
