@@ -21,24 +21,13 @@ MESHES = {
     "fsdp=8": ("2x4", {"fsdp": 8}),
 }
 
-TODAY = {
-    "tensor=4": "the whole embedding table is gathered at every token, 223 MiB",
-    "fsdp=8": "every weight is gathered at every token, 765 MiB",
-}
-
 
 def of_parameter(collective: Collective, parameters: set[tuple[int, ...]]) -> bool:
     """True if an operand or a result is a parameter, or one layer of a stacked one."""
     return any(tuple(size for size in dims if size > 1) in parameters for dims in collective.dims)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=TODAY[name]) if name in TODAY else ())
-        for name in MESHES
-    ],
-)
+@pytest.mark.parametrize("name", MESHES)
 def test_decode(name: str) -> None:
     shape, axes = MESHES[name]
     mesh, bound = mesh_of("v5e", shape, **axes), DECODE[name]
