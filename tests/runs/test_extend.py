@@ -14,7 +14,7 @@ from tests.stages.runs import posttrain, rl_stage, sft_stage, steps, weights, wr
 HELD_OUT = {"path": "rows.jsonl", "chat": False, "limit": 3}
 
 
-@pytest.mark.parametrize("kind", ["sft", "rl"])
+@pytest.mark.parametrize("kind", ["sft", pytest.param("rl", marks=pytest.mark.thorough)])
 def test_more_steps_end_as_if_from_the_start(tmp_path: Path, kind: str) -> None:
     stage = sft_stage if kind == "sft" else rl_stage
     fields = {"optimizer": {"learning_rate": 1e-2, "schedule": "constant", "warmup_steps": 3}, "eval_dataset": HELD_OUT}

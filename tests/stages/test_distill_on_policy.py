@@ -76,6 +76,7 @@ def test_without_rewards_interrupted_and_resumed(
             assert line["eval/distill/kl_low"] < line["eval/distill/kl"] < line["eval/distill/kl_high"]
 
 
+@pytest.mark.thorough
 def test_the_reverse_kl_falls_without_any_reward(tmp_path: Path, teachers: Path) -> None:
     """Pure on-policy distillation through the RL loop: on held-out prompts by no accident."""
     stage = taught(teachers, num_steps=80, group_size=8, prompts_per_step=4, optimizer={"learning_rate": 3e-2})
@@ -142,6 +143,7 @@ def gkd(folder: Path, **changes: Any) -> dict[str, Any]:
     return {**stage, **changes}
 
 
+@pytest.mark.thorough
 def test_some_steps_on_samples_interrupted_and_resumed(
     tmp_path: Path, teachers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

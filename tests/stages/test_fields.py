@@ -201,6 +201,12 @@ def test_sampling(folder: Path) -> None:
     assert inputs.max_prompt_tokens == 11 and rl(folder, "max_prompt_tokens=7").max_prompt_tokens == 7
 
 
+def test_rows_of_a_forward_pass(folder: Path) -> None:
+    assert rl(folder).section.pass_rows == 4
+    assert rl(folder, "micro_batch_rows=null", "prompts_per_step=5").section.pass_rows == 3  # an eighth of 20 rows
+    assert sft(folder).section.pass_rows is None
+
+
 def test_last_turn_only(folder: Path) -> None:
     assert loss_on(sft(folder).section) == "answers"
     assert loss_on(sft(folder, "train_on_prompt=true").section) == "all"
