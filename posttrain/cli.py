@@ -1,4 +1,4 @@
-"""Command line: `posttrain run | check | schema | distill | generate | export | upcycle | prune`."""
+"""Command line: `posttrain run | check | plan | schema | distill | generate | export | upcycle | prune`."""
 
 from __future__ import annotations
 
@@ -48,18 +48,63 @@ def check(
     config: ConfigPath,
     overrides: Overrides = None,
     devices: Annotated[
-        int | None, typer.Option(min=1, help="Number of devices of the target machine; by default of this machine.")
+        str | None,
+        typer.Option(
+            metavar="N|MACHINE",
+            help="Number of devices of the target machine, by default of this machine; or its name, such as v5e-8, "
+            "to compile for it as `plan --quick` does.",
+        ),
     ] = None,
 ) -> None:
     """Validate everything that can be validated without loading weights."""
+    number = None if devices is None or not devices.isdecimal() else int(devices)
+    target = None
+    if devices is not None and number is None:
+        from posttrain.plan.machine import machine, prepare_process
+
+        target = machine(devices)
+        number = target.num_devices
+        prepare_process(target, quick=True)
+    if number == 0:
+        raise ConfigError("--devices 0: give a number from 1, or a machine such as v5e-8")
     from posttrain.config.yaml_file import load_config
 
     loaded = load_config(config, overrides or [])
     from posttrain.runs import check as recipe
 
-    for line in recipe.check(loaded, devices):
+    for line in recipe.check(loaded, number):
         print(line)
+    if target is not None:
+        from posttrain.runs.plan import plan
+
+        for line in plan(loaded, target, search=False):
+            print(line, flush=True)
     print("ok")
+
+
+@app.command()
+def plan(
+    config: ConfigPath,
+    devices: Annotated[
+        str, typer.Option(metavar="MACHINE", help="Machine: v5e-1 to v5e-256, v5p-8, v6e-8, h100-8, cpu-8, ...")
+    ],
+    overrides: Overrides = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Compile in a third of the time, with less optimisation; no search.")
+    ] = False,
+) -> None:
+    """Memory, traffic, time and price on a machine that need not be there, by compiling for it; nothing is loaded."""
+    from posttrain.plan.machine import machine, prepare_process
+
+    target = machine(devices)
+    prepare_process(target, quick=quick)
+    from posttrain.config.yaml_file import load_config
+
+    loaded = load_config(config, overrides or [])
+    from posttrain.runs import plan as recipe
+
+    for line in recipe.plan(loaded, target, search=not quick):
+        print(line, flush=True)
 
 
 @app.command()

@@ -26,6 +26,7 @@ LAYERS = (
     {"rl"},
     {"evaluation"},
     {"stages"},
+    {"plan"},
     {"runs"},
     {"api", "export", "view", "launch"},
     {"cli"},

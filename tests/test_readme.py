@@ -220,7 +220,7 @@ def check_command(words: Sequence[str]) -> None:
     words = [*itertools.takewhile(lambda word: word != ">", words)]
     while re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]
-    program = re.sub(r"^(\./|\.venv/bin/|~/\w+/bin/)", "", words[0])
+    program = re.sub(r"^(\./|\.venv(?:-aot)?/bin/|~/\w+/bin/)", "", words[0])
     assert program in FORMS, f"{shlex.join(words)}: a form that no test covers; there are {', '.join(FORMS)}"
     FORMS[program]([program, *words[1:]])
 

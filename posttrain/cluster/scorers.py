@@ -82,6 +82,7 @@ class FrozenModel:
                 temperature=temperature,
                 vocab_size=vocab_size,
                 only=jnp.asarray(batch.loss_weight) != 0,
+                mesh=mesh,
             )
             return stats.logps
 
@@ -94,6 +95,7 @@ class FrozenModel:
                 temperature=temperature,
                 vocab_size=vocab_size,
                 only=jnp.asarray(batch.loss_weight) != 0,
+                mesh=mesh,
             )
 
         def scores(model: Decoder, hidden: Array, batch: Batch) -> Array:

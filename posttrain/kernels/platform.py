@@ -7,22 +7,47 @@ import importlib.util
 import logging
 import math
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from posttrain.config import ROW_AXES
 
 HEAD_AXIS = "tensor"
 """Mesh axis that splits attention heads."""
 
+T = TypeVar("T")
+
 LOGGER = logging.getLogger("posttrain.kernels")
 
 
 def platform_of(mesh: Mesh | None) -> str:
-    """Return `cpu`, `gpu` or `tpu`: the platform of the mesh's devices, or the default backend."""
-    return jax.default_backend() if mesh is None else str(mesh.devices.flat[0].platform)
+    """Return `cpu`, `gpu` or `tpu`: the platform of the mesh's devices.
+
+    None: of the devices that the program is traced for (`traced_for`), outside of one the default backend.
+    """
+    if mesh is not None:
+        return str(mesh.devices.flat[0].platform)
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else str(device.platform)
+
+
+def traced_for(mesh: Mesh | AbstractMesh | None, function: Callable[..., T]) -> Callable[..., T]:
+    """Trace `function` for the mesh's devices, which need not be there: JAX's TPU kernels, too, ask for their kind.
+
+    None: for the default device.
+    """
+    if mesh is None:
+        return function
+
+    @functools.wraps(function)
+    def traced(*args: Any) -> T:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return function(*args)
+
+    return traced
 
 
 def compute_capability(mesh: Mesh | None) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
@@ -17,7 +17,7 @@ from posttrain.mesh import RULES, param_sharding
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.lanes import mesh_of
 from posttrain.rollout.placement import Placement
-from posttrain.weights.state import ModelWeights, Weights
+from posttrain.weights.state import ModelWeights, Weights, WeightShapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,21 +25,31 @@ class Loaded:
     """Weights in use: references to a model's arrays, never copies."""
 
     source: ModelWeights
-    arrays: Weights
+    arrays: Weights | WeightShapes
+    """Shapes to lower programs only (`Programs.lower`)."""
     version: int
     placement: Placement
     layout: int
     """Number of the layout (structure, shapes, dtypes, devices) that compiled programs depend on."""
 
     @classmethod
-    def of(cls, source: ModelWeights, arrays: Weights, version: int, placement: Placement) -> Loaded:
+    def of(cls, source: ModelWeights, arrays: Weights | WeightShapes, version: int, placement: Placement) -> Loaded:
         layout = frozenset((path, w.shape, w.dtype, _devices(w)) for path, w in arrays.items())
         number = _number(nnx.graphdef(source.model), layout, placement)
         return cls(source=source, arrays=arrays, version=version, placement=placement, layout=number)
 
+    @property
+    def sharding(self) -> Sharding:
+        """Sharding of one of the arrays."""
+        arrays: Mapping[str, Array | jax.ShapeDtypeStruct] = self.arrays
+        array = next(iter(arrays.values()))
+        assert array.sharding is not None, "shapes need shardings"
+        return array.sharding
 
-def _devices(array: Array) -> Hashable:
+
+def _devices(array: Array | jax.ShapeDtypeStruct) -> Hashable:
     """On one device every sharding is the same, whatever its type."""
+    assert array.sharding is not None, "shapes need shardings"
     devices = array.sharding.device_set
     return array.sharding if len(devices) > 1 else frozenset(devices)
 
@@ -56,8 +66,8 @@ def _number(*layout: Hashable) -> int:
 class Readied(NamedTuple):
     """The arguments of a program: the model's own arrays that serve as they lie, and those made of the others."""
 
-    weights: Weights
-    made: Sequence[Array]
+    weights: Weights | WeightShapes
+    made: Sequence[Array | jax.ShapeDtypeStruct]
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,8 @@ class _Recipe:
     """`Decoder.for_decoding` of all weights of one layout, each where the sampler's placement has it."""
 
     compiled: jax.stages.Compiled
+    made: Sequence[jax.ShapeDtypeStruct]
+    """Shapes of the derived arrays."""
     tree: Any
     names: Sequence[str | None]
     """Parameter path of each leaf of the tree; None for a derived array."""
@@ -94,12 +106,24 @@ class _Recipe:
 
         jax.eval_shape(make, loaded.arrays)
         tree, names, places = found[0]
-        program = jax.jit(make) if mesh is None else jax.jit(make, out_shardings=places)
-        return cls(program.lower(loaded.arrays).compile(), tree, names)
+        lowered = (jax.jit(make) if mesh is None else jax.jit(make, out_shardings=places)).lower(loaded.arrays)
+        compiled = lowered.compile()
+        shapes = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            for x, sharding in zip(lowered.out_info, compiled.output_shardings, strict=True)
+        ]
+        return cls(compiled, shapes, tree, names)
 
     def readied(self, loaded: Loaded) -> Readied:
-        own = {name: loaded.arrays[name] for name in self.names if name is not None}
-        return Readied(own, self.compiled(loaded.arrays))
+        return Readied(self._own(loaded), self.compiled(loaded.arrays))
+
+    def shapes(self, loaded: Loaded) -> Readied:
+        """Shapes of the arguments, for weights that may be shapes."""
+        return Readied(self._own(loaded), self.made)
+
+    def _own(self, loaded: Loaded) -> Weights | WeightShapes:
+        arrays: Any = loaded.arrays
+        return {name: arrays[name] for name in self.names if name is not None}
 
     def model(self, readied: Readied) -> Decoder:
         made = iter(readied.made)
@@ -154,8 +178,14 @@ class DecodingWeights:
         if held is None or held[0] is not loaded:
             self._held = None  # makes room for the new
             self._held = held = loaded, self._recipe(loaded).readied(loaded)
-            self.own_bytes = sum(array.addressable_shards[0].data.nbytes for array in held[1].made)
+            self.own_bytes = sum(
+                array.addressable_shards[0].data.nbytes for array in held[1].made if isinstance(array, Array)
+            )
         return held[1]
+
+    def shapes(self, loaded: Loaded) -> Readied:
+        """Shapes of the arguments, for weights that may be shapes."""
+        return self._recipe(loaded).shapes(loaded)
 
     def model_of(self, loaded: Loaded) -> Callable[[Readied], Decoder]:
         """Gives a model as `Decoder.for_decoding` does, of arrays or of tracers for them."""

@@ -11,15 +11,13 @@ from posttrain.errors import ConfigError
 from posttrain.kernels.platform import platform_of
 from posttrain.models.decoder import Decoder
 from posttrain.models.moe import check_recording
-from posttrain.rollout.blocks import BLOCK, blocks_for
 from posttrain.rollout.decoding import Loaded
 from posttrain.rollout.delivery import deliver
-from posttrain.rollout.paged import num_lanes
 from posttrain.rollout.placement import choose_placement, device_memory
 from posttrain.rollout.request import Request
 from posttrain.rollout.runner import Dispatch, Outcome, Runner
 from posttrain.rollout.scheduler import Plan, Scheduler
-from posttrain.rollout.shapes import Expected, Shapes
+from posttrain.rollout.shapes import Expected
 from posttrain.rollout.types import Call, Completion, SamplingParams
 from posttrain.runtime.host_memory import trim_host_memory
 from posttrain.tracking.console import progress_bar
@@ -78,17 +76,22 @@ class NativeEngine:
         weights = self._weights_of(model)
         self._placement = choose_placement(tensor, *weights, device_memory())
         self._loaded = Loaded.of(*weights, version, self._placement)
-        lanes = num_lanes(self._placement.mesh)
-        self.slots = slots = lanes * -(-slots // lanes)
-        blocks = slots * blocks_for(max_length) + lanes if cache_tokens is None else cache_tokens // BLOCK
-        self._scheduler = Scheduler(
-            slots=slots, lanes=lanes, blocks=blocks // lanes, max_length=max_length, steps=decode_steps
-        )
-        self._runner = Runner(
-            Shapes(slots // lanes, lanes, max_length, decode_steps),
-            blocks=blocks // lanes,
+        self._runner = Runner.of(
+            self._loaded,
+            slots=slots,
+            max_length=max_length,
+            steps=decode_steps,
             record=record_routing,
-            vocab_size=model.config.vocab_size,
+            cache_tokens=cache_tokens,
+        )
+        shapes = self._runner.shapes
+        self.slots = shapes.slots * shapes.lanes
+        self._scheduler = Scheduler(
+            slots=self.slots,
+            lanes=shapes.lanes,
+            blocks=self._runner.blocks,
+            max_length=max_length,
+            steps=decode_steps,
         )
         self.programs = self._runner.programs
         self._compilations = 0, 0.0

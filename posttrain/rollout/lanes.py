@@ -24,6 +24,14 @@ def mesh_of(placement: Sharding) -> Mesh | None:
     return placement.mesh
 
 
+def devices_of(placement: Sharding) -> Mesh | None:
+    """Return the mesh of arrays, that of one device too; None for arrays without a mesh."""
+    if not isinstance(placement, NamedSharding):
+        return None
+    assert isinstance(placement.mesh, Mesh)
+    return placement.mesh
+
+
 def by_rows(tree: T, mesh: Mesh | None, *, dim: int = 0) -> T:
     """Constrain dimension `dim` of each array to be split over the data axes."""
     if mesh is None:

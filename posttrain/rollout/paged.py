@@ -231,7 +231,7 @@ def choose_layout(wanted: DecodeAttention, config: ModelConfig, compute: Compute
         raise ConfigError(f"model.decode_attention: 'ragged' {refusal}; use auto, rows or gather")
     if wanted != "auto":
         return wanted
-    platform = platform_of(mesh)
+    platform = platform_of(compute.mesh if mesh is None else mesh)
     if platform == "cpu":
         return "rows"
     return "ragged" if platform == "tpu" and refusal is None else "gather"
@@ -250,14 +250,20 @@ def refusal_of_ragged(config: ModelConfig, dtype: np.dtype) -> str | None:
     return None
 
 
-def empty_pool(
+def empty_pool(shapes: Pool) -> Pool:
+    """Zeros of the shapes and shardings of `pool_shapes`."""
+    pool: Pool = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)
+    return pool
+
+
+def pool_shapes(
     config: ModelConfig, dtype: jnp.dtype, placement: Sharding, *, layout: Layout, lanes: int, blocks: int
 ) -> Pool:
-    """Zeros where the weights are: lanes over the data axes, heads over `tensor` where they divide."""
+    """Shapes of a pool where the weights are: lanes over the data axes, heads over `tensor` where they divide."""
     like = jax.eval_shape(lambda: empty_cache(config, lanes * blocks, BLOCK, dtype))
     mesh = placement.mesh if isinstance(placement, NamedSharding) else None
 
-    def zeros(rows: jax.ShapeDtypeStruct, head_dim: int) -> Array:
+    def placed(rows: jax.ShapeDtypeStruct, head_dim: int) -> jax.ShapeDtypeStruct:
         repeats, heads = rows.shape[0], rows.shape[2]
         apart = heads_apart(heads, head_dim, rows.dtype.itemsize, 1 if mesh is None else mesh.shape["tensor"])
         block = {
@@ -267,16 +273,19 @@ def empty_pool(
         }[layout]
         shape = (repeats, lanes, blocks, *block)
         place = placement if mesh is None else NamedSharding(mesh, _pool_spec(shape, mesh, layout))
-        return jnp.zeros(shape, rows.dtype, device=place)
+        return jax.ShapeDtypeStruct(shape, rows.dtype, sharding=place)
 
     none = (None,) * len(like.keys)
     head_dims = tuple(None if keys is None else math.prod(keys.shape[3:]) // BLOCK for keys in like.keys)
-    return Pool(
-        keys=jax.tree.map(zeros, like.keys, head_dims),
-        values=none if layout == "ragged" else jax.tree.map(lambda rows: zeros(rows, rows.shape[4]), like.values),
-        layout=layout,
-        head_dims=head_dims,
-    )
+    keys = jax.tree.map(placed, like.keys, head_dims)
+    values = none if layout == "ragged" else jax.tree.map(lambda rows: placed(rows, rows.shape[4]), like.values)
+
+    def zeros() -> Pool:
+        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (keys, values))
+        return Pool(keys=blank[0], values=blank[1], layout=layout, head_dims=head_dims)
+
+    pool: Pool = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(zeros)), jax.tree.leaves((keys, values)))
+    return pool
 
 
 def num_lanes(mesh: Mesh | None) -> int:

@@ -38,7 +38,7 @@ class Placement:
 
 
 def choose_placement(
-    wanted: SamplerTensor, source: ModelWeights, arrays: Mapping[str, Array], memory: int | None
+    wanted: SamplerTensor, source: ModelWeights, arrays: Mapping[str, Array | jax.ShapeDtypeStruct], memory: int | None
 ) -> Placement:
     """The smallest number of devices to split weights over whose part takes at most 1 / `SHARE` of `memory`, the bytes
     of a device (None: unknown, any fits); the trainer's mesh where no weight is split over `fsdp`, and where nothing
@@ -104,7 +104,9 @@ def _divides(config: ModelConfig, tensor: int) -> bool:
     return all(block.attention.num_kv_heads % tensor == 0 for block in config.blocks)
 
 
-def _fits(source: ModelWeights, arrays: Mapping[str, Array], mesh: Mesh, memory: int | None) -> bool:
+def _fits(
+    source: ModelWeights, arrays: Mapping[str, Array | jax.ShapeDtypeStruct], mesh: Mesh, memory: int | None
+) -> bool:
     try:
         needed = _bytes(source, arrays, mesh)
     except ConfigError:  # an axis does not divide its dimension
@@ -112,7 +114,7 @@ def _fits(source: ModelWeights, arrays: Mapping[str, Array], mesh: Mesh, memory:
     return memory is None or needed <= memory // SHARE
 
 
-def _bytes(source: ModelWeights, arrays: Mapping[str, Array], mesh: Mesh) -> int:
+def _bytes(source: ModelWeights, arrays: Mapping[str, Array | jax.ShapeDtypeStruct], mesh: Mesh) -> int:
     """Bytes of the weights on one device. ConfigError if an axis does not divide its dimension."""
     placed = {path: param_sharding(mesh, path, dims, shape) for path, dims, shape in source.shapes()}
     return sum(math.prod(placed[path].shard_shape(w.shape)) * w.dtype.itemsize for path, w in arrays.items())

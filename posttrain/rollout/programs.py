@@ -16,13 +16,14 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
+from posttrain.kernels.platform import traced_for
 from posttrain.models.cache import KVCache, empty_cache
 from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.forward_state import Routing
 from posttrain.rollout.blocks import BLOCK
 from posttrain.rollout.decoding import DecodingWeights, Loaded, Readied
-from posttrain.rollout.lanes import by_rows, by_rows_and_vocab, mesh_of, on_each_shard
+from posttrain.rollout.lanes import by_rows, by_rows_and_vocab, devices_of, mesh_of, on_each_shard
 from posttrain.rollout.paged import Pool
 from posttrain.rollout.sampling import Sampling, TopLogps, sample, score, top_width
 from posttrain.tree import pytree
@@ -245,7 +246,8 @@ class Programs:
                 if key in self._compiled or key in waiting.values():
                     advance(1)
                 else:
-                    waiting[threads.submit(self._lower(loaded, pool, inputs, *rest).compile)] = key
+                    lowered = self._lower(loaded, self._weights.of(loaded), pool, inputs, *rest)
+                    waiting[threads.submit(lowered.compile)] = key
             for done in as_completed(waiting):
                 self._compiled[waiting[done]] = done.result()
                 advance(1)
@@ -256,22 +258,30 @@ class Programs:
         key = _key(loaded, inputs)
         if key not in self._compiled:
             start = time.perf_counter()
-            self._compiled[key] = self._lower(loaded, pool, inputs, *rest).compile()
+            self._compiled[key] = self._lower(loaded, self._weights.of(loaded), pool, inputs, *rest).compile()
             self.compile_s += time.perf_counter() - start
             self.num_late += 1
         return self._compiled[key]
 
-    def _lower(self, loaded: Loaded, pool: Pool, inputs: Prompts | DecodeRows, *rest: np.int32) -> jax.stages.Lowered:
+    def lower(self, loaded: Loaded, pool: Pool, inputs: Prompts | DecodeRows) -> jax.stages.Lowered:
+        """Lower the program for these inputs, of weights and a pool that may be shapes."""
+        rest = [np.int32(0)] if isinstance(inputs, DecodeRows) else []
+        return self._lower(loaded, self._weights.shapes(loaded), pool, inputs, *rest)
+
+    def _lower(
+        self, loaded: Loaded, weights: Readied, pool: Pool, inputs: Prompts | DecodeRows, *rest: np.int32
+    ) -> jax.stages.Lowered:
         function: Callable[..., Any] = self._prefill if isinstance(inputs, Prompts) else self._decode
         placed = jax.tree.map(lambda x: x.sharding, pool)
-        mesh = mesh_of(jax.tree.leaves(placed)[0])
+        placement = jax.tree.leaves(placed)[0]
+        mesh = mesh_of(placement)
         model_of = self._weights.model_of(loaded)
 
         def bound(weights: Readied, pool: Pool, *args: Any) -> Any:
             return function(model_of(weights), pool, *args, mesh=mesh)
 
-        program = jax.jit(bound, donate_argnums=1, out_shardings=(placed, None))
-        return program.lower(self._weights.of(loaded), pool, inputs, *rest)
+        program = jax.jit(traced_for(devices_of(placement), bound), donate_argnums=1, out_shardings=(placed, None))
+        return program.lower(weights, pool, inputs, *rest)
 
 
 def _key(loaded: Loaded, inputs: Prompts | DecodeRows) -> Hashable:

@@ -12,9 +12,9 @@ import numpy as np
 
 from posttrain.mesh import replicated
 from posttrain.models.decoder import decoding_config
-from posttrain.rollout.blocks import BLOCK, Chain
+from posttrain.rollout.blocks import BLOCK, Chain, blocks_for
 from posttrain.rollout.decoding import Loaded
-from posttrain.rollout.paged import Pool, choose_layout, empty_pool
+from posttrain.rollout.paged import Pool, choose_layout, empty_pool, num_lanes, pool_shapes
 from posttrain.rollout.processors import Tables
 from posttrain.rollout.programs import DecodedTokens, DecodeRows, Prefilled, Programs, Prompts, ScoredPrompts
 from posttrain.rollout.request import Request
@@ -73,6 +73,22 @@ class Runner:
         self._device = threading.Lock()
         self._closed = False
 
+    @classmethod
+    def of(
+        cls, loaded: Loaded, *, slots: int, max_length: int, steps: int, record: bool, cache_tokens: int | None
+    ) -> Runner:
+        """Runner for weights that may be shapes. `slots` is rounded up to a multiple of the lanes; `cache_tokens`: see
+        `NativeEngine`."""
+        lanes = num_lanes(loaded.placement.mesh)
+        slots = lanes * -(-slots // lanes)
+        blocks = slots * blocks_for(max_length) + lanes if cache_tokens is None else cache_tokens // BLOCK
+        return cls(
+            Shapes(slots // lanes, lanes, max_length, steps),
+            blocks=blocks // lanes,
+            record=record,
+            vocab_size=loaded.source.model.config.vocab_size,
+        )
+
     def prepare(self, plan: Plan, loaded: Loaded) -> Dispatch:
         """The arrays of a plan; later changes of its rows do not matter."""
         return Dispatch(
@@ -86,7 +102,7 @@ class Runner:
         with self._device:
             pool, self._pool = self._pool, None  # gone if a program fails: it was donated
             if pool is None:
-                pool = self._empty_pool(dispatch.loaded)
+                pool = empty_pool(self.pool_shapes(dispatch.loaded))
             prefilled, chunk = [], None
             for call in dispatch.prompts:
                 pool, beside = self.programs.prefill(dispatch.loaded, pool, call.prompts)
@@ -108,7 +124,7 @@ class Runner:
         """Compile the programs for inputs of these shapes. `advance(1)` after each."""
         with self._device:
             if self._pool is None:
-                self._pool = self._empty_pool(loaded)
+                self._pool = empty_pool(self.pool_shapes(loaded))
             self.programs.compile(loaded, self._pool, inputs, advance)
 
     def examples(self, expected: Sequence[Expected], *, rereads: bool) -> list[Prompts | DecodeRows]:
@@ -138,12 +154,17 @@ class Runner:
         for (shape, _), params in sorted(calls.items(), key=lambda call: call[0]):
             yield self._rows(shape, {0: Row(Request(prompt=(0,), params=params), 0, Chain(), 0)})
 
-    def _empty_pool(self, loaded: Loaded) -> Pool:
+    def lower(self, loaded: Loaded, inputs: Prompts | DecodeRows) -> jax.stages.Lowered:
+        """Lower the program for inputs of these shapes, of weights that may be shapes."""
+        return self.programs.lower(loaded, self.pool_shapes(loaded), inputs)
+
+    def pool_shapes(self, loaded: Loaded) -> Pool:
+        """Shapes of the pool beside these weights."""
         model, mesh = loaded.source.model, loaded.placement.mesh
         compute, config = model.compute, decoding_config(model.config, model.compute.mesh)
         layout = choose_layout(compute.decode_attention, config, compute, compute.mesh if mesh is None else mesh)
-        placement = next(iter(loaded.arrays.values())).sharding if mesh is None else replicated(mesh)
-        return empty_pool(config, compute.dtype, placement, layout=layout, lanes=self.shapes.lanes, blocks=self.blocks)
+        sharding = loaded.sharding if mesh is None else replicated(mesh)
+        return pool_shapes(config, compute.dtype, sharding, layout=layout, lanes=self.shapes.lanes, blocks=self.blocks)
 
     def _prompt_calls(self, pieces: Sequence[PromptPiece]) -> Iterator[PromptCall]:
         """By level, and within it by shape, as many pieces to a call as it has rows."""

@@ -28,7 +28,8 @@ from posttrain.train.checkpoint import Checkpointer
 from posttrain.train.layer_matching import Matching
 from posttrain.train.loop import Every, Resumable, StopRequest, TrainingLoop, check_origin, restore_latest
 from posttrain.train.optim import make_optimizer, make_schedule
-from posttrain.train.trainer import Refuse, Trainer
+from posttrain.train.programs import Refuse
+from posttrain.train.trainer import Trainer
 from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.load import init_model, load_model
 from posttrain.weights.locate import RANDOM_WEIGHTS, Origin, origin_of_adapter, origin_of_folder, origin_of_init

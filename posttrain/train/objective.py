@@ -28,7 +28,9 @@ from posttrain.kernels.logits.token_stats import Teacher, stats_vjp, token_stats
 from posttrain.kernels.platform import platform_of
 from posttrain.losses.reduce import sequence_sums, to_tokens
 from posttrain.losses.router import RouterLoss, router_means, weight_of
+from posttrain.mesh import param_sharding
 from posttrain.models.adapter import drop, has_dropout
+from posttrain.models.decoder import Decoder
 from posttrain.models.taps import Features
 from posttrain.train.accumulate import CotangentLoss, flatten_micro, num_micro, stack_over, sum_over
 from posttrain.train.layer_matching import Matching
@@ -155,8 +157,10 @@ class Objective:
             "terms": terms,
             "teachers": teachers,
             "teacher_weights": batch.teacher_weights if teachers else None,
+            "mesh": model.compute.mesh,
         }
-        problem, vjp_sum = (model.logits, hidden, tokens, segments), None
+        head = self._head(model, weights)
+        problem, vjp_sum = (head.logits, hidden, tokens, segments), None
         if cotangents is None:
             stats = token_stats(*problem, **options)
         else:
@@ -228,7 +232,7 @@ class Objective:
         loss: AnyLoss,
     ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
         def total(params: Weights) -> tuple[Array, tuple[LossOutput, RouterStats | None]]:
-            weights = {**frozen, **params}
+            weights = {**frozen, **self._placed(params)}
             output, forward = self.loss_output(weights, batch, teacher_params, loss, keys, cotangents, backward=True)
             _, routers, vjp_sum = forward
             value = jnp.asarray(output.loss.total if vjp_sum is None else vjp_sum)
@@ -242,6 +246,25 @@ class Objective:
 
         # Differentiate by float32 copies, so that sums over chunks and tokens are accumulated in float32.
         return jax.grad(total, has_aux=True)(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+
+    def _head(self, model: Decoder, weights: Weights) -> Decoder:
+        """Model for its logits: on a mesh apart from the embedding's use of a tied table, which otherwise would be laid
+        out as the head's gradient is."""
+        placed = self._placed({path: w for path, w in weights.items() if path not in self._projections})
+        return self.student.bind(placed) if self._on_mesh else model
+
+    @property
+    def _on_mesh(self) -> bool:
+        mesh = self.student.model.compute.mesh
+        return mesh is not None and mesh.size > 1
+
+    def _placed(self, params: Weights) -> Weights:
+        """Parameters, and thereby their gradients, where the mesh has them, whatever layout a kernel reads them in."""
+        mesh, dims = self.student.model.compute.mesh, self.student.dims()
+        if mesh is None or not self._on_mesh:
+            return params
+        own = {path: param_sharding(mesh, path, dims[path], w.shape) for path, w in params.items() if path in dims}
+        return {**params, **jax.lax.with_sharding_constraint({path: params[path] for path in own}, own)}
 
     def router_weight(self, micro: Batch, count: Array) -> Array:
         """Ratio of the weights of loss and router loss, which makes their totals comparable.

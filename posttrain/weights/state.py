@@ -14,6 +14,9 @@ from posttrain.models.quant import QuantizedParam
 
 Weights = dict[str, Array]
 
+WeightShapes = dict[str, jax.ShapeDtypeStruct]
+"""Shapes, dtypes and shardings of `Weights`, for programs of devices that need not be there."""
+
 ADAPTER = ".adapters."
 """Path component of every adapter parameter."""
 
@@ -37,6 +40,10 @@ class ModelWeights:
 
     def read(self, keep: Callable[[str], bool] = lambda path: True) -> Weights:
         return {path: v[...] for path, v in self._variables.items() if keep(path)}
+
+    def structs(self) -> WeightShapes:
+        """Shape and dtype of every parameter, abstract or not."""
+        return {path: jax.ShapeDtypeStruct(v.shape, v.get_value().dtype) for path, v in self._variables.items()}
 
     def write(self, weights: Mapping[str, Array]) -> None:
         for path, value in weights.items():

@@ -10,6 +10,7 @@ from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh, AxisType
 
 from posttrain.rollout.decoding import Loaded
+from posttrain.rollout.paged import empty_pool
 from posttrain.rollout.placement import Placement
 from posttrain.rollout.programs import DecodeRows, Prompts, decode, prefill
 from posttrain.rollout.runner import Runner
@@ -36,7 +37,7 @@ def lowered(runner: Runner, example: Prompts | DecodeRows) -> str:
     model = tiny_model(num_layers=4, windows=(None, 5), head_dim=128, dtype=jnp.bfloat16)
     source = ModelWeights(model)
     loaded = Loaded.of(source, source.read(), 0, Placement(None, fuse=("attention",)))
-    pool = runner._empty_pool(loaded)
+    pool = empty_pool(runner.pool_shapes(loaded))
     assert pool.layout == "ragged"
 
     def program(weights: object, pool: object, inputs: object) -> object:

@@ -240,7 +240,7 @@ def test_the_compiled_step_holds_no_array_of_rows_times_tokens_times_vocabulary(
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape).copy()
     batch = Batch(tokens=tokens, positions=positions, segments=tokens, loss_weight=np.ones(tokens.shape, np.float32))
     micro, count = t._micro_batches(batch)
-    compiled = t._step.lower(
+    compiled = t._programs.update.lower(
         t.params, t._frozen, t._opt_state, micro, count, np.uint32(0), np.bool_(True), t._teacher_weights
     ).compile()
     text, whole = compiled.as_text(), 4 * length * vocab
@@ -252,7 +252,7 @@ def test_the_compiled_step_holds_no_array_of_rows_times_tokens_times_vocabulary(
 def test_its_programs_get_the_options_of_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA refuses an option that it does not know."""
     monkeypatch.setattr(
-        "posttrain.train.trainer.fast_compile_options", lambda platform: {f"no_option_of_{platform}": 1}
+        "posttrain.train.programs.fast_compile_options", lambda platform: {f"no_option_of_{platform}": 1}
     )
     t, batch = trainer(), rows(0)
     for program in (lambda: t.step(batch), lambda: t.stats(batch), lambda: t.evaluate([batch])):

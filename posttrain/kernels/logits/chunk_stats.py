@@ -15,6 +15,7 @@ from posttrain.batch import TopK
 from posttrain.kernels.logits.divergence import FORWARD_KL, Divergence, divergence, divergence_gradient, token_logps
 from posttrain.kernels.logits.softmax import Softmax
 from posttrain.kernels.logits.spans import NAMED, span_terms
+from posttrain.kernels.logits.vocab_sharding import VocabSharding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +49,11 @@ class Chunk(NamedTuple):
     targets: Int[Array, "B C"]
     teachers: list[tuple[Array | TopK, Array | float]]
     """Unscaled teacher logits or top-k, with the teacher's weight."""
+    sharding: VocabSharding
 
 
 def chunk_stats(logits: Float[Array, "B C V"], chunk: Chunk, temperature: float, terms: Terms) -> Stats:
-    own, chosen = Softmax.of(logits, temperature), jnp.take_along_axis(logits, chunk.targets[..., None], axis=-1)
+    own, chosen = Softmax.of(logits, temperature), chunk.sharding.chosen(logits, chunk.targets)
     relative, log_norm, norm = own.centred / temperature, own.log_norm[..., 0], own.norm[..., 0]
     stats = {
         "logps": own.log_of(chosen)[..., 0],
@@ -72,18 +74,20 @@ def chunk_stats(logits: Float[Array, "B C V"], chunk: Chunk, temperature: float,
         stats["divergence"] = _divergence(logits, chunk, terms.divergence)
         same = terms.divergence == FORWARD_KL
         stats["teacher_kl"] = stats["divergence"] if same else _divergence(logits, chunk, FORWARD_KL)
-        stats["teacher_logps"] = _teacher_sum(chunk, lambda teacher: token_logps(teacher, chunk.targets))
+        stats["teacher_logps"] = _teacher_sum(
+            chunk, lambda teacher: token_logps(teacher, chunk.targets, chunk.sharding)
+        )
     return stats
 
 
 def _span_terms(logits: Float[Array, "B C V"], chunk: Chunk, terms: Terms) -> Stats:
     ((teacher, _),) = chunk.teachers
     assert isinstance(teacher, TopK) and terms.divergence is not None and terms.unshared is not None
-    return span_terms(logits, chunk.targets, teacher, terms.divergence.beta, terms.unshared)
+    return span_terms(logits, chunk.targets, teacher, terms.divergence.beta, terms.unshared, chunk.sharding)
 
 
 def _divergence(logits: Float[Array, "B C V"], chunk: Chunk, kind: Divergence) -> Float[Array, "B C"]:
-    return _teacher_sum(chunk, lambda teacher: divergence(logits, teacher, kind))
+    return _teacher_sum(chunk, lambda teacher: divergence(logits, teacher, kind, chunk.sharding))
 
 
 def _teacher_sum(chunk: Chunk, function: Callable[[Any], Float[Array, "B C"]]) -> Float[Array, "B C"]:
@@ -114,7 +118,7 @@ def chunk_gradient(
     if "divergence" in cotangents:
         assert terms.divergence is not None
         for teacher, weight in chunk.teachers:
-            gradient = divergence_gradient(logits, teacher, terms.divergence)
+            gradient = divergence_gradient(logits, teacher, terms.divergence, chunk.sharding)
             grad += (weight * cotangents["divergence"])[..., None] * gradient
     return jnp.broadcast_to(grad, logits.shape)
 

@@ -9,21 +9,44 @@ from jax import Array
 from jaxtyping import Bool, Int
 
 from posttrain.batch import HostArray
+from posttrain.kernels.logits.vocab_sharding import ONE_DEVICE, VocabSharding
+from posttrain.kernels.platform import platform_of
 
 CHUNK_ELEMENTS = 1 << 20
-"""Maximum logits alive at once: 4 MiB in float32. Value and gradient hold about four such arrays."""
+"""Maximum logits of a CPU alive at once: 4 MiB in float32. Value and gradient hold about four such arrays."""
 
 MIN_CHUNK_TOKENS = 128
-"""Minimum tokens over all rows per chunk for large vocabularies: with fewer, reading the head dominates."""
+"""Minimum tokens per chunk of a CPU for large vocabularies: with fewer, reading the head dominates."""
+
+ACCELERATOR_CHUNK_ELEMENTS = 1 << 26
+"""Maximum logits of a GPU or TPU alive at once: 256 MiB in float32."""
+
+MIN_ACCELERATOR_TOKENS = 512
+"""The same of a GPU or TPU. Devices that split the vocabulary take as many times more tokens at once."""
+
+TILE = 16
+"""Rows of a bfloat16 tile of a TPU, which chunks of more tokens are multiples of."""
+
+MAX_GATHERED_TOKENS = 1 << 15
+"""Maximum tokens of a chunk over the devices that share the vocabulary: each holds the hidden states of all of them."""
 
 
-def chunk_length(rows: int, length: int, vocab: int) -> int:
-    """Tokens of a row per chunk: as many as fit `CHUNK_ELEMENTS` or make `MIN_CHUNK_TOKENS`, at least 1.
+def chunk_length(rows: int, length: int, vocab: int, sharding: VocabSharding = ONE_DEVICE) -> int:
+    """Tokens of a row per chunk: as many as fit the devices' limits of elements or make their minimum of tokens.
 
-    At most half a row, so that even a small problem never materializes B x T x V.
+    At least 1, and at most half a row, so that even a small problem never materializes B x T x V.
     """
-    tokens = max(CHUNK_ELEMENTS // vocab, MIN_CHUNK_TOKENS)
-    return max(1, min(tokens // rows, (length + 1) // 2))
+    accelerator = sharding.mesh is not None and platform_of(sharding.mesh) != "cpu"
+    elements, minimum = CHUNK_ELEMENTS, MIN_CHUNK_TOKENS
+    if accelerator:
+        elements, minimum = ACCELERATOR_CHUNK_ELEMENTS, MIN_ACCELERATOR_TOKENS
+    tokens = max(elements // -(-vocab // sharding.shards), minimum * sharding.shards)
+    if sharding.splits:
+        tokens = min(tokens, MAX_GATHERED_TOKENS)
+    tokens = max(1, tokens // -(-rows // sharding.groups))
+    if accelerator and tokens > TILE:
+        tokens -= tokens % TILE
+    return min(tokens, max(1, (length + 1) // 2))
 
 
 def predicting(segments: Int[Array | HostArray, "B T"], only: Bool[Array, "B T"] | None = None) -> Bool[Array, "B Tc"]:

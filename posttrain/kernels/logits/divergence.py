@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 
 from posttrain.batch import TopK
 from posttrain.kernels.logits.softmax import NO_LOGIT, Softmax
+from posttrain.kernels.logits.vocab_sharding import ONE_DEVICE, VocabSharding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,10 @@ FORWARD_KL = Divergence(beta=0.0, temperature=1.0)
 
 
 def divergence(
-    logits: Float[Array, "B C V"], teacher: Float[Array, "B C W"] | TopK, kind: Divergence
+    logits: Float[Array, "B C V"],
+    teacher: Float[Array, "B C W"] | TopK,
+    kind: Divergence,
+    sharding: VocabSharding = ONE_DEVICE,
 ) -> Float[Array, "B C"]:
     """Divergence between unscaled logits of student and teacher; a smaller vocabulary is padded with impossible ids.
 
@@ -49,7 +53,7 @@ def divergence(
     if isinstance(teacher, TopK):
         outcomes = _outcomes(jnp.maximum(logits, NO_LOGIT), teacher, kind.temperature)
         return jnp.sum(outcome_terms(outcomes.log_s, outcomes.log_t, kind.beta), axis=-1)
-    student, target = _softmaxes(logits, teacher, kind.temperature)
+    student, target = _softmaxes(logits, teacher, kind.temperature, sharding)
     if kind.beta == 0:
         return _kl(target, student)
     if kind.beta == 1:
@@ -58,7 +62,10 @@ def divergence(
 
 
 def divergence_gradient(
-    logits: Float[Array, "B C V"], teacher: Float[Array, "B C W"] | TopK, kind: Divergence
+    logits: Float[Array, "B C V"],
+    teacher: Float[Array, "B C W"] | TopK,
+    kind: Divergence,
+    sharding: VocabSharding = ONE_DEVICE,
 ) -> Float[Array, "B C V"]:
     """Gradient of `divergence` by student logits: s (g - sum(s g)) / temperature with g = d divergence / d s.
 
@@ -72,7 +79,7 @@ def divergence_gradient(
         gradient = jnp.exp(outcomes.others - outcomes.rest) * by_outcome[..., -1:]
         gradient = gradient.at[rows, places, outcomes.ids].set(by_outcome[..., :-1], mode="drop")
     else:
-        student, target = _softmaxes(logits, teacher, kind.temperature)
+        student, target = _softmaxes(logits, teacher, kind.temperature, sharding)
         if kind.beta == 0:
             gradient = student.probs - target.probs
         elif kind.beta == 1:
@@ -83,19 +90,13 @@ def divergence_gradient(
     return jnp.where(logits > NO_LOGIT, gradient / kind.temperature, 0.0)
 
 
-def token_logps(teacher: Float[Array, "B C W"] | TopK, targets: Int[Array, "B C"]) -> Float[Array, "B C"]:
+def token_logps(
+    teacher: Float[Array, "B C W"] | TopK, targets: Int[Array, "B C"], sharding: VocabSharding = ONE_DEVICE
+) -> Float[Array, "B C"]:
     """Teacher log-probability of the target tokens at temperature 1."""
     if isinstance(teacher, TopK):
         return jnp.asarray(teacher.token_logps)
-    chosen = jnp.take_along_axis(teacher, targets[..., None], axis=-1)
-    return Softmax.of(teacher, 1.0).log_of(chosen)[..., 0]
-
-
-def like_student(logits: Float[Array, "B C W"], vocab_size: int) -> Float[Array, "B C V"]:
-    """Teacher logits cut or padded to the rows of the student's vocabulary; surplus rows of either hold no tokens."""
-    cut = logits[..., :vocab_size]
-    missing = vocab_size - cut.shape[-1]
-    return jnp.pad(cut, ((0, 0), (0, 0), (0, missing)), constant_values=NO_LOGIT) if missing else cut
+    return Softmax.of(teacher, 1.0).log_of(sharding.chosen(teacher, targets))[..., 0]
 
 
 def _kl(p: Softmax, q: Softmax) -> Float[Array, "B C"]:
@@ -127,9 +128,11 @@ def _logit_gradient(log_s: Float[Array, "B C V"], log_t: Float[Array, "B C V"], 
 
 
 def _softmaxes(
-    logits: Float[Array, "B C V"], teacher: Float[Array, "B C W"], temperature: float
+    logits: Float[Array, "B C V"], teacher: Float[Array, "B C W"], temperature: float, sharding: VocabSharding
 ) -> tuple[Softmax, Softmax]:
-    return Softmax.of(logits, temperature), Softmax.of(like_student(teacher, logits.shape[-1]), temperature)
+    """Softmaxes of student and teacher over the student's vocabulary; surplus rows of either hold no tokens."""
+    resized = sharding.resized(teacher, logits.shape[-1])
+    return Softmax.of(logits, temperature), Softmax.of(resized, temperature)
 
 
 class _Outcomes(NamedTuple):

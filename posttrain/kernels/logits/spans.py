@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from posttrain.batch import TopK
 from posttrain.kernels.logits.divergence import NO_MASS, outcome_terms
 from posttrain.kernels.logits.softmax import NO_LOGIT
+from posttrain.kernels.logits.vocab_sharding import VocabSharding
 
 # General Online Logit Distillation (GOLD) is in TRL, Universal Logit Distillation (ULD) is arXiv:2402.12030. Outcomes
 # of a token group are the tokens in both vocabularies, one by one; the text of the group itself, whose log-probability
@@ -33,7 +34,12 @@ def check_token_groups(teachers: Sequence[Any], unshared: bytes | None) -> None:
 
 
 def span_terms(
-    logits: Float[Array, "B C V"], targets: Int[Array, "B C"], teacher_topk: TopK, beta: float, unshared: bytes
+    logits: Float[Array, "B C V"],
+    targets: Int[Array, "B C"],
+    teacher_topk: TopK,
+    beta: float,
+    unshared: bytes,
+    sharding: VocabSharding,
 ) -> dict[str, Float[Array, "B C"]]:
     """Logit-dependent terms of the divergence at the first token of each group; `span_divergence` adds the rest.
 
@@ -52,7 +58,7 @@ def span_terms(
     terms = {
         NAMED: jnp.sum(outcome_terms(log_s, log_t, beta), axis=-1),
         LEFT: jax.nn.logsumexp(others, axis=-1),
-        SORTED: _sorted_distance(log_p, first, jnp.where(named, NO_LOGIT, logps), unpacked(unshared, vocab)),
+        SORTED: _sorted_distance(log_p, first, jnp.where(named, NO_LOGIT, logps), unpacked(unshared, vocab), sharding),
     }
     if beta != 0:
         terms[NAMED_KL] = jnp.sum(outcome_terms(log_s, log_t, 0.0), axis=-1)
@@ -111,6 +117,7 @@ def _sorted_distance(
     first: Int[Array, "B C 1"],
     teacher_logps: Float[Array, "B C K"],
     unshared: Bool[np.ndarray, " V"],
+    sharding: VocabSharding,
 ) -> Float[Array, "B C"]:
     """L1 distance of sorted probabilities: teacher-only tokens against the most probable student-only tokens.
 
@@ -123,7 +130,8 @@ def _sorted_distance(
         student_only = jnp.asarray(unshared)[None, None] & (
             jax.lax.broadcasted_iota(first.dtype, log_p.shape, 2) != first
         )
-        student_probs = jnp.exp(jax.lax.top_k(jnp.where(student_only, log_p, NO_LOGIT), min(count, vocab))[0])
+        best, _ = sharding.top_k(jnp.where(student_only, log_p, NO_LOGIT), min(count, vocab))
+        student_probs = jnp.exp(best)
         student_probs = jnp.pad(student_probs, ((0, 0), (0, 0), (0, count - student_probs.shape[-1])))
     return jnp.sum(jnp.abs(student_probs - jnp.exp(jax.lax.top_k(teacher_logps, count)[0])), axis=-1)
 

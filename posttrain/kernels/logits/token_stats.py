@@ -13,12 +13,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import HostArray, TokenStats, TopK
 from posttrain.kernels.logits.chunk_stats import INNER, PLAIN, Chunk, Stats, Terms, chunk_gradient, chunk_stats
 from posttrain.kernels.logits.chunks import ChunkPlan, chunk_length, chunk_plan, predicting, take_tokens, to_tokens
 from posttrain.kernels.logits.spans import NAMED, SPAN_TERMS, check_token_groups, span_divergence
+from posttrain.kernels.logits.vocab_sharding import (
+    HeadFunction,
+    Parameters,
+    VocabSharding,
+    head_function,
+)
 from posttrain.kernels.platform import platform_of
 
 CONSTANTS = ("log_squares", "sampling_logps")
@@ -46,6 +53,7 @@ def token_stats(
     terms: Terms = PLAIN,
     teachers: Sequence[Teacher | TopK] = (),
     teacher_weights: Float[Array | HostArray, "B T N"] | None = None,
+    mesh: Mesh | None = None,
 ) -> TokenStats:
     """Log-probability and entropy of every token under softmax(logits / temperature), in float32.
 
@@ -54,7 +62,7 @@ def token_stats(
     `logits_of` is the model's head; the backward pass recomputes its logits. Teacher outputs have no gradient.
     """
     problem = _problem(
-        logits_of, hidden, tokens, segments, temperature, vocab_size, only, terms, teachers, teacher_weights
+        logits_of, hidden, tokens, segments, temperature, vocab_size, only, terms, teachers, teacher_weights, mesh
     )
     return problem.statistics(_compute(problem.static, *problem.arguments), teachers, vocab_size)
 
@@ -72,6 +80,7 @@ def stats_vjp(
     terms: Terms = PLAIN,
     teachers: Sequence[Teacher | TopK] = (),
     teacher_weights: Float[Array | HostArray, "B T N"] | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, ""], TokenStats]:
     """sum(statistics * cotangents) over the named statistics, and all of `token_stats` without a gradient.
 
@@ -82,7 +91,7 @@ def stats_vjp(
     if terms.unshared is not None:
         raise ValueError("stats_vjp: token groups have no per-chunk gradient; use token_stats")
     problem = _problem(
-        logits_of, hidden, tokens, segments, temperature, vocab_size, only, terms, teachers, teacher_weights
+        logits_of, hidden, tokens, segments, temperature, vocab_size, only, terms, teachers, teacher_weights, mesh
     )
     # A chunk may hold contexts without a target.
     counts = jnp.pad(problem.counts, ((0, 0), (1, 0)))
@@ -117,9 +126,11 @@ def _problem(
     terms: Terms,
     teachers: Sequence[Teacher | TopK],
     teacher_weights: Float[Array | HostArray, "B T N"] | None,
+    mesh: Mesh | None,
 ) -> _Problem:
     rows, length = tokens.shape
-    chunk = chunk_length(rows, length, vocab_size)
+    sharding = VocabSharding(mesh)
+    chunk = chunk_length(rows, length, vocab_size, sharding)
     counts = predicting(segments, only)
     plan = chunk_plan(counts, chunk)
     pad = plan.order.shape[1] - (length - 1)
@@ -130,12 +141,18 @@ def _problem(
         best=[None if isinstance(t, Teacher) else jax.tree.map(lambda x: _in_plan_order(x, plan), t) for t in teachers],
         weights=None if weights is None else _in_plan_order(weights, plan),
     )
-    head, parameters = jax.closure_convert(
-        logits_of, jax.ShapeDtypeStruct((rows, chunk, hidden.shape[2]), hidden.dtype)
-    )
-    heads = tuple(t.logits_of if isinstance(t, Teacher) else None for t in teachers)
+
+    def head_of(logits_of: Head, hidden: Array) -> tuple[HeadFunction, tuple[Array, ...]]:
+        return head_function(logits_of, jax.ShapeDtypeStruct((rows, chunk, hidden.shape[2]), hidden.dtype), sharding)
+
+    def teacher_head(teacher: Teacher) -> Head:
+        head, parameters = head_of(*teacher)
+        return lambda hidden: head.logits(hidden, parameters)
+
+    head, parameters = head_of(logits_of, hidden)
+    heads = tuple(teacher_head(t) if isinstance(t, Teacher) else None for t in teachers)
     static = _Static(chunk, head, heads, temperature, terms)
-    return _Problem(static, (_context(hidden, pad), tuple(parameters), plan, constants), plan, counts)
+    return _Problem(static, (_context(hidden, pad), parameters, plan, constants), plan, counts)
 
 
 def _in_plan_order(x: Any, plan: ChunkPlan) -> Array:
@@ -173,8 +190,7 @@ class _Constants(NamedTuple):
 
 class _Static(NamedTuple):
     chunk: int
-    head: Callable[..., Array]
-    """Head as a function of hidden states and the parameters hoisted by `jax.closure_convert`."""
+    head: HeadFunction
     teachers: tuple[Head | None, ...]
     temperature: float
     terms: Terms
@@ -199,18 +215,21 @@ def _context(hidden: Float[Array, "B T D"], pad: int) -> Float[Array, "B Tp D"]:
 
 
 def _chunk(static: _Static, plan: ChunkPlan, constants: _Constants, index: Array) -> Chunk:
-    start = index * static.chunk
+    start, sharding = index * static.chunk, static.head.sharding
 
     def cut(x: Array) -> Array:
         return jax.lax.dynamic_slice_in_dim(x, start, static.chunk, axis=1)
 
+    def gathered(x: Array) -> Array:
+        return sharding.gathered(cut(x))
+
     order = cut(plan.order)
-    weights = None if constants.weights is None else cut(constants.weights)
+    weights = None if constants.weights is None else gathered(constants.weights)
     teachers: list[tuple[Array | TopK, Array | float]] = []
     for n, (head, hidden, best) in enumerate(zip(static.teachers, constants.hidden, constants.best, strict=True)):
-        outputs: Any = jax.tree.map(cut, best)
+        outputs: Any = jax.tree.map(gathered, best)
         if head is not None and hidden is not None:
-            outputs = head(take_tokens(hidden, order)).astype(jnp.float32)
+            outputs = head(sharding.gathered(take_tokens(hidden, order)))
         weight: Array | float = 1.0
         if weights is not None:
             weight = weights[..., n]
@@ -219,7 +238,7 @@ def _chunk(static: _Static, plan: ChunkPlan, constants: _Constants, index: Array
                 lambda x, w=weight: jnp.where(w.reshape(*w.shape, *(1,) * (x.ndim - 2)) > 0, x, 0), outputs
             )
         teachers.append((jax.lax.stop_gradient(outputs), weight))
-    return Chunk(start, order, cut(constants.targets), teachers)
+    return Chunk(start, order, gathered(constants.targets), teachers, sharding)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -242,16 +261,16 @@ def _computed(
 ) -> Stats:
     """All statistics in plan order, with the `INNER` terms; 0 beyond the computed chunks."""
 
-    def chunk_result(index: Array) -> tuple[Array, Stats]:
+    def chunk_result(index: Array) -> tuple[Chunk, Stats]:
         chunk = _chunk(static, plan, constants, index)
-        logits = static.head(take_tokens(hidden, chunk.order), *parameters).astype(jnp.float32)
-        return chunk.start, chunk_stats(logits, chunk, static.temperature, static.terms)
+        logits = static.head.logits(_gathered(static, hidden, chunk), parameters)
+        return chunk, chunk_stats(logits, chunk, static.temperature, static.terms)
 
     def body(index: Array, stats: Stats) -> Stats:
-        start, new = chunk_result(index)
-        return _written(stats, new, start)
+        chunk, new = chunk_result(index)
+        return _written(stats, new, chunk)
 
-    names = jax.eval_shape(chunk_result, jnp.int32(0))[1]
+    names = jax.eval_shape(lambda index: chunk_result(index)[1], jnp.int32(0))
     return jax.lax.fori_loop(0, plan.num_chunks, body, {n: jnp.zeros(plan.order.shape, jnp.float32) for n in names})
 
 
@@ -265,18 +284,18 @@ def _compute_forward(static: _Static, *arguments: Any) -> tuple[Stats, Any]:
 
 def _compute_backward(static: _Static, residuals: Any, cotangents: Mapping[str, Any]) -> tuple[Any, ...]:
     hidden, trained, frozen, plan, constants, saved = residuals
+    trained = static.head.by_group(trained)
     known = {name: ct for name, ct in cotangents.items() if not isinstance(ct, SymbolicZero)}
 
     def body(index: Array, sums: _Sums) -> _Sums:
         chunk = _chunk(static, plan, constants, index)
-        logits, vjp = _logits_and_vjp(static, take_tokens(hidden, chunk.order), trained, frozen)
+        logits, vjp = _logits_and_vjp(static, _gathered(static, hidden, chunk), trained, frozen)
         known_of, saved_of = _cut((known, saved), chunk)
-        return sums.plus(
-            chunk, vjp(chunk_gradient(logits, chunk, static.temperature, static.terms, known_of, saved_of))
-        )
+        gradient = chunk_gradient(logits, chunk, static.temperature, static.terms, known_of, saved_of)
+        return sums.plus(static.head, chunk, vjp(gradient))
 
-    sums = jax.lax.fori_loop(0, plan.num_chunks, body, _Sums.zeros(hidden, trained))
-    return take_tokens(sums.hidden, plan.back), tuple(sums.parameter_gradients(trained)), None, None
+    sums = jax.lax.fori_loop(0, plan.num_chunks, body, _Sums.zeros(static.head, hidden, trained))
+    return take_tokens(sums.hidden, plan.back), tuple(sums.parameter_gradients(static.head, trained)), None, None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -294,22 +313,24 @@ def _stats_vjp(
 
 def _stats_vjp_forward(static: _Static, *arguments: Any) -> tuple[tuple[Array, Stats], Any]:
     (hidden, _, plan, constants, cotangents), trained, frozen = _partition(arguments)
+    trained = static.head.by_group(trained)
 
     def chunk_result(index: Array) -> tuple[Chunk, Stats, Any]:
         chunk = _chunk(static, plan, constants, index)
-        logits, vjp = _logits_and_vjp(static, take_tokens(hidden, chunk.order), trained, frozen)
+        logits, vjp = _logits_and_vjp(static, _gathered(static, hidden, chunk), trained, frozen)
         new = chunk_stats(logits, chunk, static.temperature, static.terms)
         gradient = chunk_gradient(logits, chunk, static.temperature, static.terms, _cut(cotangents, chunk), new)
         return chunk, _outer(new), vjp(gradient)
 
     def body(index: Array, carry: tuple[Stats, _Sums]) -> tuple[Stats, _Sums]:
         chunk, new, gradients = chunk_result(index)
-        return _written(carry[0], new, chunk.start), carry[1].plus(chunk, gradients)
+        return _written(carry[0], new, chunk), carry[1].plus(static.head, chunk, gradients)
 
     names = jax.eval_shape(lambda index: chunk_result(index)[1], jnp.int32(0))
-    start = ({name: jnp.zeros(plan.order.shape, jnp.float32) for name in names}, _Sums.zeros(hidden, trained))
+    zeros = {name: jnp.zeros(plan.order.shape, jnp.float32) for name in names}
+    start = (zeros, _Sums.zeros(static.head, hidden, trained))
     stats, sums = jax.lax.fori_loop(0, plan.num_chunks, body, start)
-    parameter_gradients = sums.parameter_gradients(trained)
+    parameter_gradients = sums.parameter_gradients(static.head, trained)
     return (_inner(stats, cotangents), stats), (take_tokens(sums.hidden, plan.back), parameter_gradients)
 
 
@@ -327,29 +348,38 @@ class _Sums(NamedTuple):
 
     hidden: Float[Array, "B Tp D"]
     """Gradient by hidden states, in plan order."""
-    parameters: list[Array | None]
+    parameters: Parameters
 
     @classmethod
-    def zeros(cls, hidden: Array, trained: list[Array | None]) -> _Sums:
-        return cls(jnp.zeros_like(hidden), jax.tree.map(lambda x: jnp.zeros_like(_narrow_first(x)), trained))
+    def zeros(cls, head: HeadFunction, hidden: Array, trained: Parameters) -> _Sums:
+        return cls(jnp.zeros_like(hidden), _summed(head, jax.tree.map(jnp.zeros_like, trained)))
 
-    def plus(self, chunk: Chunk, gradients: tuple[Array, list[Array | None]]) -> _Sums:
-        hidden_gradient = jax.lax.dynamic_update_slice_in_dim(self.hidden, gradients[0], chunk.start, axis=1)
+    def plus(self, head: HeadFunction, chunk: Chunk, gradients: tuple[Array, Parameters]) -> _Sums:
+        new = head.sharding.rows(gradients[0])
         return _Sums(
-            hidden_gradient, jax.tree.map(lambda x, new: x + _narrow_first(new), self.parameters, gradients[1])
+            jax.lax.dynamic_update_slice_in_dim(self.hidden, new, chunk.start, axis=1),
+            head.laid_out(jax.tree.map(jnp.add, self.parameters, _summed(head, gradients[1]))),
         )
 
-    def parameter_gradients(self, trained: list[Array | None]) -> list[Array | None]:
+    def parameter_gradients(self, head: HeadFunction, trained: Parameters) -> Parameters:
+        if head.sharding.splits:
+            return head.over_groups(self.parameters)
         return jax.tree.map(lambda x, like: x if x.shape == like.shape else x.T, self.parameters, trained)
 
 
+def _summed(head: HeadFunction, gradients: Parameters) -> Parameters:
+    """Parameter gradients in the layout of their sums."""
+    if head.sharding.splits or platform_of(head.sharding.mesh) != "cpu":
+        return head.laid_out(gradients)
+    return jax.tree.map(_narrow_first, gradients)
+
+
 def _narrow_first(x: Array) -> Array:
-    """Transpose a tall token table on CPU, where XLA accumulates its gradient fastest with the narrow operand first."""
-    tall = x.ndim == 2 and x.shape[0] > x.shape[1]
-    return x.T if tall and platform_of(None) == "cpu" else x
+    """Transpose a tall token table: XLA:CPU accumulates its gradient fastest with the narrow operand first."""
+    return x.T if x.ndim == 2 and x.shape[0] > x.shape[1] else x
 
 
-def _partition(arguments: Any) -> tuple[Any, list[Array | None], list[Array | None]]:
+def _partition(arguments: Any) -> tuple[Any, Parameters, Parameters]:
     """Argument values; the head's trained parameters; its frozen parameters.
 
     Frozen parameters get no gradient: accumulating one would cost as much as the head itself.
@@ -359,23 +389,31 @@ def _partition(arguments: Any) -> tuple[Any, list[Array | None], list[Array | No
     return values, trained, [None if p.perturbed else p.value for p in arguments[1]]
 
 
-def _logits_and_vjp(
-    static: _Static, hidden: Float[Array, "B C D"], trained: list[Array | None], frozen: list[Array | None]
-) -> tuple[Float[Array, "B C V"], Callable[[Array], tuple[Array, list[Array | None]]]]:
-    def head(x: Array, trained: list[Array | None]) -> Array:
-        parameters = [f if t is None else t for t, f in zip(trained, frozen, strict=True)]
-        return static.head(x, *parameters).astype(jnp.float32)
+def _gathered(static: _Static, hidden: Float[Array, "B Tp D"], chunk: Chunk) -> Float[Array, "B C D"]:
+    return static.head.sharding.gathered(take_tokens(hidden, chunk.order))
 
-    return jax.vjp(head, hidden, trained)
+
+def _logits_and_vjp(
+    static: _Static, hidden: Float[Array, "B C D"], trained: Parameters, frozen: Parameters
+) -> tuple[Float[Array, "B C V"], Callable[[Array], tuple[Array, Parameters]]]:
+    """Logits and their vjp. `trained`: parameters per group, for gradients that are summed over groups only once."""
+
+    def logits(x: Array, trained: Parameters) -> Array:
+        parameters = [f if t is None else t for t, f in zip(trained, frozen, strict=True)]
+        return static.head.logits(x, parameters, [t is not None for t in trained])
+
+    return jax.vjp(logits, hidden, trained)
 
 
 def _cut(tree: Any, chunk: Chunk) -> Any:
     size = chunk.order.shape[1]
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, chunk.start, size, axis=1), tree)
+    parts = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, chunk.start, size, axis=1), tree)
+    return jax.tree.map(chunk.sharding.gathered, parts)
 
 
-def _written(stats: Stats, new: Stats, start: Array) -> Stats:
-    return {name: jax.lax.dynamic_update_slice_in_dim(x, new[name], start, axis=1) for name, x in stats.items()}
+def _written(stats: Stats, new: Stats, chunk: Chunk) -> Stats:
+    rows = {name: chunk.sharding.rows(new[name]) for name in stats}
+    return {n: jax.lax.dynamic_update_slice_in_dim(x, rows[n], chunk.start, axis=1) for n, x in stats.items()}
 
 
 def _outer(stats: Stats) -> Stats:

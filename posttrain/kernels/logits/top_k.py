@@ -7,11 +7,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import TopK
 from posttrain.kernels.logits.chunks import chunk_length, chunk_plan, take_tokens, to_tokens
 from posttrain.kernels.logits.softmax import NO_LOGIT
+from posttrain.kernels.logits.vocab_sharding import VocabSharding, head_function
 
 
 def top_k(
@@ -23,6 +25,7 @@ def top_k(
     temperature: float,
     vocab_size: int,
     only: Bool[Array, "B T"] | None = None,
+    mesh: Mesh | None = None,
 ) -> TopK:
     """Top-k of the distribution of each token; zeros for the first token of a row and tokens outside `only`.
 
@@ -30,7 +33,8 @@ def top_k(
     chunk of the tokens in `only` at a time.
     """
     rows, length = tokens.shape
-    chunk = chunk_length(rows, length, vocab_size)
+    sharding = VocabSharding(mesh)
+    chunk = chunk_length(rows, length, vocab_size, sharding)
     counts = jnp.ones((rows, length - 1), bool) if only is None else jnp.asarray(only[:, 1:])
     plan = chunk_plan(counts, chunk)
     pad = plan.order.shape[1] - (length - 1)
@@ -38,15 +42,17 @@ def top_k(
         jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2))) for x in (hidden[:, :-1], tokens[:, 1:])
     )
 
+    shape = jax.ShapeDtypeStruct((rows, chunk, hidden.shape[2]), hidden.dtype)
+    head, parameters = head_function(logits_of, shape, sharding)
+
     def chunk_top_k(index: Array) -> TopK:
         order = jax.lax.dynamic_slice_in_dim(plan.order, index * chunk, chunk, axis=1)
-        return _best(
-            logits_of(take_tokens(contexts, order)).astype(jnp.float32), take_tokens(targets, order), k, temperature
-        )
+        logits = head.logits(sharding.gathered(take_tokens(contexts, order)), parameters)
+        return _best(logits, sharding.gathered(take_tokens(targets, order)), k, temperature, sharding)
 
     def body(index: Array, result: TopK) -> TopK:
         def write(total: Array, new: Array) -> Array:
-            return jax.lax.dynamic_update_slice_in_dim(total, new, index * chunk, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(total, sharding.rows(new), index * chunk, axis=1)
 
         return jax.tree.map(write, result, chunk_top_k(index))
 
@@ -56,9 +62,11 @@ def top_k(
     return jax.tree.map(lambda x: to_tokens(x, plan, counts), result)
 
 
-def _best(logits: Float[Array, "B C V"], targets: Int[Array, "B C"], k: int, temperature: float) -> TopK:
+def _best(
+    logits: Float[Array, "B C V"], targets: Int[Array, "B C"], k: int, temperature: float, sharding: VocabSharding
+) -> TopK:
     log_p = jax.nn.log_softmax(jnp.maximum(logits, NO_LOGIT), axis=-1)
-    best, ids = jax.lax.top_k(log_p, k)
+    best, ids = sharding.top_k(log_p, k)
     rows, places = (x[..., None] for x in jnp.indices(targets.shape))
     others = log_p.at[rows, places, ids].set(NO_LOGIT)
     tail = jax.nn.logsumexp(others, axis=-1)

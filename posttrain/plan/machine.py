@@ -1,0 +1,166 @@
+"""Machines by name, such as `v5e-8`: chips with their limits, and devices to compile for that need not be there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.errors import ConfigError
+
+GIB = 2**30
+
+TPU_SETTINGS = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_MIN_LOG_LEVEL": "2",
+}
+"""Environment of libtpu as a compiler, on a machine without a TPU."""
+
+PRICES_OF = "2025-06"
+"""Month of the prices below: list prices on demand in US regions; they change, and reservations cost about half."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """Limits of one device."""
+
+    platform: str
+    memory: int
+    """Bytes that programs can use."""
+    memory_bandwidth: float
+    """Bytes per second."""
+    flops: float
+    """bfloat16 operations per second."""
+    wire: float
+    """Bytes per second that the device sends to its neighbours."""
+    dollars_per_hour: float | None
+    """Price as of `PRICES_OF`; None: no price."""
+
+
+CHIPS = {
+    "v5e": Chip(
+        platform="tpu",
+        memory=int(15.75 * GIB),
+        memory_bandwidth=819e9,
+        flops=197e12,
+        wire=200e9,
+        dollars_per_hour=1.20,
+    ),
+    "v5p": Chip(
+        platform="tpu",
+        memory=int(95.74 * GIB),
+        memory_bandwidth=2765e9,
+        flops=459e12,
+        wire=600e9,
+        dollars_per_hour=4.20,
+    ),
+    "v6e": Chip(
+        platform="tpu",
+        memory=int(31.24 * GIB),
+        memory_bandwidth=1640e9,
+        flops=918e12,
+        wire=448e9,
+        dollars_per_hour=2.70,
+    ),
+    "h100": Chip(
+        platform="gpu",
+        memory=int(0.92 * 80 * GIB),
+        memory_bandwidth=3350e9,
+        flops=989e12,
+        wire=450e9,
+        dollars_per_hour=3.00,
+    ),
+    "cpu": Chip(platform="cpu", memory=16 * GIB, memory_bandwidth=20e9, flops=0.2e12, wire=5e9, dollars_per_hour=None),
+}
+"""Chips by name: limits of data sheets, memory as the compiler or JAX reports it."""
+
+FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+CUBES = {8: "2x2x1", 16: "2x2x2", 32: "2x2x4", 64: "2x4x4", 128: "4x4x4", 256: "4x4x8"}
+
+SLICES = {
+    f"{kind}-{number}": shape
+    for kind, shapes in {"v5e": FLAT, "v6e": FLAT, "v5p": CUBES}.items()
+    for number, shape in shapes.items()
+}
+"""TPU slices by Google's names, with their topology; a v5p is named by its cores, two a chip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A number of chips to compile for."""
+
+    name: str
+    chip: Chip
+    num_devices: int
+
+    @property
+    def has_compiler(self) -> bool:
+        """True if programs are compiled by the machine's own compiler, else by XLA for virtual CPU devices."""
+        return self.chip.platform == "cpu" or (self.chip.platform == "tpu" and has_libtpu())
+
+    def devices(self) -> Sequence[Any]:
+        """Devices to lower and compile for: a TPU topology where libtpu is installed, else virtual CPU devices.
+
+        Raises ConfigError if JAX has too few of these (`prepare_process` sets their number).
+        """
+        if self.chip.platform == "tpu" and has_libtpu():
+            return topology_devices(self.name.split("-")[0], SLICES[self.name])
+        import jax
+
+        found = jax.devices("cpu")
+        if len(found) < self.num_devices:
+            raise ConfigError(f"{self.name}: needs {self.num_devices} virtual CPU devices, JAX has {len(found)}")
+        return found[: self.num_devices]
+
+
+def machine(name: str) -> Machine:
+    """Resolve a name such as `v5e-8`, `h100-8` or `cpu-8`. Raises ConfigError for an unknown one."""
+    found = re.fullmatch(r"([a-z0-9]+)-(\d+)", name)
+    kind, number = (found.group(1), int(found.group(2))) if found else ("", 0)
+    if kind in ("h100", "cpu") and 1 <= number <= 256:
+        return Machine(name=name, chip=CHIPS[kind], num_devices=number)
+    if name in SLICES:
+        count = math.prod(map(int, SLICES[name].split("x")))
+        return Machine(name=name, chip=CHIPS[kind], num_devices=count)
+    raise ConfigError(f"machine {name!r} is unknown; use {', '.join(SLICES)}, h100-N or cpu-N")
+
+
+def has_libtpu() -> bool:
+    return importlib.util.find_spec("libtpu") is not None
+
+
+def libtpu_version() -> str:
+    """Version of the installed libtpu; empty without."""
+    return importlib.metadata.version("libtpu") if has_libtpu() else ""
+
+
+def topology_devices(kind: str, shape: str) -> Sequence[Any]:
+    """Devices of a TPU slice that is not there, such as `2x4` of `v5e`."""
+    for key, value in TPU_SETTINGS.items():
+        os.environ.setdefault(key, value)
+    from jax.experimental import topologies
+
+    hosts = {"chips_per_host_bounds": (1, 1, 1)} if shape == "1x1" else {}
+    return topologies.get_topology_desc(topology_name=f"{kind}:{shape}", platform="tpu", **hosts).devices
+
+
+def prepare_process(wanted: Machine, *, quick: bool) -> None:
+    """Set up JAX, before its first use, to compile for a machine: no TPU or GPU of this one is touched.
+
+    `quick`: without the passes that take long; memory differs by some percent, and more is sent.
+    """
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    if quick:
+        jax.config.update("jax_exec_time_optimization_effort", -1.0)
+    if wanted.num_devices > 1 and not (wanted.chip.platform == "tpu" and has_libtpu()):
+        jax.config.update("jax_num_cpu_devices", wanted.num_devices)

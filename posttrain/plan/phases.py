@@ -1,0 +1,260 @@
+"""Phases of a stage as programs of shapes: update, statistics, evaluation, prefill and decode, with their work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from posttrain.batch import Batch
+from posttrain.config import RLSection, SFTSection, TrainSection
+from posttrain.errors import ConfigError
+from posttrain.models.config import AttentionConfig, ModelConfig
+from posttrain.models.decoder import Decoder
+from posttrain.plan.build import RolloutShapes, batch_of, train_programs
+from posttrain.plan.loops import vocabulary_trips
+from posttrain.stages.prompts import algorithm_of
+from posttrain.stages.sft import sft_loss
+from posttrain.train.optim import make_optimizer
+from posttrain.train.programs import TrainPrograms
+from posttrain.weights.state import ModelWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One program of a stage, and its work in a step on one device."""
+
+    role: str
+    name: str
+    lower: Callable[[], jax.stages.Lowered]
+    runs: int
+    """Runs of the program in one step; of a decode dispatch, tokens per row."""
+    trips: tuple[int, ...]
+    """Trips of its loops that only the run knows, outermost first, at most."""
+    flops: float
+    """Operations of one run: 2 per parameter and token, 6 with the backward pass, 8 with recomputation."""
+    read: float
+    """Bytes that one run reads at least: weights, and the cache in decoding."""
+    parameters: frozenset[tuple[int, ...]]
+    """Sizes of parameters, whole and on one device, without those of 1."""
+    beside: int
+    """Bytes of what else is in memory: optimizer state and cache, as far as they are not among its arguments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """Phases of one stage, and the tokens that a step trains on."""
+
+    phases: Sequence[Phase]
+    tokens: int
+    unit: str
+
+
+def bytes_on_device(tree: object) -> int:
+    """Bytes of shapes on one device."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize if x.sharding else x.size * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def stage_plan(section: TrainSection, model: Decoder, mesh: Mesh, memory: int) -> StagePlan:
+    """Phases of an SFT or RL stage on devices with `memory` bytes each. Raises ConfigError for one that it cannot
+    plan."""
+    if isinstance(section, SFTSection):
+        return _sft(section, model, mesh)
+    if isinstance(section, RLSection):
+        return _rl(section, model, mesh, memory)
+    kind = type(section).__name__.removesuffix("Section")
+    raise ConfigError(f"plan: a stage of the kind {kind} cannot be planned yet; SFT and RL can")
+
+
+def _sft(section: SFTSection, model: Decoder, mesh: Mesh) -> StagePlan:
+    programs = train_programs(
+        model,
+        sft_loss(section),
+        make_optimizer(section.optimizer, section.num_steps or 1000),
+        mesh,
+        micro_batch_rows=section.micro_batch_rows,
+    )
+    batch = batch_of(section.batch_rows, section.row_tokens)
+    phases = [_update(programs, batch, 0)]
+    if section.eval_dataset is not None:
+        beside = bytes_on_device(programs.opt_state)
+        phases.append(_forward(programs, batch, "evaluation", programs.lower_evaluation, 0, beside))
+    return StagePlan(phases=phases, tokens=section.batch_rows * section.row_tokens, unit="tokens of rows")
+
+
+def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int) -> StagePlan:
+    refusals = {
+        "teachers": bool(section.teachers),
+        "rollout.engine": section.rollout.engine is not None,
+        "rollout.quantize": section.rollout.quantize != "none",
+        "rollout.merge_lora": section.rollout.merge_lora,
+        "rollout.record_routing": section.rollout.record_routing,
+    }
+    if refused := [name for name, is_set in refusals.items() if is_set]:
+        raise ConfigError(f"plan: cannot plan an RL stage with {', '.join(refused)} yet; remove it for the plan")
+    loss = algorithm_of(section).loss
+    rows = section.step_rows
+    programs = train_programs(
+        model,
+        loss,
+        make_optimizer(section.optimizer, section.num_steps or 1000),
+        mesh,
+        micro_batch_rows=section.pass_rows,
+    )
+    reference = loss.kl_coef > 0
+    arrays = ["sampler_logps", "behaviour_logps", "advantages"]
+    arrays += ["old_logps"] * (section.old_logps != "self") + ["ref_logps"] * reference
+    batch = batch_of(rows, section.row_tokens, arrays=tuple(arrays))
+    rollout = RolloutShapes(
+        model,
+        mesh,
+        slots=section.rollout.slots or section.samples_in_flight,
+        max_length=section.sequence_tokens,
+        steps=section.rollout.decode_steps,
+        max_tokens=section.sampling.max_tokens,
+        memory=memory,
+        tensor=section.rollout.tensor,
+        cache_tokens=section.rollout.cache_tokens,
+    )
+    pool = bytes_on_device(rollout.runner.pool_shapes(rollout.loaded))
+    # The reference is a copy of what is trained.
+    kept = bytes_on_device(programs.params) if reference else 0
+    state = bytes_on_device(programs.opt_state)
+    # What the sampler has elsewhere lies beside the trainer's.
+    unread = bytes_on_device(rollout.loaded.arrays) - bytes_on_device(rollout.weights.weights)
+    phases = [*_sampling(section, model, mesh, rollout, state + kept + unread)]
+    scored = int(reference) + int(section.old_logps == "trainer")
+    if scored:
+        phases.append(_forward(programs, batch, "statistics", programs.lower_stats, scored, state + kept + pool))
+    phases.append(_update(programs, batch, kept + pool))
+    return StagePlan(phases=phases, tokens=rows * section.sampling.max_tokens, unit="sampled tokens")
+
+
+def _update(programs: TrainPrograms, batch: Batch, beside: int) -> Phase:
+    rows, length = batch.shape
+    model = programs.structure.model
+    active = active_parameters(model)
+    trained = sum(x.size for x in programs.params.values())
+    # Frozen parameters need no gradient of their own.
+    factor = 4 + 2 * min(1.0, trained / sum(x.size for x in programs.weights.values()))
+    factor += 2 if model.compute.remat in ("full", "offload") else 0
+    micro = programs.micro_rows(rows)
+    passes = -(-rows // micro)
+    flops = factor * active * rows * length + 3.5 * attention_flops(model.config, rows, length)
+    weights = bytes_on_device(programs.weights)
+    state = bytes_on_device(programs.opt_state)
+    chunks = vocabulary_trips(programs.mesh, micro, length, model.config.vocab_size)
+    return Phase(
+        role="trainer",
+        name="update",
+        lower=lambda: programs.lower_update(batch),
+        runs=1,
+        trips=(chunks,) if passes == 1 else (passes, chunks),
+        flops=flops / programs.mesh.size,
+        read=float(3 * passes * weights + 2 * state),
+        parameters=sizes_of(programs.weights),
+        beside=beside,
+    )
+
+
+def _forward(
+    programs: TrainPrograms,
+    batch: Batch,
+    name: str,
+    lower: Callable[[Batch], jax.stages.Lowered],
+    runs: int,
+    beside: int,
+) -> Phase:
+    rows, length = batch.shape
+    model = programs.structure.model
+    micro = programs.micro_rows(rows)
+    flops = 2 * active_parameters(model) * rows * length + attention_flops(model.config, rows, length)
+    chunks = vocabulary_trips(programs.mesh, micro, length, model.config.vocab_size)
+    return Phase(
+        role="trainer",
+        name=name,
+        lower=lambda: lower(batch),
+        runs=runs,
+        trips=(-(-rows // micro), chunks),
+        flops=flops / programs.mesh.size,
+        read=float(-(-rows // micro) * bytes_on_device(programs.weights)),
+        parameters=sizes_of(programs.weights),
+        beside=beside,
+    )
+
+
+def _sampling(section: RLSection, model: Decoder, mesh: Mesh, rollout: RolloutShapes, beside: int) -> Iterator[Phase]:
+    config, devices = model.config, mesh.size
+    active = active_parameters(model)
+    weights = bytes_on_device(rollout.weights)
+    prompt_tokens = section.sequence_tokens - section.sampling.max_tokens
+    per_call = rollout.prompts.tokens.size
+    yield Phase(
+        role="sampler",
+        name="prefill",
+        lower=rollout.lower_prefill,
+        # Samples of a group share their prompt's blocks.
+        runs=math.ceil(section.prompts_per_step * prompt_tokens / per_call),
+        trips=(),
+        flops=(2 * active * per_call + attention_flops(config, *rollout.prompts.tokens.shape)) / devices,
+        read=float(weights),
+        parameters=sizes_of(rollout.loaded.arrays) | sizes_of(dict(enumerate(rollout.weights.made))),
+        beside=beside,
+    )
+    slots = rollout.rows.tokens.shape[0]
+    pool = bytes_on_device(rollout.runner.pool_shapes(rollout.loaded))
+    mean_length = prompt_tokens + section.sampling.max_tokens / 2
+    held = min(1.0, mean_length * slots / max(1, rollout.runner.blocks * rollout.runner.shapes.lanes * 16))
+    yield Phase(
+        role="sampler",
+        name="decode",
+        lower=rollout.lower_decode,
+        runs=section.sampling.max_tokens * math.ceil(section.step_rows / slots),
+        trips=(1,),
+        flops=2 * active * slots / devices,
+        read=weights * active / total_parameters(model) + pool * held,
+        parameters=sizes_of(rollout.loaded.arrays) | sizes_of(dict(enumerate(rollout.weights.made))),
+        beside=beside,
+    )
+
+
+def sizes_of(weights: Mapping[Any, Any]) -> frozenset[tuple[int, ...]]:
+    """Sizes of arrays and of single layers of them, whole and on one device, without those of 1."""
+    whole = [x.shape for x in weights.values()]
+    parts = [x.sharding.shard_shape(x.shape) for x in weights.values()]
+    found = {tuple(size for size in shape if size > 1) for shape in [*whole, *parts]}
+    return frozenset(found | {shape[1:] for shape in found if len(shape) > 2})
+
+
+def total_parameters(model: Decoder) -> int:
+    return sum(math.prod(shape) for _, _, shape in ModelWeights(model).shapes())
+
+
+def active_parameters(model: Decoder) -> float:
+    """Parameters that a token meets: of the experts of an MoE layer as many as it is routed to; no lookup table."""
+    total = 0.0
+    mixtures = model.config.mixtures
+    share = mixtures[0].top_k / mixtures[0].num_experts if mixtures else 1.0
+    for path, dims, shape in ModelWeights(model).shapes():
+        if path.startswith("embed.") and not model.config.tie_embeddings:
+            continue
+        total += math.prod(shape) * (share if "expert" in dims else 1.0)
+    return total
+
+
+def attention_flops(config: ModelConfig, rows: int, length: int) -> float:
+    """Operations of causal attention in a forward pass: 2 (N H + N Hv) per visible pair of tokens."""
+    total = 0.0
+    for block in config.blocks:
+        c = block.attention
+        heads = c.num_heads * (2 * c.head_dim if isinstance(c, AttentionConfig) else 320)
+        window = c.window if isinstance(c, AttentionConfig) and c.window else length
+        total += 2.0 * heads * rows * length * min(window, length / 2)
+    return total

@@ -1,0 +1,163 @@
+"""Plan of a run for a machine that need not be there: `posttrain plan CONFIG --devices v5e-8`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from posttrain.config import MESH_AXES, RunConfig, TrainSection
+from posttrain.data.tokenizer import load_tokenizer
+from posttrain.distill.teachers import devices_of_teachers
+from posttrain.errors import ConfigError
+from posttrain.mesh import make_mesh
+from posttrain.models.config import Compute
+from posttrain.models.decoder import Decoder
+from posttrain.plan.cache import figures_of
+from posttrain.plan.machine import GIB, Machine, libtpu_version
+from posttrain.plan.phases import StagePlan, stage_plan
+from posttrain.plan.report import Outcome, report
+from posttrain.runs.check import model_outline
+from posttrain.runs.prepare import fit_lengths
+from posttrain.stages.table import stage_names
+from posttrain.weights.load import check_mesh
+from posttrain.weights.locate import ModelFiles, tokenizer_name, trained_model_files
+
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+MAX_TRIED = 4
+"""Settings that are compiled in search of one that fits."""
+
+
+def plan(config: RunConfig, machine: Machine, *, search: bool = True) -> Iterator[str]:
+    """Lines on memory, traffic, time and price of every stage, from `config.json` and shapes alone.
+
+    `search`: where a stage does not fit, look for the nearest setting that does. Raises ConfigError for what cannot be
+    planned.
+    """
+    files = _model_files(config)
+    assert files.config is not None
+    config = fit_lengths(config, files.config.max_positions)
+    chip = machine.chip
+    yield f"machine: {machine.name}, {machine.num_devices} devices with {chip.memory / GIB:.2f} GiB each"
+    if machine.has_compiler:
+        yield "compiler: " + (f"TPU's (libtpu {libtpu_version()})" if chip.platform == "tpu" else "XLA's for CPU")
+    else:
+        yield (
+            "compiler: XLA's for virtual CPU devices, without the machine's kernels; memory is an estimate"
+            + ("; TPU's own needs libtpu, the extra 'aot'" if chip.platform == "tpu" else "")
+        )
+    mesh = _mesh(config, machine)
+    yield "mesh: " + ", ".join(f"{axis}={mesh.shape[axis]}" for axis in MESH_AXES)
+    for name, section in zip(stage_names(config), config.stages, strict=True):
+        stage = _stage(section, config, files, mesh, chip.memory)
+        yield f"{name}:"
+        try:
+            outcomes = _compiled(stage, machine)
+        except MemoryError as error:
+            yield f"  does not fit: {error}"
+            outcomes = []
+        else:
+            yield from report(stage, outcomes, machine)
+        if outcomes and all(outcome.fits for outcome in outcomes):
+            yield "  it fits"
+        elif search:
+            yield "  " + _nearest(section, config, files, machine)
+
+
+def _compiled(stage: StagePlan, machine: Machine) -> list[Outcome]:
+    """Compile all phases. MemoryError where the compiler finds no plan that fits."""
+    outcomes = []
+    for phase in stage.phases:
+        try:
+            figures = figures_of(phase.lower(), machine)
+        except jax.errors.JaxRuntimeError as error:
+            if OUT_OF_MEMORY not in str(error):
+                raise
+            first = next((line for line in str(error).splitlines() if "Used" in line or "exceed" in line), str(error))
+            raise MemoryError(f"{phase.name}: {first.strip()[:200]}") from error
+        outcomes.append(Outcome(phase=phase, figures=figures, machine=machine))
+    return outcomes
+
+
+def _model_files(config: RunConfig) -> ModelFiles:
+    section = config.model
+    sized = section.init is None or "vocab_size" in section.init
+    files = trained_model_files(section, None if sized else load_tokenizer(tokenizer_name(section)))
+    if files.config is None:
+        raise ConfigError(f"plan: no network to read the config.json of model.path={section.path}; give a folder")
+    return files
+
+
+def _mesh(config: RunConfig, machine: Machine) -> Mesh:
+    if devices_of_teachers(config, machine.num_devices):
+        raise ConfigError("plan: cannot plan teachers on devices of their own yet; remove their mesh for the plan")
+    return make_mesh(config.mesh, machine.devices())
+
+
+def _stage(section: TrainSection, config: RunConfig, files: ModelFiles, mesh: Mesh, memory: int) -> StagePlan:
+    return stage_plan(section, _outline(config, files, mesh), mesh, memory)
+
+
+def _outline(config: RunConfig, files: ModelFiles, mesh: Mesh) -> Decoder:
+    outline, section = model_outline(config, files), config.model
+    check_mesh(outline, mesh.shape)
+    outline.compute = Compute(
+        dtype=jnp.dtype(section.compute_dtype or section.dtype),
+        remat=section.remat,
+        attention=section.attention,
+        decode_attention=section.decode_attention,
+        grouped_matmul=section.grouped_matmul,
+        mesh=mesh,
+    )
+    return outline
+
+
+def _nearest(section: TrainSection, config: RunConfig, files: ModelFiles, machine: Machine) -> str:
+    """Nearest setting that fits, of those that change one thing or build on the change before."""
+    tried = []
+    for changes in list(_changes(section, config, machine))[:MAX_TRIED]:
+        changed, stage = _changed(config, section, changes)
+        names = " ".join(f"{name}={value}" for name, value in changes.items())
+        try:
+            mesh = _mesh(changed, machine)
+            outcomes = _compiled(_stage(stage, changed, files, mesh, machine.chip.memory), machine)
+        except (MemoryError, ConfigError):
+            tried.append(names)
+            continue
+        if all(outcome.fits for outcome in outcomes):
+            peak = max(outcome.peak for outcome in outcomes)
+            return f"it does not fit; the nearest setting that does: {names} ({peak / GIB:.2f} GiB)"
+        tried.append(names)
+    return f"it does not fit, nor with {'; nor '.join(tried)}; take more devices or a smaller model"
+
+
+def _changes(section: TrainSection, config: RunConfig, machine: Machine) -> Iterator[dict[str, Any]]:
+    """Changes to try, the least costly ones first; each keeps those before it."""
+    changes: dict[str, Any] = {}
+    sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.expert, config.mesh.tensor)
+    if machine.num_devices > 1 and sizes != (1, -1, 1, 1):
+        changes |= {"mesh.data": 1, "mesh.fsdp": -1, "mesh.expert": 1, "mesh.tensor": 1}
+        yield dict(changes)
+    if config.model.remat != "full":
+        changes["model.remat"] = "full"
+        yield dict(changes)
+    if section.micro_batch_rows != machine.num_devices:
+        changes["micro_batch_rows"] = machine.num_devices
+        yield dict(changes)
+    if config.model.lora is None and config.model.adapter is None:
+        changes["model.lora"] = {"rank": 16}
+        yield dict(changes)
+
+
+def _changed(config: RunConfig, section: TrainSection, changes: dict[str, Any]) -> tuple[RunConfig, TrainSection]:
+    fields = config.model_dump(exclude_unset=True)
+    place = config.stages.index(section)
+    for name, value in changes.items():
+        head, _, last = name.rpartition(".")
+        target = fields.setdefault(head, {}) if head else fields["stages"][place]
+        target[last] = value
+    changed = RunConfig.model_validate(fields)
+    return changed, changed.stages[place]

@@ -1,0 +1,265 @@
+"""Programs of a trainer made from shapes: one per row length that runs all micro-batches and one update."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from posttrain.batch import Batch, LossOutput, ScoreLoss, ScoreStats, TokenLoss, TokenStats, rows_per_pass
+from posttrain.kernels.logits.chunk_stats import Terms
+from posttrain.kernels.platform import platform_of, traced_for
+from posttrain.losses.router import RouterLoss, load_metrics, updated_correction
+from posttrain.mesh import BATCH_SPEC, param_sharding, replicated, row_shards
+from posttrain.metrics import Metrics
+from posttrain.models.decoder import Decoder
+from posttrain.models.moe import check_router, correction_paths
+from posttrain.runtime.cpu import fast_compile_options
+from posttrain.runtime.host_memory import gc_disabled
+from posttrain.train.accumulate import stack_over
+from posttrain.train.layer_matching import Matching
+from posttrain.train.objective import Objective
+from posttrain.train.optim import clipped, global_norm
+from posttrain.tree import Metric, added_up
+from posttrain.weights.lora import has_lora
+from posttrain.weights.quantize import is_quantized
+from posttrain.weights.state import ModelWeights, Weights, WeightShapes
+
+Refuse = Callable[[Mapping[str, Metric]], Array]
+"""A veto on an update, from the merged metrics of the loss; traced into the program of the step."""
+
+
+class TrainPrograms:
+    """Update, evaluation and statistics of models whose parameters may be shapes. Parameters: see `Trainer`.
+
+    It holds no array, and the mesh's devices need not be there: `lower_update` gives the program for a topology.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        loss: TokenLoss | ScoreLoss,
+        optimizer: optax.GradientTransformation,
+        *,
+        temperature: float,
+        max_grad_norm: float,
+        micro_batch_rows: int | None,
+        mesh: Mesh,
+        router_loss: RouterLoss | None,
+        correction_rate: float,
+        terms: Terms,
+        teachers: Sequence[Decoder],
+        matching: Matching | None,
+        noise_alpha: float,
+        dropout_seed: int | None,
+        refuse: Refuse | None,
+    ):
+        if is_quantized(model) and not has_lora(model):
+            raise ValueError("Trainer: quantized weights cannot be trained; give the model an adapter (lora)")
+        self.mesh, self.optimizer = mesh, optimizer
+        self.num_traced = 0
+        """Number of programs traced for updates, evaluation and statistics: one each per batch shape."""
+        self._max_grad_norm, self._correction_rate, self._refuse = max_grad_norm, correction_rate, refuse
+        self._micro_batch_rows = micro_batch_rows
+        self.structure = _structure(model, mesh)
+        self.trainable = self.structure.trainable()
+        self.objective = Objective(
+            student=self.structure,
+            teachers=[_structure(teacher, mesh) for teacher in teachers],
+            loss=loss,
+            temperature=temperature,
+            terms=terms,
+            router_loss=router_loss if router_loss is not None and router_loss.on else None,
+            matching=matching,
+            noise_alpha=noise_alpha,
+            dropout_seed=dropout_seed,
+        )
+        check_router(model.config, self.objective.router_loss is not None, correction_rate, adapter=has_lora(model))
+        self.projections = _projection_shapes(matching, mesh)
+        """Projections of layer matching, which are trained but not part of the model."""
+        self.weights = placed_shapes(self.structure, mesh) | self.projections
+        """All parameters by path, frozen ones and projections included."""
+        self.opt_state = self._opt_state_shapes()
+        self._jit()
+
+    def _jit(self) -> None:
+        # Outputs need the shardings of the arguments: others would trigger a recompilation.
+        outputs = jax.tree.map(lambda x: x.sharding, (self.params, self.opt_state))
+        options = fast_compile_options(platform_of(self.mesh))
+        self.update = jax.jit(
+            traced_for(self.mesh, self._step_program),
+            donate_argnums=(0, 2),
+            out_shardings=(*outputs, None),
+            compiler_options=options,
+        )
+        self.evaluate = jax.jit(traced_for(self.mesh, self._evaluate_program), compiler_options=options)
+        self.stats = jax.jit(traced_for(self.mesh, self._stats_program), compiler_options=options)
+        self.loss_of_all = jax.jit(self.objective.loss)
+
+    @property
+    def params(self) -> WeightShapes:
+        """Trained parameters by path, projections included."""
+        return {path: x for path, x in self.weights.items() if path in self.trainable or path in self.projections}
+
+    @property
+    def frozen(self) -> WeightShapes:
+        return {path: x for path, x in self.weights.items() if path not in self.params}
+
+    def lower_update(self, batch: Batch) -> jax.stages.Lowered:
+        """Lower the update for a batch of shapes [B, T]."""
+        micro, count = self.micro_shapes(batch)
+        inputs = micro, count, np.uint32(0), np.bool_(True), self._teacher_shapes()
+        with gc_disabled():
+            return self.update.lower(self.params, self.frozen, self.opt_state, *inputs)
+
+    def lower_stats(self, batch: Batch) -> jax.stages.Lowered:
+        """Lower the statistics of the student for a batch of shapes [B, T]."""
+        with gc_disabled():
+            return self.stats.lower(self.weights, *self.micro_shapes(batch))
+
+    def lower_evaluation(self, batch: Batch) -> jax.stages.Lowered:
+        """Lower the evaluation for a batch of shapes [B, T]."""
+        with gc_disabled():
+            return self.evaluate.lower(self.weights, *self.micro_shapes(batch), self._teacher_shapes())
+
+    def micro_rows(self, total: int) -> int:
+        """Rows of a micro-batch for a batch of `total` rows, over all devices."""
+        return rows_per_pass(total, self._micro_batch_rows, row_shards(self.mesh))
+
+    @property
+    def micro_sharding(self) -> NamedSharding:
+        """Sharding of micro-batches [M, rows, ...]."""
+        return NamedSharding(self.mesh, PartitionSpec(None, *BATCH_SPEC))
+
+    def micro_shapes(self, batch: Batch) -> tuple[Batch, jax.ShapeDtypeStruct]:
+        """Shapes of a batch's micro-batches [M, rows, T], and of the number of those that are computed."""
+        total = batch.tokens.shape[0]
+        rows = self.micro_rows(total)
+
+        def split(x: Any) -> jax.ShapeDtypeStruct:
+            shape = -(-total // rows), rows, *x.shape[1:]
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self.micro_sharding)
+
+        micro: Batch = jax.tree.map(split, batch)
+        return micro, jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.mesh))
+
+    def _teacher_shapes(self) -> list[WeightShapes]:
+        return [placed_shapes(teacher, self.mesh) for teacher in self.objective.teachers]
+
+    def _opt_state_shapes(self) -> Any:
+        """Optimizer state: per-parameter state is sharded like its parameter, counters are replicated."""
+
+        def placed(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            name = getattr(path[-1], "key", None) if path else None
+            sharding = self.weights[name].sharding if name in self.weights else replicated(self.mesh)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        return jax.tree_util.tree_map_with_path(placed, jax.eval_shape(self.optimizer.init, self.params))
+
+    def _step_program(
+        self,
+        params: Weights,
+        frozen: Weights,
+        opt_state: Any,
+        micro: Batch,
+        count: Array,
+        step: Array,
+        wanted: Array,
+        teacher_weights: list[Weights],
+    ) -> tuple[Weights, Any, Metrics]:
+        self.num_traced += 1
+        objective = self.objective
+        inputs, router_weight = (micro, objective.keys(step, micro)), objective.router_weight(micro, count)
+        gradient, (output, routers) = objective.gradients(params, frozen, teacher_weights, router_weight, inputs, count)
+        weight = output.loss.weight
+        norm = global_norm(_mean(gradient, weight))
+        usable = jnp.isfinite(norm) & (weight > 0) & wanted
+        if self._refuse is not None:
+            usable &= ~self._refuse(output.metrics)
+
+        def update(gradient: Weights, params: Weights, opt_state: Any) -> tuple[Weights, Any]:
+            gradient = clipped(_mean(gradient, weight), norm, self._max_grad_norm)
+            updates, new_state = self.optimizer.update(gradient, opt_state, params)
+            sums = {path: p.astype(jnp.float32) + updates[path].astype(jnp.float32) for path, p in params.items()}
+            # An optimizer may adopt the gradient's dtype; a changed dtype would recompile the next step.
+            new_state = jax.tree.map(lambda new, old: jnp.asarray(new).astype(old.dtype), new_state, opt_state)
+            return {path: sums[path].astype(p.dtype) for path, p in params.items()}, new_state
+
+        new_params, new_state = self._if(usable, update, gradient, params, opt_state)
+        if self._correction_rate and routers is not None:
+            for path, numbers in correction_paths(self.structure.model.config).items():
+                changed = updated_correction(params[path], routers.load[jnp.asarray(numbers)], self._correction_rate)
+                new_params[path] = jnp.where(usable, changed, params[path])
+        metrics: Metrics = {
+            "loss": output.loss,
+            **output.metrics,
+            **({} if routers is None else load_metrics(routers.load)),
+            "grad_norm": norm,
+            "update_skipped": 1.0 - usable.astype(jnp.float32),
+        }
+        return new_params, new_state, metrics
+
+    def _if(
+        self, usable: Array, update: Callable[..., tuple[Weights, Any]], gradient: Weights, *old: Any
+    ) -> tuple[Weights, Any]:
+        """Apply `update` if `usable`, else return the old values."""
+        if platform_of(self.mesh) == "cpu":
+            # XLA:CPU would fuse the condition's inputs into every kernel; on GPU a branch synchronizes with the host.
+            return jax.lax.cond(usable, update, lambda _, *old: old, gradient, *old)
+        new: tuple[Weights, Any] = jax.tree.map(lambda n, o: jnp.where(usable, n, o), update(gradient, *old), old)
+        return new
+
+    def _evaluate_program(
+        self, weights: Weights, micro: Batch, count: Array, teacher_weights: list[Weights]
+    ) -> tuple[LossOutput, TokenStats | ScoreStats]:
+        self.num_traced += 1
+
+        def one(batch: Batch) -> tuple[LossOutput, TokenStats | ScoreStats]:
+            output, passed = self.objective.loss_output(weights, batch, teacher_weights, self.objective.loss)
+            return output, passed.stats
+
+        outputs, stats = stack_over(one, micro, count)
+        return added_up(outputs), stats
+
+    def _stats_program(
+        self, weights: Weights, micro: Batch, count: Array, teacher_weights: list[Weights] | None = None
+    ) -> TokenStats | ScoreStats:
+        self.num_traced += 1
+        stats: TokenStats | ScoreStats = stack_over(
+            lambda batch: self.objective.forward(weights, batch, teacher_weights).stats, micro, count
+        )
+        return stats
+
+
+def _mean(gradient: Weights, weight: Array | float) -> Weights:
+    return jax.tree.map(lambda g: g / jnp.where(weight > 0, weight, 1.0), gradient)
+
+
+def _structure(model: Decoder, mesh: Mesh) -> ModelWeights:
+    """Access to the weights of a model whose kernels use this mesh."""
+    model.compute = dataclasses.replace(model.compute, mesh=mesh)
+    return ModelWeights(model)
+
+
+def placed_shapes(weights: ModelWeights, mesh: Mesh) -> WeightShapes:
+    """Shapes of a model's parameters with their shardings on the mesh."""
+    dims = weights.dims()
+    return {
+        path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=param_sharding(mesh, path, dims[path], x.shape))
+        for path, x in weights.structs().items()
+    }
+
+
+def _projection_shapes(matching: Matching | None, mesh: Mesh) -> WeightShapes:
+    shapes = {} if matching is None else matching.shapes()
+    return {
+        path: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=param_sharding(mesh, path, dims, shape))
+        for path, (dims, shape) in shapes.items()
+    }

@@ -1,0 +1,50 @@
+"""Train, prefill and decode programs of every family lower for TPU, with the kernels that they should have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from posttrain.config import OptimizerSection
+from posttrain.losses.sft import SFTLoss
+from posttrain.models import families
+from posttrain.plan.build import RolloutShapes, batch_of, train_programs
+from posttrain.plan.hlo import kernel_names
+from posttrain.plan.machine import CHIPS
+from posttrain.train.optim import make_optimizer
+from tests.aot.slices import FAMILIES, SMALL, mesh_of, model
+
+BACKWARD = ("splash_mha_dkv", "splash_mha_dq")
+WITHOUT_RAGGED = {"deepseek_v3", "gpt_oss"}
+"""Latent attention and sinks, which the ragged kernel does not know."""
+
+
+def family(name: str) -> str:
+    """Kind of a Mosaic kernel: without its variants."""
+    for kind in (*BACKWARD, "splash_mha_fwd", "ragged_paged_attention"):
+        if name.startswith(kind):
+            return kind
+    return name
+
+
+def test_all_families_are_here() -> None:
+    files = {Path(path).stem for folder in families.__path__ for path in Path(folder).glob("[a-z]*.py")}
+    assert set(FAMILIES) == files - {"gemma3", "gemma4"}, "the multimodal wrappers hold a family each"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_programs_lower_with_their_kernels(name: str) -> None:
+    fields = SMALL | {"model_type": name} | FAMILIES[name]
+    mesh = mesh_of("v5e", "2x2", fsdp=2, tensor=2)
+    made = model(fields, mesh, "full")
+    programs = train_programs(made, SFTLoss(), make_optimizer(OptimizerSection(learning_rate=1e-5), 10), mesh)
+    update = {family(kernel) for kernel in kernel_names(programs.lower_update(batch_of(4, 512)).as_text())}
+    assert {"splash_mha_fwd", "splash_mha_dkv"} <= update
+    # gmm's kernels bear no name of their own.
+    assert bool(made.config.mixtures) == ("kernel" in update)
+    rollout = RolloutShapes(made, mesh, slots=8, max_length=512, steps=8, max_tokens=128, memory=CHIPS["v5e"].memory)
+    decode = {family(kernel) for kernel in kernel_names(rollout.lower_decode().as_text())}
+    assert ("ragged_paged_attention" in decode) == (name not in WITHOUT_RAGGED)
+    prefill = {family(kernel) for kernel in kernel_names(rollout.lower_prefill().as_text())}
+    assert "splash_mha_fwd" in prefill

@@ -1,0 +1,170 @@
+"""Kernels in the shapes of real models compile to the end: attention with its gradient, ragged decode, experts."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from posttrain.kernels.attention import attention, paged
+from posttrain.kernels.attention.call import Variant
+from posttrain.kernels.grouped_matmul import grouped_matmul
+from posttrain.kernels.platform import traced_for
+from posttrain.plan.hlo import kernel_names
+from posttrain.rollout.blocks import BLOCK
+from tests.aot.slices import mesh_of, on
+
+ONE_CHIP = {"v5e": "1x1", "v6e": "1x1", "v5p": "2x2x1"}
+
+
+class Rows(NamedTuple):
+    """Shape of an attention call of training."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int | None = None
+    length: int = 4096
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    fused: bool = True
+    """The backward pass is one kernel."""
+
+
+ROWS = {
+    "qwen3_8b": Rows(32, 8, 128),
+    "qwen3_8b_long": Rows(32, 8, 128, length=8192, fused=False),
+    "gemma2": Rows(8, 4, 256, window=4096, soft_cap=50.0),
+    "gemma3_1b": Rows(4, 1, 256, window=512),
+    "gemma4_global": Rows(8, 1, 512, length=2048),
+    "gpt_oss": Rows(64, 8, 64, window=128, sinks=True),
+    "deepseek_v3": Rows(16, 16, 192, value_dim=128),
+    "llama_1b": Rows(32, 8, 64, length=384),
+}
+
+
+class Decode(NamedTuple):
+    """Shape of an attention call of decoding."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rows: int = 64
+    positions: int = 1024
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+DECODE = {
+    "qwen3_0.6b": Decode(16, 8, 128),
+    "qwen3_8b_long": Decode(32, 8, 128, rows=16, positions=32768),
+    "qwen3_30b": Decode(32, 4, 128, rows=256),
+    "qwen2_7b": Decode(28, 4, 128),
+    "llama_1b": Decode(32, 8, 64),
+    "gemma3_1b": Decode(4, 1, 256, window=512),
+    "gemma2_2b": Decode(8, 4, 256, window=4096, soft_cap=50.0),
+}
+
+WIDE_HEADS = pytest.mark.xfail(
+    strict=True, reason="Mosaic cannot compile the ragged kernel for several KV heads wider than 128 in one page"
+)
+
+EXPERTS = {"qwen3_30b": (16384, 2048, 768, 32), "gpt_oss": (8192, 2880, 2880, 16), "decode": (512, 2048, 768, 128)}
+"""Rows, D, F, experts."""
+
+EVERYWHERE = {"qwen3_8b", "gemma2", "gpt_oss", "qwen3_0.6b", "gemma3_1b", "qwen3_30b"}
+"""Compiled for all generations; the others for v5e."""
+
+
+def cases(table: dict[str, Any], marks: dict[str, pytest.MarkDecorator] | None = None) -> list[Any]:
+    return [
+        pytest.param(kind, name, id=f"{kind}-{name}", marks=(marks or {}).get(name, ()))
+        for kind in ONE_CHIP
+        for name in table
+        if kind == "v5e" or name in EVERYWHERE
+    ]
+
+
+@pytest.mark.parametrize(("kind", "name"), cases(ROWS))
+def test_attention_and_its_gradient(kind: str, name: str) -> None:
+    case, mesh = ROWS[name], mesh_of(kind, ONE_CHIP[kind], data=-1)
+    rows, value_dim = mesh.size, case.value_dim or case.head_dim
+    spec = (("data",),)
+
+    def loss(q: Any, k: Any, v: Any, positions: Any, segments: Any, sinks: Any) -> Any:
+        out = attention(
+            q,
+            k,
+            v,
+            q_positions=positions,
+            k_positions=positions,
+            q_segments=segments,
+            k_segments=segments,
+            q_parents=None,
+            window=case.window,
+            scale=case.head_dim**-0.5,
+            soft_cap=case.soft_cap,
+            sinks=sinks,
+            kernel="auto",
+            mesh=mesh,
+        )
+        return jnp.sum(out.astype(jnp.float32))
+
+    ids = on(mesh, (rows, case.length), jnp.int32, spec)
+    lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(
+        on(mesh, (rows, case.length, case.heads, case.head_dim), spec=spec),
+        on(mesh, (rows, case.kv_heads, case.length, case.head_dim), spec=spec),
+        on(mesh, (rows, case.kv_heads, case.length, value_dim), spec=spec),
+        ids,
+        ids,
+        on(mesh, (case.heads,), jnp.float32) if case.sinks else None,
+    )
+    names = kernel_names(lowered.as_text())
+    backward = ("splash_mha_dkv",) if case.fused else ("splash_mha_dkv", "splash_mha_dq")
+    for kernel in ("splash_mha_fwd", *backward):
+        assert any(name.startswith(kernel) for name in names), f"no {kernel} in {sorted(names)}"
+    lowered.compile()
+
+
+@pytest.mark.parametrize(("kind", "name"), cases(DECODE, {"gemma2_2b": WIDE_HEADS}))
+def test_ragged_decode(kind: str, name: str) -> None:
+    case, mesh = DECODE[name], mesh_of(kind, ONE_CHIP[kind], data=-1)
+    lanes, width, repeats = mesh.size, case.positions // BLOCK, 2
+    assert paged.ragged_refusal(case.kv_heads, 2, 1) is None
+    pages = (repeats, lanes, 1025, BLOCK, 2 * case.kv_heads, paged.padded_head(case.head_dim))
+
+    def attend(q: Any, pages: Any, table: Any, lengths: Any) -> Any:
+        variant = Variant(window=case.window, scale=case.head_dim**-0.5, soft_cap=case.soft_cap)
+        return paged.ragged_paged_attention(q, pages, jnp.int32(1), table, lengths, mesh, variant)
+
+    lowered = jax.jit(traced_for(mesh, attend)).lower(
+        on(mesh, (lanes * case.rows, 1, case.heads, case.head_dim), spec=(("data",),)),
+        on(mesh, pages, spec=(None, ("data",))),
+        on(mesh, (lanes, case.rows, width), jnp.int32, (("data",),)),
+        on(mesh, (lanes, case.rows), jnp.int32, (("data",),)),
+    )
+    assert any(name.startswith("ragged_paged_attention") for name in kernel_names(lowered.as_text()))
+    lowered.compile()
+
+
+@pytest.mark.parametrize(("kind", "name"), cases(EXPERTS))
+def test_experts_and_their_gradient(kind: str, name: str) -> None:
+    rows, width, hidden, experts = EXPERTS[name]
+    mesh = mesh_of(kind, ONE_CHIP[kind], data=-1)
+
+    def loss(x: Any, w: Any, sizes: Any) -> Any:
+        return jnp.sum(grouped_matmul(x, w, sizes, kernel="auto", platform="tpu").astype(jnp.float32))
+
+    # The whole problem on each device of a slice that has several.
+    whole = jax.shard_map(
+        jax.grad(loss, argnums=(0, 1)), mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    )
+    lowered = jax.jit(whole).lower(
+        on(mesh, (rows, width)), on(mesh, (experts, width, hidden)), on(mesh, (experts,), jnp.int32)
+    )
+    assert lowered.as_text().count("tpu_custom_call") >= 2
+    lowered.compile()

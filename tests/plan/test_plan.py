@@ -1,0 +1,68 @@
+"""Plans of tiny runs on virtual devices: phases, what does not fit, and the cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.config import RunConfig
+from posttrain.config.yaml_file import load_config
+from posttrain.errors import ConfigError
+from posttrain.plan import cache
+from posttrain.plan.machine import Machine, machine
+from posttrain.runs.plan import plan
+from tests.stages.runs import posttrain, rl_stage, sft_stage, write_run
+
+CPU_8 = machine("cpu-8")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def with_memory(count: int) -> Machine:
+    return replace(CPU_8, chip=replace(CPU_8.chip, memory=count))
+
+
+def run_of(folder: Path, *stages: dict[str, Any]) -> RunConfig:
+    return load_config(write_run(folder, *stages))
+
+
+def test_phases_of_sft_and_rl_then_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_of(tmp_path, sft_stage(), rl_stage())
+    lines = list(plan(config, CPU_8))
+    assert lines[0] == "machine: cpu-8, 8 devices with 16.00 GiB each"
+    assert "mesh: data=1, fsdp=8, expert=1, tensor=1" in lines
+    phases = [line.split("  ")[1] for line in lines if line.startswith(("  trainer:", "  sampler:"))]
+    assert phases[0] == "trainer: update" and {"sampler: prefill", "sampler: decode"} < set(phases[1:])
+    assert lines.count("  it fits") == 2
+    monkeypatch.setattr(cache, "compile_program", None)
+    assert list(plan(config, CPU_8)) == lines, "nothing is compiled again"
+
+
+def test_the_nearest_setting_that_fits(tmp_path: Path) -> None:
+    config = run_of(tmp_path, sft_stage(batch_rows=64))
+    peaks = [line for line in plan(config, CPU_8) if line.startswith("  trainer: update")]
+    lines = list(plan(config, with_memory(1 << 10)))
+    assert "TOO MUCH" in next(line for line in lines if line.startswith("  trainer: update")) and len(peaks) == 1
+    assert "nor with model.remat=full; nor model.remat=full micro_batch_rows=8" in lines[-1]
+    assert not any("nearest" in line for line in plan(config, with_memory(1 << 10), search=False))
+
+
+def test_the_other_machine(tmp_path: Path) -> None:
+    """Without libtpu the virtual devices of CPU stand for a TPU, and the plan says so."""
+    lines = list(plan(run_of(tmp_path, sft_stage()), machine("v5e-8")))
+    assert lines[1].startswith("compiler: XLA's for virtual CPU devices") and "$" in "".join(lines)
+
+
+def test_refusals(tmp_path: Path) -> None:
+    file = write_run(tmp_path, sft_stage())
+    assert "machine 'v5e-9' is unknown" in posttrain("plan", file, "--devices", "v5e-9").error
+    assert "--devices 0: give a number" in posttrain("check", file, "--devices", "0").error
+    preference = {"kind": "preference", "dataset": {"path": "pairs.jsonl"}, "num_steps": 1}
+    with pytest.raises(ConfigError, match="a stage of the kind Preference cannot be planned yet"):
+        list(plan(run_of(tmp_path, preference), CPU_8))
