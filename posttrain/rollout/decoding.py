@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from posttrain.mesh import RULES, param_sharding
 from posttrain.models.decoder import Decoder
+from posttrain.rollout.lanes import mesh_of
 from posttrain.rollout.placement import Placement
 from posttrain.weights.state import ModelWeights, Weights, WeightShapes
 
@@ -85,6 +86,7 @@ class _Recipe:
         source, placement = loaded.source, loaded.placement  # not `loaded`, whose arrays would live as long
         mesh = placement.mesh
         lying = {path: array.sharding for path, array in loaded.arrays.items()}
+        trained = mesh_of(next(iter(lying.values())))
         found: list[tuple[Any, list[str | None], list[NamedSharding | None]]] = []
 
         def make(weights: Weights) -> list[Array]:
@@ -98,6 +100,8 @@ class _Recipe:
             made = [leaf for leaf, name in zip(leaves, names, strict=True) if name is None]
             wanted = [places.get(id(leaf)) for leaf in made]
             found.append((tree, names, wanted))
+            if mesh == trained:
+                return made
             return [_moved(leaf, place, dims.get(id(leaf), ())) for leaf, place in zip(made, wanted, strict=True)]
 
         jax.eval_shape(make, loaded.arrays)
@@ -142,7 +146,7 @@ def _variables(model: Decoder) -> Iterator[tuple[str, nnx.Variable[Array]]]:
 def _moved(array: Array, place: NamedSharding | None, dims: tuple[str, ...]) -> Array:
     """The array in its place, by way of a split over `data` of what `fsdp` split: an exchange along `tensor` and one
     gather, where the compiler would bring the whole array together first."""
-    if place is None or "tensor" not in place.spec:
+    if place is None or "tensor" not in place.spec or place.mesh.shape["tensor"] == 1:
         return array
     shards = place.mesh.shape["data"]
     spec = [

@@ -60,7 +60,10 @@ def choose_placement(
                 f"rollout.tensor={wanted}: must be one of {_sizes(trained)}, for "
                 + ", ".join(f"mesh.{axis}={trained.shape[axis]}" for axis in MESH_AXES[1:])
             )
-        _bytes(source, arrays, mesh)
+        try:
+            _bytes(source, arrays, mesh)
+        except ConfigError as error:
+            raise ConfigError(f"rollout.tensor={wanted}: {error}") from error
         return kept if mesh == trained else Placement(mesh, copied)
     if wanted == "trained" or trained.shape["fsdp"] == 1:
         return kept
@@ -68,7 +71,7 @@ def choose_placement(
         mesh = _sampling_mesh(trained, size)
         if mesh is None or size < trained.shape["tensor"] or not _divides(source.model.config, size):
             continue
-        if memory is None or _bytes(source, arrays, mesh) <= memory // SHARE:
+        if _fits(source, arrays, mesh, memory):
             LOGGER.info("rollout: weights are split over %d devices while samples run, from fsdp", size)
             return Placement(mesh, copied)
     LOGGER.warning(
@@ -99,6 +102,16 @@ def _sampling_mesh(mesh: Mesh, tensor: int) -> Mesh | None:
 
 def _divides(config: ModelConfig, tensor: int) -> bool:
     return all(block.attention.num_kv_heads % tensor == 0 for block in config.blocks)
+
+
+def _fits(
+    source: ModelWeights, arrays: Mapping[str, Array | jax.ShapeDtypeStruct], mesh: Mesh, memory: int | None
+) -> bool:
+    try:
+        needed = _bytes(source, arrays, mesh)
+    except ConfigError:  # an axis does not divide its dimension
+        return False
+    return memory is None or needed <= memory // SHARE
 
 
 def _bytes(source: ModelWeights, arrays: Mapping[str, Array | jax.ShapeDtypeStruct], mesh: Mesh) -> int:

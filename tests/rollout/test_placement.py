@@ -171,6 +171,11 @@ def test_the_layout_that_is_chosen() -> None:
     assert sizes("fsdp and tensor", "auto") == (4, 1, 1, 2)
     assert sizes("fsdp and tensor", "auto", 2 * whole) == (2, 1, 1, 4)
     assert sizes("expert", "auto") == (2, 1, 4, 1)
+    # 2 devices would do, but the vocabulary has 511 tokens.
+    odd = on_mesh(tiny_model(**LARGE, vocab_size=511), MESHES["fsdp"])
+    source = ModelWeights(odd)
+    found = choose_placement("auto", source, source.read(), 3 * whole)
+    assert found.mesh is not None and found.mesh.shape["fsdp"] == 8
     for name, wanted in (("fsdp", 3), ("expert", 2)):
         with pytest.raises(ConfigError, match=f"rollout.tensor={wanted}: must be one of"):
             sizes(name, wanted)

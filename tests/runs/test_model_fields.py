@@ -124,7 +124,7 @@ def test_quantized_base_and_sampler(tmp_path: Path) -> None:
 
 
 def test_the_samplers_cache_and_programs(tmp_path: Path) -> None:
-    """`rollout.cache_tokens`, `warm_up` and `merge_lora`."""
+    """`rollout.cache_tokens`, `warm_up`, `merge_lora` and `tensor`."""
     first = []
     for name, rollout in {"plain": {"warm_up": False}, "large": {"cache_tokens": 512}}.items():
         (tmp_path / name).mkdir()
@@ -138,6 +138,8 @@ def test_the_samplers_cache_and_programs(tmp_path: Path) -> None:
     assert large["reward"] == plain["reward"]
     failed = posttrain("run", write_run(tmp_path, rl_stage(rollout={"merge_lora": True})))
     assert failed.error.startswith("rollout.merge_lora: the model has no adapter")
+    failed = posttrain("run", write_run(tmp_path, rl_stage(rollout={"tensor": 2})))
+    assert failed.error.startswith("rollout.tensor=2: mesh.tensor=2 must divide the dimension 'vocab' (261)")
     small = write_run(tmp_path, rl_stage(rollout={"cache_tokens": 31}))
     assert posttrain("check", small).error == (
         "rollout.cache_tokens=31 must be at least 32: row_tokens=16 in whole blocks of 16 and one block more"
