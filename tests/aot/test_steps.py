@@ -39,16 +39,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.xfail(strict=True, reason="every chunk of the vocabulary loop gathers the whole head"),
-        )
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_update(name: str) -> None:
     case, bound = CASES[name], STEPS[name]
     mesh = mesh_of(*case.slice, **case.axes)
