@@ -44,6 +44,7 @@ def test_phases_of_sft_and_rl_then_the_cache(tmp_path: Path, monkeypatch: pytest
     assert list(plan(config, CPU_8)) == lines, "nothing is compiled again"
 
 
+@pytest.mark.thorough
 def test_the_nearest_setting_that_fits(tmp_path: Path) -> None:
     config = run_of(tmp_path, sft_stage(batch_rows=64))
     peaks = [line for line in plan(config, CPU_8) if line.startswith("  trainer: update")]

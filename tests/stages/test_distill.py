@@ -104,6 +104,7 @@ def test_with_a_teacher_in_the_step_and_from_its_cache(folder: Path) -> None:
         assert last[f"eval/perplexity{end}"] == pytest.approx(np.exp(last[f"eval/nll{end}"]))
 
 
+@pytest.mark.thorough
 def test_several_teachers(folder: Path) -> None:
     """One of them, or shares of both, in the step; one has more rows in its vocabulary than there are tokens.
 
