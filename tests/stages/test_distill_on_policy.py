@@ -81,7 +81,7 @@ def test_the_reverse_kl_falls_without_any_reward(tmp_path: Path, teachers: Path)
     """Pure on-policy distillation through the RL loop: on held-out prompts by no accident."""
     stage = taught(teachers, num_steps=80, group_size=8, prompts_per_step=4, optimizer={"learning_rate": 3e-2})
     for name, first in (("learned", 0), ("held_out", 1)):
-        prompts = [{"prompt": f"{number}+1="} for number in range(first, 200, 2)]
+        prompts = [{"prompt": f"{number}+1="} for number in range(first, 600, 2)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
         stage["dataset" if name == "learned" else "eval_dataset"] = {"path": f"{name}.jsonl", "chat": False}
     file = write_run(tmp_path, stage)
