@@ -38,6 +38,7 @@ class PythonRun:
         seed: int | None = None,
         mesh: Mapping[str, int] | None = None,
         tensorboard: bool = True,
+        profile: Mapping[str, Any] | None = None,
         **fields: Any,
     ):
         model_fields = {name: fields.pop(name) for name in list(fields) if name in MODEL_FIELDS}
@@ -45,7 +46,7 @@ class PythonRun:
         stage = _stage(fields)
         inline = {"dataset": _rows(dataset), "eval_dataset": _rows(stage.pop("eval_dataset", None))}
         texts = {name: _jsonl(name, value) for name, value in inline.items() if isinstance(value, list)}
-        data: dict[str, Any] = {"model": source, "mesh": mesh or {}, "tensorboard": tensorboard}
+        data: dict[str, Any] = {"model": source, "mesh": mesh or {}, "tensorboard": tensorboard, "profile": profile}
         data |= {"kind": self.kind, **stage}
 
         def build(folder: Path, seed: int) -> RunConfig:
@@ -203,7 +204,7 @@ def _plain(value: Any) -> Any:
 def _digest(config: RunConfig, more: Sequence[str]) -> str:
     """Hash of the settings, including the source code of functions and their dependencies, so that an edited reward
     function makes a new run."""
-    parts = [dump_config(config), *more, *code_texts(config).values()]
+    parts = [dump_config(config.model_copy(update={"profile": None})), *more, *code_texts(config).values()]
     return digest("\0".join(parts), 8)
 
 

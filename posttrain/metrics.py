@@ -15,6 +15,7 @@ import jax.monitoring
 import numpy as np
 from jax import Array
 
+from posttrain.runtime.profiler import span
 from posttrain.tree import Max, Mean, Metric, added
 
 MetricT = TypeVar("MetricT", bound=Metric)
@@ -81,7 +82,8 @@ class Timer:
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with span(phase):
+                yield
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from posttrain.batch import Batch
 from posttrain.cluster.scorers import Reference, Scorer, model_inputs, teacher_logps
 from posttrain.rollout.types import RolloutEngine
+from posttrain.runtime.profiler import span
 from posttrain.train.trainer import Trainer
 
 
@@ -35,14 +36,16 @@ class Cluster:
 
     def logps(self, role: Role, batch: Batch) -> Float[np.ndarray, "B T"]:
         """Log-probabilities of the batch's tokens under a role's weights, at the actor's temperature."""
-        if role is Role.ACTOR:
-            return np.asarray(self.actor.stats(model_inputs(batch)).logps)
-        if role is Role.TEACHER:
-            return teacher_logps(self._teachers, batch)
-        if self._reference is None:
-            raise ValueError("this cluster keeps no reference; make it with keep_reference=True")
-        return self._reference.logps(batch)
+        with span(f"{role.value}/logps"):
+            if role is Role.ACTOR:
+                return np.asarray(self.actor.stats(model_inputs(batch)).logps)
+            if role is Role.TEACHER:
+                return teacher_logps(self._teachers, batch)
+            if self._reference is None:
+                raise ValueError("this cluster keeps no reference; make it with keep_reference=True")
+            return self._reference.logps(batch)
 
     def sync_weights(self) -> None:
         """Give the engine the actor's weights; their version is the number of updates done."""
-        self.engine.update_weights(self.actor.model, self.actor.step_number)
+        with span("sync"):
+            self.engine.update_weights(self.actor.model, self.actor.step_number)

@@ -24,7 +24,7 @@ from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, Model
 from posttrain.config.online_preference import OnlinePreferenceSection
 from posttrain.config.preference import PairSection, PreferenceSection, RewardModelSection
 from posttrain.config.rl import OnlineSection, RewardSection, RLSection, RolloutSection, SamplingSection, answer_tokens
-from posttrain.config.run import RunConfig, Stage, trains_on_samples
+from posttrain.config.run import ProfileSection, RunConfig, Stage, trains_on_samples
 from posttrain.config.teacher import TeacherSection
 from posttrain.config.train import (
     DatasetSection,
@@ -64,6 +64,7 @@ __all__ = [
     "PairSection",
     "PositiveInt",
     "PreferenceSection",
+    "ProfileSection",
     "Quantize",
     "RLSection",
     "Remat",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeGuard
+from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import Flag, ListOf, LocalPath, Section
+from posttrain.config.base import Flag, ListOf, LocalPath, PositiveInt, Section
 from posttrain.config.distill import DistillSection
 from posttrain.config.model import MeshSection, ModelSection
 from posttrain.config.online_preference import OnlinePreferenceSection
@@ -51,6 +51,20 @@ def trains_on_samples(stage: Section) -> TypeGuard[OnlineSection | DistillSectio
     return isinstance(stage, OnlineSection) or (isinstance(stage, DistillSection) and stage.on_policy > 0)
 
 
+class ProfileSection(Section):
+    """Recording of a few steps with `jax.profiler`, and a table of where their time goes."""
+
+    steps: Literal["auto"] | Annotated[ListOf[PositiveInt], Field(min_length=2, max_length=2)] = "auto"
+    """First and last step to record in each stage, counted from 1; `auto`: three steps once the time of a step is
+    stable."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> ProfileSection:
+        if self.steps != "auto" and self.steps[0] > self.steps[1]:
+            raise ValueError(f"steps={list(self.steps)}: the first step is after the last one")
+        return self
+
+
 class RunConfig(Section):
     """Run of one model through one or more stages."""
 
@@ -62,6 +76,9 @@ class RunConfig(Section):
     """Model to train: `path` or `init`, tokenizer, dtype, adapter."""
     mesh: MeshSection = MeshSection()
     tensorboard: Flag = True
+    profile: ProfileSection | None = None
+    """Record steps to see where their time goes; `profile: {}` records three steps of each stage. Has no effect on
+    results; a resumed run may have another."""
     stages: Annotated[ListOf[Stage], Field(min_length=1)]
     """Stages in order; each starts from the weights of the previous one."""
 

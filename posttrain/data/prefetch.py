@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 
 from posttrain.batch import Batch
+from posttrain.runtime.profiler import span
 
 State = dict[str, Any]
 
@@ -77,7 +78,8 @@ class Prefetch:
         worker = self._worker or self._start()
         if self._error is not None:
             raise self._error
-        made = worker.made.get()
+        with span("data"):
+            made = worker.made.get()
         self._waited += time.perf_counter() - start
         if isinstance(made, BaseException):
             self._error = made

@@ -143,6 +143,7 @@ def _stage(output: Path, name: str, config: RunConfig, tokenizer: Tokenizer) -> 
         mesh=single_device_mesh(),
         tokenizer=tokenizer,
         tensorboard=False,
+        profile=None,
         stop=StopRequest(),
     )
 

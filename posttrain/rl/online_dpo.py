@@ -21,6 +21,7 @@ from posttrain.rl.rewards import Rubric
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.step import RowSettings, StepResult, sample, score, update
 from posttrain.rl.types import Example, Group
+from posttrain.runtime.profiler import span
 from posttrain.tracking.console import progress_bar
 from posttrain.tree import replace
 
@@ -89,14 +90,15 @@ async def online_step(
     groups_P = await sample(sampler, examples_P, settings.group_size, step, timer)
     rewards = await score(rubric, groups_P, step, timer)
     roles_PG = best_and_worst(rewards.total_PG)
-    pairs = pairs_of_groups(groups_P, roles_PG)
-    batch = assemble_pairs(
-        pairs,
-        row_tokens=settings.row_tokens,
-        num_rows=settings.num_rows,
-        groups_P=groups_P,
-        share_prompts=settings.share_prompts,
-    )
+    with span("assemble"):
+        pairs = pairs_of_groups(groups_P, roles_PG)
+        batch = assemble_pairs(
+            pairs,
+            row_tokens=settings.row_tokens,
+            num_rows=settings.num_rows,
+            groups_P=groups_P,
+            share_prompts=settings.share_prompts,
+        )
     with timer("logps"), progress_bar(f"step {step + 1}: log-probabilities", closing=False):
         batch = replace(batch, ref_logps=cluster.logps(Role.REFERENCE, batch))
     metrics: Metrics = update(cluster, batch, timer, learns=bool(pairs))

@@ -20,6 +20,7 @@ from posttrain.rl.rewards import Rubric
 from posttrain.rl.sampler import PartialGroup, Sampler, collect, collect_some
 from posttrain.rl.teachers import TeacherKL, add_teachers
 from posttrain.rl.types import Example, Group, Rewards
+from posttrain.runtime.profiler import span
 from posttrain.tracking.console import progress_bar
 from posttrain.tree import replace
 
@@ -87,20 +88,22 @@ async def rl_step(
     groups_P, unfinished = await sample_some(sampler, examples_P, settings, step, timer, resumed)
     rewards = await score(rubric, groups_P, step, timer)
     kept_P, rewards_PG = algorithm.keep(groups_P, rewards.total_PG)
-    advantages_PG = algorithm.advantage(rewards_PG)
-    batch = assemble(
-        kept_P,
-        advantages_PG,
-        ~np.isnan(rewards_PG) & ~np.isnan(advantages_PG),
-        row_tokens=settings.row_tokens,
-        num_rows=settings.num_rows,
-        shares=None if settings.teaching is None else settings.teaching.shares,
-        version=None if settings.min_groups is None else step,
-    )
+    with span("assemble"):
+        advantages_PG = algorithm.advantage(rewards_PG)
+        batch = assemble(
+            kept_P,
+            advantages_PG,
+            ~np.isnan(rewards_PG) & ~np.isnan(advantages_PG),
+            row_tokens=settings.row_tokens,
+            num_rows=settings.num_rows,
+            shares=None if settings.teaching is None else settings.teaching.shares,
+            version=None if settings.min_groups is None else step,
+        )
     batch, teacher_metrics = add_logps(cluster, algorithm, batch, settings, timer)
     learns = settings.zero_advantage == "update" or has_signal(batch, rewards_PG)
     metrics = update(cluster, batch, timer, learns=learns)
-    metrics |= teacher_metrics | rollout_metrics(groups_P, rewards, step)
+    with span("log"):
+        metrics |= teacher_metrics | rollout_metrics(groups_P, rewards, step)
     metrics["advantages/invalid"] = float((np.isnan(advantages_PG) & ~np.isnan(rewards_PG)).mean())
     return StepResult(
         metrics=metrics,

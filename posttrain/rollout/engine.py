@@ -20,6 +20,7 @@ from posttrain.rollout.scheduler import Plan, Scheduler
 from posttrain.rollout.shapes import Expected
 from posttrain.rollout.types import Call, Completion, SamplingParams
 from posttrain.runtime.host_memory import trim_host_memory
+from posttrain.runtime.profiler import span
 from posttrain.tracking.console import progress_bar
 from posttrain.weights.quantize import Copies
 from posttrain.weights.state import ADAPTER, ModelWeights, Weights
@@ -101,18 +102,20 @@ class NativeEngine:
 
     def step(self) -> bool:
         """One trip to the device; False when there was nothing to do."""
-        plan = self._scheduler.plan()
-        if plan is None:
-            return False
-        dispatch = self._runner.prepare(plan, self._loaded)
+        with span("rollout/schedule"):
+            plan = self._scheduler.plan()
+            if plan is None:
+                return False
+            dispatch = self._runner.prepare(plan, self._loaded)
         outcome = self._runner.run(dispatch)
         self._finish(plan, dispatch, outcome)
         return True
 
     def _finish(self, plan: Plan, dispatch: Dispatch, outcome: Outcome) -> None:
         """Hand the new tokens over, and free what those hold that are done or have failed."""
-        ended = deliver(dispatch, outcome, self._scheduler.holds, self._decode_text)
-        self._scheduler.settle(plan)
+        with span("rollout/deliver"):
+            ended = deliver(dispatch, outcome, self._scheduler.holds, self._decode_text)
+            self._scheduler.settle(plan)
         for row, reason in ended.done:
             self._scheduler.release(row)
             row.request.finish(reason)
@@ -315,7 +318,8 @@ class NativeEngine:
         """`step` while there is work: bookkeeping on the event loop, waiting for the device in a thread."""
         try:
             while not self._paused and (plan := self._scheduler.plan()) is not None:
-                dispatch = self._runner.prepare(plan, self._loaded)
+                with span("rollout/schedule"):
+                    dispatch = self._runner.prepare(plan, self._loaded)
                 self._finish(plan, dispatch, await asyncio.to_thread(self._runner.run, dispatch))
         except Exception as error:
             for request in self._scheduler.drain():

@@ -22,6 +22,7 @@ from posttrain.rollout.sampling import Sampling
 from posttrain.rollout.scheduler import Plan, PromptPiece, Row
 from posttrain.rollout.shapes import DecodeShape, Expected, PromptShape, Shapes
 from posttrain.rollout.types import SamplingParams
+from posttrain.runtime.profiler import span
 
 MIN_STOP_IDS = 4
 IDLE = Request(prompt=(0,), params=SamplingParams(max_tokens=1, temperature=1.0, stop_token_ids=(), key=(0, 0)))
@@ -99,7 +100,9 @@ class Runner:
 
     def run(self, dispatch: Dispatch) -> Outcome:
         """On the device; returns when everything is on the host."""
-        with self._device:
+        rows = len(dispatch.decode.places) if dispatch.decode is not None else 0
+        name = "rollout/prefill" if dispatch.prompts else "rollout/decode"
+        with self._device, span(name, rows=rows, slots=self.shapes.slots * self.shapes.lanes):
             pool, self._pool = self._pool, None  # gone if a program fails: it was donated
             if pool is None:
                 pool = empty_pool(self.pool_shapes(dispatch.loaded))

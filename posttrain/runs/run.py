@@ -29,7 +29,7 @@ from posttrain.train.loop import Interrupted, stop_on_signals
 from posttrain.weights.load import load_model
 
 CONFIG_NAME = "config.yaml"
-NO_EFFECT = ("output", "tensorboard")
+NO_EFFECT = ("output", "tensorboard", "profile")
 """Keys that may differ between calls of the same run."""
 
 
@@ -82,6 +82,7 @@ def run(config: RunConfig) -> RunResult:
                 mesh=mesh,
                 tokenizer=prepared.tokenizer,
                 tensorboard=config.tensorboard,
+                profile=config.profile,
                 stop=stop,
             )
             source = stage.model_folder
@@ -139,8 +140,9 @@ def _check_same(output: Path, config: RunConfig) -> None:
     before = load_config(file)
     # Both are compared as YAML, in which a function is its name.
     extended = _extended_stages(before, config)
-    may_differ = {*NO_EFFECT, *(f"stages.{index}.num_steps" for index in extended)}
-    changed = [key for key in diff_config(before, config) if key not in may_differ]
+    may_grow = {f"stages.{index}.num_steps" for index in extended}
+    differing = [key for key in diff_config(before, config) if key.partition(".")[0] not in NO_EFFECT]
+    changed = [key for key in differing if key not in may_grow]
     if changed:
         rule = " (num_steps may grow)" if any(key.endswith(".num_steps") for key in changed) else ""
         raise ConfigError(

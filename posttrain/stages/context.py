@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from posttrain.batch import ScoreLoss, TokenLoss
-from posttrain.config import ModelSection, TrainSection
+from posttrain.config import ModelSection, ProfileSection, TrainSection
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.losses.router import RouterLoss
@@ -23,6 +23,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
 from posttrain.runtime.files import write_whole
 from posttrain.tracking.console import console, progress_bar
+from posttrain.tracking.profile.recorder import StepRecorder
 from posttrain.tracking.sinks import Sinks, open_sinks
 from posttrain.train.checkpoint import Checkpointer
 from posttrain.train.layer_matching import Matching
@@ -72,6 +73,7 @@ class StageRun:
     mesh: Mesh
     tokenizer: Tokenizer
     tensorboard: bool
+    profile: ProfileSection | None
     stop: StopRequest
 
     @property
@@ -215,6 +217,7 @@ class StageRun:
                     every=Every(checkpoint=section.checkpoint_every, evaluation=section.eval_every),
                     evaluate=None if held_out is None else lambda: held_out.metrics(held_out.evaluate()),
                     stop=self.stop,
+                    recorder=self._recorder(num_steps),
                 ) as loop:
                     training = Training(self, loop, trainer, sinks, held_out, num_steps)
                     yield training
@@ -222,6 +225,11 @@ class StageRun:
                 sinks.close()
         assert trainer.step_number == num_steps, "the body must do all steps"
         self._finish(trainer.model, training.result)
+
+    def _recorder(self, num_steps: int) -> StepRecorder | None:
+        if self.profile is None:
+            return None
+        return StepRecorder(self.folder / "profile", self.profile.steps, num_steps)
 
     def _finish(self, model: Decoder, result: Mapping[str, Any]) -> None:
         (self.folder / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")

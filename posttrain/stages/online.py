@@ -25,6 +25,7 @@ from posttrain.rl.rewards import error_lines
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.step import StepResult
 from posttrain.rl.types import Group, Rewards
+from posttrain.runtime.profiler import span
 from posttrain.runtime.run_async import run_async
 from posttrain.stages.context import HeldOut, StageRun, Training
 from posttrain.stages.engine import engine_metrics, make_engine, warm_up
@@ -134,6 +135,10 @@ class StepReport:
         self._dropped = {} if self._section.overlong == "error" else {"data/dropped_ratio": left_out}
 
     def __call__(self, step: int, result: StepResult, timer: Timer) -> None:
+        with span("log"):
+            self._report(step, result, timer)
+
+    def _report(self, step: int, result: StepResult, timer: Timer) -> None:
         _print_errors(f"step {step}", result.rewards, result.groups_P)
         self._guard.check(step, result.rewards)
         if step % self._section.samples_every == 0 or step == 1:

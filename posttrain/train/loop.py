@@ -17,7 +17,9 @@ import optax
 
 from posttrain.errors import ConfigError
 from posttrain.metrics import CompileCounter, peak_memory_gib, tables, to_host
+from posttrain.runtime.profiler import span, step_span
 from posttrain.tracking.console import progress_bar
+from posttrain.tracking.profile.recorder import StepRecorder
 from posttrain.tracking.sinks import Sink
 from posttrain.train.checkpoint import Checkpointer
 from posttrain.train.trainer import Trainer, check_finite
@@ -118,6 +120,7 @@ class TrainingLoop:
 
     Metrics of a step that still runs on the device are fetched when the next one has been dispatched, others at once.
     Raises Interrupted after a checkpoint when `stop` is requested, FloatingPointError when a gradient is not finite.
+    `recorder`: records some of the steps; without one none is.
     """
 
     def __init__(
@@ -133,12 +136,13 @@ class TrainingLoop:
         every: Every,
         evaluate: Callable[[], Mapping[str, float]] | None,
         stop: StopRequest,
+        recorder: StepRecorder | None = None,
     ):
         self._trainer, self._data, self._origin, self._num_steps = trainer, data, origin, num_steps
         self._checkpointer, self._sink, self._schedule = checkpointer, sink, learning_rate
-        self._every, self._evaluate, self._stop = every, evaluate, stop
+        self._every, self._evaluate, self._stop, self._recorder = every, evaluate, stop, recorder
         self._rate: Any = None
-        self._lines = _StepLines(sink)
+        self._lines = _StepLines(sink, None if recorder is None else recorder.observe)
 
     def __enter__(self) -> TrainingLoop:
         return self
@@ -151,17 +155,27 @@ class TrainingLoop:
                 self._lines.flush()
         finally:
             self._lines.close()
+            if self._recorder is not None:
+                self._recorder.close()
             with progress_bar("writing the checkpoint"):
                 self._checkpointer.wait()
 
     def __iter__(self) -> Iterator[int]:
         """Yield the number of each step that is left, from 1; the trainer must do it before the next one."""
-        trainer = self._trainer
+        trainer, recorder = self._trainer, self._recorder
         while trainer.step_number < self._num_steps:
-            self._lines.start()
-            self._rate = self._schedule(trainer.step_number - trainer.skipped_updates)
-            yield trainer.step_number + 1
-            self._after(trainer.step_number)
+            step = trainer.step_number + 1
+            if recorder is not None:
+                recorder.start_if_due(step, self._lines.flush)
+            with step_span(step):
+                self._lines.start()
+                self._rate = self._schedule(trainer.step_number - trainer.skipped_updates)
+                yield step
+                self._after(trainer.step_number)
+                if recorder is not None and recorder.is_last(step):
+                    self._lines.flush()
+            if recorder is not None and recorder.is_last(step):
+                recorder.finish()
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Hand over the metrics of the step that was done."""
@@ -173,12 +187,14 @@ class TrainingLoop:
         every = self._every.evaluation
         if self._evaluate is not None and every is not None and done % every == 0 and not last:
             self._lines.flush()
-            self._sink.write(done, self._evaluate())
+            with span("evaluation"):
+                self._sink.write(done, self._evaluate())
         if self._stop.requested or last or done % self._every.checkpoint == 0:
             self._lines.flush()
             host: dict[str, Any] = {"step": done, "skipped_updates": self._trainer.skipped_updates}
             host |= {"data": self._data.state(), "origin": dict(self._origin.parts)}
-            self._checkpointer.save(done, self._trainer.state(), host)
+            with span("checkpoint"):
+                self._checkpointer.save(done, self._trainer.state(), host)
         if self._stop.requested and not last:
             self._checkpointer.wait()
             raise Interrupted(f"stopped after step {done} of {self._num_steps}")
@@ -195,8 +211,8 @@ class _Pending:
 class _StepLines:
     """Metric lines: one per step, written once its metrics are available; at most one step is pending."""
 
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
+    def __init__(self, sink: Sink, observe: Callable[[float], None] | None) -> None:
+        self._sink, self._observe = sink, observe
         self._compiles = CompileCounter()
         self._pending: _Pending | None = None
         self._started = self._finished = time.perf_counter()
@@ -221,13 +237,18 @@ class _StepLines:
         if self._pending is None:
             return
         line, self._pending = self._pending, None
-        host = to_host(line.metrics)
+        with span("waiting for the device"):
+            host = to_host(line.metrics)
         check_finite(host, line.step)
         # A step dispatched while another ran started when that one finished.
         started, self._finished = max(line.started, self._finished), time.perf_counter()
-        self._sink.write(line.step, host | _performance(host, self._finished - started) | line.compiled)
-        if shares := tables(line.metrics):
-            self._sink.tables(line.step, shares)
+        seconds = self._finished - started
+        if self._observe is not None:
+            self._observe(seconds)
+        with span("log"):
+            self._sink.write(line.step, host | _performance(host, seconds) | line.compiled)
+            if shares := tables(line.metrics):
+                self._sink.tables(line.step, shares)
 
     def close(self) -> None:
         self._compiles.close()

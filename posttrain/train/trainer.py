@@ -28,6 +28,7 @@ from posttrain.mesh import replicated, single_device_mesh
 from posttrain.metrics import Metrics, merge
 from posttrain.models.decoder import Decoder
 from posttrain.runtime.host_memory import gc_disabled, trim_host_memory
+from posttrain.runtime.profiler import span
 from posttrain.tracking.console import progress_bar
 from posttrain.train.accumulate import concatenated, flatten_micro
 from posttrain.train.layer_matching import Matching
@@ -134,7 +135,12 @@ class Trainer:
         A gradient that is not finite, a batch without any weight, a veto of `refuse` or `update=False` leave parameters
         and optimiser state bitwise as they are, and show as `update_skipped` = 1. The step counts all the same.
         """
-        arguments = self._arguments(batch, update=update)
+        with span("update"):
+            return self._step(batch, update=update)
+
+    def _step(self, batch: Batch, *, update: bool) -> Metrics:
+        with span("update/inputs"):
+            arguments = self._arguments(batch, update=update)
         if not self._stepped:
             # Compile before the update, which can then use the memory that compilation takes.
             with progress_bar("compiling the update"):

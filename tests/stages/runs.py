@@ -192,4 +192,5 @@ def model_of(tmp_path: Path, **model: Any) -> Any:
         "seed": loaded.seed,
         "mesh": single_device_mesh(),
     }
-    return StageRun(model=loaded.model, tokenizer=ready.tokenizer, tensorboard=False, **fields).load_model()
+    fields |= {"tensorboard": False, "profile": None}
+    return StageRun(model=loaded.model, tokenizer=ready.tokenizer, **fields).load_model()
