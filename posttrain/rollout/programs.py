@@ -280,6 +280,7 @@ class Programs:
         def bound(weights: Readied, pool: Pool, *args: Any) -> Any:
             return function(model_of(weights), pool, *args, mesh=mesh)
 
+        bound.__name__ = "prefill" if isinstance(inputs, Prompts) else "decode"
         program = jax.jit(traced_for(devices_of(placement), bound), donate_argnums=1, out_shardings=(placed, None))
         return program.lower(weights, pool, inputs, *rest)
 

@@ -169,7 +169,8 @@ class TrainingLoop:
                 recorder.start_if_due(step, self._lines.flush)
             with step_span(step):
                 self._lines.start()
-                self._rate = self._schedule(trainer.step_number - trainer.skipped_updates)
+                with span("schedule"):
+                    self._rate = self._schedule(trainer.step_number - trainer.skipped_updates)
                 yield step
                 self._after(trainer.step_number)
                 if recorder is not None and recorder.is_last(step):

@@ -67,16 +67,18 @@ class TimeTable:
     @property
     def device_busy(self) -> float:
         """Share of a step in which a device computes."""
-        return sum(phase.device_busy * phase.share for phase in self.phases)
+        return sum((phase.device_busy * phase.share for phase in self.phases), 0.0)
 
     def share(self, *names: str) -> float:
         """Share of a step in these phases and their parts (`rollout` has `rollout/decode`)."""
-        return sum(p.share for p in self.phases if any(p.name == n or p.name.startswith(f"{n}/") for n in names))
+        return sum((p.share for p in self._named(names)), 0.0)
 
     def idle(self, *names: str) -> float:
         """Share of a step in which devices wait in these phases."""
-        chosen = (p for p in self.phases if any(p.name == n or p.name.startswith(f"{n}/") for n in names))
-        return sum(p.share * (1.0 - p.device_busy) for p in chosen)
+        return sum((p.share * (1.0 - p.device_busy) for p in self._named(names)), 0.0)
+
+    def _named(self, names: Sequence[str]) -> Iterator[PhaseTime]:
+        return (p for p in self.phases if any(p.name == name or p.name.startswith(f"{name}/") for name in names))
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "explained": self.explained, "device_busy": self.device_busy}
@@ -96,7 +98,7 @@ def time_table(trace: Trace, *, compilations: int = 0) -> TimeTable:
         for left, right, span in innermost(trace.spans, step.start, step.end):
             name = UNEXPLAINED if span is None else span.name
             seconds[name] += right - left
-            worked[name] += sum(union.within(left, right) for union in unions) / max(len(unions), 1)
+            worked[name] += sum((union.within(left, right) for union in unions), 0.0) / max(len(unions), 1)
             if span is not None and span.values.get("slots", 0) >= 4 * span.values.get("rows", 0) > 0:
                 tail += right - left
     calls = Counter(
@@ -161,7 +163,7 @@ class _Union:
         self._intervals, self._ends = intervals, [end for _, end in intervals]
 
     def within(self, left: float, right: float) -> float:
-        return sum(self._overlaps(left, right))
+        return sum(self._overlaps(left, right), 0.0)
 
     def _overlaps(self, left: float, right: float) -> Iterator[float]:
         for index in range(bisect_right(self._ends, left), len(self._intervals)):

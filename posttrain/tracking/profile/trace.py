@@ -102,9 +102,9 @@ def innermost(spans: Iterable[Span], start: float, end: float) -> Iterator[tuple
 
     The innermost span is the one that began last, in whatever thread.
     """
-    inside = sorted((max(s.start, start), min(s.end, end), number, s) for number, s in enumerate(spans))
-    inside = [piece for piece in inside if piece[0] < piece[1]]
-    cuts = sorted({start, end, *(piece[0] for piece in inside), *(piece[1] for piece in inside)})
+    inside = sorted((s.start, s.end, number, s) for number, s in enumerate(spans) if s.end > start and s.start < end)
+    edges = (min(max(edge, start), end) for piece in inside for edge in piece[:2])
+    cuts = sorted({start, end, *edges})
     active: list[tuple[float, float, int, Span]] = []
     following = 0
     for left, right in pairwise(cuts):
