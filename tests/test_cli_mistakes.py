@@ -181,15 +181,16 @@ def test_yaml_mistakes_name_the_line(folder: Path) -> None:
 def test_mistakes_that_only_a_run_can_see(folder: Path, override: str, words: list[str]) -> None:
     with inside(folder):
         output = [] if override.startswith("output") else [f"output=run-{abs(hash(override))}"]
-        error = posttrain("run", "run.yaml", override, *output).error
+        error = posttrain("run", "run.yaml", override, *output, devices=8).error
     for word in words:
         assert word in error, error
 
 
 def test_mistake_while_loading_does_not_occupy_the_output(folder: Path) -> None:
     with inside(folder):
-        posttrain("run", "run.yaml", "mesh={data: 1, fsdp: 3}", "output=again").error  # noqa: B018
-        assert "other settings" not in posttrain("run", "run.yaml", "mesh={fsdp: 1, tensor: 8}", "output=again").error
+        posttrain("run", "run.yaml", "mesh={data: 1, fsdp: 3}", "output=again", devices=8).error  # noqa: B018
+        again = posttrain("run", "run.yaml", "mesh={fsdp: 1, tensor: 8}", "output=again", devices=8)
+        assert "other settings" not in again.error
 
 
 def test_check_without_network_says_what_it_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

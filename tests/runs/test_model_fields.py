@@ -114,7 +114,7 @@ def test_quantized_base_and_sampler(tmp_path: Path) -> None:
     """`model.quantize` and `rollout.quantize`, on several devices."""
     stage = rl_stage(num_steps=2, rollout={"quantize": "int8"})
     model = {"init": INIT, "tokenizer": "bytes", "lora": {"rank": 2}, "quantize": "nf4"}
-    done = posttrain("run", write_run(tmp_path, stage, model=model))
+    done = posttrain("run", write_run(tmp_path, stage, model=model), devices=8)
     assert done.code == 0 and "base quantized to nf4" in done.out
     for line in lines(tmp_path / "out"):
         assert 1e-5 < line["sampling/logp_difference/mean"] < 0.05
@@ -138,7 +138,7 @@ def test_the_samplers_cache_and_programs(tmp_path: Path) -> None:
     assert large["reward"] == plain["reward"]
     failed = posttrain("run", write_run(tmp_path, rl_stage(rollout={"merge_lora": True})))
     assert failed.error.startswith("rollout.merge_lora: the model has no adapter")
-    failed = posttrain("run", write_run(tmp_path, rl_stage(rollout={"tensor": 2})))
+    failed = posttrain("run", write_run(tmp_path, rl_stage(rollout={"tensor": 2})), devices=8)
     assert failed.error.startswith("rollout.tensor=2: mesh.tensor=2 must divide the dimension 'vocab' (261)")
     small = write_run(tmp_path, rl_stage(rollout={"cache_tokens": 31}))
     assert posttrain("check", small).error == (

@@ -130,14 +130,14 @@ def test_adapters_interrupted_and_resumed(tmp_path: Path) -> None:
         return file
 
     whole, halves = adapted(tmp_path / "whole", 0), adapted(tmp_path / "halves", 3)
-    assert posttrain("run", whole).code == 0
+    assert posttrain("run", whole, devices=8).code == 0
     # The first call scores the evaluation before, the third is step 2.
-    stopped = posttrain("run", halves)
+    stopped = posttrain("run", halves, devices=8)
     # A slow evaluation leaves a line before this one.
     assert stopped.code == 130 and stopped.err.splitlines()[-1] == (
         "stopped after step 2 of 4; run the same command again to resume"
     )
-    assert posttrain("run", halves).code == 0
+    assert posttrain("run", halves, devices=8).code == 0
     outputs = [folder.parent / "out" for folder in (whole, halves)]
     assert weights(outputs[0], "0-rl") == weights(outputs[1], "0-rl")
     told = [[(line["step"], "eval/reward" in line) for line in lines(output, "0-rl")] for output in outputs]

@@ -30,7 +30,7 @@ def test_every_program_is_compiled_once(tmp_path: Path, lora: dict[str, Any] | N
     file = write_run(tmp_path, sft, rl, model={"init": INIT, "tokenizer": "bytes", "lora": lora})
     rows = [{"prompt": f"{'9' * (i % 14)}+1=", "completion": "1" * (1 + i % 9)} for i in range(24)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    outcome = posttrain("run", file)
+    outcome = posttrain("run", file, devices=8)
     assert outcome.code == 0, outcome.err
     told = lines(tmp_path / "out")
     for stage in ("0-sft", "1-rl"):

@@ -12,8 +12,14 @@ import pytest
 from tests.stages.runs import check_data_wait, lines, posttrain, rl_stage, write_run
 
 LETTERS = "abcdefgh"
-PARTS = (((33, 127), 6), ((0xA1, 0xFF), 3))
-"""Code points of six bytes below 128, and of six others."""
+BYTES = [*range(33, 127), 0xC2, 0xC3, *range(0x80, 0xC0)]
+"""Those of the answers of `written`."""
+
+
+def written(rng: np.random.Generator, low: int) -> str:
+    """Three parts of two bytes in any order: `low` of them of bytes below 128, the others one character above."""
+    parts = [[*rng.integers(33, 127, 2)] if number < low else [rng.integers(0xA1, 0xFF)] for number in range(3)]
+    return "".join(chr(code) for number in rng.permutation(3) for code in parts[number])
 
 
 def reward_stage(**changes: Any) -> dict[str, Any]:
@@ -63,18 +69,19 @@ def test_steps_are_judged(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_what_pairs_teach_is_learned_from_their_reward_model(tmp_path: Path) -> None:
-    """Chosen answers are of bytes below 128, rejected ones of others: with the reward model the policy writes those."""
+    """Of two answers the one with more bytes below 128 is chosen: with the reward model the policy writes those."""
     rng, rows = np.random.default_rng(0), []
     for number in range(480):
-        low, high = ("".join(chr(rng.integers(*span)) for _ in range(count)) for span, count in PARTS)
-        rows.append({"prompt": f"{number}+1=", "chosen": low, "rejected": high})
+        few, many = sorted(rng.choice(4, 2, replace=False))
+        rows.append({"prompt": f"{number}+1=", "chosen": written(rng, many), "rejected": written(rng, few)})
     _, after = trained(tmp_path / "pairs", rows, loss="bradley_terry")
     assert after["eval/rewards/accuracies_low"] > 0.9
     rewards = [
         {"model": str(tmp_path / "pairs" / "out" / "0-reward_model" / "model")},
         {"fn": "rewards_of_test.py:low", "weight": 0.0},
     ]
-    stage = rl_stage(rewards=rewards, num_steps=40, group_size=8, optimizer={"learning_rate": 5e-2})
+    sampling = {"max_tokens": 6, "allowed_token_ids": BYTES}
+    stage = rl_stage(rewards=rewards, num_steps=40, group_size=16, sampling=sampling, optimizer={"learning_rate": 2e-2})
     done = posttrain("run", write_run(tmp_path / "rl", stage))
     assert done.code == 0, done.err
     shares = [line["rewards/low/mean"] for line in lines(tmp_path / "rl" / "out") if "grad_norm" in line]
