@@ -120,7 +120,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def few_devices(number: int) -> Iterator[None]:
-    """Only the first `number` of the suite's virtual devices: programs of eight take two cores several times as long."""
+    """Only the first `number` of the suite's virtual devices; two cores take several times as long for eight."""
     devices = jax.devices()[:number]
     with contextlib.ExitStack() as stack:
         for name, value in (("devices", devices), ("local_devices", devices), ("device_count", number)):
