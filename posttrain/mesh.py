@@ -31,8 +31,11 @@ RULES: Mapping[str, str | None] = {
 TILES = "_tiles"
 """Name suffix of a dimension that counts tiles of another: sharded like it if the axis divides the number of tiles."""
 
+VOCAB = "vocab"
+"""Dimension that an axis need not divide: it is then stored whole, and the loss pads it to split its logits."""
+
 BATCH_SPEC = PartitionSpec(ROW_AXES)
-"""Batch rows are sharded over all axes but `tensor`; T is never sharded."""
+"""Batch rows are sharded over `ROW_AXES`. Their tokens are not; the model splits its activations."""
 
 
 def make_mesh(section: MeshSection, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -44,7 +47,7 @@ def make_mesh(section: MeshSection, devices: Sequence[jax.Device] | None = None)
 
 def mesh_sizes(section: MeshSection, num_devices: int) -> tuple[int, ...]:
     """Sizes of `MESH_AXES` for `num_devices`. Raises ConfigError if they do not multiply to it."""
-    given = (section.data, section.fsdp, section.expert, section.tensor)
+    given = section.sizes
     fixed = math.prod(size for size in given if size != -1)
     sizes = tuple(num_devices // fixed if size == -1 else size for size in given)
     if math.prod(sizes) != num_devices:
@@ -67,17 +70,21 @@ def param_sharding(mesh: Mesh, name: str, dims: Sequence[str], shape: Sequence[i
     """Sharding of a parameter by its dimension names. Raises ConfigError if an axis does not divide its dimension."""
     spec: list[str | None] = []
     for dim, size in zip(dims, shape, strict=True):
-        axis = RULES[dim.removesuffix(TILES)]
-        if axis is not None and mesh.shape[axis] > 1 and size % mesh.shape[axis]:
-            if dim.endswith(TILES):
-                spec.append(None)
-                continue
+        axis = split_axis(dim, size, mesh.shape)
+        if axis is not None and size % mesh.shape[axis]:
             raise ConfigError(
                 f"mesh.{axis}={mesh.shape[axis]} must divide the dimension {dim!r} ({size}) of {name}; "
                 f"use a divisor of {size}"
             )
         spec.append(axis)
     return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def split_axis(dim: str, size: int, sizes: Mapping[str, int]) -> str | None:
+    """Mesh axis that splits a parameter's dimension, by the sizes of the axes; the caller checks that it divides."""
+    axis = RULES[dim.removesuffix(TILES)]
+    optional = dim.endswith(TILES) or dim == VOCAB
+    return None if axis is None or (optional and size % sizes[axis]) else axis
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -26,7 +26,7 @@ def test_check_says_what_a_run_would_do(folder: Path) -> None:
         "parameters: 6,544, all trained",
         "memory: 102.2 KiB = weights 25.6 KiB, gradient 25.6 KiB, optimiser 51.1 KiB (13.0 KiB on each of 8 devices); "
         "activations and caches come on top",
-        "mesh: data=1, fsdp=8, expert=1, tensor=1 (this machine; --devices N for another)",
+        "mesh: data=1, fsdp=8, expert=1, context=1, tensor=1 (this machine; --devices N for another)",
         "0-sft: 24 dataset rows, 4 steps of 4 x 16 tokens",
         "1-rl: 24 prompts, 4 steps of 2 prompts x 4 samples = 8, up to 6 new tokens each",
         "1-rl: micro_batch_rows=4 becomes 8, a multiple of mesh.data x mesh.fsdp x mesh.expert = 8",

@@ -78,7 +78,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("seed=4294967296", ["seed: must be less than 4294967296; got 4294967296"]),
         ("seed=true", ["seed: must be a whole number; got true"]),
         ("tensorboard=1", ["tensorboard: must be true or false; got 1"]),
-        ("mesh.fsdp=0", ["mesh: data=1, fsdp=0, expert=1, tensor=1: sizes are positive, and at most one is -1"]),
+        (
+            "mesh.fsdp=0",
+            ["mesh: data=1, fsdp=0, expert=1, context=1, tensor=1: sizes are positive, and at most one is -1"],
+        ),
         ("stages.rl.dataset.path=''", ["stages.1.dataset.path: must not be empty"]),
         ("stages.rl.sampling.stop=['']", ["stages.1.sampling.stop.0: must not be empty"]),
         ("stages.rl.optimizer.learning_rate=.inf", ["stages.1.optimizer.learning_rate: must be a finite number"]),

@@ -22,7 +22,7 @@ from posttrain.config.base import (
 )
 from posttrain.config.locator import Locator
 
-MESH_AXES = ("data", "fsdp", "expert", "tensor")
+MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
 """Mesh axes of the devices; the last one has the fastest connections."""
 ROW_AXES = ("data", "fsdp", "expert")
 """Mesh axes that split the rows of a batch."""
@@ -126,6 +126,8 @@ class MeshSection(Section):
     """Fully sharded data parallelism: shards of every weight, each with its own rows of a batch."""
     expert: int = 1
     """Expert parallelism of MoE models: groups of experts, each with its own rows of a batch."""
+    context: int = 1
+    """Context parallelism: parts of every row's tokens, for long rows; each layer gathers the row's keys and values."""
     tensor: int = 1
     """Tensor parallelism: parts of every matrix product, on the same rows."""
 
@@ -140,7 +142,7 @@ class MeshSection(Section):
     @property
     def sizes(self) -> tuple[int, ...]:
         """Number of devices on each of `MESH_AXES`."""
-        return (self.data, self.fsdp, self.expert, self.tensor)
+        return (self.data, self.fsdp, self.expert, self.context, self.tensor)
 
     @property
     def row_shards(self) -> int | None:

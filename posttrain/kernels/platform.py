@@ -17,6 +17,8 @@ from posttrain.config import ROW_AXES
 
 HEAD_AXIS = "tensor"
 """Mesh axis that splits attention heads."""
+TOKEN_AXIS = "context"
+"""Mesh axis that splits the tokens of a row."""
 
 T = TypeVar("T")
 
@@ -73,6 +75,10 @@ def row_shards(mesh: Mesh | None) -> int:
 
 def head_shards(mesh: Mesh | None) -> int:
     return mesh.shape[HEAD_AXIS] if mesh is not None and HEAD_AXIS in mesh.axis_names else 1
+
+
+def token_shards(mesh: Mesh | None) -> int:
+    return mesh.shape[TOKEN_AXIS] if mesh is not None and TOKEN_AXIS in mesh.axis_names else 1
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from posttrain.batch import RouterStats
 from posttrain.config import Remat
 from posttrain.kernels.layout import computed_once, unstack_layers
 from posttrain.kernels.platform import head_shards, platform_of
+from posttrain.models.activations import product_inputs, split_tokens, whole_rows
 from posttrain.models.attention import Attention
 from posttrain.models.cache import KVCache
 from posttrain.models.config import (
@@ -78,11 +79,16 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, state: ForwardState, index: LayerIndex
     ) -> Float[Array, "B T D"]:
-        inputs = x if self.attention_norm is None else self.attention_norm(x)
-        x = self._add(x, self.attention(inputs, context, state, index), self.attention_post_norm)
+        mesh = context.token_mesh
+        inputs = product_inputs(x if self.attention_norm is None else self.attention_norm(x), mesh)
+        out = split_tokens(self.attention(inputs, context, state, index), mesh)
+        x = self._add(x, out, self.attention_post_norm)
         inputs = x if self.mlp_norm is None else self.mlp_norm(x)
-        out = self.mlp(inputs, context, state, index) if isinstance(self.mlp, MoE) else self.mlp(inputs)
-        return self._add(x, out, self.mlp_post_norm)
+        if isinstance(self.mlp, MoE):
+            out = self.mlp(whole_rows(inputs, mesh), context, state, index)
+        else:
+            out = self.mlp(product_inputs(inputs, mesh))
+        return self._add(x, split_tokens(out, mesh), self.mlp_post_norm)
 
     def _add(self, x: Float[Array, "B T D"], new: Float[Array, "B T D"], norm: RMSNorm | None) -> Float[Array, "B T D"]:
         new = new if norm is None else norm(new)
@@ -298,7 +304,9 @@ class Decoder(nnx.Module):
             experts=experts,
             layer_inputs=None if self.layer_inputs is None else self.layer_inputs(tokens, x),
             taps=taps,
+            token_mesh=self.compute.mesh if cache is None else None,
         )
+        x = split_tokens(x, context.token_mesh)
         layer_carry, routings, features = LayerCarry(x, cache, {}), [], Features()
         for stage in self.stages:
             layer_carry, routing, collected = stage(layer_carry, context, unroll=self.unroll)
@@ -307,7 +315,7 @@ class Decoder(nnx.Module):
                 # [R, pattern, ...] -> [layers, ...]
                 stacked = jax.tree.map(lambda *blocks: jnp.stack(blocks, axis=1), *routing)
                 routings.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked))
-        hidden = self.final_norm(layer_carry.x)
+        hidden = whole_rows(self.final_norm(layer_carry.x), context.token_mesh)
         if not routings:
             return hidden, layer_carry.cache, None, features
         stats, chosen = jax.tree.map(lambda *stages: jnp.concatenate(stages), *routings)

@@ -43,6 +43,8 @@ class Context:
     """Experts to use per MoE layer; the router chooses if None or negative."""
     layer_inputs: Float[Array, "L B T P"] | None
     """Per-layer token inputs beside the residual stream."""
+    token_mesh: Mesh | None
+    """Mesh that splits the tokens of the residual stream; None with a cache."""
     taps: Taps | None = None
     """Activations to collect."""
 

@@ -65,7 +65,7 @@ def choose_placement(
         except ConfigError as error:
             raise ConfigError(f"rollout.tensor={wanted}: {error}") from error
         return kept if mesh == trained else Placement(mesh, copied)
-    if wanted == "trained" or trained.shape["fsdp"] == 1:
+    if wanted == "trained" or _sampling_mesh(trained, trained.shape["tensor"]) == trained:
         return kept
     for size in _sizes(trained):
         mesh = _sampling_mesh(trained, size)
@@ -86,17 +86,20 @@ def _sizes(mesh: Mesh) -> list[int]:
     """Numbers of devices that weights can be split over. Those of `expert` keep their place in the order of devices."""
     if mesh.shape["expert"] > 1:
         return [mesh.shape["tensor"]]
-    devices = mesh.shape["fsdp"] * mesh.shape["tensor"]
+    devices = mesh.shape["fsdp"] * mesh.shape["context"] * mesh.shape["tensor"]
     return [size for size in range(1, devices + 1) if devices % size == 0]
 
 
 def _sampling_mesh(mesh: Mesh, tensor: int) -> Mesh | None:
-    """The same devices in the same order, none of them along `fsdp`; None where it cannot be."""
+    """The same devices in the same order, none of them along `fsdp`, nor, without `expert`, along `context`; None where
+    it cannot be."""
     if tensor not in _sizes(mesh):
         return None
-    if mesh.shape["fsdp"] == 1 and mesh.shape["tensor"] == tensor:
+    expert = mesh.shape["expert"]
+    context = mesh.shape["context"] if expert > 1 else 1
+    if mesh.shape["fsdp"] == 1 and mesh.shape["context"] == context and mesh.shape["tensor"] == tensor:
         return mesh
-    grid = mesh.devices.reshape(-1, 1, mesh.shape["expert"], tensor)
+    grid = mesh.devices.reshape(-1, 1, expert, context, tensor)
     return Mesh(grid, MESH_AXES, axis_types=mesh.axis_types)
 
 

@@ -15,11 +15,11 @@ from flax import nnx
 from posttrain.config import MESH_AXES, ROW_AXES, ModelSection, RewardModelSection, RunConfig
 from posttrain.distill.teachers import devices_of_teachers
 from posttrain.errors import ConfigError
-from posttrain.mesh import RULES, TILES, mesh_sizes
+from posttrain.mesh import mesh_sizes, split_axis
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
 from posttrain.runs.prepare import prepare
-from posttrain.stages.table import STAGES, row_notes, stage_names
+from posttrain.stages.table import STAGES, check_row_tokens, row_notes, stage_names
 from posttrain.train.optim import make_optimizer
 from posttrain.weights.load import check_mesh, outline_of
 from posttrain.weights.locate import ModelFiles, unreachable
@@ -52,6 +52,7 @@ def check(config: RunConfig, num_devices: int | None = None) -> list[str]:
     `num_devices`: devices of the target machine; None: of this machine.
     """
     mesh = mesh_of_run(config, num_devices)
+    check_row_tokens(config, mesh["context"])
     prepared = prepare(config, offline_ok=True, estimate=True)
     shards = math.prod(mesh[axis] for axis in ROW_AXES)
     lines = [f"output: {config.output}{' (exists)' if Path(config.output).exists() else ''}"]
@@ -151,8 +152,8 @@ def _state_bytes(optimizer: optax.GradientTransformation, parameter: jax.ShapeDt
 
 def _axes(dims: tuple[str, ...], shape: tuple[int, ...], mesh: Mapping[str, int]) -> list[str]:
     """Mesh axes that split a parameter."""
-    named = [(RULES[dim.removesuffix(TILES)], size) for dim, size in zip(dims, shape, strict=True)]
-    return [axis for axis, size in named if axis is not None and size % mesh[axis] == 0]
+    axes = (split_axis(dim, size, mesh) for dim, size in zip(dims, shape, strict=True))
+    return [axis for axis in axes if axis is not None]
 
 
 def _share(size: TrainingSize) -> str:

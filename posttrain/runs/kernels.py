@@ -72,13 +72,14 @@ def _attention_requests(config: RunConfig, model: ModelConfig) -> Iterator[Atten
             yield AttentionCall(
                 platform="",
                 rows=1,
-                num_queries=row_tokens,
+                num_queries=row_tokens // max(1, config.mesh.context),
                 num_keys=row_tokens,
                 dtype=_dtype(config),
                 parents=False,
                 same_tokens=True,
                 row_shards=1,
                 head_shards=max(1, config.mesh.tensor),
+                token_shards=max(1, config.mesh.context),
                 tokamax=True,
                 # Without a local GPU, that of the probable target.
                 compute_capability=compute_capability(None) or 9.0,

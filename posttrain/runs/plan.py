@@ -22,7 +22,7 @@ from posttrain.plan.phases import StagePlan, stage_plan
 from posttrain.plan.report import Outcome, report
 from posttrain.runs.check import model_outline
 from posttrain.runs.prepare import fit_lengths
-from posttrain.stages.table import stage_names
+from posttrain.stages.table import check_row_tokens, stage_names
 from posttrain.weights.load import check_mesh
 from posttrain.weights.locate import ModelFiles, tokenizer_name, trained_model_files
 
@@ -50,6 +50,7 @@ def plan(config: RunConfig, machine: Machine, *, search: bool = True) -> Iterato
             + ("; TPU's own needs libtpu, the extra 'aot'" if chip.platform == "tpu" else "")
         )
     mesh = _mesh(config, machine)
+    check_row_tokens(config, mesh.shape["context"])
     yield "mesh: " + ", ".join(f"{axis}={mesh.shape[axis]}" for axis in MESH_AXES)
     for name, section in zip(stage_names(config), config.stages, strict=True):
         stage = _stage(section, config, files, mesh, chip.memory)

@@ -23,7 +23,7 @@ from posttrain.runs.prepare import prepare
 from posttrain.runs.summary import print_summary
 from posttrain.runtime.files import write_whole
 from posttrain.stages.context import StageRun
-from posttrain.stages.table import STAGES, row_notes, stage_names
+from posttrain.stages.table import STAGES, check_row_tokens, row_notes, stage_names
 from posttrain.tracking.console import console
 from posttrain.train.loop import Interrupted, stop_on_signals
 from posttrain.weights.load import load_model
@@ -58,6 +58,7 @@ def run(config: RunConfig) -> RunResult:
     prepared = prepare(config, offline_ok=False)
     config = prepared.config
     mesh = make_mesh(config.mesh, training_devices(config))
+    check_row_tokens(config, mesh.shape["context"])
     output = Path(config.output)
     names = stage_names(config)
     with _claimed(output, config), stop_on_signals() as stop:

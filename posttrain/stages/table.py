@@ -108,6 +108,16 @@ def naming_stage(config: RunConfig, index: int) -> Iterator[None]:
         raise ConfigError("\n".join(f"stages.{index}: {line}" for line in str(error).splitlines())) from error
 
 
+def check_row_tokens(config: RunConfig, context: int) -> None:
+    """Check that `context` devices divide the tokens of each stage's rows. ConfigError if not."""
+    for index, section in enumerate(config.stages):
+        if section.row_tokens % context:
+            with naming_stage(config, index):
+                raise ConfigError(
+                    f"mesh.context={context} must divide row_tokens={section.row_tokens}; use a multiple of {context}"
+                )
+
+
 def row_notes(config: RunConfig, shards: int) -> list[str]:
     """Report forward passes whose number of rows differs from the configuration.
 

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from posttrain.config import AttentionKernel, DecodeAttention, GroupedKernel, LoRA, Quantize, Remat
 from posttrain.errors import ConfigError
-from posttrain.mesh import RULES, TILES, param_sharding
+from posttrain.mesh import RULES, TILES, VOCAB, param_sharding
 from posttrain.models import hf
 from posttrain.models.config import Compute, LatentAttentionConfig, ModelConfig
 from posttrain.models.decoder import Decoder
@@ -242,7 +242,7 @@ def _shardings(model: Decoder, mesh: Mesh | None) -> dict[str, NamedSharding | N
     return {path: param_sharding(mesh, path, dims, shape) for path, dims, shape in ModelWeights(model).shapes()}
 
 
-SPLIT_FIELDS = {"vocab": "vocab_size", "embed": "hidden_size", "mlp": "intermediate_size", "expert": "num_experts"}
+SPLIT_FIELDS = {"embed": "hidden_size", "mlp": "intermediate_size", "expert": "num_experts"}
 """Parameter dimension name -> field of `config.json`."""
 
 
@@ -256,7 +256,7 @@ def check_mesh(model: Decoder, sizes: Mapping[str, int]) -> None:
         splits["tensor"][f"num_heads={block.attention.num_heads}"] = block.attention.num_heads
     for path, dims, shape in ModelWeights(model).shapes():
         for dim, size in zip(dims, shape, strict=True):
-            axis = None if dim.endswith(TILES) else RULES[dim]
+            axis = None if dim == VOCAB or dim.endswith(TILES) else RULES[dim]
             if axis is not None:
                 name = (
                     f"{SPLIT_FIELDS[dim]}={size}" if dim in SPLIT_FIELDS else f"the dimension {dim} ({size}) of {path}"

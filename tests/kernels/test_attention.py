@@ -148,20 +148,25 @@ def test_low_precision_as_the_reference(kernel: AttentionKernel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "kv_heads", "tensor"),
+    ("kernel", "kv_heads", "context", "tensor"),
     [
-        ("reference", 2, 2),
-        ("blockwise", 2, 2),
-        ("blockwise", 1, 2),
-        ("splash", 2, 2),
-        ("splash", 1, 2),
-        ("splash", 2, 4),
+        ("reference", 2, 1, 2),
+        ("blockwise", 2, 1, 2),
+        ("blockwise", 1, 1, 2),
+        ("splash", 2, 1, 2),
+        ("splash", 1, 1, 2),
+        ("splash", 2, 1, 4),
+        ("reference", 2, 2, 2),
+        ("blockwise", 2, 4, 1),
+        ("splash", 1, 2, 2),
+        ("splash", 2, 2, 1),
     ],
 )
-def test_eight_devices_as_one(kernel: AttentionKernel, kv_heads: int, tensor: int) -> None:
-    data = rows(lengths=((70, 40), (128,), (20, 30), (128,)), length=128, kv_heads=kv_heads)
-    grid = np.asarray(jax.devices()[:8]).reshape(2, 4 // tensor, tensor)
-    mesh = Mesh(grid, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+def test_eight_devices_as_one(kernel: AttentionKernel, kv_heads: int, context: int, tensor: int) -> None:
+    length = 256 if kernel == "splash" and context > 1 else 128
+    data = rows(lengths=((70, 40), (length,), (20, 30), (length,)), length=length, kv_heads=kv_heads)
+    grid = np.asarray(jax.devices()[:8]).reshape(2, 4 // tensor // context, context, tensor)
+    mesh = Mesh(grid, ("data", "fsdp", "context", "tensor"), axis_types=(AxisType.Auto,) * 4)
     real = jnp.asarray(data.segments > 0)[:, :, None, None]
 
     def loss(arrays: tuple[Any, ...], mesh: Mesh | None) -> jax.Array:
@@ -214,6 +219,7 @@ ROWS_2048 = AttentionCall(
     same_tokens=True,
     row_shards=1,
     head_shards=1,
+    token_shards=1,
     tokamax=False,
     compute_capability=9.0,
 )

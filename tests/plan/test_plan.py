@@ -36,7 +36,7 @@ def test_phases_of_sft_and_rl_then_the_cache(tmp_path: Path, monkeypatch: pytest
     config = run_of(tmp_path, sft_stage(), rl_stage())
     lines = list(plan(config, CPU_8))
     assert lines[0] == "machine: cpu-8, 8 devices with 16.00 GiB each"
-    assert "mesh: data=1, fsdp=8, expert=1, tensor=1" in lines
+    assert "mesh: data=1, fsdp=8, expert=1, context=1, tensor=1" in lines
     phases = [line.split("  ")[1] for line in lines if line.startswith(("  trainer:", "  sampler:"))]
     assert phases[0] == "trainer: update" and {"sampler: prefill", "sampler: decode"} < set(phases[1:])
     assert lines.count("  it fits") == 2

@@ -23,6 +23,8 @@ MESHES = {
     "data and tensor": MeshSection(data=4, fsdp=1, tensor=2),
     "fsdp": MeshSection(data=1, fsdp=8),
     "all": MeshSection(data=2, fsdp=2, tensor=2),
+    "context": MeshSection(data=1, fsdp=2, context=2, tensor=2),
+    "context alone": MeshSection(data=1, fsdp=1, context=8),
 }
 COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%([\w.\-]+)")
@@ -70,7 +72,8 @@ def collectives_of_loops(program: str) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["data", "data and tensor", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("fsdp", "all"))]
+    "name",
+    ["data", "data and tensor", *(pytest.param(n, marks=pytest.mark.thorough) for n in MESHES if "data" not in n)],
 )
 def test_the_samples_of_one_device_and_no_keys_that_travel(name: str, expected: list[Completion]) -> None:
     engine = make_engine(sharded_model(MESHES[name]), slots=6)

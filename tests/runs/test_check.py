@@ -22,7 +22,7 @@ from posttrain.weights.lora import count_parameters
 from tests.stages.runs import INIT, posttrain, rl_stage, sft_stage, write_run
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
-ONE = dict.fromkeys(("data", "fsdp", "expert", "tensor"), 1)
+ONE = dict.fromkeys(("data", "fsdp", "expert", "context", "tensor"), 1)
 
 
 @pytest.mark.parametrize(
@@ -31,10 +31,11 @@ ONE = dict.fromkeys(("data", "fsdp", "expert", "tensor"), 1)
         (["output=gs://bucket/run"], "output: gs://bucket/run is a URL, and runs write to folders only; set a folder"),
         (
             ["mesh={data: 1, fsdp: 3}"],
-            "fsdp=3, expert=1, tensor=1 must multiply to the number of devices, 8, of this machine",
+            "fsdp=3, expert=1, context=1, tensor=1 must multiply to the number of devices, 8, of this machine",
         ),
         (["mesh={fsdp: 1, tensor: 8}"], "mesh.tensor=8 must divide num_kv_heads=1 of qwen3; use 1"),
         (["mesh={fsdp: 3}", "--devices", "3"], "mesh.fsdp=3 must divide hidden_size=16 of qwen3; use 1, 2, 4, 8 or 16"),
+        (["mesh.context=3", "--devices", "3"], "mesh.context=3 must divide row_tokens=16; use a multiple of 3"),
         (["mesh={fsdp: 3}", "--devices", "4"], "must multiply to the number of devices, 4"),
     ],
 )
@@ -46,7 +47,7 @@ def test_mistakes(tmp_path: Path, overrides: list[str], words: str) -> None:
 def test_lines(tmp_path: Path) -> None:
     file = write_run(tmp_path, sft_stage(), rl_stage())
     out = posttrain("check", file, "--devices", "16").out
-    assert "mesh: data=1, fsdp=16, expert=1, tensor=1 (16 devices)" in out
+    assert "mesh: data=1, fsdp=16, expert=1, context=1, tensor=1 (16 devices)" in out
     assert (
         "parameters: 6,544, all trained\nmemory: 102.2 KiB = weights 25.6 KiB, gradient 25.6 KiB, optimiser 51.1 KiB"
         in out

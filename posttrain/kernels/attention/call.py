@@ -50,6 +50,7 @@ class AttentionCall:
     platform: str
     rows: int
     num_queries: int
+    """Queries of a row on one device."""
     num_keys: int
     num_heads: int
     num_kv_heads: int
@@ -64,6 +65,8 @@ class AttentionCall:
     """Queries and keys are the same tokens in the same order: no KV cache."""
     row_shards: int
     head_shards: int
+    token_shards: int
+    """Number of devices that split the queries of a row; more than 1 only without a KV cache."""
     tokamax: bool
     """True if the `tokamax` package is installed."""
     compute_capability: float | None
@@ -71,6 +74,8 @@ class AttentionCall:
 
     @property
     def kind(self) -> Literal["decode", "prefill", "rows"]:
+        if self.same_tokens and self.token_shards > 1:
+            return "rows"
         if self.num_queries == 1:
             return "decode"
         return "rows" if self.same_tokens else "prefill"

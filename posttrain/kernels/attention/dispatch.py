@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias, get_args
 
-import jax
-import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from posttrain.config import AttentionKernel
@@ -18,16 +16,16 @@ from posttrain.errors import ConfigError
 from posttrain.kernels.attention import cudnn, splash, tokamax
 from posttrain.kernels.attention.blockwise import blockwise
 from posttrain.kernels.attention.call import AttentionCall, MaskInputs, Operands, Variant
+from posttrain.kernels.attention.on_devices import on_devices
 from posttrain.kernels.attention.reference import single_query, visible, whole
 from posttrain.kernels.platform import (
-    HEAD_AXIS,
     compute_capability,
     head_shards,
     installed,
     log_choice,
     platform_of,
-    row_axes,
     row_shards,
+    token_shards,
 )
 
 Kernel: TypeAlias = Callable[[Operands], Float[Array, "B T N Hv"]]
@@ -109,29 +107,40 @@ def attention(
     k_segments`. Positions are then consecutive within a segment, and kernels may use row indices instead. Raises
     ConfigError if an explicit `kernel` cannot serve the call.
     """
-    call = AttentionCall(
-        platform=platform_of(mesh),
-        rows=q.shape[0],
-        num_queries=q.shape[1],
-        num_keys=k.shape[2],
-        num_heads=q.shape[2],
-        num_kv_heads=k.shape[1],
-        head_dim=q.shape[3],
-        value_dim=v.shape[3],
-        dtype=str(q.dtype),
-        soft_cap=soft_cap,
-        sinks=sinks is not None,
-        parents=q_parents is not None,
-        same_tokens=q_positions is k_positions and q_segments is k_segments,
-        row_shards=row_shards(mesh),
-        head_shards=head_shards(mesh),
-        tokamax=installed("tokamax"),
-        compute_capability=compute_capability(mesh),
+    call = _call(
+        AttentionCall(
+            platform=platform_of(mesh),
+            rows=q.shape[0],
+            num_queries=q.shape[1],
+            num_keys=k.shape[2],
+            num_heads=q.shape[2],
+            num_kv_heads=k.shape[1],
+            head_dim=q.shape[3],
+            value_dim=v.shape[3],
+            dtype=str(q.dtype),
+            soft_cap=soft_cap,
+            sinks=sinks is not None,
+            parents=q_parents is not None,
+            same_tokens=q_positions is k_positions and q_segments is k_segments,
+            row_shards=row_shards(mesh),
+            head_shards=head_shards(mesh),
+            token_shards=1,
+            tokamax=installed("tokamax"),
+            compute_capability=compute_capability(mesh),
+        ),
+        token_shards(mesh),
     )
     name = select(kernel, call)
     log_choice("attention", name, call.kind, call.platform)
     operands = Operands(q, k, v, MaskInputs(q_positions, k_positions, q_segments, k_segments, q_parents), sinks)
     return run(name, operands, Variant(window=window, scale=scale, soft_cap=soft_cap), call, mesh)
+
+
+def _call(call: AttentionCall, token_shards: int) -> AttentionCall:
+    """The call with queries split over `token_shards` devices, where it can be."""
+    if not call.same_tokens or call.num_queries % token_shards or call.split_refusal() is not None:
+        return call
+    return replace(call, num_queries=call.num_queries // token_shards, token_shards=token_shards)
 
 
 def supports_parents(kernel: str, platform: str) -> bool:
@@ -171,17 +180,22 @@ def run(name: str, operands: Operands, variant: Variant, call: AttentionCall, me
     interpret = call.platform == "cpu"
     match name:
         case "reference":
-            return _reference(operands, variant)
+            kernel: Kernel = partial(_reference, variant=variant)
+            return kernel(operands) if call.token_shards == 1 else on_devices(kernel, operands, call, mesh)
         case "blockwise":
             even = even_block(call)
-            block = block_size(call) if even is None else even
-            return blockwise(operands, variant, same_tokens=call.same_tokens, block=block, short=even is not None)
+            block, short = block_size(call) if even is None else even, even is not None
+            same = call.same_tokens and call.token_shards == 1
+            kernel = partial(blockwise, variant=variant, same_tokens=same, block=block, short=short)
+            return kernel(operands) if call.token_shards == 1 else on_devices(kernel, operands, call, mesh)
         case "splash":
-            return _split(partial(splash.splash, variant=variant, interpret=interpret), operands, call, mesh)
+            tables = splash.make_kernel(call, variant, interpret=interpret)
+            kernel = partial(splash.splash, variant=variant)
+            return on_devices(kernel, operands, call, mesh, tables, splash.by_tokens(tables, mesh))
         case "tokamax":
-            return _split(partial(tokamax.tokamax, variant=variant), operands, call, mesh)
+            return on_devices(partial(tokamax.tokamax, variant=variant), operands, call, mesh)
         case _:
-            return _split(partial(cudnn.cudnn, variant=variant), operands, call, mesh)
+            return on_devices(partial(cudnn.cudnn, variant=variant), operands, call, mesh)
 
 
 def block_size(call: AttentionCall) -> int:
@@ -202,7 +216,7 @@ def even_block(call: AttentionCall) -> int | None:
     length is one block. Unrolled blocks are compiled one by one.
     """
     length = call.num_queries
-    if call.platform != "cpu" or call.kind != "rows" or length > SHORT_ROW * block_size(call):
+    if call.platform != "cpu" or call.kind != "rows" or call.token_shards > 1 or length > SHORT_ROW * block_size(call):
         return None
 
     def num_logits(size: int) -> int:
@@ -213,29 +227,9 @@ def even_block(call: AttentionCall) -> int | None:
     return next((size for size in sizes if num_logits(size) <= num_logits(SHORT_BLOCK)), SHORT_BLOCK)
 
 
-def _reference(operands: Operands, variant: Variant) -> Array:
+def _reference(operands: Operands, *, variant: Variant) -> Array:
     q, k, v, mask_inputs, sinks = operands
     mask = visible(*mask_inputs, variant.window)
     if q.shape[1] == 1:
         return single_query(q, k, v, mask[:, 0], scale=variant.scale, soft_cap=variant.soft_cap, sinks=sinks)
     return whole(q, k, v, mask, scale=variant.scale, soft_cap=variant.soft_cap, sinks=sinks)
-
-
-def _split(kernel: Kernel, operands: Operands, call: AttentionCall, mesh: Mesh | None) -> Array:
-    """Run a kernel that the compiler cannot partition on each device's own rows and heads (`jax.shard_map`)."""
-    if mesh is None or mesh.size == 1:
-        return kernel(operands)
-    repeats = call.split_kv_heads // call.num_kv_heads
-    if repeats > 1:
-        k, v = (jnp.repeat(x, repeats, axis=1) for x in (operands.k, operands.v))
-        operands = operands._replace(k=k, v=v)
-    rows, heads = row_axes(mesh), HEAD_AXIS if HEAD_AXIS in mesh.axis_names else None
-    queries, keys = PartitionSpec(rows, None, heads), PartitionSpec(rows, heads)
-    split = jax.shard_map(
-        lambda *parts: kernel(Operands(*parts)),
-        mesh=mesh,
-        in_specs=(queries, keys, keys, PartitionSpec(rows), PartitionSpec(heads)),
-        out_specs=queries,
-        check_vma=False,
-    )
-    return split(*operands)

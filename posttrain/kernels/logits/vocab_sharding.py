@@ -23,7 +23,7 @@ from posttrain.kernels.platform import row_axes
 STORAGE_AXES = ("tensor", "fsdp")
 """Mesh axes that split the stored head: over them it is resharded by an all-to-all."""
 
-VOCAB_AXES = (*STORAGE_AXES, "expert")
+VOCAB_AXES = (*STORAGE_AXES, "expert", "context")
 """Mesh axes that split V in a loss."""
 
 
