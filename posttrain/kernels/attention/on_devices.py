@@ -37,7 +37,7 @@ def on_devices(
     rows, heads = row_axes(mesh), HEAD_AXIS if HEAD_AXIS in mesh.axis_names else None
     tokens = TOKEN_AXIS if call.token_shards > 1 else None
     queries, keys = PartitionSpec(rows, tokens, heads), PartitionSpec(rows, heads, tokens)
-    specs = Operands(queries, keys, keys, PartitionSpec(rows, tokens), PartitionSpec(heads))
+    specs: Any = Operands(queries, keys, keys, PartitionSpec(rows, tokens), PartitionSpec(heads))  # type: ignore[arg-type]
 
     def local(operands: Operands, *tables: Any) -> Array:
         return kernel(operands if tokens is None else _with_all_keys(operands, tokens), *tables)
