@@ -9,7 +9,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
 from posttrain.config import MESH_AXES, ROW_AXES, ModelSection, RewardModelSection, RunConfig
@@ -20,7 +19,7 @@ from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
 from posttrain.runs.prepare import prepare
 from posttrain.stages.table import STAGES, row_notes, stage_names
-from posttrain.train.optim import make_optimizer
+from posttrain.train.optim import Optimizer, make_optimizer
 from posttrain.weights.load import check_mesh, outline_of
 from posttrain.weights.locate import ModelFiles, unreachable
 from posttrain.weights.lora import attach_lora, has_lora
@@ -106,8 +105,8 @@ def training_size(config: RunConfig, outline: Decoder, mesh: Mapping[str, int]) 
     weights = ModelWeights(outline)
     trainable, dims = weights.trainable(), weights.dims()
     parts = {path: math.prod(mesh[axis] for axis in _axes(dims[path], p.shape, mesh)) for path, p in arrays.items()}
-    optimizer = make_optimizer(config.stages[0].optimizer, 1)
-    states = {path: _state_bytes(optimizer, arrays[path]) for path in trainable}
+    optimizer = make_optimizer(config.stages[0].optimizer, 1, seed=0)
+    states = {path: _state_bytes(optimizer, path, arrays[path]) for path in trainable}
     held = {path: p.size * p.dtype.itemsize for path, p in arrays.items()}
     gradient = {path: arrays[path].size * FLOAT32_BYTES for path in trainable}
     each = sum((held[path] + gradient.get(path, 0) + states.get(path, 0)) // parts[path] for path in arrays)
@@ -144,8 +143,8 @@ def model_outline(config: RunConfig, files: ModelFiles) -> Decoder:
     return nnx.eval_shape(changed, outline) if lora is not None or scored else outline
 
 
-def _state_bytes(optimizer: optax.GradientTransformation, parameter: jax.ShapeDtypeStruct) -> int:
-    leaves = jax.tree.leaves(jax.eval_shape(optimizer.init, {"x": parameter}))
+def _state_bytes(optimizer: Optimizer, path: str, parameter: jax.ShapeDtypeStruct) -> int:
+    leaves = jax.tree.leaves(jax.eval_shape(optimizer.init, {path: parameter}))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.shape)
 
 

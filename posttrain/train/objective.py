@@ -35,7 +35,7 @@ from posttrain.models.taps import Features
 from posttrain.train.accumulate import CotangentLoss, flatten_micro, num_micro, stack_over, sum_over
 from posttrain.train.layer_matching import Matching
 from posttrain.tree import replace
-from posttrain.weights.state import ModelWeights, Weights
+from posttrain.weights.state import ADAPTER, ModelWeights, Weights
 
 UNROLLED_LAYERS_ON_CPU = 8
 """Maximum depth up to which XLA:CPU gradients unroll the layers: faster than a scan, which stacks all residuals, and
@@ -94,6 +94,18 @@ class Objective:
     @functools.cached_property
     def _projections(self) -> frozenset[str]:
         return frozenset(() if self.matching is None else self.matching.shapes())
+
+    @functools.cached_property
+    def _used_once(self) -> frozenset[str]:
+        """Matrices of layers, stored in the type in which their one product reads them and gives its gradient: a float32
+        gradient of the whole stack would hold the same numbers in twice the memory."""
+        dtype, stored = self.student.model.compute.dtype, self.student.structs()
+        return frozenset(
+            path
+            for path, dims in self.student.dims().items()
+            if path.startswith("stages.") and ADAPTER not in path and (path.endswith(".kernel") or ".experts." in path)
+            if len(dims) >= 3 and "router" not in dims and stored[path].dtype == dtype
+        )
 
     @functools.cached_property
     def _unrolled(self) -> bool:
@@ -245,7 +257,8 @@ class Objective:
         cotangents = known_cotangents(loss, batch) if self.terms.unshared is None else None
 
         # Differentiate by float32 copies, so that sums over chunks and tokens are accumulated in float32.
-        return jax.grad(total, has_aux=True)(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+        wide = {path: p if path in self._used_once else p.astype(jnp.float32) for path, p in params.items()}
+        return jax.grad(total, has_aux=True)(wide)
 
     def _head(self, model: Decoder, weights: Weights) -> Decoder:
         """Model for its logits: on a mesh apart from the embedding's use of a tied table, which otherwise would be laid
