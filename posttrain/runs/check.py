@@ -19,6 +19,7 @@ from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
 from posttrain.runs.prepare import prepare
 from posttrain.stages.table import STAGES, row_notes, stage_names
+from posttrain.train.objective import used_once
 from posttrain.train.optim import Optimizer, make_optimizer
 from posttrain.weights.load import check_mesh, outline_of
 from posttrain.weights.locate import ModelFiles, unreachable
@@ -39,9 +40,10 @@ class TrainingSize:
     trained: int
     weights: int
     gradient: int
-    """Bytes of float32 gradients, regardless of the parameters' type."""
+    """Bytes of the gradient of one micro-batch: float32, of matrices in layers the parameters' and computation's own
+    type. Several micro-batches hold their float32 sum besides."""
     optimizer: int
-    """Bytes of moments, and of float32 master weights of low-precision parameters."""
+    """Bytes of moments, and of float32 master weights of low-precision parameters if they are kept."""
     per_device: int
 
 
@@ -108,7 +110,10 @@ def training_size(config: RunConfig, outline: Decoder, mesh: Mapping[str, int]) 
     optimizer = make_optimizer(config.stages[0].optimizer, 1, seed=0)
     states = {path: _state_bytes(optimizer, path, arrays[path]) for path in trainable}
     held = {path: p.size * p.dtype.itemsize for path, p in arrays.items()}
-    gradient = {path: arrays[path].size * FLOAT32_BYTES for path in trainable}
+    once = used_once(weights, jnp.dtype(config.model.compute_dtype or config.model.dtype))
+    gradient = {
+        path: arrays[path].size * (arrays[path].dtype.itemsize if path in once else FLOAT32_BYTES) for path in trainable
+    }
     each = sum((held[path] + gradient.get(path, 0) + states.get(path, 0)) // parts[path] for path in arrays)
     return TrainingSize(
         total=sum(p.size for path, p in arrays.items() if not path.endswith((".lora_scale", ".scales"))),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float
 
@@ -97,15 +98,7 @@ class Objective:
 
     @functools.cached_property
     def _used_once(self) -> frozenset[str]:
-        """Matrices of layers, stored in the type in which their one product reads them and gives its gradient: a float32
-        gradient of the whole stack would hold the same numbers in twice the memory."""
-        dtype, stored = self.student.model.compute.dtype, self.student.structs()
-        return frozenset(
-            path
-            for path, dims in self.student.dims().items()
-            if path.startswith("stages.") and ADAPTER not in path and (path.endswith(".kernel") or ".experts." in path)
-            if len(dims) >= 3 and "router" not in dims and stored[path].dtype == dtype
-        )
+        return used_once(self.student, self.student.model.compute.dtype)
 
     @functools.cached_property
     def _unrolled(self) -> bool:
@@ -293,6 +286,18 @@ class Objective:
 
         loss_weight, router_weight = sum_over(weights, micro, count)
         return jnp.where(router_weight > 0, loss_weight / jnp.maximum(router_weight, 1.0), 0.0)
+
+
+def used_once(weights: ModelWeights, compute_dtype: np.dtype) -> frozenset[str]:
+    """Matrices of layers, stored in the type in which their one product reads them and gives its gradient: a float32
+    gradient of the whole stack would hold the same numbers in twice the memory."""
+    stored = weights.structs()
+    return frozenset(
+        path
+        for path, dims in weights.dims().items()
+        if path.startswith("stages.") and ADAPTER not in path and (path.endswith(".kernel") or ".experts." in path)
+        if len(dims) >= 3 and "router" not in dims and stored[path].dtype == compute_dtype
+    )
 
 
 def known_cotangents(loss: AnyLoss, batch: Batch) -> dict[str, Array] | None:

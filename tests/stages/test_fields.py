@@ -351,7 +351,7 @@ def test_optimizer(folder: Path, change: dict[str, Any]) -> None:
         optimizer = make_optimizer(section.model_copy(update=fields), 4, seed=0)
         state = optimizer.init(params)
         for gradient in (1.0, -0.3, 0.2):
-            given = {"w": jnp.full((16, 2), gradient)}
+            given = {"w": gradient * jnp.linspace(0.5, 1.0, 32).reshape(16, 2)}
             params, state = optimizer.update(given, state, params, lambda g: g.astype(jnp.float32), None)
         return np.asarray(params["w"])
 
