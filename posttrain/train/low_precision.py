@@ -23,11 +23,11 @@ WORD = 1 << 16
 
 @pytree
 class Blocks:
-    """8-bit codes with a float32 scale for each block of consecutive inputs, arXiv:2110.02861, section 2.
+    """8-bit codes with a float32 scale for each block of consecutive inputs (arXiv:2110.02861).
 
-    With the block's largest magnitude s, a signed code c is s sign(c) (c / 127)^2 and a positive one s (c / 255)^4: codes
-    of the first moment and of the root of the second are then squares, with a range of 1 to 127^2 and 255^2. No positive
-    number gets the code 0, whose root would be divided by (arXiv:2309.01507, section 3.2).
+    With the largest magnitude s of a block, a signed code c is s sign(c) (c / 127)^2, a positive one s (c / 255)^4. So
+    codes of the first moment and of the root of the second are squares, and reach down to 127^-2 and 255^-2 of the
+    largest. No positive number gets the code 0, whose root would be divided by (arXiv:2309.01507).
     """
 
     codes: Shaped[Array, "*L in out"]
@@ -49,7 +49,7 @@ def empty_moment(parameter: Any, kind: MomentType, *, signed: bool) -> Moment:
     return Blocks(codes=codes, scales=jnp.zeros((*lead, inputs // size, outputs), jnp.float32))
 
 
-def moment_value(moment: Moment) -> Float[Array, "..."]:
+def moment_value(moment: Moment) -> Float[Array, ...]:
     """Numbers of a moment in float32."""
     if not isinstance(moment, Blocks):
         return moment.astype(jnp.float32)
@@ -61,14 +61,14 @@ def moment_value(moment: Moment) -> Float[Array, "..."]:
     return (values * moment.scales[..., None, :]).reshape(moment.codes.shape)
 
 
-def stored_moment(value: Float[Array, "..."], like: Moment, bits: UInt[Array, "..."]) -> Moment:
+def stored_moment(value: Float[Array, ...], like: Moment, bits: UInt[Array, ...]) -> Moment:
     """Store a moment as `like` is. `bits`: random numbers below 2^16, unused by float32."""
     if isinstance(like, Blocks):
         return _encoded(value, like, bits)
     return value if like.dtype == jnp.float32 else stochastic_bfloat16(value, bits)
 
 
-def stochastic_bfloat16(x: Float[Array, "..."], bits: UInt[Array, "..."]) -> Float[Array, "..."]:
+def stochastic_bfloat16(x: Float[Array, ...], bits: UInt[Array, ...]) -> Float[Array, ...]:
     """Round float32 to one of the two nearest bfloat16 numbers, to the nearer one more often: E[rounded] = x.
 
     arXiv:2010.06192. `bits`: random numbers below 2^16. NaN and infinities stay.
@@ -78,13 +78,13 @@ def stochastic_bfloat16(x: Float[Array, "..."], bits: UInt[Array, "..."]) -> Flo
     return jnp.where(jnp.isfinite(x), cut, x).astype(jnp.bfloat16)
 
 
-def random_words(key: Array, shape: tuple[int, ...]) -> tuple[UInt[Array, "..."], UInt[Array, "..."]]:
+def random_words(key: Array, shape: tuple[int, ...]) -> tuple[UInt[Array, ...], UInt[Array, ...]]:
     """Two arrays of random numbers below 2^16, the same for any sharding."""
     words = jax.random.bits(key, shape, jnp.uint32)
     return words & jnp.uint32(WORD - 1), words >> 16
 
 
-def _encoded(value: Float[Array, "..."], like: Blocks, bits: UInt[Array, "..."]) -> Blocks:
+def _encoded(value: Float[Array, ...], like: Blocks, bits: UInt[Array, ...]) -> Blocks:
     blocks, words = _in_blocks(value, like.scales), _in_blocks(bits, like.scales)
     sizes = jnp.abs(blocks)
     scales = jnp.max(sizes, axis=-2)
@@ -100,12 +100,12 @@ def _encoded(value: Float[Array, "..."], like: Blocks, bits: UInt[Array, "..."])
     return Blocks(codes=codes.reshape(value.shape).astype(like.codes.dtype), scales=scales)
 
 
-def _up(part: Float[Array, "..."], bits: UInt[Array, "..."]) -> Bool[Array, "..."]:
+def _up(part: Float[Array, ...], bits: UInt[Array, ...]) -> Bool[Array, ...]:
     """True with the probability `part`."""
     return bits.astype(jnp.float32) < part * WORD
 
 
-def _in_blocks(x: Shaped[Array, "..."], scales: Float[Array, "*L blocks out"]) -> Shaped[Array, "..."]:
+def _in_blocks(x: Shaped[Array, ...], scales: Float[Array, "*L blocks out"]) -> Shaped[Array, ...]:
     """Reshape [*L, in, out] to [*L, blocks, size, out]."""
     *lead, inputs, outputs = x.shape
     return x.reshape(*lead, scales.shape[-2], inputs // scales.shape[-2], outputs)
