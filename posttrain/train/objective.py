@@ -42,6 +42,9 @@ UNROLLED_LAYERS_ON_CPU = 8
 """Maximum depth up to which XLA:CPU gradients unroll the layers: faster than a scan, which stacks all residuals, and
 still compiled in acceptable time."""
 
+EXPERTS = (".experts.gate", ".experts.up", ".experts.down")
+"""Endings of the paths of experts' matrices."""
+
 AnyLoss = Callable[[Any, Batch], LossOutput]
 """Loss on the model's statistics: a `TokenLoss` or a `ScoreLoss`."""
 
@@ -295,8 +298,8 @@ def used_once(weights: ModelWeights, compute_dtype: np.dtype) -> frozenset[str]:
     return frozenset(
         path
         for path, dims in weights.dims().items()
-        if path.startswith("stages.") and ADAPTER not in path and (path.endswith(".kernel") or ".experts." in path)
-        if len(dims) >= 3 and "router" not in dims and stored[path].dtype == compute_dtype
+        if path.startswith("stages.") and ADAPTER not in path and path.endswith((".kernel", *EXPERTS))
+        if "router" not in dims and stored[path].dtype == compute_dtype
     )
 
 
