@@ -98,10 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("model.init.num_attention_heads=0", ["model.init: num_attention_heads: must be above 0 and finite, got 0"]),
         ("model.init.hidden_size=-8", ["model.init: hidden_size: must be above 0 and finite, got -8"]),
         ("model.init.rope_theta=0", ["model.init: rope_theta: must be above 0 and finite, got 0"]),
-        (
-            "model.attention=splash",
-            ["model.attention=splash: ", "needs a row length that is a multiple of 128, got 16"],
-        ),
+        ("model.attention=cudnn", ["model.attention=cudnn: ", "runs on GPU, got cpu; use auto, reference, blockwise"]),
         (
             "model={tokenizer: bytes, decode_attention: ragged, init: {model_type: qwen3, vocab_size: 261, "
             "head_dim: 192, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2, "

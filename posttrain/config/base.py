@@ -44,6 +44,7 @@ AttentionKernel = Literal["auto", "reference", "blockwise", "splash", "tokamax",
 DecodeAttention = Literal["auto", "rows", "gather", "ragged"]
 GroupedKernel = Literal["auto", "reference", "ragged_dot", "buckets", "megablox", "tokamax"]
 Remat = Literal["none", "full", "dots", "offload"]
+MomentType = Literal["float32", "bfloat16", "int8"]
 Quantize = Literal["none", "int8", "fp8", "int4", "nf4"]
 RolloutQuantize = Literal["none", "int8", "fp8"]
 SamplerTensor = Literal["auto", "trained"] | PositiveInt

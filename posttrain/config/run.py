@@ -109,6 +109,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _rounding(self) -> RunConfig:
+        if self.model.dtype == "float32" and any(stage.optimizer.stochastic_rounding for stage in self.stages):
+            raise ValueError(
+                "optimizer.stochastic_rounding is for bfloat16 parameters, and model.dtype is float32; "
+                "set model.dtype=bfloat16, or remove stochastic_rounding"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _dropout(self) -> RunConfig:
         lora = self.model.lora
         if lora is not None and lora.dropout and any(map(trains_on_samples, self.stages)):

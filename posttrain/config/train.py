@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import Flag, ListOf, NonNegativeInt, PositiveInt, Section
+from posttrain.config.base import Flag, ListOf, MomentType, NonNegativeInt, PositiveInt, Section
 from posttrain.config.locator import Locator
 
 ADAPTER_RATE_FACTOR = 10
@@ -58,6 +58,12 @@ class OptimizerSection(Section):
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     eps: Annotated[float, Field(gt=0)] = 1e-8
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    moments: MomentType = "float32"
+    """Storage of both moments of matrices: 8, 4 or 2.1 bytes per parameter. `bfloat16` and `int8` (codes with a scale
+    per block of 64) are rounded stochastically; those of biases and norms stay float32."""
+    stochastic_rounding: Flag = False
+    """Round updated bfloat16 parameters stochastically, without float32 master weights: 4 bytes per parameter less.
+    Needs `model.dtype: bfloat16`."""
 
 
 class SequenceOptimizer(OptimizerSection):

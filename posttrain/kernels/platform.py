@@ -101,3 +101,9 @@ def tokamax_library() -> Any:
 def log_choice(operation: str, kernel: str, kind: str, platform: str) -> None:
     """Log the selected kernel once per combination, however often it is traced."""
     LOGGER.info("%s: kernel %r for %s on %s", operation, kernel, kind, platform)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log a warning once, however often a program is traced."""
+    LOGGER.warning(message)

@@ -286,7 +286,7 @@ class Decoder(nnx.Module):
         parents: Int[Array, "B T"] | None,
     ) -> tuple[Float[Array, "B T D"], KVCache | PagedCache | None, Routing | None, Features]:
         assert cache is None or parents is None, "a cache row holds one sequence; parents need packed rows"
-        x = self.embed(tokens, self.compute.dtype)
+        x = self.embed(tokens, self.compute.dtype, self.compute.mesh)
         if noise is not None:
             x = x + noise.astype(x.dtype)
         ropes = list(_ropes(self.config))
@@ -302,7 +302,7 @@ class Decoder(nnx.Module):
             rope=dict(zip(ropes, tables, strict=True)),
             compute=self.compute,
             experts=experts,
-            layer_inputs=None if self.layer_inputs is None else self.layer_inputs(tokens, x),
+            layer_inputs=None if self.layer_inputs is None else self.layer_inputs(tokens, x, self.compute.mesh),
             taps=taps,
             token_mesh=self.compute.mesh if cache is None else None,
         )

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Shaped
 
+from posttrain.kernels.lookup import lookup
 from posttrain.kernels.matmul import matmul
 from posttrain.models.adapter import Adapter
 from posttrain.models.config import Activation, LayerInputsConfig, MLPConfig, ModelConfig
@@ -205,8 +207,8 @@ class Embedding(Adaptable):
     def matrices(self) -> Mapping[str, Any]:
         return {"embedding": self.embedding}
 
-    def __call__(self, tokens: Int[Array, "B T"], dtype: np.dtype) -> Float[Array, "B T D"]:
-        x = jnp.take(self.embedding[...], tokens, axis=0).astype(dtype)
+    def __call__(self, tokens: Int[Array, "B T"], dtype: np.dtype, mesh: Mesh | None) -> Float[Array, "B T D"]:
+        x = lookup(self.embedding[...], tokens, dtype, mesh)
         if adapter := self.adapters.get("embedding"):
             low = jnp.take(adapter.lora_a[...], tokens, axis=0).astype(dtype)
             x = adapter.added(x, low, self.embedding[...])
@@ -237,10 +239,12 @@ class LayerInputs(nnx.Module):
         self.projection = Linear(1, ("embed", "latent"), (model.embed_dim, size), init, bias=False)
         self.norm = RMSNorm((), "latent", config.dim, eps=model.norm_eps, dtype=init.dtype, offset=model.norm_offset)
 
-    def __call__(self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]) -> Float[Array, "L B T P"]:
+    def __call__(
+        self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"], mesh: Mesh | None
+    ) -> Float[Array, "L B T P"]:
         projected = self.projection.logits(x).astype(x.dtype) * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
         split = (*tokens.shape, -1, self.norm.scale.shape[-1])
-        total = self.norm(projected.reshape(split)) + self.embed(tokens, x.dtype).reshape(split)
+        total = self.norm(projected.reshape(split)) + self.embed(tokens, x.dtype, mesh).reshape(split)
         return jnp.moveaxis(total * jnp.asarray(2**-0.5, x.dtype), 2, 0)
 
 

@@ -24,6 +24,7 @@ from posttrain.rollout.programs import DecodeRows, Prompts
 from posttrain.rollout.runner import Runner
 from posttrain.rollout.shapes import Expected
 from posttrain.rollout.types import SamplingParams
+from posttrain.train.optim import Optimizer
 from posttrain.train.programs import TrainPrograms, placed_shapes
 from posttrain.weights.load import outline_of
 from posttrain.weights.state import ModelWeights
@@ -53,7 +54,7 @@ def batch_of(rows: int, length: int, *, arrays: tuple[str, ...] = ()) -> Batch:
 def train_programs(
     model: Decoder,
     loss: TokenLoss | ScoreLoss,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer | optax.GradientTransformation,
     mesh: Mesh,
     *,
     micro_batch_rows: int | None = None,

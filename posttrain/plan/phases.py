@@ -77,7 +77,7 @@ def _sft(section: SFTSection, model: Decoder, mesh: Mesh) -> StagePlan:
     programs = train_programs(
         model,
         sft_loss(section),
-        make_optimizer(section.optimizer, section.num_steps or 1000),
+        make_optimizer(section.optimizer, section.num_steps or 1000, seed=0),
         mesh,
         micro_batch_rows=section.micro_batch_rows,
     )
@@ -104,7 +104,7 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int) -> StagePla
     programs = train_programs(
         model,
         loss,
-        make_optimizer(section.optimizer, section.num_steps or 1000),
+        make_optimizer(section.optimizer, section.num_steps or 1000, seed=0),
         mesh,
         micro_batch_rows=section.pass_rows,
     )

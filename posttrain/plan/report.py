@@ -93,6 +93,8 @@ def largest(outcome: Outcome) -> list[tuple[str, int, str]]:
     found = [(f"{made.buffer} ({made.op})", made.buffer.bytes, _knob(phase, made)) for made in figures.text.largest(12)]
     held = "weights, optimizer state and inputs" if phase.name == "update" else "weights, cache and inputs"
     by_size = "a larger mesh.fsdp, model.lora, model.quantize"
+    if phase.name == "update":
+        by_size = f"optimizer.moments, optimizer.stochastic_rounding, {by_size}"
     found.append((held, figures.arguments, by_size if phase.role == "trainer" else f"{by_size}, rollout.slots"))
     if phase.beside:
         beside = "cache and reference" if phase.name == "update" else "optimizer state, reference or cache"
@@ -104,7 +106,7 @@ def _knob(phase: Phase, made: Large) -> str:
     dims = tuple(size for size in made.buffer.dims if size > 1)
     if dims in phase.parameters:
         if phase.name == "update" and made.buffer.dtype == "f32":
-            return "a gradient in float32; model.lora, a larger mesh.fsdp"
+            return "a moment, a master weight or a gradient; optimizer.moments, model.lora, a larger mesh.fsdp"
         return "a weight; a larger mesh.tensor or mesh.fsdp, model.quantize"
     if phase.role == "sampler":
         return "the cache; rollout.slots, row_tokens" if len(made.buffer.dims) >= 5 else "rollout.slots"

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
 from posttrain.config import MESH_AXES, ROW_AXES, ModelSection, RewardModelSection, RunConfig
@@ -20,7 +19,8 @@ from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
 from posttrain.runs.prepare import prepare
 from posttrain.stages.table import STAGES, check_row_tokens, row_notes, stage_names
-from posttrain.train.optim import make_optimizer
+from posttrain.train.objective import used_once
+from posttrain.train.optim import Optimizer, make_optimizer
 from posttrain.weights.load import check_mesh, outline_of
 from posttrain.weights.locate import ModelFiles, unreachable
 from posttrain.weights.lora import attach_lora, has_lora
@@ -40,9 +40,10 @@ class TrainingSize:
     trained: int
     weights: int
     gradient: int
-    """Bytes of float32 gradients, regardless of the parameters' type."""
+    """Bytes of the gradient of one micro-batch: float32, of matrices in layers the parameters' and computation's own
+    type. Several micro-batches hold their float32 sum besides."""
     optimizer: int
-    """Bytes of moments, and of float32 master weights of low-precision parameters."""
+    """Bytes of moments, and of float32 master weights of low-precision parameters if they are kept."""
     per_device: int
 
 
@@ -107,10 +108,13 @@ def training_size(config: RunConfig, outline: Decoder, mesh: Mapping[str, int]) 
     weights = ModelWeights(outline)
     trainable, dims = weights.trainable(), weights.dims()
     parts = {path: math.prod(mesh[axis] for axis in _axes(dims[path], p.shape, mesh)) for path, p in arrays.items()}
-    optimizer = make_optimizer(config.stages[0].optimizer, 1)
-    states = {path: _state_bytes(optimizer, arrays[path]) for path in trainable}
+    optimizer = make_optimizer(config.stages[0].optimizer, 1, seed=0)
+    states = {path: _state_bytes(optimizer, path, arrays[path]) for path in trainable}
     held = {path: p.size * p.dtype.itemsize for path, p in arrays.items()}
-    gradient = {path: arrays[path].size * FLOAT32_BYTES for path in trainable}
+    once = used_once(weights, jnp.dtype(config.model.compute_dtype or config.model.dtype))
+    gradient = {
+        path: arrays[path].size * (arrays[path].dtype.itemsize if path in once else FLOAT32_BYTES) for path in trainable
+    }
     each = sum((held[path] + gradient.get(path, 0) + states.get(path, 0)) // parts[path] for path in arrays)
     return TrainingSize(
         total=sum(p.size for path, p in arrays.items() if not path.endswith((".lora_scale", ".scales"))),
@@ -145,8 +149,8 @@ def model_outline(config: RunConfig, files: ModelFiles) -> Decoder:
     return nnx.eval_shape(changed, outline) if lora is not None or scored else outline
 
 
-def _state_bytes(optimizer: optax.GradientTransformation, parameter: jax.ShapeDtypeStruct) -> int:
-    leaves = jax.tree.leaves(jax.eval_shape(optimizer.init, {"x": parameter}))
+def _state_bytes(optimizer: Optimizer, path: str, parameter: jax.ShapeDtypeStruct) -> int:
+    leaves = jax.tree.leaves(jax.eval_shape(optimizer.init, {path: parameter}))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.shape)
 
 

@@ -27,7 +27,7 @@ from posttrain.weights.load import check_mesh
 from posttrain.weights.locate import ModelFiles, tokenizer_name, trained_model_files
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
-MAX_TRIED = 4
+MAX_TRIED = 5
 """Settings that are compiled in search of one that fits."""
 
 
@@ -148,6 +148,12 @@ def _changes(section: TrainSection, config: RunConfig, machine: Machine) -> Iter
     if section.micro_batch_rows != machine.num_devices:
         changes["micro_batch_rows"] = machine.num_devices
         yield dict(changes)
+    if section.optimizer.moments == "float32":
+        changes["optimizer.moments"] = "bfloat16"
+        yield dict(changes)
+    if config.model.dtype == "bfloat16" and not section.optimizer.stochastic_rounding:
+        changes["optimizer.stochastic_rounding"] = True
+        yield dict(changes)
     if config.model.lora is None and config.model.adapter is None:
         changes["model.lora"] = {"rank": 16}
         yield dict(changes)
@@ -158,7 +164,8 @@ def _changed(config: RunConfig, section: TrainSection, changes: dict[str, Any]) 
     place = config.stages.index(section)
     for name, value in changes.items():
         head, _, last = name.rpartition(".")
-        target = fields.setdefault(head, {}) if head else fields["stages"][place]
+        stage = fields["stages"][place]
+        target = stage.setdefault(head, {}) if head == "optimizer" else fields.setdefault(head, {}) if head else stage
         target[last] = value
     changed = RunConfig.model_validate(fields)
     return changed, changed.stages[place]

@@ -129,7 +129,7 @@ class StageRun:
         return Trainer(
             model,
             loss,
-            make_optimizer(section.optimizer, section.steps),
+            make_optimizer(section.optimizer, section.steps, self.seed),
             temperature=temperature,
             max_grad_norm=section.optimizer.max_grad_norm,
             micro_batch_rows=section.pass_rows,

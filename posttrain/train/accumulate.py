@@ -19,11 +19,14 @@ Micro = Any
 
 
 def sum_over(function: Callable[[Any], Any], micro: Micro, count: Array) -> Any:
-    """Sum a pytree-valued function over the first `count` micro-batches; `Max` metrics keep the largest."""
+    """Sum a pytree-valued function over the first `count` micro-batches; `Max` metrics keep the largest.
+
+    Sums of several are float32, also of bfloat16 values.
+    """
     if num_micro(micro) == 1:
         return function(_at(micro, 0))
     function = jax.jit(function)
-    start = jax.tree.map(jnp.zeros_like, jax.eval_shape(function, _at(micro, 0)))
+    start = jax.tree.map(lambda s: jnp.zeros(s.shape, _wide(s.dtype)), jax.eval_shape(function, _at(micro, 0)))
 
     def body(index: Array, total: Any) -> Any:
         return added(total, function(_at(micro, index)))
@@ -41,6 +44,10 @@ def stack_over(function: Callable[[Any], Any], micro: Micro, count: Array) -> An
         return jax.tree.map(lambda all, one: all.at[index].set(one), out, function(_at(micro, index)))
 
     return jax.lax.fori_loop(0, count, body, start)
+
+
+def _wide(dtype: np.dtype) -> np.dtype:
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def num_micro(micro: Micro) -> int:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float
 
@@ -35,11 +36,14 @@ from posttrain.models.taps import Features
 from posttrain.train.accumulate import CotangentLoss, flatten_micro, num_micro, stack_over, sum_over
 from posttrain.train.layer_matching import Matching
 from posttrain.tree import replace
-from posttrain.weights.state import ModelWeights, Weights
+from posttrain.weights.state import ADAPTER, ModelWeights, Weights
 
 UNROLLED_LAYERS_ON_CPU = 8
 """Maximum depth up to which XLA:CPU gradients unroll the layers: faster than a scan, which stacks all residuals, and
 still compiled in acceptable time."""
+
+EXPERTS = (".experts.gate", ".experts.up", ".experts.down")
+"""Endings of the paths of experts' matrices."""
 
 AnyLoss = Callable[[Any, Batch], LossOutput]
 """Loss on the model's statistics: a `TokenLoss` or a `ScoreLoss`."""
@@ -94,6 +98,10 @@ class Objective:
     @functools.cached_property
     def _projections(self) -> frozenset[str]:
         return frozenset(() if self.matching is None else self.matching.shapes())
+
+    @functools.cached_property
+    def _used_once(self) -> frozenset[str]:
+        return used_once(self.student, self.student.model.compute.dtype)
 
     @functools.cached_property
     def _unrolled(self) -> bool:
@@ -245,7 +253,8 @@ class Objective:
         cotangents = known_cotangents(loss, batch) if self.terms.unshared is None else None
 
         # Differentiate by float32 copies, so that sums over chunks and tokens are accumulated in float32.
-        return jax.grad(total, has_aux=True)(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+        wide = {path: p if path in self._used_once else p.astype(jnp.float32) for path, p in params.items()}
+        return jax.grad(total, has_aux=True)(wide)
 
     def _head(self, model: Decoder, weights: Weights) -> Decoder:
         """Model for its logits: on a mesh apart from the embedding's use of a tied table, which otherwise would be laid
@@ -280,6 +289,18 @@ class Objective:
 
         loss_weight, router_weight = sum_over(weights, micro, count)
         return jnp.where(router_weight > 0, loss_weight / jnp.maximum(router_weight, 1.0), 0.0)
+
+
+def used_once(weights: ModelWeights, compute_dtype: np.dtype) -> frozenset[str]:
+    """Matrices of layers, stored in the type in which their one product reads them and gives its gradient: a float32
+    gradient of the whole stack would hold the same numbers in twice the memory."""
+    stored = weights.structs()
+    return frozenset(
+        path
+        for path, dims in weights.dims().items()
+        if path.startswith("stages.") and ADAPTER not in path and path.endswith((".kernel", *EXPERTS))
+        if "router" not in dims and stored[path].dtype == compute_dtype
+    )
 
 
 def known_cotangents(loss: AnyLoss, batch: Batch) -> dict[str, Array] | None:

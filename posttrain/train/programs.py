@@ -26,7 +26,7 @@ from posttrain.runtime.host_memory import gc_disabled
 from posttrain.train.accumulate import stack_over
 from posttrain.train.layer_matching import Matching
 from posttrain.train.objective import Objective
-from posttrain.train.optim import clipped, global_norm
+from posttrain.train.optim import OptaxOptimizer, Optimizer, Prepare, clipped, global_norm
 from posttrain.tree import Metric, added_up
 from posttrain.weights.lora import has_lora
 from posttrain.weights.quantize import is_quantized
@@ -46,7 +46,7 @@ class TrainPrograms:
         self,
         model: Decoder,
         loss: TokenLoss | ScoreLoss,
-        optimizer: optax.GradientTransformation,
+        optimizer: Optimizer | optax.GradientTransformation,
         *,
         temperature: float,
         max_grad_norm: float,
@@ -63,7 +63,10 @@ class TrainPrograms:
     ):
         if is_quantized(model) and not has_lora(model):
             raise ValueError("Trainer: quantized weights cannot be trained; give the model an adapter (lora)")
-        self.mesh, self.optimizer = mesh, optimizer
+        self.mesh = mesh
+        self.optimizer: Optimizer = (
+            OptaxOptimizer(optimizer) if isinstance(optimizer, optax.GradientTransformation) else optimizer
+        )
         self.num_traced = 0
         """Number of programs traced for updates, evaluation and statistics: one each per batch shape."""
         self._max_grad_norm, self._correction_rate, self._refuse = max_grad_norm, correction_rate, refuse
@@ -157,8 +160,8 @@ class TrainPrograms:
         """Optimizer state: per-parameter state is sharded like its parameter, counters are replicated."""
 
         def placed(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            name = getattr(path[-1], "key", None) if path else None
-            sharding = self.weights[name].sharding if name in self.weights else replicated(self.mesh)
+            names = [key.key for key in path if getattr(key, "key", None) in self.weights]
+            sharding = _sharding_like(self.weights[names[-1]], x.shape) if names else replicated(self.mesh)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         return jax.tree_util.tree_map_with_path(placed, jax.eval_shape(self.optimizer.init, self.params))
@@ -178,21 +181,18 @@ class TrainPrograms:
         objective = self.objective
         inputs, router_weight = (micro, objective.keys(step, micro)), objective.router_weight(micro, count)
         gradient, (output, routers) = objective.gradients(params, frozen, teacher_weights, router_weight, inputs, count)
+        gradient = jax.lax.with_sharding_constraint(gradient, {path: x.sharding for path, x in self.params.items()})
         weight = output.loss.weight
         norm = global_norm(_mean(gradient, weight))
         usable = jnp.isfinite(norm) & (weight > 0) & wanted
         if self._refuse is not None:
             usable &= ~self._refuse(output.metrics)
 
-        def update(gradient: Weights, params: Weights, opt_state: Any) -> tuple[Weights, Any]:
-            gradient = clipped(_mean(gradient, weight), norm, self._max_grad_norm)
-            updates, new_state = self.optimizer.update(gradient, opt_state, params)
-            sums = {path: p.astype(jnp.float32) + updates[path].astype(jnp.float32) for path, p in params.items()}
-            # An optimizer may adopt the gradient's dtype; a changed dtype would recompile the next step.
-            new_state = jax.tree.map(lambda new, old: jnp.asarray(new).astype(old.dtype), new_state, opt_state)
-            return {path: sums[path].astype(p.dtype) for path, p in params.items()}, new_state
+        def prepare(gradient: Array) -> Array:
+            mean: Array = clipped(_mean(gradient, weight), norm, self._max_grad_norm)
+            return mean
 
-        new_params, new_state = self._if(usable, update, gradient, params, opt_state)
+        new_params, new_state = self._updated(gradient, params, opt_state, prepare, usable)
         if self._correction_rate and routers is not None:
             for path, numbers in correction_paths(self.structure.model.config).items():
                 changed = updated_correction(params[path], routers.load[jnp.asarray(numbers)], self._correction_rate)
@@ -206,14 +206,18 @@ class TrainPrograms:
         }
         return new_params, new_state, metrics
 
-    def _if(
-        self, usable: Array, update: Callable[..., tuple[Weights, Any]], gradient: Weights, *old: Any
+    def _updated(
+        self, gradient: Weights, params: Weights, opt_state: Any, prepare: Prepare, usable: Array
     ) -> tuple[Weights, Any]:
-        """Apply `update` if `usable`, else return the old values."""
-        if platform_of(self.mesh) == "cpu":
-            # XLA:CPU would fuse the condition's inputs into every kernel; on GPU a branch synchronizes with the host.
-            return jax.lax.cond(usable, update, lambda _, *old: old, gradient, *old)
-        new: tuple[Weights, Any] = jax.tree.map(lambda n, o: jnp.where(usable, n, o), update(gradient, *old), old)
+        """Parameters and state after the update; the old ones if it is not `usable`."""
+        if platform_of(self.mesh) != "cpu":
+            return self.optimizer.update(gradient, opt_state, params, prepare, usable)
+
+        # XLA:CPU would fuse the condition's inputs into every kernel; on GPU a branch synchronizes with the host.
+        def update(gradient: Weights, params: Weights, opt_state: Any) -> tuple[Weights, Any]:
+            return self.optimizer.update(gradient, opt_state, params, prepare, None)
+
+        new: tuple[Weights, Any] = jax.lax.cond(usable, update, lambda _, *old: old, gradient, params, opt_state)
         return new
 
     def _evaluate_program(
@@ -238,8 +242,20 @@ class TrainPrograms:
         return stats
 
 
-def _mean(gradient: Weights, weight: Array | float) -> Weights:
-    return jax.tree.map(lambda g: g / jnp.where(weight > 0, weight, 1.0), gradient)
+def _mean(gradient: Any, weight: Array | float) -> Any:
+    """Gradients of a sum divided by its weight, in float32."""
+    return jax.tree.map(lambda g: g.astype(jnp.float32) / jnp.where(weight > 0, weight, 1.0), gradient)
+
+
+def _sharding_like(parameter: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> NamedSharding:
+    """Sharding of a parameter for its state, which may have fewer numbers in a dimension: whole if not divisible."""
+    sharding = parameter.sharding
+    assert isinstance(sharding, NamedSharding) and len(shape) == len(parameter.shape)
+    spec = zip(shape, (*sharding.spec, *(None for _ in range(len(shape) - len(sharding.spec)))), strict=True)
+    sizes = sharding.mesh.shape
+    return NamedSharding(
+        sharding.mesh, PartitionSpec(*(axis if axis and size % sizes[axis] == 0 else None for size, axis in spec))
+    )
 
 
 def _structure(model: Decoder, mesh: Mesh) -> ModelWeights:

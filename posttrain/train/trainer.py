@@ -32,6 +32,7 @@ from posttrain.runtime.profiler import span
 from posttrain.tracking.console import progress_bar
 from posttrain.train.accumulate import concatenated, flatten_micro
 from posttrain.train.layer_matching import Matching
+from posttrain.train.optim import Optimizer
 from posttrain.train.programs import Refuse, TrainPrograms, placed_shapes
 from posttrain.tree import Metric, replace
 from posttrain.weights.state import ModelWeights, Weights
@@ -55,7 +56,7 @@ class Trainer:
         self,
         model: Decoder,
         loss: TokenLoss | ScoreLoss,
-        optimizer: optax.GradientTransformation,
+        optimizer: Optimizer | optax.GradientTransformation,
         *,
         temperature: float,
         max_grad_norm: float,
@@ -103,7 +104,7 @@ class Trainer:
         for weights in (*self._objective.teachers, self._weights):
             _place(weights, self.mesh)
         state = jax.tree.map(lambda x: x.sharding, self._programs.opt_state)
-        self._opt_state = jax.jit(optimizer.init, out_shardings=state)(self.params)
+        self._opt_state = jax.jit(self._programs.optimizer.init, out_shardings=state)(self.params)
 
     @property
     def num_programs(self) -> int:

@@ -44,6 +44,7 @@ ROWS = {
     "gpt_oss": Rows(64, 8, 64, window=128, sinks=True),
     "deepseek_v3": Rows(16, 16, 192, value_dim=128),
     "llama_1b": Rows(32, 8, 64, length=384),
+    "padded": Rows(32, 8, 128, length=1000),
 }
 
 

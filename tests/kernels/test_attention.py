@@ -17,7 +17,7 @@ from posttrain.config import AttentionKernel
 from posttrain.kernels.attention import attention
 from posttrain.kernels.attention.call import AttentionCall
 from posttrain.kernels.attention.dispatch import block_size, choose, even_block, select
-from posttrain.kernels.platform import log_choice
+from posttrain.kernels.platform import log_choice, warn_once
 from tests.kernels.attention_cases import CASES, HEADS, Case, Rows, rows
 
 SMALL = rows(lengths=((5, 4), (12,)), length=12)
@@ -268,7 +268,7 @@ PREFILL: dict[str, Any] = {"num_queries": 512, "same_tokens": False}
         ({}, "splash"),
         ({"soft_cap": 5.0, "sinks": True, "value_dim": 32}, "splash"),
         ({"num_queries": 128, "num_keys": 128}, "splash"),
-        ({"num_queries": 2000, "num_keys": 2000}, "blockwise"),
+        ({"num_queries": 2000, "num_keys": 2000}, "splash"),
         ({"num_queries": 100, "num_keys": 100}, "reference"),
         ({"row_shards": 8}, "blockwise"),
         ({"row_shards": 4, "head_shards": 4}, "splash"),
@@ -312,11 +312,6 @@ def test_choice(changes: dict[str, Any], kernel: str) -> None:
     ("kernel", "changes", "message"),
     [
         ("splash", {"platform": "gpu"}, "'splash' runs on TPU.*got gpu; use auto, reference, blockwise, cudnn$"),
-        (
-            "splash",
-            {"num_queries": 100, "num_keys": 100},
-            "multiple of 128, got 100; use auto, reference, blockwise$",
-        ),
         ("splash", DECODE, "without a KV cache, got 1 queries on 2048 cached keys"),
         ("splash", {"row_shards": 3}, "the mesh's 3 row shards do not divide 4 rows"),
         ("splash", {"head_shards": 3}, "mesh.tensor=3 does not divide 8 heads in 2 groups"),
@@ -341,8 +336,19 @@ def test_a_kernel_that_cannot_serve(kernel: AttentionKernel, changes: dict[str, 
 
 
 def test_a_named_kernel_is_refused_where_it_is_called() -> None:
-    with pytest.raises(ValueError, match="'splash' needs a row length that is a multiple of 128, got 12"):
-        call(SMALL, CASES["full"], kernel="splash")
+    with pytest.raises(ValueError, match="'cudnn' runs on GPU, got cpu"):
+        call(SMALL, CASES["full"], kernel="cudnn")
+
+
+def test_slow_attention_on_tpu_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    for changes in ({}, {"num_queries": 100, "num_keys": 100}, DECODE, {"platform": "cpu"}):
+        choose(replace(ROWS_2048, **changes))
+    assert caplog.messages == []
+    for _ in range(2):
+        choose(replace(ROWS_2048, head_shards=3))
+    (message,) = caplog.messages
+    assert "blockwise XLA code, which is slow on TPU: splash splits heads over devices: mesh.tensor=3" in message
 
 
 def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

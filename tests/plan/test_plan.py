@@ -51,6 +51,7 @@ def test_the_nearest_setting_that_fits(tmp_path: Path) -> None:
     lines = list(plan(config, with_memory(1 << 10)))
     assert "TOO MUCH" in next(line for line in lines if line.startswith("  trainer: update")) and len(peaks) == 1
     assert "nor with model.remat=full; nor model.remat=full micro_batch_rows=8" in lines[-1]
+    assert "micro_batch_rows=8 optimizer.moments=bfloat16; nor" in lines[-1] and "model.lora={'rank': 16}" in lines[-1]
     assert not any("nearest" in line for line in plan(config, with_memory(1 << 10), search=False))
 
 

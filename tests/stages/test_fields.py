@@ -338,18 +338,21 @@ def test_rows_of_prompts_that_are_left_out_are_never_drawn(folder: Path) -> None
         {"beta1": 0.5},
         {"beta2": 0.5},
         {"eps": 1.0},
+        {"moments": "bfloat16"},
+        {"moments": "int8"},
+        {"stochastic_rounding": True},
     ],
 )
 def test_optimizer(folder: Path, change: dict[str, Any]) -> None:
     section = sft(folder).section.optimizer
 
     def moved(fields: dict[str, Any]) -> Any:
-        params = {"w": jnp.ones((2,))}
-        optimizer = make_optimizer(section.model_copy(update=fields), 4)
+        params = {"w": jnp.ones((16, 2), jnp.bfloat16 if "stochastic_rounding" in change else jnp.float32)}
+        optimizer = make_optimizer(section.model_copy(update=fields), 4, seed=0)
         state = optimizer.init(params)
         for gradient in (1.0, -0.3, 0.2):
-            updates, state = optimizer.update({"w": jnp.full((2,), gradient)}, state, params)
-            params = {"w": params["w"] + updates["w"]}
+            given = {"w": gradient * jnp.linspace(0.5, 1.0, 32).reshape(16, 2)}
+            params, state = optimizer.update(given, state, params, lambda g: g.astype(jnp.float32), None)
         return np.asarray(params["w"])
 
     assert not np.array_equal(moved({}), moved(change))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -22,6 +23,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.train.objective import known_cotangents
 from posttrain.train.trainer import Trainer
 from posttrain.weights.state import ModelWeights
+from tests.mixtures import mixture_config, mixture_model
 from tests.tiny import tiny_model
 
 ROWS, LENGTH = 4, 12
@@ -126,3 +128,40 @@ def test_noise_on_embeddings() -> None:
     assert abs(loud - quiet) > 1e-3
     found, expected = (to_host(trainer.evaluate([packed]))["nll"] for trainer in (noisy, plain))
     assert found == pytest.approx(expected, rel=1e-6) == quiet
+
+
+@pytest.mark.parametrize("kind", ["dense", pytest.param("mixture", marks=pytest.mark.thorough)])
+def test_gradients_of_matrices_have_the_type_of_their_product(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bfloat16 ones are those of float32 copies, whose products gave bfloat16 as well; sums of micro-batches are
+    float32. Head, embedding and router, whose gradients are sums of several, stay float32."""
+
+    def gradients(micro: int | None) -> dict[str, jax.Array]:
+        sizes: Any = {"num_layers": 2, "windows": (None,), "tie_embeddings": False}
+        if kind == "dense":
+            model = tiny_model(dtype=jnp.bfloat16, **sizes)
+        else:
+            model = mixture_model(mixture_config(num_dense=0, **sizes), dtype=jnp.bfloat16)
+            weights = ModelWeights(model)
+            weights.write(jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights.read()))
+        fixed: Any = {"temperature": 1.0, "max_grad_norm": 1.0}
+        trainer = Trainer(model, SFTLoss(), optax.sgd(1.0), micro_batch_rows=micro, **fixed)
+        objective, (rows, count) = trainer._objective, trainer._micro_batches(batch())
+        given = trainer.params, {}, [], jnp.zeros(()), (rows, objective.keys(jnp.uint32(0), rows)), count
+        found: dict[str, jax.Array] = jax.jit(objective.gradients)(*given)[0]
+        return found
+
+    found, split = gradients(None), gradients(2)
+    assert {g.dtype for g in split.values()} == {jnp.dtype("float32")}
+    low = {path for path, g in found.items() if g.dtype == jnp.bfloat16}
+    assert low == {
+        path
+        for path, g in found.items()
+        if path.startswith("stages.") and g.ndim >= 3 and not re.search("router|shared_gate|bias", path)
+    }
+    monkeypatch.setattr("posttrain.train.objective.used_once", lambda *_: frozenset())
+    wide = gradients(None)
+    assert {g.dtype for g in wide.values()} == {jnp.dtype("float32")}
+    for path, expected in wide.items():
+        for one in (found[path], split[path]):
+            error = np.linalg.norm(np.asarray(one, np.float32) - expected)
+            assert error <= 2**-7 * np.linalg.norm(expected), path

@@ -26,6 +26,7 @@ from posttrain.kernels.platform import (
     platform_of,
     row_shards,
     token_shards,
+    warn_once,
 )
 
 Kernel: TypeAlias = Callable[[Operands], Float[Array, "B T N Hv"]]
@@ -154,12 +155,19 @@ def choose(call: AttentionCall) -> str:
     small = call.num_logits <= WHOLE_LOGITS
     if call.kind == "decode":
         return "cudnn" if SUPPORT["cudnn"].refusal(call) is None else "reference"
-    if call.kind == "rows":
-        for name in PREFERRED.get(call.platform, ()):
-            if SUPPORT[name].refusal(call) is None:
-                return name
-        small = small and call.num_queries <= WHOLE_LENGTH
-    return "reference" if small else "blockwise"
+    if call.kind != "rows":
+        return "reference" if small else "blockwise"
+    short = small and call.num_queries <= WHOLE_LENGTH
+    if short and call.platform == "tpu" and call.num_queries < splash.LANES:
+        return "reference"
+    fused = PREFERRED.get(call.platform, ())
+    refusals = {name: SUPPORT[name].refusal(call) for name in fused}
+    chosen = next((name for name in fused if refusals[name] is None), "reference" if short else "blockwise")
+    if call.platform == "tpu" and chosen not in fused:
+        warn_once(
+            f"attention: {chosen} XLA code, which is slow on TPU: " + "; ".join(f"{n} {r}" for n, r in refusals.items())
+        )
+    return chosen
 
 
 def select(kernel: str, call: AttentionCall) -> str:
@@ -190,7 +198,7 @@ def run(name: str, operands: Operands, variant: Variant, call: AttentionCall, me
             return kernel(operands) if call.token_shards == 1 else on_devices(kernel, operands, call, mesh)
         case "splash":
             tables = splash.make_kernel(call, variant, interpret=interpret)
-            kernel = partial(splash.splash, variant=variant)
+            kernel = partial(splash.splash, variant=variant, padding=splash.row_padding(call))
             return on_devices(kernel, operands, call, mesh, tables, splash.by_tokens(tables, mesh))
         case "tokamax":
             return on_devices(partial(tokamax.tokamax, variant=variant), operands, call, mesh)

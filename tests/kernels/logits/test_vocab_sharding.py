@@ -241,7 +241,7 @@ def test_heads_of_models(kind: str) -> None:
     def run(mesh: Mesh | None, trained: Any, frozen: Any, arrays: dict[str, Any], hidden: Any) -> Any:
         def loss(trained: Any, hidden: Any) -> Any:
             bound = weights.bind({**frozen, **trained})
-            hidden += 0.0 if bound.head else bound.embed(arrays["tokens"], hidden.dtype)
+            hidden += 0.0 if bound.head else bound.embed(arrays["tokens"], hidden.dtype, mesh)
             problem = (bound.logits, hidden, arrays["tokens"], arrays["segments"])
             cotangents = dict.fromkeys(("logps", "entropy"), arrays["weight"])
             return stats_vjp(*problem, cotangents=cotangents, temperature=0.7, vocab_size=58, mesh=mesh)
