@@ -69,6 +69,14 @@ def reference(operands: Operands, variant: Variant) -> jax.Array:
     return whole(q, k, v, mask, scale=variant.scale, soft_cap=variant.soft_cap, sinks=sinks)
 
 
+def padded_splash(operands: Operands, variant: Variant, *, interpret: bool = True) -> jax.Array:
+    """Splash attention on one device."""
+    length, num_heads = operands.q.shape[1:3]
+    padded, head_dim = splash.padded_length(length), max(operands.q.shape[3], operands.v.shape[3])
+    kernel = splash.make_kernel(padded, num_heads, head_dim, variant, shards=1, interpret=interpret)
+    return splash.splash(operands, kernel, variant=variant, padding=padded - length)
+
+
 def through_jax(operands: Operands, variant: Variant) -> jax.Array:
     """The call of cuDNN, served by XLA."""
     out = jax.nn.dot_product_attention(**cudnn.arguments(operands, variant), implementation="xla")
@@ -81,8 +89,8 @@ IMPLEMENTATIONS: dict[str, Callable[[Operands, Variant], jax.Array]] = {
     "short_rows": functools.partial(blockwise.blockwise, same_tokens=True, block=128, short=True),
     "short_rows_uneven": functools.partial(blockwise.blockwise, same_tokens=True, block=152, short=True),
     "blockwise_uneven": functools.partial(blockwise.blockwise, same_tokens=False, block=100, short=False),
-    "splash": functools.partial(splash.splash, interpret=True),
-    "splash_split": functools.partial(splash.splash, interpret=True),
+    "splash": padded_splash,
+    "splash_split": padded_splash,
     "cudnn": through_jax,
     "tokamax": functools.partial(tokamax.tokamax, implementation="xla"),
 }

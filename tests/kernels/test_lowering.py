@@ -11,10 +11,10 @@ import pytest
 from jax import export
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from posttrain.kernels.attention import dispatch, splash
+from posttrain.kernels.attention import dispatch
 from posttrain.kernels.attention.call import AttentionCall, MaskInputs, Operands
 from posttrain.kernels.grouped_matmul import megablox
-from tests.kernels.attention_cases import CASES
+from tests.kernels.attention_cases import CASES, padded_splash
 
 ALLOWED = [export.DisabledSafetyCheck.custom_call("tpu_custom_call")]
 
@@ -63,7 +63,7 @@ def test_splash(name: str, length: int, head_dim: int, value_dim: int, dtype: ty
     given = operands(length, head_dim, value_dim, dtype, sinks=case.sinks)
 
     def attend(given: Operands) -> jax.Array:
-        return splash.splash(given, case.variant, interpret=False)
+        return padded_splash(given, case.variant, interpret=False)
 
     assert kernels(attend, given) == 1
     assert kernels(gradient(attend), given) == 1 + backward
@@ -91,6 +91,7 @@ def test_splash_on_a_mesh() -> None:
         same_tokens=True,
         row_shards=4,
         head_shards=2,
+        token_shards=1,
         tokamax=False,
         compute_capability=None,
     )

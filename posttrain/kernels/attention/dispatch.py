@@ -197,8 +197,10 @@ def run(name: str, operands: Operands, variant: Variant, call: AttentionCall, me
             kernel = partial(blockwise, variant=variant, same_tokens=same, block=block, short=short)
             return kernel(operands) if call.token_shards == 1 else on_devices(kernel, operands, call, mesh)
         case "splash":
-            tables = splash.make_kernel(call, variant, interpret=interpret)
-            kernel = partial(splash.splash, variant=variant, padding=splash.row_padding(call))
+            padding, head_dim = splash.row_padding(call), max(call.head_dim, call.value_dim)
+            sizes = call.num_keys + padding, call.num_heads // call.head_shards, head_dim
+            tables = splash.make_kernel(*sizes, variant, shards=call.token_shards, interpret=interpret)
+            kernel = partial(splash.splash, variant=variant, padding=padding)
             return on_devices(kernel, operands, call, mesh, tables, splash.by_tokens(tables, mesh))
         case "tokamax":
             return on_devices(partial(tokamax.tokamax, variant=variant), operands, call, mesh)

@@ -42,8 +42,8 @@ def refusal(call: AttentionCall) -> str | None:
 def splash(
     operands: Operands, kernel: splash_attention_kernel.SplashAttentionKernel, *, variant: Variant, padding: int
 ) -> Float[Array, "B T N Hv"]:
-    """Splash attention by `make_kernel`; blocks emptied by the causal mask or the window are skipped. Rows are padded by
-    `padding` tokens.
+    """Splash attention by `make_kernel`; blocks emptied by the causal mask or the window are skipped. Rows get
+    `padding` more tokens.
 
     The mask uses row indices, which equal positions up to a constant within a segment.
     """
@@ -106,11 +106,9 @@ def by_tokens(kernel: splash_attention_kernel.SplashAttentionKernel, mesh: Mesh 
 
 
 def make_kernel(
-    call: AttentionCall, variant: Variant, *, interpret: bool
+    length: int, num_heads: int, head_dim: int, variant: Variant, *, shards: int, interpret: bool
 ) -> splash_attention_kernel.SplashAttentionKernel:
-    """The kernel of one device's heads, with tables for the queries of a whole padded row."""
-    length = call.num_keys + row_padding(call)
-    num_heads, head_dim = call.num_heads // call.head_shards, max(call.head_dim, call.value_dim)
+    """The kernel of one device's heads, with tables for all queries of a padded row, which `shards` devices split."""
     shape = (length, length)
     if variant.window is None:
         mask: splash_attention_mask.Mask = splash_attention_mask.CausalMask(shape)
@@ -118,9 +116,9 @@ def make_kernel(
         mask = splash_attention_mask.LocalMask(shape, window_size=(variant.window - 1, 0), offset=0)
     return splash_attention_kernel.make_splash_mha(
         splash_attention_mask.MultiHeadMask([mask] * num_heads),
-        block_sizes=block_sizes(length, head_dim, variant.window, shards=call.token_shards),
+        block_sizes=block_sizes(length, head_dim, variant.window, shards=shards),
         attn_logits_soft_cap=variant.soft_cap,
         interpret=interpret,
         head_shards=1,
-        q_seq_shards=call.token_shards,
+        q_seq_shards=shards,
     )
