@@ -27,6 +27,7 @@ from posttrain.losses.router import RouterLoss, check_weight
 from posttrain.mesh import replicated, single_device_mesh
 from posttrain.metrics import Metrics, merge
 from posttrain.models.decoder import Decoder
+from posttrain.runtime import processes
 from posttrain.runtime.host_memory import gc_disabled, trim_host_memory
 from posttrain.runtime.profiler import span
 from posttrain.tracking.console import progress_bar
@@ -99,7 +100,7 @@ class Trainer:
         self._loss_checked = self._objective.router_loss is None
         projections = {} if matching is None else matching.projections()
         places = {path: x.sharding for path, x in self._programs.projections.items()}
-        self._projections: Weights = jax.device_put(projections, places)
+        self._projections: Weights = processes.on_devices(projections, places)
         for weights in (*self._objective.teachers, self._weights):
             _place(weights, self.mesh)
         state = jax.tree.map(lambda x: x.sharding, self._programs.opt_state)
@@ -257,13 +258,13 @@ class Trainer:
             whole = np.pad(x, ((0, padding), *((0, 0) for _ in rest))) if padding else x
             return whole.reshape(-1, rows, *rest)
 
-        micro = jax.device_put(jax.tree.map(split, host), self._programs.micro_sharding)
-        return micro, jax.device_put(np.int32(count), replicated(self.mesh))
+        micro = processes.on_devices(jax.tree.map(split, host), self._programs.micro_sharding)
+        return micro, processes.on_devices(np.int32(count), replicated(self.mesh))
 
 
 def _rows_on_host(stats: StatsT, batch: Batch) -> StatsT:
     """Statistics [M, rows, T] as host arrays of the batch's rows, without the padding rows of the last micro-batch."""
-    arrays: StatsT = jax.tree.map(lambda x: flatten_micro(np.asarray(x))[: batch.shape[0]], jax.device_get(stats))
+    arrays: StatsT = jax.tree.map(lambda x: flatten_micro(np.asarray(x))[: batch.shape[0]], processes.on_host(stats))
     return arrays
 
 

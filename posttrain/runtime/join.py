@@ -1,0 +1,193 @@
+"""Joining of the processes of one run, and their common end: an error of one ends all of them, with its message."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from posttrain.errors import ConfigError, RunError
+
+ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+"""Variables of a process that is started by hand: address and port of the first one, number of processes, its own."""
+JOIN_S = 300
+"""Longest wait for all processes to start."""
+LAST_WORDS_S = 5
+"""Longest wait of a process that has failed, for the others to print why they end."""
+_FAILURE = "posttrain/failure"
+_POLL_MS = 500
+
+Describe = Callable[[BaseException], tuple[str, int]]
+"""Message and exit code of an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Number of processes; and of this one with the first one's address, unless JAX finds these by itself."""
+
+    count: int
+    index: int | None = None
+    address: str | None = None
+
+
+def place() -> Place:
+    """Find out how many processes the environment has: from its variables, Slurm, Open MPI, a TPU slice, or a job of
+    Kubernetes. ConfigError for variables that do not fit, and where a cluster does not tell.
+
+    Nothing waits here: without any of these there is one process.
+    """
+    given = {name: os.environ[name] for name in (ADDRESS, COUNT, INDEX) if os.environ.get(name)}
+    if given.get(COUNT) == "1":
+        return Place(count=1)
+    if given:
+        if missing := [name for name in (ADDRESS, COUNT, INDEX) if name not in given]:
+            raise ConfigError(f"{', '.join(given)}: set {', '.join(missing)} as well, or {COUNT}=1 for one process")
+        if not (given[COUNT].isdecimal() and given[INDEX].isdecimal() and int(given[INDEX]) < int(given[COUNT])):
+            raise ConfigError(f"{INDEX}={given[INDEX]} must be a number from 0 and below {COUNT}={given[COUNT]}")
+        return Place(count=int(given[COUNT]), index=int(given[INDEX]), address=given[ADDRESS])
+    cluster = _cluster()
+    if cluster is None:
+        return Place(count=1)
+    try:
+        return Place(count=cluster.get_process_count())
+    except Exception as error:
+        raise ConfigError(
+            f"{cluster.__name__}: cannot tell the number of processes ({type(error).__name__}: {error}); "
+            f"set {ADDRESS}, {COUNT} and {INDEX}, or {COUNT}=1 for one process"
+        ) from error
+
+
+def _cluster() -> Any:
+    """The cluster that JAX detects; None: this host is alone."""
+    from jax._src.clusters import ClusterEnv
+
+    # In Kubernetes JAX asks the server for the job, which only an indexed one has.
+    indexed = "JOB_COMPLETION_INDEX" in os.environ
+    known = [c for c in ClusterEnv._cluster_types if c.__name__ != "K8sCluster" or indexed]
+    with warnings.catch_warnings(action="ignore"):
+        return next((c for c in known if not c.opt_in_only_method and c.is_env_present()), None)
+
+
+@contextmanager
+def joined(describe: Describe) -> Iterator[None]:
+    """Run the block in all processes of the environment; without others nothing changes.
+
+    The first error of one is printed by all, and ends them within seconds even while they wait for each other: the
+    caller must pass its exit code to `leave`. Raises ConfigError and RunError if the processes do not come together.
+    """
+    found = place()
+    if found.count == 1:
+        yield
+        return
+    _initialize(found)
+    group = _Group(describe)
+    try:
+        yield
+    except BaseException as error:
+        group.end_with(error)
+        raise
+    group.close()
+
+
+def leave(code: int | str | None) -> None:
+    """End a process whose run has failed, without the wait for the others at its exit; no effect otherwise."""
+    if _Group.failed:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
+
+
+def _initialize(found: Place) -> None:
+    import jax
+
+    # Its handler of SIGTERM would replace that of the training loop, which stops all processes after the same step.
+    jax.config.update("jax_enable_preemption_service", False)
+    own: dict[str, Any] = {}
+    if found.address is not None:
+        own = {"coordinator_address": found.address, "num_processes": found.count, "process_id": found.index}
+        own["cluster_detection_method"] = "deactivate"
+    try:
+        jax.distributed.initialize(initialization_timeout=JOIN_S, **own)
+    except (RuntimeError, ValueError) as error:
+        raise RunError(
+            f"the run has {found.count} processes, which did not come together within {JOIN_S} s "
+            f"({' '.join(str(error).split())[:200]}); start the same command on every host, or {COUNT}=1 for one alone"
+        ) from error
+
+
+class _Group:
+    """The others of a run: a thread ends this process when one of them fails."""
+
+    failed = False
+    """True in a process whose failure ends the run."""
+
+    def __init__(self, describe: Describe) -> None:
+        from posttrain.runtime import processes
+
+        self._describe, self._processes = describe, processes
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="other processes", daemon=True)
+        self._thread.start()
+
+    def end_with(self, error: BaseException) -> None:
+        """Tell the others, unless they raise the same; wait for their last words."""
+        processes, store = self._processes, self._processes.store()
+        if isinstance(error, processes.SameEverywhere):
+            self.close()
+            return
+        text, code = self._describe(error)
+        try:
+            store.key_value_set(_FAILURE, json.dumps({"index": processes.index(), "text": text, "code": code}))
+        except Exception:
+            # Another one failed first, or the store is gone with the first process: the thread ends this one.
+            self._thread.join(LAST_WORDS_S)
+        self.close()
+        _Group.failed = True
+        end = time.monotonic() + LAST_WORDS_S
+        for other in range(processes.count()):
+            if other != processes.index():
+                left_ms = max(1, int(1000 * (end - time.monotonic())))
+                _try(partial(store.blocking_key_value_get, f"{_FAILURE}/{other}", left_ms))
+
+    def close(self) -> None:
+        self._over.set()
+        # A thread that waits in C++ when the interpreter ends aborts the process.
+        self._thread.join()
+
+    def _watch(self) -> None:
+        processes, store = self._processes, self._processes.store()
+        failure = None
+        while failure is None and not self._over.is_set():
+            failure = self._failure_of_another(store)
+        if failure is None or failure["index"] == processes.index():
+            return
+        print(f"error: process {failure['index']} of {processes.count()}: {failure['text']}", file=sys.stderr)
+        sys.stderr.flush()
+        _try(partial(store.key_value_set, f"{_FAILURE}/{processes.index()}", ""))
+        os._exit(failure["code"])
+
+    def _failure_of_another(self, store: Any) -> dict[str, Any] | None:
+        """Wait a moment for a failure; None if there is none."""
+        try:
+            failure: dict[str, Any] = json.loads(store.blocking_key_value_get(_FAILURE, _POLL_MS))
+        except Exception as error:
+            if str(error).startswith("DEADLINE_EXCEEDED"):
+                return None
+            return {"index": 0, "text": f"it is gone ({str(error).splitlines()[0][:200]})", "code": 1}
+        return failure
+
+
+def _try(call: Callable[[], object]) -> None:
+    """Call a store that may be gone."""
+    try:
+        call()
+    except Exception:
+        return
