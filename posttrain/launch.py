@@ -92,16 +92,13 @@ def _forwarded(children: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
 def _wait(children: Sequence[subprocess.Popen[str]]) -> int:
     """Wait for all; after the first failure only for `GRACE_S`. Returns its exit code, 128 + N after signal N."""
     code, end = 0, float("inf")
-    while any(child.poll() is None for child in children) and time.monotonic() < end:
-        if code == 0 and (code := _first_failure(children)) != 0:
-            end = time.monotonic() + GRACE_S
+    while True:
+        codes = [child.poll() for child in children]
+        if code == 0 and (failed := [one for one in codes if one]):
+            code, end = failed[0], time.monotonic() + GRACE_S
+        if None not in codes or time.monotonic() > end:
+            return code if code >= 0 else 128 - code
         time.sleep(_POLL_S)
-    return code or _first_failure(children)
-
-
-def _first_failure(children: Sequence[subprocess.Popen[str]]) -> int:
-    code = next((child.returncode for child in children if child.returncode), 0)
-    return code if code >= 0 else 128 - code
 
 
 def _free_port() -> int:

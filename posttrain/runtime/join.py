@@ -114,13 +114,29 @@ def _initialize(found: Place) -> None:
     if found.address is not None:
         own = {"coordinator_address": found.address, "num_processes": found.count, "process_id": found.index}
         own["cluster_detection_method"] = "deactivate"
+    # Beyond its own limit JAX aborts the process, which tells nobody what to do.
+    limit = threading.Timer(JOIN_S, _give_up, (found,))
+    limit.daemon = True
+    limit.start()
     try:
-        jax.distributed.initialize(initialization_timeout=JOIN_S, **own)
+        jax.distributed.initialize(initialization_timeout=2 * JOIN_S, **own)
     except (RuntimeError, ValueError) as error:
-        raise RunError(
-            f"the run has {found.count} processes, which did not come together within {JOIN_S} s "
-            f"({' '.join(str(error).split())[:200]}); start the same command on every host, or {COUNT}=1 for one alone"
-        ) from error
+        raise RunError(f"{_apart(found)}: {' '.join(str(error).split())[:200]}") from error
+    finally:
+        limit.cancel()
+
+
+def _give_up(found: Place) -> None:
+    print(f"error: {_apart(found)}, after {JOIN_S} s", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _apart(found: Place) -> str:
+    return (
+        f"the run has {found.count} processes, which did not come together; start the same command on every host, or "
+        f"set {COUNT}=1 for one alone"
+    )
 
 
 class _Group:
