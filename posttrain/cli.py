@@ -150,6 +150,9 @@ def distill(
     loaded = load_config(config, overrides or [])
     if not cache:
         raise ConfigError("distill: give --cache to write the teachers' top-k; posttrain run trains the student")
+    from posttrain.runtime.join import check_alone
+
+    check_alone("distill --cache")
     from posttrain.runs.write_teacher_cache import write_caches
     from posttrain.tracking.console import shown_log
 

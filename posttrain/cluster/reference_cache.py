@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,12 +16,11 @@ from jaxtyping import Float
 
 from posttrain.batch import Batch
 from posttrain.cluster.scorers import model_inputs
-from posttrain.config.base import URL
 from posttrain.data.pipeline import fingerprint, token_fingerprint
 from posttrain.data.units import ComparisonBatches, NumberedRows, Unit, Units, all_rows
 from posttrain.errors import ConfigError
 from posttrain.runtime import processes
-from posttrain.runtime.files import digest
+from posttrain.runtime.files import cache_folder, digest
 from posttrain.tracking.console import console, progress_bar
 from posttrain.train.trainer import Trainer
 
@@ -84,17 +82,6 @@ class CachedLogps:
         return np.asarray(place.values[place.start : place.stop])
 
 
-def cache_folder(stage: Path) -> Path:
-    """`$XDG_CACHE_HOME/posttrain/reference`, by default below `~/.cache`; with several processes, whose hosts may have
-    caches of their own, `reference` in the stage's folder. ConfigError for a URL."""
-    if processes.count() > 1:
-        return stage / "reference"
-    base = os.environ.get("XDG_CACHE_HOME")
-    if base and URL.match(base):
-        raise ConfigError(f"XDG_CACHE_HOME={base} is a URL, and caches are folders only; set a folder")
-    return (Path(base) if base else Path.home() / ".cache") / "posttrain" / "reference"
-
-
 def with_reference(
     units: Units, trainer: Trainer, model: Mapping[str, str], stage: Path, *, seed: int, num_steps: int
 ) -> Units:
@@ -131,7 +118,9 @@ def _folder(units: Units, model: Mapping[str, str], stage: Path) -> Path:
         "tokens": token_fingerprint(units.rows, units),
         "rows": [units.kind, units.weigh_prompts, units.share_prompts, section.row_tokens, section.overlong],
     }
-    return cache_folder(stage) / _digest([VERSION, dict(model), data])
+    # Several hosts may have caches of their own, of which one lacks what another has.
+    cache = cache_folder("reference") if processes.count() == 1 else stage / "reference"
+    return cache / _digest([VERSION, dict(model), data])
 
 
 def _with(

@@ -20,8 +20,8 @@ ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PRO
 """Variables of a process that is started by hand: address and port of the first one, number of processes, its own."""
 JOIN_S = 300
 """Longest wait for all processes to start."""
-LAST_WORDS_S = 5
-"""Longest wait of a process that has failed, for the others to print why they end."""
+OWN_WORDS_S, LAST_WORDS_S = 2, 5
+"""Wait of a process for its own error when another has failed, and of the first process for the others to end."""
 _FAILURE = "posttrain/failure"
 _POLL_MS = 500
 
@@ -97,6 +97,14 @@ def joined(describe: Describe) -> Iterator[None]:
     group.close()
 
 
+def check_alone(command: str) -> None:
+    """ConfigError for a command of one process where the environment has several."""
+    if (found := place()).count > 1:
+        raise ConfigError(
+            f"{command} runs in one process, and this is one of {found.count}; run it on one host, with {COUNT}=1"
+        )
+
+
 def leave(code: int | str | None) -> None:
     """End a process whose run has failed, without the wait for the others at its exit; no effect otherwise."""
     if _Group.failed:
@@ -148,30 +156,30 @@ class _Group:
     def __init__(self, describe: Describe) -> None:
         from posttrain.runtime import processes
 
-        self._describe, self._processes = describe, processes
+        self._describe, self._processes, self._store = describe, processes, processes.store()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="other processes", daemon=True)
         self._thread.start()
 
     def end_with(self, error: BaseException) -> None:
-        """Tell the others, unless they raise the same; wait for their last words."""
-        processes, store = self._processes, self._processes.store()
-        if isinstance(error, processes.SameEverywhere):
+        """Tell the others, unless they raise the same; the first process, which has the store, waits for them."""
+        if isinstance(error, self._processes.SameEverywhere):
             self.close()
             return
         text, code = self._describe(error)
-        try:
-            store.key_value_set(_FAILURE, json.dumps({"index": processes.index(), "text": text, "code": code}))
-        except Exception:
-            # Another one failed first, or the store is gone with the first process: the thread ends this one.
-            self._thread.join(LAST_WORDS_S)
+        failure = {"index": self._processes.index(), "text": text, "code": code}
+        first = _try(partial(self._store.key_value_set, _FAILURE, json.dumps(failure)))
+        if not first and isinstance(error, RuntimeError) and not isinstance(error, RunError):
+            # JAX has lost the process that failed first: the thread tells why.
+            self._thread.join()
         self.close()
+        self._leave_word()
         _Group.failed = True
-        end = time.monotonic() + LAST_WORDS_S
-        for other in range(processes.count()):
-            if other != processes.index():
+        if self._processes.index() == 0:
+            end = time.monotonic() + LAST_WORDS_S
+            for other in range(1, self._processes.count()):
                 left_ms = max(1, int(1000 * (end - time.monotonic())))
-                _try(partial(store.blocking_key_value_get, f"{_FAILURE}/{other}", left_ms))
+                _try(partial(self._store.blocking_key_value_get, f"{_FAILURE}/{other}", left_ms))
 
     def close(self) -> None:
         self._over.set()
@@ -179,31 +187,35 @@ class _Group:
         self._thread.join()
 
     def _watch(self) -> None:
-        processes, store = self._processes, self._processes.store()
         failure = None
         while failure is None and not self._over.is_set():
-            failure = self._failure_of_another(store)
-        if failure is None or failure["index"] == processes.index():
+            failure = self._failure_of_another()
+        # The main thread may be about to raise the same.
+        if failure is None or self._over.wait(OWN_WORDS_S):
             return
-        print(f"error: process {failure['index']} of {processes.count()}: {failure['text']}", file=sys.stderr)
+        print(f"process {failure['index']} of {self._processes.count()}: {failure['text']}", file=sys.stderr)
         sys.stderr.flush()
-        _try(partial(store.key_value_set, f"{_FAILURE}/{processes.index()}", ""))
+        self._leave_word()
         os._exit(failure["code"])
 
-    def _failure_of_another(self, store: Any) -> dict[str, Any] | None:
+    def _failure_of_another(self) -> dict[str, Any] | None:
         """Wait a moment for a failure; None if there is none."""
         try:
-            failure: dict[str, Any] = json.loads(store.blocking_key_value_get(_FAILURE, _POLL_MS))
+            failure: dict[str, Any] = json.loads(self._store.blocking_key_value_get(_FAILURE, _POLL_MS))
         except Exception as error:
             if str(error).startswith("DEADLINE_EXCEEDED"):
                 return None
-            return {"index": 0, "text": f"it is gone ({str(error).splitlines()[0][:200]})", "code": 1}
+            return {"index": 0, "text": f"error: it is gone ({str(error).splitlines()[0][:200]})", "code": 1}
         return failure
 
+    def _leave_word(self) -> None:
+        _try(partial(self._store.key_value_set, f"{_FAILURE}/{self._processes.index()}", "ended"))
 
-def _try(call: Callable[[], object]) -> None:
-    """Call a store that may be gone."""
+
+def _try(call: Callable[[], object]) -> bool:
+    """Call a store that may be gone, or have the key; returns False then."""
     try:
         call()
     except Exception:
-        return
+        return False
+    return True

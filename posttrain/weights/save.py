@@ -13,7 +13,7 @@ from posttrain.errors import ConfigError
 from posttrain.models import hf
 from posttrain.models.decoder import Decoder
 from posttrain.runtime import processes
-from posttrain.runtime.files import whole_folder
+from posttrain.runtime.files import check_local, whole_folder
 from posttrain.weights.files import GENERATION, WEIGHTS, WEIGHTS_INDEX
 from posttrain.weights.lora import base_tensors
 from posttrain.weights.pieces import Gather
@@ -53,7 +53,7 @@ def save_model(model: Decoder, path: str | Path, *, tokenizer: SavedTokenizer | 
     if not processes.writes():
         files.gather()
         return
-    target = Path(path).expanduser().resolve()
+    target = Path(check_local(path)).expanduser().resolve()
     _check_replaceable(target)
     with whole_folder(target) as new:
         if tokenizer is not None:
