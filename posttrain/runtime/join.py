@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from posttrain.errors import ConfigError, RunError
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 """Variables of a process that is started by hand: address and port of the first one, number of processes, its own."""
-JOIN_S = 300
-"""Longest wait for all processes to start."""
+NOTICE_S, JOIN_S = 15, 300
+"""Wait for all processes to start until a notice, and the longest."""
 OWN_WORDS_S, LAST_WORDS_S = 2, 5
 """Wait of a process for its own error when another has failed, and of the first process for the others to end."""
 _FAILURE = "posttrain/failure"
@@ -69,11 +69,33 @@ def _cluster() -> Any:
     """The cluster that JAX detects; None: this host is alone."""
     from jax._src.clusters import ClusterEnv
 
-    # In Kubernetes JAX asks the server for the job, which only an indexed one has.
-    indexed = "JOB_COMPLETION_INDEX" in os.environ
-    known = [c for c in ClusterEnv._cluster_types if c.__name__ != "K8sCluster" or indexed]
-    with warnings.catch_warnings(action="ignore"):
-        return next((c for c in known if not c.opt_in_only_method and c.is_env_present()), None)
+    return next((c for c in ClusterEnv._cluster_types if _may_be_here(c) and c.is_env_present()), None)
+
+
+def _may_be_here(cluster: Any) -> bool:
+    """Exclude clusters on hosts where JAX's question for them fails, or waits for minutes."""
+    name = cluster.__name__
+    if name == "K8sCluster":
+        # JAX asks the server for the job, which only an indexed one has.
+        return "JOB_COMPLETION_INDEX" in os.environ
+    if name in ("GceTpuCluster", "GkeTpuCluster"):
+        from jax._src.cloud_tpu_init import running_in_cloud_tpu_vm
+
+        wanted = running_in_cloud_tpu_vm and "tpu" in os.environ.get("JAX_PLATFORMS", "tpu")
+        # JAX looks up what the environment lacks; a single host elsewhere, such as in a notebook, has no such server.
+        named = "MEGASCALE_NUM_SLICES" in os.environ or "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
+        return wanted and (named or _metadata_answers())
+    return not cluster.opt_in_only_method
+
+
+def _metadata_answers() -> bool:
+    """Tell whether Google Cloud's metadata server is there, which describes a TPU slice."""
+    address = os.environ.get("GCE_METADATA_IP", "metadata.google.internal"), 80
+    try:
+        socket.create_connection(address, timeout=2).close()
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager
@@ -123,15 +145,21 @@ def _initialize(found: Place) -> None:
         own = {"coordinator_address": found.address, "num_processes": found.count, "process_id": found.index}
         own["cluster_detection_method"] = "deactivate"
     # Beyond its own limit JAX aborts the process, which tells nobody what to do.
-    limit = threading.Timer(JOIN_S, _give_up, (found,))
-    limit.daemon = True
-    limit.start()
+    timers = [threading.Timer(JOIN_S, _give_up, (found,)), threading.Timer(NOTICE_S, _notice, (found,))]
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
     try:
         jax.distributed.initialize(initialization_timeout=2 * JOIN_S, **own)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         raise RunError(f"{_apart(found)}: {' '.join(str(error).split())[:200]}") from error
     finally:
-        limit.cancel()
+        for timer in timers:
+            timer.cancel()
+
+
+def _notice(found: Place) -> None:
+    print(f"waiting for {found.count} processes of the run; {COUNT}=1 for one alone", file=sys.stderr, flush=True)
 
 
 def _give_up(found: Place) -> None:

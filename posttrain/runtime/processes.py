@@ -65,7 +65,7 @@ def agreed(make: Callable[[], T]) -> T:
         value = make()
         store().key_value_set(key, json.dumps(value))
         return value
-    decided: T = json.loads(_value(key))
+    decided: T = json.loads(_waiting(lambda: store().blocking_key_value_get(key, WAIT_S * 1000)))
     return decided
 
 
@@ -76,14 +76,9 @@ def wait_for_all(what: str) -> None:
 
 
 def check_same(what: str, value: str) -> None:
-    """ConfigError, in every process, if the value is not the same in all of them."""
-    if count() == 1:
-        return
-    key = f"posttrain/same/{next(_calls)}"
-    store().key_value_set(f"{key}/{index()}", value)
-    found = [_value(f"{key}/{number}") for number in range(count())]
-    if other := [number for number, one in enumerate(found) if one != found[0]]:
-        raise ConfigError(f"{what}: process {other[0]} has another than process 0; give all of them the same")
+    """ConfigError in a process whose value is not that of the first one."""
+    if agreed(lambda: value) != value:
+        raise ConfigError(f"{what}: process {index()} has another than process 0; give all of them the same")
 
 
 def any_of(flag: bool) -> bool:
@@ -136,10 +131,6 @@ def _on_host(array: Any) -> np.ndarray:
         gathered: np.ndarray = multihost_utils.process_allgather(array, tiled=True)
         return gathered
     return np.asarray(array)
-
-
-def _value(key: str) -> str:
-    return _waiting(lambda: str(store().blocking_key_value_get(key, WAIT_S * 1000)))
 
 
 def _waiting(wait: Callable[[], T]) -> T:

@@ -203,13 +203,18 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         (SLURM | {"SLURM_NTASKS": "1"}, join.Place(count=1)),
         (SLURM | {"JAX_NUM_PROCESSES": "1"}, join.Place(count=1)),
         (TPU, join.Place(count=4)),
-        (TPU | {"TPU_WORKER_HOSTNAMES": "localhost", "MEGASCALE_NUM_SLICES": ""}, join.Place(count=1)),
+        (TPU | {"TPU_WORKER_HOSTNAMES": "localhost", "MEGASCALE_NUM_SLICES": "1"}, join.Place(count=1)),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, join.Place(count=1)),
     ],
 )
 def test_places(monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str], found: join.Place) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("jax._src.clusters.cloud_tpu_cluster.running_in_cloud_tpu_vm", environment.keys() >= TPU.keys())
+    if "TPU_WORKER_HOSTNAMES" in environment:
+        monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
+        monkeypatch.setenv("GCE_METADATA_IP", "127.0.0.1:1")
+        for module in ("cloud_tpu_init", "clusters.cloud_tpu_cluster"):
+            monkeypatch.setattr(f"jax._src.{module}.running_in_cloud_tpu_vm", True)
     assert join.place() == found
 
 
