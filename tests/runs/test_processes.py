@@ -113,30 +113,40 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-def test_stopped_killed_and_resumed_as_one_process(tmp_path: Path, one_process: Path) -> None:
-    """A signal to one process stops both after the same step; one that dies ends the other; the rest is done later."""
+def test_killed_and_resumed_as_one_process(tmp_path: Path, one_process: Path) -> None:
+    """A process that dies ends the other; the same command does the rest."""
     file, output = two_stages(tmp_path), tmp_path / "out"
     with launched(file) as launcher:
-        wait_for(launcher, output, "0-sft", 2)
-        os.kill(children(launcher)[1], signal.SIGTERM)
-        told, _ = launcher.communicate(timeout=TIMEOUT_S)
-    assert launcher.returncode == 130, told
-    assert re.search(r"^stopped after step \d of 8; run the same command again to resume", told, re.M), told
-    assert "Traceback" not in told and "FATAL" not in told
-    with launched(file) as launcher:
         wait_for(launcher, output, "1-preference", 2)
-        left = children(launcher)
-        os.kill(left[1], signal.SIGKILL)
+        os.kill(children(launcher)[1], signal.SIGKILL)
         started = time.monotonic()
         told, _ = launcher.communicate(timeout=TIMEOUT_S)
         assert time.monotonic() - started < 60
     assert launcher.returncode == 128 + signal.SIGKILL, told
-    assert "resuming after step" in told
+    check_finished(file, one_process)
+
+
+def check_finished(file: Path, one: Path) -> None:
     with launched(file) as launcher:
         told, _ = launcher.communicate(timeout=TIMEOUT_S)
     assert launcher.returncode == 0, told
     assert "0-sft: done before" in told and "resuming after step" in told
-    check_same_run(output, one_process)
+    check_same_run(file.parent / "out", one)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("whom", ["launcher", 0, 1])
+def test_stopped_and_resumed_as_one_process(tmp_path: Path, one_process: Path, whom: str | int) -> None:
+    """A signal to all, or to any of them, stops them after the same step."""
+    file, output = two_stages(tmp_path), tmp_path / "out"
+    with launched(file) as launcher:
+        wait_for(launcher, output, "1-preference", 2)
+        os.kill(launcher.pid if isinstance(whom, str) else children(launcher)[whom], signal.SIGTERM)
+        told, _ = launcher.communicate(timeout=TIMEOUT_S)
+    assert launcher.returncode == 130, told
+    assert re.search(r"^stopped after step \d of 6; run the same command again to resume", told, re.M), told
+    assert "Traceback" not in told and "FATAL" not in told
+    check_finished(file, one_process)
 
 
 @pytest.mark.thorough
