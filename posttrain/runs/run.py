@@ -7,6 +7,7 @@ import gc
 import json
 import secrets
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ from posttrain.train.loop import Interrupted, stop_on_signals
 from posttrain.weights.load import load_model
 
 CONFIG_NAME, LOCK_NAME = "config.yaml", ".lock"
+STALE_S = 60
+"""Time for which NFS may not show a folder that another host has made."""
 NO_EFFECT = ("output", "tensorboard", "profile")
 """Keys that may differ between calls of the same run."""
 
@@ -144,12 +147,23 @@ def _check_others(output: Path, config: RunConfig) -> None:
     token = processes.agreed((output / LOCK_NAME).read_text)
     settings = [dump_config(config), json.dumps(code_texts(config), sort_keys=True), __version__]
     processes.check_same("settings, code and version of the run", digest("\n".join(settings)))
-    lock = output / LOCK_NAME
-    if processes.any_of(not lock.exists() or lock.read_text() != token):
+    if processes.any_of(not _appears(output / LOCK_NAME, token)):
         raise ConfigError(
             f"output: a process does not see {output}, which process 0 has made; give a folder that all hosts share, "
-            "such as NFS or a mounted bucket"
+            "such as NFS"
         )
+
+
+def _appears(file: Path, content: str) -> bool:
+    """Wait until a file has this content, as long as a network file system may show an old state; False if it never
+    does."""
+    end = time.monotonic() + STALE_S
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError):
+            if file.read_text() == content:
+                return True
+        time.sleep(0.2)
+    return False
 
 
 @contextlib.contextmanager

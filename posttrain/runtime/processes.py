@@ -65,7 +65,7 @@ def agreed(make: Callable[[], T]) -> T:
         value = make()
         store().key_value_set(key, json.dumps(value))
         return value
-    decided: T = json.loads(_waiting(lambda: store().blocking_key_value_get(key, WAIT_S * 1000)))
+    decided: T = json.loads(_value(key))
     return decided
 
 
@@ -83,7 +83,11 @@ def check_same(what: str, value: str) -> None:
 
 def any_of(flag: bool) -> bool:
     """Tell whether the flag is set in any process."""
-    return bool(multihost_utils.process_allgather(np.bool_(flag)).any()) if count() > 1 else flag
+    if count() == 1:
+        return flag
+    key = f"posttrain/any/{next(_calls)}"
+    store().key_value_set(f"{key}/{index()}", json.dumps(flag))
+    return agreed(lambda: any(json.loads(_value(f"{key}/{number}")) for number in range(count())))
 
 
 class Votes:
@@ -131,6 +135,10 @@ def _on_host(array: Any) -> np.ndarray:
         gathered: np.ndarray = multihost_utils.process_allgather(array, tiled=True)
         return gathered
     return np.asarray(array)
+
+
+def _value(key: str) -> str:
+    return _waiting(lambda: str(store().blocking_key_value_get(key, WAIT_S * 1000)))
 
 
 def _waiting(wait: Callable[[], T]) -> T:
