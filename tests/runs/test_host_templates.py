@@ -169,4 +169,4 @@ def test_tasks_of_slurm(tmp_path: Path) -> None:
         for n in range(2)
     ]
     assert [task.wait(timeout=300) for task in tasks] == [0, 0]
-    assert len(values(tmp_path / "out")) == 18
+    assert len(values(tmp_path / "out")) == 13

@@ -41,7 +41,7 @@ class Loss(SFTLoss):
 
 def two_stages(folder: Path) -> Path:
     held_out = {"chat": False, "limit": 3}
-    sft = sft_stage(num_steps=8, checkpoint_every=1, eval_dataset={"path": "rows.jsonl", **held_out})
+    sft = sft_stage(num_steps=3, checkpoint_every=3, eval_dataset={"path": "rows.jsonl", **held_out})
     pairs = preference_stage(num_steps=6, checkpoint_every=1, eval_dataset={"path": "pairs.jsonl", **held_out})
     file = write_run(folder, sft, pairs, mesh={"fsdp": 2, "data": -1})
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
