@@ -1,9 +1,10 @@
-"""Command line: `posttrain run | check | plan | schema | distill | generate | export | upcycle | prune`."""
+"""Command line: `posttrain run | launch | check | plan | schema | distill | generate | export | upcycle | prune`."""
 
 from __future__ import annotations
 
 import json
 import sys
+import traceback
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -36,11 +37,26 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
     from posttrain.config.yaml_file import load_config
 
     loaded = load_config(config, overrides or [])
-    from posttrain.runs import run as recipe
-    from posttrain.tracking.console import shown_log
+    from posttrain.runtime.join import joined
 
-    with shown_log():
-        recipe.run(loaded)
+    with joined(_failure):
+        from posttrain.runs import run as recipe
+        from posttrain.tracking.console import shown_log
+
+        with shown_log():
+            recipe.run(loaded)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def launch(
+    command: Annotated[list[str], typer.Argument(metavar="run CONFIG [KEY=VALUE]...", help="The run, as without it.")],
+    processes: Annotated[int, typer.Option(min=1, help="Number of processes.")],
+    cpu_devices: Annotated[int, typer.Option(min=1, help="Virtual CPU devices of each process.")] = 1,
+) -> None:
+    """Run in several processes on this machine's CPU, as on as many hosts; to try such a run."""
+    from posttrain.launch import launch as recipe
+
+    raise typer.Exit(recipe(command, num_processes=processes, cpu_devices=cpu_devices))
 
 
 @app.command()
@@ -54,6 +70,10 @@ def check(
             help="Number of devices of the target machine, by default of this machine; or its name, such as v5e-8, "
             "to compile for it as `plan --quick` does.",
         ),
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of hosts of the target machine; by default of the named one, else 1."),
     ] = None,
 ) -> None:
     """Validate everything that can be validated without loading weights."""
@@ -72,7 +92,8 @@ def check(
     loaded = load_config(config, overrides or [])
     from posttrain.runs import check as recipe
 
-    for line in recipe.check(loaded, number):
+    hosts = processes or (1 if target is None else target.num_hosts)
+    for line in recipe.check(loaded, number, hosts):
         print(line)
     if target is not None:
         from posttrain.runs.plan import plan
@@ -129,6 +150,9 @@ def distill(
     loaded = load_config(config, overrides or [])
     if not cache:
         raise ConfigError("distill: give --cache to write the teachers' top-k; posttrain run trains the student")
+    from posttrain.runtime.join import check_alone
+
+    check_alone("distill --cache")
     from posttrain.runs.write_teacher_cache import write_caches
     from posttrain.tracking.console import shown_log
 
@@ -332,29 +356,32 @@ def export(
     print(f"{folder}: {proof}")
 
 
+def _failure(error: BaseException) -> tuple[str, int]:
+    """Last words of the command, and its exit code. Errors that no user makes have a traceback as well."""
+    if isinstance(error, ConfigError):
+        return "\n".join(f"error: {line}" for line in str(error).splitlines()), 2
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 130
+    # Looked up, not imported: importing jax here would slow down `--help`.
+    fit, proof = sys.modules.get("posttrain.train.loop"), sys.modules.get("posttrain.export.readers")
+    if fit is not None and isinstance(error, fit.Interrupted):
+        return f"{error}; run the same command again to resume", 130
+    if isinstance(error, FloatingPointError | RunError) or (proof is not None and isinstance(error, proof.ProofError)):
+        return f"error: {error}", 1
+    return f"{''.join(traceback.format_exception(error))}", 1
+
+
 def main() -> None:
     """Entry point. User errors print one line each (exit code 2), failures one line (1), interruptions exit with
     130."""
+    code: int | str | None = 0
     try:
         app()
-    except ConfigError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
-    except (FloatingPointError, RunError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except Exception as error:
-        # Looked up, not imported: importing jax here would slow down `--help`.
-        fit = sys.modules.get("posttrain.train.loop")
-        proof = sys.modules.get("posttrain.export.readers")
-        if proof is not None and isinstance(error, proof.ProofError):
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(1)
-        if fit is None or not isinstance(error, fit.Interrupted):
-            raise
-        print(f"{error}; run the same command again to resume", file=sys.stderr)
-        sys.exit(130)
+    except SystemExit as end:
+        code = end.code
+    except BaseException as error:
+        text, code = _failure(error)
+        print(text, file=sys.stderr)
+    if (join := sys.modules.get("posttrain.runtime.join")) is not None:
+        join.leave(code)
+    sys.exit(code)

@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "posttrain"
 
 LAYERS = (
-    {"errors", "tree", "runtime", "statistics"},
+    {"errors", "tree", "statistics"},
+    {"runtime"},
     {"config", "batch", "metrics", "user_code"},
     {"mesh", "tracking"},
     {"kernels"},

@@ -146,6 +146,9 @@ def posttrain_command(words: Sequence[str]) -> None:
     assert words[1] in known, f"there is no command {words[1]!r}"
     command = typer.main.get_command(app).commands[words[1]]
     context = command.make_context(words[1], list(words[2:]))
+    if words[1] == "launch":
+        posttrain_command(["posttrain", *context.params["command"]])
+        return
     if words[1] in ("run", "check"):
         checked(context.params["config"], tuple(context.params["overrides"] or ()))
         return

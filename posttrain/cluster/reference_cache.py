@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +19,8 @@ from posttrain.cluster.scorers import model_inputs
 from posttrain.data.pipeline import fingerprint, token_fingerprint
 from posttrain.data.units import ComparisonBatches, NumberedRows, Unit, Units, all_rows
 from posttrain.errors import ConfigError
-from posttrain.runtime.files import digest
+from posttrain.runtime import processes
+from posttrain.runtime.files import cache_folder, digest
 from posttrain.tracking.console import console, progress_bar
 from posttrain.train.trainer import Trainer
 
@@ -82,26 +82,23 @@ class CachedLogps:
         return np.asarray(place.values[place.start : place.stop])
 
 
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/posttrain/reference`, by default below `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "posttrain" / "reference"
-
-
-def with_reference(units: Units, trainer: Trainer, model: Mapping[str, str], *, seed: int, num_steps: int) -> Units:
+def with_reference(
+    units: Units, trainer: Trainer, model: Mapping[str, str], stage: Path, *, seed: int, num_steps: int
+) -> Units:
     """Training units with log-probabilities of `trainer`'s current model, for the units that `num_steps` will read.
 
-    The cache key is a hash of `model` (see `model_key`) and of the dataset; the text of each unit is compared as well.
+    `stage`: folder of the stage. The cache key is a hash of `model` (see `model_key`) and of the dataset; the text of
+    each unit is compared as well.
     """
     stream = ComparisonBatches(units, seed=seed)
     seen = f"seen-{_digest([stream.state()['identity'], num_steps])}"
     batches = (stream.numbered() for _ in range(num_steps))
-    return _with(units, trainer, _folder(units, model), batches, num_steps * units.section.batch_rows, seen)
+    return _with(units, trainer, _folder(units, model, stage), batches, num_steps * units.section.batch_rows, seen)
 
 
-def with_reference_of_all(units: Units, trainer: Trainer, model: Mapping[str, str]) -> Units:
-    """Evaluation units with log-probabilities of `trainer`'s current model."""
-    return _with(units, trainer, _folder(units, model), all_rows(units), len(units), ALL)
+def with_reference_of_all(units: Units, trainer: Trainer, model: Mapping[str, str], stage: Path) -> Units:
+    """Evaluation units with log-probabilities of `trainer`'s current model. `stage`: folder of the stage."""
+    return _with(units, trainer, _folder(units, model, stage), all_rows(units), len(units), ALL)
 
 
 def check_scored(batch: Batch) -> Batch:
@@ -114,28 +111,33 @@ def check_scored(batch: Batch) -> Batch:
     return batch
 
 
-def _folder(units: Units, model: Mapping[str, str]) -> Path:
+def _folder(units: Units, model: Mapping[str, str], stage: Path) -> Path:
     section = units.section
     data = {
         "dataset": fingerprint(units.dataset, units.rows),
         "tokens": token_fingerprint(units.rows, units),
         "rows": [units.kind, units.weigh_prompts, units.share_prompts, section.row_tokens, section.overlong],
     }
-    return cache_folder() / _digest([VERSION, dict(model), data])
+    # Several hosts may have caches of their own, of which one lacks what another has.
+    cache = cache_folder("reference") if processes.count() == 1 else stage / "reference"
+    return cache / _digest([VERSION, dict(model), data])
 
 
 def _with(
     units: Units, trainer: Trainer, folder: Path, batches: Iterable[NumberedRows], total: int, seen: str
 ) -> Units:
-    folder.mkdir(parents=True, exist_ok=True)
+    if processes.writes():
+        folder.mkdir(parents=True, exist_ok=True)
+    processes.wait_for_all(str(folder))
     known = CachedLogps(folder)
-    if (folder / ALL).exists() or (folder / seen).exists():
+    if processes.agreed(lambda: (folder / ALL).exists() or (folder / seen).exists()):
         console().print(f"reference log-probabilities: read from {folder}", markup=False, soft_wrap=True)
     else:
         with progress_bar(f"reference log-probabilities of {units.rows.name}", total) as advance:
             for count in _score(units, trainer, known, batches):
                 advance(count if seen == ALL else units.section.batch_rows)
-        (folder / seen).touch()
+        if processes.writes():
+            (folder / seen).touch()
     return replace(units, ref_logps=known)
 
 
@@ -182,7 +184,12 @@ def _digest(value: Any) -> str:
 
 
 def _write(folder: Path, scored: list[_Scored]) -> Path:
-    """Write a shard atomically; another process may write the same one."""
+    """Write a shard, the same of all processes of the run, by the first of them."""
+    return Path(processes.agreed(lambda: str(_write_shard(folder, scored))))
+
+
+def _write_shard(folder: Path, scored: list[_Scored]) -> Path:
+    """Write a shard atomically; another run may write the same one."""
     values = np.concatenate([one.logps for one in scored])
     index = {
         "numbers": np.asarray([one.number for one in scored]),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from posttrain.runtime.files import check_local
 
 T = TypeVar("T")
 
@@ -25,19 +26,7 @@ Text = Annotated[str, Field(min_length=1)]
 ListOf: TypeAlias = Annotated[tuple[T, ...], Field(strict=False)]
 """List in YAML, tuple in Python. Items are validated strictly."""
 
-URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:/")
-
-
-def _local(path: str) -> str:
-    if URL.match(path):
-        raise ValueError(
-            f"{path} is a URL, and runs write to folders only; set a folder (a mounted bucket is one), and copy it to "
-            "the bucket afterwards"
-        )
-    return path
-
-
-LocalPath = Annotated[Text, AfterValidator(_local)]
+LocalPath = Annotated[Text, AfterValidator(check_local)]
 """Local folder; URLs are refused."""
 
 AttentionKernel = Literal["auto", "reference", "blockwise", "splash", "tokamax", "cudnn"]

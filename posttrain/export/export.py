@@ -19,6 +19,7 @@ from posttrain.export.tensors import compare_with_source
 from posttrain.mesh import single_device_mesh
 from posttrain.models.decoder import Decoder
 from posttrain.runs.run import CONFIG_NAME
+from posttrain.runtime.files import check_local
 from posttrain.stages.context import StageRun, read_source
 from posttrain.stages.table import STAGES, stage_names
 from posttrain.train.checkpoint import Checkpointer
@@ -48,7 +49,7 @@ def export(
     config = load_config(output / CONFIG_NAME)
     add_family(config.model)
     tokenizer = _tokenizer(output, name, config)
-    out = output / name / f"export-{to}" if out is None else out
+    out = output / name / f"export-{to}" if out is None else Path(check_local(out))
     if out.exists():
         raise ConfigError(f"{out}: exists; give a new folder")
     stage = _stage(output, name, config, tokenizer)

@@ -18,6 +18,7 @@ from posttrain.export.proof import prove, proved_folder
 from posttrain.export.readers import Reader, default_reader
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
+from posttrain.runtime.files import check_local
 from posttrain.stages.inputs import rows_and_renderer
 from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.load import load_model
@@ -36,7 +37,7 @@ def prune(source: str, out: Path, plan: Pruning, *, text: str | None = None, rea
     `text`: a dataset on which the use of experts is counted, where `plan` keeps some. ConfigError for what cannot be
     pruned; ProofError if the written model differs; it then stays beside `out` as `.unproved`.
     """
-    out = out.expanduser()
+    out = Path(check_local(out)).expanduser()
     if out.exists():
         raise ConfigError(f"prune: {out} exists; give a new folder")
     if (plan.experts is None) != (text is None):

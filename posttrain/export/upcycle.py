@@ -12,6 +12,7 @@ from posttrain.export.readers import Reader, default_reader
 from posttrain.models.config import MoEConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
+from posttrain.runtime.files import check_local
 from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.load import load_model
 from posttrain.weights.lora import count_parameters
@@ -44,7 +45,7 @@ def upcycle(source: str, out: Path, plan: Upcycling, *, seed: int, reader: Reade
     Without noise the proof is that its log-probabilities are those of the dense model. ConfigError for what cannot be
     upcycled; ProofError if the written model differs; it then stays beside `out` as `.unproved`.
     """
-    out = out.expanduser()
+    out = Path(check_local(out)).expanduser()
     if out.exists():
         raise ConfigError(f"upcycle: {out} exists; give a new folder")
     folder = find_folder(source)

@@ -7,7 +7,6 @@ import json
 import os
 from collections import Counter
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,14 +14,10 @@ import jax
 from posttrain.plan.hlo import Buffer, Collective, Large, ProgramText
 from posttrain.plan.lowered import Figures, compile_program
 from posttrain.plan.machine import Machine, libtpu_version
+from posttrain.runtime.files import cache_folder
 
 NUM_LARGEST = 12
 """Buffers that are kept of a program."""
-
-
-def folder() -> Path:
-    """Cache folder of this user, such as `~/.cache/posttrain/plan`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "posttrain" / "plan"
 
 
 def figures_of(lowered: jax.stages.Lowered, machine: Machine) -> Figures:
@@ -30,7 +25,7 @@ def figures_of(lowered: jax.stages.Lowered, machine: Machine) -> Figures:
     effort: float = jax.config.values["jax_exec_time_optimization_effort"]
     compiler = [machine.name, jax.__version__, libtpu_version() if machine.chip.platform == "tpu" else "", str(effort)]
     key = hashlib.sha256("\n".join([*compiler, lowered.as_text()]).encode()).hexdigest()
-    file = folder() / f"{key}.json"
+    file = cache_folder("plan") / f"{key}.json"
     if file.is_file():
         return _read(json.loads(file.read_text(encoding="utf-8")))
     found = compile_program(lowered, machine.num_devices)

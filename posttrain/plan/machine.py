@@ -93,6 +93,11 @@ SLICES = {
 """TPU slices by Google's names, with their topology; a v5p is named by its cores, two a chip."""
 
 
+CHIPS_PER_HOST, GPUS_PER_HOST = 4, 8
+ONE_HOST = {"v5e": 8, "v6e": 8, "v5p": 4}
+"""Most chips of a TPU slice with a single host."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """A number of chips to compile for."""
@@ -100,6 +105,14 @@ class Machine:
     name: str
     chip: Chip
     num_devices: int
+
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts, with a process each: TPU slices of more than one host have four chips to each."""
+        if self.chip.platform == "tpu":
+            single = ONE_HOST[self.name.split("-")[0]]
+            return 1 if self.num_devices <= single else self.num_devices // CHIPS_PER_HOST
+        return -(-self.num_devices // GPUS_PER_HOST) if self.chip.platform == "gpu" else 1
 
     @property
     def has_compiler(self) -> bool:

@@ -18,7 +18,7 @@ from posttrain.mesh import mesh_sizes, split_axis
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
 from posttrain.runs.prepare import prepare
-from posttrain.stages.table import STAGES, check_row_tokens, row_notes, stage_names
+from posttrain.stages.table import STAGES, check_processes, check_row_tokens, row_notes, stage_names
 from posttrain.train.objective import used_once
 from posttrain.train.optim import Optimizer, make_optimizer
 from posttrain.weights.load import check_mesh, outline_of
@@ -47,15 +47,16 @@ class TrainingSize:
     per_device: int
 
 
-def check(config: RunConfig, num_devices: int | None = None) -> list[str]:
+def check(config: RunConfig, num_devices: int | None = None, num_processes: int = 1) -> list[str]:
     """Validate a run; return lines about what it would do. Raises ConfigError for the first mistake.
 
-    `num_devices`: devices of the target machine; None: of this machine.
+    `num_devices`: devices of the target machine; None: of this machine. `num_processes`: its hosts.
     """
     mesh = mesh_of_run(config, num_devices)
     check_row_tokens(config, mesh["context"])
-    prepared = prepare(config, offline_ok=True, estimate=True)
     shards = math.prod(mesh[axis] for axis in ROW_AXES)
+    check_processes(config, num_processes, shards)
+    prepared = prepare(config, offline_ok=True, estimate=True)
     lines = [f"output: {config.output}{' (exists)' if Path(config.output).exists() else ''}"]
     if (model := prepared.files.config) is not None:
         lines.append(f"model: {model.model_type}, {model.num_layers} layers, vocabulary {model.vocab_size:,}")

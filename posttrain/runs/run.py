@@ -5,30 +5,39 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import secrets
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax.sharding import Mesh
+
+from posttrain import __version__
 from posttrain.config import RunConfig, trains_on_samples
 from posttrain.config.yaml_file import diff_config, dump_config, load_config
 from posttrain.distill.teachers import training_devices
 from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.models.decoder import Decoder
-from posttrain.runs.code_identity import check_code, remember_code
+from posttrain.runs.code_identity import check_code, code_texts, remember_code
 from posttrain.runs.epochs import write_counts
 from posttrain.runs.prepare import prepare
 from posttrain.runs.summary import print_summary
-from posttrain.runtime.files import write_whole
+from posttrain.runtime import processes
+from posttrain.runtime.files import digest, write_whole
 from posttrain.stages.context import StageRun
-from posttrain.stages.table import STAGES, check_row_tokens, row_notes, stage_names
+from posttrain.stages.table import STAGES, check_processes, check_row_tokens, row_notes, stage_names
 from posttrain.tracking.console import console
 from posttrain.train.loop import Interrupted, stop_on_signals
 from posttrain.weights.load import load_model
 
-CONFIG_NAME = "config.yaml"
+CONFIG_NAME, LOCK_NAME = "config.yaml", ".lock"
+STALE_S = 60
+"""Time for which NFS may not show a folder that another host has made."""
 NO_EFFECT = ("output", "tensorboard", "profile")
 """Keys that may differ between calls of the same run."""
 
@@ -55,20 +64,21 @@ class RunResult:
 
 def run(config: RunConfig) -> RunResult:
     """Run the remaining steps of all stages. Raises ConfigError for mistakes, before any work, and Interrupted."""
+    mesh = _mesh(config)
     prepared = prepare(config, offline_ok=False)
     config = prepared.config
-    mesh = make_mesh(config.mesh, training_devices(config))
-    check_row_tokens(config, mesh.shape["context"])
     output = Path(config.output)
     names = stage_names(config)
     with _claimed(output, config), stop_on_signals() as stop:
-        write_counts(output, prepared.counts)
+        if processes.writes():
+            write_counts(output, prepared.counts)
         for note in prepared.notes + row_notes(config, row_shards(mesh)):
             console().print(note, markup=False, soft_wrap=True)
         source, trained = None, []
         for name, inputs in zip(names, prepared.stages, strict=True):
             folder = output / name
-            folder.mkdir(exist_ok=True)
+            if processes.writes():
+                folder.mkdir(exist_ok=True)
             stage = StageRun(
                 name=name,
                 kind=inputs.section.kind,
@@ -87,10 +97,10 @@ def run(config: RunConfig) -> RunResult:
                 stop=stop,
             )
             source = stage.model_folder
-            if source.exists():
+            if processes.agreed(source.exists):
                 console().print(f"{name}: done before; its model is {source}")
                 continue
-            if stop.requested:
+            if processes.any_of(stop.requested):
                 raise Interrupted(f"stopped before {name}")
             trained.append(name)
             console().rule(f"{name}: {inputs.section.steps} steps", align="left")
@@ -110,15 +120,60 @@ def run(config: RunConfig) -> RunResult:
     return result
 
 
+def _mesh(config: RunConfig) -> Mesh:
+    """Mesh of the run. ConfigError if the run cannot use it or all processes, or if these have not joined."""
+    if jax.process_count() != processes.count():
+        raise ConfigError(
+            f"this host is one of {jax.process_count()}, which have not joined; use posttrain run, or call "
+            "jax.distributed.initialize() first"
+        )
+    mesh = make_mesh(config.mesh, training_devices(config))
+    check_row_tokens(config, mesh.shape["context"])
+    check_processes(config, processes.count(), row_shards(mesh))
+    return mesh
+
+
 @contextlib.contextmanager
 def _claimed(output: Path, config: RunConfig) -> Iterator[None]:
-    """Lock the run's folder for this process; ConfigError if another process uses it or another configuration made
-    it."""
+    """Lock the run's folder, by the first process; ConfigError if another run uses it, another configuration made it,
+    or another process does not see it or has other settings."""
+    with _locked(output, config) if processes.writes() else contextlib.nullcontext():
+        if processes.count() > 1:
+            _check_others(output, config)
+        yield
+
+
+def _check_others(output: Path, config: RunConfig) -> None:
+    """ConfigError, in every process, if one has other settings or code, or does not see the folder of the first."""
+    token = processes.agreed((output / LOCK_NAME).read_text)
+    settings = [dump_config(config), json.dumps(code_texts(config), sort_keys=True), __version__]
+    processes.check_same("settings, code and version of the run", digest("\n".join(settings)))
+    if processes.any_of(not _appears(output / LOCK_NAME, token)):
+        raise ConfigError(
+            f"output: a process does not see {output}, which process 0 has made; give a folder that all hosts share, "
+            "such as NFS"
+        )
+
+
+def _appears(file: Path, content: str) -> bool:
+    """Wait until a file has this content, as long as a network file system may show an old state; False if it never
+    does."""
+    end = time.monotonic() + STALE_S
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError):
+            if file.read_text() == content:
+                return True
+        time.sleep(0.2)
+    return False
+
+
+@contextlib.contextmanager
+def _locked(output: Path, config: RunConfig) -> Iterator[None]:
     import fcntl
 
     try:
         output.mkdir(parents=True, exist_ok=True)
-        lock_file = (output / ".lock").open("w")
+        lock_file = (output / LOCK_NAME).open("a+")
     except OSError as error:
         raise ConfigError(f"output: {output}: cannot be written: {error.strerror}; give another output") from error
     with lock_file as lock:
@@ -128,6 +183,9 @@ def _claimed(output: Path, config: RunConfig) -> Iterator[None]:
             raise ConfigError(
                 f"output: another process is running in {output}; wait for it, or give another output"
             ) from error
+        lock.truncate(0)
+        lock.write(secrets.token_hex(8))
+        lock.flush()
         _check_same(output, config)
         yield
 

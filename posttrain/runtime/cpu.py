@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from posttrain.runtime import processes
+
 # Collective operations of a program that may wait for other devices at the same time, per virtual device.
 THREADS_PER_DEVICE = 8
 
@@ -22,15 +24,15 @@ def disable_async_dispatch() -> None:
 
 
 def reserve_collective_threads() -> None:
-    """Give virtual CPU devices enough threads for all concurrent collective operations of a program.
+    """Give virtual CPU devices, or several processes, enough threads for all concurrent collectives of a program.
 
     XLA uses one thread per device and does not order a loop that reduces over devices and a gather beside it: if
     devices wait in different ones, no thread is left to join them, and the program hangs (jaxlib 0.10.2, in `distill`
     on 8 devices, about half of the time). An existing PJRT_NPROC is kept. Call it before the first use of a device.
     """
     asked = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    devices = max([jax.config.values["jax_num_cpu_devices"], *map(int, asked[-1:])])
-    if devices > 1:
+    devices = max([1, jax.config.values["jax_num_cpu_devices"], *map(int, asked[-1:])])
+    if devices * processes.count() > 1:
         os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_DEVICE * devices))
 
 

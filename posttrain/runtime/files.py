@@ -3,10 +3,35 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from posttrain.errors import ConfigError
+
+URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def check_local(path: str | Path) -> str:
+    """Return the path. ConfigError for a URL, such as `gs://bucket`, of which a path would make a folder `gs:`."""
+    if URL.match(str(path)):
+        raise ConfigError(
+            f"{path} is a URL, and runs write to folders only; set a folder (a mounted bucket is one), and copy it to "
+            "the bucket afterwards"
+        )
+    return str(path)
+
+
+def cache_folder(name: str) -> Path:
+    """`$XDG_CACHE_HOME/posttrain/NAME`, by default below `~/.cache`. ConfigError for a URL."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(check_local(base)) if base else Path.home() / ".cache") / "posttrain" / name
+    except ConfigError as error:
+        raise ConfigError(f"XDG_CACHE_HOME: {error}") from error
 
 
 def write_whole(file: Path, content: str | bytes) -> None:

@@ -21,6 +21,7 @@ from posttrain.losses.router import RouterLoss
 from posttrain.models.adapter import without_dropout
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
+from posttrain.runtime import processes
 from posttrain.runtime.files import write_whole
 from posttrain.tracking.console import console, progress_bar
 from posttrain.tracking.profile.recorder import StepRecorder
@@ -193,6 +194,7 @@ class StageRun:
             },
         )
         check_origin(self.folder, source["parts"], self.origin)
+        processes.check_same(f"{self.name}: the data", json.dumps(data.state(), sort_keys=True))
         num_steps = section.steps
         with Checkpointer(self.folder / "checkpoints") as checkpointer:
             if restore_latest(trainer, data, checkpointer, self.origin):
@@ -227,25 +229,31 @@ class StageRun:
         self._finish(trainer.model, training.result)
 
     def _recorder(self, num_steps: int) -> StepRecorder | None:
-        if self.profile is None:
+        if self.profile is None or not processes.writes():
             return None
         return StepRecorder(self.folder / "profile", self.profile.steps, num_steps)
 
     def _finish(self, model: Decoder, result: Mapping[str, Any]) -> None:
-        (self.folder / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+        if processes.writes():
+            (self.folder / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
         with progress_bar(f"saving {self.model_folder}"):
             save_model(model, self.model_folder, tokenizer=self.tokenizer)
+        processes.wait_for_all(f"model of {self.name}")
 
     def remember(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return `make()`, stored as JSON in the stage's folder for resumed runs."""
+        """Return `make()`, stored as JSON in the stage's folder for resumed runs; all processes make it together."""
         file = self._file(name)
-        if not file.exists():
-            write_whole(file, json.dumps(make()))
+        if not processes.agreed(file.exists):
+            made = json.dumps(make())
+            if processes.writes():
+                write_whole(file, made)
+            processes.wait_for_all(str(file))
         return json.loads(file.read_text(encoding="utf-8"))
 
     def forget(self, name: str) -> None:
         """Remove a value stored by `remember`."""
-        self._file(name).unlink(missing_ok=True)
+        if processes.writes():
+            self._file(name).unlink(missing_ok=True)
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.json"

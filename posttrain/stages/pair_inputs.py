@@ -31,6 +31,7 @@ from posttrain.losses.pairs import Needs, PairLoss
 from posttrain.losses.preference import KINDS, PreferenceLoss
 from posttrain.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
 from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss
+from posttrain.runtime.files import cache_folder
 from posttrain.stages.inputs import EpochSource, Prepared, callable_of, describe_rows, rows_and_renderer
 from posttrain.user_code import is_object_spec
 
@@ -81,6 +82,8 @@ class PairInputs:
 def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared) -> tuple[PairInputs, list[str]]:
     """Load the inputs. Also returns a note per dataset with dropped units."""
     loss = pair_loss(section)
+    if isinstance(section, PreferenceSection) and loss.needs.reference and section.reference != "live":
+        cache_folder("reference")
     share_prompts = shares_prompts(section, loss.needs, prepared.config.model, mixture=prepared.mixture)
     made, ratios, notes = [], [], []
     for dataset in section.all_datasets:

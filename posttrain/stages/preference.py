@@ -71,8 +71,8 @@ def _referenced(stage: StageRun, inputs: PairInputs, trainer: Trainer) -> PairDa
         long_context=stage.model.long_context,
         num_tokens=stage.tokenizer.num_ids,
     )
-    known = with_reference(units, trainer, key, seed=stage.seed, num_steps=section.steps)
-    held_out = None if eval_units is None else with_reference_of_all(eval_units, trainer, key)
+    known = with_reference(units, trainer, key, stage.folder, seed=stage.seed, num_steps=section.steps)
+    held_out = None if eval_units is None else with_reference_of_all(eval_units, trainer, key, stage.folder)
     return PairData(units=known, eval_units=held_out, complete=check_scored, for_step=check_scored)
 
 

@@ -43,6 +43,8 @@ class StageKind:
     """Train to the last step of the stage, resuming from its newest checkpoint."""
     load_model: Callable[[StageRun], Decoder] = StageRun.load_model
     """Load the model at the start of the stage."""
+    one_process: str | None = None
+    """Reason why the stage runs in a single process; None: in any number of them."""
 
 
 STAGES: Mapping[str, StageKind] = {
@@ -59,6 +61,7 @@ STAGES: Mapping[str, StageKind] = {
         check_offline=distill.check_offline,
         describe=distill.describe,
         run=distill.run,
+        one_process="its teachers and their caches are those of one",
     ),
     "preference": StageKind(
         section=PreferenceSection,
@@ -81,6 +84,7 @@ STAGES: Mapping[str, StageKind] = {
         check_offline=rl.check_offline,
         describe=rl.describe,
         run=rl.run,
+        one_process="its rollouts and rewards are those of one",
     ),
     "online_preference": StageKind(
         section=OnlinePreferenceSection,
@@ -88,6 +92,7 @@ STAGES: Mapping[str, StageKind] = {
         check_offline=online_preference.check_offline,
         describe=online_preference.describe,
         run=online_preference.run,
+        one_process="its rollouts and rewards are those of one",
     ),
 }
 
@@ -115,6 +120,25 @@ def check_row_tokens(config: RunConfig, context: int) -> None:
             with naming_stage(config, index):
                 raise ConfigError(
                     f"mesh.context={context} must divide row_tokens={section.row_tokens}; use a multiple of {context}"
+                )
+
+
+def check_processes(config: RunConfig, num_processes: int, shards: int) -> None:
+    """ConfigError for a run that cannot use this number of processes. `shards`: devices that split the rows."""
+    if num_processes == 1:
+        return
+    for index, section in enumerate(config.stages):
+        with naming_stage(config, index):
+            if (reason := STAGES[section.kind].one_process) is not None:
+                raise ConfigError(
+                    f"a stage of kind {section.kind} runs in one process, not in {num_processes}: {reason}; use one "
+                    "host, whose process has all of its devices"
+                )
+            if section.step_rows < shards:
+                raise ConfigError(
+                    f"batch_rows={section.step_rows} leaves devices of {num_processes} processes without a row: "
+                    f"{ROW_DEVICES} = {shards} devices split them; use at least {shards} rows, fewer hosts, or a "
+                    "greater mesh.context or mesh.tensor"
                 )
 
 

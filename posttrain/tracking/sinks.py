@@ -17,6 +17,7 @@ from typing import Any, Protocol, TextIO, runtime_checkable
 import numpy as np
 
 from posttrain.metrics import Sample
+from posttrain.runtime import processes
 from posttrain.tracking.console import ConsoleSink
 
 TABLE_DIGITS = 5
@@ -257,8 +258,10 @@ def open_sinks(
     `start_step`.
 
     Entries of later steps of this stage are removed, and after the last step also its evaluation; with `start_step` =
-    -1 all entries.
+    -1 all entries. Only the first process of a run has sinks.
     """
+    if not processes.writes():
+        return Sinks()
     jsonl = JsonlSink(directory, stage)
     jsonl.truncate_after(start_step, evaluation=start_step == num_steps)
     sinks: list[Sink] = [ConsoleSink(kind, num_steps), jsonl]

@@ -17,6 +17,7 @@ import optax
 
 from posttrain.errors import ConfigError
 from posttrain.metrics import CompileCounter, peak_memory_gib, tables, to_host
+from posttrain.runtime import processes
 from posttrain.runtime.profiler import span, step_span
 from posttrain.tracking.console import progress_bar
 from posttrain.tracking.profile.recorder import StepRecorder
@@ -35,7 +36,7 @@ class Resumable(Protocol):
     def restore(self, state: dict[str, Any]) -> None: ...
 
 
-class Interrupted(Exception):
+class Interrupted(processes.SameEverywhere):
     """Raised after a requested stop; the checkpoint is on disk and the same command resumes from it."""
 
 
@@ -84,7 +85,8 @@ def restore_latest(trainer: Trainer, data: Resumable, checkpointer: Checkpointer
 
     Raises ConfigError if the checkpoint belongs to another model than `origin`, other data, or other parameters.
     """
-    step = checkpointer.latest_step()
+    latest = checkpointer.latest_step()
+    step = processes.agreed(lambda: latest)
     if step is None:
         return False
     state, host = checkpointer.restore(step, trainer.state())
@@ -141,7 +143,7 @@ class TrainingLoop:
         self._trainer, self._data, self._origin, self._num_steps = trainer, data, origin, num_steps
         self._checkpointer, self._sink, self._schedule = checkpointer, sink, learning_rate
         self._every, self._evaluate, self._stop, self._recorder = every, evaluate, stop, recorder
-        self._rate: Any = None
+        self._votes, self._rate = processes.Votes(trainer.mesh), None
         self._lines = _StepLines(sink, None if recorder is None else recorder.observe)
 
     def __enter__(self) -> TrainingLoop:
@@ -190,13 +192,14 @@ class TrainingLoop:
             self._lines.flush()
             with span("evaluation"):
                 self._sink.write(done, self._evaluate())
-        if self._stop.requested or last or done % self._every.checkpoint == 0:
+        stop = self._votes(self._stop.requested)
+        if stop or last or done % self._every.checkpoint == 0:
             self._lines.flush()
             host: dict[str, Any] = {"step": done, "skipped_updates": self._trainer.skipped_updates}
             host |= {"data": self._data.state(), "origin": dict(self._origin.parts)}
             with span("checkpoint"):
                 self._checkpointer.save(done, self._trainer.state(), host)
-        if self._stop.requested and not last:
+        if stop and not last:
             self._checkpointer.wait()
             raise Interrupted(f"stopped after step {done} of {self._num_steps}")
 

@@ -95,14 +95,18 @@ class TrainPrograms:
     def _jit(self) -> None:
         # Outputs need the shardings of the arguments: others would trigger a recompilation.
         outputs = jax.tree.map(lambda x: x.sharding, (self.params, self.opt_state))
+        # What the host reads is whole on every device: a process holds no more of it than that of its own.
+        read = replicated(self.mesh)
         options = fast_compile_options(platform_of(self.mesh))
         self.update = jax.jit(
             traced_for(self.mesh, self._step_program),
             donate_argnums=(0, 2),
-            out_shardings=(*outputs, None),
+            out_shardings=(*outputs, read),
             compiler_options=options,
         )
-        self.evaluate = jax.jit(traced_for(self.mesh, self._evaluate_program), compiler_options=options)
+        self.evaluate = jax.jit(
+            traced_for(self.mesh, self._evaluate_program), out_shardings=(read, None), compiler_options=options
+        )
         self.stats = jax.jit(traced_for(self.mesh, self._stats_program), compiler_options=options)
         self.loss_of_all = jax.jit(self.objective.loss)
 

@@ -27,6 +27,7 @@ from posttrain.losses.router import RouterLoss, check_weight
 from posttrain.mesh import replicated, single_device_mesh
 from posttrain.metrics import Metrics, merge
 from posttrain.models.decoder import Decoder
+from posttrain.runtime import processes
 from posttrain.runtime.host_memory import gc_disabled, trim_host_memory
 from posttrain.runtime.profiler import span
 from posttrain.tracking.console import progress_bar
@@ -79,6 +80,7 @@ class Trainer:
         """Steps whose update the caller skipped; the learning-rate schedule lags `step_number` by them."""
         self._stepped = False
         self._compiling: Future[Any] | None = None
+        self._met = set[Any]()
         self._programs = TrainPrograms(
             model,
             loss,
@@ -100,7 +102,7 @@ class Trainer:
         self._loss_checked = self._objective.router_loss is None
         projections = {} if matching is None else matching.projections()
         places = {path: x.sharding for path, x in self._programs.projections.items()}
-        self._projections: Weights = jax.device_put(projections, places)
+        self._projections: Weights = processes.on_devices(projections, places)
         for weights in (*self._objective.teachers, self._weights):
             _place(weights, self.mesh)
         state = jax.tree.map(lambda x: x.sharding, self._programs.opt_state)
@@ -149,6 +151,7 @@ class Trainer:
                     self._lower(arguments).compile()
                 else:
                     self._compiling.result()
+            processes.wait_for_all("first update")
             trim_host_memory(platform_of(self.mesh))
             self._stepped, self._compiling = True, None
         params, self._opt_state, metrics = self._programs.update(*arguments)
@@ -198,7 +201,9 @@ class Trainer:
             return self._evaluate_at_once(batches, each)
         totals: dict[str, Metric] = {}
         for batch in batches:
-            output, stats = self._programs.evaluate(self.weights, *self._micro_batches(batch), self._teacher_weights)
+            arguments = self.weights, *self._micro_batches(batch), self._teacher_weights
+            self._meet(self._programs.evaluate, *arguments)
+            output, stats = self._programs.evaluate(*arguments)
             totals = merge(totals, {"loss": output.loss, **output.metrics})
             if each is not None:
                 each(batch, _rows_on_host(stats, batch))
@@ -207,9 +212,7 @@ class Trainer:
     def _evaluate_at_once(self, batches: Iterable[Batch], each: Callable[[Batch, Any], None] | None) -> Metrics:
         parts = []
         for batch in batches:
-            stats = _rows_on_host(
-                self._programs.stats(self.weights, *self._micro_batches(batch), self._teacher_weights), batch
-            )
+            stats = self._stats(batch, self.weights, self._teacher_weights)
             parts.append((stats, replace(batch, teachers=None, experts=None)))
             if each is not None:
                 each(batch, stats)
@@ -218,15 +221,29 @@ class Trainer:
 
     def stats(self, batch: Batch, weights: Weights | None = None) -> TokenStats:
         """Token statistics of host rows as host arrays, under other weights of the same structure if given."""
-        stats = self._programs.stats(self.weights if weights is None else weights, *self._micro_batches(batch))
+        stats = self._stats(batch, self.weights if weights is None else weights)
         assert isinstance(stats, TokenStats), "a reward model has scores instead of log-probabilities"
-        return _rows_on_host(stats, batch)
+        return stats
 
     def scores(self, batch: Batch) -> Float[np.ndarray, "B T"]:
         """Reward model scores of host rows as a host array."""
-        stats = self._programs.stats(self.weights, *self._micro_batches(batch))
+        stats = self._stats(batch, self.weights)
         assert isinstance(stats, ScoreStats), "only a reward model has scores"
-        return np.asarray(_rows_on_host(stats, batch).scores)
+        return np.asarray(stats.scores)
+
+    def _stats(self, batch: Batch, weights: Weights, *teacher_weights: list[Weights]) -> TokenStats | ScoreStats:
+        """Statistics of host rows as host arrays."""
+        arguments = weights, *self._micro_batches(batch), *teacher_weights
+        self._meet(self._programs.stats, *arguments)
+        return _rows_on_host(self._programs.stats(*arguments), batch)
+
+    def _meet(self, program: Any, *arguments: Any) -> None:
+        """Compile a program in all processes before the first run of it: collective operations between CPU processes
+        wait for 30 seconds only, and compilations differ by more."""
+        if processes.count() > 1 and program not in self._met:
+            program.lower(*arguments).compile()
+            processes.wait_for_all("compiled program")
+            self._met.add(program)
 
     def state(self) -> dict[str, Any]:
         """Arrays of a checkpoint."""
@@ -258,13 +275,13 @@ class Trainer:
             whole = np.pad(x, ((0, padding), *((0, 0) for _ in rest))) if padding else x
             return whole.reshape(-1, rows, *rest)
 
-        micro = jax.device_put(jax.tree.map(split, host), self._programs.micro_sharding)
-        return micro, jax.device_put(np.int32(count), replicated(self.mesh))
+        micro = processes.on_devices(jax.tree.map(split, host), self._programs.micro_sharding)
+        return micro, processes.on_devices(np.int32(count), replicated(self.mesh))
 
 
 def _rows_on_host(stats: StatsT, batch: Batch) -> StatsT:
     """Statistics [M, rows, T] as host arrays of the batch's rows, without the padding rows of the last micro-batch."""
-    arrays: StatsT = jax.tree.map(lambda x: flatten_micro(np.asarray(x))[: batch.shape[0]], jax.device_get(stats))
+    arrays: StatsT = jax.tree.map(lambda x: flatten_micro(np.asarray(x))[: batch.shape[0]], processes.on_host(stats))
     return arrays
 
 

@@ -19,6 +19,7 @@ from posttrain.errors import ConfigError
 from posttrain.models.adapter import column_norms
 from posttrain.models.decoder import Decoder
 from posttrain.models.names import CheckpointTensor
+from posttrain.runtime import processes
 from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.lora import AdapterPlan, Site, attach, base_tensors, has_lora, module_of, sites
 from posttrain.weights.peft_experts import expert_parameters, in_memory, shape_of, unstack, wrappers
@@ -70,7 +71,8 @@ def load_adapter(
     _attach(model, found, mesh)
     weights, placed = ModelWeights(model), ModelWeights(model).read()
     new = _adapter_arrays(model, found.modules, found.tensors) | _whole_arrays(model, found.whole)
-    weights.write({p: jax.device_put(array.astype(placed[p].dtype), placed[p].sharding) for p, array in new.items()})
+    arrays = {p: array.astype(placed[p].dtype) for p, array in new.items()}
+    weights.write(processes.on_devices(arrays, {p: placed[p].sharding for p in new}))
     weights.set_saved(_whole_params(model, found.whole))
 
 
@@ -311,7 +313,7 @@ def _adapter_arrays(model: Decoder, modules: Mapping[str, _Module], tensors: Map
         base, _, name = param.rpartition(".")
         if "lora_magnitude" in arrays:
             # Layers without an adapter have no magnitude in the file, and it has no effect there.
-            arrays["lora_magnitude"] -= np.asarray(column_norms(site.matrix[...]))
+            arrays["lora_magnitude"] -= processes.on_host(column_norms(site.matrix[...]))
         result |= {f"{base}.adapters.{name}.{key}": array for key, array in arrays.items()}
     return result
 

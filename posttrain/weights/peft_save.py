@@ -17,7 +17,7 @@ from posttrain.errors import ConfigError
 from posttrain.models.adapter import column_norms
 from posttrain.models.decoder import Decoder
 from posttrain.models.names import CheckpointTensor, ParamSlice
-from posttrain.runtime.files import whole_folder
+from posttrain.runtime.files import check_local, whole_folder
 from posttrain.weights.lora import base_tensors, has_lora, module_of, sites
 from posttrain.weights.peft_experts import (
     PER_EXPERT,
@@ -42,7 +42,7 @@ def save_adapter(model: Decoder, path: str | Path, *, base: str | None = None) -
     """
     if not has_lora(model):
         raise ConfigError("save_adapter: the model has no adapter; use save_model")
-    target = Path(path).expanduser().resolve()
+    target = Path(check_local(path)).expanduser().resolve()
     if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / CONFIG).is_file())):
         raise ConfigError(f"save_adapter: {target} is not an adapter folder; give a new or empty folder")
     exported = _Export(model)

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from posttrain.models.names import CheckpointTensor, ParamSlice
+from posttrain.runtime import processes
 from posttrain.weights.files import Checkpoint
 from posttrain.weights.tensor_file import Region, assign
 
@@ -174,7 +175,8 @@ class ParameterReader:
         jax.block_until_ready(self._pending)
         if sharding is None:
             return jax.device_put(values)
-        return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+        piece: Array = processes.on_devices(values, sharding)
+        return piece
 
 
 @partial(jax.jit, donate_argnums=0, static_argnames="sharding")
@@ -248,6 +250,9 @@ def _slice(array: Array, place: tuple[int | Array, ...]) -> Array:
 
 
 def _on_host(array: Array) -> np.ndarray:
+    if not array.is_fully_addressable:
+        whole: np.ndarray = processes.on_host(array)
+        return whole
     # Copy through a new array over the same buffers: JAX caches the host copy as long as the requested array lives.
     parts = [shard.data for shard in array.addressable_shards]
     return np.asarray(jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts))

@@ -24,6 +24,7 @@ from posttrain.mesh import param_sharding
 from posttrain.models.decoder import Decoder
 from posttrain.models.layers import Adaptable
 from posttrain.models.quant import Quantized, dequantized, quantized, quantized_shape, squared_error
+from posttrain.runtime import processes
 from posttrain.tracking.console import console
 from posttrain.weights.lora import Site, merge, sites
 from posttrain.weights.pieces import ParameterReader, Sources, write
@@ -242,7 +243,7 @@ class WeightError:
 def error_rows(errors: Mapping[str, Array]) -> list[WeightError]:
     """Errors by module type: `attention.q`, `mlp.up`, `mlp.experts.down`, ..., and over all."""
     sums: dict[str, np.ndarray] = {}
-    for path, squares in jax.device_get(dict(errors)).items():
+    for path, squares in processes.on_host(dict(errors)).items():
         kind = re.sub(r"^stages\.\d+\.blocks\.\d+\.", "", path).removesuffix(".kernel")
         for name in (kind, "all"):
             sums[name] = sums.get(name, np.zeros(2)) + squares

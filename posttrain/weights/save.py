@@ -12,7 +12,8 @@ import numpy as np
 from posttrain.errors import ConfigError
 from posttrain.models import hf
 from posttrain.models.decoder import Decoder
-from posttrain.runtime.files import whole_folder
+from posttrain.runtime import processes
+from posttrain.runtime.files import check_local, whole_folder
 from posttrain.weights.files import GENERATION, WEIGHTS, WEIGHTS_INDEX
 from posttrain.weights.lora import base_tensors
 from posttrain.weights.pieces import Gather
@@ -43,11 +44,16 @@ class SavedTokenizer(Protocol):
 def save_model(model: Decoder, path: str | Path, *, tokenizer: SavedTokenizer | None = None) -> None:
     """Save a folder that transformers loads, with the adapter merged into its base; written atomically.
 
-    Quantized matrices are dequantized to the dtype that the model was loaded in.
+    All processes of a run must call it: the first one writes what the others help to gather. Quantized matrices are
+    dequantized to the dtype that the model was loaded in.
 
     Raises ConfigError if the folder has files that no model folder has, which replacing it would lose.
     """
-    target = Path(path).expanduser().resolve()
+    files = _Files(model)
+    if not processes.writes():
+        files.gather()
+        return
+    target = Path(check_local(path)).expanduser().resolve()
     _check_replaceable(target)
     with whole_folder(target) as new:
         if tokenizer is not None:
@@ -64,7 +70,7 @@ def save_model(model: Decoder, path: str | Path, *, tokenizer: SavedTokenizer | 
         # transformers fills in a family's default ids for absent ones.
         _write_json(new / "config.json", {key: generation[key] for key in SPECIAL_TOKENS if key in generation} | config)
         _write_json(new / GENERATION, generation)
-        _write_weights(new, model)
+        files.write(new)
 
 
 def hf_tensors(model: Decoder) -> Iterator[tuple[str, np.ndarray]]:
@@ -79,27 +85,41 @@ def hf_tensors(model: Decoder) -> Iterator[tuple[str, np.ndarray]]:
         yield tensor.name, gather.tensor(tensor)
 
 
-def _write_weights(folder: Path, model: Decoder) -> None:
-    """Write weights files, holding one tensor at a time on the host."""
-    weights = plain_arrays(model)
-    gather = Gather(weights)
-    stored = {t.name: (t, Outline(t.name, weights[t.parts[0].param].dtype, t.shape)) for t in base_tensors(model)}
-    shards: list[list[Outline]] = [[]]
-    for _, outline in stored.values():
-        if shards[-1] and sum(o.nbytes for o in shards[-1]) + outline.nbytes > MAX_SHARD_BYTES:
-            shards.append([])
-        shards[-1].append(outline)
-    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    if len(shards) == 1:
-        files = [WEIGHTS]
-    for file, shard in zip(files, shards, strict=True):
-        # Readers map the file into memory, where values must be aligned to their size.
-        shard.sort(key=lambda outline: -outline.dtype.itemsize)
-        write_tensors(folder / file, shard, (gather.tensor(stored[o.name][0]) for o in shard))
-    if len(shards) > 1:
-        places = {o.name: file for file, shard in zip(files, shards, strict=True) for o in shard}
-        size = sum(outline.nbytes for _, outline in stored.values())
-        _write_json(folder / WEIGHTS_INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+class _Files:
+    """Weights files of a model, of which the host holds one tensor at a time, in the same order in every process."""
+
+    def __init__(self, model: Decoder) -> None:
+        weights = plain_arrays(model)
+        self._gather = Gather(weights)
+        self._tensors = {tensor.name: tensor for tensor in base_tensors(model)}
+        self._shards: list[list[Outline]] = [[]]
+        for tensor in self._tensors.values():
+            outline = Outline(tensor.name, weights[tensor.parts[0].param].dtype, tensor.shape)
+            if self._shards[-1] and sum(o.nbytes for o in self._shards[-1]) + outline.nbytes > MAX_SHARD_BYTES:
+                self._shards.append([])
+            self._shards[-1].append(outline)
+        for shard in self._shards:
+            # Readers map the file into memory, where values must be aligned to their size.
+            shard.sort(key=lambda outline: -outline.dtype.itemsize)
+
+    def gather(self) -> None:
+        """Take part in the gathers of the process that writes."""
+        for shard in self._shards:
+            for _ in self._arrays(shard):
+                pass
+
+    def write(self, folder: Path) -> None:
+        count = len(self._shards)
+        names = [WEIGHTS] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        for name, shard in zip(names, self._shards, strict=True):
+            write_tensors(folder / name, shard, self._arrays(shard))
+        if count > 1:
+            places = {o.name: name for name, shard in zip(names, self._shards, strict=True) for o in shard}
+            size = sum(outline.nbytes for shard in self._shards for outline in shard)
+            _write_json(folder / WEIGHTS_INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+
+    def _arrays(self, shard: Sequence[Outline]) -> Iterator[np.ndarray]:
+        return (self._gather.tensor(self._tensors[outline.name]) for outline in shard)
 
 
 def _check_replaceable(target: Path) -> None:

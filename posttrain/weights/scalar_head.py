@@ -16,6 +16,7 @@ from posttrain.models.config import ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.models.heads import CAUSAL, CLASSIFIER, ScalarHead
 from posttrain.models.layers import Init
+from posttrain.runtime import processes
 from posttrain.weights.lora import has_lora
 from posttrain.weights.state import ModelWeights
 
@@ -34,7 +35,7 @@ def add_scalar_head(model: Decoder, *, seed: int, mesh: Mesh | None = None) -> N
     if mesh is not None:
         kernel = weights.read()[SCORE]
         sharding = param_sharding(mesh, SCORE, weights.dims()[SCORE], kernel.shape)
-        weights.write({SCORE: jax.device_put(kernel, sharding)})
+        weights.write({SCORE: processes.on_devices(kernel, sharding)})
 
 
 def with_scalar_head(model: Decoder, *, seed: int) -> None:

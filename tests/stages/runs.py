@@ -144,13 +144,19 @@ def posttrain(*arguments: str | Path, devices: int = 1) -> Outcome:
     return Outcome(code, out.getvalue(), err.getvalue())
 
 
+def start_environment() -> dict[str, str]:
+    """Environment of a process on one device."""
+    environment = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
+    return environment | {"XLA_FLAGS": re.sub(r"(device_count=)\d+", r"\g<1>1", environment["XLA_FLAGS"])}
+
+
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
     """The command line in a process of its own, on one device."""
-    environment = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
-    environment["XLA_FLAGS"] = re.sub(r"(device_count=)\d+", r"\g<1>1", environment["XLA_FLAGS"])
     command = [sys.executable, "-m", "posttrain", *map(str, arguments)]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, env=start_environment(), cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def lines(output: Path, stage: str | None = None) -> list[dict[str, Any]]:

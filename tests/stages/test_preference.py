@@ -283,7 +283,7 @@ def test_only_what_a_run_sees_is_scored_and_in_shards(
     cache = tmp_path / "cache" / "posttrain" / "reference"
 
     def referenced(num_steps: int) -> Units:
-        return with_reference(made.units, trainer, {"model": "a"}, seed=3, num_steps=num_steps)
+        return with_reference(made.units, trainer, {"model": "a"}, tmp_path, seed=3, num_steps=num_steps)
 
     calls: list[int] = []
     scored = trainer.stats
@@ -316,8 +316,9 @@ def test_only_what_a_run_sees_is_scored_and_in_shards(
     monkeypatch.setattr(trainer, "stats", scored)
     referenced(99)
     assert scored_units(cache) == list(range(12))
-    model_key_of = [with_reference(made.units, trainer, {"model": m}, seed=3, num_steps=1) for m in ("a", "b")]
-    assert len(model_key_of) == len(list(cache.iterdir())) == 2
+    for name in ("a", "b"):
+        with_reference(made.units, trainer, {"model": name}, tmp_path, seed=3, num_steps=1)
+    assert len(list(cache.iterdir())) == 2
 
 
 def test_another_text_is_not_taken_for_the_known_one(tmp_path: Path) -> None:

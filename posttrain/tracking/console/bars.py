@@ -43,7 +43,9 @@ def progress_bar(
     """
     from rich.console import Console
 
-    output = Console(stderr=True, highlight=False) if output is None else output
+    from posttrain.runtime import processes
+
+    output = Console(stderr=True, highlight=False, quiet=not processes.writes()) if output is None else output
     bar = _Bar(description, total, output)
     drawn = output.is_terminal or (output.is_jupyter and importlib.util.find_spec("ipywidgets") is not None)
     timer = threading.Timer(delay_s, bar.show) if drawn else threading.Timer(every_s, bar.tell, (every_s,))

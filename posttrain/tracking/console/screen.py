@@ -19,10 +19,13 @@ DEFAULT_WIDTH = 120
 
 @functools.cache
 def console() -> Console:
-    """Shared console for lines and tables: plain text in logs and notebooks, on the current `sys.stdout`."""
+    """Shared console for lines and tables: plain text in logs and notebooks, on the current `sys.stdout`; silent in all
+    processes of a run but the first."""
     from rich.console import Console
 
-    shared = Console(force_jupyter=False, highlight=False)
+    from posttrain.runtime import processes
+
+    shared = Console(force_jupyter=False, highlight=False, quiet=not processes.writes())
     if not shared.is_terminal and "COLUMNS" not in os.environ:
         shared.width = DEFAULT_WIDTH
     return shared

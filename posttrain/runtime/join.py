@@ -1,0 +1,249 @@
+"""Joining of the processes of one run, and their common end: an error of one ends all of them, with its message."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from posttrain.errors import ConfigError, RunError
+
+ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+"""Variables of a process that is started by hand: address and port of the first one, number of processes, its own."""
+NOTICE_S, JOIN_S = 15, 300
+"""Wait for all processes to start until a notice, and the longest."""
+OWN_WORDS_S, LAST_WORDS_S = 2, 5
+"""Wait of a process for its own error when another has failed, and of the first process for the others to end."""
+_FAILURE = "posttrain/failure"
+_POLL_MS = 500
+
+Describe = Callable[[BaseException], tuple[str, int]]
+"""Message and exit code of an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Number of processes; and of this one with the first one's address, unless JAX finds these by itself."""
+
+    count: int
+    index: int | None = None
+    address: str | None = None
+
+
+def place() -> Place:
+    """Find out how many processes the environment has: from its variables, Slurm, Open MPI, a TPU slice, or a job of
+    Kubernetes. ConfigError for variables that do not fit, and where a cluster does not tell.
+
+    Nothing waits here: without any of these there is one process.
+    """
+    given = {name: os.environ[name] for name in (ADDRESS, COUNT, INDEX) if os.environ.get(name)}
+    if given.get(COUNT) == "1":
+        return Place(count=1)
+    if given:
+        if missing := [name for name in (ADDRESS, COUNT, INDEX) if name not in given]:
+            raise ConfigError(f"{', '.join(given)}: set {', '.join(missing)} as well, or {COUNT}=1 for one process")
+        if not (given[COUNT].isdecimal() and given[INDEX].isdecimal() and int(given[INDEX]) < int(given[COUNT])):
+            raise ConfigError(f"{INDEX}={given[INDEX]} must be a number from 0 and below {COUNT}={given[COUNT]}")
+        return Place(count=int(given[COUNT]), index=int(given[INDEX]), address=given[ADDRESS])
+    cluster = _cluster()
+    if cluster is None:
+        return Place(count=1)
+    try:
+        return Place(count=cluster.get_process_count())
+    except Exception as error:
+        raise ConfigError(
+            f"{cluster.__name__}: cannot tell the number of processes ({type(error).__name__}: {error}); "
+            f"set {ADDRESS}, {COUNT} and {INDEX}, or {COUNT}=1 for one process"
+        ) from error
+
+
+def _cluster() -> Any:
+    """The cluster that JAX detects; None: this host is alone."""
+    from jax._src.clusters import ClusterEnv
+
+    return next((c for c in ClusterEnv._cluster_types if _may_be_here(c) and c.is_env_present()), None)
+
+
+def _may_be_here(cluster: Any) -> bool:
+    """Exclude clusters on hosts where JAX's question for them fails, or waits for minutes."""
+    name = cluster.__name__
+    if name == "K8sCluster":
+        # JAX asks the server for the job, which only an indexed one has.
+        return "JOB_COMPLETION_INDEX" in os.environ
+    if name in ("GceTpuCluster", "GkeTpuCluster"):
+        from jax._src.cloud_tpu_init import running_in_cloud_tpu_vm
+
+        wanted = running_in_cloud_tpu_vm and "tpu" in os.environ.get("JAX_PLATFORMS", "tpu")
+        # JAX looks up what the environment lacks; a single host elsewhere, such as in a notebook, has no such server.
+        named = "MEGASCALE_NUM_SLICES" in os.environ or "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
+        return wanted and (named or _metadata_answers())
+    return not cluster.opt_in_only_method
+
+
+def _metadata_answers() -> bool:
+    """Tell whether Google Cloud's metadata server is there, which describes a TPU slice."""
+    address = os.environ.get("GCE_METADATA_IP", "metadata.google.internal"), 80
+    try:
+        socket.create_connection(address, timeout=2).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def joined(describe: Describe) -> Iterator[None]:
+    """Run the block in all processes of the environment; without others nothing changes.
+
+    The first error of one is printed by all, and ends them within seconds even while they wait for each other: the
+    caller must pass its exit code to `leave`. Raises ConfigError and RunError if the processes do not come together.
+    """
+    found = place()
+    if found.count == 1:
+        yield
+        return
+    _initialize(found)
+    group = _Group(describe)
+    try:
+        yield
+    except BaseException as error:
+        group.end_with(error)
+        raise
+    group.close()
+
+
+def check_alone(command: str) -> None:
+    """ConfigError for a command of one process where the environment has several."""
+    if (found := place()).count > 1:
+        raise ConfigError(
+            f"{command} runs in one process, and this is one of {found.count}; run it on one host, with {COUNT}=1"
+        )
+
+
+def leave(code: int | str | None) -> None:
+    """End a process whose run has failed, without the wait for the others at its exit; no effect otherwise."""
+    if _Group.failed:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
+
+
+def _initialize(found: Place) -> None:
+    import jax
+
+    # Its handler of SIGTERM would replace that of the training loop, which stops all processes after the same step.
+    jax.config.update("jax_enable_preemption_service", False)
+    own: dict[str, Any] = {}
+    if found.address is not None:
+        own = {"coordinator_address": found.address, "num_processes": found.count, "process_id": found.index}
+        own["cluster_detection_method"] = "deactivate"
+    # Beyond its own limit JAX aborts the process, which tells nobody what to do.
+    timers = [threading.Timer(JOIN_S, _give_up, (found,)), threading.Timer(NOTICE_S, _notice, (found,))]
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    try:
+        jax.distributed.initialize(initialization_timeout=2 * JOIN_S, **own)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise RunError(f"{_apart(found)}: {' '.join(str(error).split())[:200]}") from error
+    finally:
+        for timer in timers:
+            timer.cancel()
+
+
+def _notice(found: Place) -> None:
+    print(f"waiting for {found.count} processes of the run; {COUNT}=1 for one alone", file=sys.stderr, flush=True)
+
+
+def _give_up(found: Place) -> None:
+    print(f"error: {_apart(found)}, after {JOIN_S} s", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _apart(found: Place) -> str:
+    return (
+        f"the run has {found.count} processes, which did not come together; start the same command on every host, or "
+        f"set {COUNT}=1 for one alone"
+    )
+
+
+class _Group:
+    """The others of a run: a thread ends this process when one of them fails."""
+
+    failed = False
+    """True in a process whose failure ends the run."""
+
+    def __init__(self, describe: Describe) -> None:
+        from posttrain.runtime import processes
+
+        self._describe, self._processes, self._store = describe, processes, processes.store()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="other processes", daemon=True)
+        self._thread.start()
+
+    def end_with(self, error: BaseException) -> None:
+        """Tell the others, unless they raise the same; the first process, which has the store, waits for them."""
+        if isinstance(error, self._processes.SameEverywhere):
+            self.close()
+            return
+        text, code = self._describe(error)
+        failure = {"index": self._processes.index(), "text": text, "code": code}
+        first = _try(partial(self._store.key_value_set, _FAILURE, json.dumps(failure)))
+        if not first and isinstance(error, RuntimeError) and not isinstance(error, RunError):
+            # JAX has lost the process that failed first: the thread tells why.
+            self._thread.join()
+        self.close()
+        self._leave_word()
+        _Group.failed = True
+        if self._processes.index() == 0:
+            end = time.monotonic() + LAST_WORDS_S
+            for other in range(1, self._processes.count()):
+                left_ms = max(1, int(1000 * (end - time.monotonic())))
+                _try(partial(self._store.blocking_key_value_get, f"{_FAILURE}/{other}", left_ms))
+
+    def close(self) -> None:
+        self._over.set()
+        # A thread that waits in C++ when the interpreter ends aborts the process.
+        self._thread.join()
+
+    def _watch(self) -> None:
+        failure = None
+        while failure is None and not self._over.is_set():
+            failure = self._failure_of_another()
+        # The main thread may be about to raise the same.
+        if failure is None or self._over.wait(OWN_WORDS_S):
+            return
+        print(f"process {failure['index']} of {self._processes.count()}: {failure['text']}", file=sys.stderr)
+        sys.stderr.flush()
+        self._leave_word()
+        os._exit(failure["code"])
+
+    def _failure_of_another(self) -> dict[str, Any] | None:
+        """Wait a moment for a failure; None if there is none."""
+        try:
+            failure: dict[str, Any] = json.loads(self._store.blocking_key_value_get(_FAILURE, _POLL_MS))
+        except Exception as error:
+            if str(error).startswith("DEADLINE_EXCEEDED"):
+                return None
+            return {"index": 0, "text": f"error: it is gone ({str(error).splitlines()[0][:200]})", "code": 1}
+        return failure
+
+    def _leave_word(self) -> None:
+        _try(partial(self._store.key_value_set, f"{_FAILURE}/{self._processes.index()}", "ended"))
+
+
+def _try(call: Callable[[], object]) -> bool:
+    """Call a store that may be gone, or have the key; returns False then."""
+    try:
+        call()
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,150 @@
+"""Processes of one run: which one this is, what they agree on, and arrays over the devices of all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import count as counter
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax import Array
+from jax._src import distributed
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from posttrain.errors import ConfigError, RunError
+
+# Every process runs the same program on the same host data. The first one alone writes files and prints; what depends
+# on files, signals or time is decided by it, or by all together, since a program that one of them does not run hangs.
+
+T = TypeVar("T")
+
+WAIT_S = 3600
+"""Longest wait for another process: longer than any step, evaluation or download that one has before another."""
+
+_calls = counter()
+
+
+class SameEverywhere(Exception):
+    """Exception that every process raises at the same place, so that none waits for another."""
+
+
+def count() -> int:
+    """Number of processes of the run."""
+    return distributed.global_state.num_processes
+
+
+def index() -> int:
+    """Number of this process, from 0."""
+    return distributed.global_state.process_id
+
+
+def writes() -> bool:
+    """Tell whether this process writes the run's files and prints: the first one does."""
+    return index() == 0
+
+
+def store() -> Any:
+    """Key-value store of the processes; only where there are several."""
+    client = distributed.global_state.client
+    assert client is not None, "a single process has no store"
+    return client
+
+
+def agreed(make: Callable[[], T]) -> T:
+    """Value of the first process, for all of them: what it alone decides. `make` returns JSON; others do not call it.
+
+    All processes must call it in the same order. RunError where the first one takes longer than `WAIT_S`.
+    """
+    if count() == 1:
+        return make()
+    key = f"posttrain/agreed/{next(_calls)}"
+    if writes():
+        value = make()
+        store().key_value_set(key, json.dumps(value))
+        return value
+    decided: T = json.loads(_value(key))
+    return decided
+
+
+def wait_for_all(what: str) -> None:
+    """Wait until every process is here: files that the first one wrote before are there for the others."""
+    if count() > 1:
+        _waiting(lambda: store().wait_at_barrier(f"posttrain/{next(_calls)}/{what}", WAIT_S * 1000))
+
+
+def check_same(what: str, value: str) -> None:
+    """ConfigError in a process whose value is not that of the first one."""
+    if agreed(lambda: value) != value:
+        raise ConfigError(f"{what}: process {index()} has another than process 0; give all of them the same")
+
+
+def any_of(flag: bool) -> bool:
+    """Tell whether the flag is set in any process."""
+    if count() == 1:
+        return flag
+    key = f"posttrain/any/{next(_calls)}"
+    store().key_value_set(f"{key}/{index()}", json.dumps(flag))
+    return agreed(lambda: any(json.loads(_value(f"{key}/{number}")) for number in range(count())))
+
+
+class Votes:
+    """Requests of any process, seen by all after the same step without waiting: one step after they were made."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._any = jax.jit(lambda flags: flags.any(), out_shardings=NamedSharding(mesh, PartitionSpec()))
+        self._before: Array | None = None
+
+    def __call__(self, asked: bool) -> bool:
+        """Tell whether a process had asked at the call before; with a single process, whether it asks now."""
+        if count() == 1:
+            return asked
+        before, places = self._before, NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
+        self._before = self._any(
+            jax.make_array_from_callback((self._mesh.size,), places, lambda at: np.full(self._mesh.size, asked)[at])
+        )
+        return before is not None and bool(before)
+
+
+def on_devices(tree: Any, shardings: Any) -> Any:
+    """Host arrays, the same in every process, as arrays over the devices of all. `shardings`: one, or a tree of them.
+
+    Each process transfers only what its own devices hold.
+    """
+    if count() == 1:
+        return jax.device_put(tree, shardings)
+    if isinstance(shardings, Sharding):
+        return jax.tree.map(lambda x: _on_devices(np.asarray(x), shardings), tree)
+    return jax.tree.map(lambda x, sharding: _on_devices(np.asarray(x), sharding), tree, shardings)
+
+
+def _on_devices(values: np.ndarray, sharding: Sharding) -> Array:
+    return jax.make_array_from_callback(values.shape, sharding, lambda at: values[at])
+
+
+def on_host(tree: Any) -> Any:
+    """Host copies of whole arrays, in every process; all must call it, since it gathers what they do not hold."""
+    return jax.device_get(tree) if count() == 1 else jax.tree.map(_on_host, tree)
+
+
+def _on_host(array: Any) -> np.ndarray:
+    if isinstance(array, Array) and not (array.is_fully_addressable or array.is_fully_replicated):
+        gathered: np.ndarray = multihost_utils.process_allgather(array, tiled=True)
+        return gathered
+    return np.asarray(array)
+
+
+def _value(key: str) -> str:
+    return _waiting(lambda: str(store().blocking_key_value_get(key, WAIT_S * 1000)))
+
+
+def _waiting(wait: Callable[[], T]) -> T:
+    try:
+        return wait()
+    except jax.errors.JaxRuntimeError as error:
+        raise RunError(
+            f"process {index()} of {count()} has lost the others: {str(error).splitlines()[0][:200]}"
+        ) from error

@@ -1,0 +1,263 @@
+"""Several processes of one run: the losses of one, files written once, and one end for all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from posttrain.config.yaml_file import load_config
+from posttrain.errors import ConfigError
+from posttrain.plan.machine import machine
+from posttrain.runtime import join
+from posttrain.stages.table import check_processes
+from tests.stages.runs import ROOT, lines, posttrain, rl_stage, sft_stage, start, steps, write_run
+from tests.stages.test_preference import PAIRS, preference_stage
+
+TIMEOUT_S = 300.0
+LOSS = """
+import os
+from posttrain.losses.sft import SFTLoss
+
+class Loss(SFTLoss):
+    def __call__(self, stats, batch):
+        if os.environ.get("JAX_PROCESS_ID") == "1":
+            raise RuntimeError("one process alone has this fault")
+        return super().__call__(stats, batch)
+"""
+
+
+def two_stages(folder: Path) -> Path:
+    held_out = {"chat": False, "limit": 3}
+    sft = sft_stage(num_steps=3, checkpoint_every=3, eval_dataset={"path": "rows.jsonl", **held_out})
+    pairs = preference_stage(num_steps=6, checkpoint_every=1, eval_dataset={"path": "pairs.jsonl", **held_out})
+    file = write_run(folder, sft, pairs, mesh={"fsdp": 2, "data": -1})
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    return file
+
+
+@contextlib.contextmanager
+def launched(file: Path, *, processes: int = 2, devices: int = 2) -> Iterator[subprocess.Popen[str]]:
+    """`posttrain launch` on the file, ended with all that it started."""
+    words = ["launch", f"--processes={processes}", f"--cpu-devices={devices}", "run", str(file)]
+    launcher = start(*words)
+    try:
+        yield launcher
+    finally:
+        left = children(launcher)
+        launcher.terminate()
+        for child in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        launcher.communicate()
+
+
+def children(launcher: subprocess.Popen[str]) -> list[int]:
+    """Processes of the run, in order."""
+    with contextlib.suppress(FileNotFoundError):
+        return [*map(int, Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split())]
+    return []
+
+
+def wait_for(launcher: subprocess.Popen[str], output: Path, stage: str, step: int) -> None:
+    end = time.monotonic() + TIMEOUT_S
+    while step not in steps(output, stage):
+        assert launcher.poll() is None, launcher.communicate()[0]
+        assert time.monotonic() < end, lines(output)
+        time.sleep(0.01)
+
+
+def values(output: Path) -> list[tuple[Any, ...]]:
+    """Stage, step and losses of every line."""
+    return [(line["stage"], line["step"], line.get("loss"), line.get("eval/loss")) for line in lines(output)]
+
+
+def files(output: Path) -> set[str]:
+    """Files of a run, but for the shards of checkpoints and the cache that other runs share."""
+    found = {str(path.relative_to(output)) for path in output.rglob("*") if path.is_file()}
+    return {re.sub(r"(checkpoints/\d+)/.*", r"\1", name) for name in found if "/reference/" not in name}
+
+
+def check_same_run(output: Path, one: Path) -> None:
+    assert [found[:2] for found in values(output)] == [found[:2] for found in values(one)]
+    for found, expected in zip(values(output), values(one), strict=True):
+        pairs = zip(found[2:], expected[2:], strict=True)
+        np.testing.assert_allclose(*zip(*((a, b) for a, b in pairs if b is not None), strict=True), rtol=0, atol=1e-5)
+    assert files(output) == files(one)
+    for stage in ("0-sft", "1-preference"):
+        tensors, expected = (load_file(folder / stage / "model" / "model.safetensors") for folder in (output, one))
+        assert tensors.keys() == expected.keys()
+        for name in tensors:
+            np.testing.assert_allclose(tensors[name], expected[name], rtol=0, atol=1e-4, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        done = posttrain("run", two_stages(folder), devices=4)
+    assert done.code == 0, done.err
+    return folder / "out"
+
+
+def test_killed_and_resumed_as_one_process(tmp_path: Path, one_process: Path) -> None:
+    """A process that dies ends the other; the same command does the rest."""
+    file, output = two_stages(tmp_path), tmp_path / "out"
+    with launched(file) as launcher:
+        wait_for(launcher, output, "1-preference", 2)
+        os.kill(children(launcher)[1], signal.SIGKILL)
+        started = time.monotonic()
+        told, _ = launcher.communicate(timeout=TIMEOUT_S)
+        assert time.monotonic() - started < 60
+    assert launcher.returncode == 128 + signal.SIGKILL, told
+    check_finished(file, one_process)
+
+
+def check_finished(file: Path, one: Path) -> None:
+    with launched(file) as launcher:
+        told, _ = launcher.communicate(timeout=TIMEOUT_S)
+    assert launcher.returncode == 0, told
+    assert "0-sft: done before" in told and "resuming after step" in told
+    check_same_run(file.parent / "out", one)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("whom", ["launcher", 0, 1])
+def test_stopped_and_resumed_as_one_process(tmp_path: Path, one_process: Path, whom: str | int) -> None:
+    """A signal to all, or to any of them, stops them after the same step."""
+    file, output = two_stages(tmp_path), tmp_path / "out"
+    with launched(file) as launcher:
+        wait_for(launcher, output, "1-preference", 2)
+        os.kill(launcher.pid if isinstance(whom, str) else children(launcher)[whom], signal.SIGTERM)
+        told, _ = launcher.communicate(timeout=TIMEOUT_S)
+    assert launcher.returncode == 130, told
+    assert re.search(r"^stopped after step \d of 6; run the same command again to resume", told, re.M), told
+    assert "Traceback" not in told and "FATAL" not in told
+    check_finished(file, one_process)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
+def test_uninterrupted(tmp_path: Path, one_process: Path, processes: int, devices: int) -> None:
+    with launched(two_stages(tmp_path), processes=processes, devices=devices) as launcher:
+        told, _ = launcher.communicate(timeout=TIMEOUT_S)
+    assert launcher.returncode == 0, told
+    check_same_run(tmp_path / "out", one_process)
+
+
+def test_an_error_of_one_ends_all(tmp_path: Path) -> None:
+    (tmp_path / "faulty.py").write_text(LOSS)
+    file = write_run(tmp_path, sft_stage(loss="faulty.py:Loss"))
+    with launched(file, devices=1) as launcher:
+        told, _ = launcher.communicate(timeout=TIMEOUT_S)
+    assert launcher.returncode == 1, told
+    assert told.count("RuntimeError: one process alone has this fault") == 2 and "process 1 of 2: Traceback" in told
+
+
+def test_kinds_of_stages_and_rows(tmp_path: Path) -> None:
+    file = write_run(tmp_path, sft_stage(), rl_stage())
+    refused = posttrain("check", file, "--devices", "4", "--processes", "2").error
+    assert "stages.1: a stage of kind rl runs in one process, not in 2" in refused
+    assert posttrain("check", file, "--devices", "4").code == 0
+    config = load_config(write_run(tmp_path, sft_stage()))
+    check_processes(config, 2, 4)
+    check_processes(config, 1, 8)
+    with pytest.raises(ConfigError, match="batch_rows=4 leaves devices of 2 processes without a row"):
+        check_processes(config, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts"), [("v5e-8", 1), ("v5e-16", 4), ("v6e-256", 64), ("v5p-8", 1), ("v5p-16", 2), ("h100-16", 2)]
+)
+def test_hosts_of_machines(name: str, hosts: int) -> None:
+    assert machine(name).num_hosts == hosts
+
+
+SLURM = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_NODELIST": "node[001-004]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "0",
+}
+BY_HAND = {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+TPU = {"TPU_WORKER_HOSTNAMES": "a,b", "MEGASCALE_NUM_SLICES": "2", "TPU_WORKER_ID": "0"}
+
+
+@pytest.fixture
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in {*SLURM, *BY_HAND, *TPU}:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_cluster")
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, join.Place(count=1)),
+        (BY_HAND, join.Place(count=2, index=1, address="host:1234")),
+        (SLURM, join.Place(count=4)),
+        (SLURM | {"SLURM_NTASKS": "1"}, join.Place(count=1)),
+        (SLURM | {"JAX_NUM_PROCESSES": "1"}, join.Place(count=1)),
+        (TPU, join.Place(count=4)),
+        (TPU | {"TPU_WORKER_HOSTNAMES": "localhost", "MEGASCALE_NUM_SLICES": "1"}, join.Place(count=1)),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, join.Place(count=1)),
+    ],
+)
+def test_places(monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str], found: join.Place) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if "TPU_WORKER_HOSTNAMES" in environment:
+        monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
+        monkeypatch.setenv("GCE_METADATA_IP", "127.0.0.1:1")
+        for module in ("cloud_tpu_init", "clusters.cloud_tpu_cluster"):
+            monkeypatch.setattr(f"jax._src.{module}.running_in_cloud_tpu_vm", True)
+    assert join.place() == found
+
+
+@pytest.mark.usefixtures("no_cluster")
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (
+            {"JAX_COORDINATOR_ADDRESS": "a:1"},
+            "set JAX_NUM_PROCESSES, JAX_PROCESS_ID as well, or JAX_NUM_PROCESSES=1",
+        ),
+        (BY_HAND | {"JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID=2 must be a number from 0 and below JAX_NUM_PROCESSES=2"),
+        (SLURM | {"SLURM_NTASKS": "4(x2)"}, "SlurmCluster: cannot tell the number of processes"),
+    ],
+)
+def test_places_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str], words: str) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=words):
+        join.place()
+
+
+def test_a_lone_process_does_not_hang() -> None:
+    code = (
+        "from posttrain import cli; from posttrain.runtime import join\njoin.JOIN_S = 2\n"
+        "with join.joined(cli._failure): pass"
+    )
+    environment = {**os.environ, "JAX_COORDINATOR_ADDRESS": "localhost:1", "JAX_NUM_PROCESSES": "2"}
+    environment["JAX_PROCESS_ID"] = "1"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "error: the run has 2 processes" in done.stderr, done.stderr
+
+
+def test_only_runs_are_launched() -> None:
+    assert "give run with its configuration" in posttrain("launch", "--processes", "2", "plan", "run.yaml").error
