@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from posttrain.batch import TokenLoss
-from posttrain.config import OptimizerSection
+from posttrain.config import MomentType, OptimizerSection
 from posttrain.losses.policy import GRPO
 from posttrain.losses.sft import SFTLoss
 from posttrain.plan.build import POLICY_ARRAYS, batch_of, train_programs
@@ -30,11 +30,12 @@ class Step(NamedTuple):
     length: int
     loss: TokenLoss
     arrays: tuple[str, ...] = ()
+    moments: MomentType = "float32"
 
 
 CASES = {
     "grpo_0.6b": Step(QWEN3, ("v5e", "2x4"), {"fsdp": 8}, 16, 2048, GRPO, POLICY_ARRAYS),
-    "sft_8b": Step(QWEN3_8B, ("v5p", "2x2x2"), {"fsdp": 8}, 8, 4096, SFTLoss()),
+    "sft_8b": Step(QWEN3_8B, ("v5e", "2x4"), {"fsdp": 8}, 8, 4096, SFTLoss(), moments="bfloat16"),
     "sft_30b": Step(QWEN3_30B, ("v5p", "2x2x2"), {"fsdp": 2, "expert": 4}, 8, 4096, SFTLoss()),
 }
 
@@ -44,7 +45,8 @@ def test_update(name: str) -> None:
     case, bound = CASES[name], STEPS[name]
     mesh = mesh_of(*case.slice, **case.axes)
     made: Any = model(case.fields, mesh, "full")
-    programs = train_programs(made, case.loss, make_optimizer(OptimizerSection(learning_rate=1e-5), 10), mesh)
+    section = OptimizerSection(learning_rate=1e-5, moments=case.moments)
+    programs = train_programs(made, case.loss, make_optimizer(section, 10, seed=0), mesh)
     lowered = programs.lower_update(batch_of(case.rows, case.length, arrays=case.arrays))
     found = compile_program(lowered, mesh.size)
     assert set(found.mosaic) == bound.kernels
