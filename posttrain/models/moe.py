@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,9 +19,13 @@ from posttrain.kernels.grouped_matmul import grouped_matmul
 from posttrain.kernels.platform import platform_of
 from posttrain.mesh import RULES, row_shards
 from posttrain.models.config import Compute, MLPConfig, ModelConfig, MoEConfig
+from posttrain.models.expert_rows import Rows, Sorted, capacity, summed_over_rounds
 from posttrain.models.forward_state import Context, ForwardState, LayerIndex
 from posttrain.models.layers import MLP, Adaptable, Init, Linear, gated, normal, param
 from posttrain.models.quant import Quantized
+
+NO_EXPERT = -1
+"""Expert number of tokens that need none."""
 
 
 class Router(nnx.Module):
@@ -120,8 +124,8 @@ class Experts(Adaptable):
         compute: Compute,
         mesh: Mesh,
     ) -> Float[Array, "N D"]:
-        """Expert parallelism: each device sorts only the tokens of its group on the axis `expert` and applies its own
-        experts.
+        """Expert parallelism: each device sorts only its own tokens and applies its own experts to those of its group on
+        the axis `expert`.
 
         Under GSPMD alone, sorting all tokens would gather them on every device.
         """
@@ -130,19 +134,22 @@ class Experts(Adaptable):
         graph, state = nnx.split(self)
         flat = nnx.to_flat_state(state)
         axes = [tuple(RULES[dim] for dim in variable.get_metadata()["dims"][1:]) for _, variable in flat]
-        padding = -x.shape[0] % row_shards(mesh)
-        tokens = tuple(jnp.pad(array, ((0, padding), (0, 0))) for array in (x, experts, weights))
+        padding = ((0, -x.shape[0] % row_shards(mesh)), (0, 0))
+        tokens = jnp.pad(x, padding), jnp.pad(experts, padding, constant_values=NO_EXPERT), jnp.pad(weights, padding)
 
-        def local(tokens: tuple[Array, ...], arrays: list[Array]) -> Float[Array, "1 n D"]:
+        def local(tokens: tuple[Array, Array, Array], arrays: list[Array]) -> Float[Array, "1 n D"]:
             gathered = [_whole(array, of) for array, of in zip(arrays, axes, strict=True)]
-            here = nnx.merge(graph, nnx.from_flat_state(zip([path for path, _ in flat], gathered, strict=True)))
-            if here.down_bias is not None:
-                # Partial outputs are summed over `tensor`; add the bias in one shard only.
-                here.down_bias.set_value(jnp.where(jax.lax.axis_index("tensor") == 0, here.down_bias[...], 0))
-            x, experts, weights = (jax.lax.all_gather(array, "expert", tiled=True) for array in tokens)
-            experts = experts - jax.lax.axis_index("expert") * here.gate[...].shape[0]
-            out = here._mixture(x, experts, weights, compute)
-            return jax.lax.psum_scatter(out, "expert", tiled=True)[None]
+
+            def bound(arrays: list[Array]) -> Experts:
+                here = nnx.merge(graph, nnx.from_flat_state(zip([path for path, _ in flat], arrays, strict=True)))
+                if here.down_bias is not None:
+                    # Partial outputs are summed over `tensor`; add the bias in one shard only.
+                    here.down_bias.set_value(jnp.where(jax.lax.axis_index("tensor") == 0, here.down_bias[...], 0))
+                return here
+
+            if mesh.shape["expert"] == 1:
+                return bound(gathered)._mixture(*tokens, compute)[None]
+            return _of_group(bound, gathered, tokens, self.num_experts, compute)[None]
 
         parts = jax.shard_map(
             local,
@@ -157,36 +164,74 @@ class Experts(Adaptable):
     def _mixture(
         self, x: Float[Array, "N D"], experts: Int[Array, "N k"], weights: Float[Array, "N k"], compute: Compute
     ) -> Float[Array, "N D"]:
-        """Outputs of the local experts, numbered from 0; other experts yield 0."""
-        top_k, num_here = experts.shape[1], self.gate[...].shape[0]
-        numbers = experts.reshape(-1)
-        numbers = jnp.where((numbers >= 0) & (numbers < num_here), numbers, num_here)
-        order = jnp.argsort(numbers, stable=True)
-        sizes = jnp.bincount(numbers, length=num_here + 1)[:num_here].astype(jnp.int32)
-        of_row = numbers[order]
+        """Weighted sum of the outputs of the experts, all of which are here."""
+        ordered = Sorted.of(experts, self.num_experts)
+        rows = ordered.rows(0, self.num_experts, 0, experts.size)
+        out = self._outputs(_masked(x[rows.assignment // experts.shape[1]], rows), rows, compute)
+        # Restore token order by a gather: unlike a scatter its sum has a fixed order.
+        back = _masked(out, rows)[jnp.argsort(rows.assignment)].reshape(*experts.shape, -1)
+        return jnp.sum(back * weights[..., None].astype(back.dtype), axis=1)
+
+    def _outputs(self, x: Float[Array, "C D"], rows: Rows, compute: Compute) -> Float[Array, "C D"]:
+        """Output of each row's expert; undefined in rows that are not used."""
         platform = platform_of(compute.mesh)
-        rows = x[order // top_k]
 
         def grouped(y: Array, w: Array) -> Array:
-            return grouped_matmul(y, w, sizes, kernel=compute.grouped_matmul, platform=platform)
+            return grouped_matmul(y, w, rows.sizes, kernel=compute.grouped_matmul, platform=platform)
 
         def product(y: Array, name: str, bias: nnx.Param | None) -> Array:
             w = self.matrices()[name][...]
             out = grouped(y, w.astype(y.dtype))
             if adapter := self.adapters.get(name):
-                out = adapter.added(out, adapter.down(y, grouped), w, grouped, of_row)
-            return out if bias is None else out + bias[...].astype(y.dtype).at[of_row].get(mode="fill", fill_value=0)
+                out = adapter.added(out, adapter.down(y, grouped), w, grouped, rows.expert)
+            if bias is None:
+                return out
+            return out + bias[...].astype(y.dtype).at[rows.expert].get(mode="fill", fill_value=0)
 
         hidden = gated(
-            self.config.activation,
-            product(rows, "gate", self.gate_bias),
-            product(rows, "up", self.up_bias),
-            self.limit,
+            self.config.activation, product(x, "gate", self.gate_bias), product(x, "up", self.up_bias), self.limit
         )
-        out = product(hidden, "down", self.down_bias)
-        # Restore token order by a gather: unlike a scatter its sum has a fixed order.
-        back = out[jnp.argsort(order)].reshape(*experts.shape, -1)
-        return jnp.sum(back * weights[..., None].astype(back.dtype), axis=1)
+        return product(hidden, "down", self.down_bias)
+
+
+def _of_group(
+    bound: Callable[[list[Array]], Experts],
+    arrays: list[Array],
+    tokens: tuple[Float[Array, "n D"], Int[Array, "n k"], Float[Array, "n k"]],
+    num_experts: int,
+    compute: Compute,
+) -> Float[Array, "n D"]:
+    """Weighted sum of the experts' outputs for the tokens of a device, inside `jax.shard_map`.
+
+    Each device has the tokens of its group on the axis `expert`, and computes the rows of its own experts in a buffer
+    that fits them if the router uses all experts about alike. What does not fit is computed in further rounds.
+    """
+    x, experts, weights = tokens
+    top_k = experts.shape[1]
+    ordered = Sorted.of(experts, num_experts).gathered("expert")
+    sources = ordered.order.shape[0]
+    num_here = num_experts // sources
+    first = jax.lax.axis_index("expert") * num_here
+    size = capacity(ordered.order.size, sources)
+
+    def one(number: Array, values: tuple[Array, Array, list[Array]], numbers: tuple[Sorted, Array]) -> Array:
+        x, weights, arrays = values
+        ordered, first = numbers
+        rows = ordered.rows(first, num_here, number * size, size)
+        token = rows.assignment // top_k
+        out = bound(arrays)._outputs(_masked(x[token], rows), rows, compute)
+        weight = weights.reshape(-1)[rows.assignment].astype(out.dtype)
+        return jax.ops.segment_sum(_masked(out * weight[:, None], rows), token, num_segments=x.shape[0])
+
+    group = [jax.lax.all_gather(array, "expert", tiled=True) for array in (x, weights)]
+    rounds = -(-ordered.total(first, num_here) // size)
+    out = summed_over_rounds(one, rounds, (*group, arrays), (ordered, first))
+    return jax.lax.psum_scatter(out, "expert", tiled=True)
+
+
+def _masked(x: Float[Array, "C D"], rows: Rows) -> Float[Array, "C D"]:
+    """0 in rows that are not used, as is the gradient."""
+    return jnp.where(rows.used[:, None], x, 0)
 
 
 class MoE(nnx.Module):
