@@ -124,8 +124,8 @@ class Experts(Adaptable):
         compute: Compute,
         mesh: Mesh,
     ) -> Float[Array, "N D"]:
-        """Expert parallelism: each device sorts only its own tokens and applies its own experts to those of its group on
-        the axis `expert`.
+        """Expert parallelism: each device sorts only its own tokens, and applies its own experts to those of its group
+        on the axis `expert`.
 
         Under GSPMD alone, sorting all tokens would gather them on every device.
         """
@@ -219,9 +219,10 @@ def _of_group(
         ordered, first = numbers
         rows = ordered.rows(first, num_here, number * size, size)
         token = rows.assignment // top_k
-        out = bound(arrays)._outputs(_masked(x[token], rows), rows, compute)
+        # Masked before they are weighted: the gradient of the weights reads them.
+        out = _masked(bound(arrays)._outputs(_masked(x[token], rows), rows, compute), rows)
         weight = weights.reshape(-1)[rows.assignment].astype(out.dtype)
-        return jax.ops.segment_sum(_masked(out * weight[:, None], rows), token, num_segments=x.shape[0])
+        return jax.ops.segment_sum(out * weight[:, None], token, num_segments=x.shape[0])
 
     group = [jax.lax.all_gather(array, "expert", tiled=True) for array in (x, weights)]
     rounds = -(-ordered.total(first, num_here) // size)
