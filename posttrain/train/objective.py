@@ -204,8 +204,9 @@ class Objective:
         count: Array,
     ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
         """Gradient over all micro-batches. A whole-batch loss needs a second forward pass if there are several."""
-        gradient_of = functools.partial(self._gradient, params, frozen, teacher_params, router_weight)
-        if not self.needs_whole_batch or num_micro(inputs) == 1:
+        alone = num_micro(inputs) == 1
+        gradient_of = functools.partial(self._gradient, params, frozen, teacher_params, router_weight, alone)
+        if not self.needs_whole_batch or alone:
             return sum_over(lambda one: gradient_of(one, self.loss), inputs, count)
         stats = stack_over(
             lambda one: self.forward({**frozen, **params}, one[0], teacher_params, one[1]).stats, inputs, count
@@ -228,6 +229,7 @@ class Objective:
         frozen: Weights,
         teacher_params: list[Weights],
         router_weight: Array,
+        alone: bool,
         inputs: tuple[Batch, Keys],
         loss: AnyLoss,
     ) -> tuple[Weights, tuple[LossOutput, RouterStats | None]]:
@@ -245,7 +247,16 @@ class Objective:
         cotangents = known_cotangents(loss, batch) if self.terms.unshared is None else None
 
         # Differentiate by float32 copies, so that sums over chunks and tokens are accumulated in float32.
-        return jax.grad(total, has_aux=True)(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+        single = self._single_products() if alone else frozenset[str]()
+        wide = {path: p if path in single else p.astype(jnp.float32) for path, p in params.items()}
+        return jax.grad(total, has_aux=True)(wide)
+
+    def _single_products(self) -> frozenset[str]:
+        """Matrices of experts in the dtype of computation: a grouped product returns the only term of their gradient in
+        it, so that a float32 copy, most of a step's temporaries, would hold the same numbers."""
+        matrix, dtype = {"expert", "embed", "mlp"}, self.student.model.compute.dtype
+        dims, structs = self.student.dims(), self.student.structs()
+        return frozenset(path for path, x in structs.items() if matrix <= set(dims[path]) and x.dtype == dtype)
 
     def _head(self, model: Decoder, weights: Weights) -> Decoder:
         """Model for its logits: on a mesh apart from the embedding's use of a tied table, which otherwise would be laid

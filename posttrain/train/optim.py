@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -97,6 +98,16 @@ def with_master_weights(tx: optax.GradientTransformation) -> optax.GradientTrans
         return updates, MasterState(inner=inner, masters=masters)
 
     return optax.GradientTransformation(init, update)
+
+
+def rounded_masters(params: Mapping[str, Array], state: Any) -> dict[str, Array]:
+    """Parameters that have master weights, read from those in the state.
+
+    They are what `update` moves them to. Unlike the sum of a parameter and its update, they need no float32 array
+    besides the masters.
+    """
+    masters = state.masters if isinstance(state, MasterState) else {}
+    return {path: masters[path].astype(p.dtype) for path, p in params.items() if _is_low(p) and path in masters}
 
 
 def global_norm(grads: Any) -> Float[Array, ""]:

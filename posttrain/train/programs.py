@@ -26,7 +26,7 @@ from posttrain.runtime.host_memory import gc_disabled
 from posttrain.train.accumulate import stack_over
 from posttrain.train.layer_matching import Matching
 from posttrain.train.objective import Objective
-from posttrain.train.optim import clipped, global_norm
+from posttrain.train.optim import clipped, global_norm, rounded_masters
 from posttrain.tree import Metric, added_up
 from posttrain.weights.lora import has_lora
 from posttrain.weights.quantize import is_quantized
@@ -214,7 +214,7 @@ class TrainPrograms:
             # XLA:CPU would fuse the condition's inputs into every kernel; on GPU a branch synchronizes with the host.
             return jax.lax.cond(usable, update, lambda _, *old: old, gradient, *old)
         new: tuple[Weights, Any] = jax.tree.map(lambda n, o: jnp.where(usable, n, o), update(gradient, *old), old)
-        return new
+        return {**new[0], **rounded_masters(*new)}, new[1]
 
     def _evaluate_program(
         self, weights: Weights, micro: Batch, count: Array, teacher_weights: list[Weights]

@@ -17,12 +17,18 @@ from posttrain.kernels.logits.divergence import Divergence
 from posttrain.losses.distill import DistillLoss
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.losses.sft import DFTLoss, SFTLoss
+from posttrain.mesh import single_device_mesh
 from posttrain.metrics import to_host
+from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
+from posttrain.models.hf import config_from_init
+from posttrain.plan.build import train_programs
+from posttrain.train.accumulate import num_micro
 from posttrain.train.objective import known_cotangents
 from posttrain.train.trainer import Trainer
 from posttrain.weights.state import ModelWeights
-from tests.tiny import tiny_model
+from tests.tiny import random_model, tiny_model
+from tests.weights.adapted import MOE
 
 ROWS, LENGTH = 4, 12
 LINEAR: dict[str, Any] = {
@@ -100,6 +106,32 @@ def test_the_update_is_that_of_the_same_loss_without_its_promise(name: str, micr
         assert metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
     for path, array in expected.items():
         np.testing.assert_allclose(weights[path], array, rtol=1e-4, atol=1e-5, err_msg=path)
+
+
+def test_gradients_of_experts_need_no_float32_copy() -> None:
+    """One micro-batch has one product; several are added up in float32."""
+    config = config_from_init(MOE | {"vocab_size": 512})
+    model = random_model(config, Compute.of(jnp.bfloat16), dtype=jnp.bfloat16, seed=0)
+    params = ModelWeights(model).read()
+    found, single = {}, [path for path in params if path.rsplit(".", 1)[-1] in ("gate", "up", "down")]
+    for rows in (ROWS, ROWS // 2):
+        objective = train_programs(model, SFTLoss(), optax.sgd(1.0), single_device_mesh()).objective
+        micro = jax.tree.map(lambda x, rows=rows: jnp.asarray(x).reshape(-1, rows, LENGTH), batch())
+
+        @jax.jit
+        def gradient(params: Any, objective: Any = objective, micro: Any = micro) -> Any:
+            count = jnp.int32(num_micro(micro))
+            inputs = micro, objective.keys(jnp.uint32(0), micro)
+            return objective.gradients(params, {}, [], objective.router_weight(micro, count), inputs, count)[0]
+
+        found[rows] = gradient(params)
+    assert len(single) == 3 and {path: g.dtype for path, g in found[ROWS].items()} == {
+        path: jnp.dtype(jnp.bfloat16 if path in single else jnp.float32) for path in params
+    }
+    assert {g.dtype for g in found[ROWS // 2].values()} == {jnp.dtype(jnp.float32)}
+    for path in single:
+        one, two = (np.asarray(found[rows][path], np.float32) for rows in found)
+        np.testing.assert_allclose(one, two, atol=2**-6 * np.abs(two).max(), err_msg=path)
 
 
 def test_noise_on_embeddings() -> None:

@@ -13,7 +13,15 @@ import optax
 import pytest
 
 from posttrain.config import OptimizerSection
-from posttrain.train.optim import clipped, decay_mask, global_norm, make_optimizer, make_schedule, with_master_weights
+from posttrain.train.optim import (
+    clipped,
+    decay_mask,
+    global_norm,
+    make_optimizer,
+    make_schedule,
+    rounded_masters,
+    with_master_weights,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -122,6 +130,8 @@ def test_bfloat16_parameters_are_the_rounded_float32_run():
     for name in low:
         np.testing.assert_array_equal(low_state.masters[name], full[name])
         np.testing.assert_array_equal(low[name], full[name].astype(jnp.bfloat16))
+        np.testing.assert_array_equal(low[name], rounded_masters(low, low_state)[name])
+    assert rounded_masters(full, full_state) == {}
 
 
 def test_master_weights_need_params():
