@@ -39,9 +39,9 @@ ERRORS = {"int8": (0.004, 0.009), "fp8": (0.02, 0.03), "int4": (0.08, 0.12), "nf
 TOKENS = np.random.default_rng(0).integers(0, 90, (2, 12))
 
 
-def mixture() -> Decoder:
+def mixture(expert_size: int = 32) -> Decoder:
     """A dense layer, then a mixture with a shared expert."""
-    sizes = {"hidden_size": 128, "intermediate_size": 64, "moe_intermediate_size": 32, "vocab_size": 128}
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "moe_intermediate_size": expert_size, "vocab_size": 128}
     sizes |= {"shared_expert_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     fields = {"model_type": "qwen2_moe", "num_hidden_layers": 2, "mlp_only_layers": [0], "initializer_range": 0.2}
@@ -215,9 +215,10 @@ def on_mesh(model: Decoder, section: MeshSection) -> Decoder:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
-def test_split_over_devices(kind: Quantize) -> None:
-    model = mixture()
+@pytest.mark.parametrize(("kind", "expert_size"), [("int8", 32), ("nf4", 32), ("nf4", 128)])
+def test_split_over_devices(kind: Quantize, expert_size: int) -> None:
+    """Of experts the devices gather codes, unless a tile would be split."""
+    model = mixture(expert_size)
     quantize_model(model, kind)
     attach_lora(model, LoRA(rank=2), seed=0)
     tokens = np.random.default_rng(0).integers(0, 128, (8, 8))
