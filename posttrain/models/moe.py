@@ -275,6 +275,8 @@ class MoE(nnx.Module):
             experts = jnp.where(given < 0, chosen, given)
         weights = self.router.weights(scores, experts)
         state.routing.append((router_stats(logits, scores, experts, chosen, context.segments), experts))
+        # Padding would be routed alike, to the devices of few experts.
+        experts = jnp.where(context.segments[..., None] > 0, experts, NO_EXPERT)
         flat = [array.reshape(-1, array.shape[-1]) for array in (x, experts, weights)]
         out = self.experts(flat[0], flat[1], flat[2], context.compute).reshape(x.shape)
         if self.shared is None:
