@@ -1,6 +1,6 @@
 """Programs compiled for TPU slices that are not there: peak memory, wire and compile time, as Markdown.
 
-.venv-aot/bin/python bench/tpu.py [grpo] [sft] [sft-8b] [decode]
+.venv-aot/bin/python bench/tpu.py [grpo] [sft] [sft-8b] [decode] [experts]
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from posttrain.config import MeshSection, OptimizerSection
+from posttrain.kernels.platform import traced_for
 from posttrain.losses.policy import GRPO
 from posttrain.losses.sft import SFTLoss
-from posttrain.mesh import make_mesh
-from posttrain.models.config import Compute
+from posttrain.mesh import BATCH_SPEC, make_mesh, param_sharding
+from posttrain.models.config import Compute, MLPConfig, MoEConfig, RouterConfig
 from posttrain.models.decoder import Decoder
+from posttrain.models.layers import Init
+from posttrain.models.moe import Experts
 from posttrain.plan.build import POLICY_ARRAYS, RolloutShapes, batch_of, model_of, train_programs
 from posttrain.plan.loops import vocabulary_trips
 from posttrain.plan.lowered import Figures, compile_program
@@ -92,6 +96,45 @@ def update(fields: dict[str, Any], rows: int, length: int, loss: Any, arrays: tu
     )
 
 
+def experts(expert: int) -> Iterator[str]:
+    """Rows of the table on one layer of experts of Qwen3-30B-A3B with its gradients, 4,096 tokens a chip, v5p:2x2x4."""
+    sizes = MeshSection(data=-1, fsdp=1, expert=expert, tensor=1)
+    mesh = make_mesh(sizes, topology_devices("v5p", "2x2x4"))
+    config = MoEConfig(num_experts=128, top_k=8, expert=MLPConfig(dim=768), router=RouterConfig())
+    width, tokens, compute = 2048, 4096 * mesh.size, Compute(dtype=DTYPE, mesh=mesh)
+
+    def make() -> Experts:
+        return Experts(config, 1, width, Init(0.02, DTYPE, nnx.Rngs(0)))
+
+    graph, state = nnx.split(nnx.eval_shape(make))
+
+    def placed(w: Any) -> Any:
+        sharding = param_sharding(mesh, "experts", w.get_metadata("dims")[1:], w.shape[1:])
+        return w.replace(jax.ShapeDtypeStruct(w.shape[1:], w.dtype, sharding=sharding))
+
+    weights = jax.tree.map(placed, state, is_leaf=lambda w: isinstance(w, nnx.Variable))
+
+    def on_rows(size: int, dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((tokens, size), dtype, sharding=NamedSharding(mesh, BATCH_SPEC))
+
+    def step(weights: Any, x: Any, experts: Any, shares: Any, d_out: Any) -> Any:
+        out, pull = jax.vjp(lambda w, x, shares: nnx.merge(graph, w)(x, experts, shares, compute), weights, x, shares)
+        return out, pull(d_out)
+
+    given = on_rows(width, DTYPE), on_rows(8, jnp.int32), on_rows(8, jnp.float32), on_rows(width, DTYPE)
+    found, seconds = compiled(lambda: jax.jit(traced_for(mesh, step)).lower(weights, *given), mesh.size)
+    if isinstance(found, str):
+        yield f"does not fit: {found}"
+        return
+    exchanged = sum(c.wire * c.executions() for c in found.text.collectives if c.kind != "all-reduce")
+    once = [m.buffer for m in found.text.made if not m.loops and len(m.buffer.dims) == 2 and m.buffer.dims[1] >= 768]
+    written, rows = sum(b.bytes for b in once), max(b.dims[0] for b in once)
+    yield (
+        f"tokens' wire {exchanged / MIB:.0f} MiB a chip; arrays of rows written {written / GIB:.2f} GiB, of at most "
+        f"{rows:,} rows; temporaries {found.temporaries / GIB:.2f} GiB; {seconds:.0f} CPU s"
+    )
+
+
 def decode(**axes: int) -> Iterator[str]:
     """Rows of the table on decoding 64 slots of 1024 positions."""
     mesh = mesh_of(**axes)
@@ -115,6 +158,10 @@ CASES: dict[str, dict[str, Callable[[], Iterator[str]]]] = {
             lambda axes=axes: decode(**axes)  # type: ignore[misc]
         )
         for axes in ({"fsdp": 8}, {"data": 8}, {"data": 2, "tensor": 4}, {"tensor": 8})
+    },
+    "experts": {
+        f"layer of experts, 30B-A3B, 4,096 tokens a chip, v5p:2x2x4, expert={size}": lambda size=size: experts(size)  # type: ignore[misc]
+        for size in (2, 4, 8, 16)
     },
     "grpo": {"GRPO update, 0.6B, 16 x 2048, fsdp=8": lambda: update(SMALL, 16, 2048, GRPO, POLICY_ARRAYS)},
     "sft": {"SFT step, 0.6B, 8 x 4096, fsdp=8": lambda: update(SMALL, 8, 4096, SFTLoss())},

@@ -25,8 +25,10 @@ Gradients: TypeAlias = tuple[Float[Array, "M D"], Float[Array, "E D F"], None]
 def grouped_matmul(
     x: Float[Array, "M D"], w: Float[Array, "E D F"], group_sizes: Sizes, *, kernel: GroupedKernel, platform: str
 ) -> Float[Array, "M F"]:
-    """x[m] @ w[e] for the rows m of group e, accumulated in float32; rows are sorted by group, rows beyond the last are
-    0.
+    """x[m] @ w[e] for the rows m of group e, accumulated in float32; rows are sorted by group.
+
+    Rows beyond the last group do not enter, and are undefined in the result and in the gradient of x: mask them once,
+    before and after all products of a layer.
 
     `platform`: of the devices that run it. Raises ConfigError if an explicit `kernel` cannot serve. TPU and GPU kernels
     work on one device's rows: under a mesh of several devices call them inside `jax.shard_map`.
@@ -189,7 +191,7 @@ def megablox(
 def _megablox_forward(interpret: bool, x: Array, w: Array, group_sizes: Array) -> tuple[Array, Saved]:
     tiles = _tiles(x, w, w.shape[1], w.shape[2])
     out = gmm(_padded(x, tiles), w, group_sizes, x.dtype, tiles, interpret=interpret)
-    return _in_groups(out[: x.shape[0]], group_sizes), (x, w, group_sizes)
+    return out[: x.shape[0]], (x, w, group_sizes)
 
 
 def _megablox_backward(interpret: bool, saved: Saved, d_out: Array) -> Gradients:
@@ -198,7 +200,7 @@ def _megablox_backward(interpret: bool, saved: Saved, d_out: Array) -> Gradients
     dx = gmm(_padded(d_out, tiles), w, group_sizes, x.dtype, tiles, transpose_rhs=True, interpret=interpret)
     tiles = _tiles(x, w, w.shape[1], w.shape[2])
     dw = tgmm(_padded(x, tiles).T, _padded(d_out, tiles), group_sizes, w.dtype, tiles, interpret=interpret)
-    return _in_groups(dx[: x.shape[0]], group_sizes), dw, None
+    return dx[: x.shape[0]], dw, None
 
 
 megablox.defvjp(_megablox_forward, _megablox_backward)
@@ -215,11 +217,6 @@ def _padded(x: Array, tiles: tuple[int, int, int]) -> Array:
     return jnp.pad(x, ((0, -x.shape[0] % tiles[0]), (0, 0)))
 
 
-def _in_groups(x: Array, group_sizes: Array) -> Array:
-    """Zero the rows beyond the last group, which kernels leave undefined."""
-    return jnp.where((jnp.arange(x.shape[0]) < jnp.sum(group_sizes))[:, None], x, 0)
-
-
 # --- tokamax ---------------------------------------------------------------------------------------------------------
 
 
@@ -231,8 +228,8 @@ def tokamax(
     implementation: str | tuple[str, ...] = ("mosaic", "triton"),
 ) -> Float[Array, "M F"]:
     """Ragged dot of tokamax, an optional dependency imported only here. Raises without a fused implementation."""
-    out = tokamax_library().ragged_dot(x, w, group_sizes, implementation=implementation)
-    return _in_groups(out, group_sizes)
+    out: Array = tokamax_library().ragged_dot(x, w, group_sizes, implementation=implementation)
+    return out
 
 
 KERNELS: Mapping[str, Callable[[Array, Array, Array], Array]] = {

@@ -70,7 +70,7 @@ class Adapter(nnx.Module):
         if self.lora_magnitude is None:
             return y
         gain = self.gain(kernel).astype(y.dtype)
-        return y * (gain.at[group].get(mode="clip") if group is not None else _as_row(gain, y.ndim))
+        return y * (gain.at[group].get(mode="fill", fill_value=0) if group is not None else _as_row(gain, y.ndim))
 
     def scaled_b(self, dtype: DTypeLike) -> Float[Array, "*L r out"]:
         """scale * B: the cheapest factor to scale."""

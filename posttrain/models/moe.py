@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -13,15 +13,18 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
 from posttrain.batch import RouterStats
-from posttrain.config import ROW_AXES
 from posttrain.errors import ConfigError
 from posttrain.kernels.grouped_matmul import grouped_matmul
-from posttrain.kernels.platform import platform_of
-from posttrain.mesh import RULES, row_shards
+from posttrain.kernels.platform import TOKEN_AXIS, platform_of, row_axes, token_shards
+from posttrain.mesh import param_sharding, row_shards
 from posttrain.models.config import Compute, MLPConfig, ModelConfig, MoEConfig
+from posttrain.models.expert_rows import Rows, Sorted, capacity, summed_over_rounds
 from posttrain.models.forward_state import Context, ForwardState, LayerIndex
 from posttrain.models.layers import MLP, Adaptable, Init, Linear, gated, normal, param
-from posttrain.models.quant import Quantized
+from posttrain.models.quant import PER_OUTPUT, Quantized, QuantizedParam
+
+NO_EXPERT = -1
+"""Expert number of tokens that need none."""
 
 
 class Router(nnx.Module):
@@ -97,10 +100,7 @@ class Experts(Adaptable):
         graph, state = nnx.split(self)
 
         def run(state: Any, x: Array, experts: Array, weights: Array) -> Array:
-            here = nnx.merge(graph, state)
-            for name, matrix in here.matrices().items():
-                setattr(here, name, nnx.Param(matrix[...], dims=matrix.get_metadata("dims")))
-            return here._computed(x, experts, weights, compute)
+            return nnx.merge(graph, state)._computed(x, experts, weights, compute)
 
         # Otherwise the backward pass would save the dequantized matrices of all layers.
         return jax.checkpoint(run)(state, x, experts, weights)
@@ -109,8 +109,26 @@ class Experts(Adaptable):
         self, x: Float[Array, "N D"], experts: Int[Array, "N k"], weights: Float[Array, "N k"], compute: Compute
     ) -> Float[Array, "N D"]:
         if compute.mesh is None or compute.mesh.size == 1:
+            self._dequantize()
             return self._mixture(x, experts, weights, compute)
         return self._on_mesh(x, experts, weights, compute, compute.mesh)
+
+    def _dequantize(self) -> None:
+        for name, matrix in self.matrices().items():
+            if isinstance(matrix, Quantized):
+                setattr(self, name, nnx.Param(matrix[...], dims=matrix.get_metadata("dims")))
+
+    def _axes(self, mesh: Mesh) -> list[tuple[str | None, ...]]:
+        """Mesh axes that split the arrays of a layer, in the order of `nnx.to_flat_state`."""
+
+        def axes(variable: Any) -> tuple[str | None, ...]:
+            return tuple(param_sharding(mesh, "experts", variable.get_metadata("dims")[1:], variable.shape).spec)
+
+        quantized = [matrix for matrix in self.matrices().values() if isinstance(matrix, Quantized)]
+        if any(m.kind not in PER_OUTPUT and axes(m) != axes(m.scales) for m in quantized):
+            # The codes of a tile are split.
+            self._dequantize()
+        return [axes(variable) for _, variable in nnx.to_flat_state(nnx.state(self))]
 
     def _on_mesh(
         self,
@@ -120,73 +138,121 @@ class Experts(Adaptable):
         compute: Compute,
         mesh: Mesh,
     ) -> Float[Array, "N D"]:
-        """Expert parallelism: each device sorts only the tokens of its group on the axis `expert` and applies its own
-        experts.
+        """Expert parallelism: each device sorts only its own tokens, and applies its own experts to those of its group
+        on the axis `expert`. Quantized matrices are gathered as codes.
 
         Under GSPMD alone, sorting all tokens would gather them on every device.
         """
         # Inside `shard_map` a device has only a part of the sums over inputs.
         self.fix_gains()
-        graph, state = nnx.split(self)
-        flat = nnx.to_flat_state(state)
-        axes = [tuple(RULES[dim] for dim in variable.get_metadata()["dims"][1:]) for _, variable in flat]
-        padding = -x.shape[0] % row_shards(mesh)
-        tokens = tuple(jnp.pad(array, ((0, padding), (0, 0))) for array in (x, experts, weights))
+        axes = self._axes(mesh)
+        graph, flat = _flat(self)
+        by_token = (*row_axes(mesh), TOKEN_AXIS)
+        padding = ((0, -x.shape[0] % (row_shards(mesh) * token_shards(mesh))), (0, 0))
+        tokens = jnp.pad(x, padding), jnp.pad(experts, padding, constant_values=NO_EXPERT), jnp.pad(weights, padding)
 
-        def local(tokens: tuple[Array, ...], arrays: list[Array]) -> Float[Array, "1 n D"]:
+        def local(tokens: tuple[Array, Array, Array], arrays: list[Array]) -> Float[Array, "1 n D"]:
             gathered = [_whole(array, of) for array, of in zip(arrays, axes, strict=True)]
-            here = nnx.merge(graph, nnx.from_flat_state(zip([path for path, _ in flat], gathered, strict=True)))
+            here = _bound(graph, flat, gathered)
+            here._dequantize()
             if here.down_bias is not None:
                 # Partial outputs are summed over `tensor`; add the bias in one shard only.
                 here.down_bias.set_value(jnp.where(jax.lax.axis_index("tensor") == 0, here.down_bias[...], 0))
-            x, experts, weights = (jax.lax.all_gather(array, "expert", tiled=True) for array in tokens)
-            experts = experts - jax.lax.axis_index("expert") * here.gate[...].shape[0]
-            out = here._mixture(x, experts, weights, compute)
-            return jax.lax.psum_scatter(out, "expert", tiled=True)[None]
+            if mesh.shape["expert"] == 1:
+                return here._mixture(*tokens, compute)[None]
+            return here._of_group(tokens, compute)[None]
 
         parts = jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=(PartitionSpec(ROW_AXES), [PartitionSpec(*of) for of in axes]),
-            out_specs=PartitionSpec("tensor", ROW_AXES),
+            in_specs=(PartitionSpec(by_token), [PartitionSpec(*of) for of in axes]),
+            out_specs=PartitionSpec("tensor", by_token),
             check_vma=False,
-        )(tokens, [variable[...].astype(x.dtype) for _, variable in flat])
+        )(tokens, [w[...] if isinstance(w, QuantizedParam) else w[...].astype(x.dtype) for w in flat.values()])
         # Summing outside `shard_map` avoids communication over `tensor` in the backward pass.
         return jnp.sum(parts, axis=0)[: x.shape[0]]
 
     def _mixture(
         self, x: Float[Array, "N D"], experts: Int[Array, "N k"], weights: Float[Array, "N k"], compute: Compute
     ) -> Float[Array, "N D"]:
-        """Outputs of the local experts, numbered from 0; other experts yield 0."""
-        top_k, num_here = experts.shape[1], self.gate[...].shape[0]
-        numbers = experts.reshape(-1)
-        numbers = jnp.where((numbers >= 0) & (numbers < num_here), numbers, num_here)
-        order = jnp.argsort(numbers, stable=True)
-        sizes = jnp.bincount(numbers, length=num_here + 1)[:num_here].astype(jnp.int32)
-        of_row = numbers[order]
+        """Weighted sum of the outputs of the experts, all of which are here."""
+        ordered = Sorted.of(experts, self.num_experts)
+        rows = ordered.rows(0, self.num_experts, 0, experts.size)
+        out = self._outputs(_masked(x[rows.assignment // experts.shape[1]], rows), rows, compute)
+        # Restore token order by a gather: unlike a scatter its sum has a fixed order.
+        back = _masked(out, rows)[jnp.argsort(rows.assignment)].reshape(*experts.shape, -1)
+        return jnp.sum(back * weights[..., None].astype(back.dtype), axis=1)
+
+    def _outputs(self, x: Float[Array, "C D"], rows: Rows, compute: Compute) -> Float[Array, "C D"]:
+        """Output of each row's expert; undefined in rows that are not used."""
         platform = platform_of(compute.mesh)
-        rows = x[order // top_k]
 
         def grouped(y: Array, w: Array) -> Array:
-            return grouped_matmul(y, w, sizes, kernel=compute.grouped_matmul, platform=platform)
+            return grouped_matmul(y, w, rows.sizes, kernel=compute.grouped_matmul, platform=platform)
 
         def product(y: Array, name: str, bias: nnx.Param | None) -> Array:
             w = self.matrices()[name][...]
             out = grouped(y, w.astype(y.dtype))
             if adapter := self.adapters.get(name):
-                out = adapter.added(out, adapter.down(y, grouped), w, grouped, of_row)
-            return out if bias is None else out + bias[...].astype(y.dtype).at[of_row].get(mode="fill", fill_value=0)
+                out = adapter.added(out, adapter.down(y, grouped), w, grouped, rows.expert)
+            if bias is None:
+                return out
+            return out + bias[...].astype(y.dtype).at[rows.expert].get(mode="fill", fill_value=0)
 
         hidden = gated(
-            self.config.activation,
-            product(rows, "gate", self.gate_bias),
-            product(rows, "up", self.up_bias),
-            self.limit,
+            self.config.activation, product(x, "gate", self.gate_bias), product(x, "up", self.up_bias), self.limit
         )
-        out = product(hidden, "down", self.down_bias)
-        # Restore token order by a gather: unlike a scatter its sum has a fixed order.
-        back = out[jnp.argsort(order)].reshape(*experts.shape, -1)
-        return jnp.sum(back * weights[..., None].astype(back.dtype), axis=1)
+        return product(hidden, "down", self.down_bias)
+
+    def _of_group(
+        self, tokens: tuple[Float[Array, "n D"], Int[Array, "n k"], Float[Array, "n k"]], compute: Compute
+    ) -> Float[Array, "n D"]:
+        """Weighted sum of the experts' outputs for the tokens of a device, inside `jax.shard_map`.
+
+        Each device has the tokens of its group on the axis `expert`, and computes the rows of its own experts in a
+        buffer that fits them if the router uses all experts about alike. What does not fit is computed in further
+        rounds.
+        """
+        x, experts, weights = tokens
+        top_k = experts.shape[1]
+        ordered = Sorted.of(experts, self.num_experts).gathered("expert")
+        sources = ordered.order.shape[0]
+        num_here = self.num_experts // sources
+        first = jax.lax.axis_index("expert") * num_here
+        size = capacity(ordered.order.size, sources)
+        graph, flat = _flat(self)
+
+        def one(number: Array, values: tuple[Array, Array, list[Array]], numbers: tuple[Sorted, Array]) -> Array:
+            x, weights, arrays = values
+            ordered, first = numbers
+            rows = ordered.rows(first, num_here, number * size, size)
+            token = rows.assignment // top_k
+            out = _bound(graph, flat, arrays)._outputs(_masked(x[token], rows), rows, compute)
+            weight = weights.reshape(-1)[rows.assignment].astype(out.dtype)
+            # Masked before they are weighted: the gradient of the weights reads them.
+            return jax.ops.segment_sum(_masked(out, rows) * weight[:, None], token, num_segments=x.shape[0])
+
+        group = [jax.lax.all_gather(array, "expert", tiled=True) for array in (x, weights)]
+        rounds = -(-ordered.total(first, num_here) // size)
+        values = (*group, [variable[...] for variable in flat.values()])
+        out = summed_over_rounds(one, rounds, values, (ordered, first))
+        return jax.lax.psum_scatter(out, "expert", tiled=True)
+
+
+def _flat(layer: Experts) -> tuple[Any, dict[Any, Any]]:
+    """Graph of a layer, and its variables by path."""
+    graph, state = nnx.split(layer)
+    return graph, dict(nnx.to_flat_state(state))
+
+
+def _bound(graph: Any, paths: Iterable[Any], arrays: list[Array]) -> Experts:
+    layer: Experts = nnx.merge(graph, nnx.from_flat_state(zip(paths, arrays, strict=True)))
+    return layer
+
+
+def _masked(x: Float[Array, "C D"], rows: Rows) -> Float[Array, "C D"]:
+    """0 in rows that are not used, as is the gradient."""
+    return jnp.where(rows.used[:, None], x, 0)
 
 
 class MoE(nnx.Module):
@@ -209,6 +275,8 @@ class MoE(nnx.Module):
             experts = jnp.where(given < 0, chosen, given)
         weights = self.router.weights(scores, experts)
         state.routing.append((router_stats(logits, scores, experts, chosen, context.segments), experts))
+        # Padding would be routed alike, to the devices of few experts.
+        experts = jnp.where(context.segments[..., None] > 0, experts, NO_EXPERT)
         flat = [array.reshape(-1, array.shape[-1]) for array in (x, experts, weights)]
         out = self.experts(flat[0], flat[1], flat[2], context.compute).reshape(x.shape)
         if self.shared is None:

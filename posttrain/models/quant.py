@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float, Shaped, UInt8
 
 from posttrain.config import Quantize
@@ -88,7 +89,7 @@ class Quantized(nnx.Module):
         return jax.checkpoint(run)(x, self.codes[...], self.scales[...])
 
     def _values(self, codes: Array, scales: Array) -> Array:
-        return jax.lax.stop_gradient(dequantized(codes, scales, self.kind)).astype(self.dtype)
+        return jax.lax.stop_gradient(dequantized(codes, scales, self.kind, self.dtype))
 
 
 def quantized(
@@ -122,15 +123,24 @@ def _scale_type(kind: Quantize) -> np.dtype:
 
 
 def dequantized(
-    codes: Shaped[Array, "*L rows out"], scales: Float[Array, "*L tiles out"], kind: Quantize
+    codes: Shaped[Array, "*L rows out"], scales: Float[Array, "*L tiles out"], kind: Quantize, dtype: DTypeLike
 ) -> Float[Array, "*L in out"]:
-    """value(code) * scale in float32."""
-    tiled = codes.reshape(*scales.shape[:-1], -1, codes.shape[-1])
+    """value(code) * scale, computed in float32 and rounded once to `dtype`."""
+    *lead, tiles, outputs = scales.shape
+    halves = 1 if kind in PER_OUTPUT else 2
+    tiled = codes.reshape(*lead, tiles, 1, -1, outputs)
     if kind in PER_OUTPUT:
         numbers = tiled.astype(jnp.float32)
     else:
-        numbers = jnp.concatenate([_looked_up(half, NUMBERS[kind]) for half in (tiled & 15, tiled >> 4)], axis=-2)
-    return (numbers * scales.astype(jnp.float32)[..., None, :]).reshape(*codes.shape[:-2], -1, codes.shape[-1])
+        # Both halves of a tile by broadcasting: a concatenation would first write each of them in float32.
+        tiled = jnp.broadcast_to(tiled, (*lead, tiles, halves, *tiled.shape[-2:]))
+        shift = jnp.asarray([0, 4], jnp.uint8).reshape(*(1 for _ in lead), 1, halves, 1, 1)
+        numbers = _looked_up((tiled >> shift) & 15, NUMBERS[kind])
+    values = (numbers * scales.astype(jnp.float32)[..., None, None, :]).astype(dtype)
+    if halves > 1:
+        # One pass from codes to values. Inside of a product XLA:TPU would write codes and scales broadcast.
+        values = jax.lax.optimization_barrier(values)
+    return values.reshape(*lead, -1, outputs)
 
 
 def _packed(codes: Shaped[Array, "*L in out"], tiles: int) -> UInt8[Array, "*L rows out"]:

@@ -191,7 +191,7 @@ class _Reader:
         self.kernels: Counter[str] = Counter()
 
     def walk(self, name: str, loops: tuple[int | None, ...], fusion: str) -> None:
-        """Visit a computation; `fusion`: name of the fusion that it belongs to."""
+        """Visit a computation; `fusion`: names of the fusion that it belongs to and of the computation of that."""
         instructions = self._computations.get(name, [])
         types = {i.name: i.results for i in instructions}
         starts = any(ASYNC_START in i.line for i in instructions if i.op == "custom-call")
@@ -217,7 +217,7 @@ class _Reader:
                     self.walk(inner, loops, fusion)
         elif i.op == "fusion":
             for inner in i.called("calls"):
-                self.walk(inner, loops, fusion or i.name)
+                self.walk(inner, loops, fusion or f"{i.name} {inner}")
         elif i.op in ("call", "async-start"):
             for inner in (*i.called("calls"), *i.called("to_apply")):
                 self.walk(inner, loops, fusion)
@@ -246,10 +246,14 @@ class _Reader:
         self._found.append((collective, channel.group(1) if channel else None, starts))
 
     def collectives(self) -> list[Collective]:
-        """Collectives, those once that the compiler split into an asynchronous start and pieces of one channel."""
+        """Collectives, those once that the compiler split into an asynchronous start and pieces of one channel.
+
+        Without a start a channel says nothing: all collectives of `jax.shard_map` have the same.
+        """
+        split = {(c.kind, channel) for c, channel, starts in self._found if starts}
         kept: dict[object, tuple[Collective, bool]] = {}
         for number, (collective, channel, starts) in enumerate(self._found):
-            key: object = number if channel is None else (collective.kind, channel)
+            key: object = (collective.kind, channel) if (collective.kind, channel) in split else number
             before = kept.get(key)
             if before is None or (starts, collective.executions()) > (before[1], before[0].executions()):
                 kept[key] = collective, starts

@@ -69,7 +69,7 @@ def _quantized_layers(graph: Any, name: str, kind: Quantize, state: Any) -> tupl
 
 def _with_error(matrix: Array, kind: Quantize) -> tuple[Array, Array, Float[Array, " 2"]]:
     codes, scales = quantized(matrix, kind)
-    return codes, scales, squared_error(matrix, dequantized(codes, scales, kind).astype(matrix.dtype))
+    return codes, scales, squared_error(matrix, dequantized(codes, scales, kind, matrix.dtype))
 
 
 def quantized_outline(outline: Decoder, kind: Quantize) -> Decoder:

@@ -62,9 +62,9 @@ def test_against_a_loop(kernel: GroupedKernel, sizes: tuple[int, ...]) -> None:
     # What stands after the groups may be anything.
     x, d_out = (jnp.where((jnp.arange(ROWS) < sum(sizes))[:, None], y, 1e6) for y in (x, d_out))
     out, (dx, dw) = program(kernel)(x, w, d_out, jnp.asarray(sizes, jnp.int32))
-    expected = loop(np.asarray(x), np.asarray(w), sizes)
-    assert_allclose(out, expected, atol=1e-4)
-    assert_allclose(dx, loop(np.asarray(d_out), np.asarray(w).swapaxes(1, 2), sizes), atol=1e-4)
+    expected, used = loop(np.asarray(x), np.asarray(w), sizes), slice(sum(sizes))
+    assert_allclose(out[used], expected[used], atol=1e-4)
+    assert_allclose(dx[used], loop(np.asarray(d_out), np.asarray(w).swapaxes(1, 2), sizes)[used], atol=1e-4)
     starts = np.cumsum((0, *sizes))
     for group, size in enumerate(sizes):
         rows = slice(starts[group], starts[group] + size)
@@ -88,7 +88,7 @@ def test_low_precision_accumulates_in_float32(kernel: GroupedKernel) -> None:
     assert out.dtype == dx.dtype == dw.dtype == jnp.bfloat16
     expected = loop(np.asarray(x, np.float32), np.asarray(w, np.float32), sizes)
     # One rounding of the result.
-    assert_allclose(np.asarray(out, np.float32), expected, rtol=2**-8, atol=1e-5)
+    assert_allclose(np.asarray(out, np.float32)[: sum(sizes)], expected[: sum(sizes)], rtol=2**-8, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", ["ragged_dot", "buckets", "megablox"])

@@ -55,15 +55,17 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 
 def test_a_mixture_is_the_weighted_sum_of_the_chosen_experts() -> None:
+    """Padding has none."""
     layer = mixture_model(mixture_config(num_layers=2)).stages[1].blocks[0].mlp
     graph, state = nnx.split(layer)
     moe: MoE = nnx.merge(graph, jax.tree.map(lambda w: w[0], state))
     p = {".".join(map(str, path)): np.asarray(v[...])[0] for path, v in nnx.to_flat_state(state)}
     x = np.random.default_rng(1).normal(size=(2, 5, 32)).astype(np.float32)
     ones = jnp.ones((2, 5), jnp.int32)
+    segments = np.asarray([[1] * 5, [1] * 3 + [0] * 2], np.int32)
     context = Context(
         positions=ones,
-        segments=ones,
+        segments=jnp.asarray(segments),
         parents=None,
         rope={},
         compute=Compute.of(jnp.float32),
@@ -78,7 +80,7 @@ def test_a_mixture_is_the_weighted_sum_of_the_chosen_experts() -> None:
         chosen = np.argsort(-(score + p["router.correction"]), kind="stable")[:3]
         shared = silu(token @ p["shared.gate.kernel"]) * (token @ p["shared.up.kernel"]) @ p["shared.down.kernel"]
         expected = shared / (1 + np.exp(-(token @ p["shared_gate.kernel"])))
-        for e in chosen:
+        for e in chosen if segments[index] else ():
             gate = token @ p["experts.gate"][e] + p["experts.gate_bias"][e]
             up = token @ p["experts.up"][e] + p["experts.up_bias"][e]
             down = silu(gate) * up @ p["experts.down"][e] + p["experts.down_bias"][e]

@@ -94,6 +94,15 @@ def test_totals_kernels_and_buffers() -> None:
     assert str(program.largest(1)[0].buffer) == "bf16[512,64]"
 
 
+def test_collectives_of_shard_map_share_a_channel() -> None:
+    """And a reduce-scatter is known by its fusion or by what that calls."""
+    line = next(line for line in TEXT.splitlines() if "%gather-start.1 =" in line)
+    twice = TEXT.replace(line, f"{line}\n{line.replace('gather-start.1', 'gather-start.2')}")
+    twice = twice.replace("%all-reduce-scatter.1", "%fusion.9").replace("%scattered", "%all-reduce-scatter")
+    before, after = ([c.kind for c in read_program(text, 8).collectives] for text in (TEXT, twice))
+    assert sorted(after) == sorted([*before, "all-gather"])
+
+
 def test_types_and_names() -> None:
     assert [x.bytes for x in buffers("(s4[3]{0}, pred[2,2]{1,0}, f32[]{:T(128)})")] == [2, 4, 4]
     assert kernel_names('kernel_name = "gmm", kernel_name = "gmm"')["gmm"] == 2

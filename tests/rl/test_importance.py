@@ -57,7 +57,7 @@ def copy_draws(logits: jax.Array) -> Drawn:
 
 
 def int8_logits() -> jax.Array:
-    head = dequantized(*quantized(jnp.asarray(HEAD, jnp.float32), "int8"), "int8")
+    head = dequantized(*quantized(jnp.asarray(HEAD, jnp.float32), "int8"), "int8", jnp.float32)
     return jnp.asarray(HIDDEN, jnp.float32)[0] @ head * 0.4
 
 
