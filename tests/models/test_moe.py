@@ -71,6 +71,7 @@ def test_a_mixture_is_the_weighted_sum_of_the_chosen_experts() -> None:
         compute=Compute.of(jnp.float32),
         experts=None,
         layer_inputs=None,
+        token_mesh=None,
     )
     out = np.asarray(moe(jnp.asarray(x), context, ForwardState(cache=None), LayerIndex(0, 0, 1, 0)))
     logits = x @ p["router.proj.kernel"] + p["router.proj.bias"]
