@@ -98,6 +98,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("model.init.num_attention_heads=0", ["model.init: num_attention_heads: must be above 0 and finite, got 0"]),
         ("model.init.hidden_size=-8", ["model.init: hidden_size: must be above 0 and finite, got -8"]),
         ("model.init.rope_theta=0", ["model.init: rope_theta: must be above 0 and finite, got 0"]),
+        (
+            "stages.sft.optimizer.stochastic_rounding=true",
+            ["optimizer.stochastic_rounding is for bfloat16 parameters, and model.dtype is float32; set model.dtype="],
+        ),
         ("model.attention=cudnn", ["model.attention=cudnn: ", "runs on GPU, got cpu; use auto, reference, blockwise"]),
         (
             "model={tokenizer: bytes, decode_attention: ragged, init: {model_type: qwen3, vocab_size: 261, "
@@ -149,7 +153,7 @@ def test_every_row_has_what_rewards_want(folder: Path) -> None:
 def test_a_kernel_of_another_machine(folder: Path) -> None:
     overrides = "model.attention=cudnn", "model.dtype=bfloat16", f"output={folder / 'cudnn'}"
     checked = posttrain("check", folder / "run.yaml", *overrides)
-    why = "attention: kernel 'cudnn' runs on GPU, got cpu; use auto, reference, blockwise"
+    why = "attention: kernel 'cudnn' runs on GPU, got cpu; use auto, reference, blockwise, splash"
     assert checked.code == 0 and f"model.attention=cudnn: not on this machine: {why}\n" in checked.out
     assert posttrain("run", folder / "run.yaml", *overrides).error == f"model.attention=cudnn: {why}"
 
