@@ -51,6 +51,7 @@ def test_update(name: str) -> None:
     found = compile_program(lowered, mesh.size)
     assert set(found.mosaic) == bound.kernels
     assert found.peak / GIB <= bound.peak_gib
+    assert found.temporaries / GIB <= bound.temporaries_gib
     loop = [c for c in found.text.collectives if c.in_dynamic_loop]
     vocabulary = made.config.vocab_size
     assert [str(c) for c in loop if any(vocabulary in dims for dims in c.dims)] == []
