@@ -38,12 +38,14 @@ def routing(kind: str) -> np.ndarray:
         return np.full_like(experts, 5)
     if kind == "one device":
         return np.broadcast_to(np.asarray([0, 0, 1]), experts.shape)
+    if kind == "mostly one expert":
+        experts[::2] = 5
     if kind == "some of none":
         experts[::3] = NO_EXPERT
     return experts
 
 
-KINDS = ("even", "one expert", "one device", "some of none")
+KINDS = ("even", "one expert", "mostly one expert", "one device", "some of none")
 MESHES = {
     "expert=2": MeshSection(fsdp=2, expert=2, tensor=2),
     "expert=4": MeshSection(data=2, fsdp=1, expert=4),
