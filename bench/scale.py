@@ -1,0 +1,76 @@
+"""Bytes of an update on slices of 8 to 256 chips that are not there, and by a fitted law on 4,096, as Markdown.
+
+.venv-aot/bin/python bench/scale.py [fsdp] [data]
+
+Weak scaling: one row of 4,096 tokens a chip. Qwen3-0.6B is compiled with 2 and with 4 layers; 28 follow from these.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+
+import jax
+import numpy as np
+
+from bench.tpu import DTYPE, SMALL
+from posttrain.config import MeshSection, OptimizerSection
+from posttrain.losses.sft import SFTLoss
+from posttrain.mesh import make_mesh
+from posttrain.models.config import Compute
+from posttrain.plan.build import batch_of, model_of, train_programs
+from posttrain.plan.loops import vocabulary_trips
+from posttrain.plan.lowered import compile_program
+from posttrain.plan.machine import GIB, has_libtpu, libtpu_version, topology_devices
+from posttrain.train.optim import make_optimizer
+
+SLICES = {8: "2x4", 32: "4x8", 128: "8x16", 256: "16x16"}
+LAYERS, LENGTH, FAR = 28, 4096, 4096
+LAYOUTS: Mapping[str, Callable[[int], dict[str, int]]] = {
+    "fsdp": lambda chips: {"data": 1, "fsdp": chips},
+    "data": lambda chips: {"data": chips // 8, "fsdp": 8},
+}
+
+
+def measured(chips: int, sizes: dict[str, int], layers: int) -> np.ndarray:
+    """GiB of a chip: peak, and wire of a step."""
+    mesh = make_mesh(MeshSection(**sizes), topology_devices("v5e", SLICES[chips]))
+    model = model_of(SMALL | {"num_hidden_layers": layers}, Compute(dtype=DTYPE, mesh=mesh, remat="full"), DTYPE)
+    optimizer = make_optimizer(OptimizerSection(learning_rate=1e-5), 100)
+    programs = train_programs(model, SFTLoss(), optimizer, mesh)
+    found = compile_program(programs.lower_update(batch_of(chips, LENGTH)), mesh.size)
+    trips = vocabulary_trips(mesh, chips, LENGTH, SMALL["vocab_size"])
+    wire = sum(c.wire * c.executions([trips] if c.in_dynamic_loop else []) for c in found.text.collectives)
+    return np.asarray([found.peak, wire]) / GIB
+
+
+def whole(chips: int, sizes: dict[str, int]) -> np.ndarray:
+    """GiB of a chip for all layers."""
+    two, four = (measured(chips, sizes, layers) for layers in (2, 4))
+    return two + (LAYERS - 2) * (four - two) / 2
+
+
+def law(chips: list[int], values: np.ndarray) -> Callable[[int], float]:
+    """Least-squares fit of a + b / chips: what is split falls as 1 / chips, what is gathered grows as 1 - 1 / chips."""
+    terms = np.stack([np.ones(len(chips)), 1 / np.asarray(chips)], axis=1)
+    (constant, falling), *_ = np.linalg.lstsq(terms, values)
+    return lambda number: float(constant + falling / number)
+
+
+def main() -> None:
+    jax.config.update("jax_platforms", "cpu")
+    if not has_libtpu():
+        sys.exit("bench/scale.py: needs libtpu; see CONTRIBUTING.md, The TPU compiler")
+    print(f"jax {jax.__version__}, libtpu {libtpu_version()}, v5e, bfloat16, remat full\n")
+    print("| layout | chips | peak of a chip, GiB | wire of a chip and step, GiB |\n|---|---|---|---|", flush=True)
+    for name in sys.argv[1:] or LAYOUTS:
+        found = []
+        for chips in SLICES:
+            found.append(whole(chips, LAYOUTS[name](chips)))
+            print(f"| {name} | {chips} | {found[-1][0]:.2f} | {found[-1][1]:.2f} |", flush=True)
+        peak, wire = (law([*SLICES], column)(FAR) for column in np.stack(found, axis=1))
+        print(f"| {name} | {FAR}, by the law | {peak:.2f} | {wire:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
