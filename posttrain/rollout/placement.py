@@ -60,6 +60,10 @@ def choose_placement(
                 f"rollout.tensor={wanted}: must be one of {_sizes(trained)}, for "
                 + ", ".join(f"mesh.{axis}={trained.shape[axis]}" for axis in MESH_AXES[1:])
             )
+        if mesh != trained and not _divides(source.model.config, wanted):
+            least = min(block.attention.num_kv_heads for block in source.model.config.blocks)
+            name = source.model.config.model_type
+            raise ConfigError(f"rollout.tensor={wanted} must divide num_kv_heads={least} of {name}")
         try:
             _bytes(source, arrays, mesh)
         except ConfigError as error:

@@ -133,7 +133,7 @@ def test_every_mesh_and_routing_gives_the_sum_over_all_experts(adapter: str, mes
 
 
 @pytest.mark.parametrize("section", [None, MESHES["expert=4"]], ids=["one device", "expert=4"])
-@pytest.mark.parametrize("kernel", ["megablox", "ragged_dot"])
+@pytest.mark.parametrize("kernel", [pytest.param("megablox", marks=pytest.mark.thorough), "ragged_dot"])
 def test_undefined_rows_reach_nothing(kernel: GroupedKernel, section: MeshSection | None) -> None:
     """The kernel leaves rows beyond the groups as memory was: here NaN."""
     mesh = None if section is None else make_mesh(section)

@@ -31,6 +31,8 @@ MESHES = {
     "tensor": MeshSection(data=2, fsdp=1, tensor=4),
     "fsdp and tensor": MeshSection(data=2, fsdp=2, tensor=2),
     "expert": MeshSection(data=1, fsdp=2, expert=4),
+    "fsdp and context": MeshSection(data=1, fsdp=4, context=2),
+    "expert and context": MeshSection(data=1, fsdp=1, expert=2, context=2, tensor=2),
 }
 LARGE = {
     "num_layers": 2,
@@ -162,20 +164,25 @@ def test_the_layout_that_is_chosen() -> None:
         return tuple(found.shape.values())
 
     whole = sum(array.nbytes for array in ModelWeights(tiny_model(**LARGE)).read().values())
-    assert sizes("fsdp", "auto") == (8, 1, 1, 1) == sizes("fsdp", "auto", 4 * whole)
-    assert sizes("fsdp", "auto", 3 * whole) == (4, 1, 1, 2)
-    assert sizes("fsdp", "auto", 2 * whole // 10) == (1, 8, 1, 1)  # nothing fits
-    assert sizes("fsdp", 2) == (4, 1, 1, 2)
-    assert sizes("fsdp", "trained") == (1, 8, 1, 1)
-    assert sizes("tensor", "auto", 1) == (2, 1, 1, 4)
-    assert sizes("fsdp and tensor", "auto") == (4, 1, 1, 2)
-    assert sizes("fsdp and tensor", "auto", 2 * whole) == (2, 1, 1, 4)
-    assert sizes("expert", "auto") == (2, 1, 4, 1)
-    # 2 devices would do, but the vocabulary has 511 tokens.
+    assert sizes("fsdp", "auto") == (8, 1, 1, 1, 1) == sizes("fsdp", "auto", 4 * whole)
+    assert sizes("fsdp", "auto", 3 * whole) == (4, 1, 1, 1, 2)
+    assert sizes("fsdp", "auto", 2 * whole // 10) == (1, 8, 1, 1, 1)  # nothing fits
+    assert sizes("fsdp", 2) == (4, 1, 1, 1, 2)
+    assert sizes("fsdp", "trained") == (1, 8, 1, 1, 1)
+    assert sizes("tensor", "auto", 1) == (2, 1, 1, 1, 4)
+    assert sizes("fsdp and tensor", "auto") == (4, 1, 1, 1, 2)
+    assert sizes("fsdp and tensor", "auto", 2 * whole) == (2, 1, 1, 1, 4)
+    assert sizes("expert", "auto") == (2, 1, 4, 1, 1)
+    assert sizes("fsdp and context", "auto") == (8, 1, 1, 1, 1)
+    assert sizes("fsdp and context", "trained") == (1, 4, 1, 2, 1)
+    assert sizes("expert and context", "auto") == (1, 1, 2, 2, 2)
+    # A vocabulary that 2 devices do not divide lies whole on both.
     odd = on_mesh(tiny_model(**LARGE, vocab_size=511), MESHES["fsdp"])
     source = ModelWeights(odd)
     found = choose_placement("auto", source, source.read(), 3 * whole)
-    assert found.mesh is not None and found.mesh.shape["fsdp"] == 8
+    assert found.mesh is not None and found.mesh.shape["tensor"] == 2
+    with pytest.raises(ConfigError, match=r"rollout.tensor=8 must divide num_kv_heads=\d of qwen3"):
+        sizes("fsdp", 8)
     for name, wanted in (("fsdp", 3), ("expert", 2)):
         with pytest.raises(ConfigError, match=f"rollout.tensor={wanted}: must be one of"):
             sizes(name, wanted)

@@ -139,7 +139,7 @@ def test_the_samplers_cache_and_programs(tmp_path: Path) -> None:
     failed = posttrain("run", write_run(tmp_path, rl_stage(rollout={"merge_lora": True})))
     assert failed.error.startswith("rollout.merge_lora: the model has no adapter")
     failed = posttrain("run", write_run(tmp_path, rl_stage(rollout={"tensor": 2})), devices=8)
-    assert failed.error.startswith("rollout.tensor=2: mesh.tensor=2 must divide the dimension 'kv_heads' (8)")
+    assert failed.error.startswith("rollout.tensor=2 must divide num_kv_heads=1 of qwen3")
     small = write_run(tmp_path, rl_stage(rollout={"cache_tokens": 31}))
     assert posttrain("check", small).error == (
         "rollout.cache_tokens=31 must be at least 32: row_tokens=16 in whole blocks of 16 and one block more"

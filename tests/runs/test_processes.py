@@ -113,6 +113,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
+@pytest.mark.thorough
 def test_killed_and_resumed_as_one_process(tmp_path: Path, one_process: Path) -> None:
     """A process that dies ends the other; the same command does the rest."""
     file, output = two_stages(tmp_path), tmp_path / "out"
