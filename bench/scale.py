@@ -50,11 +50,12 @@ def whole(chips: int, sizes: dict[str, int]) -> np.ndarray:
     return two + (LAYERS - 2) * (four - two) / 2
 
 
-def law(chips: list[int], values: np.ndarray) -> Callable[[int], float]:
-    """Least-squares fit of a + b / chips: what is split falls as 1 / chips, what is gathered grows as 1 - 1 / chips."""
-    terms = np.stack([np.ones(len(chips)), 1 / np.asarray(chips)], axis=1)
-    (constant, falling), *_ = np.linalg.lstsq(terms, values)
-    return lambda number: float(constant + falling / number)
+def law(chips: list[int], values: np.ndarray, *, growing: bool) -> Callable[[int], float]:
+    """Least-squares fit of a + b / chips, and of c chips if `growing`: what is split falls, and hidden states that all
+    chips of a group gather for their part of the vocabulary grow with the group."""
+    terms = [np.ones(len(chips)), 1 / np.asarray(chips), *[np.asarray(chips, float)] * growing]
+    factors, *_ = np.linalg.lstsq(np.stack(terms, axis=1), values)
+    return lambda number: float(np.dot(factors, [1.0, 1 / number, float(number)][: len(factors)]))
 
 
 def main() -> None:
@@ -68,7 +69,8 @@ def main() -> None:
         for chips in SLICES:
             found.append(whole(chips, LAYOUTS[name](chips)))
             print(f"| {name} | {chips} | {found[-1][0]:.2f} | {found[-1][1]:.2f} |", flush=True)
-        peak, wire = (law([*SLICES], column)(FAR) for column in np.stack(found, axis=1))
+        peaks, wires = np.stack(found, axis=1)
+        peak, wire = law([*SLICES], peaks, growing=False)(FAR), law([*SLICES], wires, growing=True)(FAR)
         print(f"| {name} | {FAR}, by the law | {peak:.2f} | {wire:.2f} |", flush=True)
 
 
