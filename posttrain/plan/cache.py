@@ -13,7 +13,7 @@ import jax
 
 from posttrain.plan.hlo import Buffer, Collective, Large, ProgramText
 from posttrain.plan.lowered import Figures, compile_program
-from posttrain.plan.machine import Machine, libtpu_version
+from posttrain.plan.machine import EFFORT, LEVEL, Machine, libtpu_version
 from posttrain.runtime.files import cache_folder
 
 NUM_LARGEST = 12
@@ -22,8 +22,8 @@ NUM_LARGEST = 12
 
 def figures_of(lowered: jax.stages.Lowered, machine: Machine) -> Figures:
     """Figures of a program, from the cache or by compiling it."""
-    effort: float = jax.config.values["jax_exec_time_optimization_effort"]
-    compiler = [machine.name, jax.__version__, libtpu_version() if machine.chip.platform == "tpu" else "", str(effort)]
+    effort = f"{jax.config.values.get(EFFORT)} {jax.config.values.get(LEVEL)}"
+    compiler = [machine.name, jax.__version__, libtpu_version() if machine.chip.platform == "tpu" else "", effort]
     key = hashlib.sha256("\n".join([*compiler, lowered.as_text()]).encode()).hexdigest()
     file = cache_folder("plan") / f"{key}.json"
     if file.is_file():

@@ -165,6 +165,10 @@ def topology_devices(kind: str, shape: str) -> Sequence[Any]:
     return topologies.get_topology_desc(topology_name=f"{kind}:{shape}", platform="tpu", **hosts).devices
 
 
+EFFORT, LEVEL = "jax_exec_time_optimization_effort", "jax_optimization_level"
+"""Settings of JAX for how much a compiler optimizes."""
+
+
 def prepare_process(wanted: Machine, *, quick: bool) -> None:
     """Set up JAX, before its first use, to compile for a machine: no TPU or GPU of this one is touched.
 
@@ -174,6 +178,8 @@ def prepare_process(wanted: Machine, *, quick: bool) -> None:
 
     jax.config.update("jax_platforms", "cpu")
     if quick:
-        jax.config.update("jax_exec_time_optimization_effort", -1.0)
+        # Since jax 0.12 a level has taken the place of the effort.
+        setting = (EFFORT, -1.0) if EFFORT in jax.config.values else (LEVEL, "O1")
+        jax.config.update(*setting)
     if wanted.num_devices > 1 and not (wanted.chip.platform == "tpu" and has_libtpu()):
         jax.config.update("jax_num_cpu_devices", wanted.num_devices)
