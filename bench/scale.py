@@ -10,10 +10,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 
-import jax
 import numpy as np
 
-from bench.tpu import DTYPE, SMALL
+from bench.tpu import DTYPE, SMALL, begin
 from posttrain.config import MeshSection, OptimizerSection
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
@@ -21,7 +20,7 @@ from posttrain.models.config import Compute
 from posttrain.plan.build import batch_of, model_of, train_programs
 from posttrain.plan.loops import vocabulary_trips
 from posttrain.plan.lowered import compile_program
-from posttrain.plan.machine import GIB, has_libtpu, libtpu_version, topology_devices
+from posttrain.plan.machine import GIB, topology_devices
 from posttrain.train.optim import make_optimizer
 
 SLICES = {8: "2x4", 32: "4x8", 128: "8x16", 256: "16x16"}
@@ -59,10 +58,7 @@ def law(chips: list[int], values: np.ndarray, *, growing: bool) -> Callable[[int
 
 
 def main() -> None:
-    jax.config.update("jax_platforms", "cpu")
-    if not has_libtpu():
-        sys.exit("bench/scale.py: needs libtpu; see CONTRIBUTING.md, The TPU compiler")
-    print(f"jax {jax.__version__}, libtpu {libtpu_version()}, v5e, bfloat16, remat full\n")
+    begin("bench/scale.py", "v5e")
     print("| layout | chips | peak of a chip, GiB | wire of a chip and step, GiB |\n|---|---|---|---|", flush=True)
     for name in sys.argv[1:] or LAYOUTS:
         found = []

@@ -175,11 +175,16 @@ CASES: dict[str, dict[str, Callable[[], Iterator[str]]]] = {
 }
 
 
-def main() -> None:
+def begin(script: str, machine: str) -> None:
+    """Print the conditions; exit where TPU's compiler is missing."""
     jax.config.update("jax_platforms", "cpu")
     if not has_libtpu():
-        sys.exit("bench/tpu.py: needs libtpu; see CONTRIBUTING.md, The TPU compiler")
-    print(f"jax {jax.__version__}, libtpu {libtpu_version()}, v5e:2x4, bfloat16, remat full\n")
+        sys.exit(f"{script}: needs libtpu; see CONTRIBUTING.md, The TPU compiler")
+    print(f"jax {jax.__version__}, libtpu {libtpu_version()}, {machine}, bfloat16, remat full\n")
+
+
+def main() -> None:
+    begin("bench/tpu.py", "v5e:2x4")
     print("| work | posttrain |\n|---|---|", flush=True)
     for name in sys.argv[1:] or CASES:
         for title, case in CASES[name].items():

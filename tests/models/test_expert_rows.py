@@ -72,7 +72,9 @@ def experts_of(adapter: str) -> tuple[Any, Any]:
     else:
         config = config_from_init(MOE | {"num_experts": NUM_EXPERTS})
         found = trained(random_model(config, Compute.of(jnp.float32), dtype=jnp.float32, seed=0), lora)
-    graph, state = nnx.split(found.stages[0].blocks[0].mlp.experts)  # type: ignore[union-attr]
+    layer = found.stages[0].blocks[0].mlp
+    assert isinstance(layer, MoE)
+    graph, state = nnx.split(layer.experts)
     return graph, jax.tree.map(lambda w: w[0], state)
 
 

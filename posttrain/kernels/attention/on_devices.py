@@ -37,9 +37,10 @@ def on_devices(
     rows, heads = row_axes(mesh), HEAD_AXIS if HEAD_AXIS in mesh.axis_names else None
     tokens = TOKEN_AXIS if call.token_shards > 1 else None
     queries, keys = PartitionSpec(rows, tokens, heads), PartitionSpec(rows, heads, tokens)
-    specs: Any = Operands(queries, keys, keys, PartitionSpec(rows, tokens), PartitionSpec(heads))  # type: ignore[arg-type]
+    specs = queries, keys, keys, PartitionSpec(rows, tokens), PartitionSpec(heads)
 
-    def local(operands: Operands, *tables: Any) -> Array:
+    def local(parts: tuple[Any, ...], *tables: Any) -> Array:
+        operands = Operands(*parts)
         return kernel(operands if tokens is None else _with_all_keys(operands, tokens), *tables)
 
     split = jax.shard_map(
@@ -49,7 +50,7 @@ def on_devices(
         out_specs=queries,
         check_vma=False,
     )
-    return split(operands, *arguments[1:])
+    return split(tuple(operands), *arguments[1:])
 
 
 def _with_all_keys(operands: Operands, axis: str) -> Operands:
