@@ -21,7 +21,7 @@ from posttrain.models.config import Compute
 from posttrain.models.expert_rows import Sorted, capacity
 from posttrain.models.hf import config_from_init
 from posttrain.models.layers import gated
-from posttrain.models.moe import NO_EXPERT, Experts
+from posttrain.models.moe import NO_EXPERT, Experts, MoE
 from tests.mixtures import mixture_config, mixture_model
 from tests.tiny import random_model
 from tests.weights.adapted import MOE, trained
