@@ -10,6 +10,7 @@ from jaxtyping import Float
 
 from posttrain.batch import Batch
 from posttrain.cluster.scorers import Reference, Scorer, model_inputs, teacher_logps
+from posttrain.metrics import Metrics
 from posttrain.rollout.types import RolloutEngine
 from posttrain.runtime.profiler import span
 from posttrain.train.trainer import Trainer
@@ -31,6 +32,8 @@ class Cluster:
     def __init__(self, actor: Trainer, engine: RolloutEngine, *, keep_reference: bool, teachers: Sequence[Scorer] = ()):
         self.actor = actor
         self.engine = engine
+        self.version = 0
+        """Version of the actor's weights: the number of hand-overs to the engine, whatever updates lie between."""
         self._reference = Reference(actor) if keep_reference else None
         self._teachers = tuple(teachers)
 
@@ -45,7 +48,13 @@ class Cluster:
                 raise ValueError("this cluster keeps no reference; make it with keep_reference=True")
             return self._reference.logps(batch)
 
-    def sync_weights(self) -> None:
-        """Give the engine the actor's weights; their version is the number of updates done."""
+    def hand_over(self) -> Metrics:
+        """Give the engine the updated weights as a new version."""
+        self.version += 1
+        return self.sync_weights()
+
+    def sync_weights(self) -> Metrics:
+        """Give the engine the actor's weights under their present version."""
         with span("sync"):
-            self.engine.update_weights(self.actor.model, self.actor.step_number)
+            self.engine.update_weights(self.actor.model, self.version)
+        return {}

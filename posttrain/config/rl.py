@@ -294,6 +294,7 @@ class OnlineSection(TrainSection):
 
 
 OldLogps = Literal["self", "trainer", "sampler"]
+"""Sources of the log-probabilities of pi_old, see `RLSection.old_logps`."""
 ZeroAdvantage = Literal["skip", "update"]
 RatioLevel = Literal["token", "sequence_mean", "sequence_sum"]
 
@@ -348,15 +349,21 @@ class RLSection(OnlineSection):
     reduce: Literal["sequence_mean", "token_mean", "constant_length"] | None = None
     """Reduction of the loss: mean over sequences of token means (GRPO), mean over all tokens (DAPO), or sum over tokens
     divided by the number of sequences and by `sampling.max_tokens` (Dr. GRPO)."""
-    old_logps: OldLogps = "self"
-    """Source of the log-probabilities of pi_old. `self`: the same forward pass, so that the ratio is exactly 1 in an
-    on-policy update; `trainer`: a forward pass before the update; `sampler`: the rollout engine's, which differ by
-    rounding, enough to clip GSPO and RLOO in bfloat16."""
+    old_logps: Literal["auto", OldLogps] = "auto"
+    """Source of the log-probabilities of pi_old. `self`: the same forward pass, so that the ratio is exactly 1, for a
+    single update per batch of rollouts; `trainer`: a forward pass before the first update; `sampler`: the rollout
+    engine's, which differ by rounding, enough to clip GSPO and RLOO in bfloat16. `auto`: `self`, or `trainer` where
+    that is wrong: with several `updates` or `update_epochs`, and with teachers and samples of another policy."""
     importance_sampling: ImportanceSection = ImportanceSection()
     """Importance sampling for samples from another policy than the trainer's."""
     zero_advantage: ZeroAdvantage = "skip"
     """Steps whose advantages are all 0 (no group has different rewards): `skip` the update, or `update` with KL
     penalty, entropy bonus, momentum and weight decay alone."""
+    updates: PositiveInt = 1
+    """Updates per batch of rollouts, each on an equal part of its groups; must divide `prompts_per_step`. `num_steps`
+    counts updates."""
+    update_epochs: PositiveInt = 1
+    """Passes over each batch of rollouts, each of `updates` updates."""
     oversample_prompts: NonNegativeInt = 0
     """Prompts started beyond `prompts_per_step` (partial rollouts, arXiv:2501.12599): a step trains on the first
     `prompts_per_step` finished groups; the others are resumed in the next step with its weights."""
@@ -400,6 +407,19 @@ class RLSection(OnlineSection):
         return self
 
     @property
+    def proximal_logps(self) -> OldLogps:
+        """Source of the log-probabilities of pi_old, with the default resolved."""
+        if self.old_logps != "auto":
+            return self.old_logps
+        others = bool(self.teachers) and (self.rollout.quantize != "none" or self.oversample_prompts > 0)
+        return "trainer" if self.updates_per_batch > 1 or others else "self"
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Updates between two hand-overs of the weights to the engine."""
+        return self.updates * self.update_epochs
+
+    @property
     def weighs_samples(self) -> bool:
         """True if importance weights are applied."""
         apply = self.importance_sampling.apply
@@ -416,6 +436,24 @@ class RLSection(OnlineSection):
                 f"importance_sampling.{', '.join(sorted(others))} without effect: apply={given.apply} and samples of "
                 f"{'another' if self.samples_off_policy else 'the same'} policy have no importance weights; remove it, "
                 "or use apply: always"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _updates(self) -> RLSection:
+        each = self.updates_per_batch
+        if self.prompts_per_step % self.updates:
+            raise ValueError(f"updates={self.updates} must divide prompts_per_step={self.prompts_per_step}")
+        if self.num_steps % each:
+            below = self.num_steps // each * each
+            raise ValueError(
+                f"num_steps={self.num_steps} must be a multiple of updates x update_epochs = {each}, the updates of "
+                f"each batch of rollouts; use {below or each} or {below + each}"
+            )
+        if self.old_logps == "self" and each > 1:
+            raise ValueError(
+                f"old_logps=self with updates={self.updates} and update_epochs={self.update_epochs}: after the first "
+                "update the policy is not the one that sampled; use auto or trainer"
             )
         return self
 
@@ -437,7 +475,7 @@ class RLSection(OnlineSection):
             raise ValueError(f"max_staleness={self.max_staleness} has no effect without oversample_prompts")
         if (
             self.teachers
-            and self.old_logps != "trainer"
+            and self.proximal_logps != "trainer"
             and (self.rollout.quantize != "none" or self.oversample_prompts)
         ):
             raise ValueError(

@@ -102,6 +102,8 @@ TRL_NAMES = (
     ),
     TRLName("precompute_ref_log_probs", "reference", "write cached or live"),
     TRLName("num_generations", "group_size"),
+    TRLName("num_iterations", "update_epochs"),
+    TRLName("steps_per_generation", "updates"),
     TRLName("max_completion_length", "sampling.max_tokens"),
     TRLName("max_new_tokens", "sampling.max_tokens"),
     TRLName("max_prompt_length", "max_prompt_tokens"),

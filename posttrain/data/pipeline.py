@@ -124,21 +124,13 @@ class SFTBatches(Stream):
         return _finished(next(self._iterator), self._targets)
 
 
-class PromptBatches(Stream):
-    """Endless lists of `prompts_per_step` indices into `kept`; every epoch holds each one once, in a new order.
+class Prompts(Stream):
+    """Endless indices into `kept`; every epoch holds each one once, in a new order.
 
     `kept`: numbers of the rows to train on, by default all.
     """
 
-    def __init__(
-        self,
-        section: DatasetSection,
-        rows: Rows,
-        *,
-        prompts_per_step: int,
-        seed: int,
-        kept: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, section: DatasetSection, rows: Rows, *, seed: int, kept: Sequence[int] | None = None) -> None:
         import grain
 
         kept = range(len(rows)) if kept is None else kept
@@ -147,18 +139,18 @@ class PromptBatches(Stream):
             "prompts": f"{len(kept):,} rows, {_digest(json.dumps(list(kept)))}",
             "seed": seed,
             "shuffle": section.shuffle,
-            "prompts_per_step": prompts_per_step,
         }
         numbers = order(len(kept), shuffle=section.shuffle, seed=seed)
         # Computing a number is cheaper than passing it between threads.
-        prompts = numbers.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-        super().__init__(iter(prompts.batch(prompts_per_step, batch_fn=list)), identity)
+        super().__init__(
+            iter(numbers.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))), identity
+        )
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[int]:
         return self
 
-    def __next__(self) -> list[int]:
-        return next(self._iterator)
+    def __next__(self) -> int:
+        return int(next(self._iterator))
 
 
 def eval_batches(

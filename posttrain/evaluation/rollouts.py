@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float
 
 from posttrain.errors import ConfigError
 from posttrain.rl.rewards import Rubric
-from posttrain.rl.sampler import Sampler, collect
+from posttrain.rl.sampler import EVALUATION, IssuedGroup, Sampler, collect
 from posttrain.rl.teachers import interval_of
 from posttrain.rl.types import Example, Group, Rewards
 from posttrain.statistics import Interval, mean_interval
 from posttrain.tracking.console import progress_bar
-
-EVAL_STEP = 2**32 - 1
-"""In place of the step in a sample's random key: every evaluation of a run draws the same random numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +65,9 @@ async def evaluate(
     `distances`: of the samples from the teachers.
     """
     with progress_bar(f"evaluating {len(examples)} held-out prompts", len(examples) * group_size) as advance:
-        groups_P = await collect(sampler, examples, group_size, EVAL_STEP, advance)
+        # The same numbers in every evaluation of a run: it draws the same random numbers.
+        groups = [IssuedGroup(number=n, example=example, version=0) for n, example in enumerate(examples)]
+        groups_P = await collect(replace(sampler, stream=EVALUATION), groups, group_size, advance)
         found = None if distances is None else distances(groups_P)
     with progress_bar("scoring the held-out samples", len(rubric.rewards)) as advance:
         rewards = await rubric.score(groups_P, advance)

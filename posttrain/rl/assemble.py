@@ -27,6 +27,7 @@ def assemble(
     advantages_PG: Float[np.ndarray, "P G"],
     valid_PG: Bool[np.ndarray, "P G"],
     *,
+    like: Trajectory,
     row_tokens: int,
     num_rows: int,
     shares: Shares | None = None,
@@ -35,7 +36,8 @@ def assemble(
     """Pack samples with their advantages into rows [num_rows, row_tokens]; samples that are not valid are dropped.
 
     `num_rows` is fixed for a run, so that the step compiles once; empty micro-batches are not computed. With recorded
-    experts there are fewer rows. `shares` become `teacher_weights`. `version` of the present weights: adds `staleness`.
+    experts there are fewer rows. `like`: any sample of the step, which tells what is recorded. `shares` become
+    `teacher_weights`. `version` of the present weights: adds `staleness`.
     """
     samples = [
         (trajectory, float(advantage))
@@ -46,9 +48,8 @@ def assemble(
     sequences = [
         _sample(trajectory, shares) | _policy(trajectory, advantage, version) for trajectory, advantage in samples
     ]
-    first = groups_P[0][0]
-    like = _sample(first, shares) | _policy(first, 0.0, version)
-    rows, _ = _rows(sequences, like, row_tokens, num_rows, [t for group in groups_P for t in group])
+    empty = _sample(like, shares) | _policy(like, 0.0, version)
+    rows, _ = _rows(sequences, empty, row_tokens, num_rows, [like, *(t for group in groups_P for t in group)])
     return _to_batch(rows)
 
 

@@ -16,13 +16,14 @@ from posttrain.statistics import standard_error
 from posttrain.tree import Max, Mean
 
 
-def rollout_metrics(groups_P: Sequence[Group], rewards: Rewards, step: int) -> dict[str, float]:
+def rollout_metrics(groups_P: Sequence[Group], rewards: Rewards, version: int) -> dict[str, float]:
     """Metrics of a step's samples and their rewards."""
-    return sample_metrics(groups_P, step) | (_reward_metrics(rewards) if rewards.parts_PG else {})
+    return sample_metrics(groups_P, version) | (_reward_metrics(rewards) if rewards.parts_PG else {})
 
 
-def sample_metrics(groups_P: Sequence[Group], step: int) -> dict[str, float]:
-    """Metrics of a step's samples. `sampling/staleness/mean`: weight updates since a token was sampled."""
+def sample_metrics(groups_P: Sequence[Group], version: int) -> dict[str, float]:
+    """Metrics of a step's samples. `sampling/staleness/mean`: versions of the weights since a token was
+    sampled."""
     samples = [trajectory for group in groups_P for trajectory in group]
     lengths = np.asarray([sample.num_sampled for sample in samples])
     clipped = np.asarray([sample.stop == "length" for sample in samples])
@@ -35,7 +36,7 @@ def sample_metrics(groups_P: Sequence[Group], step: int) -> dict[str, float]:
         "completions/mean_terminated_length": float(ended.mean()) if ended.size else float("nan"),
         "completions/num_tokens": float(lengths.sum()),
         "sampling/kept_mass/mean": _kept_mass(samples),
-        "sampling/staleness/mean": _staleness(samples, step),
+        "sampling/staleness/mean": _staleness(samples, version),
     }
 
 
@@ -73,9 +74,9 @@ def _std_of_groups(total_PG: np.ndarray) -> np.ndarray:
     return std
 
 
-def _staleness(samples: Sequence[Trajectory], step: int) -> float:
+def _staleness(samples: Sequence[Trajectory], version: int) -> float:
     versions = np.concatenate([np.asarray(s.versions)[np.asarray(s.sampled)] for s in samples])
-    return float((step - versions).mean()) if versions.size else 0.0
+    return float((version - versions).mean()) if versions.size else 0.0
 
 
 def _kept_mass(samples: Sequence[Trajectory]) -> float:

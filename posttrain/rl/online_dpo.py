@@ -14,13 +14,13 @@ from jaxtyping import Float, Int
 from posttrain.batch import Batch, BatchLoss, LossOutput, TokenStats
 from posttrain.cluster.cluster import Cluster, Role
 from posttrain.losses.policy import distance_metrics
-from posttrain.metrics import Metrics, Timer
+from posttrain.metrics import Timer
+from posttrain.rl.act import Act
 from posttrain.rl.assemble import Pair, assemble_pairs
 from posttrain.rl.metrics import rollout_metrics
-from posttrain.rl.rewards import Rubric
-from posttrain.rl.sampler import Sampler
-from posttrain.rl.step import RowSettings, StepResult, sample, score, update
-from posttrain.rl.types import Example, Group
+from posttrain.rl.step import StepResult
+from posttrain.rl.types import Group
+from posttrain.rl.update import update
 from posttrain.runtime.profiler import span
 from posttrain.tracking.console import progress_bar
 from posttrain.tree import replace
@@ -44,9 +44,12 @@ class OnlineLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairSettings(RowSettings):
+class PairSettings:
     """Settings of `online_step`."""
 
+    row_tokens: int
+    num_rows: int
+    """Batch rows, enough for the worst case: one pair per row."""
     share_prompts: bool
     """Store the common prompt of a pair once per row."""
 
@@ -74,22 +77,14 @@ def pairs_of_groups(groups_P: Sequence[Group], roles_PG: Int[np.ndarray, "P G"])
     ]
 
 
-async def online_step(
-    cluster: Cluster,
-    rubric: Rubric,
-    sampler: Sampler,
-    examples_P: Sequence[Example],
-    settings: PairSettings,
-    timer: Timer,
-) -> StepResult:
+async def online_step(cluster: Cluster, act: Act, settings: PairSettings, timer: Timer) -> StepResult:
     """Run one step: sample, score, pair, compute reference log-probabilities, update, sync weights to the engine.
 
     `frac_ties`: share of groups without a pair, which are dropped. If all are, there is no update.
     """
-    step = cluster.actor.step_number
-    groups_P = await sample(sampler, examples_P, settings.group_size, step, timer)
-    rewards = await score(rubric, groups_P, step, timer)
-    roles_PG = best_and_worst(rewards.total_PG)
+    title = f"step {cluster.actor.step_number + 1}"
+    acted = await act(cluster.version, title, timer)
+    groups_P, roles_PG = acted.groups_P, best_and_worst(acted.rewards.total_PG)
     with span("assemble"):
         pairs = pairs_of_groups(groups_P, roles_PG)
         batch = assemble_pairs(
@@ -99,11 +94,11 @@ async def online_step(
             groups_P=groups_P,
             share_prompts=settings.share_prompts,
         )
-    with timer("logps"), progress_bar(f"step {step + 1}: log-probabilities", closing=False):
+    with timer("logps"), progress_bar(f"{title}: log-probabilities", closing=False):
         batch = replace(batch, ref_logps=cluster.logps(Role.REFERENCE, batch))
-    metrics: Metrics = update(cluster, batch, timer, learns=bool(pairs))
+    metrics = update(cluster, [batch], [bool(pairs)], 1, 0, timer)
     metrics |= {"frac_ties": 1 - len(pairs) / len(groups_P)}
-    metrics |= rollout_metrics(groups_P, rewards, step)
+    metrics |= rollout_metrics(groups_P, acted.rewards, acted.version)
     return StepResult(
-        metrics=metrics, groups_P=groups_P, rewards=rewards, advantages_PG=None, roles_PG=roles_PG, batch=batch
+        metrics=metrics, groups_P=groups_P, rewards=acted.rewards, advantages_PG=None, roles_PG=roles_PG, parts=[batch]
     )

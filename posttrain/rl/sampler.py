@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from posttrain.config import SamplingSection
 from posttrain.data.chat import Message, Renderer
-from posttrain.data.pipeline import PromptBatches
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.rl.types import Example, Group, Trajectory
@@ -36,6 +35,26 @@ class RolloutAborted(RuntimeError):
         self.completion = completion
 
 
+TRAINING, EVALUATION = 0, 1
+"""Streams of random keys, see `sample_key`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IssuedGroup:
+    """Group of samples to make of one prompt, with what was sampled of it so far (partial rollouts)."""
+
+    number: int
+    """Number among all groups that the run has begun; it alone fixes the random keys of the samples."""
+    example: Example
+    version: int
+    """Version of the weights when the group was begun."""
+    completions: Mapping[int, Completion] = field(default_factory=dict)
+    """Completions by sample number, of the samples that were started; those with stop "abort" are resumed."""
+
+    def is_done(self, sample: int) -> bool:
+        return sample in self.completions and self.completions[sample].stop != "abort"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
     """Sampler of trajectories: rollout engine, renderer and sampling settings."""
@@ -45,34 +64,36 @@ class Sampler:
     sampling: SamplingSection
     max_prompt_tokens: int
     seed: int
+    stream: int = TRAINING
+    """Stream of random keys: `TRAINING` or `EVALUATION`."""
 
-    def params(self, step: int, prompt: int, sample: int) -> SamplingParams:
-        return sampling_params(self.sampling, self.renderer.tokenizer, sample_key(self.seed, step, prompt, sample))
+    def params(self, group: int, sample: int) -> SamplingParams:
+        key = sample_key(self.seed, self.stream, group, sample)
+        return sampling_params(self.sampling, self.renderer.tokenizer, key)
 
-    async def rollout(self, example: Example, step: int, prompt_number: int, sample: int) -> Trajectory:
+    async def rollout(self, group: IssuedGroup, sample: int) -> Trajectory:
         """Sample one trajectory. ConfigError for a prompt that is too long, `RolloutAborted` for an aborted
         completion."""
-        pending = self.pending(example, step, prompt_number, sample)
+        pending = self.pending(group, sample)
         return pending.finish(await self.engine.generate(pending.prompt, pending.params))
 
-    def pending(self, example: Example, step: int, prompt_number: int, sample: int) -> PendingRollout:
+    def pending(self, group: IssuedGroup, sample: int) -> PendingRollout:
         """Make the rollout of a sample. ConfigError for a prompt that is too long."""
-        prompt = list(example.prompt_tokens)
+        prompt = list(group.example.prompt_tokens)
         if len(prompt) > self.max_prompt_tokens:
             raise ConfigError(
-                f"row {example.index}: its prompt has {len(prompt)} tokens, more than max_prompt_tokens="
+                f"row {group.example.index}: its prompt has {len(prompt)} tokens, more than max_prompt_tokens="
                 f"{self.max_prompt_tokens}; raise row_tokens or drop the row"
             )
-        params = self.params(step, prompt_number, sample)
-        decode = self.renderer.tokenizer.decode
-        return PendingRollout(example=example, sample=sample, prompt=prompt, params=params, decode=decode)
+        params, decode = self.params(group.number, sample), self.renderer.tokenizer.decode
+        return PendingRollout(group=group, sample=sample, prompt=prompt, params=params, decode=decode)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PendingRollout:
     """Rollout that waits for its completion."""
 
-    example: Example
+    group: IssuedGroup
     sample: int
     prompt: Sequence[int]
     params: SamplingParams
@@ -86,9 +107,10 @@ class PendingRollout:
         turn: Message = {"role": "assistant", "content": text}
         before = len(self.prompt)
         return Trajectory(
-            example=self.example,
+            group=self.group.number,
+            example=self.group.example,
             sample=self.sample,
-            messages=[*self.example.messages, turn],
+            messages=[*self.group.example.messages, turn],
             text=text,
             tokens=[*self.prompt, *completion.tokens],
             sampled=[False] * before + [True] * len(completion.tokens),
@@ -108,22 +130,14 @@ def sampling_params(section: SamplingSection, tokenizer: Tokenizer, key: tuple[i
 
 
 async def collect(
-    sampler: Sampler,
-    examples_P: Sequence[Example],
-    group_size: int,
-    step: int,
-    advance: Callable[[int], None] | None = None,
+    sampler: Sampler, groups: Sequence[IssuedGroup], group_size: int, advance: Callable[[int], None] | None = None
 ) -> list[Group]:
-    """Sample G trajectories of each example. The first failure cancels the others and is raised, including
+    """Sample G trajectories of each group. The first failure cancels the others and is raised, including
     `RolloutAborted`.
 
     `advance(1)` is called for each finished sample.
     """
-    tasks = [
-        asyncio.ensure_future(sampler.rollout(example, step, number, sample))
-        for number, example in enumerate(examples_P)
-        for sample in range(group_size)
-    ]
+    tasks = [asyncio.ensure_future(sampler.rollout(group, sample)) for group in groups for sample in range(group_size)]
     if advance is not None:
         for task in tasks:
             task.add_done_callback(lambda _: advance(1))
@@ -135,43 +149,24 @@ async def collect(
     return [flat[i : i + group_size] for i in range(0, len(flat), group_size)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartialGroup:
-    """Group of samples that is not finished yet (partial rollouts)."""
-
-    example: Example
-    step: int
-    """Step in which the group was started. With `prompt`, its number among that step's prompts, it fixes the random
-    keys of its samples."""
-    prompt: int
-    completions: Mapping[int, Completion] = field(default_factory=dict)
-    """Completions by sample number, of the samples that were started; those with stop "abort" are resumed."""
-
-    def is_done(self, sample: int) -> bool:
-        return sample in self.completions and self.completions[sample].stop != "abort"
-
-
 async def collect_some(
     sampler: Sampler,
-    examples_P: Sequence[Example],
+    groups: Sequence[IssuedGroup],
     group_size: int,
-    step: int,
+    version: int,
     *,
     min_groups: int,
     max_staleness: int,
-    resumed: Sequence[PartialGroup] = (),
-) -> tuple[list[Group], list[PartialGroup]]:
-    """Partial rollouts, arXiv:2501.12599: resume the groups of earlier steps and start one for each example until
-    `min_groups` are finished. Returns these and the unfinished groups, which a later step takes as `resumed`; order is
-    kept.
+) -> tuple[list[Group], list[IssuedGroup]]:
+    """Partial rollouts, arXiv:2501.12599: sample groups, oldest first, until `min_groups` are finished. Returns these
+    and the unfinished groups for a later call; order is kept.
 
-    No group is returned more than `max_staleness` steps after its start if every step has the same `min_groups`: steps
-    wait for the oldest groups, see `due_groups`. Every token records the version of the weights that sampled it. The
-    outcome depends on arguments and weights, not on timing. The first failure is raised.
+    No group is returned more than `max_staleness` versions after its start if every call has the same `min_groups`:
+    calls wait for the oldest groups, see `due_groups`. Every token records the version of the weights that sampled it.
+    The outcome depends on arguments and weights, not on timing. The first failure is raised.
     """
-    groups = [*resumed, *(PartialGroup(example=e, step=step, prompt=number) for number, e in enumerate(examples_P))]
-    pending = [[sampler.pending(g.example, g.step, g.prompt, sample) for sample in range(group_size)] for g in groups]
-    due = due_groups([group.step for group in groups], step, min_groups, max_staleness)
+    pending = [[sampler.pending(group, sample) for sample in range(group_size)] for group in groups]
+    due = due_groups([group.version for group in groups], version, min_groups, max_staleness)
     groups = _resume(resumable(sampler.engine), groups, pending, min_groups, due)
     whole = [i for i, group in enumerate(groups) if all(map(group.is_done, range(group_size)))][:min_groups]
     trajectories: list[Group] = [[one.finish(groups[i].completions[one.sample]) for one in pending[i]] for i in whole]
@@ -199,11 +194,11 @@ def due_groups(started: Sequence[int], step: int, per_step: int, max_staleness: 
 
 def _resume(
     engine: ResumableEngine,
-    groups: Sequence[PartialGroup],
+    groups: Sequence[IssuedGroup],
     pending: Sequence[Sequence[PendingRollout]],
     min_groups: int,
     due: Sequence[tuple[int, int]],
-) -> list[PartialGroup]:
+) -> list[IssuedGroup]:
     """Generate until `min_groups` groups are finished, including `due` ones of the oldest."""
     todo = [(i, one) for i, of_group in enumerate(pending) for one in of_group if not groups[i].is_done(one.sample)]
 
@@ -236,41 +231,3 @@ def resumable(engine: RolloutEngine) -> ResumableEngine:
             f"oversample_prompts: {type(engine).__name__} has no generate_some; implement it, or remove the option"
         )
     return engine
-
-
-class OversampledPrompts:
-    """Stream of new prompts that fills up `in_flight` beside the `unfinished` groups of the previous step. Its state
-    holds both, including sampled tokens, so that a resumed run continues with the same tokens."""
-
-    def __init__(self, prompts: PromptBatches, examples: Sequence[Example], in_flight: int):
-        """`prompts`: stream of single prompts."""
-        self._prompts, self._in_flight = prompts, in_flight
-        self._examples = {example.index: example for example in examples}
-        self.unfinished: Sequence[PartialGroup] = ()
-
-    def __next__(self) -> list[int]:
-        return [index for _ in range(self._in_flight - len(self.unfinished)) for index in next(self._prompts)]
-
-    def state(self) -> dict[str, Any]:
-        return {"prompts": self._prompts.state(), "unfinished": [_to_json(group) for group in self.unfinished]}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self._prompts.restore(state["prompts"])
-        self.unfinished = [_from_json(group, self._examples) for group in state["unfinished"]]
-
-
-def _to_json(group: PartialGroup) -> dict[str, Any]:
-    completions = {str(sample): asdict(completion) for sample, completion in group.completions.items()}
-    return {"row": group.example.index, "step": group.step, "prompt": group.prompt, "completions": completions}
-
-
-def _from_json(group: dict[str, Any], examples: Mapping[int, Example]) -> PartialGroup:
-    completions = {int(sample): _completion(fields) for sample, fields in group["completions"].items()}
-    return PartialGroup(
-        example=examples[group["row"]], step=group["step"], prompt=group["prompt"], completions=completions
-    )
-
-
-def _completion(fields: dict[str, Any]) -> Completion:
-    lists = ("tokens", "logps", "kept_logps", "weights_versions")
-    return Completion(**{**fields, **{name: tuple(fields[name]) for name in lists}})

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -13,13 +12,13 @@ from posttrain.batch import Batch
 from posttrain.cluster.cluster import Cluster, Role
 from posttrain.config.rl import OldLogps, ZeroAdvantage
 from posttrain.metrics import Metrics, Timer
+from posttrain.rl.act import Act, Acted
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.assemble import assemble
 from posttrain.rl.metrics import rollout_metrics
-from posttrain.rl.rewards import Rubric
-from posttrain.rl.sampler import PartialGroup, Sampler, collect, collect_some
 from posttrain.rl.teachers import TeacherKL, add_teachers
-from posttrain.rl.types import Example, Group, Rewards
+from posttrain.rl.types import Group, Rewards
+from posttrain.rl.update import merged, update
 from posttrain.runtime.profiler import span
 from posttrain.tracking.console import progress_bar
 from posttrain.tree import replace
@@ -29,28 +28,32 @@ ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowSettings:
-    """Group size and batch rows, enough for the worst case: one trajectory, or one pair, per row."""
+class StepSettings:
+    """Settings of the learning half of `rl_step`."""
 
-    group_size: int
     row_tokens: int
     num_rows: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSettings(RowSettings):
-    """Settings of `rl_step`."""
-
-    old_logps: OldLogps = "self"
-    """Source of the old log-probabilities, see `RLSection`."""
-    zero_advantage: ZeroAdvantage = "skip"
-    """Update or skip steps whose advantages are all 0, see `RLSection`."""
+    """Rows of an update's batch, enough for the worst case: one trajectory per row."""
+    updates: int
+    """Updates per batch of rollouts, each on its own part of the groups."""
+    epochs: int
+    """Passes over these parts."""
+    seed: int
+    """Seed of the order of the parts after the first epoch."""
+    old_logps: OldLogps
+    """Source of the old log-probabilities, see `RLSection`; `self` with a single update only."""
+    zero_advantage: ZeroAdvantage
+    """Update or skip batches whose advantages are all 0, see `RLSection`."""
+    stale: bool
+    """True if tokens may be older than the present weights: batches then carry their staleness."""
     teaching: TeacherKL | None = None
-    min_groups: int | None = None
-    """Groups per update with partial rollouts; other groups are resumed in later steps. None: all groups of the step.
-    """
-    max_staleness: int = 0
-    """Maximum steps between the start of a group and its update, with `min_groups`."""
+
+    def __post_init__(self) -> None:
+        if self.old_logps == "self" and self.updates * self.epochs > 1:
+            raise ValueError(
+                f"old_logps=self with updates={self.updates} and epochs={self.epochs}: after the first update the "
+                "policy is not the one that sampled; use old_logps=trainer"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,97 +65,93 @@ class StepResult:
     rewards: Rewards
     advantages_PG: Float[np.ndarray, "P G"] | None
     """NaN for groups that the algorithm filtered out; None in preference steps."""
-    batch: Batch
+    parts: Sequence[Batch]
+    """Batch of each update of the first epoch."""
     roles_PG: Int[np.ndarray, "P G"] | None = None
     """Roles of samples in preference steps: 1 chosen, -1 rejected, 0 neither."""
-    unfinished: Sequence[PartialGroup] = ()
-    """Groups to resume in the next step."""
+
+    @property
+    def batch(self) -> Batch:
+        """Batch of the step's single update."""
+        (batch,) = self.parts
+        return batch
 
 
-async def rl_step(
-    cluster: Cluster,
-    algorithm: Algorithm,
-    rubric: Rubric,
-    sampler: Sampler,
-    examples_P: Sequence[Example],
-    settings: StepSettings,
-    timer: Timer,
-    resumed: Sequence[PartialGroup] = (),
-) -> StepResult:
-    """Run one step: sample, score, filter, assemble, compute log-probabilities as needed, update, sync weights to the
-    engine.
+@dataclass(frozen=True, kw_only=True)
+class Signal:
+    """Groups to learn from, with their advantages."""
 
-    `resumed`: `unfinished` groups of the previous step.
-    """
-    step = cluster.actor.step_number
-    groups_P, unfinished = await sample_some(sampler, examples_P, settings, step, timer, resumed)
-    rewards = await score(rubric, groups_P, step, timer)
-    kept_P, rewards_PG = algorithm.keep(groups_P, rewards.total_PG)
+    kept_P: Sequence[Group]
+    rewards_PG: Float[np.ndarray, "Q G"]
+    advantages_PG: Float[np.ndarray, "Q G"]
+
+
+async def rl_step(cluster: Cluster, algorithm: Algorithm, act: Act, settings: StepSettings, timer: Timer) -> StepResult:
+    """Run one step: sample and score, then learn from it before anything else is sampled."""
+    acted = await act(cluster.version, f"step {cluster.actor.step_number + 1}", timer)
+    return learn(cluster, algorithm, acted, settings, timer)
+
+
+def learn(cluster: Cluster, algorithm: Algorithm, acted: Acted, settings: StepSettings, timer: Timer) -> StepResult:
+    """Learn from scored groups: filter, advantages, batches, log-probabilities under the weights of now, updates, sync
+    of the weights to the engine."""
     with span("assemble"):
-        advantages_PG = algorithm.advantage(rewards_PG)
-        batch = assemble(
-            kept_P,
-            advantages_PG,
-            ~np.isnan(rewards_PG) & ~np.isnan(advantages_PG),
-            row_tokens=settings.row_tokens,
-            num_rows=settings.num_rows,
-            shares=None if settings.teaching is None else settings.teaching.shares,
-            version=None if settings.min_groups is None else step,
-        )
-    batch, teacher_metrics = add_logps(cluster, algorithm, batch, settings, timer)
-    learns = settings.zero_advantage == "update" or has_signal(batch, rewards_PG)
-    metrics = update(cluster, batch, timer, learns=learns)
+        signal = signal_of(algorithm, acted)
+        parts = parts_of(signal, acted, settings)
+    title = f"step {cluster.actor.step_number + 1}: log-probabilities"
+    with timer("logps"), progress_bar(title, closing=False):
+        scored = [add_logps(cluster, algorithm, part, settings) for part in parts]
+    parts = [part for part, _ in scored]
+    learns = [settings.zero_advantage == "update" or has_signal(part, signal.rewards_PG) for part in parts]
+    metrics = update(cluster, parts, learns, settings.epochs, settings.seed, timer)
     with span("log"):
-        metrics |= teacher_metrics | rollout_metrics(groups_P, rewards, step)
-    metrics["advantages/invalid"] = float((np.isnan(advantages_PG) & ~np.isnan(rewards_PG)).mean())
+        metrics |= merged([found for _, found in scored])
+        metrics |= rollout_metrics(acted.groups_P, acted.rewards, acted.version)
+        metrics |= signal_metrics(signal, parts)
     return StepResult(
         metrics=metrics,
-        groups_P=groups_P,
-        rewards=rewards,
-        advantages_PG=_of_all(groups_P, kept_P, advantages_PG),
-        batch=batch,
-        unfinished=unfinished,
+        groups_P=acted.groups_P,
+        rewards=acted.rewards,
+        advantages_PG=_of_all(acted.groups_P, signal),
+        parts=parts,
     )
 
 
-async def sample_some(
-    sampler: Sampler,
-    examples_P: Sequence[Example],
-    settings: StepSettings,
-    step: int,
-    timer: Timer,
-    resumed: Sequence[PartialGroup],
-) -> tuple[list[Group], list[PartialGroup]]:
-    """Groups to train on, and unfinished groups for later steps."""
-    if settings.min_groups is None:
-        return await sample(sampler, examples_P, settings.group_size, step, timer), []
-    with timer("rollout"), progress_bar(f"step {step + 1}: sampling", closing=False):
-        return await collect_some(
-            sampler,
-            examples_P,
-            settings.group_size,
-            step,
-            min_groups=settings.min_groups,
-            max_staleness=settings.max_staleness,
-            resumed=resumed,
+def signal_of(algorithm: Algorithm, acted: Acted) -> Signal:
+    """Groups that the algorithm keeps, and the advantages of their samples."""
+    kept_P, rewards_PG = algorithm.keep(acted.groups_P, acted.rewards.total_PG)
+    return Signal(kept_P=kept_P, rewards_PG=rewards_PG, advantages_PG=algorithm.advantage(rewards_PG))
+
+
+def parts_of(signal: Signal, acted: Acted, settings: StepSettings) -> list[Batch]:
+    """One batch for each update, all of one shape, with whole groups in each."""
+    valid_PG = ~np.isnan(signal.rewards_PG) & ~np.isnan(signal.advantages_PG)
+    return [
+        assemble(
+            [signal.kept_P[index] for index in indices],
+            signal.advantages_PG[indices],
+            valid_PG[indices],
+            like=acted.groups_P[0][0],
+            row_tokens=settings.row_tokens,
+            num_rows=settings.num_rows,
+            shares=None if settings.teaching is None else settings.teaching.shares,
+            version=acted.version if settings.stale or settings.updates * settings.epochs > 1 else None,
         )
+        for indices in np.array_split(np.arange(len(signal.kept_P)), settings.updates)
+    ]
 
 
-def add_logps(
-    cluster: Cluster, algorithm: Algorithm, batch: Batch, settings: StepSettings, timer: Timer
-) -> tuple[Batch, Metrics]:
+def add_logps(cluster: Cluster, algorithm: Algorithm, batch: Batch, settings: StepSettings) -> tuple[Batch, Metrics]:
     """Add the log-probabilities of reference, old policy and teachers that the loss needs."""
-    title = f"step {cluster.actor.step_number + 1}"
-    with timer("logps"), progress_bar(f"{title}: log-probabilities", closing=False):
-        if algorithm.loss.kl_coef:
-            batch = replace(batch, ref_logps=cluster.logps(Role.REFERENCE, batch))
-        if settings.old_logps == "trainer":
-            batch = replace(batch, old_logps=cluster.logps(Role.ACTOR, batch))
-        elif settings.old_logps == "sampler":
-            batch = replace(batch, old_logps=batch.sampler_logps)
-        if settings.teaching is None:
-            return batch, {}
-        return add_teachers(batch, cluster.logps(Role.TEACHER, batch), settings.teaching.coef)
+    if algorithm.loss.kl_coef:
+        batch = replace(batch, ref_logps=cluster.logps(Role.REFERENCE, batch))
+    if settings.old_logps == "trainer":
+        batch = replace(batch, old_logps=cluster.logps(Role.ACTOR, batch))
+    elif settings.old_logps == "sampler":
+        batch = replace(batch, old_logps=batch.sampler_logps)
+    if settings.teaching is None:
+        return batch, {}
+    return add_teachers(batch, cluster.logps(Role.TEACHER, batch), settings.teaching.coef)
 
 
 def has_signal(batch: Batch, rewards_PG: Float[np.ndarray, "P G"]) -> bool:
@@ -162,35 +161,17 @@ def has_signal(batch: Batch, rewards_PG: Float[np.ndarray, "P G"]) -> bool:
     return not np.abs(batch.advantages).max() <= ROUNDING * scale
 
 
-async def sample(
-    sampler: Sampler, examples_P: Sequence[Example], group_size: int, step: int, timer: Timer
-) -> list[Group]:
-    """Sample G trajectories of each example."""
-    title, samples = f"step {step + 1}", len(examples_P) * group_size
-    with timer("rollout"), progress_bar(f"{title}: sampling", samples, closing=False) as advance:
-        return await collect(sampler, examples_P, group_size, step, advance)
+def signal_metrics(signal: Signal, parts: Sequence[Batch]) -> dict[str, float]:
+    """Metrics of the advantages. `advantages/invalid`: share of samples with a reward but without an advantage."""
+    invalid = np.isnan(signal.advantages_PG) & ~np.isnan(signal.rewards_PG)
+    return {
+        "advantages/invalid": float(invalid.mean()),
+        "advantages/abs_max": max(float(np.abs(np.asarray(part.advantages)).max()) for part in parts),
+    }
 
 
-async def score(rubric: Rubric, groups_P: Sequence[Group], step: int, timer: Timer) -> Rewards:
-    title = f"step {step + 1}: rewards"
-    with timer("rewards"), progress_bar(title, len(rubric.rewards), closing=False) as advance:
-        return await rubric.score(groups_P, advance)
-
-
-def update(cluster: Cluster, batch: Batch, timer: Timer, *, learns: bool) -> Metrics:
-    """Run one update (skipped if not `learns`), then sync the weights to the engine."""
-    title = f"step {cluster.actor.step_number + 1}"
-    with timer("update"), progress_bar(f"{title}: update", closing=False):
-        metrics = jax.block_until_ready(cluster.actor.step(batch, update=learns))
-        cluster.sync_weights()
-    if batch.advantages is not None:
-        metrics["advantages/abs_max"] = float(np.abs(batch.advantages).max())
-    return metrics
-
-
-def _of_all(
-    groups_P: Sequence[Group], kept_P: Sequence[Group], advantages_PG: Float[np.ndarray, "Q G"]
-) -> Float[np.ndarray, "P G"]:
-    by_group = {id(group): advantages for group, advantages in zip(kept_P, advantages_PG, strict=True)}
+def _of_all(groups_P: Sequence[Group], signal: Signal) -> Float[np.ndarray, "P G"]:
+    kept = zip(signal.kept_P, signal.advantages_PG, strict=True)
+    by_group = {id(group): advantages for group, advantages in kept}
     left_out = np.full(len(groups_P[0]), np.nan, np.float32)
     return np.stack([by_group.get(id(group), left_out) for group in groups_P])

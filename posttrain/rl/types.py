@@ -31,6 +31,8 @@ class Example:
 class Trajectory:
     """One sample: tokens as sampled, never tokenised again."""
 
+    group: int
+    """Number of the group among all that the run has begun."""
     example: Example
     sample: int
     """Sample number within the group."""

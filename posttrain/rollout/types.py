@@ -170,13 +170,15 @@ class ResumableEngine(RolloutEngine, Protocol):
         ...
 
 
-def sample_key(seed: int, step: int, prompt: int, sample: int) -> tuple[int, int]:
-    """The random key of one sample: 64 bits of BLAKE2b over four 64-bit integers, the same on every platform.
+def sample_key(seed: int, stream: int, group: int, sample: int) -> tuple[int, int]:
+    """Random key of a sample: 64 bits of BLAKE2b over four 64-bit integers, the same on every platform.
+
+    `stream`: training or evaluation. `group`: number of the group among all of the stream.
 
     >>> sample_key(0, 0, 0, 0) != sample_key(0, 0, 0, 1)
     True
     """
-    digest = hashlib.blake2b(struct.pack("<4q", seed, step, prompt, sample), digest_size=8).digest()
+    digest = hashlib.blake2b(struct.pack("<4q", seed, stream, group, sample), digest_size=8).digest()
     first, second = struct.unpack("<2I", digest)
     return first, second
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from posttrain.batch import Batch
 from posttrain.cluster.scorers import Scorer, model_inputs
-from posttrain.data.pipeline import PromptBatches
+from posttrain.data.pipeline import Prompts
 from posttrain.data.prefetch import MeasuredStream
 from posttrain.distill.targets import TeacherTargets
 from posttrain.errors import RunError
@@ -21,6 +21,7 @@ from posttrain.rl.assemble import sample_rows
 from posttrain.rl.metrics import LIMITS, check_agreement, sample_metrics
 from posttrain.rl.rewards import Rubric
 from posttrain.rl.sampler import Sampler, collect
+from posttrain.rl.source import Source
 from posttrain.rl.teachers import distances, merged_distances, shares_of
 from posttrain.runtime.run_async import run_async
 from posttrain.stages.context import StageRun
@@ -61,9 +62,8 @@ class Samples:
         self._targets = targets
         self._trainer, self._engine, self._teachers = trainer, engine, teachers
         kept = [example.index for example in self._examples]
-        self.prompts = PromptBatches(
-            section.dataset, inputs.rows, prompts_per_step=section.batch_rows, seed=stage.seed, kept=kept
-        )
+        prompts = Prompts(section.dataset, inputs.rows, seed=stage.seed, kept=kept)
+        self.source = Source(prompts, self._examples)
         self._sampler = Sampler(
             engine=engine,
             renderer=inputs.renderer,
@@ -79,8 +79,7 @@ class Samples:
     def batch(self, step: int) -> Batch:
         """Batch with one sample for each of the next prompts."""
         self._sync()
-        examples = [self._examples[index] for index in next(self.prompts)]
-        groups = run_async(collect(self._sampler, examples, 1, step))
+        groups = run_async(collect(self._sampler, self.source.take(self._section.batch_rows, step), 1))
         self._sample_metrics = sample_metrics(groups, step)
         rows, length = self._section.batch_rows, self._section.row_tokens
         samples = [group[0] for group in groups]
@@ -153,9 +152,9 @@ class MixedBatches:
 
     def state(self) -> dict[str, Any]:
         sequences = None if self._sequences is None else self._sequences.state()
-        return {"sequences": sequences, "prompts": self._samples.prompts.state()}
+        return {"sequences": sequences, "source": self._samples.source.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         if self._sequences is not None:
             self._sequences.restore(state["sequences"])
-        self._samples.prompts.restore(state["prompts"])
+        self._samples.source.restore(state["source"])

@@ -74,7 +74,7 @@ def warm_up(
         expected = []
         for sampler, examples in prompts:
             lengths = [len(example.prompt_tokens) for example in examples]
-            expected.append(Expected(params=sampler.params(0, 0, 0), shortest=min(lengths), longest=max(lengths)))
+            expected.append(Expected(params=sampler.params(0, 0), shortest=min(lengths), longest=max(lengths)))
         # A failed sample ends the step, discarding the samples beside it.
         engine.warm_up(expected, rereads=rereads)
 

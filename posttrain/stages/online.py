@@ -14,15 +14,17 @@ from posttrain.batch import TokenLoss
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.scorers import Scorer
 from posttrain.config import OnlineSection
-from posttrain.data.pipeline import PromptBatches
+from posttrain.data.pipeline import Prompts
 from posttrain.evaluation.rollouts import RolloutEvaluation, evaluate
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.mesh import row_shards
 from posttrain.metrics import Sample, Timer, tables, to_host
+from posttrain.rl.act import Act
 from posttrain.rl.metrics import NoRewardGuard, check_agreement, sampler_disagrees
 from posttrain.rl.reward_model import ModelReward
 from posttrain.rl.rewards import error_lines
 from posttrain.rl.sampler import Sampler
+from posttrain.rl.source import Source
 from posttrain.rl.step import StepResult
 from posttrain.rl.types import Group, Rewards
 from posttrain.runtime.profiler import span
@@ -31,6 +33,7 @@ from posttrain.stages.context import HeldOut, StageRun, Training
 from posttrain.stages.engine import engine_metrics, make_engine, warm_up
 from posttrain.stages.prompts import RolloutInputs, check_cache
 from posttrain.tracking.console import console, printable
+from posttrain.train.loop import crosses
 from posttrain.train.trainer import Trainer
 
 NUM_SHOWN = 6
@@ -93,10 +96,35 @@ def open_rollouts(
     return rollouts
 
 
-def prompt_batches(inputs: RolloutInputs, prompts_per_step: int, seed: int) -> PromptBatches:
-    """Batches of `prompts_per_step` indices into `inputs.examples`."""
+def make_act(rollouts: Rollouts, *, in_flight: int, max_staleness: int) -> Act:
+    """Make the acting half of the stage's steps, from the first prompt on."""
+    inputs, section = rollouts.inputs, rollouts.inputs.section
     kept = [example.index for example in inputs.examples]
-    return PromptBatches(inputs.section.dataset, inputs.rows, prompts_per_step=prompts_per_step, seed=seed, kept=kept)
+    prompts = Prompts(section.dataset, inputs.rows, seed=rollouts.sampler.seed, kept=kept)
+    return Act(
+        sampler=rollouts.sampler,
+        rubric=inputs.rubric,
+        source=Source(prompts, inputs.examples),
+        group_size=section.group_size,
+        groups_per_step=section.prompts_per_step,
+        in_flight=in_flight,
+        max_staleness=max_staleness,
+    )
+
+
+@dataclass(frozen=True)
+class RolloutState:
+    """Position of rollouts in a checkpoint: the source of groups, and the version of the weights."""
+
+    source: Source
+    cluster: Cluster
+
+    def state(self) -> dict[str, Any]:
+        return {"source": self.source.state(), "version": self.cluster.version}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.source.restore(state["source"])
+        self.cluster.version = state["version"]
 
 
 def make_policy_trainer(stage: StageRun, section: OnlineSection, loss: TokenLoss, terms: Terms = PLAIN) -> Trainer:
@@ -129,23 +157,26 @@ class StepReport:
 
     def __init__(self, rollouts: Rollouts, training: Training):
         inputs = rollouts.inputs
-        self._section, self._engine, self._training = inputs.section, rollouts.cluster.engine, training
+        self._section, self._training = inputs.section, training
+        self._engine, self._trainer = rollouts.cluster.engine, rollouts.cluster.actor
+        self._reported = self._trainer.step_number
         self._guard = NoRewardGuard(min(MAX_STEPS_WITHOUT_REWARD, self._section.steps))
         left_out = (len(inputs.rows) - len(inputs.examples)) / len(inputs.rows)
         self._dropped = {} if self._section.overlong == "error" else {"data/dropped_ratio": left_out}
 
-    def __call__(self, step: int, result: StepResult, timer: Timer) -> None:
+    def __call__(self, result: StepResult, timer: Timer) -> None:
         with span("log"):
-            self._report(step, result, timer)
+            self._report(self._trainer.step_number, result, timer)
 
     def _report(self, step: int, result: StepResult, timer: Timer) -> None:
         _print_errors(f"step {step}", result.rewards, result.groups_P)
         self._guard.check(step, result.rewards)
-        if step % self._section.samples_every == 0 or step == 1:
+        if self._reported == 0 or crosses(self._reported, step, self._section.samples_every):
             self._training.sinks.samples(step, step_samples(result, self._section.group_size))
         check_agreement(result.metrics, step)
         metrics = {**to_host(result.metrics), **self._dropped, **engine_metrics(self._engine), **timer.metrics()}
         self._training.log({**metrics, **tables(result.metrics)})
+        self._reported = step
 
 
 def _evaluate(rollouts: Rollouts, distances: Distances | None) -> RolloutEvaluation:

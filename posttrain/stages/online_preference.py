@@ -12,12 +12,13 @@ from posttrain.runtime.run_async import run_async
 from posttrain.stages.context import StageRun
 from posttrain.stages.inputs import Prepared
 from posttrain.stages.online import (
+    RolloutState,
     StepReport,
     describe_steps,
     held_out_prompts,
+    make_act,
     make_policy_trainer,
     open_rollouts,
-    prompt_batches,
 )
 from posttrain.stages.pair_inputs import loss_name, shares_prompts
 from posttrain.stages.prompts import OnlinePreferenceInputs, check_rewards, online_loss, prepare_scored
@@ -50,19 +51,18 @@ def run(stage: StageRun, inputs: OnlinePreferenceInputs) -> None:
         loss = OnlineLoss(pairs=inputs.loss)
         trainer = make_policy_trainer(stage, section, loss, Terms(squares=inputs.loss.needs.squares))
         rollouts = open_rollouts(stage, inputs, trainer, keep_reference=True)
-        cluster, sampler = rollouts.cluster, rollouts.sampler
-        prompts = prompt_batches(inputs, section.prompts_per_step, stage.seed)
+        cluster = rollouts.cluster
+        act = make_act(rollouts, in_flight=section.prompts_per_step, max_staleness=0)
         settings = PairSettings(
-            group_size=section.group_size,
             row_tokens=section.row_tokens,
             num_rows=section.step_rows,
             share_prompts=inputs.share_prompts,
         )
         held_out = held_out_prompts(rollouts)
-        with stage.training(trainer, prompts, section, held_out) as training, closing(cluster.engine):
+        state = RolloutState(act.source, cluster)
+        with stage.training(trainer, state, section, held_out) as training, closing(cluster.engine):
             cluster.sync_weights()
             report = StepReport(rollouts, training)
-            for step in training:
-                examples_P, timer = [inputs.examples[index] for index in next(prompts)], Timer()
-                result = run_async(online_step(cluster, rubric, sampler, examples_P, settings, timer))
-                report(step, result, timer)
+            for _ in training:
+                timer = Timer()
+                report(run_async(online_step(cluster, act, settings, timer)), timer)

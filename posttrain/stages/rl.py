@@ -11,21 +11,23 @@ from posttrain.cluster.scorers import FrozenModel, Scorer
 from posttrain.config import RLSection
 from posttrain.distill.teachers import OutsideTeacher, TeacherSource, find_teachers, load_teacher, outside_teacher
 from posttrain.metrics import Timer
-from posttrain.rl.sampler import OversampledPrompts, resumable
+from posttrain.rl.act import Act
+from posttrain.rl.sampler import resumable
 from posttrain.rl.step import StepSettings, rl_step
 from posttrain.rl.teachers import TeacherKL, distances, shares_of
-from posttrain.rollout.types import RolloutEngine
 from posttrain.runtime.run_async import run_async
 from posttrain.stages.context import StageRun
 from posttrain.stages.inputs import Prepared
 from posttrain.stages.online import (
     Distances,
+    Rollouts,
+    RolloutState,
     StepReport,
     describe_steps,
     held_out_prompts,
+    make_act,
     make_policy_trainer,
     open_rollouts,
-    prompt_batches,
 )
 from posttrain.stages.prompts import RLInputs, algorithm_of, check_rewards, prepare_scored
 
@@ -61,40 +63,37 @@ def run(stage: StageRun, inputs: RLInputs) -> None:
         teachers = _load_teachers(stage, inputs)
         keep_reference = algorithm.loss.kl_coef > 0
         rollouts = open_rollouts(stage, inputs, trainer, keep_reference=keep_reference, teachers=teachers)
-        cluster, sampler = rollouts.cluster, rollouts.sampler
-        prompts, settings = _prompts(inputs, stage.seed, cluster.engine), _step_settings(section)
+        cluster, settings = rollouts.cluster, _step_settings(section, stage.seed)
+        act = _act(rollouts, section)
         held_out = held_out_prompts(rollouts, _distances(teachers, settings))
-        with stage.training(trainer, prompts, section, held_out) as training, closing(cluster.engine):
+        state = RolloutState(act.source, cluster)
+        with stage.training(trainer, state, section, held_out) as training, closing(cluster.engine):
             cluster.sync_weights()
             report = StepReport(rollouts, training)
-            for step in training:
-                examples_P, timer = [inputs.examples[index] for index in next(prompts)], Timer()
-                result = run_async(
-                    rl_step(cluster, algorithm, rubric, sampler, examples_P, settings, timer, prompts.unfinished)
-                )
-                prompts.unfinished = result.unfinished
-                report(step, result, timer)
+            for _ in training:
+                timer = Timer()
+                report(run_async(rl_step(cluster, algorithm, act, settings, timer)), timer)
 
 
-def _prompts(inputs: RLInputs, seed: int, engine: RolloutEngine) -> OversampledPrompts:
-    """Prompts of each step, with the unfinished groups of the previous step."""
-    section = inputs.section
+def _act(rollouts: Rollouts, section: RLSection) -> Act:
+    """Acting half of the steps. ConfigError for an engine that cannot do partial rollouts."""
     if section.oversample_prompts:
-        resumable(engine)
-    one_by_one = prompt_batches(inputs, 1, seed)
-    return OversampledPrompts(one_by_one, inputs.examples, section.prompts_per_step + section.oversample_prompts)
+        resumable(rollouts.cluster.engine)
+    in_flight = section.prompts_per_step + section.oversample_prompts
+    return make_act(rollouts, in_flight=in_flight, max_staleness=section.max_staleness)
 
 
-def _step_settings(section: RLSection) -> StepSettings:
+def _step_settings(section: RLSection, seed: int) -> StepSettings:
     return StepSettings(
-        group_size=section.group_size,
         row_tokens=section.row_tokens,
         num_rows=section.step_rows,
-        old_logps=section.old_logps,
+        updates=section.updates,
+        epochs=section.update_epochs,
+        seed=seed,
+        old_logps=section.proximal_logps,
         zero_advantage=section.zero_advantage,
+        stale=section.oversample_prompts > 0,
         teaching=TeacherKL(coef=section.teacher_coef, shares=shares_of(section)) if section.teachers else None,
-        min_groups=section.prompts_per_step if section.oversample_prompts else None,
-        max_staleness=section.max_staleness,
     )
 
 

@@ -71,6 +71,15 @@ def stop_on_signals() -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
 
+def crosses(before: int, done: int, every: int) -> bool:
+    """Tell whether a multiple of `every` lies above `before`, up to `done`.
+
+    >>> crosses(8, 16, 10), crosses(16, 19, 10)
+    (True, False)
+    """
+    return done // every > before // every
+
+
 @dataclass(frozen=True, kw_only=True)
 class Every:
     """Intervals in steps."""
@@ -163,7 +172,7 @@ class TrainingLoop:
                 self._checkpointer.wait()
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the number of each step that is left, from 1; the trainer must do it before the next one."""
+        """Yield the number of each step that is left, from 1; the trainer does it, or several, before the next one."""
         trainer, recorder = self._trainer, self._recorder
         while trainer.step_number < self._num_steps:
             step = trainer.step_number + 1
@@ -174,26 +183,27 @@ class TrainingLoop:
                 with span("schedule"):
                     self._rate = self._schedule(trainer.step_number - trainer.skipped_updates)
                 yield step
-                self._after(trainer.step_number)
-                if recorder is not None and recorder.is_last(step):
+                done = trainer.step_number
+                self._after(step - 1, done)
+                if recorder is not None and recorder.ends(done):
                     self._lines.flush()
-            if recorder is not None and recorder.is_last(step):
+            if recorder is not None and recorder.ends(done):
                 recorder.finish()
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Hand over the metrics of the step that was done."""
         self._lines.add(self._trainer.step_number, metrics, self._rate)
 
-    def _after(self, done: int) -> None:
-        """Evaluate, save and stop, where step `done` is one for it."""
+    def _after(self, before: int, done: int) -> None:
+        """Evaluate, save and stop, where a step after `before`, up to `done`, is one for it."""
         last = done == self._num_steps
         every = self._every.evaluation
-        if self._evaluate is not None and every is not None and done % every == 0 and not last:
+        if self._evaluate is not None and every is not None and crosses(before, done, every) and not last:
             self._lines.flush()
             with span("evaluation"):
                 self._sink.write(done, self._evaluate())
         stop = self._votes(self._stop.requested)
-        if stop or last or done % self._every.checkpoint == 0:
+        if stop or last or crosses(before, done, self._every.checkpoint):
             self._lines.flush()
             host: dict[str, Any] = {"step": done, "skipped_updates": self._trainer.skipped_updates}
             host |= {"data": self._data.state(), "origin": dict(self._origin.parts)}

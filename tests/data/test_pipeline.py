@@ -3,7 +3,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from posttrain.batch import Batch
 from posttrain.config import DatasetSection, SFTSection
 from posttrain.data.chat import Renderer
-from posttrain.data.pipeline import PromptBatches, SFTBatches, eval_batches
+from posttrain.data.pipeline import Prompts, SFTBatches, eval_batches
 from posttrain.data.sources import Rows, load_rows
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
@@ -147,39 +147,37 @@ def test_evaluation_is_one_pass(folder: Path, packing: bool) -> None:
     assert len(texts(batches)) == NUM_ROWS
 
 
-def prompts(folder: Path, *, seed: int = 3, per_step: int = 4, **fields: Any) -> PromptBatches:
+def prompts(folder: Path, *, seed: int = 3, **fields: Any) -> Prompts:
     section = DatasetSection(path=str(folder / "rows.jsonl"), **fields)
-    return PromptBatches(section, load_rows(section), prompts_per_step=per_step, seed=seed)
+    return Prompts(section, load_rows(section), seed=seed)
 
 
-@pytest.mark.parametrize(("per_step", "num_steps"), [(1, 12), (4, 7), (25, 2)])
-def test_prompts_resume_and_cover_every_epoch(folder: Path, per_step: int, num_steps: int) -> None:
-    whole = prompts(folder, per_step=per_step)
-    states, steps = [], []
-    for _ in range(num_steps):
+def test_prompts_resume_and_cover_every_epoch(folder: Path) -> None:
+    whole = prompts(folder)
+    states, issued = [], []
+    for _ in range(3 * NUM_ROWS - 2):
         states.append(json.dumps(whole.state()))
-        steps.append(next(whole))
-    for step, state in enumerate(states):
-        resumed = prompts(folder, per_step=per_step)
+        issued.append(next(whole))
+    for number, state in enumerate(states):
+        resumed = prompts(folder)
         resumed.restore(json.loads(state))
-        assert [next(resumed) for _ in steps[step:]] == steps[step:]
-    issued = [index for step in steps for index in step]
+        assert [next(resumed) for _ in issued[number:]] == issued[number:]
     for start in range(0, len(issued) - NUM_ROWS + 1, NUM_ROWS):
         assert sorted(issued[start : start + NUM_ROWS]) == list(range(NUM_ROWS))
     assert all(type(index) is int for index in issued)
 
 
 def test_prompts_keep_the_order_without_shuffle(folder: Path) -> None:
-    assert list(chain(*islice(prompts(folder, shuffle=False), 3))) == [*range(11), 0]
-    shuffled = list(chain(*islice(prompts(folder), 3)))
+    assert list(islice(prompts(folder, shuffle=False), 12)) == [*range(11), 0]
+    shuffled = list(islice(prompts(folder), 12))
     assert shuffled != [*range(11), 0]
-    assert list(chain(*islice(prompts(folder), 3))) == shuffled
-    with pytest.raises(ConfigError, match="cannot resume: prompts_per_step"):
-        prompts(folder, per_step=5).restore(prompts(folder).state())
+    assert list(islice(prompts(folder), 12)) == shuffled
+    with pytest.raises(ConfigError, match="cannot resume: seed was 3"):
+        prompts(folder, seed=4).restore(prompts(folder).state())
 
 
 def test_a_single_row_repeats(folder: Path) -> None:
-    assert list(chain(*islice(prompts(folder, limit=1, per_step=2), 2))) == [0, 0, 0, 0]
+    assert list(islice(prompts(folder, limit=1), 4)) == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("code", [0, 2])

@@ -7,7 +7,50 @@ from dataclasses import replace
 from typing import Any
 
 from posttrain.data.byte_tokenizer import FIRST_CONTROL_ID
+from posttrain.rl.act import Act
+from posttrain.rl.rewards import Rubric
+from posttrain.rl.sampler import Sampler
+from posttrain.rl.source import Source
+from posttrain.rl.step import StepSettings
 from posttrain.rl.types import Example, Group, Trajectory
+
+
+class InOrder:
+    """Every place once."""
+
+    def __init__(self) -> None:
+        self.position = -1
+
+    def __next__(self) -> int:
+        self.position += 1
+        return self.position
+
+    def state(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+def act(sampler: Sampler, rubric: Rubric, examples: Sequence[Example], group_size: int, *, issued: int = 0) -> Act:
+    """A group of each example, numbered from `issued`."""
+    source = Source(InOrder(), examples)
+    source.issued = issued
+    return Act(
+        sampler=sampler,
+        rubric=rubric,
+        source=source,
+        group_size=group_size,
+        groups_per_step=len(examples),
+        in_flight=len(examples),
+        max_staleness=0,
+    )
+
+
+def step_settings(**changes: Any) -> StepSettings:
+    """One update on policy, but for the changes."""
+    plain: dict[str, Any] = {"updates": 1, "epochs": 1, "seed": 7, "old_logps": "self", "zero_advantage": "skip"}
+    return StepSettings(**plain | {"stale": False} | changes)
 
 
 def example(index: int, text: str) -> Example:
@@ -37,6 +80,7 @@ def trajectory(
     sampled = [index >= num_prompt for index in range(count)]
     asked = replace(example(0, prompt), row=dict(row or {"prompt": prompt}), plain=plain)
     return Trajectory(
+        group=0,
         example=asked,
         sample=sample,
         messages=[*asked.messages, {"role": "assistant", "content": text}],

@@ -23,7 +23,7 @@ def test_trajectories_are_packed_with_their_arrays_and_invalid_ones_left_out() -
         trajectory(tokens=[6, 7, 8, 9], num_prompt=2, sample=2),
     ]
     advantages = np.asarray([[0.5, 9.0, -1.0]], np.float32)
-    batch = assemble([group], advantages, np.asarray([[True, False, True]]), row_tokens=8, num_rows=3)
+    batch = assemble([group], advantages, np.asarray([[True, False, True]]), like=group[0], row_tokens=8, num_rows=3)
     assert_array_equal(batch.tokens[0], [1, 2, 3, 6, 7, 8, 9, 0])
     assert_array_equal(batch.positions[0], [0, 1, 2, 0, 1, 2, 3, 0])
     assert_array_equal(batch.segments[0], [1, 1, 1, 2, 2, 2, 2, 0])
@@ -38,7 +38,8 @@ def test_where_a_token_was_drawn_stands_beside_it() -> None:
     """Its probability there, and how many updates ago that was; of the prompt nothing."""
     sample = replace(trajectory(tokens=[1, 2, 3], num_prompt=1), kept_logps=[0.0, -0.2, 0.0], versions=[-1, 3, 5])
     made = {
-        version: assemble([[sample]], ONE, ONE > 0, row_tokens=4, num_rows=1, version=version) for version in (None, 5)
+        version: assemble([[sample]], ONE, ONE > 0, like=sample, row_tokens=4, num_rows=1, version=version)
+        for version in (None, 5)
     }
     for batch in made.values():
         assert_allclose(batch.sampler_logps[0], [0, -0.5, -0.5, 0])
@@ -51,10 +52,11 @@ def test_where_a_token_was_drawn_stands_beside_it() -> None:
 def test_recorded_experts_take_no_more_rows_than_an_eighth_a_quarter_a_half_or_all(rows: int, expected: int) -> None:
     sample = replace(trajectory(tokens=[1, 2, 3]), experts=np.zeros((3, 2, 3), np.int16))
     group, advantages = [[sample] * rows], np.ones((1, rows), np.float32)
-    batch = assemble(group, advantages, advantages > 0, row_tokens=4, num_rows=16)
+    batch = assemble(group, advantages, advantages > 0, like=group[0][0], row_tokens=4, num_rows=16)
     assert {len(array) for array in vars(batch).values() if array is not None} == {expected}
     plain = [[replace(sample, experts=None)] * rows]
-    assert len(assemble(plain, advantages, advantages > 0, row_tokens=4, num_rows=16).tokens) == 16
+    batch = assemble(plain, advantages, advantages > 0, like=plain[0][0], row_tokens=4, num_rows=16)
+    assert len(batch.tokens) == 16
 
 
 def test_every_valid_token_stands_exactly_once() -> None:
@@ -65,7 +67,7 @@ def test_every_valid_token_stands_exactly_once() -> None:
         for _ in range(7)
     ]
     valid = draw.random((7, 5)) < 0.8
-    batch = assemble(groups, np.ones((7, 5), np.float32), valid, row_tokens=16, num_rows=35)
+    batch = assemble(groups, np.ones((7, 5), np.float32), valid, like=groups[0][0], row_tokens=16, num_rows=35)
     expected = sorted(t for p, group in enumerate(groups) for g, s in enumerate(group) if valid[p, g] for t in s.tokens)
     assert sorted(batch.tokens[batch.segments > 0].tolist()) == expected
     starts = (batch.positions == 0) & (batch.segments > 0)

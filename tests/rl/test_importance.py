@@ -82,7 +82,13 @@ def rows_of(draws: Drawn) -> Batch:
     ]
     advantages = np.asarray([[ADVANTAGES[token] for token in draws]])
     batch = assemble(
-        [group], advantages, np.ones_like(advantages, bool), row_tokens=2, num_rows=len(group), version=None
+        [group],
+        advantages,
+        np.ones_like(advantages, bool),
+        like=group[0],
+        row_tokens=2,
+        num_rows=len(group),
+        version=None,
     )
     order = np.argsort([list(draws).index(int(token)) for token in batch.tokens[:, 1]])
     return jax.tree.map(lambda x: x[order], batch)

@@ -28,7 +28,7 @@ from posttrain.rollout.engine import NativeEngine
 from posttrain.runtime.run_async import run_async
 from posttrain.train.trainer import Trainer
 from posttrain.weights.lora import attach_lora
-from tests.rl.helpers import trajectory
+from tests.rl.helpers import act, trajectory
 from tests.rl.test_step import examples, sgd
 from tests.tiny import tiny_model
 
@@ -146,8 +146,9 @@ class World:
         self.rubric = Rubric([Reward(function=reward, weight=1.0, timeout_s=60.0)])
 
     def step(self) -> tuple[StepResult, dict[str, float]]:
-        settings = PairSettings(group_size=GROUP, row_tokens=ROW, num_rows=len(PROMPTS), share_prompts=self.share)
-        call = online_step(self.cluster, self.rubric, self.sampler, examples(PROMPTS), settings, Timer())
+        settings = PairSettings(row_tokens=ROW, num_rows=len(PROMPTS), share_prompts=self.share)
+        acting = act(self.sampler, self.rubric, examples(PROMPTS), GROUP)
+        call = online_step(self.cluster, acting, settings, Timer())
         outcome = run_async(call)
         return outcome, to_host(outcome.metrics)
 

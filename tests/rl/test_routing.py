@@ -22,12 +22,12 @@ from posttrain.rl.algorithms import make_algorithm
 from posttrain.rl.assemble import assemble
 from posttrain.rl.rewards import Reward, Rubric
 from posttrain.rl.sampler import Sampler
-from posttrain.rl.step import StepResult, StepSettings, rl_step
+from posttrain.rl.step import StepResult, rl_step
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runtime.run_async import run_async
 from posttrain.train.trainer import Trainer
 from tests.mixtures import mixture_config, mixture_model
-from tests.rl.helpers import example, trajectory
+from tests.rl.helpers import act, example, step_settings, trajectory
 
 GROUP, NEW, ROW = 4, 10, 20
 
@@ -68,8 +68,8 @@ class World:
             seed=7,
         )
         rubric = Rubric([Reward(function=even_share, weight=1.0, timeout_s=60.0)])
-        settings = StepSettings(group_size=GROUP, row_tokens=ROW, num_rows=len(prompts) * GROUP)
-        step = rl_step(self.cluster, algorithm, rubric, sampler, examples, settings, Timer())
+        settings = step_settings(row_tokens=ROW, num_rows=len(prompts) * GROUP)
+        step = rl_step(self.cluster, algorithm, act(sampler, rubric, examples, GROUP), settings, Timer())
         self.outcome: StepResult = run_async(step)
 
     def gaps(self, batch: Batch) -> np.ndarray:
@@ -118,9 +118,12 @@ def test_experts_are_packed_with_their_tokens() -> None:
         replace(trajectory(tokens=list(range(1, n + 1)), sample=n), experts=draw.integers(0, 8, (n, 2, 3), np.int16))
         for n in (3, 4, 5)
     ]
-    batch = assemble([group], np.ones((1, 3), np.float32), np.asarray([[True, False, True]]), row_tokens=9, num_rows=2)
+    batch = assemble(
+        [group], np.ones((1, 3), np.float32), np.asarray([[True, False, True]]), like=group[0], row_tokens=9, num_rows=2
+    )
     assert batch.experts is not None
     assert_array_equal(batch.experts[0, :3], group[0].experts)
     assert_array_equal(batch.experts[0, 3:8], group[2].experts)
     assert (batch.experts[0, 8:] == -1).all() and len(batch.experts) == 1
-    assert assemble([[trajectory()]], np.ones((1, 1)), np.ones((1, 1), bool), row_tokens=9, num_rows=2).experts is None
+    plain, one = trajectory(), np.ones((1, 1))
+    assert assemble([[plain]], one, one > 0, like=plain, row_tokens=9, num_rows=2).experts is None

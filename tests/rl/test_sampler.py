@@ -13,7 +13,7 @@ from posttrain.config import SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
-from posttrain.rl.sampler import PartialGroup, RolloutAborted, Sampler, collect, collect_some, due_groups, resumable
+from posttrain.rl.sampler import IssuedGroup, RolloutAborted, Sampler, collect, collect_some, due_groups, resumable
 from posttrain.rollout.engine import NativeEngine
 from tests.rl.helpers import example
 from tests.tiny import tiny_model
@@ -43,26 +43,26 @@ def sampler() -> Sampler:
     )
 
 
-def numbered(index: int) -> Example:
-    return example(index, "ab" * (index + 1))
+def numbered(index: int, version: int = 0) -> IssuedGroup:
+    return IssuedGroup(number=index, example=example(index, "ab" * (index + 1)), version=version)
 
 
 def test_samples_that_are_left_go_on_at_a_later_step(sampler: Sampler) -> None:
     """Of six groups three are enough; the others come later, with the tokens that they would have had at once."""
-    examples = [numbered(i) for i in range(6)]
-    expected = asyncio.run(collect(sampler, examples, GROUP, 0))
+    groups = [numbered(i) for i in range(6)]
+    expected = asyncio.run(collect(sampler, groups, GROUP))
     engine = sampler.engine
     assert isinstance(engine, NativeEngine)
 
     async def steps() -> None:
-        early, left = await collect_some(sampler, examples, GROUP, 0, min_groups=3, max_staleness=1)
+        early, left = await collect_some(sampler, groups, GROUP, 0, min_groups=3, max_staleness=1)
         assert len(early) == len(left) == 3 and engine.num_free == engine.slots
         stops = {begun.stop for group in left for begun in group.completions.values()}
         assert "abort" in stops
-        again = await collect_some(sampler, examples, GROUP, 0, min_groups=3, max_staleness=1)
+        again = await collect_some(sampler, groups, GROUP, 0, min_groups=3, max_staleness=1)
         assert again == (early, left), "it does not depend on what was sampled before"
         engine.update_weights(engine._loaded.source.model, 1)
-        late, none = await collect_some(sampler, [], GROUP, 1, min_groups=6, max_staleness=1, resumed=left)
+        late, none = await collect_some(sampler, left, GROUP, 1, min_groups=6, max_staleness=1)
         assert none == []
         by_index = {group[0].example.index: group for group in [*early, *late]}
         assert [[t.tokens for t in by_index[i]] for i in range(6)] == [[t.tokens for t in group] for group in expected]
@@ -93,18 +93,15 @@ def test_no_group_waits_longer_than_the_bound(max_staleness: int) -> None:
 
 def test_a_step_waits_for_the_groups_that_are_due(sampler: Sampler) -> None:
     """The slowest group, left at step 0, is returned by the step that the bound names; before, the first that ends."""
-    examples = [numbered(i) for i in range(6)]
+    groups = [numbered(i, version=1) for i in range(6)]
 
     async def steps() -> None:
-        groups = await collect(sampler, examples, GROUP, 0)
-        longest = [max(t.num_sampled for t in group) for group in groups]
+        found = await collect(sampler, groups, GROUP)
+        longest = [max(t.num_sampled for t in group) for group in found]
         slow = max(range(6), key=longest.__getitem__)
-        left = [PartialGroup(example=examples[slow], step=0, prompt=slow)]
+        waiting = [numbered(slow), *(one for one in groups if one.number != slow)]
         for max_staleness, due in ((2, False), (1, True)):
-            new = [one for one in examples if one.index != slow]
-            found, _ = await collect_some(
-                sampler, new, GROUP, 1, min_groups=1, max_staleness=max_staleness, resumed=left
-            )
+            found, _ = await collect_some(sampler, waiting, GROUP, 1, min_groups=1, max_staleness=max_staleness)
             assert [group[0].example.index == slow for group in found] == [due]
 
     asyncio.run(steps())
@@ -115,7 +112,7 @@ def test_an_aborted_sample_is_no_answer(sampler: Sampler) -> None:
     assert isinstance(engine, NativeEngine)
 
     async def abort_all() -> None:
-        groups = asyncio.ensure_future(collect(sampler, [numbered(0)], GROUP, 0))
+        groups = asyncio.ensure_future(collect(sampler, [numbered(0)], GROUP))
         while engine.num_free == engine.slots:
             await asyncio.sleep(0)
         assert engine.abort() == GROUP
@@ -142,8 +139,8 @@ def test_an_engine_that_cannot_go_on(sampler: Sampler) -> None:
 
 def test_a_prompt_is_tokenised_once(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its samples begin with the example's tokens."""
-    asked = sampler.pending(numbered(2), 0, 0, 0)
-    assert asked.prompt == sampler.renderer.prompt(numbered(2).messages)
+    asked = sampler.pending(numbered(2), 0)
+    assert asked.prompt == sampler.renderer.prompt(numbered(2).example.messages)
     monkeypatch.setattr(Renderer, "prompt", None)
-    (group,) = asyncio.run(collect(sampler, [numbered(2)], GROUP, 0))
+    (group,) = asyncio.run(collect(sampler, [numbered(2)], GROUP))
     assert all(sample.tokens[: len(asked.prompt)] == list(asked.prompt) for sample in group)

@@ -25,15 +25,15 @@ from posttrain.metrics import Timer, to_host
 from posttrain.rl.algorithms import ALGORITHMS, make_algorithm
 from posttrain.rl.metrics import check_agreement, sampler_disagrees
 from posttrain.rl.rewards import Reward, Rubric
-from posttrain.rl.sampler import Sampler, collect
-from posttrain.rl.step import StepResult, StepSettings, has_signal, rl_step
+from posttrain.rl.sampler import IssuedGroup, Sampler, collect
+from posttrain.rl.step import StepResult, has_signal, rl_step
 from posttrain.rl.types import Example
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runtime.run_async import run_async
 from posttrain.train.optim import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.lora import attach_lora
-from tests.rl.helpers import example
+from tests.rl.helpers import act, example, step_settings
 from tests.tiny import WINDOW, shake, tiny_model
 
 GROUP, NEW, ROW = 4, 8, 16
@@ -68,8 +68,11 @@ class World:
         reward: Any = even_share,
         old_logps: Any = "self",
         importance: ImportanceSampling | None = None,
+        updates: int = 1,
+        epochs: int = 1,
         **sampling: Any,
     ):
+        self.issued = 0
         model = tiny_model(
             num_layers=2, windows=(WINDOW,), vocab_size=tokenizer.vocab_size, initializer_range=0.1, dtype=dtype
         )
@@ -93,17 +96,24 @@ class World:
         renderer = Renderer(tokenizer, False)
         self.sampler = Sampler(engine=engine, renderer=renderer, sampling=settings, max_prompt_tokens=ROW - NEW, seed=7)
         self.rubric = Rubric([Reward(function=reward, weight=1.0, timeout_s=60.0)])
-        self.settings = StepSettings(group_size=GROUP, row_tokens=ROW, num_rows=3 * GROUP, old_logps=old_logps)
+        rows = 3 // updates * GROUP
+        self.settings = step_settings(
+            row_tokens=ROW, num_rows=rows, updates=updates, epochs=epochs, old_logps=old_logps
+        )
 
     def step(self, prompts: Sequence[str] = ("1+1=", "2*", "a long")) -> StepResult:
-        call = rl_step(
-            self.cluster, self.algorithm, self.rubric, self.sampler, examples(prompts), self.settings, Timer()
-        )
-        return run_async(call)
+        acting = act(self.sampler, self.rubric, examples(prompts), GROUP, issued=self.issued)
+        result = run_async(rl_step(self.cluster, self.algorithm, acting, self.settings, Timer()))
+        self.issued = acting.source.issued
+        return result
 
 
 def examples(prompts: Sequence[str]) -> list[Example]:
     return [example(i, p) for i, p in enumerate(prompts)]
+
+
+def issued(prompts: Sequence[str]) -> list[IssuedGroup]:
+    return [IssuedGroup(number=n, example=one, version=0) for n, one in enumerate(examples(prompts))]
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -208,12 +218,12 @@ def test_samples_without_a_valid_reward_are_left_out(tokenizer: Tokenizer) -> No
 def test_samples_do_not_depend_on_company_and_differ_within_a_group(tokenizer: Tokenizer) -> None:
     world = World(tokenizer)
     done: list[int] = []
-    together = run_async(collect(world.sampler, examples(["1+1=", "2*"]), GROUP, 3, done.append))
+    together = run_async(collect(world.sampler, issued(["1+1=", "2*"]), GROUP, done.append))
     assert done == [1] * 2 * GROUP
-    alone = run_async(collect(world.sampler, examples(["1+1="]), 1, 3))
+    alone = run_async(collect(world.sampler, issued(["1+1="]), 1))
     assert alone[0][0].tokens == together[0][0].tokens
     assert len({tuple(s.completion_tokens) for s in together[0]}) == GROUP
-    later = run_async(collect(world.sampler, examples(["1+1="]), 1, 4))
+    later = run_async(collect(world.sampler, [replace(issued(["1+1="])[0], number=4)], 1))
     assert later[0][0].tokens != alone[0][0].tokens
 
 
@@ -322,3 +332,49 @@ def test_rounded_advantages_are_no_signal(tokenizer: Tokenizer) -> None:
         assert has_signal(changed, rewards) == signal, advantage
     taught = replace(batch, advantages=np.full(batch.shape, 1e-9, np.float32))
     assert has_signal(taught, np.full((3, GROUP), np.nan)), "of teachers alone"
+
+
+def test_clocks_of_several_updates(tokenizer: Tokenizer) -> None:
+    """Three parts in two epochs are six updates and one version; the next groups are those of a run with one update."""
+    several = World(tokenizer, updates=3, epochs=2, old_logps="trainer", optimizer=sgd(0.0))
+    single = World(tokenizer, old_logps="trainer", optimizer=sgd(0.0))
+    for number in range(2):
+        first, second = several.step(), single.step()
+        keys = [[[s.tokens for s in group] for group in result.groups_P] for result in (first, second)]
+        assert keys[0] == keys[1]
+        assert (several.trainer.step_number, single.trainer.step_number) == (6 * (number + 1), number + 1)
+        assert several.cluster.version == single.cluster.version == number + 1
+        versions = {v for group in first.groups_P for s in group for v in s.versions}
+        assert versions == {-1, number}
+        assert to_host(first.metrics)["num_tokens"] == 2 * to_host(second.metrics)["num_tokens"]
+    assert len(first.parts) == 3 and {part.shape for part in first.parts} == {(GROUP, ROW)}
+    assert several.trainer.num_programs == 2
+
+
+def test_later_updates_keep_the_policy_before_the_first_as_the_old_one(tokenizer: Tokenizer) -> None:
+    world = World(tokenizer, updates=3, epochs=2, old_logps="trainer", optimizer=sgd(0.05))
+    result = world.step()
+    metrics, fresh = to_host(result.metrics), World(tokenizer)
+    for part in result.parts:
+        sampled = part.loss_weight > 0
+        before = fresh.cluster.logps(Role.ACTOR, part)
+        assert_allclose(part.old_logps[sampled], before[sampled], atol=1e-5)
+        assert np.abs(world.cluster.logps(Role.ACTOR, part) - before)[sampled].max() > 1e-2
+    assert metrics["approx_kl"] > 1e-5 and metrics["sampling/logp_difference/stale_mean"] > 1e-3
+    assert metrics["sampling/logp_difference/mean"] < 1e-4, "of the tokens of the first update alone"
+
+
+def test_a_veto_of_the_first_update_ends_the_others(tokenizer: Tokenizer) -> None:
+    world = World(tokenizer, updates=3, old_logps="trainer", optimizer=sgd(0.1))
+    shake(world.trainer.model, seed=1, stddev=0.3)
+    before = params_of(world.trainer)
+    metrics = world.step().metrics
+    for path, array in world.trainer.params.items():
+        assert_array_equal(array, before[path], err_msg=path)
+    with pytest.raises(RunError, match="sampler and trainer disagree"):
+        check_agreement(metrics, 1)
+
+
+def test_several_updates_need_old_logps() -> None:
+    with pytest.raises(ValueError, match="old_logps=self with updates=2 and epochs=1"):
+        step_settings(row_tokens=8, num_rows=8, updates=2)

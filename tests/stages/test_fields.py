@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from posttrain.config import DistillSection, RewardSection
 from posttrain.config.yaml_file import load_config
 from posttrain.data.format import loss_on
-from posttrain.data.pipeline import PromptBatches, SFTBatches, eval_batches
+from posttrain.data.pipeline import Prompts, SFTBatches, eval_batches
 from posttrain.distill.features import distill_loss
 from posttrain.distill.teachers import load_teacher
 from posttrain.errors import ConfigError
@@ -26,7 +28,8 @@ from posttrain.losses.reduce import ConstantLength, token_mean
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.mesh import single_device_mesh
 from posttrain.rl.algorithms import centered
-from posttrain.rl.sampler import OversampledPrompts, PartialGroup, Sampler, sampling_params
+from posttrain.rl.sampler import Sampler, sampling_params
+from posttrain.rl.source import Source
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runs.prepare import prepare
 from posttrain.stages.distill import cache_folders, terms_of
@@ -182,7 +185,7 @@ def test_sampling(folder: Path) -> None:
             seed=seed,
         )
 
-    params = sampler(1).params(2, 3, 4)
+    params = sampler(1).params(3, 4)
     assert {key: getattr(params, key) for key in settings} == settings and params.stop == ("x",)
     assert params.stop_token_ids == (*inputs.renderer.tokenizer.stop_ids, 9)
     assert params.allowed_token_ids == (5, 9, 50) and params.logit_bias == {5: 1.5, 50: float("-inf")}
@@ -192,7 +195,7 @@ def test_sampling(folder: Path) -> None:
         rl(folder, "eval_sampling={max_tokens: 4, logit_bias: {3: 1.0, 900: 1.0}}")
     with pytest.raises(ConfigError, match=r"stages.1: sampling.allowed_token_ids=\(5,\): must be None, or hold"):
         rl(folder, "sampling.allowed_token_ids=[5]", "sampling.logit_bias={5: -.inf}")
-    keys = {p.key for p in (params, sampler(2).params(2, 3, 4), sampler(1).params(3, 3, 4), sampler(1).params(2, 3, 5))}
+    keys = {p.key for p in (params, sampler(2).params(3, 4), sampler(1).params(4, 4), sampler(1).params(3, 5))}
     assert len(keys) == 4
     greedy = inputs.section.held_out_sampling
     assert (greedy.temperature, greedy.top_k, greedy.max_tokens, greedy.stop) == (0.0, 0, 5, ("x",))
@@ -288,12 +291,10 @@ def test_datasets_are_mixed_by_weight(folder: Path) -> None:
 def test_prompts_of_rl(folder: Path) -> None:
     def order(*overrides: str, seed: int = 0) -> list[int]:
         inputs = rl(folder, *overrides)
-        section = inputs.section
-        prompts = PromptBatches(section.dataset, inputs.rows, prompts_per_step=section.prompts_per_step, seed=seed)
-        return next(prompts)
+        prompts = Prompts(inputs.section.dataset, inputs.rows, seed=seed)
+        return [next(prompts) for _ in range(3)]
 
-    assert order("dataset.shuffle=false") == [0, 1]
-    assert order("dataset.shuffle=false", "prompts_per_step=3") == [0, 1, 2]
+    assert order("dataset.shuffle=false") == [0, 1, 2]
     assert order() != order(seed=1)
 
 
@@ -312,19 +313,21 @@ def test_rows_of_prompts_that_are_left_out_are_never_drawn(folder: Path) -> None
     """The places drawn are those of the examples; a resumed run has the same ones."""
     section, rows = (inputs := rl(folder)).section, inputs.rows
 
-    def prompts(kept: list[int] | None) -> PromptBatches:
-        return PromptBatches(section.dataset, rows, prompts_per_step=4, seed=0, kept=kept)
+    def prompts(kept: list[int] | None) -> Prompts:
+        return Prompts(section.dataset, rows, seed=0, kept=kept)
 
-    drawn = [place for _ in range(6) for place in next(prompts([3, 5, 7, 9]))]
+    drawn = list(islice(prompts([3, 5, 7, 9]), 24))
     assert set(drawn) == {0, 1, 2, 3}
     with pytest.raises(ConfigError, match="cannot resume: prompts was '24 rows"):
         prompts([3, 5, 7, 9]).restore(prompts(None).state())
     examples = [inputs.examples[index] for index in (3, 5, 7, 9)]
-    ahead = OversampledPrompts(prompts([3, 5, 7, 9]), examples, 4)
-    ahead.unfinished = [PartialGroup(example=examples[2], step=1, prompt=0)]
-    resumed = OversampledPrompts(prompts([3, 5, 7, 9]), examples, 4)
-    resumed.restore(ahead.state())
-    assert [group.example.index for group in resumed.unfinished] == [7]
+    ahead, resumed = (Source(prompts([3, 5, 7, 9]), examples) for _ in range(2))
+    first = ahead.take(3, version=4)
+    ahead.unfinished = [first[1]]
+    resumed.restore(json.loads(json.dumps(ahead.state())))
+    assert resumed.unfinished == [first[1]] and first[1].version == 4
+    assert resumed.take(2, version=5) == ahead.take(2, version=5)
+    assert [group.number for group in first] == [0, 1, 2] and ahead.issued == resumed.issued == 5
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_auto_waits_for_stable_steps(
             break
     recorder.start_if_due(first, lambda: None)
     assert recorder.recording and started == [tmp_path / "profile"]
-    assert [recorder.is_last(step) for step in (first, first + 1, first + 2)] == [False, False, True]
+    assert [recorder.ends(step) for step in (first, first + 1, first + 2)] == [False, False, True]
     recorder.close()
     assert not recorder.recording
 
@@ -195,5 +195,5 @@ def test_auto_in_a_short_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         recorder.start_if_due(step, lambda: None)
         assert not recorder.recording
     recorder.start_if_due(3, lambda: None)
-    assert recorder.recording and recorder.is_last(5)
+    assert recorder.recording and recorder.ends(5)
     recorder.close()

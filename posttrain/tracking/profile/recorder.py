@@ -32,6 +32,7 @@ class StepRecorder:
         self._range = None if isinstance(steps, str) else (steps[0], min(steps[1], num_steps))
         self._seconds: deque[float] = deque(maxlen=NUM_STABLE)
         self._seen = 0
+        self._closed = False
         self._compiles: CompileCounter | None = None
 
     @property
@@ -44,23 +45,28 @@ class StepRecorder:
         self._seen += 1
 
     def start_if_due(self, step: int, prepare: Callable[[], None]) -> None:
-        """Start to record if `step`, about to begin, is the first one to record; `prepare` is called before."""
+        """Start to record if `step`, about to begin, is the first one to record or beyond; `prepare` is called
+        before."""
         if self._range is None and self._is_due(step):
             self._range = step, min(step + NUM_RECORDED - 1, self._num_steps)
-        if self._range is None or self._range[0] != step:
+        if self._range is None or self._closed or self.recording or step < self._range[0]:
+            return
+        # A run resumed after these steps; several steps at once may begin before and end after them.
+        self._closed = self._seen == 0 and step > self._range[1]
+        if self._closed:
             return
         prepare()
         self._folder.mkdir(parents=True, exist_ok=True)
         start_recording(self._folder)
         self._compiles = CompileCounter()
 
-    def is_last(self, step: int) -> bool:
-        """Tell whether `step` is the last one of those that are recorded now."""
-        return self.recording and self._range is not None and self._range[1] == step
+    def ends(self, done: int) -> bool:
+        """Tell whether all steps that are recorded now are done."""
+        return self.recording and self._range is not None and self._range[1] <= done
 
     def finish(self) -> None:
         """Write trace and report, and print the report."""
-        compiled = self._stop()
+        compiled, self._closed = self._stop(), True
         table = read_profile(self._folder, compilations=compiled)
         for line in describe_profile(table, self._folder):
             console().print(line, markup=False, soft_wrap=True)
