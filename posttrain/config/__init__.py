@@ -23,6 +23,7 @@ from posttrain.config.features import AttentionFeatures, FeaturesSection, Hidden
 from posttrain.config.locator import Locator
 from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, ModelSection
 from posttrain.config.online_preference import OnlinePreferenceSection
+from posttrain.config.placement import PlacementSection, ReferenceSection
 from posttrain.config.preference import PairSection, PreferenceSection, RewardModelSection
 from posttrain.config.rl import OnlineSection, RewardSection, RLSection, RolloutSection, SamplingSection, answer_tokens
 from posttrain.config.run import ProfileSection, RunConfig, Stage, trains_on_samples
@@ -64,11 +65,13 @@ __all__ = [
     "OnlineSection",
     "OptimizerSection",
     "PairSection",
+    "PlacementSection",
     "PositiveInt",
     "PreferenceSection",
     "ProfileSection",
     "Quantize",
     "RLSection",
+    "ReferenceSection",
     "Remat",
     "RewardModelSection",
     "RewardSection",

@@ -19,6 +19,7 @@ from posttrain.config.base import (
     Text,
 )
 from posttrain.config.locator import Locator, located
+from posttrain.config.placement import PlacementSection, ReferenceSection
 from posttrain.config.teacher import TeacherSection, check_teachers
 from posttrain.config.train import MAX_NEW_TOKENS, OptimizerSection, TrainSection
 
@@ -241,6 +242,10 @@ class OnlineSection(TrainSection):
     """Sampling in evaluations; by default greedy with the other settings of `sampling`, with teachers `sampling`
     itself."""
     rollout: RolloutSection = RolloutSection()
+    placement: PlacementSection = PlacementSection()
+    """Devices and memory of the roles; by default all share those of the actor."""
+    reference: ReferenceSection = ReferenceSection()
+    """Reference policy of the KL penalty, or of the preference loss."""
     samples_every: PositiveInt = 10
     """Steps between tables of sample completions."""
 

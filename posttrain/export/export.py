@@ -21,6 +21,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.runs.run import CONFIG_NAME
 from posttrain.runtime.files import check_local
 from posttrain.stages.context import StageRun, read_source
+from posttrain.stages.devices import RoleDevices
 from posttrain.stages.table import STAGES, stage_names
 from posttrain.train.checkpoint import Checkpointer
 from posttrain.train.loop import StopRequest
@@ -142,6 +143,7 @@ def _stage(output: Path, name: str, config: RunConfig, tokenizer: Tokenizer) -> 
         adapter=adapter,
         seed=config.seed,
         mesh=single_device_mesh(),
+        devices=RoleDevices(),
         tokenizer=tokenizer,
         tensorboard=False,
         profile=None,

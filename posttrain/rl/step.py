@@ -89,7 +89,9 @@ class Signal:
 async def rl_step(cluster: Cluster, algorithm: Algorithm, act: Act, settings: StepSettings, timer: Timer) -> StepResult:
     """Run one step: sample and score, then learn from it before anything else is sampled."""
     acted = await act(cluster.version, f"step {cluster.actor.step_number + 1}", timer)
-    return learn(cluster, algorithm, acted, settings, timer)
+    held = cluster.memory("rollout")
+    result = learn(cluster, algorithm, acted, settings, timer)
+    return replace(result, metrics={**result.metrics, **held, **cluster.memory("update")})
 
 
 def learn(cluster: Cluster, algorithm: Algorithm, acted: Acted, settings: StepSettings, timer: Timer) -> StepResult:

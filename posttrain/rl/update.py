@@ -29,7 +29,7 @@ def update(
     If sampler and trainer disagree in the first update, there are no others: it changed no weights.
     """
     title, done = f"step {cluster.actor.step_number + 1}", list[Metrics]()
-    with timer("update"), progress_bar(f"{title}: update", closing=False):
+    with timer("update"), cluster.updating(), progress_bar(f"{title}: update", closing=False):
         for number in _order(len(parts), epochs, [seed, cluster.version]):
             part = _aged(parts[number], len(done)) if len(parts) * epochs > 1 else parts[number]
             done.append(jax.block_until_ready(cluster.actor.step(part, update=learns[number])))

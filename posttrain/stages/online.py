@@ -29,8 +29,9 @@ from posttrain.rl.step import StepResult
 from posttrain.rl.types import Group, Rewards
 from posttrain.runtime.profiler import span
 from posttrain.runtime.run_async import run_async
+from posttrain.stages.cluster import make_cluster
 from posttrain.stages.context import HeldOut, StageRun, Training
-from posttrain.stages.engine import engine_metrics, make_engine, warm_up
+from posttrain.stages.engine import engine_metrics, warm_up
 from posttrain.stages.prompts import RolloutInputs, check_cache
 from posttrain.tracking.console import console, printable
 from posttrain.train.loop import crosses
@@ -63,21 +64,11 @@ class Rollouts:
 def open_rollouts(
     stage: StageRun, inputs: RolloutInputs, trainer: Trainer, *, keep_reference: bool, teachers: Sequence[Scorer] = ()
 ) -> Rollouts:
-    """Make engine, cluster and sampler, load reward models, and compile the sampling programs.
-
-    The reference, if kept, is the model at the start of the stage.
-    """
+    """Make cluster and sampler, load reward models, and compile the sampling programs."""
     section = inputs.section
     samples = section.prompts_per_step * section.group_size
-    engine = make_engine(
-        trainer.model,
-        stage.tokenizer,
-        section.rollout,
-        inputs.make_engine,
-        slots=section.samples_in_flight,
-        max_length=section.sequence_tokens,
-    )
-    cluster = Cluster(trainer, engine, keep_reference=keep_reference, teachers=teachers)
+    cluster = make_cluster(stage, inputs, trainer, keep_reference=keep_reference, teachers=teachers)
+    engine = cluster.engine
     for reward in inputs.rubric.rewards:
         if isinstance(reward.function, ModelReward):
             reward.function.load(stage.mesh, inputs.renderer, samples)
@@ -131,7 +122,15 @@ def make_policy_trainer(stage: StageRun, section: OnlineSection, loss: TokenLoss
     """Trainer at the temperature of `sampling`, so that it trains the policy that samples."""
     check_cache(section, row_shards(stage.mesh))
     model, temperature = stage.load_model(), section.sampling.temperature
-    return stage.make_trainer(section, model, loss, temperature=temperature, terms=terms, refuse=sampler_disagrees)
+    return stage.make_trainer(
+        section,
+        model,
+        loss,
+        temperature=temperature,
+        terms=terms,
+        refuse=sampler_disagrees,
+        offload_optimizer=section.placement.optimizer.offload,
+    )
 
 
 def describe_steps(section: OnlineSection, inputs: RolloutInputs | None, compared: str = "") -> str:

@@ -15,6 +15,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch
 from posttrain.cluster.cluster import Cluster, Role
+from posttrain.cluster.reference import Reference
+from posttrain.cluster.sync import Shared
 from posttrain.config import LoRA, OptimizerSection, SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
@@ -92,7 +94,7 @@ class World:
         engine = NativeEngine(
             model, slots=8, max_length=ROW, decode_steps=8, tokenizer_decode=tokenizer.decode, version=0
         )
-        self.cluster = Cluster(self.trainer, engine, keep_reference=True)
+        self.cluster = Cluster(self.trainer, engine, Shared(self.trainer), reference=Reference(self.trainer))
         renderer = Renderer(tokenizer, False)
         self.sampler = Sampler(engine=engine, renderer=renderer, sampling=settings, max_prompt_tokens=ROW - NEW, seed=7)
         self.rubric = Rubric([Reward(function=reward, weight=1.0, timeout_s=60.0)])

@@ -1,0 +1,98 @@
+"""Cluster of an online stage: each role on the devices that the configuration gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from posttrain.cluster.cluster import Cluster
+from posttrain.cluster.reference import ModelReference, Reference, ReferencePolicy, WithoutAdapter
+from posttrain.cluster.scorers import Scorer
+from posttrain.cluster.sync import Copied, Replica, Shared
+from posttrain.config import MeshSection, OnlineSection, SamplerTensor
+from posttrain.errors import ConfigError
+from posttrain.mesh import make_mesh
+from posttrain.rollout.placement import device_memory
+from posttrain.stages.context import StageRun
+from posttrain.stages.devices import RoleDevices
+from posttrain.stages.engine import make_engine
+from posttrain.stages.prompts import RolloutInputs
+from posttrain.train.trainer import Trainer
+from posttrain.weights.load import load_model
+from posttrain.weights.lora import has_lora
+
+HALF = 2
+"""Part of a device's memory, one over this, that weights on devices for sampling alone may take."""
+
+
+def make_cluster(
+    stage: StageRun, inputs: RolloutInputs, trainer: Trainer, *, keep_reference: bool, teachers: Sequence[Scorer]
+) -> Cluster:
+    """Make replica, engine, reference and cluster. ConfigError for devices that do not fit the model."""
+    section, devices = inputs.section, stage.devices
+    replica = make_replica(trainer, devices, section)
+    engine = make_engine(
+        replica.model,
+        stage.tokenizer,
+        section.rollout,
+        inputs.make_engine,
+        slots=section.samples_in_flight,
+        max_length=section.sequence_tokens,
+    )
+    reference = make_reference(stage, section, trainer) if keep_reference else None
+    if reference is not None:
+        trainer.companions["reference"] = reference
+    return Cluster(trainer, engine, replica, reference=reference, teachers=teachers)
+
+
+def make_replica(trainer: Trainer, devices: RoleDevices, section: OnlineSection) -> Replica:
+    """The actor's model for the engine: shared, or copied to the engine's own devices."""
+    if devices.rollout is None:
+        return Shared(trainer)
+    try:
+        return Copied(trainer, rollout_mesh(trainer, devices.rollout, section.rollout.tensor))
+    except ConfigError as error:
+        raise ConfigError(f"placement.rollout: {error}") from error
+
+
+def rollout_mesh(trainer: Trainer, devices: Sequence[jax.Device], wanted: SamplerTensor) -> Mesh:
+    """Mesh of the engine's own devices: each weight is split over `wanted` of them (`auto`: the least with which it
+    takes half of their memory, `trained`: as many as the actor's `tensor`), and rows over the others."""
+    sizes = [size for size in range(1, len(devices) + 1) if len(devices) % size == 0]
+    if wanted == "trained":
+        wanted = trainer.mesh.shape["tensor"]
+    if wanted == "auto":
+        heads = min(block.attention.num_kv_heads for block in trainer.model.config.blocks)
+        memory, size = device_memory(), sum(w.nbytes for w in trainer.weights.values())
+        fitting = [n for n in sizes if heads % n == 0 and (memory is None or size / n <= memory / HALF)]
+        wanted = fitting[0] if fitting else max(n for n in sizes if heads % n == 0)
+    if wanted not in sizes:
+        raise ConfigError(f"rollout.tensor={wanted} must divide its devices={len(devices)}; use one of {sizes}")
+    return make_mesh(MeshSection(data=-1, fsdp=1, tensor=wanted), devices)
+
+
+def make_reference(stage: StageRun, section: OnlineSection, trainer: Trainer) -> ReferencePolicy:
+    """Reference policy of the configuration. ConfigError if the actor cannot give it."""
+    wanted, place, devices = section.reference, section.placement.reference, stage.devices.reference
+    moving: dict[str, Any] = {"refresh_every": wanted.refresh_every, "mixup": wanted.mixup, "offload": place.offload}
+    mesh = stage.mesh if devices is None else make_mesh(MeshSection(fsdp=-1), devices)
+    scoring: dict[str, Any] = {"temperature": section.sampling.temperature, "rows": section.pass_rows}
+    if wanted.path is not None:
+        types = stage.model
+        model = load_model(wanted.path.resolved, dtype=types.dtype, compute_dtype=types.compute_dtype, mesh=mesh)
+        if model.config.vocab_size != trainer.model.config.vocab_size:
+            raise ConfigError(
+                f"reference.path={wanted.path}: its vocabulary has {model.config.vocab_size:,} ids, the actor's "
+                f"{trainer.model.config.vocab_size:,}; use a model with the actor's tokenizer"
+            )
+        return ModelReference(model, mesh, offload=place.offload, **scoring)
+    if wanted.model == "base":
+        if not has_lora(trainer.model):
+            raise ConfigError("reference.model=base: the actor has no LoRA adapter; use start")
+        return WithoutAdapter(trainer)
+    if devices is not None:
+        return ModelReference.of_actor(trainer, mesh, **scoring, **moving)
+    return Reference(trainer, **moving)
