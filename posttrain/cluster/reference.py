@@ -173,4 +173,6 @@ def _mixed(new: Weights, old: Weights, share: Array) -> Weights:
 
 def mixed(new: Weights, old: Weights, share: float) -> Weights:
     """share x new + (1 - share) x old in float32, in the type of the old ones; a copy of the new ones for share 1."""
-    return jax.tree.map(jnp.copy, {path: new[path] for path in old}) if share == 1.0 else _mixed(new, old, jnp.float32(share))
+    if share == 1.0:
+        return {path: jnp.copy(new[path]) for path in old}
+    return _mixed(new, old, jnp.float32(share))

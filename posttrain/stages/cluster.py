@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.reference import ModelReference, Reference, ReferencePolicy, WithoutAdapter
 from posttrain.cluster.scorers import Scorer
-from posttrain.cluster.sync import Copied, Replica, Shared
+from posttrain.cluster.sync import Copied, Gathered, Replica, Shared
 from posttrain.config import MeshSection, OnlineSection, SamplerTensor
 from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh
 from posttrain.rollout.placement import device_memory
+from posttrain.runtime import processes
 from posttrain.stages.context import StageRun
 from posttrain.stages.devices import RoleDevices
 from posttrain.stages.engine import make_engine
@@ -24,8 +24,8 @@ from posttrain.train.trainer import Trainer
 from posttrain.weights.load import load_model
 from posttrain.weights.lora import has_lora
 
-HALF = 2
-"""Part of a device's memory, one over this, that weights on devices for sampling alone may take."""
+HALF, QUARTER = 2, 4
+"""Parts of a device's memory, one over these, that weights may take on devices for sampling alone, and on others."""
 
 
 def make_cluster(
@@ -39,7 +39,7 @@ def make_cluster(
         stage.tokenizer,
         section.rollout,
         inputs.make_engine,
-        slots=section.samples_in_flight,
+        slots=-(-section.samples_in_flight // processes.count()),
         max_length=section.sequence_tokens,
     )
     reference = make_reference(stage, section, trainer) if keep_reference else None
@@ -49,29 +49,35 @@ def make_cluster(
 
 
 def make_replica(trainer: Trainer, devices: RoleDevices, section: OnlineSection) -> Replica:
-    """The actor's model for the engine: shared, or copied to the engine's own devices."""
-    if devices.rollout is None:
-        return Shared(trainer)
+    """The actor's model for the engine: shared, copied to the engine's own devices, or to those of each process."""
     try:
-        return Copied(trainer, rollout_mesh(trainer, devices.rollout, section.rollout.tensor))
+        if processes.count() > 1:
+            tensor = choose_tensor(trainer, jax.local_device_count(), section.rollout.tensor, QUARTER)
+            return Gathered(trainer, tensor)
+        if devices.rollout is None:
+            return Shared(trainer)
+        tensor = choose_tensor(trainer, len(devices.rollout), section.rollout.tensor, HALF)
+        return Copied(trainer, make_mesh(MeshSection(data=-1, fsdp=1, tensor=tensor), devices.rollout))
     except ConfigError as error:
         raise ConfigError(f"placement.rollout: {error}") from error
 
 
-def rollout_mesh(trainer: Trainer, devices: Sequence[jax.Device], wanted: SamplerTensor) -> Mesh:
-    """Mesh of the engine's own devices: each weight is split over `wanted` of them (`auto`: the least with which it
-    takes half of their memory, `trained`: as many as the actor's `tensor`), and rows over the others."""
-    sizes = [size for size in range(1, len(devices) + 1) if len(devices) % size == 0]
-    if wanted == "trained":
-        wanted = trainer.mesh.shape["tensor"]
+def choose_tensor(trainer: Trainer, num_devices: int, wanted: SamplerTensor, part: int) -> int:
+    """Number of the engine's devices that split each weight: `wanted`, for `trained` that of the actor's mesh, for
+    `auto` the least with which the weights take at most 1 / `part` of a device. ConfigError unless it divides devices
+    and heads."""
+    heads = min(block.attention.num_kv_heads for block in trainer.model.config.blocks)
+    sizes = [size for size in range(1, num_devices + 1) if num_devices % size == 0 and heads % size == 0]
     if wanted == "auto":
-        heads = min(block.attention.num_kv_heads for block in trainer.model.config.blocks)
-        memory, size = device_memory(), sum(w.nbytes for w in trainer.weights.values())
-        fitting = [n for n in sizes if heads % n == 0 and (memory is None or size / n <= memory / HALF)]
-        wanted = fitting[0] if fitting else max(n for n in sizes if heads % n == 0)
-    if wanted not in sizes:
-        raise ConfigError(f"rollout.tensor={wanted} must divide its devices={len(devices)}; use one of {sizes}")
-    return make_mesh(MeshSection(data=-1, fsdp=1, tensor=wanted), devices)
+        memory, held = device_memory(), sum(w.nbytes for w in trainer.weights.values())
+        return next((size for size in sizes if memory is None or held / size <= memory / part), sizes[-1])
+    chosen = trainer.mesh.shape["tensor"] if wanted == "trained" else wanted
+    if chosen not in sizes:
+        raise ConfigError(
+            f"rollout.tensor={chosen} must divide the {num_devices} devices that sample and num_kv_heads={heads}; "
+            f"use one of {sizes}"
+        )
+    return chosen
 
 
 def make_reference(stage: StageRun, section: OnlineSection, trainer: Trainer) -> ReferencePolicy:
