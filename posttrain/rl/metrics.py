@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from posttrain.errors import RunError
-from posttrain.losses.policy import OUTLIER_NATS
+from posttrain.losses.sampler_gap import OUTLIER_NATS
 from posttrain.rl.types import Group, Rewards, Trajectory
 from posttrain.statistics import standard_error
 from posttrain.tree import Max, Mean
