@@ -1,4 +1,4 @@
-"""Pytree dataclasses, and metrics that merge over micro-batches, steps and hosts: `Mean` and `Max`."""
+"""Pytree dataclasses, and metrics that merge over micro-batches, steps and hosts: `Mean`, `Max` and `Quantile`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any, TypeVar, cast, dataclass_transform
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jaxtyping import Bool, Float
 
 T = TypeVar("T")
 
@@ -91,7 +93,51 @@ class Max:
         return float(self.largest)
 
 
-Metric = Mean | Max
+EDGES = np.geomspace(1e-8, 1e2, 121, dtype=np.float32)
+"""Numbers between which `Quantile` counts: 12 to a decade."""
+
+
+@pytree
+class Quantile:
+    """Quantile of numbers that are not negative, by their counts above each of `EDGES`: adds exactly, and is read
+    between two edges, so within a factor of 1.21 of a number of the sample. Below the first edge it is 0, and NaN
+    counts as the largest number.
+
+    >>> Quantile.of(jnp.asarray([1e-3, 2e-3, 5.0]), jnp.ones(3, bool), share=0.99).value() > 4
+    True
+    """
+
+    above: Float[Array | np.ndarray, " K"]
+    """Count above each edge."""
+    count: Array | float
+    share: float = static()
+
+    @classmethod
+    def of(cls, values: Float[Array, "*N"], counts: Bool[Array, "*N"], share: float) -> Quantile:
+        """Quantile `share` of the values that count."""
+        edges = EDGES.reshape((1,) * values.ndim + (-1,))
+        above = jnp.sum(counts[..., None] & ~(values[..., None] <= edges), axis=range(values.ndim), dtype=jnp.float32)
+        return cls(above=above, count=jnp.sum(counts, dtype=jnp.float32), share=share)
+
+    def __add__(self, other: Quantile) -> Quantile:
+        return Quantile(above=self.above + other.above, count=self.count + other.count, share=self.share)
+
+    def value(self) -> float:
+        """The quantile as a Python float (reads the device); NaN if nothing was counted."""
+        above, count = np.asarray(self.above, np.float64), float(self.count)
+        if not count:
+            return float("nan")
+        beyond = (1 - self.share) * count
+        if above[-1] > beyond:
+            return float(EDGES[-1])
+        first = int(np.argmax(above <= beyond))
+        if first == 0:
+            return 0.0
+        inside = np.clip((above[first - 1] - beyond) / max(above[first - 1] - above[first], 1.0), 0.0, 1.0)
+        return float(EDGES[first - 1] * (EDGES[first] / EDGES[first - 1]) ** inside)
+
+
+Metric = Mean | Max | Quantile
 """A number that a loss gives beside itself; `+` merges those of two micro-batches."""
 
 

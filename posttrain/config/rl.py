@@ -20,6 +20,7 @@ from posttrain.config.base import (
 )
 from posttrain.config.locator import Locator, located
 from posttrain.config.placement import PlacementSection, ReferenceSection
+from posttrain.config.refill import CurriculumSection, RefillSection, check_selection
 from posttrain.config.teacher import TeacherSection, check_teachers
 from posttrain.config.train import MAX_NEW_TOKENS, OptimizerSection, TrainSection
 
@@ -375,6 +376,12 @@ class RLSection(OnlineSection):
     max_staleness: PositiveInt = 4
     """Maximum steps between the start of a group and its update, with `oversample_prompts`; a step waits for groups
     that reach it."""
+    pass_above: float = 0.5
+    """Reward above which a sample passes, for `curriculum`, `pass_rate`, `frac_all_good` and `frac_all_bad`."""
+    refill: RefillSection | None = None
+    """Dynamic sampling: replace groups without a training signal until `prompts_per_step` are useful."""
+    curriculum: CurriculumSection | None = None
+    """Draw prompts by their pass rates so far; by default in the order of the dataset, epoch after epoch."""
 
     @property
     def held_out_sampling(self) -> SamplingSection:
@@ -465,6 +472,7 @@ class RLSection(OnlineSection):
     @model_validator(mode="after")
     def _fits(self) -> RLSection:
         check_sampling(self.sampling, self.row_tokens)
+        check_selection(self.refill, self.curriculum, rewards=bool(self.rewards), shuffle=self.dataset.shuffle)
         if self.oversample_prompts and self.rollout.record_routing:
             raise ValueError(
                 f"oversample_prompts={self.oversample_prompts} and rollout.record_routing: samples resumed in a later "

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from posttrain.batch import Batch, HostArray, LossOutput, TokenStats
 from posttrain.losses.kl import MAX_LOG_RATIO, KLEstimator, gradient_of, k3
 from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, sequence_sums, to_tokens, token_mean
+from posttrain.losses.sampler_gap import sampler_gap
 from posttrain.tree import Max, Mean, Metric
 
 RatioLevel = Literal["token", "sequence_mean", "sequence_sum"]
@@ -81,10 +82,6 @@ class ImportanceSampling:
             f"{name}/max": Max(largest=jnp.max(jnp.where(mask, ratio, 0.0))),
             f"{name}/out_of_bounds": token_mean(outside.astype(ratio.dtype), counted, segments),
         }
-
-
-OUTLIER_NATS = 0.5
-"""Threshold in nats: sampled tokens whose sampler and trainer log-probabilities differ by more are outliers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,28 +222,12 @@ def _required(value: Array | HostArray | None, name: str, why: str) -> Array:
 
 
 def distance_metrics(stats: TokenStats, batch: Batch, mask: Bool[Array, "B T"]) -> dict[str, Metric]:
-    """Token means of entropy and of the policy's distance from reference and sampler, if the batch has them.
-
-    `sampling/logp_difference/*`: absolute difference of sampler and trainer log-probabilities, before the update, over
-    tokens sampled with the current weights: mean, maximum, and share above `OUTLIER_NATS`.
-    `sampling/logp_difference/stale_mean`: mean over tokens sampled with older weights, where a difference is expected.
-    """
+    """Token means of entropy and of the policy's distance from reference and sampler (`sampler_gap`), if the batch has
+    them."""
     counted, segments = mask.astype(stats.logps.dtype), jnp.asarray(batch.segments)
     metrics: dict[str, Metric] = {}
     if batch.ref_logps is not None:
         metrics["kl"] = token_mean(k3(stats.logps, jnp.asarray(batch.ref_logps), mask), counted, segments)
     if stats.entropy is not None:
         metrics["entropy"] = token_mean(stats.entropy, counted, segments)
-    if batch.sampler_logps is not None:
-        trainer = stats.logps if stats.sampling_logps is None else stats.sampling_logps
-        gap = jax.lax.stop_gradient(jnp.abs(trainer - jnp.asarray(batch.sampler_logps)))
-        stale = jnp.zeros_like(mask) if batch.staleness is None else jnp.asarray(batch.staleness) > 0
-        fresh = counted * ~stale
-        metrics |= {
-            "sampling/logp_difference/mean": token_mean(gap, fresh, segments),
-            "sampling/logp_difference/max": Max(largest=jnp.max(jnp.where(fresh > 0, gap, 0.0))),
-            "sampling/logp_difference/outliers": token_mean((gap > OUTLIER_NATS).astype(gap.dtype), fresh, segments),
-        }
-        if batch.staleness is not None:
-            metrics["sampling/logp_difference/stale_mean"] = token_mean(gap, counted * stale, segments)
-    return metrics
+    return metrics | sampler_gap(stats, batch, mask)

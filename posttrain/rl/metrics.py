@@ -10,15 +10,15 @@ import numpy as np
 from jax import Array
 
 from posttrain.errors import RunError
-from posttrain.losses.policy import OUTLIER_NATS
+from posttrain.losses.sampler_gap import OUTLIER_NATS
 from posttrain.rl.types import Group, Rewards, Trajectory
 from posttrain.statistics import standard_error
 from posttrain.tree import Max, Mean
 
 
-def rollout_metrics(groups_P: Sequence[Group], rewards: Rewards, version: int) -> dict[str, float]:
+def rollout_metrics(groups_P: Sequence[Group], rewards: Rewards, version: int) -> dict[str, Mean | float]:
     """Metrics of a step's samples and their rewards."""
-    return sample_metrics(groups_P, version) | (_reward_metrics(rewards) if rewards.parts_PG else {})
+    return {**sample_metrics(groups_P, version), **(_reward_metrics(rewards) if rewards.parts_PG else {})}
 
 
 def sample_metrics(groups_P: Sequence[Group], version: int) -> dict[str, float]:
@@ -40,11 +40,11 @@ def sample_metrics(groups_P: Sequence[Group], version: int) -> dict[str, float]:
     }
 
 
-def _reward_metrics(rewards: Rewards) -> dict[str, float]:
+def _reward_metrics(rewards: Rewards) -> dict[str, Mean | float]:
     total_PG = rewards.total_PG
     std_P = _std_of_groups(total_PG)
     failed = {kind: sum(e.kind == kind for e in rewards.errors) for kind in ("error", "timeout")}
-    metrics = {
+    metrics: dict[str, Mean | float] = {
         "reward": _nanmean(total_PG),
         "reward_stderr": standard_error(total_PG),
         "reward_std": _nanmean(std_P),

@@ -110,6 +110,8 @@ def learn(cluster: Cluster, algorithm: Algorithm, acted: Acted, settings: StepSe
         metrics |= merged([found for _, found in scored])
         metrics |= rollout_metrics(acted.groups_P, acted.rewards, acted.version)
         metrics |= signal_metrics(signal, parts)
+        metrics |= {**acted.metrics, "groups/kept": float(len(signal.kept_P))}
+        metrics["groups/left_out"] = float(len(acted.groups_P) - len(signal.kept_P))
     return StepResult(
         metrics=metrics,
         groups_P=acted.groups_P,
@@ -120,9 +122,15 @@ def learn(cluster: Cluster, algorithm: Algorithm, acted: Acted, settings: StepSe
 
 
 def signal_of(algorithm: Algorithm, acted: Acted) -> Signal:
-    """Groups that the algorithm keeps, and the advantages of their samples."""
-    kept_P, rewards_PG = algorithm.keep(acted.groups_P, acted.rewards.total_PG)
-    return Signal(kept_P=kept_P, rewards_PG=rewards_PG, advantages_PG=algorithm.advantage(rewards_PG))
+    """Groups that refill or the algorithm keeps, in the order of their numbers, and the advantages of their samples.
+    Refill may keep none."""
+    if acted.useful_P is None:
+        kept_P, rewards_PG = algorithm.keep(acted.groups_P, acted.rewards.total_PG)
+    else:
+        order = sorted(map(int, np.flatnonzero(acted.useful_P)), key=lambda index: acted.groups_P[index][0].group)
+        kept_P, rewards_PG = [acted.groups_P[index] for index in order], acted.rewards.total_PG[order]
+    advantages_PG = algorithm.advantage(rewards_PG) if kept_P else rewards_PG
+    return Signal(kept_P=kept_P, rewards_PG=rewards_PG, advantages_PG=advantages_PG)
 
 
 def parts_of(signal: Signal, acted: Acted, settings: StepSettings) -> list[Batch]:
@@ -167,7 +175,7 @@ def signal_metrics(signal: Signal, parts: Sequence[Batch]) -> dict[str, float]:
     """Metrics of the advantages. `advantages/invalid`: share of samples with a reward but without an advantage."""
     invalid = np.isnan(signal.advantages_PG) & ~np.isnan(signal.rewards_PG)
     return {
-        "advantages/invalid": float(invalid.mean()),
+        "advantages/invalid": float(invalid.mean()) if invalid.size else 0.0,
         "advantages/abs_max": max(float(np.abs(np.asarray(part.advantages)).max()) for part in parts),
     }
 

@@ -20,6 +20,7 @@ from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.mesh import row_shards
 from posttrain.metrics import Sample, Timer, tables, to_host
 from posttrain.rl.act import Act
+from posttrain.rl.curriculum import Curriculum
 from posttrain.rl.metrics import NoRewardGuard, check_agreement, sampler_disagrees
 from posttrain.rl.reward_model import ModelReward
 from posttrain.rl.rewards import error_lines
@@ -87,7 +88,7 @@ def open_rollouts(
     return rollouts
 
 
-def make_act(rollouts: Rollouts, *, in_flight: int, max_staleness: int) -> Act:
+def make_act(rollouts: Rollouts, *, in_flight: int, max_staleness: int, curriculum: Curriculum | None = None) -> Act:
     """Make the acting half of the stage's steps, from the first prompt on."""
     inputs, section = rollouts.inputs, rollouts.inputs.section
     kept = [example.index for example in inputs.examples]
@@ -95,7 +96,7 @@ def make_act(rollouts: Rollouts, *, in_flight: int, max_staleness: int) -> Act:
     return Act(
         sampler=rollouts.sampler,
         rubric=inputs.rubric,
-        source=Source(prompts, inputs.examples),
+        source=Source(prompts, inputs.examples, curriculum),
         group_size=section.group_size,
         groups_per_step=section.prompts_per_step,
         in_flight=in_flight,

@@ -55,14 +55,14 @@ def test_samples_that_are_left_go_on_at_a_later_step(sampler: Sampler) -> None:
     assert isinstance(engine, NativeEngine)
 
     async def steps() -> None:
-        early, left = await collect_some(sampler, groups, GROUP, 0, min_groups=3, max_staleness=1)
+        early, left = await collect_some(sampler, groups, GROUP, 0, min_groups=3, per_step=3, max_staleness=1)
         assert len(early) == len(left) == 3 and engine.num_free == engine.slots
         stops = {begun.stop for group in left for begun in group.completions.values()}
         assert "abort" in stops
-        again = await collect_some(sampler, groups, GROUP, 0, min_groups=3, max_staleness=1)
+        again = await collect_some(sampler, groups, GROUP, 0, min_groups=3, per_step=3, max_staleness=1)
         assert again == (early, left), "it does not depend on what was sampled before"
         engine.update_weights(engine._loaded.source.model, 1)
-        late, none = await collect_some(sampler, left, GROUP, 1, min_groups=6, max_staleness=1)
+        late, none = await collect_some(sampler, left, GROUP, 1, min_groups=6, per_step=6, max_staleness=1)
         assert none == []
         by_index = {group[0].example.index: group for group in [*early, *late]}
         assert [[t.tokens for t in by_index[i]] for i in range(6)] == [[t.tokens for t in group] for group in expected]
@@ -101,7 +101,9 @@ def test_a_step_waits_for_the_groups_that_are_due(sampler: Sampler) -> None:
         slow = max(range(6), key=longest.__getitem__)
         waiting = [numbered(slow), *(one for one in groups if one.number != slow)]
         for max_staleness, due in ((2, False), (1, True)):
-            found, _ = await collect_some(sampler, waiting, GROUP, 1, min_groups=1, max_staleness=max_staleness)
+            found, _ = await collect_some(
+                sampler, waiting, GROUP, 1, min_groups=1, per_step=1, max_staleness=max_staleness
+            )
             assert [group[0].example.index == slow for group in found] == [due]
 
     asyncio.run(steps())
@@ -132,7 +134,9 @@ def test_an_engine_that_cannot_go_on(sampler: Sampler) -> None:
 
     with pytest.raises(ConfigError, match="oversample_prompts: Plain has no generate_some"):
         asyncio.run(
-            collect_some(replace(sampler, engine=Plain()), [numbered(0)], GROUP, 0, min_groups=1, max_staleness=1)
+            collect_some(
+                replace(sampler, engine=Plain()), [numbered(0)], GROUP, 0, min_groups=1, per_step=1, max_staleness=1
+            )
         )
     assert resumable(sampler.engine) is sampler.engine
 
