@@ -9,9 +9,10 @@ import numpy as np
 from jaxtyping import Bool
 
 from posttrain.metrics import Timer
+from posttrain.rl.exchange import exchanged, own_share
 from posttrain.rl.refill import Refill, group_metrics, refill_metrics
 from posttrain.rl.rewards import Rubric, joined
-from posttrain.rl.sampler import Sampler, collect, collect_some
+from posttrain.rl.sampler import IssuedGroup, Sampler, collect, collect_some
 from posttrain.rl.source import Source
 from posttrain.rl.types import Group, Rewards
 from posttrain.tracking.console import progress_bar
@@ -74,20 +75,22 @@ class Act:
         )
 
     async def _wave(self, count: int, version: int, title: str, timer: Timer) -> tuple[Sequence[Group], Rewards]:
-        """Sample and score `count` groups."""
+        """Sample and score `count` groups, each process its share."""
+        partial = self.in_flight > self.groups_per_step
+        begun = [] if partial else self.source.take(count, version)
         with timer("rollout"):
-            groups = await (self._all if self.in_flight == self.groups_per_step else self._some)(count, version, title)
+            own_P = await (self._some(count, version, title) if partial else self._all(own_share(begun), title))
         with (
             timer("rewards"),
             progress_bar(f"{title}: rewards", len(self.rubric.rewards), closing=False) as advance,
         ):
-            rewards = await self.rubric.score(groups, advance)
+            own = await self.rubric.score(own_P, advance) if own_P else None
+            groups, rewards = exchanged(own_P, own, begun)
         for group, rewards_G in zip(groups, rewards.total_PG, strict=True):
             self.source.seen(group, rewards_G)
         return groups, rewards
 
-    async def _all(self, count: int, version: int, title: str) -> list[Group]:
-        groups = self.source.take(count, version)
+    async def _all(self, groups: Sequence[IssuedGroup], title: str) -> list[Group]:
         with progress_bar(f"{title}: sampling", len(groups) * self.group_size, closing=False) as advance:
             return await collect(self.sampler, groups, self.group_size, advance)
 

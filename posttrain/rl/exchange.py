@@ -6,24 +6,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from posttrain.rl.rewards import joined
 from posttrain.rl.sampler import IssuedGroup
-from posttrain.rl.types import Example, Group, Trajectory
+from posttrain.rl.types import Example, Group, Rewards, Trajectory
 from posttrain.runtime import processes
 
 
 def own_share(groups: Sequence[IssuedGroup]) -> list[IssuedGroup]:
-    """Groups of this process: every process has begun the same ones."""
-    return list(groups[processes.index() :: processes.count()])
+    """Groups of this process: every process has begun the same ones, and samples a part of them in order."""
+    first, end = (len(groups) * number // processes.count() for number in (processes.index(), processes.index() + 1))
+    return list(groups[first:end])
 
 
-def all_groups(own_P: Sequence[Group], issued: Sequence[IssuedGroup]) -> list[Group]:
-    """Groups of all processes, in the order in which they were begun. Examples are not sent: each process has them."""
+def exchanged(
+    own_P: Sequence[Group], own: Rewards | None, issued: Sequence[IssuedGroup]
+) -> tuple[list[Group], Rewards]:
+    """Groups and rewards of all processes, in the order in which the groups were begun. Examples are not sent: each
+    process has them. `own`: None in a process without a group."""
     if processes.count() == 1:
-        return list(own_P)
+        assert own is not None
+        return list(own_P), own
     examples = {group.number: group.example for group in issued}
-    sent = processes.all_gathered([[_packed(sample) for sample in group] for group in own_P])
-    found: list[Group] = [[_unpacked(sample, examples) for sample in group] for part in sent for group in part]
-    return sorted(found, key=lambda group: group[0].group)
+    sent = processes.all_gathered(([[_packed(sample) for sample in group] for group in own_P], own))
+    groups_P: list[Group] = [[_unpacked(sample, examples) for sample in group] for part, _ in sent for group in part]
+    return groups_P, joined([rewards for _, rewards in sent if rewards is not None])
 
 
 def _packed(sample: Trajectory) -> dict[str, Any]:

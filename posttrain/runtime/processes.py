@@ -101,7 +101,8 @@ def all_gathered(value: T) -> list[T]:
     # Processes may arrive at very different times, and a collective operation of CPU processes waits shortly.
     sizes = [int(_value(f"{key}/{number}")) for number in range(count())]
     wait_for_all(key)
-    padded = np.zeros(max(sizes), np.uint8)
+    # Few sizes: each is another program.
+    padded = np.zeros(1 << (max(sizes) - 1).bit_length(), np.uint8)
     padded[: len(data)] = data
     found = np.asarray(multihost_utils.process_allgather(padded))
     return [pickle.loads(found[number, :size].tobytes()) for number, size in enumerate(sizes)]

@@ -13,7 +13,7 @@ import numpy as np
 from posttrain.batch import TokenLoss
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.scorers import Scorer
-from posttrain.config import OnlineSection
+from posttrain.config import OnlineSection, RLSection
 from posttrain.data.pipeline import Prompts
 from posttrain.evaluation.rollouts import RolloutEvaluation, evaluate
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
@@ -132,6 +132,20 @@ def make_policy_trainer(stage: StageRun, section: OnlineSection, loss: TokenLoss
         refuse=sampler_disagrees,
         offload_optimizer=section.placement.optimizer.offload,
     )
+
+
+def one_process(section: OnlineSection) -> str | None:
+    """Reason why a stage runs in a single process; None: in any number of them."""
+    own = section.placement.num_own_devices
+    reasons = {
+        "reward models": any(reward.model is not None for reward in section.rewards),
+        "teachers": isinstance(section, RLSection) and bool(section.teachers),
+        "oversample_prompts": isinstance(section, RLSection) and section.oversample_prompts > 0,
+        "devices of a role of its own (placement)": own > 0,
+        "reference.path": section.reference.path is not None,
+    }
+    found = [name for name, holds in reasons.items() if holds]
+    return f"{' and '.join(found)} {'work' if len(found) > 1 else 'works'} in one process only" if found else None
 
 
 def describe_steps(section: OnlineSection, inputs: RolloutInputs | None, compared: str = "") -> str:
