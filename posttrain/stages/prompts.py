@@ -24,7 +24,7 @@ from posttrain.data.sources import Rows, each_row
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.distill.teachers import TeacherSource
 from posttrain.errors import ConfigError
-from posttrain.losses.policy import ImportanceSampling
+from posttrain.losses.importance import ImportanceSampling
 from posttrain.losses.preference import KINDS
 from posttrain.models.heads import CLASSIFIER
 from posttrain.rl.algorithms import Algorithm, given_advantage, make_algorithm

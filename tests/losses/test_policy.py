@@ -14,7 +14,8 @@ import pytest
 
 from posttrain.batch import LossOutput
 from posttrain.losses.kl import k1, k2
-from posttrain.losses.policy import DAPO, GRPO, GSPO, RLOO, ImportanceSampling, PolicyLoss, dr_grpo
+from posttrain.losses.importance import ImportanceSampling
+from posttrain.losses.policy import DAPO, GRPO, GSPO, RLOO, PolicyLoss, dr_grpo
 from posttrain.losses.reduce import ConstantLength, sequence_mean, token_mean
 from posttrain.tree import added, added_up, replace
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from posttrain.batch import Batch, TokenStats
-from posttrain.losses.policy import RLOO, ImportanceSampling, PolicyLoss
+from posttrain.losses.importance import ImportanceSampling
+from posttrain.losses.policy import RLOO, PolicyLoss
 from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, token_mean
 from posttrain.tree import Mean, Metric, replace
 

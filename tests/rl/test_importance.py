@@ -13,7 +13,8 @@ import pytest
 from numpy.testing import assert_allclose
 
 from posttrain.batch import Batch, TokenStats
-from posttrain.losses.policy import DAPO, GSPO, RLOO, ImportanceSampling, PolicyLoss
+from posttrain.losses.importance import ImportanceSampling
+from posttrain.losses.policy import DAPO, GSPO, RLOO, PolicyLoss
 from posttrain.losses.reduce import sequence_sums
 from posttrain.models.quant import dequantized, quantized
 from posttrain.rl.assemble import assemble
