@@ -35,14 +35,14 @@ class PolicyLoss:
     clip_high: float
     """Upper clip bound: r is clipped to 1 - clip_low .. 1 + clip_high, by surrogates with a clip."""
     reduce: Reduction
-    surrogate: Surrogate = surrogates.Clip()
+    surrogate: Surrogate = surrogates.CLIP
     ratio: RatioLevel = "token"
     importance: ImportanceSampling | None = None
     """Importance weights of the surrogate where `behaviour_logps` differ from the proximal policy; the KL is not
     weighted."""
     off_policy_mask: float | None = None
-    """Largest mean of log(pi_behaviour / pi) over a sequence, in nats per token: beyond it, tokens of negative advantage
-    have no surrogate. arXiv:2512.02556."""
+    """Largest mean of log(pi_behaviour / pi) over a sequence, in nats per token: beyond it, tokens of negative
+    advantage have no surrogate. arXiv:2512.02556."""
     dual_clip: float | None = None
     """Upper bound of r where A < 0, arXiv:1912.09729; at least 1 + clip_high. For the surrogate `Clip`."""
     kl_coef: float = 0.0

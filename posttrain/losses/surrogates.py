@@ -77,6 +77,9 @@ class Clip:
         return low, (terms.ratio > terms.high) & (terms.advantages > 0)
 
 
+CLIP = Clip()
+
+
 @dataclass(frozen=True)
 class CISPO:
     """Clipped importance weights -sg(min(r, high)) A log pi: no token loses its gradient. arXiv:2506.13585 eq. 4."""
