@@ -25,7 +25,7 @@ from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, Model
 from posttrain.config.online_preference import OnlinePreferenceSection
 from posttrain.config.preference import PairSection, PreferenceSection, RewardModelSection
 from posttrain.config.reward import RewardSection
-from posttrain.config.rl import OnlineSection, RLSection
+from posttrain.config.rl import OnlineSection, RLSection, SurrogateSection
 from posttrain.config.rollout import RolloutSection
 from posttrain.config.run import ProfileSection, RunConfig, Stage, trains_on_samples
 from posttrain.config.sampling import SamplingSection, answer_tokens
@@ -85,6 +85,7 @@ __all__ = [
     "Section",
     "SequenceSection",
     "Stage",
+    "SurrogateSection",
     "TeacherSection",
     "Text",
     "TrainSection",

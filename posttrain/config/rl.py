@@ -106,7 +106,9 @@ class OnlineSection(TrainSection):
 OldLogps = Literal["self", "trainer", "sampler"]
 """Sources of the log-probabilities of pi_old, see `RLSection.old_logps`."""
 ZeroAdvantage = Literal["skip", "update"]
-RatioLevel = Literal["token", "sequence_mean", "sequence_sum"]
+Level = Literal["token", "sequence_mean", "sequence_sum"]
+WITHOUT_GROUPS = ("reinforce_plus_plus", "ppo")
+"""Algorithms that do not compare the samples of a prompt."""
 
 
 class ImportanceSection(Section):
@@ -116,13 +118,42 @@ class ImportanceSection(Section):
     apply: Literal["auto", "always", "never"] = "auto"
     """Condition for weights. `auto`: if the sampler's distribution differs from the trainer's: top-k, top-p, min-p,
     penalties, logit bias, allowed tokens, `rollout.quantize` or `oversample_prompts`."""
-    level: RatioLevel = "token"
-    """Level of the weights: per token, or per sequence as exp of the mean or sum of its log-ratios."""
-    bound: Literal["truncate", "mask"] = "truncate"
-    """Treatment of weights beyond `low` and `high`: `truncate` to the bound (TIS), or `mask` the token with weight 0
-    (MIS)."""
+    level: Level = "token"
+    """Level of the weights: per token, or per sequence as exp of the mean (geometric) or sum of its log-ratios."""
+    bound: Literal["truncate", "mask", "reject"] = "truncate"
+    """Treatment of weights beyond `low` and `high`: `truncate` to the bound (TIS), `mask` the token with weight 0 (MIS;
+    with a `level` of sequences the sequence), or `reject` every sequence with such a token."""
     low: Annotated[float, Field(ge=0, lt=1)] | None = None
     high: Annotated[float, Field(gt=1)] | None = 2.0
+
+
+class SurrogateSection(Section):
+    """Surrogate of the policy loss: the objective as a function of ratio and advantage."""
+
+    kind: Literal["clip", "cispo", "sapo", "vespo", "gmpo"]
+    """Surrogate: PPO's `clip`; `cispo`, arXiv:2506.13585; `sapo`, arXiv:2511.20347; `vespo`, arXiv:2602.10693; `gmpo`,
+    arXiv:2507.20673, whose clip bounds are of log-ratios."""
+    temperature_positive: Annotated[float, Field(gt=0)] = 1.0
+    """Temperature of `sapo` for positive advantages; a larger one bounds the ratio more."""
+    temperature_negative: Annotated[float, Field(gt=0)] = 1.05
+    k_positive: Annotated[float, Field(gt=0)] = 2.0
+    """Exponent k of the weight w^k exp(rate (1 - w)) of `vespo` for positive advantages."""
+    k_negative: Annotated[float, Field(gt=0)] = 3.0
+    rate_positive: Annotated[float, Field(gt=0)] = 3.0
+    rate_negative: Annotated[float, Field(gt=0)] = 2.0
+
+    @model_validator(mode="after")
+    def _of_the_kind(self) -> SurrogateSection:
+        plain = SurrogateSection.model_construct(kind=self.kind)
+        own = {"sapo": ("temperature_",), "vespo": ("k_", "rate_")}.get(self.kind, ())
+        others = [
+            name
+            for name in SurrogateSection.model_fields
+            if getattr(self, name) != getattr(plain, name) and not name.startswith(own)
+        ]
+        if others:
+            raise ValueError(f"{', '.join(others)} without effect on the surrogate {self.kind}; remove it")
+        return self
 
 
 class RLSection(OnlineSection):
@@ -130,9 +161,19 @@ class RLSection(OnlineSection):
 
     kind: Literal["rl"] = "rl"
     algorithm: str = "grpo"
-    """Algorithm: `grpo`, `dr_grpo`, `dapo`, `gspo`, `rloo`, or `distill` (with teachers, without rewards)."""
+    """Algorithm: `grpo`, `dr_grpo`, `dapo`, `bnpo`, `gspo`, `gspo_token`, `luspo`, `gmpo`, `cispo`, `sapo`, `vespo`,
+    `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gdpo`, `ppo`, or `distill` (with teachers, without
+    rewards)."""
     advantage: Locator | None = None
-    """Custom advantage function `module:function` of rewards_PG, in place of the algorithm's."""
+    """Custom advantage function `module:function` in place of the algorithm's. It takes those of rewards_PG, parts_PG
+    (by name of the reward), weights and lengths_PG that it names; a single parameter of another name is rewards_PG."""
+    advantage_scale: Literal["group", "batch", "none"] | None = None
+    """Deviation that advantages are divided by: of the group's rewards (`grpo`), of the batch's, or `none`
+    (`dr_grpo`)."""
+    filter: Locator | None = None
+    """Custom group filter `module:function` of rewards_PG, which returns true for each group to learn from."""
+    loss: Locator | None = None
+    """Custom loss `module:Class` in place of the algorithm's, called as Class(); `posttrain check --loss` tests it."""
     teachers: ListOf[TeacherSection] = ()
     """Teachers with the student's tokenizer that score each sampled token (on-policy distillation); several need
     `teacher_column`."""
@@ -141,12 +182,16 @@ class RLSection(OnlineSection):
     teacher_coef: Annotated[float, Field(gt=0)] = 1.0
     """Coefficient of log(teacher / student) of each sampled token, which is added to the advantage."""
     kl_coef: Annotated[float, Field(ge=0)] | None = None
-    """Coefficient of the KL from the reference. This and the next eight fields override the algorithm's values."""
+    """Coefficient of the KL from the reference. Fields from here to `reduce` override the algorithm's values."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Place of the KL: a term of the loss, or a penalty in the reward, of whole samples, with `ppo` per token. In the
+    reward `kl_estimator` is k1 by default, the only one with the gradient of KL(policy || reference) there."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """KL estimator, see `posttrain.losses.kl`; k1, whose expected gradient is 0, needs `kl_bias_correction`."""
     kl_bias_correction: Flag | None = None
     """Multiply the KL by the ratio pi / pi_old, so that its gradient is that of KL(policy || reference); approximate
     with `ratio: sequence_mean`. arXiv:2512.02556."""
+    surrogate: SurrogateSection | None = None
     clip_low: Annotated[float, Field(gt=0)] | None = None
     clip_high: Annotated[float, Field(gt=0)] | None = None
     """Upper clip bound: the ratio pi / pi_old is clipped to 1 - clip_low .. 1 + clip_high."""
@@ -154,11 +199,27 @@ class RLSection(OnlineSection):
     """Upper bound of the ratio for negative advantages, arXiv:1912.09729; at least 1 + clip_high."""
     entropy_coef: Annotated[float, Field(ge=0)] | None = None
     """Coefficient of the entropy bonus."""
-    ratio: RatioLevel | None = None
-    """Level of the ratio: per token, or per sequence as exp of the mean (GSPO) or sum (RLOO) of its log-ratios."""
-    reduce: Literal["sequence_mean", "token_mean", "constant_length"] | None = None
-    """Reduction of the loss: mean over sequences of token means (GRPO), mean over all tokens (DAPO), or sum over tokens
-    divided by the number of sequences and by `sampling.max_tokens` (Dr. GRPO)."""
+    ratio: Level | Literal["sequence_mean_token"] | None = None
+    """Level of the ratio: per token, or per sequence as exp of the mean (GSPO) or sum (RLOO) of its log-ratios;
+    `sequence_mean_token` (GSPO-token) has the gradient of each token."""
+    reduce: Literal["sequence_mean", "token_mean", "constant_length", "sequence_total"] | None = None
+    """Reduction of the loss: mean over sequences of token means (GRPO), mean over all tokens (DAPO), sum over tokens
+    divided by the number of sequences and by `sampling.max_tokens` (Dr. GRPO), or by the number of sequences alone
+    (LUSPO)."""
+    off_policy_mask: Annotated[float, Field(gt=0)] | None = None
+    """Largest mean of log(pi_behaviour / pi) in nats per token: samples of negative advantage beyond it are not learned
+    from. arXiv:2512.02556."""
+    top_entropy: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of tokens to learn from, those of highest entropy in the batch. arXiv:2506.01939; by default all."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """Samples cut at `sampling.max_tokens`: `mask` leaves them out of the loss, but not out of their group's mean.
+    arXiv:2503.14476."""
+    gamma: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Discount per token of `ppo`; by default 1."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Weight of longer returns in the advantages of `ppo` (GAE, arXiv:1506.02438); by default 0.95."""
+    value_clip: Annotated[float, Field(gt=0)] | None = None
+    """Largest change of a value by the value loss of `ppo`; by default 0.2."""
     old_logps: Literal["auto", OldLogps] = "auto"
     """Source of the log-probabilities of pi_old. `self`: the same forward pass, so that the ratio is exactly 1, for a
     single update per batch of rollouts; `trainer`: a forward pass before the first update; `sampler`: the rollout
@@ -204,7 +265,8 @@ class RLSection(OnlineSection):
             raise ValueError(f"algorithm={self.algorithm} needs rewards; without them use algorithm: distill")
         if self.algorithm == "distill" and not self.teachers:
             raise ValueError("algorithm=distill needs teachers")
-        if self.rewards and self.group_size < 2:
+        compares = self.algorithm not in WITHOUT_GROUPS or self.advantage is not None
+        if self.rewards and self.group_size < 2 and compares:
             raise ValueError(f"group_size={self.group_size}: rewards are compared within a group; use 2 or more")
         if not self.teachers and (self.teacher_column is not None or self.teacher_coef != 1.0):
             raise ValueError("teacher_column and teacher_coef need teachers")

@@ -161,6 +161,9 @@ GRPO = PolicyLoss(clip_low=0.2, clip_high=0.2, reduce=sequence_mean, kl_coef=0.0
 DAPO = replace(GRPO, clip_high=0.28, reduce=token_mean, kl_coef=0.0)
 """DAPO, arXiv:2503.14476: higher upper clip bound, token-level mean, no KL."""
 
+BNPO = replace(GRPO, reduce=token_mean, kl_coef=0.0)
+"""GRPO with the mean over all tokens of the batch, no KL; the loss type `bnpo` of TRL."""
+
 GSPO = replace(GRPO, ratio="sequence_mean", clip_low=3e-4, clip_high=4e-4, kl_coef=0.0, kl_bias_correction=False)
 """GSPO, arXiv:2507.18071 eq. 5-7 and section 5.1: one length-normalised ratio per sequence, no KL and no bias
 correction of it, which needs an unnormalised ratio."""
