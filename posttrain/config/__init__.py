@@ -25,8 +25,11 @@ from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, Model
 from posttrain.config.online_preference import OnlinePreferenceSection
 from posttrain.config.placement import PlacementSection, ReferenceSection
 from posttrain.config.preference import PairSection, PreferenceSection, RewardModelSection
-from posttrain.config.rl import OnlineSection, RewardSection, RLSection, RolloutSection, SamplingSection, answer_tokens
+from posttrain.config.reward import RewardSection
+from posttrain.config.rl import OnlineSection, RLSection, SurrogateSection
+from posttrain.config.rollout import RolloutSection
 from posttrain.config.run import ProfileSection, RunConfig, Stage, trains_on_samples
+from posttrain.config.sampling import SamplingSection, answer_tokens
 from posttrain.config.teacher import TeacherSection
 from posttrain.config.train import (
     DatasetSection,
@@ -85,6 +88,7 @@ __all__ = [
     "Section",
     "SequenceSection",
     "Stage",
+    "SurrogateSection",
     "TeacherSection",
     "Text",
     "TrainSection",

@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from posttrain.errors import ConfigError
-from posttrain.rl.algorithms import GroupFilter, is_mixed
+from posttrain.rl.advantages import is_mixed
+from posttrain.rl.algorithms import GroupFilter
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from posttrain.distill.teachers import OutsideTeacher, TeacherSource, find_teach
 from posttrain.errors import ConfigError
 from posttrain.metrics import Timer
 from posttrain.rl.act import Act
-from posttrain.rl.algorithms import is_mixed
+from posttrain.rl.advantages import is_mixed
 from posttrain.rl.curriculum import Curriculum
 from posttrain.rl.refill import Refill, given_filter
 from posttrain.rl.sampler import resumable

@@ -13,7 +13,8 @@ import pytest
 from numpy.testing import assert_allclose
 
 from posttrain.batch import Batch, TokenStats
-from posttrain.losses.policy import DAPO, GSPO, RLOO, ImportanceSampling, PolicyLoss
+from posttrain.losses.importance import ImportanceSampling
+from posttrain.losses.policy import DAPO, GSPO, RLOO, PolicyLoss
 from posttrain.losses.reduce import sequence_sums
 from posttrain.models.quant import dequantized, quantized
 from posttrain.rl.assemble import assemble
@@ -135,9 +136,14 @@ def test_bounds(level: Any, low: float | None, high: float | None) -> None:
     ratio = np.exp(difference)
     outside = (ratio < (low or 0)) | (ratio > (high or np.inf))
     assert outside[mask].any() and not outside[mask].all()
-    for bound in ("truncate", "mask"):
+    bounds: tuple[Any, ...] = ("truncate", "mask", "reject") if level == "token" else ("truncate", "mask")
+    for bound in bounds:
         importance = ImportanceSampling(level=level, bound=bound, low=low, high=high)
         weights, metrics = importance(*map(jnp.asarray, (proximal, behaviour, mask, segments)))
+        if bound == "reject":
+            bad = {(row, int(segments[row, place])) for row, place in zip(*np.nonzero(outside & mask), strict=True)}
+            outside = np.asarray([[(row, int(s)) in bad for s in segments[row]] for row in range(len(segments))])
+            assert not outside[mask].all() or low is not None
         expected = np.clip(ratio, low, high) if bound == "truncate" else np.where(outside, 0.0, ratio)
         assert_allclose(np.asarray(weights)[mask], expected[mask], rtol=1e-5)
         name = "sampling/importance_sampling_ratio"
@@ -152,6 +158,7 @@ def test_bounds(level: Any, low: float | None, high: float | None) -> None:
         ({"low": 1.0}, "low=1.0 must be at least 0 and below 1"),
         ({"high": 0.5}, "high=0.5 above 1"),
         ({"bound": "mask", "high": None}, "masks nothing"),
+        ({"bound": "reject", "level": "sequence_mean"}, "use bound: mask"),
     ],
 )
 def test_bad_settings(fields: dict[str, Any], message: str) -> None:

@@ -22,7 +22,7 @@ from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError, RunError
 from posttrain.evaluation.rollouts import evaluate
-from posttrain.losses.policy import ImportanceSampling
+from posttrain.losses.importance import ImportanceSampling
 from posttrain.metrics import Timer, to_host
 from posttrain.rl.algorithms import ALGORITHMS, make_algorithm
 from posttrain.rl.metrics import check_agreement, sampler_disagrees

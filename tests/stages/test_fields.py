@@ -22,12 +22,12 @@ from posttrain.evaluation.sequences import counted
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.divergence import Divergence
 from posttrain.losses.distill import DistillLoss
+from posttrain.losses.importance import ImportanceSampling
 from posttrain.losses.kl import k2
-from posttrain.losses.policy import ImportanceSampling
 from posttrain.losses.reduce import ConstantLength, token_mean
 from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.mesh import single_device_mesh
-from posttrain.rl.algorithms import centered
+from posttrain.rl.advantages import centered
 from posttrain.rl.sampler import Sampler, sampling_params
 from posttrain.rl.source import Source
 from posttrain.rollout.engine import NativeEngine
@@ -160,7 +160,7 @@ def test_advantages_that_a_run_would_die_of(folder: Path, name: str, message: st
 def test_advantage(folder: Path) -> None:
     (folder / "advantages.py").write_text(ADVANTAGES)
     rewards_PG = np.asarray([[0.0, 1.0, 2.0, 3.0], [np.nan, 1.0, 2.0, 3.0], [np.nan] * 4], np.float32)
-    made = rl(folder, "advantage=posttrain.rl.algorithms:centered").algorithm.advantage(rewards_PG)
+    made = rl(folder, "advantage=posttrain.rl.advantages:centered").algorithm.advantage(rewards_PG)
     np.testing.assert_array_equal(made, centered(rewards_PG))
     made = rl(folder, "advantage=advantages.py:careful").algorithm.advantage(rewards_PG)
     assert np.isfinite(made).all() and (made[np.isnan(rewards_PG)] == 0).all() and made[1, 1] < made[1, 2] < made[1, 3]
