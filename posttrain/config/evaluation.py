@@ -18,6 +18,12 @@ class HeldOutSection(DatasetSection):
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
     """Name of the dataset in metrics: `eval/<name>/...`."""
 
+    @model_validator(mode="after")
+    def _alone(self) -> HeldOutSection:
+        if self.weight != 1.0:
+            raise ValueError(f"weight={self.weight} has no effect on held-out data; remove it")
+        return self
+
 
 class EvaluateSection(Section):
     """Evaluation with several samples per held-out prompt, on several datasets, and choice of the best model."""

@@ -18,9 +18,10 @@ from posttrain.config.base import (
     Section,
     Text,
 )
+from posttrain.config.evaluation import EvaluateSection, RecordSection
 from posttrain.config.locator import Locator, located
 from posttrain.config.teacher import TeacherSection, check_teachers
-from posttrain.config.train import MAX_NEW_TOKENS, OptimizerSection, TrainSection
+from posttrain.config.train import MAX_NEW_TOKENS, DatasetSection, OptimizerSection, TrainSection
 
 S = TypeVar("S", bound=Section)
 
@@ -240,9 +241,17 @@ class OnlineSection(TrainSection):
     eval_sampling: SamplingSection | None = None
     """Sampling in evaluations; by default greedy with the other settings of `sampling`, with teachers `sampling`
     itself."""
+    evaluate: EvaluateSection | None = None
+    """Evaluation with several samples per held-out prompt, on several datasets; needs `eval_dataset`."""
     rollout: RolloutSection = RolloutSection()
     samples_every: PositiveInt = 10
     """Steps between tables of sample completions."""
+    record: RecordSection | None = RecordSection()
+    """Record of all trajectories, in `trajectories/` of the stage's folder; `null`: none."""
+
+    @property
+    def all_datasets(self) -> tuple[DatasetSection, ...]:
+        return super().all_datasets + (() if self.evaluate is None else self.evaluate.sets)
 
     @property
     def records_routing(self) -> bool:
@@ -290,6 +299,19 @@ class OnlineSection(TrainSection):
     def _weighs_a_reward(self) -> OnlineSection:
         if self.rewards and not any(reward.weight for reward in self.rewards):
             raise ValueError("rewards: every weight is 0, so there is no training signal; change one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _evaluates(self) -> OnlineSection:
+        if self.evaluate is None:
+            return self
+        if self.eval_dataset is None or not self.rewards:
+            raise ValueError("evaluate needs eval_dataset and rewards")
+        if self.evaluate.samples > 1 and self.held_out_sampling.temperature == 0:
+            raise ValueError(
+                f"evaluate.samples={self.evaluate.samples} of a prompt would be equal at temperature 0; set "
+                "eval_sampling: {temperature: 1.0}"
+            )
         return self
 
 

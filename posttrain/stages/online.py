@@ -15,7 +15,8 @@ from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.scorers import Scorer
 from posttrain.config import OnlineSection
 from posttrain.data.pipeline import Prompts
-from posttrain.evaluation.rollouts import RolloutEvaluation, evaluate
+from posttrain.evaluation.records import Record, difference, record_of
+from posttrain.evaluation.rollouts import RolloutEvaluation, evaluate, with_at_k
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.mesh import row_shards
 from posttrain.metrics import Sample, Timer, tables, to_host
@@ -26,12 +27,12 @@ from posttrain.rl.rewards import error_lines
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.source import Source
 from posttrain.rl.step import StepResult
-from posttrain.rl.types import Group, Rewards
+from posttrain.rl.types import Group
 from posttrain.runtime.profiler import span
 from posttrain.runtime.run_async import run_async
 from posttrain.stages.context import HeldOut, StageRun, Training
-from posttrain.stages.engine import engine_metrics, make_engine, warm_up
-from posttrain.stages.prompts import RolloutInputs, check_cache
+from posttrain.stages.engine import engine_metrics, forget_prompts, make_engine, warm_up
+from posttrain.stages.prompts import EvalSet, RolloutInputs, check_cache
 from posttrain.tracking.console import console, printable
 from posttrain.train.loop import crosses
 from posttrain.train.trainer import Trainer
@@ -53,11 +54,9 @@ class Rollouts:
     cluster: Cluster
     sampler: Sampler
 
-    @property
-    def eval_sampler(self) -> Sampler:
+    def eval_sampler(self, held_out: EvalSet) -> Sampler:
         """Sampler with the settings of held-out prompts."""
-        assert self.inputs.eval_renderer is not None
-        return replace(self.sampler, renderer=self.inputs.eval_renderer, sampling=self.inputs.section.held_out_sampling)
+        return replace(self.sampler, renderer=held_out.renderer, sampling=self.inputs.section.held_out_sampling)
 
 
 def open_rollouts(
@@ -89,9 +88,8 @@ def open_rollouts(
         seed=stage.seed,
     )
     rollouts = Rollouts(inputs=inputs, cluster=cluster, sampler=sampler)
-    prompts = [(sampler, inputs.examples)]
-    if inputs.eval_examples:
-        prompts.append((rollouts.eval_sampler, inputs.eval_examples))
+    held_out = [(rollouts.eval_sampler(one), one.examples) for one in inputs.eval_sets]
+    prompts = [(sampler, inputs.examples), *held_out]
     warm_up(engine, section.rollout, prompts, rereads=section.samples_in_flight > samples)
     return rollouts
 
@@ -141,15 +139,25 @@ def describe_steps(section: OnlineSection, inputs: RolloutInputs | None, compare
         f"{prompts}{section.steps} steps of {section.prompts_per_step} prompts x {section.group_size} samples "
         f"= {section.prompts_per_step * section.group_size}, up to {section.sampling.max_tokens} new tokens each"
     )
-    held_out = f"; {len(inputs.eval_examples)} held-out prompts" if inputs is not None and inputs.eval_examples else ""
+    count = 0 if inputs is None else sum(len(one.examples) for one in inputs.eval_sets)
+    held_out = f"; {count} held-out prompts" if count else ""
+    if count and section.evaluate is not None and section.evaluate.samples > 1:
+        held_out += f" x {section.evaluate.samples} samples"
     return text + compared + held_out
 
 
 def held_out_prompts(rollouts: Rollouts, distances: Distances | None = None) -> HeldOut | None:
     """Evaluation on held-out prompts, if there are any. `distances`: measured beside rewards."""
-    if not rollouts.inputs.eval_examples:
+    section = rollouts.inputs.section
+    if not rollouts.inputs.eval_sets:
         return None
-    return HeldOut(evaluate=lambda: _record(_evaluate(rollouts, distances)), metrics=itemgetter("metrics"))
+    keeps = section.evaluate is not None and section.evaluate.keep_best
+    return HeldOut(
+        evaluate=lambda: _evaluate(rollouts, distances),
+        metrics=itemgetter("metrics"),
+        difference=difference,
+        decides=f"avg@{section.evaluate.samples}" if section.evaluate is not None and keeps else None,
+    )
 
 
 class StepReport:
@@ -169,7 +177,7 @@ class StepReport:
             self._report(self._trainer.step_number, result, timer)
 
     def _report(self, step: int, result: StepResult, timer: Timer) -> None:
-        _print_errors(f"step {step}", result.rewards, result.groups_P)
+        _print_errors(f"step {step}", result)
         self._guard.check(step, result.rewards)
         if self._reported == 0 or crosses(self._reported, step, self._section.samples_every):
             self._training.sinks.samples(step, step_samples(result, self._section.group_size))
@@ -179,15 +187,21 @@ class StepReport:
         self._reported = step
 
 
-def _evaluate(rollouts: Rollouts, distances: Distances | None) -> RolloutEvaluation:
-    inputs = rollouts.inputs
-    found = run_async(evaluate(rollouts.eval_sampler, inputs.rubric, inputs.eval_examples, distances=distances))
-    _print_errors("evaluation", found.rewards, found.groups_P)
-    return found
+def _evaluate(rollouts: Rollouts, distances: Distances | None) -> Record:
+    """Evaluate on all held-out prompts. Training goes on as if there had been none."""
+    inputs, section = rollouts.inputs, rollouts.inputs.section.evaluate
+    found: dict[str | None, RolloutEvaluation] = {}
+    for held_out in inputs.eval_sets:
+        sampler, size = rollouts.eval_sampler(held_out), 1 if section is None else section.samples
+        one = run_async(evaluate(sampler, inputs.rubric, held_out.examples, size, distances))
+        _print_errors("evaluation" if held_out.name is None else f"evaluation on {held_out.name}", one)
+        found[held_out.name] = one if section is None else with_at_k(one, section)
+    forget_prompts(rollouts.cluster.engine)
+    return record_of(found)
 
 
-def _print_errors(when: str, rewards: Rewards, groups_P: Sequence[Group]) -> None:
-    for line in error_lines(rewards, groups_P):
+def _print_errors(when: str, scored: StepResult | RolloutEvaluation) -> None:
+    for line in error_lines(scored.rewards, scored.groups_P):
         console().print(printable(f"{when}: {line}", console().encoding), markup=False, soft_wrap=True)
 
 
@@ -215,30 +229,3 @@ def _sample(outcome: StepResult, p: int, g: int) -> Sample:
 
 def _number(value: float | np.floating[Any]) -> float | None:
     return None if math.isnan(value) else float(value)
-
-
-def _record(evaluation: RolloutEvaluation) -> dict[str, Any]:
-    """Convert an evaluation to JSON: metrics, all samples, and the confidence interval of the reward, or of the KL
-    without rewards."""
-    if evaluation.interval is not None:
-        measure, interval, values_PG = "reward", evaluation.interval, evaluation.rewards.total_PG
-    else:
-        assert evaluation.distance is not None and evaluation.distances_PG is not None
-        measure, interval, values_PG = "reverse KL", evaluation.distance, evaluation.distances_PG
-    samples = [
-        {
-            "prompt": "".join(str(m["content"]) for m in group[0].example.messages),
-            "completion": group[0].text,
-            measure: _number(values_PG[p, 0]),
-        }
-        for p, group in enumerate(evaluation.groups_P)
-    ]
-    return {
-        "measure": measure,
-        "mean": interval.mean,
-        "low": interval.low,
-        "high": interval.high,
-        "n": interval.n,
-        "metrics": evaluation.metrics(),
-        "samples": samples,
-    }

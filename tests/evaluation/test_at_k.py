@@ -65,13 +65,21 @@ def test_samples_without_a_reward_are_left_out() -> None:
     assert_allclose(values["pass@2"], [np.nan, np.nan, 1.0])
     assert_allclose(values["maj@2"], [np.nan, np.nan, 2 / 3])
     found = intervals_at_k(values, rewards)
-    assert {name: one.n for name, one in found.items()} == {"avg@3": 2, "pass@1": 2, "pass@2": 1, "maj@1": 2, "maj@2": 1}
+    assert {name: one.n for name, one in found.items()} == {
+        "avg@3": 2,
+        "pass@1": 2,
+        "pass@2": 1,
+        "maj@1": 2,
+        "maj@2": 1,
+    }
     assert EvaluateSection(samples=6).ks == (1, 2, 4, 6) and EvaluateSection(samples=8).ks == (1, 2, 4, 8)
 
 
 def test_pass_above_decides_what_passes() -> None:
     rewards = np.asarray([[0.2, 0.8]], np.float32)
-    above = [values_at_k(rewards, None, EvaluateSection(samples=2, pass_above=bar))["pass@1"] for bar in (0.1, 0.5, 0.8)]
+    above = [
+        values_at_k(rewards, None, EvaluateSection(samples=2, pass_above=bar))["pass@1"] for bar in (0.1, 0.5, 0.8)
+    ]
     assert_allclose(above, [[1.0], [0.5], [0.0]])
 
 
@@ -87,7 +95,9 @@ def test_intervals_cover_as_often_as_they_say(name: str) -> None:
     right = (draw.random((SIMULATIONS, 60, 8)) < rates).astype(np.float32)
     known = draw.beta(0.8, 1.2, 200_000)
     counts = np.arange(9)
-    chances = np.asarray([math.comb(8, c) for c in counts]) * known[:, None] ** counts * (1 - known[:, None]) ** (8 - counts)
+    chances = (
+        np.asarray([math.comb(8, c) for c in counts]) * known[:, None] ** counts * (1 - known[:, None]) ** (8 - counts)
+    )
     metric, k = name.split("@")
     by_count = {
         "avg": counts / 8,
@@ -95,13 +105,17 @@ def test_intervals_cover_as_often_as_they_say(name: str) -> None:
         "maj": np.where(counts == 4, 0.5, counts > 4),
     }[metric]
     truth = float((chances * by_count).sum(axis=1).mean())
-    section = EvaluateSection(samples=8, k=(int(k),), report=({"avg": "avg", "pass": "pass", "maj": "majority"}[metric],))
+    section = EvaluateSection(
+        samples=8, k=(int(k),), report=({"avg": "avg", "pass": "pass", "maj": "majority"}[metric],)
+    )
     found = []
     for rewards in right:
         values = {name: by_count[rewards.sum(axis=1).astype(int)]}
         found.append(intervals_at_k(values, rewards)[name])
     answers = [["r" if reward else "w" for reward in rewards] for rewards in right[0]]
-    assert_allclose(values_at_k(right[0], answers, section)[name], by_count[right[0].sum(axis=1).astype(int)], atol=1e-12)
+    assert_allclose(
+        values_at_k(right[0], answers, section)[name], by_count[right[0].sum(axis=1).astype(int)], atol=1e-12
+    )
     assert 0.93 <= coverage(found, truth) <= 0.97
     if metric == "avg":  # samples as if they were independent
         assert coverage([mean_interval(rewards.ravel()) for rewards in right], truth) < 0.8
