@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -68,6 +69,19 @@ class EvaluateSection(Section):
         if repeated := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"sets: the name {repeated[0]} is used twice; metrics need distinct names")
         return self
+
+
+def check_evaluation(
+    section: EvaluateSection | None, dataset: DatasetSection | None, rewards: Sequence[Section], temperature: float
+) -> None:
+    """Check an evaluation against its stage. ValueError without held-out data or rewards, and for equal samples."""
+    if section is not None and (dataset is None or not rewards):
+        raise ValueError("evaluate needs eval_dataset and rewards")
+    if section is not None and section.samples > 1 and temperature == 0:
+        raise ValueError(
+            f"evaluate.samples={section.samples} of a prompt would be equal at temperature 0; set "
+            "eval_sampling: {temperature: 1.0}"
+        )
 
 
 class RecordSection(Section):

@@ -18,7 +18,7 @@ from posttrain.config.base import (
     Section,
     Text,
 )
-from posttrain.config.evaluation import EvaluateSection, RecordSection
+from posttrain.config.evaluation import EvaluateSection, RecordSection, check_evaluation
 from posttrain.config.locator import Locator, located
 from posttrain.config.teacher import TeacherSection, check_teachers
 from posttrain.config.train import MAX_NEW_TOKENS, DatasetSection, OptimizerSection, TrainSection
@@ -296,22 +296,10 @@ class OnlineSection(TrainSection):
         return with_lengths(data, build, default_row=row, prompts_in_row=cls.prompts_in_row, fills_row=True)
 
     @model_validator(mode="after")
-    def _weighs_a_reward(self) -> OnlineSection:
+    def _scores(self) -> OnlineSection:
+        check_evaluation(self.evaluate, self.eval_dataset, self.rewards, self.held_out_sampling.temperature)
         if self.rewards and not any(reward.weight for reward in self.rewards):
             raise ValueError("rewards: every weight is 0, so there is no training signal; change one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _evaluates(self) -> OnlineSection:
-        if self.evaluate is None:
-            return self
-        if self.eval_dataset is None or not self.rewards:
-            raise ValueError("evaluate needs eval_dataset and rewards")
-        if self.evaluate.samples > 1 and self.held_out_sampling.temperature == 0:
-            raise ValueError(
-                f"evaluate.samples={self.evaluate.samples} of a prompt would be equal at temperature 0; set "
-                "eval_sampling: {temperature: 1.0}"
-            )
         return self
 
 

@@ -22,6 +22,7 @@ def print_summary(output: Path, names: Sequence[str], results: Sequence[Mapping[
     for name, result in zip(names, results, strict=True):
         if "samples" in result.get("after", {}):
             _print_answers(name, result)
+            _print_values(name, result)
         elif "metrics" in result.get("after", {}):
             _print_judged(name, result)
         elif "eval/perplexity" in result.get("after", {}):
@@ -60,13 +61,10 @@ def _print_answers(name: str, result: Mapping[str, Any]) -> None:
     table.add_row(f"mean {measure}, 95 % interval", _interval(before), "", _interval(after), "")
     out.print(table)
     out.print(_difference(pairs, measure), markup=False)
-    _print_values(name, result)
-    if "best" in result:
-        out.print(f"{name}: {_best(result['best'])}", markup=False, soft_wrap=True)
 
 
 def _print_values(name: str, result: Mapping[str, Any]) -> None:
-    """Print metrics of k samples, and those of further datasets, before and after."""
+    """Print metrics of k samples, those of further datasets, before and after, and which model is the best."""
     before, after = (result[when]["metrics"] for when in ("before", "after"))
     for metric, found in result["difference"].items():
         if metric in (f"eval/{other}" for other in ("reward", "distill/kl")):
@@ -75,6 +73,8 @@ def _print_values(name: str, result: Mapping[str, Any]) -> None:
         shares = " -> ".join(with_interval(metrics, own) for metrics in (before, after))
         what = _in_words("difference", PairedDifference(**found))
         console().print(f"{name}: held-out {own} {shares}; {what}", markup=False, soft_wrap=True)
+    if "best" in result:
+        console().print(f"{name}: {_best(result['best'])}", markup=False, soft_wrap=True)
 
 
 def _best(best: Mapping[str, Any]) -> str:

@@ -55,7 +55,7 @@ class BestModel:
         console().print(f"best model so far: step {step}, {self._metric} {against_start} above the start", markup=False)
 
     def result(self) -> dict[str, Any]:
-        """What `best.json` says, without the values of prompts; without a best model, that there is no evidence."""
+        """Content of `best.json` without the values of prompts; without a best model, that there is no evidence."""
         known = self._known()
         if known is None:
             return {"step": None, "evidence": NO_EVIDENCE, "p_below": self._most, "evaluations": self._looks}
