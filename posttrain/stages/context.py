@@ -284,7 +284,7 @@ class Training:
         num_steps: int,
         best: BestModel | None,
     ):
-        self.sinks = sinks
+        self.sinks, self.folder = sinks, stage.folder
         self.result: dict[str, Any] = {}
         """Evaluations `before` and `after`, their `difference`, and the `best` model if one is kept."""
         self._stage, self._loop, self._trainer = stage, loop, trainer

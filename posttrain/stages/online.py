@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,9 @@ from posttrain.rl.rewards import error_lines
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.source import Source
 from posttrain.rl.step import StepResult
+from posttrain.rl.store import Recorded, TrajectoryStore
 from posttrain.rl.types import Group
+from posttrain.runtime import processes
 from posttrain.runtime.profiler import span
 from posttrain.runtime.run_async import run_async
 from posttrain.stages.context import HeldOut, StageRun, Training
@@ -39,6 +43,8 @@ from posttrain.train.trainer import Trainer
 
 NUM_SHOWN = 6
 """Number of samples in a table."""
+TRAJECTORIES = "trajectories"
+"""Folder of records in that of the stage."""
 MAX_STEPS_WITHOUT_REWARD = 3
 """Abort the run after this many consecutive steps without any valid reward."""
 
@@ -161,16 +167,27 @@ def held_out_prompts(rollouts: Rollouts, distances: Distances | None = None) -> 
 
 
 class StepReport:
-    """Report of each online step: metrics, sample tables, reward errors; RunError from its guards."""
+    """Report of each online step: metrics, sample tables, reward errors, trajectories; RunError from its guards. A
+    context manager, at whose end the trajectories are on disk."""
 
     def __init__(self, rollouts: Rollouts, training: Training):
         inputs = rollouts.inputs
         self._section, self._training = inputs.section, training
-        self._engine, self._trainer = rollouts.cluster.engine, rollouts.cluster.actor
+        self._cluster, self._trainer = rollouts.cluster, rollouts.cluster.actor
+        self._store = _open_store(self._section, training.folder, self._trainer.step_number)
         self._reported = self._trainer.step_number
         self._guard = NoRewardGuard(min(MAX_STEPS_WITHOUT_REWARD, self._section.steps))
         left_out = (len(inputs.rows) - len(inputs.examples)) / len(inputs.rows)
         self._dropped = {} if self._section.overlong == "error" else {"data/dropped_ratio": left_out}
+
+    def __enter__(self) -> StepReport:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._store is not None:
+            self._store.__exit__(kind, error, trace)
 
     def __call__(self, result: StepResult, timer: Timer) -> None:
         with span("log"):
@@ -181,10 +198,39 @@ class StepReport:
         self._guard.check(step, result.rewards)
         if self._reported == 0 or crosses(self._reported, step, self._section.samples_every):
             self._training.sinks.samples(step, step_samples(result, self._section.group_size))
+        self._record(step, result)
         check_agreement(result.metrics, step)
-        metrics = {**to_host(result.metrics), **self._dropped, **engine_metrics(self._engine), **timer.metrics()}
+        metrics = {
+            **to_host(result.metrics),
+            **self._dropped,
+            **engine_metrics(self._cluster.engine),
+            **timer.metrics(),
+        }
         self._training.log({**metrics, **tables(result.metrics)})
         self._reported = step
+
+    def _record(self, step: int, result: StepResult) -> None:
+        section = self._section.record
+        if self._store is None or section is None or not crosses(self._reported, step, section.every):
+            return
+        self._store.write(
+            Recorded(
+                before=self._reported,
+                step=step,
+                version=self._cluster.version - 1,  # the step has handed over its weights
+                groups_P=result.groups_P,
+                rewards=result.rewards,
+                advantages_PG=result.advantages_PG,
+                roles_PG=result.roles_PG,
+            )
+        )
+
+
+def _open_store(section: OnlineSection, folder: Path, step: int) -> TrajectoryStore | None:
+    """Store of a stage's trajectories, in the process that writes files."""
+    if section.record is None or not processes.writes():
+        return None
+    return TrajectoryStore(folder / TRAJECTORIES, keep=section.record.keep, start=step)
 
 
 def _evaluate(rollouts: Rollouts, distances: Distances | None) -> Record:
