@@ -149,5 +149,5 @@ def _logged(output: Path, name: str, step: int) -> Mapping[str, float]:
     for text in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
         if line["stage"] == name and line["step"] == step and "grad_norm" in line:
-            found = {key: value for key, value in line.items() if isinstance(value, int | float)}
+            found = {key: value for key, value in line.items() if isinstance(value, float) and key != "time"}
     return found

@@ -14,10 +14,11 @@ from posttrain import load_model, load_tokenizer
 from posttrain.config.yaml_file import load_config
 from posttrain.errors import ConfigError
 from posttrain.evaluation.at_k import majority_at_k
+from posttrain.rl.store import read_record
 from posttrain.stages.best import BestModel
 from posttrain.statistics import paired_difference
 from posttrain.weights.state import ModelWeights
-from tests.stages.runs import lines, posttrain, rl_stage, write_run
+from tests.stages.runs import lines, posttrain, rl_stage, weights, write_run
 from tests.tiny import tiny_model
 
 HELD_OUT = {"path": "rows.jsonl", "chat": False, "limit": 6}
@@ -164,3 +165,24 @@ def test_answers_that_nobody_logs_are_refused(tmp_path: Path) -> None:
 @pytest.mark.fast
 def test_votes_are_for_what_is_logged() -> None:
     assert majority_at_k([1, 1, None], [True, True, False], 3) == 1.0
+
+
+def test_training_is_bitwise_as_without_evaluation(tmp_path: Path) -> None:
+    """The same samples with the same log-probabilities, and the same weights: also of prompts that are held out and
+    trained on, whose keys and values an evaluation leaves in the prefix cache."""
+    cached = {"max_tokens": 6, "stop_token_ids": [*range(0, 260, 4)]}
+    plain = {"num_steps": 5, "prompts_per_step": 8, "sampling": cached, "kl_coef": 0.1}
+    held_out = {"eval_dataset": {"path": "rows.jsonl", "chat": False}, "eval_every": 1}
+    several = held_out | {"eval_sampling": cached, "evaluate": {"samples": 3, "sets": [OTHER]}}
+    ahead = {"oversample_prompts": 4, "rollout": {"decode_steps": 2}}
+    for mode, more in {"whole": {}, "ahead": ahead}.items():
+        folders = []
+        for name, changes in {"without": {}, "with": several}.items():
+            file = write_run(tmp_path / mode / name, rl_stage(**plain, **more, **changes))
+            assert posttrain("run", file).code == 0
+            folders.append(file.parent / "out")
+        assert weights(folders[0], "0-rl") == weights(folders[1], "0-rl"), mode
+        for step in range(1, 6):
+            old, new = (read_record(folder / "0-rl" / "trajectories", step, str) for folder in folders)
+            assert (old.groups_P, old.version) == (new.groups_P, new.version), (mode, step)
+            np.testing.assert_array_equal(old.advantages_PG, new.advantages_PG)
