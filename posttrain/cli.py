@@ -1,4 +1,5 @@
-"""Command line: `posttrain run | launch | check | plan | schema | distill | generate | export | upcycle | prune`."""
+"""Command line: `posttrain run | launch | check | plan | replay | schema | distill | generate | export | upcycle |
+prune`."""
 
 from __future__ import annotations
 
@@ -126,6 +127,25 @@ def plan(
 
     for line in recipe.plan(loaded, target, search=not quick):
         print(line, flush=True)
+
+
+@app.command()
+def replay(
+    run: Annotated[str, typer.Argument(help="The output folder of a run, or the folder of one of its RL stages.")],
+    step: Annotated[int, typer.Option(min=1, help="Step whose trajectories were recorded.")],
+    model: Annotated[
+        str | None, typer.Option(help="A model's folder or hub id; by default the checkpoint before the step.")
+    ] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Setting of the stage; may be repeated.")
+    ] = None,
+) -> None:
+    """Repeat the update of a recorded RL step without sampling: its loss and metrics, also with another loss."""
+    from posttrain.runs.replay import lines_of
+    from posttrain.runs.replay import replay as recipe
+
+    for line in lines_of(recipe(run, step, model=model, changes=changes or [])):
+        print(line)
 
 
 @app.command()

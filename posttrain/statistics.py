@@ -52,12 +52,21 @@ def mean_interval(values: ArrayLike, clusters: ArrayLike | None = None) -> Inter
     if np.isin(outcomes, (0.0, 1.0)).all():
         if n == len(outcomes):
             return Interval(mean, *_wilson(mean, float(n)), n)
-        effective = float(n)
-        if n > 1 and 0.0 < mean < 1.0:
-            effective = mean * (1.0 - mean) / max(error**2, 1e-30) * (_normal_quantile() / _t_quantile(n - 1)) ** 2
-        return Interval(mean, *_wilson(mean, min(effective, float(len(outcomes)))), n)
+        return _effective_wilson(means, len(outcomes))
     half = _t_quantile(n - 1) * error if n > 1 else math.inf
     return Interval(mean, mean - half, mean + half, n)
+
+
+def share_interval(shares: ArrayLike, samples: int) -> Interval:
+    """Mean over prompts of shares between 0 and 1, such as pass@k, each estimated from so many samples.
+
+    The 95 % interval is that of `mean_interval` for 0/1 outcomes with several samples per prompt. ValueError for a
+    number that is no share.
+    """
+    found = _finite(shares, "shares")
+    if found.min() < 0.0 or found.max() > 1.0:
+        raise ValueError(f"shares must lie between 0 and 1, got {found.min():g} to {found.max():g}")
+    return _effective_wilson(found, len(found) * samples)
 
 
 def paired_difference(before: ArrayLike, after: ArrayLike) -> PairedDifference:
@@ -143,6 +152,16 @@ def standard_error(rewards_PG: Iterable[ArrayLike]) -> float:
     rows = [np.asarray(row, np.float64) for row in rewards_PG]
     means = [float(row[~np.isnan(row)].mean()) for row in rows if not np.isnan(row).all()]
     return float(np.std(means, ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else math.nan
+
+
+def _effective_wilson(shares: np.ndarray, most: int) -> Interval:
+    """Wilson's interval of the mean share over prompts, at its effective sample size of at most `most`."""
+    n, mean = len(shares), float(shares.mean())
+    effective = float(n)
+    if n > 1 and 0.0 < mean < 1.0:
+        variance = float(shares.var(ddof=1)) / n
+        effective = mean * (1.0 - mean) / max(variance, 1e-30) * (_normal_quantile() / _t_quantile(n - 1)) ** 2
+    return Interval(mean, *_wilson(mean, min(effective, float(most))), n)
 
 
 def _wilson(p: float, n: float) -> tuple[float, float]:

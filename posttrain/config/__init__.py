@@ -19,6 +19,7 @@ from posttrain.config.base import (
     Text,
 )
 from posttrain.config.distill import DistillSection
+from posttrain.config.evaluation import EvaluateSection, HeldOutSection, RecordSection
 from posttrain.config.features import AttentionFeatures, FeaturesSection, HiddenFeatures, LayerMap
 from posttrain.config.locator import Locator
 from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, ModelSection
@@ -49,10 +50,12 @@ __all__ = [
     "DatasetSection",
     "DecodeAttention",
     "DistillSection",
+    "EvaluateSection",
     "FeaturesSection",
     "Flag",
     "Fraction",
     "GroupedKernel",
+    "HeldOutSection",
     "HiddenFeatures",
     "LayerMap",
     "ListOf",
@@ -74,6 +77,7 @@ __all__ = [
     "ProfileSection",
     "Quantize",
     "RLSection",
+    "RecordSection",
     "ReferenceSection",
     "Remat",
     "RewardModelSection",

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from posttrain.config.base import Flag, ListOf, NonNegativeInt, PositiveInt, Section, Text
+from posttrain.config.evaluation import EvaluateSection, RecordSection, check_evaluation
 from posttrain.config.locator import Locator
 from posttrain.config.placement import PlacementSection, ReferenceSection
 from posttrain.config.refill import CurriculumSection, RefillSection, check_selection
@@ -14,7 +15,7 @@ from posttrain.config.reward import RewardSection
 from posttrain.config.rollout import RolloutSection
 from posttrain.config.sampling import SamplingSection, answer_tokens, check_sampling, with_lengths
 from posttrain.config.teacher import TeacherSection, check_teachers
-from posttrain.config.train import MAX_NEW_TOKENS, OptimizerSection, TrainSection
+from posttrain.config.train import MAX_NEW_TOKENS, DatasetSection, OptimizerSection, TrainSection
 
 
 class OnlineOptimizer(OptimizerSection):
@@ -52,6 +53,8 @@ class OnlineSection(TrainSection):
     eval_sampling: SamplingSection | None = None
     """Sampling in evaluations; by default greedy with the other settings of `sampling`, with teachers `sampling`
     itself."""
+    evaluate: EvaluateSection | None = None
+    """Evaluation with several samples per held-out prompt, on several datasets; needs `eval_dataset`."""
     rollout: RolloutSection = RolloutSection()
     placement: PlacementSection = PlacementSection()
     """Devices and memory of the roles; by default all share those of the actor."""
@@ -59,6 +62,12 @@ class OnlineSection(TrainSection):
     """Reference policy of the KL penalty, or of the preference loss."""
     samples_every: PositiveInt = 10
     """Steps between tables of sample completions."""
+    record: RecordSection | None = RecordSection()
+    """Record of all trajectories, in `trajectories/` of the stage's folder; `null`: none."""
+
+    @property
+    def all_datasets(self) -> tuple[DatasetSection, ...]:
+        return super().all_datasets + (() if self.evaluate is None else self.evaluate.sets)
 
     @property
     def records_routing(self) -> bool:
@@ -103,7 +112,8 @@ class OnlineSection(TrainSection):
         return with_lengths(data, build, default_row=row, prompts_in_row=cls.prompts_in_row, fills_row=True)
 
     @model_validator(mode="after")
-    def _weighs_a_reward(self) -> OnlineSection:
+    def _scores(self) -> OnlineSection:
+        check_evaluation(self.evaluate, self.eval_dataset, self.rewards, self.held_out_sampling.temperature)
         if self.rewards and not any(reward.weight for reward in self.rewards):
             raise ValueError("rewards: every weight is 0, so there is no training signal; change one of them")
         return self

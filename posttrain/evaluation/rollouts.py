@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from jaxtyping import Float
 
+from posttrain.config import EvaluateSection
 from posttrain.errors import ConfigError
+from posttrain.evaluation.at_k import intervals_at_k, values_at_k
 from posttrain.rl.rewards import Rubric
 from posttrain.rl.sampler import EVALUATION, IssuedGroup, Sampler, collect
 from posttrain.rl.teachers import interval_of
@@ -25,27 +27,31 @@ class RolloutEvaluation:
     """Confidence interval of the mean total reward; None without rewards."""
     distances_PG: Float[np.ndarray, "P G"] | None = None
     """Mean of log(student / teacher) over the tokens of each sample; None without teachers."""
+    at_k: Mapping[str, Float[np.ndarray, " P"]] = field(default_factory=dict)
+    """Values of each prompt by name, such as `pass@4`, see `values_at_k`."""
+    at_k_intervals: Mapping[str, Interval] = field(default_factory=dict)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, prefix: str = "eval") -> dict[str, float]:
         samples = [s for group in self.groups_P for s in group]
         parts = {
-            f"eval/rewards/{name}/mean": float(np.nanmean(part))
+            f"rewards/{name}/mean": float(np.nanmean(part))
             for name, part in self.rewards.parts_PG.items()
             if not np.isnan(part).all()
         }
-        named = {"eval/reward": self.interval, "eval/distill/kl": self.distance}
+        named = {"reward": self.interval, "distill/kl": self.distance, **self.at_k_intervals}
         intervals = {
             f"{name}{end}": value
             for name, found in named.items()
             if found is not None
             for end, value in (("", found.mean), ("_low", found.low), ("_high", found.high))
         }
-        return {
+        metrics = {
             **intervals,
-            "eval/completions/mean_length": float(np.mean([s.num_sampled for s in samples])),
-            "eval/completions/clipped_ratio": float(np.mean([s.stop == "length" for s in samples])),
+            "completions/mean_length": float(np.mean([s.num_sampled for s in samples])),
+            "completions/clipped_ratio": float(np.mean([s.stop == "length" for s in samples])),
             **parts,
         }
+        return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
     @property
     def distance(self) -> Interval | None:
@@ -79,3 +85,24 @@ async def evaluate(
     prompts = np.repeat(np.arange(len(groups_P))[:, None], group_size, axis=1)
     interval = mean_interval(rewards.total_PG[valid], prompts[valid])
     return RolloutEvaluation(groups_P=groups_P, rewards=rewards, interval=interval, distances_PG=found)
+
+
+def with_at_k(found: RolloutEvaluation, section: EvaluateSection) -> RolloutEvaluation:
+    """Add avg@k, pass@k and maj@k. ConfigError if no reward function logs the answers."""
+    rewards = found.rewards
+    rewards_PG = rewards.total_PG if section.reward is None else rewards.parts_PG[section.reward]
+    answers_PG = _answers(found, section.answer) if "majority" in section.report else None
+    values = values_at_k(rewards_PG, answers_PG, section)
+    return replace(found, at_k=values, at_k_intervals=intervals_at_k(values, rewards_PG))
+
+
+def _answers(found: RolloutEvaluation, name: str | None) -> list[list[Hashable]]:
+    if name is None:
+        return [[sample.text.strip() for sample in group] for group in found.groups_P]
+    if name not in found.rewards.extras:
+        raise ConfigError(
+            f"evaluate.answer: no reward function has called log_extra({name!r}, answers); let it log one for each "
+            "completion, or remove the option"
+        )
+    column, size = found.rewards.extras[name], len(found.groups_P[0])
+    return [list(column[start : start + size]) for start in range(0, len(column), size)]

@@ -9,24 +9,21 @@ from typing import Literal
 
 import jax
 
-from posttrain.config import RunConfig, trains_on_samples
 from posttrain.config.yaml_file import load_config
-from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.export.proof import Proof, prove, proved_folder
 from posttrain.export.readers import Reader, default_reader
 from posttrain.export.tensors import compare_with_source
 from posttrain.mesh import single_device_mesh
 from posttrain.models.decoder import Decoder
+from posttrain.runs.finished import find_stage, open_stage, tokenizer_of
 from posttrain.runs.run import CONFIG_NAME
 from posttrain.runtime.files import check_local
-from posttrain.stages.context import StageRun, read_source
-from posttrain.stages.devices import RoleDevices
-from posttrain.stages.table import STAGES, stage_names
+from posttrain.stages.context import StageRun
+from posttrain.stages.table import STAGES
 from posttrain.train.checkpoint import Checkpointer
-from posttrain.train.loop import StopRequest
 from posttrain.weights.files import find_folder, read_json
-from posttrain.weights.locate import add_family, tokenizer_name
+from posttrain.weights.locate import add_family
 from posttrain.weights.lora import has_lora
 from posttrain.weights.peft_save import save_adapter
 from posttrain.weights.quantize import is_quantized
@@ -46,14 +43,14 @@ def export(
     `export-merged` or `export-peft` in the stage's folder. `step`: by default the newest. ConfigError if it cannot be
     exported; ProofError if the written model differs, which then stays beside `out` with the ending `.unproved`.
     """
-    output, name = _find_stage(run)
+    output, name = find_stage(run)
     config = load_config(output / CONFIG_NAME)
     add_family(config.model)
-    tokenizer = _tokenizer(output, name, config)
+    tokenizer = tokenizer_of(output, name, config)
     out = output / name / f"export-{to}" if out is None else Path(check_local(out))
     if out.exists():
         raise ConfigError(f"{out}: exists; give a new folder")
-    stage = _stage(output, name, config, tokenizer)
+    stage = open_stage(output, name, config, tokenizer, single_device_mesh())
     quantized = stage.model.quantize
     if to == "peft" and quantized != "none":
         # PEFT applies the adapter to the base that it loads: verified with the base in full precision.
@@ -96,59 +93,6 @@ def _compare_tensors(model: Decoder, folder: Path, source: Path) -> str:
             if read_json(adapter / "adapter_config.json")["use_dora"]:
                 return "not compared with the source, to which DoRA adds no plain product"
         return compare_with_source(folder, source, adapter, trained=adapter is None)
-
-
-def _find_stage(run: Path) -> tuple[Path, str]:
-    """The run's output folder, and the name of the stage."""
-    run = run.expanduser().resolve()
-    if (run / CONFIG_NAME).is_file():
-        names = stage_names(load_config(run / CONFIG_NAME))
-        begun = [name for name in names if (run / name / "checkpoints").is_dir()]
-        if not begun:
-            raise ConfigError(f"{run}: no stage has a checkpoint yet; its stages are {', '.join(names)}")
-        return run, begun[-1]
-    if (run.parent / CONFIG_NAME).is_file() and (run / "checkpoints").is_dir():
-        return run.parent, run.name
-    raise ConfigError(
-        f"{run}: is neither the output folder of a run (with {CONFIG_NAME}) nor the folder of a stage in it"
-    )
-
-
-def _tokenizer(output: Path, name: str, config: RunConfig) -> Tokenizer:
-    """Tokenizer of the run: saved with the stage's model, else that of the source model."""
-    saved = output / name / "model"
-    if saved.is_dir():
-        return load_tokenizer(saved)
-    source, _ = read_source(output / name)
-    if config.model.tokenizer is None and source is not None:
-        found = load_tokenizer(source)
-    else:
-        found = load_tokenizer(tokenizer_name(config.model))
-    return found.with_stop_tokens(config.model.stop_tokens)
-
-
-def _stage(output: Path, name: str, config: RunConfig, tokenizer: Tokenizer) -> StageRun:
-    names = stage_names(config)
-    index = names.index(name)
-    source_name, adapter = read_source(output / name)
-    return StageRun(
-        name=name,
-        kind=config.stages[index].kind,
-        sampled=trains_on_samples(config.stages[index]),
-        folder=output / name,
-        output=output,
-        model=config.model,
-        source=output / names[index - 1] / "model" if index else None,
-        source_name=source_name,
-        adapter=adapter,
-        seed=config.seed,
-        mesh=single_device_mesh(),
-        devices=RoleDevices(),
-        tokenizer=tokenizer,
-        tensorboard=False,
-        profile=None,
-        stop=StopRequest(),
-    )
 
 
 def _trained_model(stage: StageRun, step: int | None) -> Decoder:

@@ -186,6 +186,10 @@ class NativeEngine:
         self._loaded = Loaded.of(*self._weights_of(model), version, self._placement)
         self._scheduler.forget()
 
+    def forget_prompts(self) -> None:
+        """Clear the prefix cache: later samples are those of an engine that has sampled nothing under its weights."""
+        self._scheduler.forget()
+
     def abort(self, keys: Collection[tuple[int, int]] | None = None) -> int:
         """End requests with what they have, all or those with these sampling keys; how many there were."""
         gone = {r for r in self._scheduler.requests() if keys is None or r.params.key in keys}

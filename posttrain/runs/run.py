@@ -64,7 +64,7 @@ class RunResult:
 
 def run(config: RunConfig) -> RunResult:
     """Run the remaining steps of all stages. Raises ConfigError for mistakes, before any work, and Interrupted."""
-    mesh = _mesh(config)
+    mesh = mesh_of(config)
     prepared = prepare(config, offline_ok=False)
     config = prepared.config
     output = Path(config.output)
@@ -121,7 +121,7 @@ def run(config: RunConfig) -> RunResult:
     return result
 
 
-def _mesh(config: RunConfig) -> Mesh:
+def mesh_of(config: RunConfig) -> Mesh:
     """Mesh of the run. ConfigError if the run cannot use it or all processes, or if these have not joined."""
     if jax.process_count() != processes.count():
         raise ConfigError(

@@ -22,6 +22,7 @@ def print_summary(output: Path, names: Sequence[str], results: Sequence[Mapping[
     for name, result in zip(names, results, strict=True):
         if "samples" in result.get("after", {}):
             _print_answers(name, result)
+            _print_values(name, result)
         elif "metrics" in result.get("after", {}):
             _print_judged(name, result)
         elif "eval/perplexity" in result.get("after", {}):
@@ -60,6 +61,30 @@ def _print_answers(name: str, result: Mapping[str, Any]) -> None:
     table.add_row(f"mean {measure}, 95 % interval", _interval(before), "", _interval(after), "")
     out.print(table)
     out.print(_difference(pairs, measure), markup=False)
+
+
+def _print_values(name: str, result: Mapping[str, Any]) -> None:
+    """Print metrics of k samples, those of further datasets, before and after, and which model is the best."""
+    before, after = (result[when]["metrics"] for when in ("before", "after"))
+    for metric, found in result["difference"].items():
+        if metric in (f"eval/{other}" for other in ("reward", "distill/kl")):
+            continue  # in the table
+        own = metric.removeprefix("eval/")
+        shares = " -> ".join(with_interval(metrics, own) for metrics in (before, after))
+        what = _in_words("difference", PairedDifference(**found))
+        console().print(f"{name}: held-out {own} {shares}; {what}", markup=False, soft_wrap=True)
+    if "best" in result:
+        console().print(f"{name}: {_best(result['best'])}", markup=False, soft_wrap=True)
+
+
+def _best(best: Mapping[str, Any]) -> str:
+    """Describe which model is in `best/`, and why."""
+    bar = f"{best['evaluations']} evaluations, p below {best['p_below']:.2g}"
+    if best["step"] is None:
+        return f"no best model: {best['evidence']} ({bar})"
+    found = PairedDifference(**best["against_start"])
+    words = _in_words(f"difference of {best['metric']} from the start", found).removesuffix(", significant")
+    return f"best/ has the model of step {best['step']}; {words} ({bar})"
 
 
 def _difference(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], measure: str) -> str:

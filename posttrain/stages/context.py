@@ -23,6 +23,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
 from posttrain.runtime import processes
 from posttrain.runtime.files import write_whole
+from posttrain.stages.best import BestModel
 from posttrain.stages.devices import RoleDevices
 from posttrain.tracking.console import console, progress_bar
 from posttrain.tracking.profile.recorder import StepRecorder
@@ -51,6 +52,8 @@ class HeldOut:
     metrics: Callable[[Record], Mapping[str, float]]
     difference: Callable[[Record, Record], Record] | None = None
     """Comparison of the evaluations before and after training."""
+    decides: str | None = None
+    """Metric by which the best model is kept, see `BestModel`; None: none is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +202,7 @@ class StageRun:
         )
         check_origin(self.folder, source["parts"], self.origin)
         processes.check_same(f"{self.name}: the data", json.dumps(data.state(), sort_keys=True))
-        num_steps = section.steps
+        num_steps, best = section.steps, self._best(section, held_out)
         with Checkpointer(self.folder / "checkpoints") as checkpointer:
             if restore_latest(trainer, data, checkpointer, self.origin):
                 console().print(f"resuming after step {trainer.step_number} of {num_steps}")
@@ -221,16 +224,22 @@ class StageRun:
                     sink=sinks,
                     learning_rate=make_schedule(section.optimizer, num_steps),
                     every=Every(checkpoint=section.checkpoint_every, evaluation=section.eval_every),
-                    evaluate=None if held_out is None else lambda: held_out.metrics(held_out.evaluate()),
+                    evaluate=None if held_out is None else lambda: training.evaluate(),
                     stop=self.stop,
                     recorder=self._recorder(num_steps),
                 ) as loop:
-                    training = Training(self, loop, trainer, sinks, held_out, num_steps)
+                    training = Training(self, loop, trainer, sinks, held_out, num_steps, best)
                     yield training
             finally:
                 sinks.close()
         assert trainer.step_number == num_steps, "the body must do all steps"
         self._finish(trainer.model, training.result)
+
+    def _best(self, section: TrainSection, held_out: HeldOut | None) -> BestModel | None:
+        if held_out is None or held_out.decides is None:
+            return None
+        between = 0 if section.eval_every is None else (section.steps - 1) // section.eval_every
+        return BestModel(self.folder, held_out.decides, between + 1, self.tokenizer)
 
     def _recorder(self, num_steps: int) -> StepRecorder | None:
         if self.profile is None or not processes.writes():
@@ -277,12 +286,13 @@ class Training:
         sinks: Sinks,
         held_out: HeldOut | None,
         num_steps: int,
+        best: BestModel | None,
     ):
-        self.sinks = sinks
+        self.sinks, self.folder = sinks, stage.folder
         self.result: dict[str, Any] = {}
-        """Evaluations `before` and `after`, and their `difference`."""
+        """Evaluations `before` and `after`, their `difference`, and the `best` model if one is kept."""
         self._stage, self._loop, self._trainer = stage, loop, trainer
-        self._held_out, self._num_steps = held_out, num_steps
+        self._held_out, self._num_steps, self._best = held_out, num_steps, best
 
     def __iter__(self) -> Iterator[int]:
         """Yield the number of each remaining step, from 1."""
@@ -294,10 +304,24 @@ class Training:
         self._evaluate("after", self._num_steps)
         if self._held_out is not None and self._held_out.difference is not None:
             self.result["difference"] = self._held_out.difference(self.result["before"], self.result["after"])
+        if self._best is not None:
+            self._consider(self.result["after"])
+            self.result["best"] = self._best.result()
+
+    def evaluate(self) -> Mapping[str, float]:
+        """Evaluate between two steps, and keep the model if it is the best so far."""
+        assert self._held_out is not None
+        found = self._held_out.evaluate()
+        self._consider(found)
+        return self._held_out.metrics(found)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Log the metrics of the completed step."""
         self._loop.log(metrics)
+
+    def _consider(self, found: Record) -> None:
+        if self._best is not None:
+            self._best.consider(self._trainer.step_number, self.result["before"], found, self._trainer.model)
 
     def _evaluate(self, when: str, step: int) -> None:
         held_out = self._held_out

@@ -82,3 +82,10 @@ def warm_up(
 def engine_metrics(engine: RolloutEngine) -> dict[str, float]:
     """Metrics of the built-in engine; none of others."""
     return engine.metrics() if isinstance(engine, NativeEngine) else {}
+
+
+def forget_prompts(engine: RolloutEngine) -> None:
+    """Clear the built-in engine's prefix cache after other prompts than those of training: keys and values in it would
+    change the rounding of training samples."""
+    if isinstance(engine, NativeEngine):
+        engine.forget_prompts()

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,8 @@ from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.scorers import Scorer
 from posttrain.config import OnlineSection, RLSection
 from posttrain.data.pipeline import Prompts
-from posttrain.evaluation.rollouts import RolloutEvaluation, evaluate
+from posttrain.evaluation.records import Record, difference, record_of
+from posttrain.evaluation.rollouts import RolloutEvaluation, evaluate, with_at_k
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.mesh import row_shards
 from posttrain.metrics import Sample, Timer, tables, to_host
@@ -27,19 +30,23 @@ from posttrain.rl.rewards import error_lines
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.source import Source
 from posttrain.rl.step import StepResult
-from posttrain.rl.types import Group, Rewards
+from posttrain.rl.store import Recorded, TrajectoryStore
+from posttrain.rl.types import Group
+from posttrain.runtime import processes
 from posttrain.runtime.profiler import span
 from posttrain.runtime.run_async import run_async
 from posttrain.stages.cluster import make_cluster
 from posttrain.stages.context import HeldOut, StageRun, Training
-from posttrain.stages.engine import engine_metrics, warm_up
-from posttrain.stages.prompts import RolloutInputs, check_cache
+from posttrain.stages.engine import engine_metrics, forget_prompts, warm_up
+from posttrain.stages.prompts import EvalSet, RolloutInputs, check_cache
 from posttrain.tracking.console import console, printable
 from posttrain.train.loop import crosses
 from posttrain.train.trainer import Trainer
 
 NUM_SHOWN = 6
 """Number of samples in a table."""
+TRAJECTORIES = "trajectories"
+"""Folder of records in that of the stage."""
 MAX_STEPS_WITHOUT_REWARD = 3
 """Abort the run after this many consecutive steps without any valid reward."""
 
@@ -55,11 +62,9 @@ class Rollouts:
     cluster: Cluster
     sampler: Sampler
 
-    @property
-    def eval_sampler(self) -> Sampler:
+    def eval_sampler(self, held_out: EvalSet) -> Sampler:
         """Sampler with the settings of held-out prompts."""
-        assert self.inputs.eval_renderer is not None
-        return replace(self.sampler, renderer=self.inputs.eval_renderer, sampling=self.inputs.section.held_out_sampling)
+        return replace(self.sampler, renderer=held_out.renderer, sampling=self.inputs.section.held_out_sampling)
 
 
 def open_rollouts(
@@ -81,9 +86,8 @@ def open_rollouts(
         seed=stage.seed,
     )
     rollouts = Rollouts(inputs=inputs, cluster=cluster, sampler=sampler)
-    prompts = [(sampler, inputs.examples)]
-    if inputs.eval_examples:
-        prompts.append((rollouts.eval_sampler, inputs.eval_examples))
+    held_out = [(rollouts.eval_sampler(one), one.examples) for one in inputs.eval_sets]
+    prompts = [(sampler, inputs.examples), *held_out]
     warm_up(engine, section.rollout, prompts, rereads=section.samples_in_flight > samples)
     return rollouts
 
@@ -155,53 +159,109 @@ def describe_steps(section: OnlineSection, inputs: RolloutInputs | None, compare
         f"{prompts}{section.steps} steps of {section.prompts_per_step} prompts x {section.group_size} samples "
         f"= {section.prompts_per_step * section.group_size}, up to {section.sampling.max_tokens} new tokens each"
     )
-    held_out = f"; {len(inputs.eval_examples)} held-out prompts" if inputs is not None and inputs.eval_examples else ""
+    count = 0 if inputs is None else sum(len(one.examples) for one in inputs.eval_sets)
+    held_out = f"; {count} held-out prompts" if count else ""
+    if count and section.evaluate is not None and section.evaluate.samples > 1:
+        held_out += f" x {section.evaluate.samples} samples"
     return text + compared + held_out
 
 
 def held_out_prompts(rollouts: Rollouts, distances: Distances | None = None) -> HeldOut | None:
     """Evaluation on held-out prompts, if there are any. `distances`: measured beside rewards."""
-    if not rollouts.inputs.eval_examples:
+    section = rollouts.inputs.section
+    if not rollouts.inputs.eval_sets:
         return None
-    return HeldOut(evaluate=lambda: _record(_evaluate(rollouts, distances)), metrics=itemgetter("metrics"))
+    keeps = section.evaluate is not None and section.evaluate.keep_best
+    return HeldOut(
+        evaluate=lambda: _evaluate(rollouts, distances),
+        metrics=itemgetter("metrics"),
+        difference=difference,
+        decides=f"avg@{section.evaluate.samples}" if section.evaluate is not None and keeps else None,
+    )
 
 
 class StepReport:
-    """Report of each online step: metrics, sample tables, reward errors; RunError from its guards."""
+    """Report of each online step: metrics, sample tables, reward errors, trajectories; RunError from its guards. A
+    context manager, at whose end the trajectories are on disk."""
 
     def __init__(self, rollouts: Rollouts, training: Training):
         inputs = rollouts.inputs
         self._section, self._training = inputs.section, training
-        self._engine, self._trainer = rollouts.cluster.engine, rollouts.cluster.actor
+        self._cluster, self._trainer = rollouts.cluster, rollouts.cluster.actor
+        self._store = _open_store(self._section, training.folder, self._trainer.step_number)
         self._reported = self._trainer.step_number
         self._guard = NoRewardGuard(min(MAX_STEPS_WITHOUT_REWARD, self._section.steps))
         left_out = (len(inputs.rows) - len(inputs.examples)) / len(inputs.rows)
         self._dropped = {} if self._section.overlong == "error" else {"data/dropped_ratio": left_out}
+
+    def __enter__(self) -> StepReport:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._store is not None:
+            self._store.__exit__(kind, error, trace)
 
     def __call__(self, result: StepResult, timer: Timer) -> None:
         with span("log"):
             self._report(self._trainer.step_number, result, timer)
 
     def _report(self, step: int, result: StepResult, timer: Timer) -> None:
-        _print_errors(f"step {step}", result.rewards, result.groups_P)
+        _print_errors(f"step {step}", result)
         self._guard.check(step, result.rewards)
         if self._reported == 0 or crosses(self._reported, step, self._section.samples_every):
             self._training.sinks.samples(step, step_samples(result, self._section.group_size))
+        self._record(step, result)
         check_agreement(result.metrics, step)
-        metrics = {**to_host(result.metrics), **self._dropped, **engine_metrics(self._engine), **timer.metrics()}
+        metrics = {
+            **to_host(result.metrics),
+            **self._dropped,
+            **engine_metrics(self._cluster.engine),
+            **timer.metrics(),
+        }
         self._training.log({**metrics, **tables(result.metrics)})
         self._reported = step
 
+    def _record(self, step: int, result: StepResult) -> None:
+        section = self._section.record
+        if self._store is None or section is None or not crosses(self._reported, step, section.every):
+            return
+        self._store.write(
+            Recorded(
+                before=self._reported,
+                step=step,
+                version=self._cluster.version - 1,  # the step has handed over its weights
+                groups_P=result.groups_P,
+                rewards=result.rewards,
+                advantages_PG=result.advantages_PG,
+                roles_PG=result.roles_PG,
+            )
+        )
 
-def _evaluate(rollouts: Rollouts, distances: Distances | None) -> RolloutEvaluation:
-    inputs = rollouts.inputs
-    found = run_async(evaluate(rollouts.eval_sampler, inputs.rubric, inputs.eval_examples, distances=distances))
-    _print_errors("evaluation", found.rewards, found.groups_P)
-    return found
+
+def _open_store(section: OnlineSection, folder: Path, step: int) -> TrajectoryStore | None:
+    """Store of a stage's trajectories, in the process that writes files."""
+    if section.record is None or not processes.writes():
+        return None
+    return TrajectoryStore(folder / TRAJECTORIES, keep=section.record.keep, start=step)
 
 
-def _print_errors(when: str, rewards: Rewards, groups_P: Sequence[Group]) -> None:
-    for line in error_lines(rewards, groups_P):
+def _evaluate(rollouts: Rollouts, distances: Distances | None) -> Record:
+    """Evaluate on all held-out prompts. Training goes on as if there had been none."""
+    inputs, section = rollouts.inputs, rollouts.inputs.section.evaluate
+    found: dict[str | None, RolloutEvaluation] = {}
+    for held_out in inputs.eval_sets:
+        sampler, size = rollouts.eval_sampler(held_out), 1 if section is None else section.samples
+        one = run_async(evaluate(sampler, inputs.rubric, held_out.examples, size, distances))
+        _print_errors("evaluation" if held_out.name is None else f"evaluation on {held_out.name}", one)
+        found[held_out.name] = one if section is None else with_at_k(one, section)
+    forget_prompts(rollouts.cluster.engine)
+    return record_of(found)
+
+
+def _print_errors(when: str, scored: StepResult | RolloutEvaluation) -> None:
+    for line in error_lines(scored.rewards, scored.groups_P):
         console().print(printable(f"{when}: {line}", console().encoding), markup=False, soft_wrap=True)
 
 
@@ -229,30 +289,3 @@ def _sample(outcome: StepResult, p: int, g: int) -> Sample:
 
 def _number(value: float | np.floating[Any]) -> float | None:
     return None if math.isnan(value) else float(value)
-
-
-def _record(evaluation: RolloutEvaluation) -> dict[str, Any]:
-    """Convert an evaluation to JSON: metrics, all samples, and the confidence interval of the reward, or of the KL
-    without rewards."""
-    if evaluation.interval is not None:
-        measure, interval, values_PG = "reward", evaluation.interval, evaluation.rewards.total_PG
-    else:
-        assert evaluation.distance is not None and evaluation.distances_PG is not None
-        measure, interval, values_PG = "reverse KL", evaluation.distance, evaluation.distances_PG
-    samples = [
-        {
-            "prompt": "".join(str(m["content"]) for m in group[0].example.messages),
-            "completion": group[0].text,
-            measure: _number(values_PG[p, 0]),
-        }
-        for p, group in enumerate(evaluation.groups_P)
-    ]
-    return {
-        "measure": measure,
-        "mean": interval.mean,
-        "low": interval.low,
-        "high": interval.high,
-        "n": interval.n,
-        "metrics": evaluation.metrics(),
-        "samples": samples,
-    }

@@ -62,7 +62,7 @@ def run(stage: StageRun, inputs: OnlinePreferenceInputs) -> None:
         state = RolloutState(act.source, cluster)
         with stage.training(trainer, state, section, held_out) as training, closing(cluster.engine):
             cluster.sync_weights()
-            report = StepReport(rollouts, training)
-            for _ in training:
-                timer = Timer()
-                report(run_async(online_step(cluster, act, settings, timer)), timer)
+            with StepReport(rollouts, training) as report:
+                for _ in training:
+                    timer = Timer()
+                    report(run_async(online_step(cluster, act, settings, timer)), timer)

@@ -12,6 +12,7 @@ import numpy as np
 from posttrain.config import (
     DatasetSection,
     DistillSection,
+    HeldOutSection,
     Locator,
     OnlinePreferenceSection,
     OnlineSection,
@@ -23,7 +24,7 @@ from posttrain.data.format import prompt_is_text, prompt_messages
 from posttrain.data.sources import Rows, each_row
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.distill.teachers import TeacherSource
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, did_you_mean
 from posttrain.losses.importance import ImportanceSampling
 from posttrain.losses.preference import KINDS
 from posttrain.losses.surrogates import CISPO, GMPO, SAPO, VESPO, Clip, Surrogate
@@ -45,6 +46,16 @@ from posttrain.weights.locate import read_model_files
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvalSet:
+    """Held-out prompts."""
+
+    name: str | None
+    """Name in metrics; None: `eval_dataset`."""
+    renderer: Renderer
+    examples: Sequence[Example]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutInputs:
     """Inputs of stages that generate and score completions."""
 
@@ -53,8 +64,8 @@ class RolloutInputs:
     rows: Rows
     examples: Sequence[Example]
     """Examples whose prompts are not too long."""
-    eval_renderer: Renderer | None
-    eval_examples: Sequence[Example]
+    eval_sets: Sequence[EvalSet]
+    """`eval_dataset`, then the others."""
     rubric: Rubric
     max_prompt_tokens: int
     make_engine: EngineFactory | None
@@ -99,22 +110,20 @@ def prepare_scored(
     rows, renderer = rows_and_renderer(section.dataset, tokenizer)
     _check_columns(rubric, rows.columns)
     examples, notes = examples_of(rows, section.dataset, renderer, limit, rubric, shares, section.overlong)
-    eval_examples: list[Example] = []
-    eval_renderer = None
-    if section.eval_dataset is not None:
-        eval_rows, eval_renderer = rows_and_renderer(section.eval_dataset, tokenizer)
+    eval_sets: list[EvalSet] = []
+    for dataset in section.all_datasets[1:]:
+        eval_rows, eval_renderer = rows_and_renderer(dataset, tokenizer)
         _check_columns(rubric, eval_rows.columns)
-        eval_examples, more = examples_of(
-            eval_rows, section.eval_dataset, eval_renderer, limit, rubric, shares, section.overlong
-        )
+        held_out, more = examples_of(eval_rows, dataset, eval_renderer, limit, rubric, shares, section.overlong)
+        name = dataset.name if isinstance(dataset, HeldOutSection) else None
+        eval_sets.append(EvalSet(name=name, renderer=eval_renderer, examples=held_out))
         notes += more
     scored = RolloutInputs(
         section=section,
         renderer=renderer,
         rows=rows,
         examples=examples,
-        eval_renderer=eval_renderer,
-        eval_examples=eval_examples,
+        eval_sets=eval_sets,
         rubric=rubric,
         max_prompt_tokens=limit,
         make_engine=engine_of(section.rollout),
@@ -258,7 +267,10 @@ def check_rewards(section: OnlineSection) -> None:
 
 
 def refuse_completions(section: OnlineSection) -> None:
-    for name, dataset in (("dataset", section.dataset), ("eval_dataset", section.eval_dataset)):
+    more = () if section.evaluate is None else section.evaluate.sets
+    named = {"dataset": section.dataset, "eval_dataset": section.eval_dataset}
+    named |= {f"evaluate.sets.{number}": dataset for number, dataset in enumerate(more)}
+    for name, dataset in named.items():
         if dataset is not None and dataset.completion is not None:
             raise ConfigError(
                 f"{name}.completion={dataset.completion!r}: this stage samples its completions; remove it "
@@ -296,7 +308,16 @@ def rubric_of(section: OnlineSection) -> Rubric:
                 isolated=(item.fn.object, str(item.fn.folder.resolve())) if isolated else None,
             )
         )
+    _check_reward_name(section, [reward.name for reward in rewards])
     return Rubric(rewards)
+
+
+def _check_reward_name(section: OnlineSection, names: Sequence[str]) -> None:
+    name = None if section.evaluate is None else section.evaluate.reward
+    if name is not None and name not in names:
+        raise ConfigError(
+            f"evaluate.reward: no reward is called {name!r}{did_you_mean(name, names)}; there are {', '.join(names)}"
+        )
 
 
 def _classifier(path: Locator) -> str:

@@ -72,16 +72,16 @@ def run(stage: StageRun, inputs: RLInputs) -> None:
         teachers = _load_teachers(stage, inputs)
         keep_reference = algorithm.loss.kl_coef > 0
         rollouts = open_rollouts(stage, inputs, trainer, keep_reference=keep_reference, teachers=teachers)
-        cluster, settings = rollouts.cluster, _step_settings(section, stage.seed)
+        cluster, settings = rollouts.cluster, step_settings(section, stage.seed)
         act = _act(rollouts, section)
         held_out = held_out_prompts(rollouts, _distances(teachers, settings))
         state = RolloutState(act.source, cluster)
         with stage.training(trainer, state, section, held_out) as training, closing(cluster.engine):
             cluster.sync_weights()
-            report = StepReport(rollouts, training)
-            for _ in training:
-                timer = Timer()
-                report(run_async(rl_step(cluster, algorithm, act, settings, timer)), timer)
+            with StepReport(rollouts, training) as report:
+                for _ in training:
+                    timer = Timer()
+                    report(run_async(rl_step(cluster, algorithm, act, settings, timer)), timer)
 
 
 def _act(rollouts: Rollouts, section: RLSection) -> Act:
@@ -129,7 +129,7 @@ def refill_of(section: RLSection) -> Refill | None:
     return Refill(limit=given.limit, keep=keep)
 
 
-def _step_settings(section: RLSection, seed: int) -> StepSettings:
+def step_settings(section: RLSection, seed: int) -> StepSettings:
     return StepSettings(
         row_tokens=section.row_tokens,
         num_rows=section.step_rows,

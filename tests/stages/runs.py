@@ -133,7 +133,7 @@ def posttrain(*arguments: str | Path, devices: int = 1) -> Outcome:
     out, err, code = io.StringIO(), io.StringIO(), 0
     before = sys.argv
     sys.argv = ["posttrain", *map(str, arguments)]
-    limit = few_devices(devices) if arguments[0] in ("run", "distill") else contextlib.nullcontext()
+    limit = few_devices(devices) if arguments[0] in ("run", "distill", "replay") else contextlib.nullcontext()
     try:
         with limit, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             cli.main()

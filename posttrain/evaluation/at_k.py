@@ -1,0 +1,124 @@
+"""avg@k, pass@k and maj@k of held-out prompts, one value per prompt."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from posttrain.config import EvaluateSection
+from posttrain.statistics import Interval, mean_interval, share_interval
+
+
+def values_at_k(
+    rewards_PG: Float[np.ndarray, "P G"], answers_PG: Sequence[Sequence[Hashable]] | None, section: EvaluateSection
+) -> dict[str, Float[np.ndarray, " P"]]:
+    """Values of each prompt by name, such as `pass@4`; NaN where the prompt has fewer than k samples with a reward.
+
+    avg@k, over all samples, is the mean reward. A sample passes if its reward is above `pass_above`. `answers_PG`:
+    what samples vote for in maj@k; None without it.
+    """
+    samples, valid_PG = rewards_PG.shape[1], ~np.isnan(rewards_PG)
+    passed_PG = valid_PG & (rewards_PG > section.pass_above)
+    found: dict[str, np.ndarray] = {}
+    if "avg" in section.report:
+        found[f"avg@{samples}"] = prompt_means(rewards_PG)
+    if "pass" in section.report:
+        counts = valid_PG.sum(axis=1), passed_PG.sum(axis=1)
+        found |= {f"pass@{k}": pass_at_k(*counts, k) for k in section.ks}
+    if "majority" in section.report:
+        assert answers_PG is not None
+        votes = [
+            ([answer for answer, valid in zip(answers, valids, strict=True) if valid], passed[valids].tolist())
+            for answers, passed, valids in zip(answers_PG, passed_PG, valid_PG, strict=True)
+        ]
+        found |= {f"maj@{k}": np.asarray([majority_at_k(*of_prompt, k) for of_prompt in votes]) for k in section.ks}
+    return found
+
+
+def intervals_at_k(
+    values: Mapping[str, Float[np.ndarray, " P"]], rewards_PG: Float[np.ndarray, "P G"]
+) -> dict[str, Interval]:
+    """Means over prompts with 95 % intervals, in which prompts are independent, not samples. Names without any value
+    are left out."""
+    samples, valid_PG = rewards_PG.shape[1], ~np.isnan(rewards_PG)
+    found = {}
+    for name, values_P in values.items():
+        if np.isnan(values_P).all():
+            continue
+        if name == f"avg@{samples}":
+            prompts = np.broadcast_to(np.arange(len(rewards_PG))[:, None], rewards_PG.shape)
+            found[name] = mean_interval(rewards_PG[valid_PG], prompts[valid_PG])
+        else:
+            found[name] = share_interval(values_P[~np.isnan(values_P)], samples)
+    return found
+
+
+def prompt_means(values_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, " P"]:
+    """Mean of each prompt's valid values; NaN without any."""
+    valid_PG = ~np.isnan(values_PG)
+    totals = np.where(valid_PG, values_PG, 0.0).sum(axis=1, dtype=np.float64)
+    return np.where(valid_PG.any(axis=1), totals / np.maximum(valid_PG.sum(axis=1), 1), np.nan)
+
+
+def pass_at_k(num: Int[np.ndarray, " P"], passed: Int[np.ndarray, " P"], k: int) -> Float[np.ndarray, " P"]:
+    """Probability that at least one of k samples passes: 1 - C(n - c, k) / C(n, k) with c of n samples passing, which
+    is unbiased. arXiv:2107.03374 eq. 1. NaN where n < k."""
+    return np.asarray(
+        [
+            1.0 - math.comb(n - c, k) / math.comb(n, k) if n >= k else math.nan
+            for n, c in zip(num.tolist(), passed.tolist(), strict=True)
+        ]
+    )
+
+
+def majority_at_k(answers: Sequence[Hashable], passed: Sequence[bool], k: int) -> float:
+    """Probability that the answer with the most votes of k samples passes, over all choices of k of the n samples and a
+    fair draw among answers with equally many votes.
+
+    A sample without an answer (None) does not vote; without any vote nothing passes. An answer of which only some
+    samples pass counts with their share. NaN if n < k.
+
+    >>> majority_at_k(["12", "12", "7"], [True, True, False], 3)
+    1.0
+    >>> majority_at_k(["12", "7"], [True, False], 2)
+    0.5
+    """
+    if len(answers) < k:
+        return math.nan
+    count = Counter(answers)
+    passing = Counter(answer for answer, passes in zip(answers, passed, strict=True) if passes)
+    silent = count.pop(None, 0)
+    # Answers with equally many samples win equally often: once for each such number.
+    shares: dict[int, float] = {}
+    for answer, votes in count.items():
+        shares[votes] = shares.get(votes, 0.0) + passing[answer] / votes
+    total = 0.0
+    for votes, share in shares.items():
+        if share:
+            others = list(count.values())
+            others.remove(votes)
+            total += share * _ways_to_win(votes, others, silent, k)
+    return total / math.comb(len(answers), k)
+
+
+def _ways_to_win(votes: int, others: Sequence[int], silent: int, k: int) -> float:
+    """Number of choices of k samples in which an answer with so many samples wins, a tie of t answers being 1 / t."""
+    total = 0.0
+    for most in range(1, min(votes, k) + 1):
+        # Choices by number of samples and of tied answers, with at most `most` of each other answer.
+        ways = np.zeros((k - most + 1, (k - most) // most + 1))
+        quiet = [math.comb(silent, chosen) for chosen in range(min(silent, k - most) + 1)]
+        ways[: len(quiet), 0] = quiet
+        for other in others:
+            longer = ways.copy()
+            for chosen in range(1, min(other, most, k - most) + 1):
+                tied = int(chosen == most)
+                before = ways[: k - most + 1 - chosen, : ways.shape[1] - tied]
+                longer[chosen:, tied:] += math.comb(other, chosen) * before
+            ways = longer
+        total += math.comb(votes, most) * float((ways[-1] / np.arange(1, ways.shape[1] + 1)).sum())
+    return total

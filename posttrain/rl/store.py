@@ -1,0 +1,203 @@
+"""Store of the trajectories of online steps: a Parquet file for each recorded step, with a row for each sample."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from posttrain.errors import ConfigError, RunError
+from posttrain.rl.types import Example, Group, RewardError, Rewards, Trajectory
+
+FORMAT = 1
+META = b"posttrain"
+TOKENS = {"tokens": np.int32, "sampled": np.bool_, "logps": np.float32, "kept_logps": np.float32, "versions": np.int32}
+"""Columns with a value for each token: 17 bytes before compression."""
+REWARD = "rewards."
+"""Prefix of the columns of single reward functions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """Scored groups of a step, as they were learned from."""
+
+    before: int
+    """Number of optimiser steps before; `step` after it."""
+    step: int
+    version: int
+    """Version of the weights when the step began."""
+    groups_P: Sequence[Group]
+    rewards: Rewards
+    """Without `extras`, which are in the table of samples."""
+    advantages_PG: Float[np.ndarray, "P G"] | None
+    roles_PG: Int[np.ndarray, "P G"] | None
+
+
+class TrajectoryStore:
+    """Writer of records below `folder` in a thread of its own, of which the newest `keep` steps are kept.
+
+    A record appears under its name once it is whole. RunError of a failed write is raised by the next call; a context
+    manager. `start`: the step from which a run goes on; records of later ones, which are made again, are removed.
+    """
+
+    def __init__(self, folder: Path, *, keep: int, start: int):
+        self._folder, self._keep = folder, keep
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trajectories")
+        self._pending: Future[None] | None = None
+        for step in recorded_steps(folder):
+            if step > start:
+                file_of(folder, step).unlink()
+
+    def write(self, recorded: Recorded) -> None:
+        """Start writing a record, after the one before is written."""
+        self.wait()
+        self._pending = self._thread.submit(self._write, recorded)
+
+    def wait(self) -> None:
+        """Wait until everything is written."""
+        pending, self._pending = self._pending, None
+        if pending is not None and (error := pending.exception()) is not None:
+            raise RunError(
+                f"{self._folder}: trajectories cannot be written ({type(error).__name__}: {error}); make room, or set "
+                "record to null"
+            ) from error
+
+    def __enter__(self) -> TrajectoryStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown()
+        if error is None:
+            self.wait()
+
+    def _write(self, recorded: Recorded) -> None:
+        import pyarrow.parquet
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        file = file_of(self._folder, recorded.step)
+        partial = file.with_suffix(".tmp")
+        pyarrow.parquet.write_table(table_of(recorded), partial, compression="zstd", row_group_size=2**20)
+        partial.rename(file)
+        for step in recorded_steps(self._folder)[: -self._keep]:
+            file_of(self._folder, step).unlink()
+
+
+def file_of(folder: Path, step: int) -> Path:
+    return folder / f"{step:08d}.parquet"
+
+
+def recorded_steps(folder: Path) -> list[int]:
+    """Steps with a record, in order."""
+    return sorted(int(file.stem) for file in folder.glob("*.parquet") if file.stem.isdecimal())
+
+
+def table_of(recorded: Recorded) -> Any:
+    """Arrow table of a record: numbers of group, sample and dataset row, rewards, advantage, and lists per token."""
+    import pyarrow
+
+    samples = [trajectory for group in recorded.groups_P for trajectory in group]
+    columns: dict[str, Any] = {
+        "group": np.asarray([sample.group for sample in samples], np.int64),
+        "sample": np.asarray([sample.sample for sample in samples], np.int32),
+        "row": np.asarray([sample.example.index for sample in samples], np.int64),
+        "stop": [sample.stop for sample in samples],
+        "reward": recorded.rewards.total_PG.ravel(),
+        **{f"{REWARD}{name}": part.ravel() for name, part in recorded.rewards.parts_PG.items()},
+    }
+    if recorded.advantages_PG is not None:
+        columns["advantage"] = recorded.advantages_PG.ravel()
+    if recorded.roles_PG is not None:
+        columns["role"] = recorded.roles_PG.ravel().astype(np.int8)
+    ends = np.cumsum([0, *(len(sample.tokens) for sample in samples)]).astype(np.int32)
+    for name, dtype in TOKENS.items():
+        flat = np.concatenate([np.asarray(getattr(sample, name), dtype) for sample in samples])
+        columns[name] = pyarrow.ListArray.from_arrays(ends, pyarrow.array(flat))
+    meta: dict[str, Any] = {
+        "format": FORMAT,
+        "before": recorded.before,
+        "step": recorded.step,
+        "version": recorded.version,
+        "group_size": len(recorded.groups_P[0]),
+        "metrics": dict(recorded.rewards.metrics),
+        "errors": [asdict(error) for error in recorded.rewards.errors],
+    }
+    if samples[0].experts is not None:
+        columns["experts"] = [_bytes_of_experts(sample) for sample in samples]
+        meta["experts"] = list(samples[0].experts.shape[1:])
+    return pyarrow.table(columns).replace_schema_metadata({META: json.dumps(meta)})
+
+
+def _bytes_of_experts(sample: Trajectory) -> bytes:
+    assert sample.experts is not None, "either every trajectory has recorded experts, or none"
+    return sample.experts.astype(np.int16).tobytes()
+
+
+def read_record(folder: Path, step: int, text_of: Callable[[Sequence[int]], str]) -> Recorded:
+    """Read the record of a step. `text_of`: text of sampled tokens. Examples have their number and prompt tokens alone.
+
+    ConfigError if there is none, or if another version wrote it.
+    """
+    import pyarrow.parquet
+
+    file = file_of(folder, step)
+    if not file.is_file():
+        known = recorded_steps(folder)
+        there = f"there are {len(known)}, from {known[0]} to {known[-1]}" if known else "there are none"
+        raise ConfigError(f"{folder}: no trajectories of step {step}; {there}")
+    table = pyarrow.parquet.read_table(file, memory_map=True)
+    meta = json.loads((table.schema.metadata or {}).get(META, "{}"))
+    if meta.get("format") != FORMAT:
+        raise ConfigError(f"{file}: has format {meta.get('format')}, this version reads {FORMAT}")
+    size = meta["group_size"]
+    columns = {name: table.column(name).combine_chunks() for name in table.column_names}
+
+    def by_group(name: str) -> np.ndarray:
+        return np.asarray(columns[name].to_numpy(zero_copy_only=False)).reshape(-1, size)
+
+    parts = {name.removeprefix(REWARD): by_group(name) for name in columns if name.startswith(REWARD)}
+    rewards = Rewards(
+        total_PG=by_group("reward"),
+        parts_PG=parts,
+        errors=[RewardError(**error) for error in meta["errors"]],
+        metrics=meta["metrics"],
+        extras={},
+    )
+    rows = table.drop_columns([name for name in columns if name.startswith(REWARD)]).to_pylist()
+    samples = [_trajectory(row, meta.get("experts"), text_of) for row in rows]
+    return Recorded(
+        before=meta["before"],
+        step=meta["step"],
+        version=meta["version"],
+        groups_P=[samples[start : start + size] for start in range(0, len(samples), size)],
+        rewards=rewards,
+        advantages_PG=by_group("advantage") if "advantage" in columns else None,
+        roles_PG=by_group("role").astype(np.int32) if "role" in columns else None,
+    )
+
+
+def _trajectory(
+    row: dict[str, Any], experts: Sequence[int] | None, text_of: Callable[[Sequence[int]], str]
+) -> Trajectory:
+    tokens, sampled = row["tokens"], row["sampled"]
+    prompt = tokens[: sampled.index(True)] if True in sampled else tokens
+    example = Example(index=row["row"], row={}, messages=(), prompt_tokens=prompt, plain=True)
+    text = text_of([token for token, own in zip(tokens, sampled, strict=True) if own])
+    return Trajectory(
+        group=row["group"],
+        example=example,
+        sample=row["sample"],
+        messages=[{"role": "assistant", "content": text}],
+        text=text,
+        stop=row["stop"],
+        experts=None if experts is None else np.frombuffer(row["experts"], np.int16).reshape(-1, *experts),
+        **{name: row[name] for name in TOKENS},
+    )

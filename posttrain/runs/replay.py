@@ -1,0 +1,157 @@
+"""Replay of a recorded step: batch, loss and metrics from its trajectories, without sampling."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from posttrain.batch import Batch
+from posttrain.cluster.cluster import Cluster
+from posttrain.cluster.sync import Shared
+from posttrain.config import RLSection, RunConfig
+from posttrain.config.yaml_file import load_config
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.errors import ConfigError
+from posttrain.metrics import Timer, to_host
+from posttrain.models.decoder import Decoder
+from posttrain.rl.act import Acted
+from posttrain.rl.sampler import sampling_params
+from posttrain.rl.step import learn
+from posttrain.rl.store import Recorded, read_record
+from posttrain.rollout.types import Completion, SamplingParams, text_of
+from posttrain.runs.finished import find_stage, open_stage, tokenizer_of
+from posttrain.runs.run import CONFIG_NAME, mesh_of
+from posttrain.stages.cluster import make_reference
+from posttrain.stages.context import StageRun
+from posttrain.stages.online import TRAJECTORIES, make_policy_trainer
+from posttrain.stages.prompts import algorithm_of
+from posttrain.stages.rl import step_settings
+from posttrain.stages.table import stage_names
+from posttrain.train.checkpoint import Checkpointer
+from posttrain.train.trainer import Trainer
+from posttrain.weights.locate import add_family
+from posttrain.weights.lora import has_lora
+from posttrain.weights.state import ModelWeights
+
+MEASURED = ("timing_s/", "perf/", "step_time", "rollout/", "learning_rate", "data/")
+"""Metrics that tell about the run, not about the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """Outcome of a replay."""
+
+    step: int
+    batches: Sequence[Batch]
+    """Batch of each update of the first epoch."""
+    metrics: Mapping[str, float]
+    logged: Mapping[str, float]
+    """Metrics that the run has logged for the step."""
+
+
+class NoEngine:
+    """Engine of a cluster that does not sample."""
+
+    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
+        raise RuntimeError("a replay does not sample")
+
+    def update_weights(self, model: Decoder, version: int) -> None:
+        """Ignore new weights."""
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+
+def replay(run: str | Path, step: int, *, model: str | Path | None = None, changes: Sequence[str] = ()) -> Replayed:
+    """Repeat step `step` of an RL stage on its recorded trajectories.
+
+    `run`: the output of a run (its last started stage) or the folder of a stage. The weights are those of the
+    checkpoint before the step (of step 1: the start), or of `model`, a folder or hub id. `changes`: settings of the
+    stage, such as `clip_high=0.3`. ConfigError where trajectories or checkpoint are missing.
+    """
+    output, name = find_stage(Path(run))
+    config, section = _configured(output, name, changes)
+    add_family(config.model)
+    tokenizer = tokenizer_of(output, name, config)
+    recorded = read_record(output / name / TRAJECTORIES, step, _text_of(section, tokenizer))
+    stage = open_stage(output, name, config, tokenizer, mesh_of(config))
+    algorithm = algorithm_of(section)
+    trainer = make_policy_trainer(stage, section, algorithm.loss)
+    reference = make_reference(stage, section, trainer) if algorithm.needs_reference else None
+    if reference is not None:
+        trainer.companions["reference"] = reference
+    cluster = Cluster(trainer, NoEngine(), Shared(trainer), reference=reference)
+    cluster.version = recorded.version
+    if model is not None:
+        _use_model(trainer, stage, str(model))
+    elif recorded.before:
+        _restore(trainer, stage.folder, recorded)
+    acted = Acted(version=recorded.version, groups_P=recorded.groups_P, rewards=recorded.rewards)
+    result = learn(cluster, algorithm, acted, step_settings(section, config.seed), Timer())
+    return Replayed(
+        step=step, batches=result.parts, metrics=to_host(result.metrics), logged=_logged(output, name, step)
+    )
+
+
+def lines_of(found: Replayed) -> list[str]:
+    """Table of the metrics as replayed and as logged by the run."""
+    names = [name for name in found.metrics if not name.startswith(MEASURED)]
+    width = max(map(len, names))
+    rows = [f"{'step ' + str(found.step):{width}} {'replayed':>14} {'logged':>14}"]
+    for name in names:
+        logged = found.logged.get(name, math.nan)
+        rows.append(f"{name:{width}} {found.metrics[name]:14.7g} {logged:14.7g}")
+    return rows
+
+
+def _configured(output: Path, name: str, changes: Sequence[str]) -> tuple[RunConfig, RLSection]:
+    """Configuration of the run and its stage with the changes. ConfigError for a stage that cannot be replayed."""
+    index = stage_names(load_config(output / CONFIG_NAME)).index(name)
+    config = load_config(output / CONFIG_NAME, [f"stages.{index}.{change}" for change in changes])
+    section = config.stages[index]
+    if not isinstance(section, RLSection):
+        raise ConfigError(f"replay: {name} is a stage of kind {section.kind}; only those of kind rl can be replayed")
+    if section.teachers:
+        raise ConfigError(f"replay: {name} has teachers, which the record lacks; only stages without can be replayed")
+    return config, section
+
+
+def _text_of(section: RLSection, tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+    params = sampling_params(section.sampling, tokenizer, key=(0, 0))
+    return lambda tokens: text_of(tokenizer.decode, tokens, params.ends, params.stop)
+
+
+def _restore(trainer: Trainer, folder: Path, recorded: Recorded) -> None:
+    with Checkpointer(folder / "checkpoints") as checkpointer:
+        try:
+            state, host = checkpointer.restore(recorded.before, trainer.state())
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}; to replay step {recorded.step} give a model, or run with checkpoint_every such that a "
+                f"checkpoint of step {recorded.before} is kept"
+            ) from error
+    trainer.restore(state, host["step"], host["skipped_updates"])
+
+
+def _use_model(trainer: Trainer, stage: StageRun, path: str) -> None:
+    """Give the trainer the parameters of another model of the same kind."""
+    if has_lora(trainer.model):
+        raise ConfigError("replay: the run trains an adapter, which another model does not have; replay a checkpoint")
+    given = ModelWeights(replace(stage, source=None, source_name=path).load_model()).read()
+    state = trainer.state()
+    if lacking := sorted(state["params"].keys() - given.keys()):
+        raise ConfigError(f"replay: {path} is a model of another kind: it has no {lacking[0]}")
+    trainer.restore({**state, "params": {name: given[name] for name in state["params"]}}, trainer.step_number)
+
+
+def _logged(output: Path, name: str, step: int) -> Mapping[str, float]:
+    """Metrics of a step's training, not of its evaluation; none if the run was stopped before it logged them."""
+    found: dict[str, float] = {}
+    for text in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        line = json.loads(text)
+        if line["stage"] == name and line["step"] == step and "grad_norm" in line:
+            found = {key: value for key, value in line.items() if isinstance(value, float) and key != "time"}
+    return found

@@ -1,0 +1,87 @@
+"""A recorded step gives the same batch, loss and metrics again without sampling, and others with another loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.errors import ConfigError
+from posttrain.rl.store import recorded_steps
+from posttrain.runs.replay import MEASURED, Replayed, replay
+from tests.stages.runs import few_devices, posttrain, rl_stage, sft_stage, write_run
+
+ENDS = {"max_tokens": 6, "stop_token_ids": [*range(0, 260, 4)]}
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "plain": {"kl_coef": 0.1, "sampling": {**ENDS, "top_p": 0.9}},
+    "updates": {"updates": 2, "update_epochs": 2, "num_steps": 8, "rollout": {"quantize": "int8"}},
+    "ahead": {"oversample_prompts": 2, "sampling": ENDS, "rollout": {"decode_steps": 2}},
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a finished stage behind another one, with checkpoints of the last two steps."""
+    folder = tmp_path_factory.mktemp(request.param)
+    # Each step has a checkpoint, of which two are kept.
+    rl = rl_stage(checkpoint_every=1, **KINDS[request.param])
+    assert posttrain("run", write_run(folder, sft_stage(num_steps=1), rl)).code == 0
+    return folder / "out" / "1-rl"
+
+
+def replayed(stage: Path, step: int, **options: Any) -> Replayed:
+    with few_devices(1):
+        return replay(stage, step, **options)
+
+
+def check_as_logged(found: Replayed) -> None:
+    names = [name for name in found.logged if not name.startswith(MEASURED)]
+    assert {"loss", "grad_norm", "reward", "entropy", "approx_kl"} <= {*names}
+    for name in names:
+        ours, logged = found.metrics[name], found.logged[name]
+        assert math.isclose(ours, logged, rel_tol=1e-6, abs_tol=1e-6), (name, ours, logged)
+
+
+def test_replayed_as_logged(stage: Path) -> None:
+    """The last step from the checkpoint before it, and the first one from the start."""
+    steps = recorded_steps(stage / "trajectories")
+    assert len(steps) == (2 if steps[-1] == 8 else 4)
+    for step in (steps[0], steps[-1]):
+        check_as_logged(replayed(stage, step))
+
+
+def test_replayed_with_another_loss(stage: Path) -> None:
+    last = recorded_steps(stage / "trajectories")[-1]
+    plain, other = replayed(stage, last), replayed(stage, last, changes=["algorithm=dr_grpo", "entropy_coef=0.1"])
+    assert other.metrics["reward"] == plain.metrics["reward"]
+    assert abs(other.metrics["loss"] - plain.metrics["loss"]) > 1e-3
+
+
+def test_replayed_with_another_model(stage: Path) -> None:
+    """The model of the stage before is the one that sampled the first step."""
+    first = recorded_steps(stage / "trajectories")[0]
+    check_as_logged(replayed(stage, first, model=stage.parent / "0-sft" / "model"))
+    final = replayed(stage, first, model=stage / "model")
+    assert final.metrics["sampling/logp_difference/mean"] > 1e-3
+
+
+def test_command(stage: Path) -> None:
+    step = recorded_steps(stage / "trajectories")[0]
+    found = posttrain("replay", stage.parent, "--step", str(step), "--set", "clip_high=0.3", devices=1)
+    assert found.code == 0, found.err
+    rows = {line.split()[0]: line.split()[1:] for line in found.out.splitlines()}
+    assert rows["reward"][0] == rows["reward"][1] and "loss" in rows
+
+
+def test_what_cannot_be_replayed_is_said(stage: Path) -> None:
+    second = recorded_steps(stage / "trajectories")[1]
+    with pytest.raises(ConfigError, match="no trajectories of step 99; there are"):
+        replayed(stage, 99)
+    with pytest.raises(ConfigError, match="sft is a stage of kind sft; only those of kind rl"):
+        replayed(stage.parent / "0-sft", 1)
+    if second == 2:
+        with pytest.raises(ConfigError, match="no checkpoint of step 1; .*checkpoint of step 1 is kept"):
+            replayed(stage, second)
