@@ -21,6 +21,7 @@ from posttrain.mesh import row_shards
 from posttrain.metrics import Sample, Timer, tables, to_host
 from posttrain.rl.act import Act
 from posttrain.rl.curriculum import Curriculum
+from posttrain.rl.diagnosis import diagnose
 from posttrain.rl.metrics import NoRewardGuard, check_agreement, sampler_disagrees
 from posttrain.rl.reward_model import ModelReward
 from posttrain.rl.rewards import error_lines
@@ -157,7 +158,7 @@ class StepReport:
     """Report of each online step: metrics, sample tables, reward errors; RunError from its guards."""
 
     def __init__(self, rollouts: Rollouts, training: Training):
-        inputs = rollouts.inputs
+        self._rollouts, inputs = rollouts, rollouts.inputs
         self._section, self._training = inputs.section, training
         self._engine, self._trainer = rollouts.cluster.engine, rollouts.cluster.actor
         self._reported = self._trainer.step_number
@@ -174,10 +175,15 @@ class StepReport:
         self._guard.check(step, result.rewards)
         if self._reported == 0 or crosses(self._reported, step, self._section.samples_every):
             self._training.sinks.samples(step, step_samples(result, self._section.group_size))
-        check_agreement(result.metrics, step)
+        check_agreement(result.metrics, step, lambda: self._diagnosis(result))
         metrics = {**to_host(result.metrics), **self._dropped, **engine_metrics(self._engine), **timer.metrics()}
         self._training.log({**metrics, **tables(result.metrics)})
         self._reported = step
+
+    def _diagnosis(self, result: StepResult) -> str:
+        rollouts = self._rollouts
+        row_tokens = rollouts.inputs.section.sequence_tokens
+        return run_async(diagnose(rollouts.cluster, rollouts.sampler, result.groups_P, row_tokens))
 
 
 def _evaluate(rollouts: Rollouts, distances: Distances | None) -> RolloutEvaluation:
