@@ -20,7 +20,7 @@ from posttrain.cluster.cluster import Cluster, Role
 from posttrain.cluster.scorers import model_inputs
 from posttrain.mesh import BATCH_SPEC, row_shards
 from posttrain.models.attention import Attention
-from posttrain.models.config import ModelConfig, Rope
+from posttrain.models.config import ModelConfig, MoEConfig, Rope
 from posttrain.models.decoder import Decoder
 from posttrain.models.latent import LatentAttention
 from posttrain.models.rope import default_frequencies
@@ -36,7 +36,7 @@ MAX_SAMPLES, MAX_TOKENS = 8, 64
 """Samples and tokens that are scored again."""
 Forward = Callable[[Batch, np.ndarray, np.ndarray], np.ndarray]
 """Logits [N, V] at rows and places of a batch."""
-TEMPERATURES = np.geomspace(0.1, 5.0, 24)
+TEMPERATURES = np.geomspace(0.02, 10.0, 32)
 THETAS = (1e4, 1e5, 5e5, 1e6)
 """Common base frequencies of RoPE."""
 
@@ -125,7 +125,10 @@ async def diagnose(cluster: Cluster, sampler: Sampler, groups_P: Sequence[Group]
             "weights that do not reach it, a layer, precision, or positions (then sampling/logp_difference/at_last is "
             "above at_first)"
         )
-    return "no probe explains the difference"
+    config = case.cluster.actor.model.config
+    mixture = any(isinstance(block.mlp, MoEConfig) for stage in config.stages for block in stage.blocks)
+    unrecorded = mixture and all(sample.experts is None for sample in case.samples)
+    return "no probe explains the difference" + ("; try rollout.record_routing" if unrecorded else "")
 
 
 def _worst(cluster: Cluster, sampler: Sampler, pairs: Sequence[tuple[Trajectory, np.ndarray]], row_tokens: int) -> Case:
