@@ -24,6 +24,7 @@ from posttrain.mesh import row_shards
 from posttrain.metrics import Sample, Timer, tables, to_host
 from posttrain.rl.act import Act
 from posttrain.rl.curriculum import Curriculum
+from posttrain.rl.diagnosis import diagnose
 from posttrain.rl.metrics import NoRewardGuard, check_agreement, sampler_disagrees
 from posttrain.rl.reward_model import ModelReward
 from posttrain.rl.rewards import error_lines
@@ -185,7 +186,7 @@ class StepReport:
     context manager, at whose end the trajectories are on disk."""
 
     def __init__(self, rollouts: Rollouts, training: Training):
-        inputs = rollouts.inputs
+        self._rollouts, inputs = rollouts, rollouts.inputs
         self._section, self._training = inputs.section, training
         self._cluster, self._trainer = rollouts.cluster, rollouts.cluster.actor
         self._store = _open_store(self._section, training.folder, self._trainer.step_number)
@@ -213,7 +214,7 @@ class StepReport:
         if self._reported == 0 or crosses(self._reported, step, self._section.samples_every):
             self._training.sinks.samples(step, step_samples(result, self._section.group_size))
         self._record(step, result)
-        check_agreement(result.metrics, step)
+        check_agreement(result.metrics, step, lambda: self._diagnosis(result))
         metrics = {
             **to_host(result.metrics),
             **self._dropped,
@@ -238,6 +239,13 @@ class StepReport:
                 roles_PG=result.roles_PG,
             )
         )
+
+    def _diagnosis(self, result: StepResult) -> str:
+        if processes.count() > 1:
+            return "a run in one process names the cause"
+        rollouts = self._rollouts
+        row_tokens = rollouts.inputs.section.sequence_tokens
+        return run_async(diagnose(rollouts.cluster, rollouts.sampler, result.groups_P, row_tokens))
 
 
 def _open_store(section: OnlineSection, folder: Path, step: int) -> TrajectoryStore | None:
