@@ -360,7 +360,7 @@ def _probe(advantage: Callable[..., Any], name: str, group_size: int, rewards: S
 
 def algorithm_of(section: RLSection) -> Algorithm:
     """Make the algorithm of a stage. ConfigError for incompatible fields, and functions of the user that fail."""
-    critic = {name: getattr(section, name) for name in ("gamma", "gae_lambda", "value_clip")}
+    critic = {"gamma": section.gamma, "gae_lambda": section.gae_lambda, "value_clip": section.value_clip}
     algorithm = make_algorithm(
         section.algorithm,
         max_tokens=section.max_sampled_tokens,
