@@ -1,4 +1,4 @@
-"""RL cluster: actor, reference, teachers and rollout engine, each on the devices that it is given."""
+"""RL cluster: actor, critic, reference, teachers and rollout engine, each on the devices that it is given."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import numpy as np
 from jaxtyping import Float
 
-from posttrain.batch import Batch
+from posttrain.batch import Batch, TokenStats
+from posttrain.cluster.critic import Critic
 from posttrain.cluster.ledger import Holder, Holding, ledger
 from posttrain.cluster.reference import ReferencePolicy
 from posttrain.cluster.scorers import Scorer, model_inputs, teacher_logps
@@ -24,10 +25,11 @@ class Role(enum.Enum):
     ACTOR = "actor"
     REFERENCE = "reference"
     TEACHER = "teacher"
+    CRITIC = "critic"
 
 
 class Cluster:
-    """Actor, reference, teachers and rollout engine of one run. Teachers score at the actor's temperature.
+    """Actor, critic, reference, teachers and rollout engine of one run. Teachers score at the actor's temperature.
 
     `replica`: the actor's model as the engine gets it, which decides how weights reach the engine.
     """
@@ -40,12 +42,14 @@ class Cluster:
         *,
         reference: ReferencePolicy | None,
         teachers: Sequence[Scorer] = (),
+        critic: Critic | None = None,
     ):
         self.actor = actor
         self.engine = engine
         self.version = 0
         """Version of the actor's weights: the number of hand-overs to the engine, whatever updates lie between."""
         self.reference = reference
+        self.critic = critic
         self._sync = WeightSync(replica, engine)
         self._teachers = tuple(teachers)
 
@@ -53,21 +57,39 @@ class Cluster:
         """Log-probabilities of the batch's tokens under a role's weights, at the actor's temperature."""
         with span(f"{role.value}/logps"):
             if role is Role.ACTOR:
-                return np.asarray(self.actor.stats(model_inputs(batch)).logps)
+                return np.asarray(self.stats(batch).logps)
             if role is Role.TEACHER:
                 return teacher_logps(self._teachers, batch)
             if self.reference is None:
                 raise ValueError("this cluster has no reference; make it with one")
             return self.reference.logps(batch)
 
+    def stats(self, batch: Batch) -> TokenStats:
+        """Token statistics of the batch under the actor's weights."""
+        return self.actor.stats(model_inputs(batch))
+
+    def values(self, batch: Batch) -> Float[np.ndarray, "B T"]:
+        """Critic's value before each token of the batch."""
+        if self.critic is None:
+            raise ValueError("this cluster has no critic; make it with one")
+        return self.critic.values(batch)
+
+    @property
+    def warming_up(self) -> bool:
+        """True while the critic learns alone."""
+        return self.critic is not None and self.version < self.critic.warmup
+
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Hold the optimizer state on the devices for updates, wherever it is between them."""
-        self.actor.load_optimizer()
+        """Hold optimizer states on the devices for updates, wherever they are between them."""
+        trainers = [self.actor, *([] if self.critic is None else [self.critic.trainer])]
+        for trainer in trainers:
+            trainer.load_optimizer()
         try:
             yield
         finally:
-            self.actor.offload_optimizer()
+            for trainer in trainers:
+                trainer.offload_optimizer()
 
     def hand_over(self) -> Metrics:
         """Give the engine the updated weights as a new version, and refresh the reference where that is due."""
@@ -84,6 +106,9 @@ class Cluster:
     def memory(self, phase: str) -> dict[str, float]:
         """Bytes of each role on device and host at the end of a phase, see `ledger`."""
         roles: dict[str, Holder] = {"actor": self.actor.arrays, "optimizer": self.actor.optimizer_arrays}
+        if self.critic is not None:
+            roles["critic"] = self.critic.trainer.arrays
+            roles["critic_optimizer"] = self.critic.trainer.optimizer_arrays
         if isinstance(self.engine, Holding):
             roles["rollout"] = self.engine.arrays
         if self.reference is not None:

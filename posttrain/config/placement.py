@@ -34,6 +34,15 @@ class OptimizerPlacement(Section):
     """Keep the optimizer state in the host's memory between the updates of a step, to make room for sampling."""
 
 
+class CriticPlacement(Section):
+    """Devices of the critic."""
+
+    devices: PositiveInt | None = None
+    """Devices of its own, before those of the reference, which split its weights (`fsdp`); None: the actor's."""
+    offload: Flag = False
+    """Keep its optimizer state in the host's memory between the updates of a step."""
+
+
 class PlacementSection(Section):
     """Placement of roles on the devices. Roles without devices of their own share those of the actor, which has all
     that are left; `mesh` is the actor's."""
@@ -42,13 +51,15 @@ class PlacementSection(Section):
     """Devices of the rollout engine."""
     reference: ReferencePlacement = ReferencePlacement()
     """Devices of the reference policy."""
+    critic: CriticPlacement = CriticPlacement()
+    """Devices of the critic."""
     optimizer: OptimizerPlacement = OptimizerPlacement()
-    """Memory of the optimizer state."""
+    """Memory of the actor's optimizer state."""
 
     @property
     def num_own_devices(self) -> int:
         """Number of devices that roles have for themselves."""
-        return (self.rollout.devices or 0) + (self.reference.devices or 0)
+        return sum(role.devices or 0 for role in (self.rollout, self.reference, self.critic))
 
 
 class ReferenceSection(Section):

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from posttrain.config.base import Flag, ListOf, NonNegativeInt, PositiveInt, Section, Text
+from posttrain.config.critic import CriticSection
 from posttrain.config.evaluation import EvaluateSection, RecordSection, check_evaluation
 from posttrain.config.locator import Locator
 from posttrain.config.placement import PlacementSection, ReferenceSection
@@ -230,6 +231,8 @@ class RLSection(OnlineSection):
     truncated: Literal["keep", "mask"] = "keep"
     """Samples cut at `sampling.max_tokens`: `mask` leaves them out of the loss, but not out of their group's mean.
     arXiv:2503.14476."""
+    critic: CriticSection = CriticSection()
+    """Value model of `ppo`."""
     gamma: Annotated[float, Field(ge=0, le=1)] | None = None
     """Discount per token of `ppo`; by default 1."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None

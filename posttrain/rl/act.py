@@ -26,6 +26,8 @@ class Acted:
     """Version of the weights when the step began."""
     groups_P: Sequence[Group]
     rewards: Rewards
+    weights: Mapping[str, float]
+    """Weight of each reward by name."""
     useful_P: Bool[np.ndarray, " P"] | None = None
     """Groups to learn from; None: as the algorithm's filter decides."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -70,6 +72,7 @@ class Act:
             version=version,
             groups_P=[group for groups, _ in waves for group in groups],
             rewards=rewards,
+            weights={reward.name: reward.weight for reward in self.rubric.rewards},
             useful_P=np.concatenate(useful) if useful else None,
             metrics=metrics | self.source.metrics(),
         )

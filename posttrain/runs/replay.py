@@ -89,7 +89,14 @@ def replay(run: str | Path, step: int, *, model: str | Path | None = None, chang
         _use_model(trainer, stage, str(model))
     elif recorded.before:
         _restore(trainer, stage.folder, recorded)
-    acted = Acted(version=recorded.version, groups_P=recorded.groups_P, rewards=recorded.rewards)
+    weights = [reward.weight for reward in section.rewards]
+    acted = Acted(
+        version=recorded.version,
+        groups_P=recorded.groups_P,
+        rewards=recorded.rewards,
+        weights=dict(zip(recorded.rewards.parts_PG, weights, strict=True)),
+        useful_P=None if section.refill is None else recorded.useful_P,
+    )
     result = learn(cluster, algorithm, acted, step_settings(section, config.seed), Timer())
     return Replayed(
         step=step, batches=result.parts, metrics=to_host(result.metrics), logged=_logged(output, name, step)

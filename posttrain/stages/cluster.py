@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 
 from posttrain.cluster.cluster import Cluster
+from posttrain.cluster.critic import Critic
 from posttrain.cluster.reference import ModelReference, Reference, ReferencePolicy, WithoutAdapter
 from posttrain.cluster.scorers import Scorer
 from posttrain.cluster.sync import Copied, Gathered, Replica, Shared
-from posttrain.config import MeshSection, OnlineSection, SamplerTensor
+from posttrain.config import MeshSection, OnlineSection, RLSection, SamplerTensor
 from posttrain.errors import ConfigError
+from posttrain.losses.value import ValueLoss
 from posttrain.mesh import make_mesh
 from posttrain.rollout.placement import device_memory
 from posttrain.runtime import processes
@@ -20,16 +23,24 @@ from posttrain.stages.context import StageRun
 from posttrain.stages.devices import RoleDevices
 from posttrain.stages.engine import make_engine
 from posttrain.stages.prompts import RolloutInputs
+from posttrain.train.optim import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import load_model
 from posttrain.weights.lora import has_lora
+from posttrain.weights.scalar_head import add_scalar_head
 
 HALF, QUARTER = 2, 4
 """Parts of a device's memory, one over these, that weights may take on devices for sampling alone, and on others."""
 
 
 def make_cluster(
-    stage: StageRun, inputs: RolloutInputs, trainer: Trainer, *, keep_reference: bool, teachers: Sequence[Scorer]
+    stage: StageRun,
+    inputs: RolloutInputs,
+    trainer: Trainer,
+    *,
+    keep_reference: bool,
+    teachers: Sequence[Scorer],
+    critic: Critic | None,
 ) -> Cluster:
     """Make replica, engine, reference and cluster. ConfigError for devices that do not fit the model."""
     section, devices = inputs.section, stage.devices
@@ -45,7 +56,9 @@ def make_cluster(
     reference = make_reference(stage, section, trainer) if keep_reference else None
     if reference is not None:
         trainer.companions["reference"] = reference
-    return Cluster(trainer, engine, replica, reference=reference, teachers=teachers)
+    if critic is not None:
+        trainer.companions["critic"] = critic
+    return Cluster(trainer, engine, replica, reference=reference, teachers=teachers, critic=critic)
 
 
 def make_replica(trainer: Trainer, devices: RoleDevices, section: OnlineSection) -> Replica:
@@ -102,3 +115,24 @@ def make_reference(stage: StageRun, section: OnlineSection, trainer: Trainer) ->
     if devices is not None:
         return ModelReference.of_actor(trainer, mesh, **scoring, **moving)
     return Reference(trainer, **moving)
+
+
+def make_critic(stage: StageRun, section: RLSection, loss: ValueLoss) -> Critic:
+    """Critic of the configuration, with a new scalar head unless its model has one."""
+    devices, settings = stage.devices.critic, section.critic
+    mesh = stage.mesh if devices is None else make_mesh(MeshSection(fsdp=-1), devices)
+    whole = stage.model.model_copy(update={"lora": None, "adapter": None, "quantize": "none"})
+    start: dict[str, Any] = {} if settings.path is None else {"source": None, "source_name": settings.path.resolved}
+    model = replace(stage, mesh=mesh, model=whole, adapter=None, **start).load_model()
+    add_scalar_head(model, seed=stage.seed, mesh=mesh)
+    trainer = Trainer(
+        model,
+        loss,
+        make_optimizer(settings.optimizer, section.steps, stage.seed),
+        temperature=1.0,
+        max_grad_norm=settings.optimizer.max_grad_norm,
+        micro_batch_rows=section.pass_rows,
+        mesh=mesh,
+        offload_optimizer=section.placement.critic.offload,
+    )
+    return Critic(trainer, warmup=settings.warmup)

@@ -18,6 +18,7 @@ class RoleDevices:
 
     rollout: Sequence[jax.Device] | None = None
     reference: Sequence[jax.Device] | None = None
+    critic: Sequence[jax.Device] | None = None
 
 
 def num_training_devices(config: RunConfig, num_devices: int) -> int:
@@ -42,10 +43,10 @@ def training_devices(config: RunConfig) -> list[jax.Device]:
 def role_devices(config: RunConfig, placement: PlacementSection) -> RoleDevices:
     """Devices of the roles of a stage: those before the teachers', the rollout engine's last."""
     devices = jax.devices()
-    end = len(devices) - devices_of_teachers(config, len(devices))
-    rollout, reference = placement.rollout.devices, placement.reference.devices
-    middle = end - (rollout or 0)
-    return RoleDevices(
-        rollout=None if rollout is None else devices[middle:end],
-        reference=None if reference is None else devices[middle - reference : middle],
-    )
+    left = devices[: len(devices) - devices_of_teachers(config, len(devices))]
+    found: dict[str, Sequence[jax.Device] | None] = {}
+    for role in ("rollout", "reference", "critic"):
+        count = getattr(placement, role).devices
+        found[role] = None if count is None else left[-count:]
+        left = left[: len(left) - (count or 0)]
+    return RoleDevices(**found)

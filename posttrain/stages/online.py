@@ -14,6 +14,7 @@ import numpy as np
 
 from posttrain.batch import TokenLoss
 from posttrain.cluster.cluster import Cluster
+from posttrain.cluster.critic import Critic
 from posttrain.cluster.scorers import Scorer
 from posttrain.config import OnlineSection, RLSection
 from posttrain.data.pipeline import Prompts
@@ -69,12 +70,18 @@ class Rollouts:
 
 
 def open_rollouts(
-    stage: StageRun, inputs: RolloutInputs, trainer: Trainer, *, keep_reference: bool, teachers: Sequence[Scorer] = ()
+    stage: StageRun,
+    inputs: RolloutInputs,
+    trainer: Trainer,
+    *,
+    keep_reference: bool,
+    teachers: Sequence[Scorer] = (),
+    critic: Critic | None = None,
 ) -> Rollouts:
     """Make cluster and sampler, load reward models, and compile the sampling programs."""
     section = inputs.section
     samples = section.prompts_per_step * section.group_size
-    cluster = make_cluster(stage, inputs, trainer, keep_reference=keep_reference, teachers=teachers)
+    cluster = make_cluster(stage, inputs, trainer, keep_reference=keep_reference, teachers=teachers, critic=critic)
     engine = cluster.engine
     for reward in inputs.rubric.rewards:
         if isinstance(reward.function, ModelReward):

@@ -376,7 +376,7 @@ def algorithm_of(section: RLSection) -> Algorithm:
         importance=_importance_of(section),
         **{name: getattr(section, name) for name in LOSS_FIELDS},
     )
-    _refuse_what_steps_cannot_do(section, algorithm)
+    _check_fields(section, algorithm)
     return algorithm
 
 
@@ -464,16 +464,16 @@ def _importance_of(section: RLSection) -> ImportanceSampling | None:
         raise ConfigError(str(error)) from error
 
 
-def _refuse_what_steps_cannot_do(section: RLSection, algorithm: Algorithm) -> None:
-    """ConfigError for an algorithm that the steps of a stage do not carry out."""
-    own = section.advantage
-    inputs = inputs_of(algorithm.advantage if own is None else callable_of(own, "advantage"), algorithm.name)
-    refusals = {
-        f"algorithm={section.algorithm}, which has a critic": algorithm.needs_critic,
-        "kl_in=reward": algorithm.reward_kl is not None,
-        "truncated=mask": algorithm.truncated == "mask",
-        "top_entropy": algorithm.top_entropy is not None,
-        f"advantages from {', '.join(inputs)}": any(name != "rewards_PG" for name in inputs),
-    }
-    if refused := [name for name, is_set in refusals.items() if is_set]:
-        raise ConfigError(f"{', '.join(refused)}: not supported by the steps of RL stages yet")
+def _check_fields(section: RLSection, algorithm: Algorithm) -> None:
+    """ConfigError for settings of roles that the algorithm does not have."""
+    plain = RLSection.model_construct()
+    values = section.critic != plain.critic or section.placement.critic != plain.placement.critic
+    if values and algorithm.critic is None:
+        raise ConfigError(f"critic: algorithm={section.algorithm} has none; use algorithm: ppo, or remove it")
+    given = section.reference != plain.reference or section.placement.reference != plain.placement.reference
+    if given and not algorithm.needs_reference:
+        raise ConfigError(
+            f"reference: without effect, algorithm={section.algorithm} has no KL penalty; set kl_coef, or remove it"
+        )
+    if section.teachers and (algorithm.critic is not None or algorithm.top_entropy is not None):
+        raise ConfigError("teachers: their advantages have no critic and no top_entropy; remove one of them")

@@ -22,6 +22,7 @@ from posttrain.rl.sampler import resumable
 from posttrain.rl.step import StepSettings, rl_step
 from posttrain.rl.teachers import TeacherKL, distances, shares_of
 from posttrain.runtime.run_async import run_async
+from posttrain.stages.cluster import make_critic
 from posttrain.stages.context import StageRun
 from posttrain.stages.inputs import Prepared, callable_of
 from posttrain.stages.online import (
@@ -70,8 +71,11 @@ def run(stage: StageRun, inputs: RLInputs) -> None:
     with rubric.running():
         trainer = make_policy_trainer(stage, section, algorithm.loss)
         teachers = _load_teachers(stage, inputs)
-        keep_reference = algorithm.loss.kl_coef > 0
-        rollouts = open_rollouts(stage, inputs, trainer, keep_reference=keep_reference, teachers=teachers)
+        critic = None if algorithm.critic is None else make_critic(stage, section, algorithm.critic.loss)
+        keep_reference = algorithm.needs_reference
+        rollouts = open_rollouts(
+            stage, inputs, trainer, keep_reference=keep_reference, teachers=teachers, critic=critic
+        )
         cluster, settings = rollouts.cluster, step_settings(section, stage.seed)
         act = _act(rollouts, section)
         held_out = held_out_prompts(rollouts, _distances(teachers, settings))

@@ -28,7 +28,8 @@ from posttrain.rl.algorithms import ALGORITHMS, make_algorithm
 from posttrain.rl.metrics import check_agreement, sampler_disagrees
 from posttrain.rl.rewards import Reward, Rubric
 from posttrain.rl.sampler import IssuedGroup, Sampler, collect
-from posttrain.rl.step import StepResult, has_signal, rl_step
+from posttrain.rl.signal import has_signal
+from posttrain.rl.step import StepResult, rl_step
 from posttrain.rl.types import Example
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runtime.run_async import run_async
