@@ -149,6 +149,10 @@ def posttrain_command(words: Sequence[str]) -> None:
     if words[1] == "launch":
         posttrain_command(["posttrain", *context.params["command"]])
         return
+    if words[1] == "check" and context.params["loss"] is not None:
+        file = context.params["loss"].partition(":")[0]
+        assert file in {name for name, _ in titled(DOCUMENTS)}, f"no document spells out {file}"
+        return
     if words[1] in ("run", "check"):
         checked(context.params["config"], tuple(context.params["overrides"] or ()))
         return

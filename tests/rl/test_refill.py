@@ -21,7 +21,8 @@ from posttrain.rl.algorithms import is_mixed, make_algorithm
 from posttrain.rl.refill import Refill, given_filter, group_metrics
 from posttrain.rl.rewards import Reward, Rubric, joined
 from posttrain.rl.sampler import Sampler
-from posttrain.rl.step import rl_step, signal_of
+from posttrain.rl.signal import signal_of
+from posttrain.rl.step import rl_step
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.runtime.run_async import run_async
@@ -105,7 +106,7 @@ def test_a_short_step_says_so(sampler: Sampler) -> None:
     for limit, kept, issued in ((1, [0, 1, 4], 6), (2, [0, 1, 4], 7), (5, [0, 1, 4, 9], 10)):
         step = acting(sampler, lambda n: round(n**0.5) ** 2 == n, limit=limit)
         acted = run(step)
-        signal = signal_of(ALGORITHM, acted)
+        signal = signal_of(ALGORITHM, acted, None)
         assert [group[0].group for group in signal.kept_P] == kept
         assert acted.metrics["sampling/refill/short"] == WANTED - len(kept)
         assert step.source.issued == issued == WANTED + acted.metrics["sampling/refill/begun"]
@@ -151,7 +152,7 @@ def test_partial_rollouts_are_refilled_within_their_bound(sampler: Sampler) -> N
         acted = run(step, version)
         assert acted.useful_P is not None
         late = max(late, *(version - before.get(number, version) for number in numbers(acted)))
-        kept = [group[0].group for group in signal_of(ALGORITHM, acted).kept_P]
+        kept = [group[0].group for group in signal_of(ALGORITHM, acted, None).kept_P]
         assert kept == sorted(n for n in numbers(acted) if n % 2 == 0) and len(kept) <= 3
         assert len(kept) + acted.metrics["sampling/refill/short"] == 3
         assert len(acted.groups_P) == 3 + acted.metrics["sampling/refill/begun"]

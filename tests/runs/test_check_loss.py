@@ -17,6 +17,9 @@ from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.rl.algorithms import ALGORITHMS
 from posttrain.runs.check_loss import check_loss, prove
 from posttrain.tree import replace
+from tests.documents import ROOT, SHELL, blocks_of, write_folder
+from tests.stages.runs import posttrain
+from tests.test_readme import commands
 
 LOSSES: dict[str, Any] = {name: make(8).loss for name, make in ALGORITHMS.items()} | {
     "importance": replace(DAPO, importance=ImportanceSampling(level="sequence_mean", bound="mask", low=0.9, high=1.2)),
@@ -117,3 +120,18 @@ def test_what_is_no_loss(own: Path) -> None:
         check_loss("own.py:Sized")
     with pytest.raises(ConfigError, match="own.py has no 'Los'; did you mean 'Loss'"):
         check_loss("own.py:Los")
+
+
+def test_the_page_about_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its command runs, and its losses and functions are right."""
+    page = ROOT / "docs" / "extend" / "loss.md"
+    folder = write_folder(tmp_path, [page])
+    monkeypatch.chdir(folder)
+    ran = [words for block in blocks_of(page, *SHELL) for words in commands(block.text)]
+    assert ran == [["posttrain", "check", "--loss", "my_losses.py:FocalLoss"]]
+    outcome = posttrain(*ran[0][1:])
+    assert outcome.code == 0 and outcome.out.endswith("ok\n"), outcome.err
+    for name in ("LogProbability", "SquaredMargin"):
+        assert "over 40 splits" in check_loss(f"my_losses.py:{name}")
+    refused = posttrain("check")
+    assert refused.code == 2 and "give CONFIG, or --loss FILE:CLASS" in refused.err
