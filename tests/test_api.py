@@ -53,7 +53,7 @@ def test_sft_then_rl_in_a_running_loop(folder: Path) -> None:
     first, second = asyncio.run(cells())
     assert first.output.parent == second.output.parent == Path("runs")
     assert list(first.stages) == ["0-sft"] and list(second.stages) == ["0-rl"]
-    assert set(second.results[0]) == {"before", "after"}
+    assert set(second.results[0]) == {"before", "after", "difference"}
     config = pt.load_model(second.model_path).config
     assert config.vocab_size == 261 and second.load_model().config == config
     tokenizer = pt.load_tokenizer(second.model_path)

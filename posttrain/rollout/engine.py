@@ -187,8 +187,10 @@ class NativeEngine:
         self._scheduler.forget()
 
     def forget_prompts(self) -> None:
-        """Clear the prefix cache: later samples are those of an engine that has sampled nothing under its weights."""
+        """Clear the prefix cache and the counts of `metrics`: later samples are those of an engine that has sampled
+        nothing under its weights."""
         self._scheduler.forget()
+        self._scheduler.take_counts()
 
     def abort(self, keys: Collection[tuple[int, int]] | None = None) -> int:
         """End requests with what they have, all or those with these sampling keys; how many there were."""

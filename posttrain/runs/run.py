@@ -49,7 +49,7 @@ class RunResult:
     output: Path
     stages: Sequence[str]
     results: Sequence[Mapping[str, Any]]
-    """Evaluations `before` and `after` by stage, with an `eval_dataset`."""
+    """Evaluations `before` and `after`, their `difference` and the `best` by stage, with an `eval_dataset`."""
     trained: Sequence[str]
     """Stages trained by this call; empty if the run was already finished."""
 

@@ -18,7 +18,7 @@ from posttrain.rl.store import read_record
 from posttrain.stages.best import BestModel
 from posttrain.statistics import paired_difference
 from posttrain.weights.state import ModelWeights
-from tests.stages.runs import lines, posttrain, rl_stage, weights, write_run
+from tests.stages.runs import INIT, lines, posttrain, rl_stage, weights, write_run
 from tests.tiny import tiny_model
 
 HELD_OUT = {"path": "rows.jsonl", "chat": False, "limit": 6}
@@ -167,22 +167,37 @@ def test_votes_are_for_what_is_logged() -> None:
     assert majority_at_k([1, 1, None], [True, True, False], 3) == 1.0
 
 
-def test_training_is_bitwise_as_without_evaluation(tmp_path: Path) -> None:
-    """The same samples with the same log-probabilities, and the same weights: also of prompts that are held out and
-    trained on, whose keys and values an evaluation leaves in the prefix cache."""
-    cached = {"max_tokens": 6, "stop_token_ids": [*range(0, 260, 4)]}
-    plain = {"num_steps": 5, "prompts_per_step": 8, "sampling": cached, "kl_coef": 0.1}
-    held_out = {"eval_dataset": {"path": "rows.jsonl", "chat": False}, "eval_every": 1}
-    several = held_out | {"eval_sampling": cached, "evaluate": {"samples": 3, "sets": [OTHER]}}
-    ahead = {"oversample_prompts": 4, "rollout": {"decode_steps": 2}}
-    for mode, more in {"whole": {}, "ahead": ahead}.items():
-        folders = []
-        for name, changes in {"without": {}, "with": several}.items():
-            file = write_run(tmp_path / mode / name, rl_stage(**plain, **more, **changes))
-            assert posttrain("run", file).code == 0
-            folders.append(file.parent / "out")
-        assert weights(folders[0], "0-rl") == weights(folders[1], "0-rl"), mode
-        for step in range(1, 6):
-            old, new = (read_record(folder / "0-rl" / "trajectories", step, str) for folder in folders)
-            assert (old.groups_P, old.version) == (new.groups_P, new.version), (mode, step)
-            np.testing.assert_array_equal(old.advantages_PG, new.advantages_PG)
+@pytest.mark.parametrize("mode", ["whole", "ahead"])
+def test_training_is_bitwise_as_without_evaluation(tmp_path: Path, mode: str) -> None:
+    """The same samples with the same log-probabilities, and the same weights: prompts share their first 70 tokens with
+    held-out ones, whose keys and values an evaluation leaves in the prefix cache."""
+    ends = {"max_tokens": 6, "stop_token_ids": [*range(0, 260, 4)]}
+    dataset = {"path": "long.jsonl", "chat": False}
+    plain = {
+        "num_steps": 3,
+        "prompts_per_step": 4,
+        "row_tokens": 96,
+        "kl_coef": 0.1,
+        "sampling": ends,
+        "dataset": dataset,
+    }
+    if mode == "ahead":
+        plain |= {"oversample_prompts": 2, "rollout": {"decode_steps": 2}}
+    section = {"samples": 3, "sets": [{**dataset, "limit": 2, "name": "few"}]}
+    several = {"eval_dataset": dataset, "eval_every": 1, "eval_sampling": ends, "evaluate": section}
+    model = {"init": {**INIT, "max_position_embeddings": 128}, "tokenizer": "bytes"}
+    folders = []
+    for name, changes in {"without": {}, "with": several}.items():
+        file = write_run(tmp_path / name, rl_stage(**plain, **changes), model=model)
+        prompts = [{"prompt": f"{'0123456789' * 7}{i}+1="} for i in range(8)]
+        (file.parent / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+        assert posttrain("run", file).code == 0
+        folders.append(file.parent / "out")
+    for step in range(1, 4):
+        old, new = (read_record(folder / "0-rl" / "trajectories", step, str) for folder in folders)
+        assert (old.groups_P, old.version) == (new.groups_P, new.version), step
+        np.testing.assert_array_equal(old.advantages_PG, new.advantages_PG)
+    assert weights(folders[0], "0-rl") == weights(folders[1], "0-rl")
+    told = ("rollout/prefix_hit_rate", "rollout/cache_peak", "loss", "grad_norm")
+    found = [[[line[name] for name in told] for line in lines(one, "0-rl") if "loss" in line] for one in folders]
+    assert found[0] == found[1], "of training alone, in a cache without held-out prompts"
