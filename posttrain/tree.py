@@ -93,48 +93,46 @@ class Max:
         return float(self.largest)
 
 
-EDGES = np.geomspace(1e-8, 1e2, 121, dtype=np.float32)
-"""Numbers between which `Quantile` counts: 12 to a decade."""
+EDGES = np.geomspace(1e-8, 1e2, 121)
+"""Bounds between the buckets of `Quantile`: 12 to a decade."""
 
 
 @pytree
 class Quantile:
-    """Quantile of numbers that are not negative, by their counts above each of `EDGES`: adds exactly, and is read
-    between two edges, so within a factor of 1.21 of a number of the sample. Below the first edge it is 0, and NaN
-    counts as the largest number.
+    """Quantile of numbers that are not negative, from their counts in buckets between `EDGES`: adds exactly, and is
+    read within a bucket, so up to a factor of 1.21. Below the first edge it is 0, and NaN counts as the largest number.
 
-    >>> Quantile.of(jnp.asarray([1e-3, 2e-3, 5.0]), jnp.ones(3, bool), share=0.99).value() > 4
+    >>> Quantile.of(jnp.asarray([[1e-3, 2e-3, 5.0]]), jnp.ones((1, 3), bool), share=0.99).value() > 4
     True
     """
 
-    above: Float[Array | np.ndarray, " K"]
-    """Count above each edge."""
-    count: Array | float
+    counts: Float[Array | np.ndarray, " K"]
+    """Count in each bucket: below the first edge, between two, above the last."""
     share: float = static()
 
     @classmethod
-    def of(cls, values: Float[Array, "*N"], counts: Bool[Array, "*N"], share: float) -> Quantile:
-        """Quantile `share` of the values that count."""
-        edges = EDGES.reshape((1,) * values.ndim + (-1,))
-        above = jnp.sum(counts[..., None] & ~(values[..., None] <= edges), axis=range(values.ndim), dtype=jnp.float32)
-        return cls(above=above, count=jnp.sum(counts, dtype=jnp.float32), share=share)
+    def of(cls, values: Float[Array, "B T"], counted: Bool[Array, "B T"], share: float) -> Quantile:
+        """Quantile `share` of the values that are counted."""
+        last = len(EDGES)
+        edge = jnp.clip(jnp.floor(12 * (jnp.log10(values) + 8)) + 1, 0, last)
+        buckets = jnp.where(jnp.isnan(values), last, edge).astype(jnp.int32)
+        of_rows = jax.vmap(lambda x, bucket: jax.ops.segment_sum(x, bucket, num_segments=last + 1))
+        return cls(counts=of_rows(counted.astype(jnp.float32), buckets).sum(axis=0), share=share)
 
     def __add__(self, other: Quantile) -> Quantile:
-        return Quantile(above=self.above + other.above, count=self.count + other.count, share=self.share)
+        return Quantile(counts=self.counts + other.counts, share=self.share)
 
     def value(self) -> float:
         """The quantile as a Python float (reads the device); NaN if nothing was counted."""
-        above, count = np.asarray(self.above, np.float64), float(self.count)
-        if not count:
+        counts = np.asarray(self.counts, np.float64)
+        below, total = np.cumsum(counts), counts.sum()
+        if not total:
             return float("nan")
-        beyond = (1 - self.share) * count
-        if above[-1] > beyond:
-            return float(EDGES[-1])
-        first = int(np.argmax(above <= beyond))
-        if first == 0:
-            return 0.0
-        inside = np.clip((above[first - 1] - beyond) / max(above[first - 1] - above[first], 1.0), 0.0, 1.0)
-        return float(EDGES[first - 1] * (EDGES[first] / EDGES[first - 1]) ** inside)
+        bucket = int(np.argmax(below >= self.share * total))
+        if bucket in (0, len(EDGES)):
+            return 0.0 if bucket == 0 else float(EDGES[-1])
+        inside = 1 - (below[bucket] - self.share * total) / counts[bucket]
+        return float(EDGES[bucket - 1] * (EDGES[bucket] / EDGES[bucket - 1]) ** inside)
 
 
 Metric = Mean | Max | Quantile

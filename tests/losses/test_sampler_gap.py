@@ -55,11 +55,11 @@ def test_metrics_are_those_of_the_tokens(sequences: Any, lay_out: Callable[..., 
 def test_the_quantile_is_within_a_bucket_and_exact_over_parts(scale: float) -> None:
     values = np.abs(np.random.default_rng(0).normal(0, scale, 5000)).astype(np.float32)
     counts = np.arange(5000) % 7 > 0
-    whole = Quantile.of(jnp.asarray(values), jnp.asarray(counts), share=0.99)
+    whole = Quantile.of(jnp.asarray(values[None]), jnp.asarray(counts[None]), share=0.99)
     exact = np.quantile(values[counts], 0.99)
     assert whole.value() == pytest.approx(exact, rel=0.05)
     parts = [
-        Quantile.of(jnp.asarray(values[part]), jnp.asarray(counts[part]), share=0.99)
+        Quantile.of(jnp.asarray(values[None, part]), jnp.asarray(counts[None, part]), share=0.99)
         for part in (slice(0, 17), slice(17, 3000), slice(3000, None))
     ]
     assert (
@@ -69,7 +69,7 @@ def test_the_quantile_is_within_a_bucket_and_exact_over_parts(scale: float) -> N
 
 def test_the_ends_of_the_quantile() -> None:
     def of(*values: float, counts: bool = True) -> float:
-        return Quantile.of(jnp.asarray(values), jnp.full(len(values), counts), share=0.99).value()
+        return Quantile.of(jnp.asarray([values]), jnp.full((1, len(values)), counts), share=0.99).value()
 
     assert np.isnan(of(1.0, counts=False))
     assert of(0.0, 0.0) == 0.0
