@@ -43,7 +43,8 @@ class OnlineSection(TrainSection):
     prompts_per_step: PositiveInt = 8
     """Number of distinct prompts per optimiser step."""
     group_size: PositiveInt = 8
-    """Samples per prompt (group size); 1 is allowed in RL without rewards."""
+    """Samples per prompt (group size); 1 is allowed in RL without rewards, and with algorithms that do not compare the
+    samples of a prompt."""
     max_prompt_tokens: PositiveInt | None = None
     """Maximum prompt length in tokens; by default the row without `sampling.max_tokens`, in online preference half a
     row."""

@@ -7,11 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from posttrain.batch import Batch, ScoreStats
 from posttrain.losses.value import ValueLoss, values_before
+from posttrain.train.trainer import Trainer
 from posttrain.tree import added, replace
+from posttrain.weights.scalar_head import with_scalar_head
+from tests.tiny import tiny_model
 
 SEGMENTS = np.asarray([[1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 0, 0]], np.int32)
 WEIGHT = np.asarray([[0, 1, 1, 0, 1, 1, 0], [0, 0, 1, 0, 1, 0, 0]], np.float32)
@@ -29,6 +33,27 @@ def test_values_are_of_the_token_before() -> None:
     scores = jnp.arange(14, dtype=jnp.float32).reshape(2, 7) + 1
     expected = [[0, 1, 2, 0, 4, 5, 0], [0, 8, 9, 10, 11, 0, 13]]
     np.testing.assert_array_equal(values_before(scores, jnp.asarray(SEGMENTS)), expected)
+
+
+def test_no_value_reads_its_token() -> None:
+    """Through a model: another token changes values after it alone, in its own sequence."""
+    model = tiny_model(num_layers=1, windows=(None,))
+    with_scalar_head(model, seed=0)
+    trainer = Trainer(model, ValueLoss(), optax.sgd(0.0), temperature=1.0, max_grad_norm=1.0, micro_batch_rows=None)
+    _, batch = random_batch()
+    tokens = np.random.default_rng(0).integers(1, 100, SEGMENTS.shape).astype(np.int32)
+    positions = np.asarray([[0, 1, 2, 0, 1, 2, 0], [0, 1, 2, 3, 4, 0, 0]], np.int32)
+
+    def values(tokens: np.ndarray) -> np.ndarray:
+        scores = trainer.scores(replace(batch, tokens=tokens, positions=positions))
+        return np.asarray(values_before(jnp.asarray(scores), jnp.asarray(SEGMENTS)))
+
+    before = values(tokens)
+    for row, t, changed in [(0, 1, [2]), (0, 4, [5]), (1, 2, [3, 4])]:
+        other = tokens.copy()
+        other[row, t] += 1
+        moved = np.abs(values(other) - before) > 1e-6
+        assert np.argwhere(moved).tolist() == [[row, place] for place in changed]
 
 
 def test_by_formula() -> None:

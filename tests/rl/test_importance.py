@@ -136,20 +136,29 @@ def test_bounds(level: Any, low: float | None, high: float | None) -> None:
     ratio = np.exp(difference)
     outside = (ratio < (low or 0)) | (ratio > (high or np.inf))
     assert outside[mask].any() and not outside[mask].all()
-    bounds: tuple[Any, ...] = ("truncate", "mask", "reject") if level == "token" else ("truncate", "mask")
-    for bound in bounds:
+    for bound in ("truncate", "mask"):
         importance = ImportanceSampling(level=level, bound=bound, low=low, high=high)
         weights, metrics = importance(*map(jnp.asarray, (proximal, behaviour, mask, segments)))
-        if bound == "reject":
-            bad = {(row, int(segments[row, place])) for row, place in zip(*np.nonzero(outside & mask), strict=True)}
-            outside = np.asarray([[(row, int(s)) in bad for s in segments[row]] for row in range(len(segments))])
-            assert not outside[mask].all() or low is not None
         expected = np.clip(ratio, low, high) if bound == "truncate" else np.where(outside, 0.0, ratio)
         assert_allclose(np.asarray(weights)[mask], expected[mask], rtol=1e-5)
         name = "sampling/importance_sampling_ratio"
         assert_allclose(metrics[f"{name}/mean"].value(), ratio[mask].mean(), rtol=1e-5)
         assert_allclose(metrics[f"{name}/max"].value(), ratio[mask].max(), rtol=1e-5)
         assert_allclose(metrics[f"{name}/out_of_bounds"].value(), outside[mask].mean(), rtol=1e-5)
+
+
+def test_one_token_out_of_bounds_rejects_its_sequence() -> None:
+    """Only that: not the other sequence of the row, and not for a masked token."""
+    difference = np.log(np.asarray([[9.0, 1.1, 1.5, 1.0, 0.9, 9.0], [9.0, 1.0, 1.2, 0.5, 1.0, 0.8]], np.float32))
+    segments = np.asarray([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 2, 2]], np.int32)
+    mask = np.asarray([[0, 1, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1]], bool)
+    importance = ImportanceSampling(bound="reject", low=0.6, high=1.3)
+    arrays = map(jnp.asarray, (difference, np.zeros_like(difference), mask, segments))
+    weights, metrics = importance(*arrays)
+    expected = np.asarray([[0, 0, 0, 1.0, 0.9, 0], [0, 0, 0, 0, 1.0, 0.8]])
+    assert_allclose(np.where(mask, weights, 0.0), expected, rtol=1e-6)
+    name = "sampling/importance_sampling_ratio/out_of_bounds"
+    assert_allclose(metrics[name].value(), 5 / 9, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
