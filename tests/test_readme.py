@@ -159,9 +159,9 @@ def posttrain_command(words: Sequence[str]) -> None:
     if words[1] in ("run", "check"):
         checked(context.params["config"], tuple(context.params["overrides"] or ()))
         return
-    source = next((context.params[name] for name in ("model", "source", "run") if name in context.params), "")
-    if source.startswith("runs/"):
-        assert source in output_folders(), f"no configuration writes {source}"
+    for name in ("model", "source", "run"):
+        source = context.params.get(name) or ""
+        assert not source.startswith("runs/") or source in output_folders(), f"no configuration writes {source}"
 
 
 @functools.cache

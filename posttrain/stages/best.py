@@ -30,7 +30,7 @@ class BestModel:
 
     def __init__(self, folder: Path, metric: str, looks: int, tokenizer: SavedTokenizer):
         self._folder, self._metric, self._tokenizer = folder, metric, tokenizer
-        self._most, self._looks = (1.0 - LEVEL) / looks, looks
+        self._most, self._looks = round(1.0 - LEVEL, 12) / looks, looks
 
     def consider(self, step: int, start: Record, found: Record, model: Decoder) -> None:
         """Save the model if its evaluation is the best so far. A resumed run may consider a step again."""

@@ -92,7 +92,7 @@ def test_two_steps_are_no_evidence(evaluated: Path) -> None:
     assert result["best"] == {
         "step": None,
         "evidence": "no evidence: no evaluation is significantly better than the start",
-        "p_below": pytest.approx(0.025),
+        "p_below": 0.025,
         "evaluations": 2,
     }
     assert not (evaluated / "0-rl" / "best").exists()
@@ -201,3 +201,34 @@ def test_training_is_bitwise_as_without_evaluation(tmp_path: Path, mode: str) ->
     told = ("rollout/prefix_hit_rate", "rollout/cache_peak", "loss", "grad_norm")
     found = [[[line[name] for name in told] for line in lines(one, "0-rl") if "loss" in line] for one in folders]
     assert found[0] == found[1], "of training alone, in a cache without held-out prompts"
+
+
+def test_a_run_that_learns_keeps_its_best_model(tmp_path: Path) -> None:
+    """The model of the evaluation that `result.json` names; here the last one or that before."""
+    section = {"samples": 4, "report": ["avg"], "keep_best": True}
+    stage = rl_stage(
+        num_steps=12,
+        rewards=[{"fn": "rewards_of_test.py:low", "isolate": "thread"}],
+        eval_dataset={**HELD_OUT, "limit": 24},
+        eval_every=6,
+        eval_sampling={"max_tokens": 6},
+        evaluate=section,
+        checkpoint_every=6,
+    )
+    file = write_run(tmp_path, stage)
+    done = posttrain("run", file)
+    assert done.code == 0, done.err
+    folder = tmp_path / "out" / "0-rl"
+    result = json.loads((folder / "result.json").read_text())
+    best = result["best"]
+    assert best["step"] in (6, 12) and best["against_start"]["p_value"] < best["p_below"] == 0.025
+    found = {line["step"]: line["eval/avg@4"] for line in lines(tmp_path / "out", "0-rl") if "eval/avg@4" in line}
+    assert_allclose(best["against_start"]["mean"], found[best["step"]] - found[0], rtol=1e-5)
+    assert f"best/ has the model of step {best['step']}; difference of avg@4 from the start: +" in done.out
+    same = (folder / "best" / "model.safetensors").read_bytes() == weights(tmp_path / "out", "0-rl")
+    assert same == (best["step"] == 12)
+    # Evaluated again after a stop before the model was saved: nothing changes.
+    (folder / "model").rename(tmp_path / "model")
+    (folder / "after.json").unlink()
+    assert posttrain("run", file).code == 0
+    assert json.loads((folder / "result.json").read_text())["best"] == best

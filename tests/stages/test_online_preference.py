@@ -12,6 +12,7 @@ import pytest
 from posttrain.config.yaml_file import load_config
 from posttrain.errors import ConfigError
 from posttrain.losses.preference import PreferenceLoss
+from posttrain.rl.store import read_record
 from posttrain.runs.prepare import prepare
 from posttrain.stages.prompts import OnlinePreferenceInputs
 from tests.stages.runs import INIT, lines, posttrain, rl_stage, steps, weights, write_run
@@ -96,6 +97,9 @@ def test_a_run_is_evaluated_and_goes_on_bitwise_from_a_checkpoint(tmp_path: Path
     assert {"eval/reward", "eval/reward_low", "eval/rewards/low/mean"} <= set(told[0])
     samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
     assert {sample["extra"]["role"] for sample in samples} == {-1, 0, 1}
+    recorded = read_record(output / STAGE / "trajectories", 4, str)
+    assert recorded.roles_PG is not None and {*recorded.roles_PG.ravel().tolist()} == {-1, 0, 1}
+    assert recorded.advantages_PG is None
 
     halves = write_run(tmp_path / "halves", stage)
     shutil.copytree(output, tmp_path / "halves" / "out")
