@@ -60,7 +60,8 @@ def check_offline(section: RLSection) -> None:
 
 def describe(section: RLSection, inputs: RLInputs | None, shards: int) -> str:
     """Summarise the stage in one line."""
-    return describe_steps(section, inputs)
+    text = describe_steps(section, inputs)
+    return text if section.refill is None else f"{text}; up to {section.refill.limit} waves of further groups"
 
 
 def run(stage: StageRun, inputs: RLInputs) -> None:

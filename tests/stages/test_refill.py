@@ -62,6 +62,7 @@ def test_a_resumed_run_ends_as_never_stopped(tmp_path: Path) -> None:
         assert line["groups/kept"] + line["groups/left_out"] == 2 + line["sampling/refill/begun"]
         assert line["frac_mixed"] + line["frac_all_good"] + line["frac_all_bad"] == pytest.approx(1)
         assert line["sampling/refill/waves"] <= 2
+        assert line["rollout/late_compilations"] == 0, "a wave has the shapes of a step"
 
 
 def section(file: Path, *overrides: str) -> RLSection:
@@ -72,6 +73,7 @@ def section(file: Path, *overrides: str) -> RLSection:
 
 def test_fields_and_refusals(tmp_path: Path) -> None:
     file = write(tmp_path)
+    assert "; up to 2 waves of further groups" in " ".join(posttrain("check", file).out.split())
     assert refill_of(section(file, "refill=null")) is None
     made = refill_of(section(file, "refill.limit=5", "refill.keep=rewards_of_test.py:any_reward"))
     assert made is not None and made.limit == 5
