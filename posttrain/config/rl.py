@@ -84,12 +84,17 @@ class OnlineSection(TrainSection):
 
     @property
     def step_rows(self) -> int:
-        """Batch rows of a step in the worst case."""
+        """Batch rows of an update in the worst case."""
+        return self.samples_per_step
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of a batch of rollouts."""
         return self.prompts_per_step * self.group_size
 
     @property
     def pass_rows(self) -> int:
-        return self.micro_batch_rows or -(-self.step_rows // 8)
+        return self.micro_batch_rows or -(-self.samples_per_step // 8)
 
     @property
     def held_out_sampling(self) -> SamplingSection:
@@ -100,7 +105,7 @@ class OnlineSection(TrainSection):
     @property
     def samples_in_flight(self) -> int:
         """Number of samples that a step generates concurrently."""
-        return self.step_rows
+        return self.samples_per_step
 
     @property
     def max_sampled_tokens(self) -> int:
@@ -277,6 +282,10 @@ class RLSection(OnlineSection):
         """True if tokens are sampled from another distribution than the trainer's, so that importance weights have an
         effect."""
         return self.sampling.changes_distribution or self.rollout.quantize != "none" or self.oversample_prompts > 0
+
+    @property
+    def step_rows(self) -> int:
+        return self.samples_per_step // self.updates
 
     @property
     def samples_in_flight(self) -> int:

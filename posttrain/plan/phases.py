@@ -216,7 +216,7 @@ def _sampling(section: RLSection, model: Decoder, mesh: Mesh, rollout: RolloutSh
         role="sampler",
         name="decode",
         lower=rollout.lower_decode,
-        runs=section.sampling.max_tokens * math.ceil(section.step_rows / slots),
+        runs=section.sampling.max_tokens * math.ceil(section.samples_per_step / slots),
         trips=(1,),
         flops=2 * active * slots / devices,
         read=weights * active / total_parameters(model) + pool * held,
