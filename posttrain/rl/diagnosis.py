@@ -107,6 +107,8 @@ async def diagnose(cluster: Cluster, sampler: Sampler, groups_P: Sequence[Group]
     if odd:
         return f"{odd} log-probabilities of the sampler are not finite"
     case = _worst(cluster, sampler, pairs, row_tokens)
+    if not np.isfinite(case.trainer_N()).all():
+        return "log-probabilities of the trainer are not finite"
     for change, logps_N in _changes(case):
         if case.explains(logps_N):
             return f"{change} ({case.left(logps_N)})"
@@ -139,7 +141,7 @@ def _worst(cluster: Cluster, sampler: Sampler, pairs: Sequence[tuple[Trajectory,
     logps = cluster.logps(Role.ACTOR, batch)
     scores = [np.asarray(logps[span.row, span.tokens], np.float64) for span in where]
     gaps = [
-        np.where(mask, np.abs(score - np.asarray(sample.logps)), 0.0)
+        np.where(mask, np.nan_to_num(np.abs(score - np.asarray(sample.logps)), nan=np.inf), 0.0)
         for sample, score, mask in zip(samples, scores, fresh, strict=True)
     ]
     chosen = sorted(range(len(samples)), key=lambda index: -float(gaps[index].sum() / fresh[index].sum()))[:MAX_SAMPLES]

@@ -73,21 +73,24 @@ def test_samples_that_are_left_go_on_at_a_later_step(sampler: Sampler) -> None:
 
 
 @pytest.mark.parametrize("max_staleness", [1, 3])
-def test_no_group_waits_longer_than_the_bound(max_staleness: int) -> None:
-    """Steps that return two groups of all that are begun, of which an adversary finishes the newest that it may."""
+@pytest.mark.parametrize("waves", [(), (1,), (2, 1)], ids=["none", "one", "two"])
+def test_no_group_waits_longer_than_the_bound(max_staleness: int, waves: tuple[int, ...]) -> None:
+    """Steps that return two groups of all that are begun, of which an adversary finishes the newest that it may; then
+    in waves as many as are begun anew."""
     waiting: list[int] = []
     waited = []
     for step in range(30):
-        waiting += [step] * (2 * (1 + max_staleness) - len(waiting))
-        due = due_groups(waiting, step, 2, max_staleness)
-        allowed = [
-            pair
-            for pair in combinations(range(len(waiting)), 2)
-            if all(sum(i < oldest for i in pair) >= least for oldest, least in due)
-        ]
-        whole = max(allowed)
-        waited += [step - waiting[i] for i in whole]
-        waiting = [begun for i, begun in enumerate(waiting) if i not in whole]
+        for count in (2, *(waves if step % 3 else ())):
+            waiting += [step] * (2 * max_staleness + count - len(waiting))
+            due = due_groups(waiting, step, 2, max_staleness)
+            allowed = [
+                chosen
+                for chosen in combinations(range(len(waiting)), count)
+                if all(sum(i < oldest for i in chosen) >= least for oldest, least in due)
+            ]
+            whole = max(allowed)
+            waited += [step - waiting[i] for i in whole]
+            waiting = [begun for i, begun in enumerate(waiting) if i not in whole]
     assert max(waited) == max_staleness and min(waited) == 0
 
 
