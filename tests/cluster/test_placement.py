@@ -50,7 +50,7 @@ def even_share(completions: Sequence[str]) -> list[float]:
 class World:
     """Cluster of which the trainer has four devices (`fsdp`), and the engine the same or the other four."""
 
-    def __init__(self, place: str, *, lora: bool, temperature: float = 1.0, offload: bool = False):
+    def __init__(self, place: str, *, lora: bool, temperature: float = 1.0, offload: bool = False, **engine: Any):
         tokenizer, devices = load_tokenizer("bytes"), jax.devices()
         mesh = make_mesh(MeshSection(fsdp=4), devices[:4])
         model = tiny_model(num_layers=2, windows=(WINDOW,), vocab_size=tokenizer.vocab_size, initializer_range=0.1)
@@ -78,6 +78,7 @@ class World:
             decode_steps=8,
             tokenizer_decode=tokenizer.decode,
             tensor={"same": "trained", "layout": 2, "other": "auto"}[place],
+            **engine,
         )
         reference = Reference(self.trainer, offload=offload)
         self.cluster = Cluster(self.trainer, self.engine, self.replica, reference=reference)
@@ -121,6 +122,19 @@ def test_every_placement_gives_the_same_run(lora: bool, temperature: float) -> N
     assert_allclose(moved_bytes, sum(w.nbytes for w in trainer.params.values()), rtol=1e-6)
     assert_allclose(told["sync/gib_per_s"], told["sync/gib"] / told["sync/seconds"], rtol=1e-6)
     assert runs["same"][2][-1]["sync/gib"] == 0
+
+
+@pytest.mark.parametrize("engine", [{"merge_lora": True}, {"quantize": "int8"}])
+def test_copies_for_sampling_are_made_where_samples_are(engine: dict[str, Any]) -> None:
+    """The adapter alone moves; merged or quantised weights are made of it on the engine's devices."""
+    world = World("other", lora=True, **engine)
+    for number in range(2):
+        told = to_host(world.step().metrics)
+        assert told["update_skipped"] == 0
+        gap = told["sampling/logp_difference/mean"]
+        assert gap < (1e-4 if "merge_lora" in engine else 0.05), number
+    assert told["sync/arrays"] == len(world.trainer.params)
+    assert all({*array.sharding.device_set} <= {*jax.devices()[4:]} for array in world.engine.arrays())
 
 
 def test_devices_and_buffers_of_each_placement() -> None:
