@@ -87,7 +87,7 @@ TRL_NAMES = (
     TRLName("beta", "kl_coef"),
     TRLName("beta", "loss", "write loss: {kind: sigmoid, beta: 0.1}", kinds=PAIRS),
     TRLName("loss_type", "algorithm"),
-    TRLName("loss_type", "loss", kinds=("sft", *PAIRS)),
+    TRLName("loss_type", "loss", kinds=("sft", "reward_model", *PAIRS)),
     TRLName("loss_weights", "loss", "write loss: {kind: [sigmoid, sft], weights: [1, 0.1]}", kinds=PAIRS),
     TRLName("label_smoothing", "loss", "write loss: {kind: robust, label_smoothing: 0.1}", kinds=PAIRS),
     TRLName("ld_alpha", "loss", "write loss: {kind: sigmoid, tail_weight: 0.5}", kinds=PAIRS),
