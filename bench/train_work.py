@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Int
 
 from posttrain.batch import Batch
-from posttrain.cluster.scorers import Reference
+from posttrain.cluster.reference import Reference
 from posttrain.config import LoRA, OptimizerSection
 from posttrain.data.packing import to_batch
 from posttrain.data.windows import LOOK_AHEAD, PackedBatches

@@ -71,6 +71,10 @@ class Batch:
     """Weight updates since each token was sampled; None: all tokens are fresh."""
     ref_logps: Float[Array | HostArray, "B T"] | None = None
     advantages: Float[Array | HostArray, "B T"] | None = None
+    old_values: Float[Array | HostArray, "B T"] | None = None
+    """Critic's value of the context before each token, before the first update; 0 where `loss_weight` is 0."""
+    returns: Float[Array | HostArray, "B T"] | None = None
+    """Targets of the critic's values; 0 where `loss_weight` is 0."""
     experts: Int[Array | HostArray, "B T M k"] | None = None
     """Experts used by the sampler in each MoE layer; negative: not recorded."""
     roles: Int[Array | HostArray, "B T"] | None = None

@@ -62,7 +62,7 @@ def launch(
 
 @app.command()
 def check(
-    config: ConfigPath,
+    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]", help="A YAML file; not with --loss.")] = None,
     overrides: Overrides = None,
     devices: Annotated[
         str | None,
@@ -76,8 +76,29 @@ def check(
         int | None,
         typer.Option(min=1, help="Number of hosts of the target machine; by default of the named one, else 1."),
     ] = None,
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE:CLASS",
+            help="A loss of your own in place of CONFIG: its value and gradient must not depend on how a batch is "
+            "split into micro-batches, packed and ordered.",
+        ),
+    ] = None,
 ) -> None:
     """Validate everything that can be validated without loading weights."""
+    if (config is None) == (loss is None):
+        raise ConfigError("check: give CONFIG, or --loss FILE:CLASS")
+    if loss is not None:
+        from posttrain.runs.check_loss import check_loss
+
+        print(check_loss(loss))
+        print("ok")
+    else:
+        assert config is not None
+        _check_config(config, overrides or [], devices, processes)
+
+
+def _check_config(config: str, overrides: list[str], devices: str | None, processes: int | None) -> None:
     number = None if devices is None or not devices.isdecimal() else int(devices)
     target = None
     if devices is not None and number is None:
@@ -90,7 +111,7 @@ def check(
         raise ConfigError("--devices 0: give a number from 1, or a machine such as v5e-8")
     from posttrain.config.yaml_file import load_config
 
-    loaded = load_config(config, overrides or [])
+    loaded = load_config(config, overrides)
     from posttrain.runs import check as recipe
 
     hosts = processes or (1 if target is None else target.num_hosts)

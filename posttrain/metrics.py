@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 
 from posttrain.runtime.profiler import span
-from posttrain.tree import Max, Mean, Metric, added
+from posttrain.tree import Metric, added
 
 MetricT = TypeVar("MetricT", bound=Metric)
 Metrics = dict[str, Metric | float | Array]
@@ -47,7 +47,7 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 def to_host(metrics: Mapping[str, Metric | float | Array]) -> dict[str, float]:
     """Fetch all scalar metrics as Python floats in one transfer; NaN if nothing was counted (weight 0)."""
     fetched = jax.device_get({name: value for name, value in metrics.items() if not _is_table(value)})
-    return {name: value.value() if isinstance(value, Mean | Max) else float(value) for name, value in fetched.items()}
+    return {name: value.value() if isinstance(value, Metric) else float(value) for name, value in fetched.items()}
 
 
 def tables(metrics: Mapping[str, Metric | float | Array]) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Pytree dataclasses, and metrics that merge over micro-batches, steps and hosts: `Mean` and `Max`."""
+"""Pytree dataclasses, and metrics that merge over micro-batches, steps and hosts: `Mean`, `Max` and `Quantile`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any, TypeVar, cast, dataclass_transform
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jaxtyping import Bool, Float
 
 T = TypeVar("T")
 
@@ -91,7 +93,49 @@ class Max:
         return float(self.largest)
 
 
-Metric = Mean | Max
+EDGES = np.geomspace(1e-8, 1e2, 121)
+"""Bounds between the buckets of `Quantile`: 12 to a decade."""
+
+
+@pytree
+class Quantile:
+    """Quantile of numbers that are not negative, from their counts in buckets between `EDGES`: adds exactly, and is
+    read within a bucket, so up to a factor of 1.21. Below the first edge it is 0, and NaN counts as the largest number.
+
+    >>> Quantile.of(jnp.asarray([[1e-3, 2e-3, 5.0]]), jnp.ones((1, 3), bool), share=0.99).value() > 4
+    True
+    """
+
+    counts: Float[Array | np.ndarray, " K"]
+    """Count in each bucket: below the first edge, between two, above the last."""
+    share: float = static()
+
+    @classmethod
+    def of(cls, values: Float[Array, "B T"], counted: Bool[Array, "B T"], share: float) -> Quantile:
+        """Quantile `share` of the values that are counted."""
+        last = len(EDGES)
+        edge = jnp.clip(jnp.floor(12 * (jnp.log10(values) + 8)) + 1, 0, last)
+        buckets = jnp.where(jnp.isnan(values), last, edge).astype(jnp.int32)
+        of_rows = jax.vmap(lambda x, bucket: jax.ops.segment_sum(x, bucket, num_segments=last + 1))
+        return cls(counts=of_rows(counted.astype(jnp.float32), buckets).sum(axis=0), share=share)
+
+    def __add__(self, other: Quantile) -> Quantile:
+        return Quantile(counts=self.counts + other.counts, share=self.share)
+
+    def value(self) -> float:
+        """The quantile as a Python float (reads the device); NaN if nothing was counted."""
+        counts = np.asarray(self.counts, np.float64)
+        below, total = np.cumsum(counts), counts.sum()
+        if not total:
+            return float("nan")
+        bucket = int(np.argmax(below >= self.share * total))
+        if bucket in (0, len(EDGES)):
+            return 0.0 if bucket == 0 else float(EDGES[-1])
+        inside = 1 - (below[bucket] - self.share * total) / counts[bucket]
+        return float(EDGES[bucket - 1] * (EDGES[bucket] / EDGES[bucket - 1]) ** inside)
+
+
+Metric = Mean | Max | Quantile
 """A number that a loss gives beside itself; `+` merges those of two micro-batches."""
 
 

@@ -48,7 +48,7 @@ from tests.snippets import run_python
 
 README = ROOT / "README.md"
 README_LINES = 150
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 CONFIG_LINES = 40
 LINK = re.compile(r"\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)|<(?:img|a)[^>]*?(?:src|href)=\"([^\"]+)\"")
 INLINE_CALL = re.compile(r"\| `(pt\.\w+\(.*?\))` \|")
@@ -96,8 +96,11 @@ def first_rows(config: RunConfig, num_rows: int) -> RunConfig:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_configs_pass_their_check(path: Path, offline: None) -> None:
-    lines = checked(f"configs/{path.name}", num_rows=2000)
+def test_configs_pass_their_check(path: Path, offline: None, folder: Path) -> None:
+    """Those that go on from the quickstart's model have a model of its kind here."""
+    model = "runs/quickstart/0-sft/model"
+    overrides = (f"model.path={folder / model}",) if model in path.read_text() else ()
+    lines = checked(str(path.relative_to(ROOT)), overrides, num_rows=2000)
     text = "\n".join(lines)
     for name in stage_names(load_config(path)):
         assert name in text
@@ -148,6 +151,10 @@ def posttrain_command(words: Sequence[str]) -> None:
     context = command.make_context(words[1], list(words[2:]))
     if words[1] == "launch":
         posttrain_command(["posttrain", *context.params["command"]])
+        return
+    if words[1] == "check" and context.params["loss"] is not None:
+        file = context.params["loss"].partition(":")[0]
+        assert file in {name for name, _ in titled(DOCUMENTS)}, f"no document spells out {file}"
         return
     if words[1] in ("run", "check"):
         checked(context.params["config"], tuple(context.params["overrides"] or ()))

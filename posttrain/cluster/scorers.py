@@ -1,8 +1,8 @@
-"""Scorers, models that are only evaluated: the reference, teachers, reward models."""
+"""Scorers, models that are only evaluated: teachers, reward models, references of another checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -13,40 +13,16 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Float
 
 from posttrain.batch import Batch, TopK, rows_per_pass, teacher_batch
+from posttrain.cluster.held import HeldWeights
 from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.kernels.logits.top_k import top_k
 from posttrain.mesh import BATCH_SPEC, row_shards
 from posttrain.models.decoder import Decoder
-from posttrain.train.trainer import Trainer
 from posttrain.tree import replace
 from posttrain.weights.state import ModelWeights, Weights
 
 
-class Reference:
-    """Reference policy: the actor's weights at construction.
-
-    Only trained parameters are copied: an adapter and the modules trained in full beside it; the base is shared.
-    """
-
-    def __init__(self, actor: Trainer):
-        self._actor = actor
-        self._weights: Weights = jax.tree.map(jnp.copy, actor.params)
-
-    def logps(self, batch: Batch) -> Float[np.ndarray, "B T"]:
-        """Log-probabilities of the batch's tokens, at the actor's temperature."""
-        return np.asarray(self._actor.stats(_own_routing(batch), {**self._actor.weights, **self._weights}).logps)
-
-    def added_to(self, batch: Batch) -> Batch:
-        """Add reference log-probabilities to the batch."""
-        return replace(batch, ref_logps=self.logps(batch))
-
-    def for_step(self, batch: Batch) -> Batch:
-        """`added_to` for the actor's next step; the first step is compiled in the meantime."""
-        self._actor.compile_ahead(replace(batch, ref_logps=np.zeros(batch.shape, np.float32)), _own_routing(batch))
-        return self.added_to(batch)
-
-
-def _own_routing(batch: Batch) -> Batch:
+def own_routing(batch: Batch) -> Batch:
     """Batch without recorded routing, which is the actor's: the router of the scorer chooses its own experts."""
     return replace(model_inputs(batch), experts=None)
 
@@ -66,11 +42,22 @@ def model_inputs(batch: Batch) -> Batch:
 class FrozenModel:
     """Frozen model (teacher, reward model) on its mesh: scores of host rows, `rows` of them per forward pass.
 
-    `temperature`: of `logps`, and of the divergence that `top_k` serves. `k`: number of ids of `top_k`.
+    `temperature`: of `logps`, and of the divergence that `top_k` serves. `k`: number of ids of `top_k`. `offload`: its
+    weights are in the host's memory between uses.
     """
 
-    def __init__(self, model: Decoder, mesh: Mesh, *, temperature: float, rows: int | None = None, k: int = 1):
+    def __init__(
+        self,
+        model: Decoder,
+        mesh: Mesh,
+        *,
+        temperature: float,
+        rows: int | None = None,
+        k: int = 1,
+        offload: bool = False,
+    ):
         self._weights, self._mesh, self._rows = ModelWeights(model), mesh, rows
+        self.held = HeldWeights(self._weights.read, self._weights.write, offload=offload)
         vocab_size = model.config.vocab_size
 
         def logps(model: Decoder, hidden: Array, batch: Batch) -> Array:
@@ -105,8 +92,12 @@ class FrozenModel:
 
     @property
     def weights(self) -> Weights:
-        """Parameters by path, where they lie on the mesh."""
-        return self._weights.read()
+        """Parameters by path, where they lie between uses."""
+        return self.held.weights
+
+    def arrays(self) -> Iterable[Array]:
+        """Arrays held between uses."""
+        return self.held.weights.values()
 
     def at(self, temperature: float) -> FrozenModel:
         """This model at another temperature."""
@@ -140,11 +131,12 @@ class FrozenModel:
         assert batch.parents is None, "sequences with parents are scored by the trainer"
         total, used = batch.shape[0], np.flatnonzero(np.asarray(batch.segments).any(axis=1))
         rows = rows_per_pass(total, self._rows, row_shards(self._mesh))
-        weights, parts = self._weights.read(), []
-        host = jax.tree.map(np.asarray, replace(model_inputs(batch), experts=None))
-        for start in range(0, int(used[-1]) + 1 if used.size else 1, rows):
-            part = jax.tree.map(lambda x, start=start: _padded(x[start : start + rows], rows), host)
-            parts.append(jax.device_get(program(weights, jax.device_put(part, NamedSharding(self._mesh, BATCH_SPEC)))))
+        host, parts = jax.tree.map(np.asarray, own_routing(batch)), []
+        with self.held.on_devices() as weights:
+            for start in range(0, int(used[-1]) + 1 if used.size else 1, rows):
+                part = jax.tree.map(lambda x, start=start: _padded(x[start : start + rows], rows), host)
+                placed = jax.device_put(part, NamedSharding(self._mesh, BATCH_SPEC))
+                parts.append(jax.device_get(program(weights, placed)))
         return jax.tree.map(lambda *x: _padded(np.concatenate(x)[:total], total), *parts)
 
 

@@ -24,9 +24,13 @@ from posttrain.config.features import AttentionFeatures, FeaturesSection, Hidden
 from posttrain.config.locator import Locator
 from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, ModelSection
 from posttrain.config.online_preference import OnlinePreferenceSection
+from posttrain.config.placement import PlacementSection, ReferenceSection
 from posttrain.config.preference import PairSection, PreferenceSection, RewardModelSection
-from posttrain.config.rl import OnlineSection, RewardSection, RLSection, RolloutSection, SamplingSection, answer_tokens
+from posttrain.config.reward import RewardSection
+from posttrain.config.rl import OnlineSection, RLSection, SurrogateSection
+from posttrain.config.rollout import RolloutSection
 from posttrain.config.run import ProfileSection, RunConfig, Stage, trains_on_samples
+from posttrain.config.sampling import SamplingSection, answer_tokens
 from posttrain.config.teacher import TeacherSection
 from posttrain.config.train import (
     DatasetSection,
@@ -67,12 +71,14 @@ __all__ = [
     "OnlineSection",
     "OptimizerSection",
     "PairSection",
+    "PlacementSection",
     "PositiveInt",
     "PreferenceSection",
     "ProfileSection",
     "Quantize",
     "RLSection",
     "RecordSection",
+    "ReferenceSection",
     "Remat",
     "RewardModelSection",
     "RewardSection",
@@ -86,6 +92,7 @@ __all__ = [
     "Section",
     "SequenceSection",
     "Stage",
+    "SurrogateSection",
     "TeacherSection",
     "Text",
     "TrainSection",

@@ -8,7 +8,8 @@ from pydantic import model_validator
 
 from posttrain.config.base import Flag, PositiveInt
 from posttrain.config.locator import LossSpec
-from posttrain.config.rl import OnlineSection, check_sampling
+from posttrain.config.rl import OnlineSection
+from posttrain.config.sampling import check_sampling
 from posttrain.config.train import MAX_NEW_TOKENS
 
 

@@ -1,209 +1,22 @@
-"""Reinforcement learning stages: sampling, rewards, rollout engine, algorithm."""
+"""Reinforcement learning stages: steps of sampling and learning, algorithm."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeGuard, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from posttrain.config.base import (
-    Flag,
-    Fraction,
-    ListOf,
-    NonNegativeInt,
-    PositiveInt,
-    RolloutQuantize,
-    SamplerTensor,
-    Section,
-    Text,
-)
+from posttrain.config.base import Flag, ListOf, NonNegativeInt, PositiveInt, Section, Text
+from posttrain.config.critic import CriticSection
 from posttrain.config.evaluation import EvaluateSection, RecordSection, check_evaluation
-from posttrain.config.locator import Locator, located
+from posttrain.config.locator import Locator
+from posttrain.config.placement import PlacementSection, ReferenceSection
+from posttrain.config.refill import CurriculumSection, RefillSection, check_selection
+from posttrain.config.reward import RewardSection
+from posttrain.config.rollout import RolloutSection
+from posttrain.config.sampling import SamplingSection, answer_tokens, check_sampling, with_lengths
 from posttrain.config.teacher import TeacherSection, check_teachers
 from posttrain.config.train import MAX_NEW_TOKENS, DatasetSection, OptimizerSection, TrainSection
-
-S = TypeVar("S", bound=Section)
-
-
-class SamplingSection(Section):
-    """Sampling of completions."""
-
-    max_tokens: PositiveInt = MAX_NEW_TOKENS
-    """Maximum number of tokens of a completion, including end-of-sequence; by default 512, or half of the row's space
-    for a prompt and its completion if that is less. The same default in `eval_sampling`."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    top_k: NonNegativeInt = 0
-    """Sample from the k most probable tokens. 0: off."""
-    top_p: Fraction = 1.0
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    """Repetition penalty, arXiv:1909.05858: above 1, tokens of prompt and sample become less likely. The trainer's
-    log-probabilities exclude it."""
-    presence_penalty: float = 0.0
-    """Presence penalty, subtracted from the logits of tokens in the sample."""
-    frequency_penalty: float = 0.0
-    """Frequency penalty, subtracted from the logits of tokens once per occurrence in the sample."""
-    logit_bias: dict[int, Annotated[float, Field(allow_inf_nan=True)]] = {}
-    """Numbers added to logits, by token id; `-.inf` forbids the token."""
-    allowed_token_ids: ListOf[int] | None = None
-    """Token ids that may be sampled; by default all."""
-    stop: ListOf[Text] = ()
-    """Stop strings; they are not part of the text."""
-    stop_token_ids: ListOf[int] = ()
-    """Stop token ids in addition to the tokenizer's."""
-    ignore_eos: Flag = False
-    """Continue after the tokenizer's end-of-sequence tokens."""
-
-    def at_most(self, max_tokens: int) -> SamplingSection:
-        """Copy with this `max_tokens` if it has the default one."""
-        given = "max_tokens" in self.model_fields_set
-        return self if given else self.model_copy(update={"max_tokens": max_tokens})
-
-    @property
-    def changes_distribution(self) -> bool:
-        """True if tokens are not sampled from the model's full distribution at `temperature`, but from a truncated one
-        or from logits with penalties or bias."""
-        names = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-        plain = SamplingSection.model_construct(max_tokens=self.max_tokens)
-        changed = any(getattr(self, name) != getattr(plain, name) for name in names)
-        return changed or bool(self.logit_bias) or self.allowed_token_ids is not None
-
-
-class RewardSection(Section):
-    """Reward function or reward model of an online stage."""
-
-    fn: Annotated[Any, AfterValidator(located)] = None
-    """Reward function: `rewards/gsm8k.py:correct`, `package.module:function`, or in Python the function itself."""
-    model: Locator | None = None
-    """Reward model in place of `fn`: folder or hub id of a sequence classifier with one label, as saved by
-    `reward_model` stages."""
-    reduce: Literal["last", "min", "mean"] = "last"
-    """Score of a sequence from `model`: the last token's, or of a process reward model the minimum or mean over its
-    steps (lines)."""
-    weight: float = 1.0
-    args: dict[str, Any] = {}
-    """Additional keyword arguments of the function."""
-    name: Text | None = None
-    """Name in metrics and messages; by default the function's name. Using a function twice requires two names."""
-    timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """Timeout per step in seconds. If the call on all samples fails or takes more than half of it, samples are retried
-    one by one, so that only failing samples have no reward; calls still running at the timeout are killed."""
-    on_error: Literal["drop"] | float = "drop"
-    """Value of a sample on which the function raises, crashes, times out or returns no finite number. `drop`: the
-    sample has no reward and is excluded from its group. A number, such as 0, also penalises a policy that provokes
-    errors."""
-    isolate: Literal["auto", "process", "thread"] = "auto"
-    """Isolation of the function. `process`: a child process without access to the devices and with its own module
-    state, so that hangs and crashes do no harm; requires `file.py:function` or `module:function`. `thread`: a thread of
-    this process, which cannot be killed. `auto`: a process for functions given by name, else a thread."""
-
-    @model_validator(mode="after")
-    def _one(self) -> RewardSection:
-        if (self.fn is None) == (self.model is None):
-            raise ValueError("a reward is a function (fn) or a reward model (model); set one of them")
-        if self.model is None and self.reduce != "last":
-            raise ValueError(f"reduce={self.reduce} has no effect on a function; it needs a reward model (model)")
-        if self.model is not None and self.args:
-            raise ValueError("args are for functions; a reward model (model) takes none")
-        if self.model is not None and (self.timeout_s != 60.0 or self.isolate != "auto"):
-            raise ValueError("timeout_s and isolate are for functions; a reward model (model) runs on the devices")
-        if self.isolate == "process" and not isinstance(self.fn, str):
-            raise ValueError("isolate: process needs a function that a child can import; name it as file.py:function")
-        return self
-
-
-class RolloutSection(Section):
-    """Rollout engine."""
-
-    slots: PositiveInt | None = None
-    """Maximum number of sequences decoded concurrently; by default all samples of a step."""
-    decode_steps: PositiveInt = 32
-    """Maximum number of tokens decoded per dispatch."""
-    record_routing: Flag = False
-    """Record the sampler's MoE routing and replay it in training (R3), arXiv:2510.11370."""
-    quantize: RolloutQuantize = "none"
-    """Sample from a copy of the weights in 8 bits (adapters merged), remade after every update; also in evaluations.
-    Its error: `sampling/logp_difference/mean`. The copy (`rollout/copy_mib`) needs memory in addition to the trainer's
-    weights; with `none` there is no copy. It is smaller than that of `merge_lora`, and faster only if decoding is
-    limited by memory bandwidth: matrices are dequantized layer by layer to `compute_dtype`, also from fp8, which most
-    platforms emulate (the run reports it)."""
-    merge_lora: Flag = False
-    """Sample from a copy of the weights with the LoRA adapter merged, remade after every update: faster decoding for
-    more memory."""
-    tensor: SamplerTensor = "auto"
-    """Number of devices that each weight is split over while samples run; the other devices hold copies and sample rows
-    of their own. A trainer's `mesh.fsdp` would gather every weight at every token: where it is above 1 the weights are
-    laid out anew once after each update, which takes memory until the samples are done. `auto`: the smallest number
-    from `mesh.tensor` to `mesh.fsdp` x `mesh.tensor` with which the copy takes at most a quarter of a device's memory;
-    `trained`, no copy, if none does and where `mesh.fsdp` is 1."""
-    cache_tokens: PositiveInt | None = None
-    """KV cache size in tokens; by default `slots` sequences of `row_tokens`. A smaller cache preempts the youngest
-    samples and recomputes them later; a larger one keeps more shared prefixes."""
-    warm_up: Flag = True
-    """Compile all programs that the dataset's prompts can need before the first step; otherwise each when first used.
-    """
-    engine: Locator | None = None
-    """Custom rollout engine: `module:Engine` or `file.py:Engine`, called with (model, tokenizer, this section), with
-    the methods of `posttrain.rollout.types.RolloutEngine`. The fields above apply to the built-in engine only."""
-
-    @model_validator(mode="after")
-    def _of_the_engine(self) -> RolloutSection:
-        plain = RolloutSection.model_construct()
-        others = [name for name in RolloutSection.model_fields if getattr(self, name) != getattr(plain, name)]
-        if self.engine is not None and (others := [name for name in others if name != "engine"]):
-            raise ValueError(f"{', '.join(others)}: supported by the built-in engine, not by {self.engine}; remove it")
-        return self
-
-
-def check_sampling(sampling: SamplingSection, row_tokens: int) -> None:
-    """Check the sampling of training samples. ValueError if they would be equal, or too long for a row."""
-    if sampling.temperature == 0:
-        raise ValueError("sampling.temperature=0 gives equal samples, without a training signal; use 1.0")
-    if sampling.max_tokens >= row_tokens:
-        raise ValueError(
-            f"sampling.max_tokens={sampling.max_tokens} must be less than row_tokens={row_tokens}, "
-            "which holds prompt and completion"
-        )
-
-
-def answer_tokens(row_tokens: int, prompts_in_row: int) -> int:
-    """Default length of completions: half of a row's space for a prompt and its completion, at most 512."""
-    return max(1, min(MAX_NEW_TOKENS, row_tokens // (2 * prompts_in_row)))
-
-
-def with_lengths(data: Any, build: Callable[[Any], S], *, default_row: int, prompts_in_row: int, fills_row: bool) -> S:
-    """Build a stage with the default of `row_tokens` or `sampling.max_tokens` that fits the value of the other.
-
-    Defaults are not in `model_fields_set`: `fit_lengths` lowers them to the model's context.
-    """
-    sampling = data.get("sampling", {} if fills_row else None) if isinstance(data, Mapping) else None
-    if not isinstance(sampling, Mapping):
-        return build(data)
-    filled, answer = {**data, "sampling": dict(sampling)}, sampling.get("max_tokens")
-    row_is_default = fills_row and "row_tokens" not in data
-    if row_is_default and _is_length(answer):
-        filled["row_tokens"] = prompts_in_row * (MAX_NEW_TOKENS + answer)
-    if "max_tokens" not in sampling:
-        row = data.get("row_tokens", default_row)
-        filled["sampling"]["max_tokens"] = answer_tokens(row if _is_length(row) else default_row, prompts_in_row)
-    other = data.get("eval_sampling")
-    evaluates = isinstance(other, Mapping) and "max_tokens" not in other
-    if evaluates:
-        filled["eval_sampling"] = {**other, "max_tokens": filled["sampling"]["max_tokens"]}
-    made = build(filled)
-    if "sampling" not in data:
-        made.model_fields_set.discard("sampling")
-    if row_is_default:
-        made.model_fields_set.discard("row_tokens")
-    for name, is_default in (("sampling", "max_tokens" not in sampling), ("eval_sampling", evaluates)):
-        if is_default:
-            getattr(made, name).model_fields_set.discard("max_tokens")
-    return made
-
-
-def _is_length(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 class OnlineOptimizer(OptimizerSection):
@@ -230,7 +43,8 @@ class OnlineSection(TrainSection):
     prompts_per_step: PositiveInt = 8
     """Number of distinct prompts per optimiser step."""
     group_size: PositiveInt = 8
-    """Samples per prompt (group size); 1 is allowed in RL without rewards."""
+    """Samples per prompt (group size); 1 is allowed in RL without rewards, and with algorithms that do not compare the
+    samples of a prompt."""
     max_prompt_tokens: PositiveInt | None = None
     """Maximum prompt length in tokens; by default the row without `sampling.max_tokens`, in online preference half a
     row."""
@@ -244,6 +58,10 @@ class OnlineSection(TrainSection):
     evaluate: EvaluateSection | None = None
     """Evaluation with several samples per held-out prompt, on several datasets; needs `eval_dataset`."""
     rollout: RolloutSection = RolloutSection()
+    placement: PlacementSection = PlacementSection()
+    """Devices and memory of the roles; by default all share those of the actor."""
+    reference: ReferenceSection = ReferenceSection()
+    """Reference policy of the KL penalty, or of the preference loss."""
     samples_every: PositiveInt = 10
     """Steps between tables of sample completions."""
     record: RecordSection | None = RecordSection()
@@ -266,12 +84,17 @@ class OnlineSection(TrainSection):
 
     @property
     def step_rows(self) -> int:
-        """Batch rows of a step in the worst case."""
+        """Batch rows of an update in the worst case."""
+        return self.samples_per_step
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of a batch of rollouts."""
         return self.prompts_per_step * self.group_size
 
     @property
     def pass_rows(self) -> int:
-        return self.micro_batch_rows or -(-self.step_rows // 8)
+        return self.micro_batch_rows or -(-self.samples_per_step // 8)
 
     @property
     def held_out_sampling(self) -> SamplingSection:
@@ -282,7 +105,7 @@ class OnlineSection(TrainSection):
     @property
     def samples_in_flight(self) -> int:
         """Number of samples that a step generates concurrently."""
-        return self.step_rows
+        return self.samples_per_step
 
     @property
     def max_sampled_tokens(self) -> int:
@@ -306,7 +129,9 @@ class OnlineSection(TrainSection):
 OldLogps = Literal["self", "trainer", "sampler"]
 """Sources of the log-probabilities of pi_old, see `RLSection.old_logps`."""
 ZeroAdvantage = Literal["skip", "update"]
-RatioLevel = Literal["token", "sequence_mean", "sequence_sum"]
+Level = Literal["token", "sequence_mean", "sequence_sum"]
+WITHOUT_GROUPS = ("reinforce_plus_plus", "ppo")
+"""Algorithms that do not compare the samples of a prompt."""
 
 
 class ImportanceSection(Section):
@@ -316,13 +141,42 @@ class ImportanceSection(Section):
     apply: Literal["auto", "always", "never"] = "auto"
     """Condition for weights. `auto`: if the sampler's distribution differs from the trainer's: top-k, top-p, min-p,
     penalties, logit bias, allowed tokens, `rollout.quantize` or `oversample_prompts`."""
-    level: RatioLevel = "token"
-    """Level of the weights: per token, or per sequence as exp of the mean or sum of its log-ratios."""
-    bound: Literal["truncate", "mask"] = "truncate"
-    """Treatment of weights beyond `low` and `high`: `truncate` to the bound (TIS), or `mask` the token with weight 0
-    (MIS)."""
+    level: Level = "token"
+    """Level of the weights: per token, or per sequence as exp of the mean (geometric) or sum of its log-ratios."""
+    bound: Literal["truncate", "mask", "reject"] = "truncate"
+    """Treatment of weights beyond `low` and `high`: `truncate` to the bound (TIS), `mask` the token with weight 0 (MIS;
+    with a `level` of sequences the sequence), or `reject` every sequence with such a token."""
     low: Annotated[float, Field(ge=0, lt=1)] | None = None
     high: Annotated[float, Field(gt=1)] | None = 2.0
+
+
+class SurrogateSection(Section):
+    """Surrogate of the policy loss: the objective as a function of ratio and advantage."""
+
+    kind: Literal["clip", "cispo", "sapo", "vespo", "gmpo"]
+    """Surrogate: PPO's `clip`; `cispo`, arXiv:2506.13585; `sapo`, arXiv:2511.20347; `vespo`, arXiv:2602.10693; `gmpo`,
+    arXiv:2507.20673, whose clip bounds are of log-ratios."""
+    temperature_positive: Annotated[float, Field(gt=0)] = 1.0
+    """Temperature of `sapo` for positive advantages; a larger one bounds the ratio more."""
+    temperature_negative: Annotated[float, Field(gt=0)] = 1.05
+    k_positive: Annotated[float, Field(gt=0)] = 2.0
+    """Exponent k of the weight w^k exp(rate (1 - w)) of `vespo` for positive advantages."""
+    k_negative: Annotated[float, Field(gt=0)] = 3.0
+    rate_positive: Annotated[float, Field(gt=0)] = 3.0
+    rate_negative: Annotated[float, Field(gt=0)] = 2.0
+
+    @model_validator(mode="after")
+    def _of_the_kind(self) -> SurrogateSection:
+        plain = SurrogateSection.model_construct(kind=self.kind)
+        own = {"sapo": ("temperature_",), "vespo": ("k_", "rate_")}.get(self.kind, ())
+        others = [
+            name
+            for name in SurrogateSection.model_fields
+            if getattr(self, name) != getattr(plain, name) and not name.startswith(own)
+        ]
+        if others:
+            raise ValueError(f"{', '.join(others)} without effect on the surrogate {self.kind}; remove it")
+        return self
 
 
 class RLSection(OnlineSection):
@@ -330,9 +184,19 @@ class RLSection(OnlineSection):
 
     kind: Literal["rl"] = "rl"
     algorithm: str = "grpo"
-    """Algorithm: `grpo`, `dr_grpo`, `dapo`, `gspo`, `rloo`, or `distill` (with teachers, without rewards)."""
+    """Algorithm: `grpo`, `dr_grpo`, `dapo`, `bnpo`, `gspo`, `gspo_token`, `luspo`, `gmpo`, `cispo`, `sapo`, `vespo`,
+    `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gdpo`, `ppo`, or `distill` (with teachers, without
+    rewards)."""
     advantage: Locator | None = None
-    """Custom advantage function `module:function` of rewards_PG, in place of the algorithm's."""
+    """Custom advantage function `module:function` in place of the algorithm's. It takes those of rewards_PG, parts_PG
+    (by name of the reward), weights and lengths_PG that it names; a single parameter of another name is rewards_PG."""
+    advantage_scale: Literal["group", "batch", "none"] | None = None
+    """Deviation that advantages are divided by: of the group's rewards (`grpo`), of the batch's, or `none`
+    (`dr_grpo`)."""
+    filter: Locator | None = None
+    """Custom group filter `module:function` of rewards_PG, which returns true for each group to learn from."""
+    loss: Locator | None = None
+    """Custom loss `module:Class` in place of the algorithm's, called as Class(); `posttrain check --loss` tests it."""
     teachers: ListOf[TeacherSection] = ()
     """Teachers with the student's tokenizer that score each sampled token (on-policy distillation); several need
     `teacher_column`."""
@@ -341,12 +205,16 @@ class RLSection(OnlineSection):
     teacher_coef: Annotated[float, Field(gt=0)] = 1.0
     """Coefficient of log(teacher / student) of each sampled token, which is added to the advantage."""
     kl_coef: Annotated[float, Field(ge=0)] | None = None
-    """Coefficient of the KL from the reference. This and the next eight fields override the algorithm's values."""
+    """Coefficient of the KL from the reference. Fields from here to `reduce` override the algorithm's values."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Place of the KL: a term of the loss, or a penalty in the reward, of whole samples, with `ppo` per token. In the
+    reward `kl_estimator` is k1 by default, the only one with the gradient of KL(policy || reference) there."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """KL estimator, see `posttrain.losses.kl`; k1, whose expected gradient is 0, needs `kl_bias_correction`."""
     kl_bias_correction: Flag | None = None
     """Multiply the KL by the ratio pi / pi_old, so that its gradient is that of KL(policy || reference); approximate
     with `ratio: sequence_mean`. arXiv:2512.02556."""
+    surrogate: SurrogateSection | None = None
     clip_low: Annotated[float, Field(gt=0)] | None = None
     clip_high: Annotated[float, Field(gt=0)] | None = None
     """Upper clip bound: the ratio pi / pi_old is clipped to 1 - clip_low .. 1 + clip_high."""
@@ -354,11 +222,29 @@ class RLSection(OnlineSection):
     """Upper bound of the ratio for negative advantages, arXiv:1912.09729; at least 1 + clip_high."""
     entropy_coef: Annotated[float, Field(ge=0)] | None = None
     """Coefficient of the entropy bonus."""
-    ratio: RatioLevel | None = None
-    """Level of the ratio: per token, or per sequence as exp of the mean (GSPO) or sum (RLOO) of its log-ratios."""
-    reduce: Literal["sequence_mean", "token_mean", "constant_length"] | None = None
-    """Reduction of the loss: mean over sequences of token means (GRPO), mean over all tokens (DAPO), or sum over tokens
-    divided by the number of sequences and by `sampling.max_tokens` (Dr. GRPO)."""
+    ratio: Level | Literal["sequence_mean_token"] | None = None
+    """Level of the ratio: per token, or per sequence as exp of the mean (GSPO) or sum (RLOO) of its log-ratios;
+    `sequence_mean_token` (GSPO-token) has the gradient of each token."""
+    reduce: Literal["sequence_mean", "token_mean", "constant_length", "sequence_total"] | None = None
+    """Reduction of the loss: mean over sequences of token means (GRPO), mean over all tokens (DAPO), sum over tokens
+    divided by the number of sequences and by `sampling.max_tokens` (Dr. GRPO), or by the number of sequences alone
+    (LUSPO)."""
+    off_policy_mask: Annotated[float, Field(gt=0)] | None = None
+    """Largest mean of log(pi_behaviour / pi) in nats per token: samples of negative advantage beyond it are not learned
+    from. arXiv:2512.02556."""
+    top_entropy: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of tokens to learn from, those of highest entropy in the batch. arXiv:2506.01939; by default all."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """Samples cut at `sampling.max_tokens`: `mask` leaves them out of the loss, but not out of their group's mean.
+    arXiv:2503.14476."""
+    critic: CriticSection = CriticSection()
+    """Value model of `ppo`."""
+    gamma: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Discount per token of `ppo`; by default 1."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Weight of longer returns in the advantages of `ppo` (GAE, arXiv:1506.02438); by default 0.95."""
+    value_clip: Annotated[float, Field(gt=0)] | None = None
+    """Largest change of a value by the value loss of `ppo`; by default 0.2."""
     old_logps: Literal["auto", OldLogps] = "auto"
     """Source of the log-probabilities of pi_old. `self`: the same forward pass, so that the ratio is exactly 1, for a
     single update per batch of rollouts; `trainer`: a forward pass before the first update; `sampler`: the rollout
@@ -380,6 +266,12 @@ class RLSection(OnlineSection):
     max_staleness: PositiveInt = 4
     """Maximum steps between the start of a group and its update, with `oversample_prompts`; a step waits for groups
     that reach it."""
+    pass_above: float = 0.5
+    """Reward above which a sample passes, for `curriculum`, `pass_rate`, `frac_all_good` and `frac_all_bad`."""
+    refill: RefillSection | None = None
+    """Dynamic sampling: replace groups without a training signal until `prompts_per_step` are useful."""
+    curriculum: CurriculumSection | None = None
+    """Draw prompts by their pass rates so far; by default in the order of the dataset, epoch after epoch."""
 
     @property
     def held_out_sampling(self) -> SamplingSection:
@@ -390,6 +282,10 @@ class RLSection(OnlineSection):
         """True if tokens are sampled from another distribution than the trainer's, so that importance weights have an
         effect."""
         return self.sampling.changes_distribution or self.rollout.quantize != "none" or self.oversample_prompts > 0
+
+    @property
+    def step_rows(self) -> int:
+        return self.samples_per_step // self.updates
 
     @property
     def samples_in_flight(self) -> int:
@@ -404,7 +300,8 @@ class RLSection(OnlineSection):
             raise ValueError(f"algorithm={self.algorithm} needs rewards; without them use algorithm: distill")
         if self.algorithm == "distill" and not self.teachers:
             raise ValueError("algorithm=distill needs teachers")
-        if self.rewards and self.group_size < 2:
+        compares = self.algorithm not in WITHOUT_GROUPS or self.advantage is not None
+        if self.rewards and self.group_size < 2 and compares:
             raise ValueError(f"group_size={self.group_size}: rewards are compared within a group; use 2 or more")
         if not self.teachers and (self.teacher_column is not None or self.teacher_coef != 1.0):
             raise ValueError("teacher_column and teacher_coef need teachers")
@@ -470,6 +367,7 @@ class RLSection(OnlineSection):
     @model_validator(mode="after")
     def _fits(self) -> RLSection:
         check_sampling(self.sampling, self.row_tokens)
+        check_selection(self.refill, self.curriculum, rewards=bool(self.rewards), shuffle=self.dataset.shuffle)
         if self.oversample_prompts and self.rollout.record_routing:
             raise ValueError(
                 f"oversample_prompts={self.oversample_prompts} and rollout.record_routing: samples resumed in a later "

@@ -271,12 +271,6 @@ def mesh_of(teacher: TeacherSection, teachers: Sequence[TeacherSection]) -> Mesh
     raise AssertionError("the teacher is one of the teachers")
 
 
-def training_devices(config: RunConfig) -> list[jax.Device]:
-    """Devices that no teacher of any stage reserves. ConfigError if none is left."""
-    devices = jax.devices()
-    return devices[: len(devices) - devices_of_teachers(config, len(devices))]
-
-
 def devices_of_teachers(config: RunConfig, num_devices: int) -> int:
     """Number of devices reserved by teachers of any stage. ConfigError if none is left for training."""
     stages = [stage for stage in config.stages if isinstance(stage, DistillSection | RLSection)]

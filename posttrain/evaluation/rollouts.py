@@ -11,6 +11,7 @@ from jaxtyping import Float
 from posttrain.config import EvaluateSection
 from posttrain.errors import ConfigError
 from posttrain.evaluation.at_k import intervals_at_k, values_at_k
+from posttrain.rl.exchange import exchanged, own_share
 from posttrain.rl.rewards import Rubric
 from posttrain.rl.sampler import EVALUATION, IssuedGroup, Sampler, collect
 from posttrain.rl.teachers import interval_of
@@ -73,10 +74,11 @@ async def evaluate(
     with progress_bar(f"evaluating {len(examples)} held-out prompts", len(examples) * group_size) as advance:
         # The same numbers in every evaluation of a run: it draws the same random numbers.
         groups = [IssuedGroup(number=n, example=example, version=0) for n, example in enumerate(examples)]
-        groups_P = await collect(replace(sampler, stream=EVALUATION), groups, group_size, advance)
-        found = None if distances is None else distances(groups_P)
+        own_P = await collect(replace(sampler, stream=EVALUATION), own_share(groups), group_size, advance)
     with progress_bar("scoring the held-out samples", len(rubric.rewards)) as advance:
-        rewards = await rubric.score(groups_P, advance)
+        own = await rubric.score(own_P, advance) if own_P else None
+    groups_P, rewards = exchanged(own_P, own, groups)
+    found = None if distances is None else distances(groups_P)
     if not rubric.rewards:
         return RolloutEvaluation(groups_P=groups_P, rewards=rewards, interval=None, distances_PG=found)
     valid = ~np.isnan(rewards.total_PG)

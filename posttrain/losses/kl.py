@@ -37,7 +37,14 @@ def k3(logps: Float[Array, "B T"], ref_logps: Float[Array, "B T"], mask: Bool[Ar
     return jnp.expm1(d) - d
 
 
-Gradient = Literal["reverse KL", "forward KL", "half the squared log-ratio", "nothing"]
+Gradient = Literal[
+    "reverse KL",
+    "forward KL",
+    "half the squared log-ratio",
+    "nothing",
+    "reverse KL less forward KL",
+    "half the squared log-ratio less reverse KL",
+]
 _GRADIENTS: dict[KLEstimator, tuple[Gradient, Gradient]] = {
     k1: ("nothing", "reverse KL"),
     k2: ("reverse KL", "half the squared log-ratio"),
@@ -53,6 +60,19 @@ def gradient_of(estimator: KLEstimator, *, bias_correction: bool) -> Gradient | 
     expectation.
     """
     return _GRADIENTS[estimator][bias_correction] if estimator in _GRADIENTS else None
+
+
+_GRADIENTS_IN_REWARD: dict[KLEstimator, Gradient] = {
+    k1: "reverse KL",
+    k2: "half the squared log-ratio less reverse KL",
+    k3: "reverse KL less forward KL",
+}
+
+
+def gradient_in_reward(estimator: KLEstimator) -> Gradient | None:
+    """Name the quantity whose gradient an estimator has in expectation as a penalty in the reward, which only the
+    sampling differentiates; None: unknown."""
+    return _GRADIENTS_IN_REWARD.get(estimator)
 
 
 def _log_ratio(logps: Float[Array, "B T"], ref_logps: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Array:

@@ -1,96 +1,28 @@
-"""Clipped policy-gradient loss (PPO, GRPO, DAPO, GSPO, RLOO, Dr. GRPO) as values of one dataclass, and the importance
-weights of samples from another policy."""
+"""Policy-gradient loss (PPO, GRPO, DAPO, GSPO, RLOO, CISPO, SAPO, GMPO, ...) as values of one dataclass."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 
 from posttrain.batch import Batch, HostArray, LossOutput, TokenStats
-from posttrain.losses.kl import MAX_LOG_RATIO, KLEstimator, gradient_of, k3
-from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, sequence_sums, to_tokens, token_mean
-from posttrain.tree import Max, Mean, Metric
-
-RatioLevel = Literal["token", "sequence_mean", "sequence_sum"]
-"""Level of the ratio: per token, or per sequence as exp of the mean (GSPO) or sum (RLOO) of its log-ratios."""
-Bound = Literal["truncate", "mask"]
-
-
-def level_log_ratio(
-    level: RatioLevel, log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"], segments: Int[Array, "B T"]
-) -> Float[Array, "B T"]:
-    """Aggregate token log-ratios (0 where masked out) at a level, clipped to the range of `exp`."""
-    if level != "token":
-        sums = sequence_sums(log_ratio, segments)
-        if level == "sequence_mean":
-            sums /= jnp.maximum(sequence_sums(mask.astype(log_ratio.dtype), segments), 1.0)
-        log_ratio = to_tokens(sums, segments)
-    return jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImportanceSampling:
-    """Importance weights w = pi_proximal / pi_behaviour of the surrogate, which correct for sampling from another
-    distribution: top-k, top-p, min-p, penalties, bias, quantized weights, earlier weights. arXiv:2505.24298 (decoupled
-    PPO); truncated: fengyao.notion.site/off-policy-rl."""
-
-    level: RatioLevel = "token"
-    bound: Bound = "truncate"
-    """Treatment of ratios out of bounds: `truncate` to the bound, or `mask` the token (weight 0)."""
-    low: float | None = None
-    high: float | None = 2.0
-    """Upper bound. None: unbounded, as for `low`."""
-
-    def __post_init__(self) -> None:
-        for name, options in (("level", RatioLevel), ("bound", Bound)):
-            if getattr(self, name) not in get_args(options):
-                raise ValueError(
-                    f"importance_sampling.{name}={getattr(self, name)!r} must be one of {', '.join(get_args(options))}"
-                )
-        low, high = self.low, self.high
-        if (low is not None and not 0 <= low < 1) or (high is not None and high <= 1):
-            raise ValueError(
-                f"importance_sampling: low={low} must be at least 0 and below 1, high={high} above 1: a token of equal "
-                "probabilities has weight 1"
-            )
-        if self.bound == "mask" and low is None and high is None:
-            raise ValueError("importance_sampling.bound=mask without low and high masks nothing; set one of them")
-
-    def __call__(
-        self,
-        proximal: Float[Array, "B T"],
-        behaviour: Float[Array, "B T"],
-        mask: Bool[Array, "B T"],
-        segments: Int[Array, "B T"],
-    ) -> tuple[Float[Array, "B T"], dict[str, Metric]]:
-        """Weights without a gradient, and metrics of the ratios: mean, maximum, share out of bounds."""
-        difference = jnp.where(mask, proximal, 0.0) - jnp.where(mask, behaviour, 0.0)
-        ratio = jnp.exp(level_log_ratio(self.level, jax.lax.stop_gradient(difference), mask, segments))
-        low, high = 0.0 if self.low is None else self.low, jnp.inf if self.high is None else self.high
-        outside = (ratio < low) | (ratio > high)
-        weights = jnp.where(outside, 0.0, ratio) if self.bound == "mask" else jnp.clip(ratio, low, high)
-        counted = mask.astype(ratio.dtype)
-        name = "sampling/importance_sampling_ratio"
-        return weights, {
-            f"{name}/mean": token_mean(ratio, counted, segments),
-            f"{name}/max": Max(largest=jnp.max(jnp.where(mask, ratio, 0.0))),
-            f"{name}/out_of_bounds": token_mean(outside.astype(ratio.dtype), counted, segments),
-        }
-
-
-OUTLIER_NATS = 0.5
-"""Threshold in nats: sampled tokens whose sampler and trainer log-probabilities differ by more are outliers."""
+from posttrain.losses import surrogates
+from posttrain.losses.importance import ImportanceSampling, RatioLevel, level_log_ratio, off_policy_mask
+from posttrain.losses.kl import KLEstimator, gradient_of, k3
+from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, sequence_total, token_mean
+from posttrain.losses.sampler_gap import sampler_gap
+from posttrain.losses.surrogates import PolicyTerms, Surrogate
+from posttrain.tree import Mean, Metric
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """Clipped surrogate -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_old. PPO eq. 7,
-    arXiv:1707.06347.
+    """Policy-gradient loss: `surrogate` of the ratio r = pi / pi_old and the advantage, plus KL and entropy terms.
 
     pi_old is the proximal policy: the batch's `old_logps`, or without them the detached policy itself, so that every
     ratio is exactly 1. Ratios, KL and metrics cover tokens with a positive `loss_weight`; other tokens may hold any
@@ -99,19 +31,24 @@ class PolicyLoss:
 
     clip_low: float
     clip_high: float
+    """Upper clip bound: r is clipped to 1 - clip_low .. 1 + clip_high, by surrogates with a clip."""
     reduce: Reduction
+    surrogate: Surrogate = surrogates.CLIP
     ratio: RatioLevel = "token"
     importance: ImportanceSampling | None = None
     """Importance weights of the surrogate where `behaviour_logps` differ from the proximal policy; the KL is not
     weighted."""
+    off_policy_mask: float | None = None
+    """Largest mean of log(pi_behaviour / pi) over a sequence, in nats per token: beyond it, tokens of negative
+    advantage have no surrogate. arXiv:2512.02556."""
     dual_clip: float | None = None
-    """Upper bound of r where A < 0, arXiv:1912.09729; at least 1 + clip_high."""
+    """Upper bound of r where A < 0, arXiv:1912.09729; at least 1 + clip_high. For the surrogate `Clip`."""
     kl_coef: float = 0.0
     """Coefficient of KL(policy || reference), added per token and reduced like the surrogate."""
     kl_estimator: KLEstimator = k3
     kl_bias_correction: bool = True
-    """Multiply the KL by r so that its gradient is that of KL(policy || reference), unless `ratio` is `sequence_mean`.
-        arXiv:2512.02556."""
+    """Multiply the KL by r so that its gradient is that of KL(policy || reference), unless `ratio` is a mean over the
+    sequence. arXiv:2512.02556."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, subtracted per token and reduced like the surrogate."""
 
@@ -125,11 +62,20 @@ class PolicyLoss:
                 f"PolicyLoss.dual_clip={self.dual_clip} must be at least 1 + clip_high = {1 + self.clip_high}; "
                 "raise it, or set None to disable it"
             )
+        name = type(self.surrogate).__name__
+        if self.dual_clip is not None and not isinstance(self.surrogate, surrogates.Clip):
+            raise ValueError(f"PolicyLoss.dual_clip={self.dual_clip} has no effect on the surrogate {name}; remove it")
+        if self.surrogate.token_ratio and self.ratio != "token":
+            raise ValueError(
+                f"PolicyLoss.ratio={self.ratio} with the surrogate {name}, which aggregates token ratios itself; use "
+                "ratio: token"
+            )
+        if self.off_policy_mask is not None and self.off_policy_mask <= 0:
+            raise ValueError(f"PolicyLoss.off_policy_mask={self.off_policy_mask} nats per token must be positive")
         if self.kl_coef < 0 or self.entropy_coef < 0:
             raise ValueError(
                 f"PolicyLoss.kl_coef={self.kl_coef} and entropy_coef={self.entropy_coef} must not be negative"
             )
-
         if self.kl_coef and gradient_of(self.kl_estimator, bias_correction=self.kl_bias_correction) == "nothing":
             raise ValueError(
                 f"PolicyLoss.kl_estimator=k1 with kl_coef={self.kl_coef}: the gradient of k1 is 0 in expectation, so "
@@ -141,58 +87,70 @@ class PolicyLoss:
         None."""
         weight, segments = jnp.asarray(batch.loss_weight), jnp.asarray(batch.segments)
         mask = weight > 0
-        logps = jnp.where(mask, stats.logps, 0.0)
         proximal = jax.lax.stop_gradient(stats.logps if batch.old_logps is None else jnp.asarray(batch.old_logps))
-        log_ratio = logps - jnp.where(mask, proximal, 0.0)
-        ratio = jnp.exp(level_log_ratio(self.ratio, log_ratio, mask, segments))
-        advantages = jnp.where(mask, _required(batch.advantages, "batch.advantages", "every policy loss"), 0.0)
-
-        surrogate = self._surrogate(ratio, advantages)
-        metrics: dict[str, Metric] = {}
-        if self.importance is not None:
-            behaviour = _required(batch.behaviour_logps, "batch.behaviour_logps", "importance sampling")
-            weights, metrics = self.importance(proximal, behaviour, mask, segments)
-            surrogate *= weights
+        terms, metrics = self._terms(stats, batch, proximal, mask)
+        surrogate = self.surrogate(terms)
+        if terms.importance is not None and not self.surrogate.weighted:
+            surrogate *= terms.importance
+        if self.off_policy_mask is not None:
+            behaviour = _required(batch.behaviour_logps, "batch.behaviour_logps", "off_policy_mask")
+            kept = off_policy_mask(self.off_policy_mask, terms.advantages, stats.logps, behaviour, mask, segments)
+            surrogate = jnp.where(kept, surrogate, 0.0)
+            counted = mask.astype(surrogate.dtype)
+            metrics["sampling/off_policy_masked"] = token_mean((~kept).astype(surrogate.dtype), counted, segments)
         loss = surrogate
         if self.kl_coef:
             kl = self.kl_estimator(
-                logps, _required(batch.ref_logps, "batch.ref_logps", f"kl_coef={self.kl_coef}"), mask
+                terms.logps, _required(batch.ref_logps, "batch.ref_logps", f"kl_coef={self.kl_coef}"), mask
             )
-            loss += self.kl_coef * (kl * ratio if self.kl_bias_correction else kl)
+            loss += self.kl_coef * (kl * terms.ratio if self.kl_bias_correction else kl)
         if self.entropy_coef:
             entropy = _required(stats.entropy, "stats.entropy", f"entropy_coef={self.entropy_coef}")
             loss -= self.entropy_coef * jnp.where(mask, entropy, 0.0)
 
         metrics |= {"policy_loss": self.reduce(surrogate, weight, segments)}
-        metrics |= self._clip_metrics(ratio, advantages, mask, segments)
+        metrics |= self._ratio_metrics(terms)
         approx_kl = k3(proximal, stats.logps, mask)
         metrics["approx_kl"] = token_mean(approx_kl, mask.astype(stats.logps.dtype), segments)
         metrics |= distance_metrics(stats, batch, mask)
         return LossOutput(loss=self.reduce(loss, weight, segments), metrics=metrics)
 
-    def _surrogate(self, ratio: Float[Array, "B T"], advantages: Float[Array, "B T"]) -> Float[Array, "B T"]:
-        clipped = jnp.clip(ratio, 1 - self.clip_low, 1 + self.clip_high)
-        if self.dual_clip is not None:
-            ratio = jnp.minimum(ratio, self.dual_clip)
-        return -jnp.minimum(ratio * advantages, clipped * advantages)
+    def _terms(
+        self, stats: TokenStats, batch: Batch, proximal: Float[Array, "B T"], mask: Bool[Array, "B T"]
+    ) -> tuple[PolicyTerms, dict[str, Metric]]:
+        """Inputs of the surrogate, and metrics of importance weights."""
+        segments = jnp.asarray(batch.segments)
+        logps = jnp.where(mask, stats.logps, 0.0)
+        log_ratio = logps - jnp.where(mask, proximal, 0.0)
+        metrics: dict[str, Metric] = {}
+        importance = None
+        if self.importance is not None:
+            behaviour = _required(batch.behaviour_logps, "batch.behaviour_logps", "importance sampling")
+            importance, metrics = self.importance(proximal, behaviour, mask, segments)
+        terms = PolicyTerms(
+            logps=logps,
+            log_ratio=log_ratio,
+            ratio=jnp.exp(level_log_ratio(self.ratio, log_ratio, mask, segments)),
+            advantages=jnp.where(mask, _required(batch.advantages, "batch.advantages", "every policy loss"), 0.0),
+            mask=mask,
+            segments=segments,
+            low=1 - self.clip_low,
+            high=1 + self.clip_high,
+            dual_clip=self.dual_clip,
+            importance=importance,
+        )
+        return terms, metrics
 
-    def _clip_metrics(
-        self,
-        ratio: Float[Array, "B T"],
-        advantages: Float[Array, "B T"],
-        mask: Bool[Array, "B T"],
-        segments: Int[Array, "B T"],
-    ) -> dict[str, Mean]:
-        low = (ratio < 1 - self.clip_low) & (advantages < 0)
-        high = (ratio > 1 + self.clip_high) & (advantages > 0)
+    def _ratio_metrics(self, terms: PolicyTerms) -> dict[str, Mean]:
         mean = token_mean if self.ratio == "token" else sequence_mean
-        counted = mask.astype(ratio.dtype)
-        return {
-            "ratio/mean": mean(ratio, counted, segments),
-            "clip_ratio/low_mean": mean(low.astype(ratio.dtype), counted, segments),
-            "clip_ratio/high_mean": mean(high.astype(ratio.dtype), counted, segments),
-            "clip_ratio/region_mean": mean((low | high).astype(ratio.dtype), counted, segments),
-        }
+        counted = terms.mask.astype(terms.ratio.dtype)
+        metrics = {"ratio/mean": mean(terms.ratio, counted, terms.segments)}
+        clipped = self.surrogate.clipped(terms)
+        if clipped is not None:
+            low, high = clipped
+            for name, tokens in (("low", low), ("high", high), ("region", low | high)):
+                metrics[f"clip_ratio/{name}_mean"] = mean(tokens.astype(counted.dtype), counted, terms.segments)
+        return metrics
 
 
 GRPO = PolicyLoss(clip_low=0.2, clip_high=0.2, reduce=sequence_mean, kl_coef=0.04)
@@ -201,12 +159,44 @@ GRPO = PolicyLoss(clip_low=0.2, clip_high=0.2, reduce=sequence_mean, kl_coef=0.0
 DAPO = replace(GRPO, clip_high=0.28, reduce=token_mean, kl_coef=0.0)
 """DAPO, arXiv:2503.14476: higher upper clip bound, token-level mean, no KL."""
 
+BNPO = replace(GRPO, reduce=token_mean, kl_coef=0.0)
+"""GRPO with the mean over all tokens of the batch, no KL; the loss type `bnpo` of TRL."""
+
 GSPO = replace(GRPO, ratio="sequence_mean", clip_low=3e-4, clip_high=4e-4, kl_coef=0.0, kl_bias_correction=False)
 """GSPO, arXiv:2507.18071 eq. 5-7 and section 5.1: one length-normalised ratio per sequence, no KL and no bias
 correction of it, which needs an unnormalised ratio."""
 
 RLOO = replace(GRPO, ratio="sequence_sum", kl_coef=0.0)
 """RLOO, arXiv:2402.14740: a whole completion is one action. The ratio and its clip matter only off-policy."""
+
+GSPO_TOKEN = replace(GSPO, ratio="sequence_mean_token")
+"""GSPO-token, arXiv:2507.18071 eq. 14: the ratio of GSPO, with a gradient per token, for advantages per token."""
+
+LUSPO = replace(GSPO, reduce=sequence_total)
+"""LUSPO, arXiv:2602.05261: GSPO with each sequence weighted by its length."""
+
+CISPO = replace(GRPO, surrogate=surrogates.CISPO(), clip_high=4.0, reduce=token_mean, kl_coef=0.0)
+"""CISPO, arXiv:2506.13585: clipped importance weights on log-probabilities, no KL; ratios up to 5, arXiv:2510.13786."""
+
+SAPO = replace(GRPO, surrogate=surrogates.SAPO(positive=1.0, negative=1.05), kl_coef=0.0)
+"""SAPO, arXiv:2511.20347: a soft gate in place of the clip."""
+
+VESPO = replace(
+    GRPO,
+    surrogate=surrogates.VESPO(k_positive=2.0, rate_positive=3.0, k_negative=3.0, rate_negative=2.0),
+    reduce=token_mean,
+    kl_coef=0.0,
+)
+"""VESPO, arXiv:2602.10693: sequence weights in place of ratios."""
+
+GMPO = replace(GRPO, surrogate=surrogates.GMPO(), clip_low=0.4, clip_high=0.4, kl_coef=0.0)
+"""GMPO, arXiv:2507.20673: geometric mean of ratios, clipped to e^-0.4 .. e^0.4 per token."""
+
+REINFORCE = replace(GRPO, reduce=token_mean, kl_coef=0.0)
+"""REINFORCE++, arXiv:2501.03262: clipped surrogate, token-level mean; its KL belongs to the reward."""
+
+PPO = replace(GRPO, reduce=token_mean, kl_coef=0.0)
+"""PPO, arXiv:1707.06347: clipped surrogate with an advantage per token."""
 
 DISTILL = replace(GRPO, reduce=token_mean, kl_coef=0.0)
 """On-policy distillation: the advantage of a token is log(teacher / student), so that the expected gradient is that of
@@ -225,28 +215,12 @@ def _required(value: Array | HostArray | None, name: str, why: str) -> Array:
 
 
 def distance_metrics(stats: TokenStats, batch: Batch, mask: Bool[Array, "B T"]) -> dict[str, Metric]:
-    """Token means of entropy and of the policy's distance from reference and sampler, if the batch has them.
-
-    `sampling/logp_difference/*`: absolute difference of sampler and trainer log-probabilities, before the update, over
-    tokens sampled with the current weights: mean, maximum, and share above `OUTLIER_NATS`.
-    `sampling/logp_difference/stale_mean`: mean over tokens sampled with older weights, where a difference is expected.
-    """
+    """Token means of entropy and of the policy's distance from reference and sampler (`sampler_gap`), if the batch has
+    them."""
     counted, segments = mask.astype(stats.logps.dtype), jnp.asarray(batch.segments)
     metrics: dict[str, Metric] = {}
     if batch.ref_logps is not None:
         metrics["kl"] = token_mean(k3(stats.logps, jnp.asarray(batch.ref_logps), mask), counted, segments)
     if stats.entropy is not None:
         metrics["entropy"] = token_mean(stats.entropy, counted, segments)
-    if batch.sampler_logps is not None:
-        trainer = stats.logps if stats.sampling_logps is None else stats.sampling_logps
-        gap = jax.lax.stop_gradient(jnp.abs(trainer - jnp.asarray(batch.sampler_logps)))
-        stale = jnp.zeros_like(mask) if batch.staleness is None else jnp.asarray(batch.staleness) > 0
-        fresh = counted * ~stale
-        metrics |= {
-            "sampling/logp_difference/mean": token_mean(gap, fresh, segments),
-            "sampling/logp_difference/max": Max(largest=jnp.max(jnp.where(fresh > 0, gap, 0.0))),
-            "sampling/logp_difference/outliers": token_mean((gap > OUTLIER_NATS).astype(gap.dtype), fresh, segments),
-        }
-        if batch.staleness is not None:
-            metrics["sampling/logp_difference/stale_mean"] = token_mean(gap, counted * stale, segments)
-    return metrics
+    return metrics | sampler_gap(stats, batch, mask)

@@ -43,6 +43,13 @@ def sequence_mean(values: Float[Array, "B T"], weight: Float[Array, "B T"], segm
     return Mean(total=means.sum(), weight=counts.sum().astype(weight.dtype))
 
 
+def sequence_total(values: Float[Array, "B T"], weight: Float[Array, "B T"], segments: Int[Array, "B T"]) -> Mean:
+    """Sum over tokens per sequence: sum(w x) / number of sequences; long sequences count more. LUSPO,
+    arXiv:2602.05261."""
+    num_sequences = (sequence_sums(weight, segments) > 0).sum().astype(weight.dtype)
+    return Mean(total=_weighted(values, weight).sum(), weight=num_sequences)
+
+
 @dataclass(frozen=True)
 class ConstantLength:
     """Constant normalizer sum(w x) / (number of sequences * length): no length bias. Dr. GRPO, arXiv:2503.20783.
@@ -57,8 +64,8 @@ class ConstantLength:
             raise ValueError(f"ConstantLength.length={self.length} must be at least 1; give the run's max_tokens")
 
     def __call__(self, values: Float[Array, "B T"], weight: Float[Array, "B T"], segments: Int[Array, "B T"]) -> Mean:
-        num_sequences = (sequence_sums(weight, segments) > 0).sum().astype(weight.dtype)
-        return Mean(total=_weighted(values, weight).sum(), weight=num_sequences * self.length)
+        total = sequence_total(values, weight, segments)
+        return Mean(total=total.total, weight=total.weight * self.length)
 
 
 def _weighted(values: Float[Array, "B T"], weight: Float[Array, "B T"]) -> Float[Array, "B T"]:

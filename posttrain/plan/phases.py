@@ -99,16 +99,16 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int) -> StagePla
     }
     if refused := [name for name, is_set in refusals.items() if is_set]:
         raise ConfigError(f"plan: cannot plan an RL stage with {', '.join(refused)} yet; remove it for the plan")
-    loss = algorithm_of(section).loss
+    algorithm = algorithm_of(section)
     rows = section.step_rows
     programs = train_programs(
         model,
-        loss,
+        algorithm.loss,
         make_optimizer(section.optimizer, section.num_steps or 1000, seed=0),
         mesh,
         micro_batch_rows=section.pass_rows,
     )
-    reference = loss.kl_coef > 0
+    reference = algorithm.needs_reference
     arrays = ["sampler_logps", "behaviour_logps", "advantages"]
     arrays += ["old_logps"] * (section.old_logps != "self") + ["ref_logps"] * reference
     batch = batch_of(rows, section.row_tokens, arrays=tuple(arrays))
@@ -216,7 +216,7 @@ def _sampling(section: RLSection, model: Decoder, mesh: Mesh, rollout: RolloutSh
         role="sampler",
         name="decode",
         lower=rollout.lower_decode,
-        runs=section.sampling.max_tokens * math.ceil(section.step_rows / slots),
+        runs=section.sampling.max_tokens * math.ceil(section.samples_per_step / slots),
         trips=(1,),
         flops=2 * active * slots / devices,
         read=weights * active / total_parameters(model) + pool * held,

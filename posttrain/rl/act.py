@@ -1,13 +1,18 @@
-"""Acting half of an online step: groups are begun, sampled and scored."""
+"""Acting half of an online step: groups are begun, sampled and scored, in waves where useful ones are missing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Bool
 
 from posttrain.metrics import Timer
-from posttrain.rl.rewards import Rubric
-from posttrain.rl.sampler import Sampler, collect, collect_some
+from posttrain.rl.exchange import exchanged, own_share
+from posttrain.rl.refill import Refill, group_metrics, refill_metrics
+from posttrain.rl.rewards import Rubric, joined
+from posttrain.rl.sampler import IssuedGroup, Sampler, collect, collect_some
 from posttrain.rl.source import Source
 from posttrain.rl.types import Group, Rewards
 from posttrain.tracking.console import progress_bar
@@ -21,6 +26,12 @@ class Acted:
     """Version of the weights when the step began."""
     groups_P: Sequence[Group]
     rewards: Rewards
+    weights: Mapping[str, float]
+    """Weight of each reward by name."""
+    useful_P: Bool[np.ndarray, " P"] | None = None
+    """Groups to learn from; None: as the algorithm's filter decides."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the groups, of refill and of the curriculum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +40,9 @@ class Act:
 
     With `in_flight` above `groups_per_step`, partial rollouts: so many groups are under way, a step takes the first
     that finish, and a later one goes on with the others, at most `max_staleness` versions after their start.
+
+    With `refill`, a step begins as many further groups as useful ones are missing, and so on in waves: what is sampled
+    depends on rewards and not on time.
     """
 
     sampler: Sampler
@@ -38,32 +52,63 @@ class Act:
     groups_per_step: int
     in_flight: int
     max_staleness: int
+    refill: Refill | None = None
+    pass_above: float | None = None
+    """Reward above which a sample passes; None: no metrics of passing groups."""
 
     async def __call__(self, version: int, title: str, timer: Timer) -> Acted:
+        waves = [await self._wave(self.groups_per_step, version, title, timer)]
+        useful, metrics = [], dict[str, float]()
+        if self.refill is not None:
+            useful = [self.refill.keep(waves[0][1].total_PG)]
+            while (missing := self.groups_per_step - sum(map(np.sum, useful))) and len(waves) <= self.refill.limit:
+                waves.append(await self._wave(int(missing), version, f"{title}, wave {len(waves)}", timer))
+                useful.append(self.refill.keep(waves[-1][1].total_PG))
+            metrics |= refill_metrics(useful, self.groups_per_step)
+        rewards = joined([rewards for _, rewards in waves])
+        if self.pass_above is not None and rewards.parts_PG:
+            metrics |= group_metrics(rewards.total_PG, self.pass_above)
+        return Acted(
+            version=version,
+            groups_P=[group for groups, _ in waves for group in groups],
+            rewards=rewards,
+            weights={reward.name: reward.weight for reward in self.rubric.rewards},
+            useful_P=np.concatenate(useful) if useful else None,
+            metrics=metrics | self.source.metrics(),
+        )
+
+    async def _wave(self, count: int, version: int, title: str, timer: Timer) -> tuple[Sequence[Group], Rewards]:
+        """Sample and score `count` groups, each process its share."""
+        partial = self.in_flight > self.groups_per_step
+        begun = [] if partial else self.source.take(count, version)
         with timer("rollout"):
-            groups_P = await (self._all if self.in_flight == self.groups_per_step else self._some)(version, title)
+            own_P = await (self._some(count, version, title) if partial else self._all(own_share(begun), title))
         with (
             timer("rewards"),
             progress_bar(f"{title}: rewards", len(self.rubric.rewards), closing=False) as advance,
         ):
-            rewards = await self.rubric.score(groups_P, advance)
-        return Acted(version=version, groups_P=groups_P, rewards=rewards)
+            own = await self.rubric.score(own_P, advance) if own_P else None
+            groups, rewards = exchanged(own_P, own, begun)
+        for group, rewards_G in zip(groups, rewards.total_PG, strict=True):
+            self.source.seen(group, rewards_G)
+        return groups, rewards
 
-    async def _all(self, version: int, title: str) -> list[Group]:
-        groups = self.source.take(self.groups_per_step, version)
+    async def _all(self, groups: Sequence[IssuedGroup], title: str) -> list[Group]:
         with progress_bar(f"{title}: sampling", len(groups) * self.group_size, closing=False) as advance:
             return await collect(self.sampler, groups, self.group_size, advance)
 
-    async def _some(self, version: int, title: str) -> list[Group]:
+    async def _some(self, count: int, version: int, title: str) -> list[Group]:
         left = self.source.unfinished
-        groups = [*left, *self.source.take(self.in_flight - len(left), version)]
+        # In a step's first wave all of `in_flight`; in others as many as were left, and the new ones.
+        groups = [*left, *self.source.take(self.in_flight - self.groups_per_step + count - len(left), version)]
         with progress_bar(f"{title}: sampling", closing=False):
             found, self.source.unfinished = await collect_some(
                 self.sampler,
                 groups,
                 self.group_size,
                 version,
-                min_groups=self.groups_per_step,
+                min_groups=count,
+                per_step=self.groups_per_step,
                 max_staleness=self.max_staleness,
             )
         return found

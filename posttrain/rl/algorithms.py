@@ -1,102 +1,36 @@
-"""RL algorithms by name: a loss, a group filter, and an advantage function of the rewards of the G samples of each of P
-prompts. NaN: no valid reward; such samples, and groups with fewer than two valid rewards, have advantage 0."""
+"""RL algorithms by name: a loss, an advantage function, a group filter, and where KL and values enter."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
+from posttrain.batch import TokenLoss
 from posttrain.errors import ConfigError, did_you_mean
+from posttrain.losses import policy
 from posttrain.losses.kl import KLEstimator, k1, k2, k3
-from posttrain.losses.policy import DAPO, DISTILL, GRPO, GSPO, RLOO, PolicyLoss, dr_grpo
-from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, token_mean
-
-RewardArray = Float[np.ndarray, "P G"]
-Advantage = Callable[[RewardArray], RewardArray]
-
-STD_EPS = 1e-4
-"""Constant added to a standard deviation before division."""
-
-
-def centered(rewards_PG: RewardArray) -> RewardArray:
-    """Subtract the group's mean reward. Dr. GRPO, arXiv:2503.20783.
-
-    >>> centered(np.array([[0.0, 1.0, 1.0, 0.0]])).tolist()
-    [[-0.5, 0.5, 0.5, -0.5]]
-    """
-    return _centered(_float64(rewards_PG)).astype(np.float32)
-
-
-def standardized(rewards_PG: RewardArray) -> RewardArray:
-    """Standardise within the group: (r - mean) / (std + 1e-4), std with n - 1. GRPO, arXiv:2402.03300 section 4.1.2."""
-    rewards = _float64(rewards_PG)
-    return (_centered(rewards) / (_std(rewards)[:, None] + STD_EPS)).astype(np.float32)
-
-
-def leave_one_out(rewards_PG: RewardArray) -> RewardArray:
-    """Subtract the mean reward of the group's other samples. RLOO, arXiv:2402.14740."""
-    rewards = _float64(rewards_PG)
-    count = (~np.isnan(rewards)).sum(axis=1, keepdims=True)
-    # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1).
-    return (_centered(rewards) * count / np.maximum(count - 1, 1)).astype(np.float32)
-
-
-def given_advantage(function: Advantage, name: str) -> Advantage:
-    """Wrap a user's advantage function: 0 for samples without a reward, NaN where it returns no finite number for a
-    reward.
-
-    Raises ConfigError unless it returns one advantage per reward.
-    """
-
-    def advantage(rewards_PG: RewardArray) -> RewardArray:
-        with np.errstate(all="ignore"), warnings.catch_warnings():
-            # NumPy warns about the mean of a group without any valid reward.
-            warnings.simplefilter("ignore", RuntimeWarning)
-            made = np.asarray(function(rewards_PG.copy()), np.float32)
-        if made.shape != rewards_PG.shape:
-            raise ConfigError(
-                f"advantage: {name} must return an advantage for each of the rewards [P, G] = {rewards_PG.shape}; "
-                f"it returned the shape {made.shape}"
-            )
-        return np.where(np.isnan(rewards_PG), 0.0, np.where(np.isfinite(made), made, np.nan)).astype(np.float32)
-
-    return advantage
-
-
-def is_mixed(rewards_PG: RewardArray) -> Bool[np.ndarray, " P"]:
-    """Mask of groups with at least two different valid rewards; all other advantages are 0."""
-    valid = ~np.isnan(rewards_PG)
-    highest = np.where(valid, rewards_PG, -np.inf).max(axis=1)
-    lowest = np.where(valid, rewards_PG, np.inf).min(axis=1)
-    return highest > lowest
-
-
-def _float64(rewards_PG: RewardArray) -> RewardArray:
-    rewards = np.asarray(rewards_PG, dtype=np.float64)
-    if rewards.ndim != 2 or np.isinf(rewards).any():
-        raise ValueError(
-            f"rewards of shape {rewards.shape} must be finite or NaN, [prompts, samples]; check the reward functions"
-        )
-    return rewards
-
-
-def _centered(rewards: RewardArray) -> RewardArray:
-    valid = ~np.isnan(rewards)
-    mean = np.where(valid, rewards, 0.0).sum(axis=1, keepdims=True) / np.maximum(valid.sum(axis=1, keepdims=True), 1)
-    # Equal rewards give exactly 0, even if their mean is rounded.
-    return np.where(valid & is_mixed(rewards)[:, None], rewards - mean, 0.0)
-
-
-def _std(rewards: RewardArray) -> Float[np.ndarray, " P"]:
-    valid = ~np.isnan(rewards)
-    squares = np.square(_centered(rewards)).sum(axis=1)
-    return np.sqrt(squares / np.maximum(valid.sum(axis=1) - 1, 1))
-
+from posttrain.losses.policy import PolicyLoss
+from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, sequence_total, token_mean
+from posttrain.losses.value import ValueLoss
+from posttrain.rl.advantages import (
+    Advantage,
+    RewardArray,
+    advantages_of,
+    batch_standardized,
+    centered,
+    decoupled,
+    group_baseline,
+    is_mixed,
+    leave_one_out,
+    scaled,
+    standardized,
+    undiminished,
+)
+from posttrain.rl.returns import GAE, RewardKL
 
 GroupT = TypeVar("GroupT")
 GroupFilter = Callable[[RewardArray], Bool[np.ndarray, " P"]]
@@ -108,41 +42,127 @@ def every_group(rewards_PG: RewardArray) -> Bool[np.ndarray, " P"]:
     return np.ones(len(rewards_PG), dtype=bool)
 
 
+def given_filter(function: GroupFilter, name: str) -> GroupFilter:
+    """Wrap a user's group filter. ConfigError unless it returns true or false for each group."""
+
+    def keep(rewards_PG: RewardArray) -> Bool[np.ndarray, " P"]:
+        made = np.asarray(function(rewards_PG.copy()))
+        if made.shape != rewards_PG.shape[:1] or made.dtype != bool:
+            raise ConfigError(
+                f"filter: {name} must return true or false for each of the {len(rewards_PG)} groups of rewards_PG; it "
+                f"returned {made.dtype} of shape {made.shape}"
+            )
+        return made
+
+    return keep
+
+
+@runtime_checkable
+class RLLoss(TokenLoss, Protocol):
+    """Loss of an RL stage, `PolicyLoss` or a user's."""
+
+    @property
+    def kl_coef(self) -> float:
+        """Coefficient of a KL from the reference; above 0, batches have `ref_logps`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Critic:
+    """Settings of a value model."""
+
+    gae: GAE
+    loss: ValueLoss
+
+
 @dataclass(frozen=True)
 class Algorithm:
-    """RL algorithm as used by `rl_step`."""
+    """RL algorithm of a stage."""
 
     name: str
-    loss: PolicyLoss
+    loss: Any
+    """`RLLoss`: a `PolicyLoss` or a user's loss."""
     advantage: Advantage
     filter: GroupFilter = every_group
+    critic: Critic | None = None
+    """Critic whose values make advantages per token; `advantage` then gives the reward of each sequence."""
+    reward_kl: RewardKL | None = None
+    """KL penalty in the reward, in place of one in the loss."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """Samples cut at the maximum length: `mask` leaves them out of the loss, but not out of the baseline."""
+    top_entropy: float | None = None
+    """Share of tokens with the highest entropy that have an advantage."""
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.critic is not None
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if log-probabilities of the reference enter the loss or the reward."""
+        return self.reward_kl is not None or self.loss.kl_coef > 0
+
+    def advantages(
+        self,
+        rewards_PG: RewardArray,
+        parts_PG: Mapping[str, RewardArray],
+        weights: Mapping[str, float],
+        lengths_PG: Int[np.ndarray, "P G"],
+    ) -> RewardArray:
+        """Advantages of all samples of a step. NaN only where a user's function returns no finite number.
+
+        `parts_PG`, `weights`: unweighted rewards and weights by name. `lengths_PG`: numbers of sampled tokens.
+        """
+        return advantages_of(self.advantage, rewards_PG, parts_PG, weights, lengths_PG)
+
+    def kept(self, rewards_PG: RewardArray) -> Bool[np.ndarray, " P"]:
+        """Mask of groups that pass `filter`; of all groups if none passes.
+
+        A step with only equal rewards thus has advantage 0 instead of an empty batch; a short batch is not refilled.
+        """
+        keep_P = self.filter(rewards_PG)
+        return keep_P if keep_P.any() else every_group(rewards_PG)
 
     def keep(
         self, groups_P: Sequence[GroupT], rewards_PG: RewardArray
     ) -> tuple[list[GroupT], Float[np.ndarray, "Q G"]]:
-        """Groups that pass `filter`, in order, with their rewards; all groups if none passes.
-
-        A step with only equal rewards thus has advantage 0 instead of an empty batch; a short batch is not refilled.
-        Raises ValueError unless there is one row of rewards per group.
-        """
+        """Groups that are `kept`, in order, with their rewards. ValueError unless there is one row of rewards per
+        group."""
         if len(groups_P) != len(rewards_PG):
             raise ValueError(f"{len(groups_P)} groups but {len(rewards_PG)} rows of rewards; give one row per group")
-        keep_P = self.filter(rewards_PG)
-        if not keep_P.any():
-            keep_P = every_group(rewards_PG)
+        keep_P = self.kept(rewards_PG)
         return [group for group, keep in zip(groups_P, keep_P, strict=True) if keep], rewards_PG[keep_P]
 
 
+CRITIC = Critic(gae=GAE(gamma=1.0, lam=0.95, whiten=True), loss=ValueLoss(clip=0.2))
+"""Critic of PPO: no discount, lambda 0.95, whitened advantages, value clip 0.2."""
+
 ALGORITHMS: dict[str, Callable[[int], Algorithm]] = {
-    "grpo": lambda _: Algorithm("grpo", GRPO, standardized),
-    "dr_grpo": lambda max_tokens: Algorithm("dr_grpo", dr_grpo(max_tokens), centered),
-    "dapo": lambda _: Algorithm("dapo", DAPO, standardized, filter=is_mixed),
-    "gspo": lambda _: Algorithm("gspo", GSPO, standardized),
-    "rloo": lambda _: Algorithm("rloo", RLOO, leave_one_out),
-    "distill": lambda _: Algorithm("distill", DISTILL, centered),
+    "grpo": lambda _: Algorithm("grpo", policy.GRPO, standardized),
+    "dr_grpo": lambda max_tokens: Algorithm("dr_grpo", policy.dr_grpo(max_tokens), centered),
+    "dapo": lambda _: Algorithm("dapo", policy.DAPO, standardized, filter=is_mixed),
+    "bnpo": lambda _: Algorithm("bnpo", policy.BNPO, standardized),
+    "gspo": lambda _: Algorithm("gspo", policy.GSPO, standardized),
+    "gspo_token": lambda _: Algorithm("gspo_token", policy.GSPO_TOKEN, standardized),
+    "luspo": lambda _: Algorithm("luspo", policy.LUSPO, standardized),
+    "gmpo": lambda _: Algorithm("gmpo", policy.GMPO, standardized),
+    "cispo": lambda _: Algorithm("cispo", policy.CISPO, standardized),
+    "sapo": lambda _: Algorithm("sapo", policy.SAPO, standardized),
+    "vespo": lambda _: Algorithm("vespo", policy.VESPO, standardized),
+    "rloo": lambda _: Algorithm("rloo", policy.RLOO, leave_one_out),
+    "reinforce_plus_plus": lambda _: Algorithm("reinforce_plus_plus", policy.REINFORCE, batch_standardized),
+    "reinforce_plus_plus_baseline": lambda _: Algorithm(
+        "reinforce_plus_plus_baseline", policy.REINFORCE, group_baseline
+    ),
+    "gdpo": lambda _: Algorithm("gdpo", policy.GRPO, decoupled),
+    "ppo": lambda _: Algorithm("ppo", policy.PPO, undiminished, critic=CRITIC),
+    "distill": lambda _: Algorithm("distill", policy.DISTILL, centered),
 }
 """Algorithms by name, as functions of the maximum number of sampled tokens per trajectory."""
-REDUCTIONS: dict[str, Reduction] = {"sequence_mean": sequence_mean, "token_mean": token_mean}
+REDUCTIONS: dict[str, Reduction] = {
+    "sequence_mean": sequence_mean,
+    "token_mean": token_mean,
+    "sequence_total": sequence_total,
+}
 ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
 
 
@@ -151,26 +171,86 @@ def make_algorithm(
     *,
     max_tokens: int,
     advantage: Advantage | None = None,
-    reduce: str | None = None,
-    kl_estimator: str | None = None,
-    **loss: Any,
+    advantage_scale: str | None = None,
+    filter: GroupFilter | None = None,
+    truncated: Literal["keep", "mask"] = "keep",
+    top_entropy: float | None = None,
+    kl_in: Literal["loss", "reward"] = "loss",
+    critic: Mapping[str, float] | None = None,
+    loss: RLLoss | None = None,
+    **fields: Any,
 ) -> Algorithm:
     """Make the algorithm of a name; arguments that are not None override its defaults.
 
-    `max_tokens`: maximum number of sampled tokens per trajectory. `loss`: fields of `PolicyLoss`. Raises ConfigError
-    for an unknown name or incompatible values.
+    `max_tokens`: maximum number of sampled tokens per trajectory. `critic`: gamma, gae_lambda, value_clip. `loss`: a
+    user's loss in place of a `PolicyLoss`, of which `fields` are fields. Raises ConfigError for an unknown name or
+    incompatible values.
     """
     if name not in ALGORITHMS:
         raise ConfigError(
             f"algorithm: {name!r} is unknown{did_you_mean(name, ALGORITHMS)}; there are {', '.join(ALGORITHMS)}"
         )
     algorithm = ALGORITHMS[name](max_tokens)
-    if reduce is not None:
-        loss["reduce"] = ConstantLength(max_tokens) if reduce == "constant_length" else REDUCTIONS[reduce]
-    if kl_estimator is not None:
-        loss["kl_estimator"] = ESTIMATORS[kl_estimator]
+    if advantage_scale is not None:
+        if advantage is not None:
+            raise ConfigError(f"advantage_scale={advantage_scale} has no effect on an advantage function of your own")
+        advantage = scaled(algorithm.advantage, advantage_scale, name)
+    if algorithm.critic is not None and advantage is not None:
+        raise ConfigError(f"advantage has no effect on algorithm={name}, whose critic makes advantages; remove it")
+    given = {field: value for field, value in fields.items() if value is not None}
+    reward_kl = None
+    if kl_in == "reward":
+        reward_kl = _reward_kl(algorithm, given, loss)
+    return replace(
+        algorithm,
+        loss=_loss_of(algorithm.loss, given, max_tokens) if loss is None else _given_loss(loss, given),
+        advantage=algorithm.advantage if advantage is None else advantage,
+        filter=algorithm.filter if filter is None else filter,
+        critic=_critic_of(algorithm, critic or {}),
+        reward_kl=reward_kl,
+        truncated=truncated,
+        top_entropy=top_entropy,
+    )
+
+
+def _loss_of(default: PolicyLoss, given: Mapping[str, Any], max_tokens: int) -> PolicyLoss:
+    changes = dict(given)
+    if (reduce := changes.get("reduce")) is not None:
+        changes["reduce"] = ConstantLength(max_tokens) if reduce == "constant_length" else REDUCTIONS[reduce]
+    if (estimator := changes.get("kl_estimator")) is not None:
+        changes["kl_estimator"] = ESTIMATORS[estimator]
     try:
-        made = replace(algorithm.loss, **{field: value for field, value in loss.items() if value is not None})
+        return replace(default, **changes)
     except ValueError as error:
         raise ConfigError(str(error).removeprefix("PolicyLoss.")) from error
-    return replace(algorithm, loss=made, advantage=algorithm.advantage if advantage is None else advantage)
+
+
+def _given_loss(loss: RLLoss, given: Mapping[str, Any]) -> RLLoss:
+    if given:
+        raise ConfigError(f"{', '.join(sorted(given))} without effect on a loss of your own; remove it, or loss")
+    return loss
+
+
+def _reward_kl(algorithm: Algorithm, given: dict[str, Any], loss: RLLoss | None) -> RewardKL:
+    """KL in the reward from the fields of one in the loss, which are taken out of `given`."""
+    if given.pop("kl_bias_correction", None) is not None:
+        raise ConfigError("kl_bias_correction has no effect with kl_in: reward, where nothing is differentiated")
+    coef = given.get("kl_coef", algorithm.loss.kl_coef if loss is None else 0.0)
+    if coef <= 0:
+        raise ConfigError(f"kl_in=reward with kl_coef={coef:g} has no effect; set kl_coef above 0")
+    if loss is None:
+        given["kl_coef"] = 0.0
+    else:
+        given.pop("kl_coef")
+    return RewardKL(coef=coef, estimator=ESTIMATORS[given.pop("kl_estimator", "k1")])
+
+
+def _critic_of(algorithm: Algorithm, given: Mapping[str, float]) -> Critic | None:
+    if algorithm.critic is None:
+        if given:
+            raise ConfigError(f"{', '.join(given)} without effect on algorithm={algorithm.name}, which has no critic")
+        return None
+    default = algorithm.critic.gae
+    gae = replace(default, gamma=given.get("gamma", default.gamma), lam=given.get("gae_lambda", default.lam))
+    loss = ValueLoss(clip=given["value_clip"]) if "value_clip" in given else algorithm.critic.loss
+    return Critic(gae=gae, loss=loss)

@@ -3,22 +3,22 @@ sampler and trainer disagree (a veto inside the step), or samples have no reward
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from posttrain.errors import RunError
-from posttrain.losses.policy import OUTLIER_NATS
+from posttrain.losses.sampler_gap import OUTLIER_NATS
 from posttrain.rl.types import Group, Rewards, Trajectory
 from posttrain.statistics import standard_error
 from posttrain.tree import Max, Mean
 
 
-def rollout_metrics(groups_P: Sequence[Group], rewards: Rewards, version: int) -> dict[str, float]:
+def rollout_metrics(groups_P: Sequence[Group], rewards: Rewards, version: int) -> dict[str, Mean | float]:
     """Metrics of a step's samples and their rewards."""
-    return sample_metrics(groups_P, version) | (_reward_metrics(rewards) if rewards.parts_PG else {})
+    return {**sample_metrics(groups_P, version), **(_reward_metrics(rewards) if rewards.parts_PG else {})}
 
 
 def sample_metrics(groups_P: Sequence[Group], version: int) -> dict[str, float]:
@@ -40,11 +40,11 @@ def sample_metrics(groups_P: Sequence[Group], version: int) -> dict[str, float]:
     }
 
 
-def _reward_metrics(rewards: Rewards) -> dict[str, float]:
+def _reward_metrics(rewards: Rewards) -> dict[str, Mean | float]:
     total_PG = rewards.total_PG
     std_P = _std_of_groups(total_PG)
     failed = {kind: sum(e.kind == kind for e in rewards.errors) for kind in ("error", "timeout")}
-    metrics = {
+    metrics: dict[str, Mean | float] = {
         "reward": _nanmean(total_PG),
         "reward_stderr": standard_error(total_PG),
         "reward_std": _nanmean(std_P),
@@ -106,17 +106,28 @@ def sampler_disagrees(metrics: Mapping[str, object]) -> Array:
     return ~within
 
 
-def check_agreement(metrics: Mapping[str, object], step: int) -> None:
-    """Raise RunError with the measured differences if `sampler_disagrees`. Reads from the device."""
+def check_agreement(metrics: Mapping[str, object], step: int, diagnosis: Callable[[], str] | None = None) -> None:
+    """Raise RunError with the measured differences if `sampler_disagrees`. Reads from the device.
+
+    `diagnosis`: names the likely cause.
+    """
     if not bool(sampler_disagrees(metrics)):
         return
     mean, outliers, largest = (float(_value(metrics[name])) for name in LIMITS)
     raise RunError(
         f"step {step}: sampler and trainer disagree by {mean:.3f} nats per token on average, by more than "
         f"{OUTLIER_NATS} on {outliers:.1%} of the tokens, by {largest:.1f} at most (limits: "
-        f"{', '.join(f'{limit:g}' for limit in LIMITS.values())}); the weights are those before the step. Look for "
-        "stale weights, another temperature, or another precision in the engine"
+        f"{', '.join(f'{limit:g}' for limit in LIMITS.values())}); the weights are those before the step. "
+        + ("Look for stale weights or another temperature in the engine" if diagnosis is None else _told(diagnosis))
     )
+
+
+def _told(diagnosis: Callable[[], str]) -> str:
+    """Diagnosis in words; its own failure must not hide the error that it explains."""
+    try:
+        return f"Likely cause: {diagnosis()}"
+    except Exception as error:
+        return f"The diagnosis of the cause failed: {type(error).__name__}: {error}"
 
 
 def _value(metric: object) -> Array:

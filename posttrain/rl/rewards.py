@@ -7,13 +7,14 @@ import contextlib
 import dis
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from posttrain.data.chat import Message
 from posttrain.errors import ConfigError, did_you_mean
+from posttrain.metrics import merge
 from posttrain.rl.reward_call import LOGGERS, check_values
 from posttrain.rl.reward_processes import ProcessCaller, RewardServer
 from posttrain.rl.reward_scoring import Caller, Failure, RewardScores, Scoring
@@ -21,6 +22,7 @@ from posttrain.rl.reward_threads import ThreadCaller
 from posttrain.rl.reward_worker import Function
 from posttrain.rl.types import Group, RewardError, RewardFunction, Rewards, Trajectory
 from posttrain.tracking.console import cut
+from posttrain.tree import Mean
 
 PROVIDED = ("prompts", "completions", "completion_tokens", "completion_ids", "trajectories", *LOGGERS)
 """Keywords available to every reward function; `completion_ids` is an alias of `completion_tokens` for compatibility
@@ -147,13 +149,37 @@ def _gather(rewards: Sequence[Reward], found: Sequence[RewardScores], shape: tup
     total = _weighted_sum(rewards, parts, shape)
     total[dropped] = np.nan
     metrics = {
-        f"rewards/{reward.name}/{name}": float(np.mean(values))
+        f"rewards/{reward.name}/{name}": Mean(total=float(np.sum(values)), weight=float(len(values)))
         for reward, scores in zip(rewards, found, strict=True)
         for name, values in scores.metrics.items()
     }
     extras = {name: values for scores in found for name, values in scores.extras.items()}
     notes = [f"reward {r.name}: {s.note}" for r, s in zip(rewards, found, strict=True) if s.note is not None]
     return Rewards(total_PG=total, parts_PG=parts, errors=errors, metrics=metrics, extras=extras, notes=notes)
+
+
+def joined(parts: Sequence[Rewards]) -> Rewards:
+    """Rewards of groups that were scored in several calls, in the order of the calls. Extras that a call did not give
+    are None there."""
+    if len(parts) == 1:
+        return parts[0]
+    before = np.cumsum([0, *(len(part.total_PG) for part in parts)])
+    extras = dict.fromkeys(name for part in parts for name in part.extras)
+    return Rewards(
+        total_PG=np.concatenate([part.total_PG for part in parts]),
+        parts_PG={name: np.concatenate([part.parts_PG[name] for part in parts]) for name in parts[0].parts_PG},
+        errors=[
+            replace(error, prompt=error.prompt + int(first))
+            for first, part in zip(before, parts, strict=False)
+            for error in part.errors
+        ],
+        metrics=merge(*(part.metrics for part in parts)),
+        extras={
+            name: [value for part in parts for value in part.extras.get(name, [None] * part.total_PG.size)]
+            for name in extras
+        },
+        notes=list(dict.fromkeys(note for part in parts for note in part.notes)),
+    )
 
 
 async def _score_by_model(reward: Reward, samples: Sequence[Trajectory]) -> RewardScores:

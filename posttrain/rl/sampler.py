@@ -156,17 +156,19 @@ async def collect_some(
     version: int,
     *,
     min_groups: int,
+    per_step: int,
     max_staleness: int,
 ) -> tuple[list[Group], list[IssuedGroup]]:
     """Partial rollouts, arXiv:2501.12599: sample groups, oldest first, until `min_groups` are finished. Returns these
     and the unfinished groups for a later call; order is kept.
 
-    No group is returned more than `max_staleness` versions after its start if every call has the same `min_groups`:
-    calls wait for the oldest groups, see `due_groups`. Every token records the version of the weights that sampled it.
+    No group is returned more than `max_staleness` versions after its start if the first call of every version has
+    `min_groups` equal to `per_step`, and later ones as many new groups as `min_groups`: calls wait for the oldest
+    groups, see `due_groups`. Every token records the version of the weights that sampled it.
     The outcome depends on arguments and weights, not on timing. The first failure is raised.
     """
     pending = [[sampler.pending(group, sample) for sample in range(group_size)] for group in groups]
-    due = due_groups([group.version for group in groups], version, min_groups, max_staleness)
+    due = due_groups([group.version for group in groups], version, per_step, max_staleness)
     groups = _resume(resumable(sampler.engine), groups, pending, min_groups, due)
     whole = [i for i, group in enumerate(groups) if all(map(group.is_done, range(group_size)))][:min_groups]
     trajectories: list[Group] = [[one.finish(groups[i].completions[one.sample]) for one in pending[i]] for i in whole]

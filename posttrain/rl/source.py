@@ -6,8 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+from jaxtyping import Float
+
+from posttrain.rl.curriculum import Curriculum
 from posttrain.rl.sampler import IssuedGroup
-from posttrain.rl.types import Example
+from posttrain.rl.types import Example, Group
 from posttrain.rollout.types import Completion
 
 
@@ -23,11 +27,12 @@ class PromptStream(Protocol):
 
 
 class Source:
-    """Stream of groups over the prompts of a dataset. Its state holds the unfinished groups as well, with sampled
-    tokens, so that a resumed run goes on with the same tokens."""
+    """Stream of groups over the prompts of a dataset, in its order or drawn by a curriculum. Its state holds the
+    unfinished groups as well, with sampled tokens, so that a resumed run goes on with the same tokens."""
 
-    def __init__(self, prompts: PromptStream, examples: Sequence[Example]):
-        self._prompts, self._examples = prompts, examples
+    def __init__(self, prompts: PromptStream, examples: Sequence[Example], curriculum: Curriculum | None = None):
+        self._prompts, self._examples, self._curriculum = prompts, examples, curriculum
+        self._places = {} if curriculum is None else {example.index: n for n, example in enumerate(examples)}
         self.issued = 0
         """Number of groups begun since the start of the run."""
         self.unfinished: Sequence[IssuedGroup] = ()
@@ -35,19 +40,32 @@ class Source:
 
     def take(self, count: int, version: int) -> list[IssuedGroup]:
         """Begin `count` new groups under a version of the weights."""
-        first = self.issued
+        numbers = range(self.issued, self.issued + count)
         self.issued += count
+        places = [next(self._prompts) for _ in numbers] if self._curriculum is None else self._curriculum.draw(numbers)
         return [
-            IssuedGroup(number=number, example=self._examples[next(self._prompts)], version=version)
-            for number in range(first, first + count)
+            IssuedGroup(number=number, example=self._examples[place], version=version)
+            for number, place in zip(numbers, places, strict=True)
         ]
+
+    def seen(self, group: Group, rewards_G: Float[np.ndarray, " G"]) -> None:
+        """Take note of the rewards of a finished group, for the curriculum."""
+        if self._curriculum is not None:
+            self._curriculum.seen(self._places[group[0].example.index], rewards_G)
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the curriculum since the last call; none without one."""
+        return {} if self._curriculum is None else self._curriculum.metrics()
 
     def state(self) -> dict[str, Any]:
         unfinished = [_to_json(group) for group in self.unfinished]
-        return {"prompts": self._prompts.state(), "issued": self.issued, "unfinished": unfinished}
+        state = {"prompts": self._prompts.state(), "issued": self.issued, "unfinished": unfinished}
+        return state if self._curriculum is None else {**state, "curriculum": self._curriculum.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._prompts.restore(state["prompts"])
+        if self._curriculum is not None:
+            self._curriculum.restore(state["curriculum"])
         self.issued = state["issued"]
         by_row = {example.index: example for example in self._examples}
         self.unfinished = [_from_json(group, by_row) for group in state["unfinished"]]

@@ -9,22 +9,20 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from posttrain.batch import Batch
-from posttrain.cluster.cluster import Cluster, Role
+from posttrain.cluster.cluster import Cluster
 from posttrain.config.rl import OldLogps, ZeroAdvantage
 from posttrain.metrics import Metrics, Timer
 from posttrain.rl.act import Act, Acted
 from posttrain.rl.algorithms import Algorithm
-from posttrain.rl.assemble import assemble
+from posttrain.rl.annotate import annotated, reward_penalties
 from posttrain.rl.metrics import rollout_metrics
-from posttrain.rl.teachers import TeacherKL, add_teachers
+from posttrain.rl.signal import advantages_of_all, has_signal, parts_of, signal_metrics, signal_of
+from posttrain.rl.teachers import TeacherKL
 from posttrain.rl.types import Group, Rewards
-from posttrain.rl.update import merged, update
+from posttrain.rl.update import update
 from posttrain.runtime.profiler import span
 from posttrain.tracking.console import progress_bar
 from posttrain.tree import replace
-
-ROUNDING = 1e-6
-"""Advantages up to this share of the largest reward count as 0: the mean of equal rewards may be rounded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,101 +75,40 @@ class StepResult:
         return batch
 
 
-@dataclass(frozen=True, kw_only=True)
-class Signal:
-    """Groups to learn from, with their advantages."""
-
-    kept_P: Sequence[Group]
-    rewards_PG: Float[np.ndarray, "Q G"]
-    advantages_PG: Float[np.ndarray, "Q G"]
-
-
 async def rl_step(cluster: Cluster, algorithm: Algorithm, act: Act, settings: StepSettings, timer: Timer) -> StepResult:
     """Run one step: sample and score, then learn from it before anything else is sampled."""
     acted = await act(cluster.version, f"step {cluster.actor.step_number + 1}", timer)
-    return learn(cluster, algorithm, acted, settings, timer)
+    held = cluster.memory("rollout")
+    result = learn(cluster, algorithm, acted, settings, timer)
+    return replace(result, metrics={**result.metrics, **held, **cluster.memory("update")})
 
 
 def learn(cluster: Cluster, algorithm: Algorithm, acted: Acted, settings: StepSettings, timer: Timer) -> StepResult:
-    """Learn from scored groups: filter, advantages, batches, log-probabilities under the weights of now, updates, sync
-    of the weights to the engine."""
+    """Learn from scored groups: filter, advantages, batches, log-probabilities and values under the weights of now,
+    updates, sync of the weights to the engine."""
+    rows = {"row_tokens": settings.row_tokens, "num_rows": settings.num_rows}
+    penalties_PG, told = None, Metrics()
+    if algorithm.reward_kl is not None and algorithm.critic is None:
+        with timer("logps"):
+            penalties_PG, told = reward_penalties(cluster, algorithm, acted.groups_P, **rows)
     with span("assemble"):
-        signal = signal_of(algorithm, acted)
-        parts = parts_of(signal, acted, settings)
+        signal = signal_of(algorithm, acted, penalties_PG)
+        version = acted.version if settings.stale or settings.updates * settings.epochs > 1 else None
+        shares = None if settings.teaching is None else settings.teaching.shares
+        parts = parts_of(signal, acted, updates=settings.updates, shares=shares, version=version, **rows)
     title = f"step {cluster.actor.step_number + 1}: log-probabilities"
     with timer("logps"), progress_bar(title, closing=False):
-        scored = [add_logps(cluster, algorithm, part, settings) for part in parts]
-    parts = [part for part, _ in scored]
+        teaching = settings.teaching
+        parts, found = annotated(cluster, algorithm, parts, old_logps=settings.old_logps, teaching=teaching)
     learns = [settings.zero_advantage == "update" or has_signal(part, signal.rewards_PG) for part in parts]
     metrics = update(cluster, parts, learns, settings.epochs, settings.seed, timer)
     with span("log"):
-        metrics |= merged([found for _, found in scored])
-        metrics |= rollout_metrics(acted.groups_P, acted.rewards, acted.version)
-        metrics |= signal_metrics(signal, parts)
+        metrics |= told | found | rollout_metrics(acted.groups_P, acted.rewards, acted.version)
+        metrics |= {**signal_metrics(signal, acted, parts), **acted.metrics}
     return StepResult(
         metrics=metrics,
         groups_P=acted.groups_P,
         rewards=acted.rewards,
-        advantages_PG=_of_all(acted.groups_P, signal),
+        advantages_PG=advantages_of_all(acted.groups_P, signal),
         parts=parts,
     )
-
-
-def signal_of(algorithm: Algorithm, acted: Acted) -> Signal:
-    """Groups that the algorithm keeps, and the advantages of their samples."""
-    kept_P, rewards_PG = algorithm.keep(acted.groups_P, acted.rewards.total_PG)
-    return Signal(kept_P=kept_P, rewards_PG=rewards_PG, advantages_PG=algorithm.advantage(rewards_PG))
-
-
-def parts_of(signal: Signal, acted: Acted, settings: StepSettings) -> list[Batch]:
-    """One batch for each update, all of one shape, with whole groups in each."""
-    valid_PG = ~np.isnan(signal.rewards_PG) & ~np.isnan(signal.advantages_PG)
-    return [
-        assemble(
-            [signal.kept_P[index] for index in indices],
-            signal.advantages_PG[indices],
-            valid_PG[indices],
-            like=acted.groups_P[0][0],
-            row_tokens=settings.row_tokens,
-            num_rows=settings.num_rows,
-            shares=None if settings.teaching is None else settings.teaching.shares,
-            version=acted.version if settings.stale or settings.updates * settings.epochs > 1 else None,
-        )
-        for indices in np.array_split(np.arange(len(signal.kept_P)), settings.updates)
-    ]
-
-
-def add_logps(cluster: Cluster, algorithm: Algorithm, batch: Batch, settings: StepSettings) -> tuple[Batch, Metrics]:
-    """Add the log-probabilities of reference, old policy and teachers that the loss needs."""
-    if algorithm.loss.kl_coef:
-        batch = replace(batch, ref_logps=cluster.logps(Role.REFERENCE, batch))
-    if settings.old_logps == "trainer":
-        batch = replace(batch, old_logps=cluster.logps(Role.ACTOR, batch))
-    elif settings.old_logps == "sampler":
-        batch = replace(batch, old_logps=batch.sampler_logps)
-    if settings.teaching is None:
-        return batch, {}
-    return add_teachers(batch, cluster.logps(Role.TEACHER, batch), settings.teaching.coef)
-
-
-def has_signal(batch: Batch, rewards_PG: Float[np.ndarray, "P G"]) -> bool:
-    """Tell whether any advantage of the batch differs from 0 by more than the rounding of the rewards."""
-    assert batch.advantages is not None
-    scale = np.abs(rewards_PG[~np.isnan(rewards_PG)]).max(initial=0.0)
-    return not np.abs(batch.advantages).max() <= ROUNDING * scale
-
-
-def signal_metrics(signal: Signal, parts: Sequence[Batch]) -> dict[str, float]:
-    """Metrics of the advantages. `advantages/invalid`: share of samples with a reward but without an advantage."""
-    invalid = np.isnan(signal.advantages_PG) & ~np.isnan(signal.rewards_PG)
-    return {
-        "advantages/invalid": float(invalid.mean()),
-        "advantages/abs_max": max(float(np.abs(np.asarray(part.advantages)).max()) for part in parts),
-    }
-
-
-def _of_all(groups_P: Sequence[Group], signal: Signal) -> Float[np.ndarray, "P G"]:
-    kept = zip(signal.kept_P, signal.advantages_PG, strict=True)
-    by_group = {id(group): advantages for group, advantages in kept}
-    left_out = np.full(len(groups_P[0]), np.nan, np.float32)
-    return np.stack([by_group.get(id(group), left_out) for group in groups_P])

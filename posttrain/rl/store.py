@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from posttrain.errors import ConfigError, RunError
 from posttrain.rl.types import Example, Group, RewardError, Rewards, Trajectory
@@ -39,6 +39,12 @@ class Recorded:
     """Without `extras`, which are in the table of samples."""
     advantages_PG: Float[np.ndarray, "P G"] | None
     roles_PG: Int[np.ndarray, "P G"] | None
+
+    @property
+    def useful_P(self) -> Bool[np.ndarray, " P"]:
+        """Groups that were learned from."""
+        assert self.advantages_PG is not None, "preference steps have no advantages"
+        return ~np.isnan(self.advantages_PG).all(axis=1)
 
 
 class TrajectoryStore:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from posttrain.data.chat import Message
+from posttrain.tree import Mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ class Rewards:
     parts_PG: Mapping[str, Float[np.ndarray, "P G"]]
     """Unweighted rewards by function name."""
     errors: Sequence[RewardError]
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, Mean]
     """Means of values given to `log_metric`, as `rewards/<function>/<name>`."""
     extras: Mapping[str, Sequence[Any]]
     """Values given to `log_extra`: columns of the samples table, in order (p, g)."""

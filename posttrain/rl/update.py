@@ -15,7 +15,7 @@ from posttrain.cluster.cluster import Cluster
 from posttrain.metrics import Metrics, Timer
 from posttrain.rl.metrics import LIMITS, sampler_disagrees
 from posttrain.tracking.console import progress_bar
-from posttrain.tree import Max, Mean, added, replace
+from posttrain.tree import Metric, added, replace
 
 SUMMED = ("num_tokens",)
 """Metrics of an update that add up over several."""
@@ -29,10 +29,13 @@ def update(
     If sampler and trainer disagree in the first update, there are no others: it changed no weights.
     """
     title, done = f"step {cluster.actor.step_number + 1}", list[Metrics]()
-    with timer("update"), progress_bar(f"{title}: update", closing=False):
+    with timer("update"), cluster.updating(), progress_bar(f"{title}: update", closing=False):
         for number in _order(len(parts), epochs, [seed, cluster.version]):
             part = _aged(parts[number], len(done)) if len(parts) * epochs > 1 else parts[number]
-            done.append(jax.block_until_ready(cluster.actor.step(part, update=learns[number])))
+            told = cluster.actor.step(part, update=learns[number] and not cluster.warming_up)
+            if cluster.critic is not None:
+                told |= cluster.critic.step(part)
+            done.append(jax.block_until_ready(told))
             if len(done) == 1 and LIMITS.keys() <= done[0].keys() and bool(sampler_disagrees(done[0])):
                 break
     with timer("sync"):
@@ -55,14 +58,14 @@ def _aged(batch: Batch, updates: int) -> Batch:
 
 
 def merged(updates: Sequence[Mapping[str, Any]]) -> Metrics:
-    """Metrics over several updates: means and maxima over all tokens, the sum of `SUMMED`, the mean of other numbers
-    over the updates that have them."""
+    """Metrics over several updates: means, maxima and quantiles over all tokens, the sum of `SUMMED`, the mean of other
+    numbers over the updates that have them."""
     if len(updates) == 1:
         return dict(updates[0])
     found: Metrics = {}
     for name in dict.fromkeys(name for one in updates for name in one):
         values = [one[name] for one in updates if name in one]
-        if isinstance(values[0], Mean | Max):
+        if isinstance(values[0], Metric):
             found[name] = functools.reduce(added, values)
         else:
             stacked = jnp.stack([jnp.asarray(value) for value in values])

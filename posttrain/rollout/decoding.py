@@ -191,6 +191,11 @@ class DecodingWeights:
         """Gives a model as `Decoder.for_decoding` does, of arrays or of tracers for them."""
         return self._recipe(loaded).model
 
+    def arrays(self) -> list[Array]:
+        """Arrays that were made and are held."""
+        made = () if self._held is None else self._held[1].made
+        return [array for array in made if isinstance(array, Array)]
+
     def forget(self) -> None:
         self._held = None
 

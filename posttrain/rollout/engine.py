@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import replace
+from typing import Any
+
+from jax import Array
 
 from posttrain.config import RolloutQuantize, SamplerTensor
 from posttrain.errors import ConfigError
@@ -263,6 +266,11 @@ class NativeEngine:
         for request in self._scheduler.drain():
             request.finish("abort")
         self._runner.close()
+
+    def arrays(self) -> list[Array]:
+        """Arrays that the engine holds, those shared with the trainer too: weights, copies in other layouts, cache."""
+        loaded: Any = self._loaded.arrays
+        return [*loaded.values(), *self.programs.arrays(), *self._runner.arrays()]
 
     @property
     def num_free(self) -> int:

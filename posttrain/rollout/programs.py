@@ -229,6 +229,10 @@ class Programs:
         """Bytes that a device holds of weights made for sampling, while samples run."""
         return self._weights.own_bytes
 
+    def arrays(self) -> list[Array]:
+        """Arrays prepared from the weights."""
+        return self._weights.arrays()
+
     def rest(self) -> None:
         """Drop the arrays prepared from the weights, while no sample runs."""
         self._weights.forget()

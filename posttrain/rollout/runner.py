@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
+from jax import Array
 
 from posttrain.mesh import replicated
 from posttrain.models.decoder import decoding_config
@@ -114,6 +115,10 @@ class Runner:
                 pool, chunk = self.programs.decode(dispatch.loaded, pool, decode.rows, decode.stop_at)
             self._pool = None if self._closed else pool
             return Outcome(**jax.device_get({"prefilled": prefilled, "chunk": chunk}))
+
+    def arrays(self) -> list[Array]:
+        """Arrays of the KV cache."""
+        return [] if self._pool is None else jax.tree.leaves(self._pool)
 
     def reset(self) -> None:
         """Forget what is in the blocks: even masked, a NaN in it would spoil what comes next."""

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from posttrain.config import MESH_AXES, ROW_AXES, ModelSection, RewardModelSection, RunConfig
-from posttrain.distill.teachers import devices_of_teachers
 from posttrain.errors import ConfigError
 from posttrain.mesh import mesh_sizes, split_axis
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
 from posttrain.runs.prepare import prepare
+from posttrain.stages.devices import num_training_devices
 from posttrain.stages.table import STAGES, check_processes, check_row_tokens, row_notes, stage_names
 from posttrain.train.objective import used_once
 from posttrain.train.optim import Optimizer, make_optimizer
@@ -78,7 +78,7 @@ def mesh_of_run(config: RunConfig, num_devices: int | None) -> dict[str, int]:
     """
     count = jax.device_count() if num_devices is None else num_devices
     try:
-        return dict(zip(MESH_AXES, mesh_sizes(config.mesh, count - devices_of_teachers(config, count)), strict=True))
+        return dict(zip(MESH_AXES, mesh_sizes(config.mesh, num_training_devices(config, count)), strict=True))
     except ConfigError as error:
         if num_devices is not None:
             raise

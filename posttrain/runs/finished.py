@@ -12,6 +12,7 @@ from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.runs.run import CONFIG_NAME
 from posttrain.stages.context import StageRun, read_source
+from posttrain.stages.devices import RoleDevices
 from posttrain.stages.table import stage_names
 from posttrain.train.loop import StopRequest
 from posttrain.weights.locate import tokenizer_name
@@ -63,6 +64,7 @@ def open_stage(output: Path, name: str, config: RunConfig, tokenizer: Tokenizer,
         adapter=adapter,
         seed=config.seed,
         mesh=mesh,
+        devices=RoleDevices(),
         tokenizer=tokenizer,
         tensorboard=False,
         profile=None,

@@ -22,6 +22,7 @@ from posttrain.plan.phases import StagePlan, stage_plan
 from posttrain.plan.report import Outcome, report
 from posttrain.runs.check import model_outline
 from posttrain.runs.prepare import fit_lengths
+from posttrain.stages.devices import num_training_devices
 from posttrain.stages.table import check_row_tokens, stage_names
 from posttrain.weights.load import check_mesh
 from posttrain.weights.locate import ModelFiles, tokenizer_name, trained_model_files
@@ -95,7 +96,7 @@ def _model_files(config: RunConfig) -> ModelFiles:
 def _mesh(config: RunConfig, machine: Machine) -> Mesh:
     if devices_of_teachers(config, machine.num_devices):
         raise ConfigError("plan: cannot plan teachers on devices of their own yet; remove their mesh for the plan")
-    return make_mesh(config.mesh, machine.devices())
+    return make_mesh(config.mesh, machine.devices()[: num_training_devices(config, machine.num_devices)])
 
 
 def _stage(section: TrainSection, config: RunConfig, files: ModelFiles, mesh: Mesh, memory: int) -> StagePlan:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from posttrain.batch import Batch
 from posttrain.cluster.cluster import Cluster
+from posttrain.cluster.sync import Shared
 from posttrain.config import RLSection, RunConfig
 from posttrain.config.yaml_file import load_config
 from posttrain.data.tokenizer import Tokenizer
@@ -23,6 +24,7 @@ from posttrain.rl.store import Recorded, read_record
 from posttrain.rollout.types import Completion, SamplingParams, text_of
 from posttrain.runs.finished import find_stage, open_stage, tokenizer_of
 from posttrain.runs.run import CONFIG_NAME, mesh_of
+from posttrain.stages.cluster import make_reference
 from posttrain.stages.context import StageRun
 from posttrain.stages.online import TRAJECTORIES, make_policy_trainer
 from posttrain.stages.prompts import algorithm_of
@@ -78,14 +80,23 @@ def replay(run: str | Path, step: int, *, model: str | Path | None = None, chang
     stage = open_stage(output, name, config, tokenizer, mesh_of(config))
     algorithm = algorithm_of(section)
     trainer = make_policy_trainer(stage, section, algorithm.loss)
-    # The reference, if the loss needs one, is the model at the start of the stage.
-    cluster = Cluster(trainer, NoEngine(), keep_reference=algorithm.loss.kl_coef > 0)
+    reference = make_reference(stage, section, trainer) if algorithm.needs_reference else None
+    if reference is not None:
+        trainer.companions["reference"] = reference
+    cluster = Cluster(trainer, NoEngine(), Shared(trainer), reference=reference)
     cluster.version = recorded.version
     if model is not None:
         _use_model(trainer, stage, str(model))
     elif recorded.before:
         _restore(trainer, stage.folder, recorded)
-    acted = Acted(version=recorded.version, groups_P=recorded.groups_P, rewards=recorded.rewards)
+    weights = [reward.weight for reward in section.rewards]
+    acted = Acted(
+        version=recorded.version,
+        groups_P=recorded.groups_P,
+        rewards=recorded.rewards,
+        weights=dict(zip(recorded.rewards.parts_PG, weights, strict=True)),
+        useful_P=None if section.refill is None else recorded.useful_P,
+    )
     result = learn(cluster, algorithm, acted, step_settings(section, config.seed), Timer())
     return Replayed(
         step=step, batches=result.parts, metrics=to_host(result.metrics), logged=_logged(output, name, step)

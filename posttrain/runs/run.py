@@ -17,9 +17,8 @@ import jax
 from jax.sharding import Mesh
 
 from posttrain import __version__
-from posttrain.config import RunConfig, trains_on_samples
+from posttrain.config import PlacementSection, RunConfig, trains_on_samples
 from posttrain.config.yaml_file import diff_config, dump_config, load_config
-from posttrain.distill.teachers import training_devices
 from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.models.decoder import Decoder
@@ -30,6 +29,7 @@ from posttrain.runs.summary import print_summary
 from posttrain.runtime import processes
 from posttrain.runtime.files import digest, write_whole
 from posttrain.stages.context import StageRun
+from posttrain.stages.devices import role_devices, training_devices
 from posttrain.stages.table import STAGES, check_processes, check_row_tokens, row_notes, stage_names
 from posttrain.tracking.console import console
 from posttrain.train.loop import Interrupted, stop_on_signals
@@ -91,6 +91,7 @@ def run(config: RunConfig) -> RunResult:
                 adapter=None if config.model.adapter is None else config.model.adapter.resolved,
                 seed=config.seed,
                 mesh=mesh,
+                devices=role_devices(config, getattr(inputs.section, "placement", PlacementSection())),
                 tokenizer=prepared.tokenizer,
                 tensorboard=config.tensorboard,
                 profile=config.profile,

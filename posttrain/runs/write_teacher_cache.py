@@ -18,11 +18,11 @@ from posttrain.distill.teachers import (
     TopKScorer,
     load_teacher,
     outside_teacher,
-    training_devices,
 )
 from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.runs.prepare import prepare
+from posttrain.stages.devices import training_devices
 from posttrain.stages.distill import Source, aligner_of, cache_folders
 from posttrain.stages.sequences import DistillInputs
 from posttrain.tracking.console import console, progress_bar

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from itertools import count as counter
 from typing import Any, TypeVar
@@ -88,6 +89,23 @@ def any_of(flag: bool) -> bool:
     key = f"posttrain/any/{next(_calls)}"
     store().key_value_set(f"{key}/{index()}", json.dumps(flag))
     return agreed(lambda: any(json.loads(_value(f"{key}/{number}")) for number in range(count())))
+
+
+def all_gathered(value: T) -> list[T]:
+    """Values of all processes, in their order, as pickles over the devices' network; all must call it."""
+    if count() == 1:
+        return [value]
+    data = np.frombuffer(pickle.dumps(value), np.uint8)
+    key = f"posttrain/sizes/{next(_calls)}"
+    store().key_value_set(f"{key}/{index()}", str(len(data)))
+    # Processes may arrive at very different times, and a collective operation of CPU processes waits shortly.
+    sizes = [int(_value(f"{key}/{number}")) for number in range(count())]
+    wait_for_all(key)
+    # Few sizes: each is another program.
+    padded = np.zeros(1 << (max(sizes) - 1).bit_length(), np.uint8)
+    padded[: len(data)] = data
+    found = np.asarray(multihost_utils.process_allgather(padded))
+    return [pickle.loads(found[number, :size].tobytes()) for number, size in enumerate(sizes)]
 
 
 class Votes:

@@ -24,6 +24,7 @@ from posttrain.models.hf import config_from_hf
 from posttrain.runtime import processes
 from posttrain.runtime.files import write_whole
 from posttrain.stages.best import BestModel
+from posttrain.stages.devices import RoleDevices
 from posttrain.tracking.console import console, progress_bar
 from posttrain.tracking.profile.recorder import StepRecorder
 from posttrain.tracking.sinks import Sinks, open_sinks
@@ -75,6 +76,7 @@ class StageRun:
     """Folder or hub id of the adapter whose training the stage continues."""
     seed: int
     mesh: Mesh
+    devices: RoleDevices
     tokenizer: Tokenizer
     tensorboard: bool
     profile: ProfileSection | None
@@ -127,6 +129,7 @@ class StageRun:
         matching: Matching | None = None,
         noise_alpha: float = 0.0,
         refuse: Refuse | None = None,
+        offload_optimizer: bool = False,
     ) -> Trainer:
         """Make the trainer of `model` with the section's optimizer, router losses and micro-batches. The other
         arguments are those of `Trainer`."""
@@ -146,6 +149,7 @@ class StageRun:
             matching=matching,
             noise_alpha=noise_alpha,
             refuse=refuse,
+            offload_optimizer=offload_optimizer,
         )
 
     def _num_tokens(self, path: str | Path) -> int | None:

@@ -14,8 +14,9 @@ import numpy as np
 
 from posttrain.batch import TokenLoss
 from posttrain.cluster.cluster import Cluster
+from posttrain.cluster.critic import Critic
 from posttrain.cluster.scorers import Scorer
-from posttrain.config import OnlineSection
+from posttrain.config import OnlineSection, RLSection
 from posttrain.data.pipeline import Prompts
 from posttrain.evaluation.records import Record, difference, record_of
 from posttrain.evaluation.rollouts import RolloutEvaluation, evaluate, with_at_k
@@ -23,6 +24,8 @@ from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.mesh import row_shards
 from posttrain.metrics import Sample, Timer, tables, to_host
 from posttrain.rl.act import Act
+from posttrain.rl.curriculum import Curriculum
+from posttrain.rl.diagnosis import diagnose
 from posttrain.rl.metrics import NoRewardGuard, check_agreement, sampler_disagrees
 from posttrain.rl.reward_model import ModelReward
 from posttrain.rl.rewards import error_lines
@@ -34,8 +37,9 @@ from posttrain.rl.types import Group
 from posttrain.runtime import processes
 from posttrain.runtime.profiler import span
 from posttrain.runtime.run_async import run_async
+from posttrain.stages.cluster import make_cluster
 from posttrain.stages.context import HeldOut, StageRun, Training
-from posttrain.stages.engine import engine_metrics, forget_prompts, make_engine, warm_up
+from posttrain.stages.engine import engine_metrics, forget_prompts, warm_up
 from posttrain.stages.prompts import EvalSet, RolloutInputs, check_cache
 from posttrain.tracking.console import console, printable
 from posttrain.train.loop import crosses
@@ -66,23 +70,19 @@ class Rollouts:
 
 
 def open_rollouts(
-    stage: StageRun, inputs: RolloutInputs, trainer: Trainer, *, keep_reference: bool, teachers: Sequence[Scorer] = ()
+    stage: StageRun,
+    inputs: RolloutInputs,
+    trainer: Trainer,
+    *,
+    keep_reference: bool,
+    teachers: Sequence[Scorer] = (),
+    critic: Critic | None = None,
 ) -> Rollouts:
-    """Make engine, cluster and sampler, load reward models, and compile the sampling programs.
-
-    The reference, if kept, is the model at the start of the stage.
-    """
+    """Make cluster and sampler, load reward models, and compile the sampling programs."""
     section = inputs.section
     samples = section.prompts_per_step * section.group_size
-    engine = make_engine(
-        trainer.model,
-        stage.tokenizer,
-        section.rollout,
-        inputs.make_engine,
-        slots=section.samples_in_flight,
-        max_length=section.sequence_tokens,
-    )
-    cluster = Cluster(trainer, engine, keep_reference=keep_reference, teachers=teachers)
+    cluster = make_cluster(stage, inputs, trainer, keep_reference=keep_reference, teachers=teachers, critic=critic)
+    engine = cluster.engine
     for reward in inputs.rubric.rewards:
         if isinstance(reward.function, ModelReward):
             reward.function.load(stage.mesh, inputs.renderer, samples)
@@ -100,7 +100,7 @@ def open_rollouts(
     return rollouts
 
 
-def make_act(rollouts: Rollouts, *, in_flight: int, max_staleness: int) -> Act:
+def make_act(rollouts: Rollouts, *, in_flight: int, max_staleness: int, curriculum: Curriculum | None = None) -> Act:
     """Make the acting half of the stage's steps, from the first prompt on."""
     inputs, section = rollouts.inputs, rollouts.inputs.section
     kept = [example.index for example in inputs.examples]
@@ -108,7 +108,7 @@ def make_act(rollouts: Rollouts, *, in_flight: int, max_staleness: int) -> Act:
     return Act(
         sampler=rollouts.sampler,
         rubric=inputs.rubric,
-        source=Source(prompts, inputs.examples),
+        source=Source(prompts, inputs.examples, curriculum),
         group_size=section.group_size,
         groups_per_step=section.prompts_per_step,
         in_flight=in_flight,
@@ -135,7 +135,29 @@ def make_policy_trainer(stage: StageRun, section: OnlineSection, loss: TokenLoss
     """Trainer at the temperature of `sampling`, so that it trains the policy that samples."""
     check_cache(section, row_shards(stage.mesh))
     model, temperature = stage.load_model(), section.sampling.temperature
-    return stage.make_trainer(section, model, loss, temperature=temperature, terms=terms, refuse=sampler_disagrees)
+    return stage.make_trainer(
+        section,
+        model,
+        loss,
+        temperature=temperature,
+        terms=terms,
+        refuse=sampler_disagrees,
+        offload_optimizer=section.placement.optimizer.offload,
+    )
+
+
+def one_process(section: OnlineSection) -> str | None:
+    """Reason why a stage runs in a single process; None: in any number of them."""
+    own = section.placement.num_own_devices
+    reasons = {
+        "reward models": any(reward.model is not None for reward in section.rewards),
+        "teachers": isinstance(section, RLSection) and bool(section.teachers),
+        "oversample_prompts": isinstance(section, RLSection) and section.oversample_prompts > 0,
+        "devices of a role of its own (placement)": own > 0,
+        "reference.path": section.reference.path is not None,
+    }
+    found = [name for name, holds in reasons.items() if holds]
+    return f"{' and '.join(found)} {'work' if len(found) > 1 else 'works'} in one process only" if found else None
 
 
 def describe_steps(section: OnlineSection, inputs: RolloutInputs | None, compared: str = "") -> str:
@@ -171,7 +193,7 @@ class StepReport:
     context manager, at whose end the trajectories are on disk."""
 
     def __init__(self, rollouts: Rollouts, training: Training):
-        inputs = rollouts.inputs
+        self._rollouts, inputs = rollouts, rollouts.inputs
         self._section, self._training = inputs.section, training
         self._cluster, self._trainer = rollouts.cluster, rollouts.cluster.actor
         self._store = _open_store(self._section, training.folder, self._trainer.step_number)
@@ -199,7 +221,7 @@ class StepReport:
         if self._reported == 0 or crosses(self._reported, step, self._section.samples_every):
             self._training.sinks.samples(step, step_samples(result, self._section.group_size))
         self._record(step, result)
-        check_agreement(result.metrics, step)
+        check_agreement(result.metrics, step, lambda: self._diagnosis(result))
         metrics = {
             **to_host(result.metrics),
             **self._dropped,
@@ -224,6 +246,13 @@ class StepReport:
                 roles_PG=result.roles_PG,
             )
         )
+
+    def _diagnosis(self, result: StepResult) -> str:
+        if processes.count() > 1:
+            return "a run in one process names the cause"
+        rollouts = self._rollouts
+        row_tokens = rollouts.inputs.section.sequence_tokens
+        return run_async(diagnose(rollouts.cluster, rollouts.sampler, result.groups_P, row_tokens))
 
 
 def _open_store(section: OnlineSection, folder: Path, step: int) -> TrajectoryStore | None:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from posttrain.batch import Batch
+from posttrain.cluster.reference import Reference
 from posttrain.cluster.reference_cache import check_scored, model_key, with_reference, with_reference_of_all
-from posttrain.cluster.scorers import Reference
 from posttrain.config import PreferenceSection
 from posttrain.data.prefetch import Prefetch
 from posttrain.data.units import ComparisonBatches, Units

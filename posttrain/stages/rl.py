@@ -7,17 +7,24 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from posttrain.cluster.scorers import FrozenModel, Scorer
-from posttrain.config import RLSection
+from posttrain.config import Locator, RLSection
 from posttrain.distill.teachers import OutsideTeacher, TeacherSource, find_teachers, load_teacher, outside_teacher
+from posttrain.errors import ConfigError
 from posttrain.metrics import Timer
 from posttrain.rl.act import Act
+from posttrain.rl.advantages import is_mixed
+from posttrain.rl.curriculum import Curriculum
+from posttrain.rl.refill import Refill, given_filter
 from posttrain.rl.sampler import resumable
 from posttrain.rl.step import StepSettings, rl_step
 from posttrain.rl.teachers import TeacherKL, distances, shares_of
 from posttrain.runtime.run_async import run_async
+from posttrain.stages.cluster import make_critic
 from posttrain.stages.context import StageRun
-from posttrain.stages.inputs import Prepared
+from posttrain.stages.inputs import Prepared, callable_of
 from posttrain.stages.online import (
     Distances,
     Rollouts,
@@ -30,6 +37,7 @@ from posttrain.stages.online import (
     open_rollouts,
 )
 from posttrain.stages.prompts import RLInputs, algorithm_of, check_rewards, prepare_scored
+from posttrain.user_code import describe_error
 
 
 def prepare(section: RLSection, prepared: Prepared) -> tuple[RLInputs, list[str]]:
@@ -38,6 +46,7 @@ def prepare(section: RLSection, prepared: Prepared) -> tuple[RLInputs, list[str]
     teachers, notes = find_teachers(section, tokenizer)
     scored, more = prepare_scored(section, tokenizer, shares_of(section))
     algorithm = algorithm_of(section)
+    refill_of(section)
     return RLInputs(algorithm=algorithm, teachers=teachers, **vars(scored)), [*notes, *more]
 
 
@@ -45,12 +54,14 @@ def check_offline(section: RLSection) -> None:
     """Check everything that needs neither tokenizer nor rows."""
     check_rewards(section)
     algorithm_of(section)
+    refill_of(section)
     find_teachers(section, None)
 
 
 def describe(section: RLSection, inputs: RLInputs | None, shards: int) -> str:
     """Summarise the stage in one line."""
-    return describe_steps(section, inputs)
+    text = describe_steps(section, inputs)
+    return text if section.refill is None else f"{text}; up to {section.refill.limit} waves of further groups"
 
 
 def run(stage: StageRun, inputs: RLInputs) -> None:
@@ -61,8 +72,11 @@ def run(stage: StageRun, inputs: RLInputs) -> None:
     with rubric.running():
         trainer = make_policy_trainer(stage, section, algorithm.loss)
         teachers = _load_teachers(stage, inputs)
-        keep_reference = algorithm.loss.kl_coef > 0
-        rollouts = open_rollouts(stage, inputs, trainer, keep_reference=keep_reference, teachers=teachers)
+        critic = None if algorithm.critic is None else make_critic(stage, section, algorithm.critic.loss)
+        keep_reference = algorithm.needs_reference
+        rollouts = open_rollouts(
+            stage, inputs, trainer, keep_reference=keep_reference, teachers=teachers, critic=critic
+        )
         cluster, settings = rollouts.cluster, step_settings(section, stage.seed)
         act = _act(rollouts, section)
         held_out = held_out_prompts(rollouts, _distances(teachers, settings))
@@ -80,7 +94,44 @@ def _act(rollouts: Rollouts, section: RLSection) -> Act:
     if section.oversample_prompts:
         resumable(rollouts.cluster.engine)
     in_flight = section.prompts_per_step + section.oversample_prompts
-    return make_act(rollouts, in_flight=in_flight, max_staleness=section.max_staleness)
+    curriculum = _curriculum(rollouts, section)
+    act = make_act(rollouts, in_flight=in_flight, max_staleness=section.max_staleness, curriculum=curriculum)
+    return replace(act, refill=refill_of(section), pass_above=section.pass_above)
+
+
+def _curriculum(rollouts: Rollouts, section: RLSection) -> Curriculum | None:
+    given = section.curriculum
+    if given is None:
+        return None
+    return Curriculum(
+        len(rollouts.inputs.examples),
+        pools=given.pools,
+        shares=given.draw,
+        decay=given.decay,
+        pass_above=section.pass_above,
+        seed=rollouts.sampler.seed,
+    )
+
+
+def refill_of(section: RLSection) -> Refill | None:
+    """Make the settings of dynamic sampling; None without. ConfigError for a filter that cannot be used, tried on the
+    groups that a run will meet: different rewards, equal ones, and a sample without a reward (NaN)."""
+    given = section.refill
+    if given is None:
+        return None
+    if given.keep == "mixed":
+        return Refill(limit=given.limit, keep=is_mixed)
+    assert isinstance(given.keep, Locator)
+    keep = given_filter(callable_of(given.keep, "refill.keep"), given.keep)
+    mixed = np.arange(section.group_size, dtype=np.float32) % 3
+    tried = np.stack([mixed, np.ones_like(mixed), np.where(np.arange(section.group_size) == 0, np.nan, mixed)])
+    try:
+        keep(tried)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"refill.keep: {given.keep}(rewards_PG) raised {describe_error(error)}") from error
+    return Refill(limit=given.limit, keep=keep)
 
 
 def step_settings(section: RLSection, seed: int) -> StepSettings:

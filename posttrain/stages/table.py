@@ -21,7 +21,7 @@ from posttrain.config import (
 )
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
-from posttrain.stages import distill, online_preference, pair_inputs, preference, reward_model, rl, sft
+from posttrain.stages import distill, online, online_preference, pair_inputs, preference, reward_model, rl, sft
 from posttrain.stages.context import StageRun
 from posttrain.stages.inputs import Inputs, Prepared
 
@@ -43,8 +43,8 @@ class StageKind:
     """Train to the last step of the stage, resuming from its newest checkpoint."""
     load_model: Callable[[StageRun], Decoder] = StageRun.load_model
     """Load the model at the start of the stage."""
-    one_process: str | None = None
-    """Reason why the stage runs in a single process; None: in any number of them."""
+    one_process: Callable[[Any], str | None] = lambda _: None
+    """Reason why a section's stage runs in a single process; None: in any number of them."""
 
 
 STAGES: Mapping[str, StageKind] = {
@@ -61,7 +61,7 @@ STAGES: Mapping[str, StageKind] = {
         check_offline=distill.check_offline,
         describe=distill.describe,
         run=distill.run,
-        one_process="its teachers and their caches are those of one",
+        one_process=lambda _: "its teachers and their caches are those of one",
     ),
     "preference": StageKind(
         section=PreferenceSection,
@@ -84,7 +84,7 @@ STAGES: Mapping[str, StageKind] = {
         check_offline=rl.check_offline,
         describe=rl.describe,
         run=rl.run,
-        one_process="its rollouts and rewards are those of one",
+        one_process=online.one_process,
     ),
     "online_preference": StageKind(
         section=OnlinePreferenceSection,
@@ -92,7 +92,7 @@ STAGES: Mapping[str, StageKind] = {
         check_offline=online_preference.check_offline,
         describe=online_preference.describe,
         run=online_preference.run,
-        one_process="its rollouts and rewards are those of one",
+        one_process=online.one_process,
     ),
 }
 
@@ -129,7 +129,7 @@ def check_processes(config: RunConfig, num_processes: int, shards: int) -> None:
         return
     for index, section in enumerate(config.stages):
         with naming_stage(config, index):
-            if (reason := STAGES[section.kind].one_process) is not None:
+            if (reason := STAGES[section.kind].one_process(section)) is not None:
                 raise ConfigError(
                     f"a stage of kind {section.kind} runs in one process, not in {num_processes}: {reason}; use one "
                     "host, whose process has all of its devices"

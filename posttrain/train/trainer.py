@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
@@ -41,6 +41,15 @@ from posttrain.weights.state import ModelWeights, Weights
 StatsT = TypeVar("StatsT", TokenStats, ScoreStats)
 
 
+@runtime_checkable
+class Companion(Protocol):
+    """Role whose arrays are saved and restored with a trainer's."""
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
 class Trainer:
     """Trains the parameters of `model` (only the adapter's, if it has one) in place.
 
@@ -50,7 +59,8 @@ class Trainer:
     placed on the mesh and never written. `matching`: layers matched with those of the one teacher; its projections are
     trained and checkpointed, but not part of the model. `noise_alpha`: NEFTune, arXiv:2310.05914, uniform noise on the
     embeddings in training, up to alpha / sqrt(length of the sequence * D). `refuse`: veto on an update, a function of
-    the step's metrics inside its program.
+    the step's metrics inside its program. `offload_optimizer`: `offload_optimizer()` moves the optimizer state to the
+    host's memory, and the next step brings it back.
     """
 
     def __init__(
@@ -71,6 +81,7 @@ class Trainer:
         noise_alpha: float = 0.0,
         dropout_seed: int | None = None,
         refuse: Refuse | None = None,
+        offload_optimizer: bool = False,
     ):
         self.model = model
         self.mesh = single_device_mesh() if mesh is None else mesh
@@ -105,8 +116,12 @@ class Trainer:
         self._projections: Weights = processes.on_devices(projections, places)
         for weights in (*self._objective.teachers, self._weights):
             _place(weights, self.mesh)
-        state = jax.tree.map(lambda x: x.sharding, self._programs.opt_state)
-        self._opt_state = jax.jit(self._programs.optimizer.init, out_shardings=state)(self.params)
+        self._opt_places = jax.tree.map(lambda x: x.sharding, self._programs.opt_state)
+        self._opt_state = jax.jit(self._programs.optimizer.init, out_shardings=self._opt_places)(self.params)
+        self._offloads, self._offloaded = offload_optimizer, False
+        self.companions: dict[str, Companion] = {}
+        """Roles beside the actor, by name, whose arrays are saved and restored with the trainer's."""
+        self.offload_optimizer()
 
     @property
     def num_programs(self) -> int:
@@ -131,6 +146,25 @@ class Trainer:
     def _teacher_weights(self) -> list[Weights]:
         """Teacher parameters: arguments of programs, never donated."""
         return [teacher.read() for teacher in self._objective.teachers]
+
+    def arrays(self) -> list[Array]:
+        """Model parameters and projections."""
+        return list(self.weights.values())
+
+    def optimizer_arrays(self) -> list[Array]:
+        """Optimizer state, on the devices or in the host's memory."""
+        return list(jax.tree.leaves(self._opt_state))
+
+    def load_optimizer(self) -> None:
+        """Bring the optimizer state to the devices."""
+        if self._offloaded:
+            self._opt_state, self._offloaded = jax.device_put(self._opt_state, self._opt_places), False
+
+    def offload_optimizer(self) -> None:
+        """Move the optimizer state to the host's memory, if the trainer was made to."""
+        if self._offloads:
+            places = jax.tree.map(lambda place: place.with_memory_kind("pinned_host"), self._opt_places)
+            self._opt_state, self._offloaded = jax.device_put(self._opt_state, places), True
 
     def step(self, batch: Batch, *, update: bool = True) -> Metrics:
         """One update from one batch of host rows. Metrics of the device stay there.
@@ -179,6 +213,7 @@ class Trainer:
 
     def _arguments(self, batch: Batch, *, update: bool = True) -> tuple[Any, ...]:
         """Arguments of `TrainPrograms.update`."""
+        self.load_optimizer()
         micro, count = self._micro_batches(batch)
         if not self._loss_checked:
             first = jax.tree.map(lambda x: x[0], micro)
@@ -248,13 +283,18 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Arrays of a checkpoint."""
         params = {path: w for path, w in self.params.items() if path not in self._projections}
-        # A branch of their own: who reads the model's parameters need not know of them.
-        more = {"projections": self._projections} if self._projections else {}
-        return {"params": params, "opt_state": self._opt_state, **more}
+        # Branches of their own: who reads the model's parameters need not know of them.
+        more: dict[str, Any] = {"projections": self._projections} if self._projections else {}
+        more |= {name: arrays for name, one in self.companions.items() if (arrays := one.state())}
+        opt_state = jax.device_put(self._opt_state, self._opt_places) if self._offloaded else self._opt_state
+        return {"params": params, "opt_state": opt_state, **more}
 
     def restore(self, state: dict[str, Any], step: int, skipped_updates: int = 0) -> None:
         self._write({**state["params"], **state.get("projections", {})})
-        self._opt_state = state["opt_state"]
+        self._opt_state, self._offloaded = state["opt_state"], False
+        self.offload_optimizer()
+        for name, one in self.companions.items():
+            one.restore(state.get(name, {}))
         self.step_number, self.skipped_updates = step, skipped_updates
 
     def _write(self, params: Weights) -> None:

@@ -13,7 +13,7 @@ from posttrain.config.json_schema import json_schema
 from posttrain.config.yaml_file import _parse, build_config, dump_config
 from tests.stages.runs import posttrain
 
-CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").rglob("*.yaml"))
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,22 @@ import numpy as np
 import pytest
 
 from posttrain.batch import LossOutput
+from posttrain.losses.importance import ImportanceSampling
 from posttrain.losses.kl import k1, k2
-from posttrain.losses.policy import DAPO, GRPO, GSPO, RLOO, ImportanceSampling, PolicyLoss, dr_grpo
+from posttrain.losses.policy import (
+    CISPO,
+    DAPO,
+    GMPO,
+    GRPO,
+    GSPO,
+    GSPO_TOKEN,
+    LUSPO,
+    RLOO,
+    SAPO,
+    VESPO,
+    PolicyLoss,
+    dr_grpo,
+)
 from posttrain.losses.reduce import ConstantLength, sequence_mean, token_mean
 from posttrain.tree import added, added_up, replace
 
@@ -28,6 +42,13 @@ LOSSES = {
         GRPO, dual_clip=1.5, kl_coef=0.1, kl_estimator=k2, kl_bias_correction=True, entropy_coef=0.01, reduce=token_mean
     ),
     "importance": replace(DAPO, importance=ImportanceSampling(level="sequence_mean", bound="mask", low=0.9, high=1.2)),
+    "gspo_token": GSPO_TOKEN,
+    "luspo": LUSPO,
+    "cispo": replace(CISPO, clip_high=0.2),
+    "sapo": SAPO,
+    "vespo": replace(VESPO, importance=ImportanceSampling()),
+    "gmpo": replace(GMPO, clip_high=0.3),
+    "rejected": replace(DAPO, importance=ImportanceSampling(bound="reject", low=0.4, high=1.8), off_policy_mask=0.1),
 }
 APART = [[0], [1], [2], [3], [4], [5]]
 every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
@@ -48,7 +69,7 @@ def assert_same_outputs(actual: LossOutput, expected: LossOutput) -> None:
     assert set(actual.metrics) == set(expected.metrics)
     for name, metric in {**actual.metrics, "loss": actual.loss}.items():
         other = expected.loss if name == "loss" else expected.metrics[name]
-        numbers = [jax.tree.leaves(one) for one in (metric, other)]
+        numbers = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(one)]) for one in (metric, other)]
         np.testing.assert_allclose(*numbers, rtol=2e-6, atol=2e-6, err_msg=name)
 
 
@@ -128,14 +149,14 @@ def test_without_old_logps_the_gradient_is_the_plain_policy_gradient(
     """Bitwise ratio 1 and nothing clipped, however far the sampler's log-probabilities are: rounding in bfloat16."""
     rows = lay_out(sequences, [[0, 1], [2, 3, 4], [5]], 24)
     logps = rows.stats.logps
-    plain = replace(loss, entropy_coef=0.0, importance=None)
+    plain = replace(loss, entropy_coef=0.0, importance=None, off_policy_mask=None)
     gradients = []
     for noise in (0.0, 6e-3, 0.3):
         sampler = logps + np.random.default_rng(1).normal(0, noise, logps.shape).astype(np.float32)
         batch = replace(rows.batch, sampler_logps=sampler, old_logps=None, ref_logps=logps)
         out, grad = run(plain, replace(rows, batch=batch))
         assert out.metrics["ratio/mean"].value() == 1.0
-        for name in ("kl", "approx_kl", "clip_ratio/region_mean"):
+        for name in {"kl", "approx_kl", "clip_ratio/region_mean"} & out.metrics.keys():
             assert out.metrics[name].value() == 0.0, name
         assert (out.metrics["sampling/logp_difference/max"].value() > 0) == (noise > 0)
         gradients.append(grad)
@@ -177,13 +198,13 @@ def test_metrics_that_the_batch_cannot_give_are_absent(sequences: Any, lay_out: 
     )
     full, _ = run(DAPO, rows)
     out, _ = run(DAPO, bare)
-    gap = {f"sampling/logp_difference/{name}" for name in ("mean", "max", "outliers")}
-    assert set(full.metrics) - set(out.metrics) == {"kl", "entropy", *gap}
+    gap = {name for name in full.metrics if name.startswith("sampling/")}
+    assert set(full.metrics) - set(out.metrics) == {"kl", "entropy", *gap} and len(gap) == 9
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("difference", [500.0, -500.0])
-@pytest.mark.parametrize("loss", [GRPO, GSPO, RLOO], ids=["grpo", "gspo", "rloo"])
+@pytest.mark.parametrize("loss", [GRPO, GSPO, RLOO, CISPO, SAPO, VESPO, GMPO], ids=lambda loss: repr(loss.surrogate))
 def test_extreme_ratios_stay_finite(
     sequences: Any, lay_out: Callable[..., Any], loss: PolicyLoss, difference: float, advantage: float
 ) -> None:
@@ -223,12 +244,45 @@ def test_what_is_missing_is_named(sequences: Any, lay_out: Callable[..., Any]) -
         ({"clip_low": 0.0}, "must be positive"),
         ({"dual_clip": 1.1}, "dual_clip=1.1 must be at least"),
         ({"kl_coef": -0.1}, "must not be negative"),
+        ({"surrogate": CISPO.surrogate, "dual_clip": 1.5}, "dual_clip=1.5 has no effect on the surrogate CISPO"),
+        ({"surrogate": GMPO.surrogate, "ratio": "sequence_mean"}, "use ratio: token"),
+        ({"off_policy_mask": 0.0}, "must be positive"),
         ({"kl_estimator": k1, "kl_bias_correction": False}, "the gradient of k1 is 0 in expectation"),
     ],
 )
 def test_bad_values(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(GRPO, **fields)
+
+
+def test_gspo_token_is_gspo_with_a_gradient_per_token(sequences: Any, lay_out: Callable[..., Any]) -> None:
+    """Equal in value; equal in the sum over a sequence of the gradient, where the advantage is the sequence's."""
+    rows = lay_out(sequences, APART, 12)
+    loose = {"clip_low": 0.5, "clip_high": 0.5}
+    (gspo, grad), (token, by_token) = run(replace(GSPO, **loose), rows), run(replace(GSPO_TOKEN, **loose), rows)
+    np.testing.assert_allclose(token.loss.total, gspo.loss.total, rtol=1e-6)
+    np.testing.assert_allclose(by_token, grad, rtol=1e-5, atol=1e-7)
+    # With advantages per token each gradient is of its own.
+    uneven = replace(rows, batch=replace(rows.batch, advantages=rows.batch.advantages * (1 + rows.batch.positions)))
+    (_, grad), (_, by_token) = run(replace(GSPO, **loose), uneven), run(replace(GSPO_TOKEN, **loose), uneven)
+    assert np.abs(by_token - grad).max() > 0.01
+
+
+def test_off_policy_mask(sequences: Any, lay_out: Callable[..., Any]) -> None:
+    """Sequences of negative advantage, farther from the sampler than the threshold, have no gradient."""
+    rows = lay_out(sequences, APART, 12)
+    mask = rows.batch.loss_weight > 0
+    gap = np.where(mask, rows.batch.behaviour_logps - rows.stats.logps, 0.0).sum(axis=1) / mask.sum(axis=1)
+    negative = rows.batch.advantages.min(axis=1) < 0
+    dropped = negative & (gap > 0.1)
+    assert dropped.any() and (negative & ~dropped).any() and (gap[~negative] > 0.1).any()
+    out, grad = run(replace(DAPO, off_policy_mask=0.1), rows)
+    plain = run(DAPO, rows)[1]
+    np.testing.assert_array_equal(grad[dropped], 0.0)
+    np.testing.assert_array_equal(grad[~dropped], plain[~dropped])
+    assert np.abs(plain[dropped]).max() > 0
+    share = mask[dropped].sum() / mask.sum()
+    assert out.metrics["sampling/off_policy_masked"].value() == pytest.approx(share)
 
 
 def test_presets() -> None:

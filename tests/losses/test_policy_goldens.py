@@ -1,4 +1,4 @@
-"""PolicyLoss against TRL's GRPO and RLOO trainers: values, gradients and metrics, in float64."""
+"""PolicyLoss against TRL's GRPO, GMPO and RLOO trainers: values, gradients and metrics, in float64."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 
 from posttrain.batch import Batch, TokenStats
-from posttrain.losses.policy import RLOO, ImportanceSampling, PolicyLoss
-from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, token_mean
+from posttrain.losses.importance import ImportanceSampling
+from posttrain.losses.policy import GMPO, RLOO, PolicyLoss
+from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, sequence_total, token_mean
+from posttrain.losses.surrogates import CISPO, SAPO, VESPO, Clip, Surrogate
+from posttrain.rl.selection import top_entropy
 from posttrain.tree import Mean, Metric, replace
 
 RTOL = 1e-6
@@ -24,27 +27,25 @@ REDUCTIONS: dict[str, Callable[[int], Reduction]] = {
     "bnpo": lambda _: token_mean,
     "dapo": lambda _: token_mean,
     "dr_grpo": ConstantLength,
+    "cispo": lambda _: token_mean,
+    "sapo": lambda _: sequence_mean,
+    "luspo": lambda _: sequence_total,
+    "vespo": lambda _: token_mean,
 }
 
 
 def why_not_covered(args: dict[str, Any]) -> str | None:
-    """What a case needs beyond `PolicyLoss`."""
-    if args["loss_type"] not in REDUCTIONS:
-        return "another surrogate: " + args["loss_type"]
-    if args["off_policy_mask_threshold"] is not None:
-        return "masking of off-policy sequences"
-    if args["top_entropy_quantile"] != 1.0:
-        return "masking of tokens of low entropy"
+    """What keeps a case from being ours."""
+    if args["loss_type"] == "luspo" and (args["importance_sampling_level"] == "token" or args["beta"]):
+        return "mean over padding: the reference counts masked tokens where values differ within a sequence"
+    if args["entropy_coef"] and args["top_entropy_quantile"] < 1:
+        return "the reference's entropy bonus is a mean over the tokens of high entropy alone"
     return None
 
 
 NOT_COVERED = {
-    "another surrogate: cispo": 8,
-    "another surrogate: sapo": 8,
-    "another surrogate: luspo": 6,
-    "another surrogate: vespo": 4,
-    "masking of off-policy sequences": 3,
-    "masking of tokens of low entropy": 4,
+    "mean over padding: the reference counts masked tokens where values differ within a sequence": 5,
+    "the reference's entropy bonus is a mean over the tokens of high entropy alone": 1,
 }
 
 
@@ -54,20 +55,40 @@ def test_all_cases_are_accounted_for(golden: Callable[..., Any]) -> None:
     covered = reasons.pop(None)
     assert len(cases) == NUM_CASES
     assert dict(reasons) == NOT_COVERED
-    assert covered == NUM_CASES - sum(NOT_COVERED.values()) == 65
+    assert covered == NUM_CASES - sum(NOT_COVERED.values()) == 92
+
+
+def surrogate_of(args: dict[str, Any]) -> Surrogate:
+    match args["loss_type"]:
+        case "cispo":
+            return CISPO()
+        case "sapo":
+            return SAPO(positive=args["sapo_temperature_pos"], negative=args["sapo_temperature_neg"])
+        case "vespo":
+            return VESPO(
+                k_positive=args["vespo_k_pos"],
+                rate_positive=args["vespo_lambda_pos"],
+                k_negative=args["vespo_k_neg"],
+                rate_negative=args["vespo_lambda_neg"],
+            )
+    return Clip()
 
 
 def policy_loss(args: dict[str, Any]) -> PolicyLoss:
+    high = args["epsilon"] if args["epsilon_high"] is None else args["epsilon_high"]
     return PolicyLoss(
         clip_low=args["epsilon"],
-        clip_high=args["epsilon"] if args["epsilon_high"] is None else args["epsilon_high"],
+        # The reference's bound of CISPO is that of the ratio itself.
+        clip_high=high - 1 if args["loss_type"] == "cispo" else high,
         reduce=REDUCTIONS[args["loss_type"]](args["max_completion_length"]),
+        surrogate=surrogate_of(args),
         ratio="token" if args["importance_sampling_level"] == "token" else "sequence_mean",
         dual_clip=args["delta"],
         kl_coef=args["beta"],
         kl_bias_correction=args["use_bias_correction_kl"],
         entropy_coef=args["entropy_coef"],
         importance=importance_sampling(args["importance_sampling_ratio"]),
+        off_policy_mask=args["off_policy_mask_threshold"],
     )
 
 
@@ -85,12 +106,14 @@ def importance_sampling(name: str | None) -> ImportanceSampling | None:
 def trl_denominator(args: dict[str, Any], num_rows: int, num_tokens: float) -> float:
     """What TRL divides a micro-batch's sum by: all rows (also fully masked ones), and the accumulation steps."""
     steps = args["gradient_accumulation_steps"] if args["training_mode"] else 1
-    if args["loss_type"] == "dapo":
+    if args["loss_type"] in ("dapo", "cispo", "vespo"):
         return args["num_items_in_batch"] * (steps / args["steps_per_generation"] if args["training_mode"] else 1)
     return (
         steps
         * {
             "grpo": num_rows,
+            "sapo": num_rows,
+            "luspo": num_rows,
             "bnpo": num_tokens,
             "dr_grpo": num_rows * args["max_completion_length"],
         }[args["loss_type"]]
@@ -105,16 +128,22 @@ def as_batch(arrays: dict[str, np.ndarray], args: dict[str, Any]) -> Batch:
         mask[args["fully_masked_rows"]] = 0.0
     advantages = arrays[f"in/{args['advantages']}"]
     zeros = np.zeros(mask.shape, np.int32)
-    return Batch(
+    old = arrays["in/old_per_token_logps"] if args["use_old"] else arrays["in/per_token_logps"]
+    weighs = args["importance_sampling_ratio"] is not None
+    batch = Batch(
         tokens=zeros,
         positions=zeros,
         segments=zeros + 1,
         loss_weight=mask,
-        old_logps=arrays["in/old_per_token_logps"] if args["use_old"] else arrays["in/per_token_logps"],
-        behaviour_logps=arrays["in/sampling_per_token_logps"],
+        old_logps=old,
+        behaviour_logps=arrays["in/sampling_per_token_logps"] if weighs else old,
         ref_logps=arrays["in/ref_per_token_logps"],
         advantages=advantages if advantages.ndim == 2 else np.broadcast_to(advantages[:, None], mask.shape),
     )
+    if args["top_entropy_quantile"] == 1.0:
+        return batch
+    (kept,), _ = top_entropy([batch], [arrays["in/entropies"]], args["top_entropy_quantile"])
+    return kept
 
 
 @pytest.mark.parametrize("loss_type", REDUCTIONS)
@@ -123,6 +152,16 @@ def test_grpo(golden: Callable[..., Any], loss_type: str) -> None:
     for case in data.cases:
         if case["args"]["loss_type"] == loss_type and why_not_covered(case["args"]) is None:
             check_grpo(case, data.arrays)
+
+
+def test_without_its_bonus_the_case_of_an_entropy_bonus_is_covered(golden: Callable[..., Any]) -> None:
+    data = golden("grpo")
+    (case,) = [c for c in data.cases if c["name"] == "grpo_entropy_bonus_top_entropy"]
+    args = {**case["args"], "entropy_coef": 0.0}
+    with jax.enable_x64(True):
+        logps = jnp.asarray(data.arrays["in/per_token_logps"])
+        out = policy_loss(args)(TokenStats(logps=logps), as_batch(data.arrays, args))
+    np.testing.assert_allclose(out.loss.value(), case["metrics"]["policy_loss"], rtol=RTOL)
 
 
 def check_grpo(case: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
@@ -139,21 +178,28 @@ def check_grpo(case: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
     np.testing.assert_allclose(loss, case["loss"], rtol=RTOL, err_msg=name)
     np.testing.assert_allclose(grad, arrays[f"out/{name}/dlogps"], rtol=RTOL, atol=1e-12, err_msg=name)
     # Our own weight is the denominator, but for sequences without any token, which we do not count.
-    by_rows = args["loss_type"] in ("grpo", "dr_grpo")
+    by_rows = args["loss_type"] in ("grpo", "sapo", "luspo", "dr_grpo")
     if args["gradient_accumulation_steps"] == 1 and not (by_rows and args["fully_masked_rows"]):
         np.testing.assert_allclose(out.loss.weight, denominator, rtol=1e-12, err_msg=name)
     check_metrics(case, out.metrics)
 
 
 def check_metrics(case: dict[str, Any], metrics: Mapping[str, Metric]) -> None:
-    names = {"entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"}
+    args, expected = case["args"], case["metrics"]
+    names = {
+        name: name for name in ("entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
+    }
     # TRL's `kl` is the corrected one where the correction is on; ours is always that of the samples.
-    if case["args"].get("beta") and not case["args"]["use_bias_correction_kl"]:
-        names.add("kl")
-    for name in names:
-        np.testing.assert_allclose(
-            metrics[name].value(), case["metrics"][name], rtol=1e-5, err_msg=f"{case['name']}: {name}"
-        )
+    if args.get("beta") and not args.get("use_bias_correction_kl"):
+        names["kl"] = "kl"
+    if "cispo_clip_ratio" in expected:
+        names["clip_ratio/high_mean"] = "cispo_clip_ratio"
+    for ours, theirs in names.items():
+        # Tokens of low entropy have no advantage, so that they are not clipped.
+        if theirs in expected and not (theirs.startswith("clip") and args.get("top_entropy_quantile", 1.0) < 1):
+            np.testing.assert_allclose(
+                metrics[ours].value(), expected[theirs], rtol=1e-5, err_msg=f"{case['name']}: {ours}"
+            )
 
 
 def test_more_micro_batches_add_weight(golden: Callable[..., Any]) -> None:
@@ -166,6 +212,73 @@ def test_more_micro_batches_add_weight(golden: Callable[..., Any]) -> None:
         tokens_elsewhere = case["args"]["num_items_in_batch"] - np.sum(batch.loss_weight)
         value = (loss + Mean(total=0.0, weight=tokens_elsewhere)).value()
     np.testing.assert_allclose(value, case["loss"], rtol=RTOL)
+
+
+@pytest.mark.parametrize("name", ["gmpo", "gmpo_beta"])
+def test_gmpo(golden: Callable[..., Any], name: str) -> None:
+    data = golden("gmpo")
+    assert {case["name"] for case in data.cases} == {"gmpo", "gmpo_beta"}
+    case = next(case for case in data.cases if case["name"] == name)
+    args, arrays = case["args"], data.arrays
+    mask = arrays["in/completion_mask"].astype(np.float64)
+    zeros = np.zeros(mask.shape, np.int32)
+    batch = Batch(
+        tokens=zeros,
+        positions=zeros,
+        segments=zeros + 1,
+        loss_weight=mask,
+        old_logps=arrays["in/old_per_token_logps"],
+        ref_logps=arrays["in/ref_per_token_logps"],
+        advantages=np.broadcast_to(arrays["in/advantages"][:, None], mask.shape),
+    )
+    gmpo = replace(
+        GMPO,
+        clip_low=args["epsilon_low"],
+        clip_high=args["epsilon_high"],
+        kl_coef=args["beta"],
+        kl_bias_correction=False,
+    )
+    with jax.enable_x64(True):
+
+        def value(logps: jax.Array) -> Any:
+            out = gmpo(TokenStats(logps=logps), batch)
+            return out.loss.total / out.loss.weight, out
+
+        (loss, out), grad = jax.value_and_grad(value, has_aux=True)(jnp.asarray(arrays["in/per_token_logps"]))
+    np.testing.assert_allclose(loss, case["loss"], rtol=RTOL)
+    np.testing.assert_allclose(grad, arrays[f"out/{name}/dlogps"], rtol=RTOL, atol=1e-12)
+    check_metrics({**case, "metrics": {k: v for k, v in case["metrics"].items() if k != "entropy"}}, out.metrics)
+
+
+UNKNOWN = "is_nan_sampling_token_truncate_1.2"
+"""The reference gives weight 1 to tokens of unknown log-probability; here such a step is refused."""
+
+
+def test_vllm_is(golden: Callable[..., Any]) -> None:
+    data = golden("vllm_is")
+    assert len(data.cases) == 13
+    old, sampling, mask = (
+        data.arrays[f"in/{name}"] for name in ("old_per_token_logps", "sampling_per_token_logps", "completion_mask")
+    )
+    for case in data.cases:
+        if case["name"] == UNKNOWN:
+            continue
+        importance = importance_sampling(case["name"])
+        assert importance is not None
+        with jax.enable_x64(True):
+            weights, metrics = importance(
+                jnp.asarray(old), jnp.asarray(sampling), jnp.asarray(mask > 0), jnp.ones(mask.shape, jnp.int32)
+            )
+        expected = np.broadcast_to(data.arrays[case["output"]], mask.shape)
+        kept = mask > 0
+        np.testing.assert_allclose(np.asarray(weights)[kept], expected[kept], rtol=RTOL, err_msg=case["name"])
+        limit = importance.high
+        assert limit is not None
+        # TRL's metrics are those of the weights, ours of the ratios.
+        if importance.bound == "truncate":
+            largest = min(metrics["sampling/importance_sampling_ratio/max"].value(), limit)
+            name = "sampling/importance_sampling_ratio/max"
+            np.testing.assert_allclose(largest, case["metrics"][name], rtol=1e-5, err_msg=case["name"])
 
 
 @pytest.mark.parametrize("name", ["default", "asym"])

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rewards import arithmetic, gsm8k, stories
+from rewards import arithmetic, gsm8k, soft_overlong, stories
 
 
 def test_held_out_sums_are_never_trained_on() -> None:
@@ -80,3 +80,14 @@ def test_pairs_are_right_and_wrong_sums() -> None:
     for row in rows:
         a, b = map(int, row["prompt"].rstrip("=").split("+"))
         assert int(row["chosen"]) == a + b == int(row["rejected"]) + 10
+
+
+def test_soft_overlong() -> None:
+    """By the cases of the equation: free, on the line, at its ends, beyond."""
+    lengths = (0, 79, 80, 81, 90, 99, 100, 150)
+    made = soft_overlong.penalty([[1] * length for length in lengths], max_tokens=100, buffer_tokens=20)
+    assert made == pytest.approx([0, 0, 0, -0.05, -0.5, -0.95, -1, -1])
+    assert str(made[0]) == "0.0", "not -0.0, which a table would show"
+    for buffer in (0, 101):
+        with pytest.raises(ValueError, match=f"buffer_tokens={buffer} must be from 1 to max_tokens=100"):
+            soft_overlong.penalty([[1]], max_tokens=100, buffer_tokens=buffer)

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from posttrain.errors import ConfigError
+from posttrain.losses import policy
+from posttrain.losses.kl import k1, k3
 from posttrain.losses.policy import DAPO, DISTILL, GRPO, GSPO, RLOO, dr_grpo
-from posttrain.rl.algorithms import (
-    ALGORITHMS,
-    Advantage,
+from posttrain.losses.reduce import sequence_total, token_mean
+from posttrain.losses.surrogates import CISPO, SAPO
+from posttrain.rl.advantages import (
+    batch_scaled,
+    batch_standardized,
     centered,
+    decoupled,
+    group_baseline,
     is_mixed,
     leave_one_out,
-    make_algorithm,
+    leave_one_out_scaled,
     standardized,
+    undiminished,
 )
+from posttrain.rl.algorithms import ALGORITHMS, CRITIC, given_filter, make_algorithm
+from posttrain.rl.returns import RewardKL
 from posttrain.tree import replace
 
 pytestmark = pytest.mark.fast
@@ -34,10 +41,24 @@ def test_table() -> None:
         "grpo": ("grpo", GRPO, standardized),
         "dr_grpo": ("dr_grpo", dr_grpo(64), centered),
         "dapo": ("dapo", DAPO, standardized),
+        "bnpo": ("bnpo", replace(GRPO, reduce=token_mean, kl_coef=0.0), standardized),
         "gspo": ("gspo", GSPO, standardized),
+        "gspo_token": ("gspo_token", replace(GSPO, ratio="sequence_mean_token"), standardized),
+        "luspo": ("luspo", replace(GSPO, reduce=sequence_total), standardized),
+        "gmpo": ("gmpo", policy.GMPO, standardized),
+        "cispo": ("cispo", policy.CISPO, standardized),
+        "sapo": ("sapo", policy.SAPO, standardized),
+        "vespo": ("vespo", policy.VESPO, standardized),
         "rloo": ("rloo", RLOO, leave_one_out),
+        "reinforce_plus_plus": ("reinforce_plus_plus", policy.REINFORCE, batch_standardized),
+        "reinforce_plus_plus_baseline": ("reinforce_plus_plus_baseline", policy.REINFORCE, group_baseline),
+        "gdpo": ("gdpo", GRPO, decoupled),
+        "ppo": ("ppo", policy.PPO, undiminished),
         "distill": ("distill", DISTILL, centered),
     }
+    assert [name for name, a in made.items() if a.needs_critic] == ["ppo"]
+    assert [name for name, a in made.items() if a.needs_reference] == ["grpo", "gdpo"]
+    assert [name for name, a in made.items() if a.filter is is_mixed] == ["dapo"]
 
 
 def test_overrides() -> None:
@@ -47,6 +68,73 @@ def test_overrides() -> None:
     assert make_algorithm("grpo", max_tokens=64, kl_coef=0.0).loss == replace(GRPO, kl_coef=0.0)
     with pytest.raises(ConfigError, match=r"^dual_clip=1.1 must be at least 1 \+ clip_high"):
         make_algorithm("grpo", max_tokens=64, dual_clip=1.1)
+
+
+def test_advantage_scale() -> None:
+    def scaled(name: str, scale: str) -> Any:
+        return make_algorithm(name, max_tokens=64, advantage_scale=scale).advantage
+
+    assert [scaled("grpo", scale) for scale in ("group", "batch", "none")] == [standardized, batch_scaled, centered]
+    assert [scaled("dr_grpo", scale) for scale in ("group", "batch")] == [standardized, batch_scaled]
+    assert [scaled("rloo", scale) for scale in ("batch", "none")] == [leave_one_out_scaled, leave_one_out]
+    with pytest.raises(ConfigError, match="advantage_scale=group with algorithm=rloo: it can be batch or none"):
+        scaled("rloo", "group")
+    with pytest.raises(ConfigError, match="advantage_scale=batch with algorithm=gdpo: its advantage has no other"):
+        scaled("gdpo", "batch")
+    with pytest.raises(ConfigError, match="advantage_scale=none has no effect on an advantage function of your own"):
+        make_algorithm("grpo", max_tokens=64, advantage_scale="none", advantage=centered)
+
+
+def test_kl_in_reward() -> None:
+    made = make_algorithm("grpo", max_tokens=64, kl_in="reward")
+    assert made.reward_kl == RewardKL(coef=0.04, estimator=k1) and made.loss.kl_coef == 0 and made.needs_reference
+    made = make_algorithm("rloo", max_tokens=64, kl_in="reward", kl_coef=0.1, kl_estimator="k3")
+    assert made.reward_kl == RewardKL(coef=0.1, estimator=k3) and made.loss == RLOO
+    with pytest.raises(ConfigError, match="kl_in=reward with kl_coef=0 has no effect"):
+        make_algorithm("rloo", max_tokens=64, kl_in="reward")
+    with pytest.raises(ConfigError, match="kl_bias_correction has no effect with kl_in: reward"):
+        make_algorithm("grpo", max_tokens=64, kl_in="reward", kl_bias_correction=True)
+
+
+def test_critic() -> None:
+    made = make_algorithm("ppo", max_tokens=64, critic={"gamma": 0.9, "gae_lambda": 0.8, "value_clip": 0.5}).critic
+    assert made is not None and (made.gae.gamma, made.gae.lam, made.loss.clip) == (0.9, 0.8, 0.5)
+    assert make_algorithm("ppo", max_tokens=64).critic == CRITIC
+    with pytest.raises(ConfigError, match="gamma without effect on algorithm=grpo, which has no critic"):
+        make_algorithm("grpo", max_tokens=64, critic={"gamma": 0.9})
+    with pytest.raises(ConfigError, match="advantage has no effect on algorithm=ppo"):
+        make_algorithm("ppo", max_tokens=64, advantage=centered)
+
+
+class Own:
+    kl_coef = 0.0
+
+    def __call__(self, stats: Any, batch: Any) -> Any:
+        return GRPO(stats, batch)
+
+
+def test_own_loss() -> None:
+    made = make_algorithm("dapo", max_tokens=64, loss=Own(), truncated="mask", top_entropy=0.2)
+    assert isinstance(made.loss, Own) and made.filter is is_mixed
+    assert (made.truncated, made.top_entropy, made.needs_reference) == ("mask", 0.2, False)
+    with pytest.raises(ConfigError, match="clip_low, surrogate without effect on a loss of your own"):
+        make_algorithm("dapo", max_tokens=64, loss=Own(), clip_low=0.1, surrogate=CISPO())
+
+
+def test_surrogates_are_overrides() -> None:
+    sapo = SAPO(positive=0.5, negative=2.0)
+    assert make_algorithm("dapo", max_tokens=64, surrogate=sapo).loss == replace(DAPO, surrogate=sapo)
+    with pytest.raises(ConfigError, match="^ratio=sequence_mean with the surrogate GMPO, which aggregates"):
+        make_algorithm("gmpo", max_tokens=64, ratio="sequence_mean")
+
+
+def test_own_filter() -> None:
+    best = given_filter(lambda rewards_PG: np.nanmax(rewards_PG, axis=1) > 0.5, "best")
+    groups, _ = make_algorithm("grpo", max_tokens=64, filter=best).keep(GROUPS, REWARDS)
+    assert groups == ["good", "mixed", "mixed with an error", "good with an error"]
+    for wrong in (lambda rewards: rewards > 0, lambda rewards: rewards.mean(axis=1)):
+        with pytest.raises(ConfigError, match="filter: own must return true or false for each of the 5 groups"):
+            given_filter(wrong, "own")(REWARDS)
 
 
 def test_unknown_name() -> None:
@@ -80,111 +168,3 @@ def test_a_batch_is_never_empty() -> None:
 def test_groups_and_rewards_must_match() -> None:
     with pytest.raises(ValueError, match="4 groups but 5 rows of rewards"):
         make_algorithm("grpo", max_tokens=64).keep(GROUPS[:4], REWARDS)
-
-
-GOLDEN = Path(__file__).parents[1] / "goldens" / "losses" / "advantages"
-FUNCTIONS: dict[str, Advantage] = {
-    "centered": centered,
-    "standardized": standardized,
-    "leave_one_out": leave_one_out,
-}
-every_function = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-
-
-def cases() -> list[dict[str, Any]]:
-    return json.loads(GOLDEN.with_suffix(".json").read_text())["cases"]
-
-
-def function_of(args: dict[str, Any]) -> Advantage | None:
-    """`None`: not covered. GDPO needs the rewards of each function; others whiten over the batch."""
-    if "scale_rewards" in args:
-        return {"group": standardized, "batch": None, "none": centered}[args["scale_rewards"]]
-    if args.get("normalize_advantages") is False:
-        return leave_one_out
-    return None
-
-
-COVERED = [case["name"] for case in cases() if function_of(case["args"]) is not None]
-
-
-def test_all_cases_are_accounted_for() -> None:
-    left_out = {case["name"] for case in cases()} - set(COVERED)
-    data = ("single", "multi", "zero_std", "nan")
-    over_the_batch = ("grpo_batch", "rloo_normTrue_beta0.0", "rloo_normTrue_beta0.05")
-    assert left_out == {f"{name}_{kind}" for name in data for kind in ("grpo_normalize_then_sum", *over_the_batch)}
-    assert len(COVERED) == 17
-
-
-@pytest.mark.parametrize("name", COVERED)
-def test_golden(name: str) -> None:
-    case = next(case for case in cases() if case["name"] == name)
-    args = case["args"]
-    with np.load(GOLDEN.with_suffix(".npz")) as file:
-        arrays = dict(file)
-    per_function = arrays[args["rewards"]].astype(np.float64)
-    rewards = np.nansum(per_function * args.get("reward_weights", [1.0]), axis=1)
-    rewards[np.isnan(per_function).all(axis=1)] = np.nan
-    if "reward_clip_range" in args:
-        rewards = np.clip(rewards, *args["reward_clip_range"])
-    if args.get("beta"):
-        # TRL's RLOO takes the KL of the whole sequence off the reward.
-        old, ref = (arrays[f"in/{name}/{which}_per_token_logps"] for which in ("old", "ref"))
-        rewards = rewards - args["beta"] * (old - ref).sum(axis=1)
-    function = function_of(args)
-    assert function is not None
-    actual = function(rewards.reshape(-1, args["num_generations"])).reshape(-1)
-    assert actual.dtype == np.float32
-    np.testing.assert_allclose(actual, arrays[case["output"]], rtol=1e-5, atol=1e-6)
-
-
-@every_function
-def test_groups_sum_to_zero(function: Advantage) -> None:
-    rewards = np.random.default_rng(0).normal(3.0, 2.0, (5, 8)).astype(np.float32)
-    rewards[1, 2] = rewards[3, :5] = np.nan
-    advantages = function(rewards)
-    assert (np.abs(advantages).max(axis=1) > 0.1).all()
-    np.testing.assert_allclose(advantages.sum(axis=1), 0.0, atol=1e-5)
-
-
-@every_function
-def test_no_reward_is_left_out(function: Advantage) -> None:
-    """A sample without reward: advantage 0, and the others as if it had not been sampled."""
-    rewards = np.array([[1.0, np.nan, 0.0, 0.5], [np.nan, 2.0, -1.0, 0.5]])
-    advantages = function(rewards)
-    assert advantages[0, 1] == advantages[1, 0] == 0.0
-    np.testing.assert_allclose(
-        advantages[~np.isnan(rewards)].reshape(2, 3), function(rewards[~np.isnan(rewards)].reshape(2, 3)), rtol=1e-6
-    )
-
-
-@every_function
-def test_nothing_to_compare_is_zero(function: Advantage) -> None:
-    """Equal rewards (0.1 has a rounded mean), a single reward, none at all."""
-    rewards = np.array([[0.1] * 3, [np.nan, 0.7, np.nan], [np.nan] * 3], np.float32)
-    np.testing.assert_array_equal(function(rewards), np.zeros((3, 3), np.float32))
-
-
-@every_function
-def test_order_of_samples_does_not_matter(function: Advantage) -> None:
-    rewards = np.random.default_rng(1).normal(size=(3, 6))
-    order = [3, 1, 5, 0, 4, 2]
-    np.testing.assert_allclose(function(rewards[:, order]), function(rewards)[:, order], rtol=1e-6)
-
-
-def test_by_hand() -> None:
-    rewards = np.array([[1.0, 2.0, 6.0]])
-    np.testing.assert_allclose(centered(rewards), [[-2, -1, 3]], rtol=1e-6)
-    np.testing.assert_allclose(standardized(rewards), np.array([[-2, -1, 3]]) / (np.sqrt(7) + 1e-4), rtol=1e-6)
-    np.testing.assert_allclose(leave_one_out(rewards), [[1 - 4, 2 - 3.5, 6 - 1.5]], rtol=1e-6)
-
-
-def test_is_mixed() -> None:
-    rewards = np.array([[1, 1, 1], [1, 0, 1], [np.nan, 1, 1], [np.nan, 1, 0], [np.nan] * 3, [np.nan, np.nan, 1.0]])
-    assert is_mixed(rewards).tolist() == [False, True, False, True, False, False]
-
-
-@every_function
-@pytest.mark.parametrize("rewards", [np.array([[1.0, np.inf]]), np.array([[1.0, -np.inf]])])
-def test_infinite_rewards_are_refused(function: Advantage, rewards: np.ndarray) -> None:
-    with pytest.raises(ValueError, match="must be finite or NaN"):
-        function(rewards)

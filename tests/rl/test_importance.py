@@ -13,7 +13,8 @@ import pytest
 from numpy.testing import assert_allclose
 
 from posttrain.batch import Batch, TokenStats
-from posttrain.losses.policy import DAPO, GSPO, RLOO, ImportanceSampling, PolicyLoss
+from posttrain.losses.importance import ImportanceSampling
+from posttrain.losses.policy import DAPO, GSPO, RLOO, PolicyLoss
 from posttrain.losses.reduce import sequence_sums
 from posttrain.models.quant import dequantized, quantized
 from posttrain.rl.assemble import assemble
@@ -146,12 +147,27 @@ def test_bounds(level: Any, low: float | None, high: float | None) -> None:
         assert_allclose(metrics[f"{name}/out_of_bounds"].value(), outside[mask].mean(), rtol=1e-5)
 
 
+def test_one_token_out_of_bounds_rejects_its_sequence() -> None:
+    """Only that: not the other sequence of the row, and not for a masked token."""
+    difference = np.log(np.asarray([[9.0, 1.1, 1.5, 1.0, 0.9, 9.0], [9.0, 1.0, 1.2, 0.5, 1.0, 0.8]], np.float32))
+    segments = np.asarray([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 2, 2]], np.int32)
+    mask = np.asarray([[0, 1, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1]], bool)
+    importance = ImportanceSampling(bound="reject", low=0.6, high=1.3)
+    arrays = map(jnp.asarray, (difference, np.zeros_like(difference), mask, segments))
+    weights, metrics = importance(*arrays)
+    expected = np.asarray([[0, 0, 0, 1.0, 0.9, 0], [0, 0, 0, 0, 1.0, 0.8]])
+    assert_allclose(np.where(mask, weights, 0.0), expected, rtol=1e-6)
+    name = "sampling/importance_sampling_ratio/out_of_bounds"
+    assert_allclose(metrics[name].value(), 5 / 9, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"low": 1.0}, "low=1.0 must be at least 0 and below 1"),
         ({"high": 0.5}, "high=0.5 above 1"),
         ({"bound": "mask", "high": None}, "masks nothing"),
+        ({"bound": "reject", "level": "sequence_mean"}, "use bound: mask"),
     ],
 )
 def test_bad_settings(fields: dict[str, Any], message: str) -> None:

@@ -13,6 +13,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch, TokenStats
 from posttrain.cluster.cluster import Cluster, Role
+from posttrain.cluster.reference import Reference
+from posttrain.cluster.sync import Shared
 from posttrain.config import LoRA, SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import load_tokenizer
@@ -135,7 +137,7 @@ class World:
         engine = NativeEngine(
             model, slots=8, max_length=ROW // 2, decode_steps=8, tokenizer_decode=tokenizer.decode, version=0
         )
-        self.cluster = Cluster(self.trainer, engine, keep_reference=True)
+        self.cluster = Cluster(self.trainer, engine, Shared(self.trainer), reference=Reference(self.trainer))
         self.sampler = Sampler(
             engine=engine,
             renderer=Renderer(tokenizer, False),

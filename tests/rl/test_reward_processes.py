@@ -174,7 +174,7 @@ def test_a_worker_keeps_its_module_and_has_no_jax(file: Path) -> None:
     with scoring(reward(file, "counts"), reward(file, "second")) as score:
         for step in (1, 2):
             found = score(["a", "bb"])
-            assert found.metrics == {"rewards/counts/calls": step} and found.extras == {"upper": ["A", "BB"]}
+            assert found.metrics["rewards/counts/calls"].value() == step and found.extras == {"upper": ["A", "BB"]}
             assert found.parts_PG["counts"].tolist() == [[0.0, 0.0]]
             assert found.parts_PG["second"].tolist() == [[1.0, 0.0]]
 

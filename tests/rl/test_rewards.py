@@ -282,7 +282,7 @@ def test_metrics_and_extra_columns() -> None:
         return [0.0] * len(completions)
 
     rewards = score(logs)
-    assert rewards.metrics == {"rewards/logs/share": 0.25}
+    assert {name: mean.value() for name, mean in rewards.metrics.items()} == {"rewards/logs/share": 0.25}
     assert rewards.extras == {"upper": ["X", "YY", "ZZZ", ""]}
 
 

@@ -14,6 +14,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch
 from posttrain.cluster.cluster import Cluster, Role
+from posttrain.cluster.reference import Reference
+from posttrain.cluster.sync import Shared
 from posttrain.config import SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
@@ -57,7 +59,7 @@ class World:
             tokenizer_decode=tokenizer.decode,
             record_routing=True,
         )
-        self.cluster = Cluster(trainer, engine, keep_reference=True)
+        self.cluster = Cluster(trainer, engine, Shared(trainer), reference=Reference(trainer))
         prompts = ("1+1=", "2*", "a long", "xyz")
         examples = [example(i, p) for i, p in enumerate(prompts)]
         sampler = Sampler(

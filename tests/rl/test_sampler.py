@@ -55,14 +55,14 @@ def test_samples_that_are_left_go_on_at_a_later_step(sampler: Sampler) -> None:
     assert isinstance(engine, NativeEngine)
 
     async def steps() -> None:
-        early, left = await collect_some(sampler, groups, GROUP, 0, min_groups=3, max_staleness=1)
+        early, left = await collect_some(sampler, groups, GROUP, 0, min_groups=3, per_step=3, max_staleness=1)
         assert len(early) == len(left) == 3 and engine.num_free == engine.slots
         stops = {begun.stop for group in left for begun in group.completions.values()}
         assert "abort" in stops
-        again = await collect_some(sampler, groups, GROUP, 0, min_groups=3, max_staleness=1)
+        again = await collect_some(sampler, groups, GROUP, 0, min_groups=3, per_step=3, max_staleness=1)
         assert again == (early, left), "it does not depend on what was sampled before"
         engine.update_weights(engine._loaded.source.model, 1)
-        late, none = await collect_some(sampler, left, GROUP, 1, min_groups=6, max_staleness=1)
+        late, none = await collect_some(sampler, left, GROUP, 1, min_groups=6, per_step=6, max_staleness=1)
         assert none == []
         by_index = {group[0].example.index: group for group in [*early, *late]}
         assert [[t.tokens for t in by_index[i]] for i in range(6)] == [[t.tokens for t in group] for group in expected]
@@ -73,21 +73,24 @@ def test_samples_that_are_left_go_on_at_a_later_step(sampler: Sampler) -> None:
 
 
 @pytest.mark.parametrize("max_staleness", [1, 3])
-def test_no_group_waits_longer_than_the_bound(max_staleness: int) -> None:
-    """Steps that return two groups of all that are begun, of which an adversary finishes the newest that it may."""
+@pytest.mark.parametrize("waves", [(), (1,), (2, 1)], ids=["none", "one", "two"])
+def test_no_group_waits_longer_than_the_bound(max_staleness: int, waves: tuple[int, ...]) -> None:
+    """Steps that return two groups of all that are begun, of which an adversary finishes the newest that it may; then
+    in waves as many as are begun anew."""
     waiting: list[int] = []
     waited = []
     for step in range(30):
-        waiting += [step] * (2 * (1 + max_staleness) - len(waiting))
-        due = due_groups(waiting, step, 2, max_staleness)
-        allowed = [
-            pair
-            for pair in combinations(range(len(waiting)), 2)
-            if all(sum(i < oldest for i in pair) >= least for oldest, least in due)
-        ]
-        whole = max(allowed)
-        waited += [step - waiting[i] for i in whole]
-        waiting = [begun for i, begun in enumerate(waiting) if i not in whole]
+        for count in (2, *(waves if step % 3 else ())):
+            waiting += [step] * (2 * max_staleness + count - len(waiting))
+            due = due_groups(waiting, step, 2, max_staleness)
+            allowed = [
+                chosen
+                for chosen in combinations(range(len(waiting)), count)
+                if all(sum(i < oldest for i in chosen) >= least for oldest, least in due)
+            ]
+            whole = max(allowed)
+            waited += [step - waiting[i] for i in whole]
+            waiting = [begun for i, begun in enumerate(waiting) if i not in whole]
     assert max(waited) == max_staleness and min(waited) == 0
 
 
@@ -101,7 +104,9 @@ def test_a_step_waits_for_the_groups_that_are_due(sampler: Sampler) -> None:
         slow = max(range(6), key=longest.__getitem__)
         waiting = [numbered(slow), *(one for one in groups if one.number != slow)]
         for max_staleness, due in ((2, False), (1, True)):
-            found, _ = await collect_some(sampler, waiting, GROUP, 1, min_groups=1, max_staleness=max_staleness)
+            found, _ = await collect_some(
+                sampler, waiting, GROUP, 1, min_groups=1, per_step=1, max_staleness=max_staleness
+            )
             assert [group[0].example.index == slow for group in found] == [due]
 
     asyncio.run(steps())
@@ -132,7 +137,9 @@ def test_an_engine_that_cannot_go_on(sampler: Sampler) -> None:
 
     with pytest.raises(ConfigError, match="oversample_prompts: Plain has no generate_some"):
         asyncio.run(
-            collect_some(replace(sampler, engine=Plain()), [numbered(0)], GROUP, 0, min_groups=1, max_staleness=1)
+            collect_some(
+                replace(sampler, engine=Plain()), [numbered(0)], GROUP, 0, min_groups=1, per_step=1, max_staleness=1
+            )
         )
     assert resumable(sampler.engine) is sampler.engine
 

@@ -15,18 +15,21 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch
 from posttrain.cluster.cluster import Cluster, Role
+from posttrain.cluster.reference import Reference
+from posttrain.cluster.sync import Shared
 from posttrain.config import LoRA, OptimizerSection, SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError, RunError
 from posttrain.evaluation.rollouts import evaluate
-from posttrain.losses.policy import ImportanceSampling
+from posttrain.losses.importance import ImportanceSampling
 from posttrain.metrics import Timer, to_host
 from posttrain.rl.algorithms import ALGORITHMS, make_algorithm
 from posttrain.rl.metrics import check_agreement, sampler_disagrees
 from posttrain.rl.rewards import Reward, Rubric
 from posttrain.rl.sampler import IssuedGroup, Sampler, collect
-from posttrain.rl.step import StepResult, has_signal, rl_step
+from posttrain.rl.signal import has_signal
+from posttrain.rl.step import StepResult, rl_step
 from posttrain.rl.types import Example
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runtime.run_async import run_async
@@ -92,7 +95,7 @@ class World:
         engine = NativeEngine(
             model, slots=8, max_length=ROW, decode_steps=8, tokenizer_decode=tokenizer.decode, version=0
         )
-        self.cluster = Cluster(self.trainer, engine, keep_reference=True)
+        self.cluster = Cluster(self.trainer, engine, Shared(self.trainer), reference=Reference(self.trainer))
         renderer = Renderer(tokenizer, False)
         self.sampler = Sampler(engine=engine, renderer=renderer, sampling=settings, max_prompt_tokens=ROW - NEW, seed=7)
         self.rubric = Rubric([Reward(function=reward, weight=1.0, timeout_s=60.0)])

@@ -14,6 +14,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from posttrain.batch import Batch, TokenStats
 from posttrain.cluster.cluster import Cluster, Role
 from posttrain.cluster.scorers import FrozenModel
+from posttrain.cluster.sync import Shared
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.kernels.logits.divergence import Divergence, divergence
 from posttrain.losses.policy import DISTILL
@@ -70,6 +71,7 @@ class Says:
 
 def sample(number: int, length: int, **row: Any) -> Trajectory:
     return Trajectory(
+        group=0,
         example=Example(index=number, row=row, messages=[], prompt_tokens=(), plain=True),
         sample=0,
         messages=[],
@@ -109,7 +111,9 @@ def test_a_teacher_that_is_the_student_changes_no_advantage(tokenizer: Tokenizer
     world = World(tokenizer, algorithm="distill", temperature=0.7)
     model = world.trainer.model
     frozen = FrozenModel(model, world.trainer.mesh, temperature=0.7, rows=4)
-    world.cluster = Cluster(world.trainer, world.cluster.engine, keep_reference=False, teachers=[frozen])
+    world.cluster = Cluster(
+        world.trainer, world.cluster.engine, Shared(world.trainer), reference=None, teachers=[frozen]
+    )
     alone = world.step()
     world.settings = replace(world.settings, teaching=TeacherKL(coef=1.0, shares=None))
     both = world.step()

@@ -159,6 +159,43 @@ def test_uninterrupted(tmp_path: Path, one_process: Path, processes: int, device
     check_same_run(tmp_path / "out", one_process)
 
 
+def rl_run(folder: Path) -> Path:
+    """Three groups a step, of which the processes have one and two, several updates, and a reference that follows."""
+    held_out = {"path": "rows.jsonl", "chat": False, "limit": 3}
+    stage = rl_stage(
+        num_steps=6,
+        prompts_per_step=3,
+        updates=3,
+        checkpoint_every=3,
+        eval_dataset=held_out,
+        reference={"refresh_every": 1, "mixup": 0.5},
+    )
+    return write_run(folder, stage, mesh={"fsdp": 2, "data": -1})
+
+
+@pytest.mark.thorough
+def test_grpo_as_in_one_process_also_killed_and_resumed(tmp_path: Path) -> None:
+    one = rl_run(tmp_path / "one")
+    assert posttrain("run", one, devices=4).code == 0
+    file, output = rl_run(tmp_path / "two"), tmp_path / "two" / "out"
+    with launched(file) as launcher:
+        wait_for(launcher, output, "0-rl", 3)
+        os.kill(children(launcher)[1], signal.SIGKILL)
+        started = time.monotonic()
+        told, _ = launcher.communicate(timeout=TIMEOUT_S)
+        assert time.monotonic() - started < 60
+    assert launcher.returncode == 128 + signal.SIGKILL, told
+    with launched(file) as launcher:
+        told, _ = launcher.communicate(timeout=TIMEOUT_S)
+    assert launcher.returncode == 0, told
+    found, expected = lines(output), lines(one.parent / "out")
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    for got, wanted in zip(found, expected, strict=True):
+        assert got.get("completions/num_tokens") == wanted.get("completions/num_tokens"), "the same samples"
+        for name in ("loss", "kl", "reward", "eval/reward"):
+            assert got.get(name) == pytest.approx(wanted.get(name), abs=1e-5), (name, got["step"])
+
+
 def test_an_error_of_one_ends_all(tmp_path: Path) -> None:
     (tmp_path / "faulty.py").write_text(LOSS)
     file = write_run(tmp_path, sft_stage(loss="faulty.py:Loss"))
@@ -169,9 +206,9 @@ def test_an_error_of_one_ends_all(tmp_path: Path) -> None:
 
 
 def test_kinds_of_stages_and_rows(tmp_path: Path) -> None:
-    file = write_run(tmp_path, sft_stage(), rl_stage())
+    file = write_run(tmp_path, sft_stage(), rl_stage(oversample_prompts=2))
     refused = posttrain("check", file, "--devices", "4", "--processes", "2").error
-    assert "stages.1: a stage of kind rl runs in one process, not in 2" in refused
+    assert "a stage of kind rl runs in one process, not in 2: oversample_prompts works in one process only" in refused
     assert posttrain("check", file, "--devices", "4").code == 0
     config = load_config(write_run(tmp_path, sft_stage()))
     check_processes(config, 2, 4)

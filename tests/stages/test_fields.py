@@ -22,16 +22,19 @@ from posttrain.evaluation.sequences import counted
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.divergence import Divergence
 from posttrain.losses.distill import DistillLoss
-from posttrain.losses.kl import k2
-from posttrain.losses.policy import ImportanceSampling
-from posttrain.losses.reduce import ConstantLength, token_mean
+from posttrain.losses.importance import ImportanceSampling
+from posttrain.losses.kl import k1, k2
+from posttrain.losses.reduce import ConstantLength, sequence_total, token_mean
 from posttrain.losses.sft import DFTLoss, SFTLoss
+from posttrain.losses.surrogates import CISPO, GMPO, SAPO, VESPO, Clip
 from posttrain.mesh import single_device_mesh
-from posttrain.rl.algorithms import centered
+from posttrain.rl.advantages import centered, decoupled
+from posttrain.rl.returns import RewardKL
 from posttrain.rl.sampler import Sampler, sampling_params
 from posttrain.rl.source import Source
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runs.prepare import prepare
+from posttrain.stages import prompts
 from posttrain.stages.distill import cache_folders, terms_of
 from posttrain.stages.inputs import Prepared
 from posttrain.stages.prompts import RLInputs
@@ -83,6 +86,93 @@ def test_policy_loss(folder: Path) -> None:
     assert len({algorithm.loss for algorithm in algorithms}) == 5
     other = rl(folder, "algorithm=dr_grpo", "sampling.max_tokens=5").algorithm.loss
     assert other.reduce != rl(folder, "algorithm=dr_grpo").algorithm.loss.reduce
+
+
+def test_algorithm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fields of loss, advantage, critic and KL, those too that steps refuse yet."""
+    refused = {
+        "kl_in=reward": "kl_in=reward: not supported",
+        "truncated=mask": "truncated=mask: not supported",
+        "top_entropy=0.2": "top_entropy: not supported",
+        "algorithm=ppo": "algorithm=ppo, which has a critic: not supported",
+        "algorithm=gdpo": "advantages from parts_PG, weights: not supported",
+    }
+    for override, message in refused.items():
+        with pytest.raises(ConfigError, match=message):
+            rl(folder, override)
+    monkeypatch.setattr(prompts, "_refuse_what_steps_cannot_do", lambda *_: None)
+    made = rl(folder, "kl_in=reward", "kl_coef=0.3", "truncated=mask", "top_entropy=0.2").algorithm
+    assert made.reward_kl == RewardKL(coef=0.3, estimator=k1) and made.loss.kl_coef == 0
+    assert (made.truncated, made.top_entropy) == ("mask", 0.2)
+    critic = rl(
+        folder, "algorithm=ppo", "gamma=0.9", "gae_lambda=0.8", "value_clip=0.4", "group_size=1"
+    ).algorithm.critic
+    assert critic is not None and (critic.gae.gamma, critic.gae.lam, critic.loss.clip) == (0.9, 0.8, 0.4)
+    assert rl(folder, "algorithm=gdpo").algorithm.advantage is decoupled
+    assert rl(folder, "advantage_scale=none").algorithm.advantage is centered
+    loss = rl(folder, "off_policy_mask=0.3", "reduce=sequence_total", "ratio=sequence_mean_token").algorithm.loss
+    assert (loss.off_policy_mask, loss.reduce, loss.ratio) == (0.3, sequence_total, "sequence_mean_token")
+
+
+def test_surrogate(folder: Path) -> None:
+    sapo = rl(folder, "surrogate={kind: sapo, temperature_positive: 0.5, temperature_negative: 2.0}").algorithm.loss
+    assert sapo.surrogate == SAPO(positive=0.5, negative=2.0)
+    numbers = "k_positive: 1.0, rate_positive: 2.0, k_negative: 3.5, rate_negative: 4.0"
+    vespo = rl(folder, f"surrogate={{kind: vespo, {numbers}}}").algorithm.loss
+    assert vespo.surrogate == VESPO(k_positive=1.0, rate_positive=2.0, k_negative=3.5, rate_negative=4.0)
+    kinds = {
+        kind: rl(folder, f"surrogate={{kind: {kind}}}").algorithm.loss.surrogate for kind in ("cispo", "gmpo", "clip")
+    }
+    assert kinds == {"cispo": CISPO(), "gmpo": GMPO(), "clip": Clip()}
+    defaults = {name: rl(folder, f"algorithm={name}").algorithm.loss.surrogate for name in ("sapo", "vespo")}
+    for kind, surrogate in defaults.items():
+        assert rl(folder, f"surrogate={{kind: {kind}}}").algorithm.loss.surrogate == surrogate
+    with pytest.raises(ConfigError, match="k_positive without effect on the surrogate sapo"):
+        rl(folder, "surrogate={kind: sapo, k_positive: 3.0}")
+
+
+OWN = """
+import numpy as np
+from posttrain.losses.policy import GRPO
+
+class Loss:
+    kl_coef = 0.0
+    def __call__(self, stats, batch):
+        return GRPO(stats, batch)
+
+class Bare:
+    def __call__(self, stats, batch):
+        return GRPO(stats, batch)
+
+class Sized(Loss):
+    def __init__(self, size):
+        self.size = size
+
+def hard(rewards_PG):
+    return np.nanmean(rewards_PG, axis=1) < 0.5
+
+def scores(rewards_PG):
+    return np.nanmean(rewards_PG, axis=1)
+"""
+
+
+def test_own_loss_and_filter(folder: Path) -> None:
+    (folder / "own.py").write_text(OWN)
+    algorithm = rl(folder, "loss=own.py:Loss", "filter=own.py:hard").algorithm
+    assert type(algorithm.loss).__name__ == "Loss" and not algorithm.needs_reference
+    rewards_PG = np.asarray([[0.0, 1.0, 1.0], [0.0, 0.0, 1.0]], np.float32)
+    assert algorithm.kept(rewards_PG).tolist() == [False, True]
+    wrong = {
+        "loss=own.py:Bare": "must be called with .stats, batch. and have kl_coef",
+        "loss=own.py:Sized": r"own.py:Sized\(\) raised TypeError",
+        "filter=own.py:scores": "own.py:scores must return true or false for each",
+        "filter=own.py:Sized": "filter: own.py:Sized must return true or false",
+    }
+    for override, message in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            rl(folder, override)
+    with pytest.raises(ConfigError, match="clip_low without effect on a loss of your own"):
+        rl(folder, "loss=own.py:Loss", "clip_low=0.1")
 
 
 def test_importance_sampling(folder: Path) -> None:
@@ -160,7 +250,7 @@ def test_advantages_that_a_run_would_die_of(folder: Path, name: str, message: st
 def test_advantage(folder: Path) -> None:
     (folder / "advantages.py").write_text(ADVANTAGES)
     rewards_PG = np.asarray([[0.0, 1.0, 2.0, 3.0], [np.nan, 1.0, 2.0, 3.0], [np.nan] * 4], np.float32)
-    made = rl(folder, "advantage=posttrain.rl.algorithms:centered").algorithm.advantage(rewards_PG)
+    made = rl(folder, "advantage=posttrain.rl.advantages:centered").algorithm.advantage(rewards_PG)
     np.testing.assert_array_equal(made, centered(rewards_PG))
     made = rl(folder, "advantage=advantages.py:careful").algorithm.advantage(rewards_PG)
     assert np.isfinite(made).all() and (made[np.isnan(rewards_PG)] == 0).all() and made[1, 1] < made[1, 2] < made[1, 3]

@@ -14,8 +14,8 @@ import pytest
 
 from posttrain.batch import Batch, TokenStats
 from posttrain.cluster import reference_cache
+from posttrain.cluster.reference import Reference
 from posttrain.cluster.reference_cache import check_scored, with_reference
-from posttrain.cluster.scorers import Reference
 from posttrain.config import ModelSection, PreferenceSection
 from posttrain.config.yaml_file import load_config
 from posttrain.data.units import ComparisonBatches, Units

@@ -17,8 +17,10 @@ from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.divergence import Divergence
 from posttrain.kernels.logits.spans import packed
 from posttrain.losses.distill import DistillLoss
+from posttrain.losses.policy import GMPO, GRPO, PPO, PolicyLoss
 from posttrain.losses.reward_model import BradleyTerryLoss, ProcessLoss
 from posttrain.losses.sft import DFTLoss, SFTLoss
+from posttrain.losses.value import ValueLoss
 from posttrain.metrics import to_host
 from posttrain.train.trainer import Trainer
 from posttrain.tree import replace
@@ -103,6 +105,10 @@ CASES: dict[str, Case] = {
         Terms(divergence=Divergence(beta=0.4, temperature=1.0), unshared=packed(SHARED.unshared)),
         said=merged_ids,
     ),
+    "value": Case(ValueLoss(clip=0.2)),
+    "grpo": Case(replace(GRPO, entropy_coef=0.01)),
+    "gmpo": Case(GMPO),
+    "ppo": Case(PPO),
 } | {name: Case(loss, Terms(squares=loss.needs.squares)) for name, loss in JUDGED.items()}
 
 
@@ -128,6 +134,9 @@ def sequences(name: str) -> list[Arrays]:
                 "margins": answers * 0.3 * (role == 1),
             }
         )
+        if isinstance(case.loss, ValueLoss | PolicyLoss):
+            names = ("returns", "old_values") if isinstance(case.loss, ValueLoss) else ("advantages",)
+            made[-1] |= {name: answers * rng.normal(size=len(tokens)) for name in names}
         if case.said is not None:
             said = case.said(rng, tokens)
             made[-1] |= {f"said.{field}": values for field, values in vars(said).items() if values is not None}
@@ -160,7 +169,7 @@ def lay_out(made: list[Arrays], layout: Sequence[Sequence[int]]) -> Batch:
 def stepped(name: str, layout: Sequence[Sequence[int]], micro: int | None) -> tuple[Arrays, dict[str, float]]:
     """What one step changed, and its metrics."""
     case, model = CASES[name], tiny_model(num_layers=1)
-    if isinstance(case.loss, BradleyTerryLoss | ProcessLoss):
+    if isinstance(case.loss, BradleyTerryLoss | ProcessLoss | ValueLoss):
         with_scalar_head(model, seed=0)
     trainer = Trainer(
         model,
@@ -177,7 +186,7 @@ def stepped(name: str, layout: Sequence[Sequence[int]], micro: int | None) -> tu
     return {path: np.asarray(w) - before[path] for path, w in trainer.params.items()}, metrics
 
 
-FEW = ("dft", "jensen_shannon of two", "best ids", "gold", "sigmoid", "kto", "process")
+FEW = ("dft", "jensen_shannon of two", "best ids", "gold", "sigmoid", "kto", "process", "value")
 
 
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.thorough) for n in CASES])

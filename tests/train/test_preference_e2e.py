@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from posttrain import Batch, Decoder, Trainer, load_model
-from posttrain.cluster.scorers import Reference
+from posttrain.cluster.reference import Reference
 from posttrain.config import OptimizerSection
 from posttrain.evaluation.pairs import with_margins
 from posttrain.kernels.logits.chunk_stats import Terms

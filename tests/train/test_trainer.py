@@ -14,7 +14,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch, LossOutput, TokenStats
-from posttrain.cluster.scorers import Reference
+from posttrain.cluster.reference import Reference
 from posttrain.config import LoRA, MeshSection, OptimizerSection
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh

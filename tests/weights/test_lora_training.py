@@ -13,6 +13,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from posttrain.batch import Batch
 from posttrain.cluster.cluster import Cluster, Role
+from posttrain.cluster.reference import Reference
+from posttrain.cluster.sync import Shared
 from posttrain.config import LoRA, MeshSection, OptimizerSection
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
@@ -85,7 +87,7 @@ def test_the_reference_stays_the_base_where_modules_are_trained_in_full() -> Non
     attach_lora(model, LoRA(rank=2, targets=("q_proj",), dora=True, modules_to_save=("head", "norm")), seed=0)
     trainer = trainer_of(model)
     engine = NativeEngine(model, slots=1, max_length=16, decode_steps=4, tokenizer_decode=str, version=0)
-    cluster = Cluster(trainer, engine, keep_reference=True)
+    cluster = Cluster(trainer, engine, Shared(trainer), reference=Reference(trainer))
     before = cluster.logps(Role.REFERENCE, BATCH)
     assert_array_equal(cluster.logps(Role.ACTOR, BATCH), before)
     trainer.step(BATCH)

@@ -1,0 +1,215 @@
+"""One work of `bench/rl.py` in a process of its own; prints what it took as a line of JSON.
+
+python bench/rl_work.py WORK --steps N
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rl import FIRST, GROUP, LENGTHS, PROMPT, PROMPTS, SKIPPED, VOCAB
+from tokenizers import Tokenizer as Words
+from tokenizers import models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from posttrain.cluster.cluster import Cluster
+from posttrain.cluster.reference import Reference
+from posttrain.cluster.sync import Shared
+from posttrain.config import OptimizerSection, SamplingSection
+from posttrain.data.chat import Renderer
+from posttrain.data.tokenizer import Tokenizer
+from posttrain.metrics import Timer, to_host
+from posttrain.rl.act import Act
+from posttrain.rl.algorithms import make_algorithm
+from posttrain.rl.metrics import sampler_disagrees
+from posttrain.rl.rewards import Reward, Rubric
+from posttrain.rl.sampler import Sampler
+from posttrain.rl.source import Source
+from posttrain.rl.step import StepSettings, rl_step
+from posttrain.rl.types import Example
+from posttrain.rollout.engine import NativeEngine
+from posttrain.rollout.types import Completion, SamplingParams
+from posttrain.runtime.run_async import run_async
+from posttrain.train.optim import make_optimizer
+from posttrain.train.trainer import Trainer
+from posttrain.weights.load import init_model
+
+CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "intermediate_size": 768,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
+
+
+def word_tokenizer() -> Tokenizer:
+    """Token id i is the word "wi"."""
+    words = {"<pad>": 0, "<eos>": 1, "<bos>": 2, **{f"w{i}": i for i in range(FIRST, VOCAB)}}
+    found = Words(models.WordLevel(words, unk_token="<pad>"))
+    found.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=found, pad_token="<pad>", eos_token="<eos>")
+    return Tokenizer(fast, "words", {})
+
+
+class Ending:
+    """Engine whose samples end by a stop token at given lengths, which it cannot foresee: the same key gives the same
+    sample, so that a draw before the step tells the token. Weights must not change."""
+
+    def __init__(self, engine: NativeEngine, lengths: list[int]):
+        self._engine, self._lengths = engine, lengths
+        self._stops: dict[tuple[int, int], int] = {}
+
+    def prepare(self, prompts: list[list[int]], params: list[SamplingParams]) -> None:
+        for completion, one, length in zip(
+            self._engine.generate_all(prompts, params), params, self._lengths, strict=True
+        ):
+            tokens = completion.tokens
+            self._stops[one.key] = next(tokens[i] for i in reversed(range(length)) if tokens[i] not in tokens[:i])
+
+    async def generate(
+        self, prompt: list[int], params: SamplingParams, *, partial: Completion | None = None
+    ) -> Completion:
+        stop = self._stops.get(params.key)
+        return await self._engine.generate(prompt, params if stop is None else replace(params, stop_token_ids=(stop,)))
+
+    def update_weights(self, model: Any, version: int) -> None:
+        self._engine.update_weights(model, version)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class Places:
+    """Every place once."""
+
+    def __init__(self) -> None:
+        self.position = -1
+
+    def __next__(self) -> int:
+        self.position += 1
+        return self.position
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Nothing is resumed here."""
+
+
+def run(work: str, steps: int) -> dict[str, float]:
+    lengths = LENGTHS[work]
+    longest, row = max(lengths), PROMPT + max(lengths)
+    model = init_model(CONFIG, dtype=jnp.float32, seed=0)
+    jax.block_until_ready(jax.tree.leaves(model))
+    start = peak()
+    algorithm = make_algorithm("grpo", max_tokens=longest)
+    rate = 1e-4 if len(set(lengths)) == 1 else 1e-30
+    optimizer = make_optimizer(OptimizerSection(learning_rate=rate), steps)
+    trainer = Trainer(
+        model,
+        algorithm.loss,
+        optimizer,
+        temperature=1.0,
+        max_grad_norm=1.0,
+        micro_batch_rows=max(1, PROMPTS * GROUP // 8),
+        refuse=sampler_disagrees,
+    )
+    native = NativeEngine(model, slots=PROMPTS * GROUP, max_length=row, decode_steps=32, tokenizer_decode=None)
+    engine = Ending(native, list(lengths))
+    cluster = Cluster(trainer, engine, Shared(trainer), reference=Reference(trainer))
+    tokenizer = word_tokenizer()
+    sampling = SamplingSection(max_tokens=longest, temperature=1.0, ignore_eos=True)
+    sampler = Sampler(
+        engine=engine,
+        renderer=Renderer(tokenizer, False),
+        sampling=sampling,
+        max_prompt_tokens=PROMPT,
+        seed=0,
+    )
+
+    def sevens(completions: list[str]) -> list[float]:
+        return [float(sum(word.endswith("7") for word in text.split())) for text in completions]
+
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(FIRST, VOCAB, (steps * PROMPTS, PROMPT)).tolist()
+    examples = [
+        Example(index=n, row={"prompt": ""}, messages=[{"role": "user", "content": ""}], prompt_tokens=one, plain=True)
+        for n, one in enumerate(tokens)
+    ]
+    act = Act(
+        sampler=sampler,
+        rubric=Rubric([Reward(function=sevens, weight=1.0, timeout_s=60.0)]),
+        source=Source(Places(), examples),
+        group_size=GROUP,
+        groups_per_step=PROMPTS,
+        in_flight=PROMPTS,
+        max_staleness=0,
+    )
+    settings = StepSettings(
+        row_tokens=row,
+        num_rows=PROMPTS * GROUP,
+        updates=1,
+        epochs=1,
+        seed=0,
+        old_logps="self",
+        zero_advantage="skip",
+        stale=False,
+    )
+    cluster.sync_weights()
+    times, cpus, counts = [], [], []
+    for number in range(steps):
+        if len(set(lengths)) > 1:
+            prompts = [tokens[number * PROMPTS + p] for p in range(PROMPTS) for _ in range(GROUP)]
+            keys = [sampler.params(number * PROMPTS + p, g) for p in range(PROMPTS) for g in range(GROUP)]
+            engine.prepare(prompts, keys)
+            native.update_weights(model, number)  # no prefix of the draw before is of use
+        wall, cpu = time.perf_counter(), time.process_time()
+        metrics = to_host(run_async(rl_step(cluster, algorithm, act, settings, Timer())).metrics)
+        times.append(time.perf_counter() - wall)
+        cpus.append(time.process_time() - cpu)
+        counts.append(metrics["completions/num_tokens"])
+    middle, cpu = statistics.median(times[SKIPPED:]), min(cpus[SKIPPED:])
+    count = statistics.mean(counts[SKIPPED:])
+    return {
+        "tokens_per_s": count / middle,
+        "tokens_per_s_best": count / min(times[SKIPPED:]),
+        "tokens_per_cpu_s": count / cpu,
+        "step_s": middle,
+        "step_cpu_s": cpu,
+        "first_step_s": times[0],
+        "peak_mib": peak(),
+        "start_mib": start,
+    }
+
+
+def peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", choices=LENGTHS)
+    parser.add_argument("--steps", type=int, default=12)
+    arguments = parser.parse_args()
+    print(json.dumps(run(arguments.work, arguments.steps)))
+
+
+if __name__ == "__main__":
+    main()

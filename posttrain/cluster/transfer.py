@@ -1,0 +1,83 @@
+"""Transfer of weights between meshes and memories, in pieces, with exact digests of what arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, Sharding
+
+from posttrain.mesh import param_sharding
+from posttrain.models.decoder import Decoder
+from posttrain.weights.state import ModelWeights, Weights
+
+BYTES_AT_ONCE = 1 << 30
+"""Bytes under way at once."""
+
+
+def shardings_on(mesh: Mesh, weights: ModelWeights) -> dict[str, Sharding]:
+    """Sharding of every parameter on a mesh. ConfigError if an axis does not divide its dimension."""
+    return {path: param_sharding(mesh, path, dims, shape) for path, dims, shape in weights.shapes()}
+
+
+def moved(arrays: Weights, to: Mapping[str, Sharding], *, bytes_at_once: int = BYTES_AT_ONCE) -> Weights:
+    """Copy each array to where `to` says; an array that lies there is copied as well, never shared.
+
+    At most `bytes_at_once`, or one array that is larger, are under way.
+    """
+    done: Weights = {}
+    for piece in _pieces(arrays, bytes_at_once):
+        done |= jax.block_until_ready(jax.device_put(piece, {path: to[path] for path in piece}, may_alias=False))
+    return done
+
+
+def _pieces(arrays: Weights, bytes_at_once: int) -> Iterator[Weights]:
+    piece: Weights = {}
+    size = 0
+    for path, array in arrays.items():
+        if piece and size + array.nbytes > bytes_at_once:
+            yield piece
+            piece, size = {}, 0
+        piece[path] = array
+        size += array.nbytes
+    if piece:
+        yield piece
+
+
+def model_on(model: Decoder, mesh: Mesh, *, bytes_at_once: int = BYTES_AT_ONCE) -> Decoder:
+    """Copy of a model on another mesh."""
+    weights = ModelWeights(model)
+    copy = weights.bind(moved(weights.read(), shardings_on(mesh, weights), bytes_at_once=bytes_at_once))
+    copy.compute = replace(model.compute, mesh=mesh)
+    return copy
+
+
+def digests(arrays: Weights) -> dict[str, int]:
+    """Digest of every array: its bits as integers, each times an odd number of its place, summed modulo 2^32. Equal
+    bits give equal digests on any mesh; another order or another bit does not, but for one chance in billions."""
+    found = jax.device_get({path: _digest(array) for path, array in arrays.items()})
+    return {path: int(digest) for path, digest in found.items()}
+
+
+@jax.jit
+def _digest(array: Array) -> Array:
+    if array.dtype == jnp.bool_ or array.dtype.itemsize > 4:
+        raise TypeError(f"digest: weights of {array.dtype}; use at most 32 bits")
+    unsigned = np.dtype(f"uint{8 * max(array.dtype.itemsize, 1)}")
+    bits = jax.lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
+    place = jnp.zeros(array.shape, jnp.uint32)
+    for axis, size in enumerate(array.shape):
+        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
+    # An avalanche of place and bits, so that exchanged or shifted values do not cancel.
+    mixed = (bits ^ (place * jnp.uint32(0x9E3779B1))) * jnp.uint32(0x85EBCA6B)
+    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0xC2B2AE35)
+    return jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)
+
+
+def in_host_memory(sharding: Sharding) -> Sharding:
+    """Same sharding, in the memory of the devices' hosts."""
+    return sharding.with_memory_kind("pinned_host")

@@ -1,0 +1,61 @@
+"""Dynamic sampling and curriculum of RL stages."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from posttrain.config.base import ListOf, PositiveInt, Section
+from posttrain.config.locator import Locator
+
+
+class RefillSection(Section):
+    """Dynamic sampling, DAPO, arXiv:2503.14476 section 3.2: groups without a training signal are replaced."""
+
+    limit: PositiveInt = 3
+    """Maximum number of waves per step: each begins as many groups as are missing. After the last one the step trains
+    on the useful groups it has (`sampling/refill/short`)."""
+    keep: Literal["mixed"] | Locator = "mixed"
+    """Useful groups: `mixed`, those with different rewards, or `module:function` of the rewards_PG of a wave that
+    returns a mask of its groups. Replaces the filter of the algorithm."""
+
+
+class CurriculumSection(Section):
+    """Draws of prompts by pass rate: the share of a prompt's samples whose reward is above `pass_above`, as a moving
+    average over its groups. A prompt without a scored group counts with a pass rate of 0.5."""
+
+    pools: Annotated[ListOf[Annotated[float, Field(ge=0, le=1)]], Field(min_length=2)]
+    """Rising bounds of the pools, from 0 to 1: a pool holds the pass rates from its lower bound to below its upper one,
+    the last pool also 1."""
+    draw: ListOf[Annotated[float, Field(ge=0, le=1)]]
+    """Share of each pool in the groups that are begun; the shares add up to 1. The shares of empty pools go to the
+    others in proportion."""
+    decay: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """Weight of a prompt's earlier pass rate when another of its groups is scored."""
+
+    @model_validator(mode="after")
+    def _shares(self) -> CurriculumSection:
+        if (self.pools[0], self.pools[-1]) != (0.0, 1.0) or any(low >= high for low, high in pairwise(self.pools)):
+            raise ValueError(f"pools={list(self.pools)} must rise from 0 to 1")
+        if len(self.draw) != len(self.pools) - 1:
+            raise ValueError(
+                f"draw has {len(self.draw)} shares, and pools={list(self.pools)} bound {len(self.pools) - 1} pools; "
+                "give one share for each"
+            )
+        if not math.isclose(sum(self.draw), 1.0, abs_tol=1e-6):
+            raise ValueError(f"draw={list(self.draw)} adds up to {sum(self.draw):g}; make it 1")
+        return self
+
+
+def check_selection(
+    refill: RefillSection | None, curriculum: CurriculumSection | None, *, rewards: bool, shuffle: bool
+) -> None:
+    """Check both sections against the rest of a stage. ValueError where one would have no effect."""
+    for name, section in (("refill", refill), ("curriculum", curriculum)):
+        if section is not None and not rewards:
+            raise ValueError(f"{name} needs rewards, which tell useful prompts; set rewards, or remove {name}")
+    if curriculum is not None and not shuffle:
+        raise ValueError("dataset.shuffle=false has no effect with curriculum, which draws prompts; remove one of them")

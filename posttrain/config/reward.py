@@ -1,0 +1,53 @@
+"""Reward functions and reward models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from posttrain.config.base import Section, Text
+from posttrain.config.locator import Locator, located
+
+
+class RewardSection(Section):
+    """Reward function or reward model of an online stage."""
+
+    fn: Annotated[Any, AfterValidator(located)] = None
+    """Reward function: `rewards/gsm8k.py:correct`, `package.module:function`, or in Python the function itself."""
+    model: Locator | None = None
+    """Reward model in place of `fn`: folder or hub id of a sequence classifier with one label, as saved by
+    `reward_model` stages."""
+    reduce: Literal["last", "min", "mean"] = "last"
+    """Score of a sequence from `model`: the last token's, or of a process reward model the minimum or mean over its
+    steps (lines)."""
+    weight: float = 1.0
+    args: dict[str, Any] = {}
+    """Additional keyword arguments of the function."""
+    name: Text | None = None
+    """Name in metrics and messages; by default the function's name. Using a function twice requires two names."""
+    timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Timeout per step in seconds. If the call on all samples fails or takes more than half of it, samples are retried
+    one by one, so that only failing samples have no reward; calls still running at the timeout are killed."""
+    on_error: Literal["drop"] | float = "drop"
+    """Value of a sample on which the function raises, crashes, times out or returns no finite number. `drop`: the
+    sample has no reward and is excluded from its group. A number, such as 0, also penalises a policy that provokes
+    errors."""
+    isolate: Literal["auto", "process", "thread"] = "auto"
+    """Isolation of the function. `process`: a child process without access to the devices and with its own module
+    state, so that hangs and crashes do no harm; requires `file.py:function` or `module:function`. `thread`: a thread of
+    this process, which cannot be killed. `auto`: a process for functions given by name, else a thread."""
+
+    @model_validator(mode="after")
+    def _one(self) -> RewardSection:
+        if (self.fn is None) == (self.model is None):
+            raise ValueError("a reward is a function (fn) or a reward model (model); set one of them")
+        if self.model is None and self.reduce != "last":
+            raise ValueError(f"reduce={self.reduce} has no effect on a function; it needs a reward model (model)")
+        if self.model is not None and self.args:
+            raise ValueError("args are for functions; a reward model (model) takes none")
+        if self.model is not None and (self.timeout_s != 60.0 or self.isolate != "auto"):
+            raise ValueError("timeout_s and isolate are for functions; a reward model (model) runs on the devices")
+        if self.isolate == "process" and not isinstance(self.fn, str):
+            raise ValueError("isolate: process needs a function that a child can import; name it as file.py:function")
+        return self

@@ -1,0 +1,181 @@
+"""Surrogates of policy losses: the per-token objective as a function of ratio and advantage."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from posttrain.losses.kl import MAX_LOG_RATIO
+from posttrain.losses.reduce import sequence_sums, to_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyTerms:
+    """Inputs of a surrogate; 0 (ratio 1) at tokens without weight."""
+
+    logps: Float[Array, "B T"]
+    log_ratio: Float[Array, "B T"]
+    """log(pi / pi_old) of each token."""
+    ratio: Float[Array, "B T"]
+    """Ratio at the loss's level."""
+    advantages: Float[Array, "B T"]
+    mask: Bool[Array, "B T"]
+    segments: Int[Array, "B T"]
+    low: float
+    """Lower clip bound of the ratio, 1 - clip_low."""
+    high: float
+    """Upper clip bound of the ratio, 1 + clip_high."""
+    dual_clip: float | None
+    importance: Float[Array, "B T"] | None
+    """Importance weights, without a gradient."""
+
+
+Clipped = tuple[Bool[Array, "B T"], Bool[Array, "B T"]]
+"""Tokens whose ratio is clipped at the lower and at the upper bound."""
+
+
+@runtime_checkable
+class Surrogate(Protocol):
+    """Surrogate: per-token loss, before importance weights unless `weighted`."""
+
+    @property
+    def weighted(self) -> bool:
+        """True if the surrogate applies `terms.importance` itself."""
+
+    @property
+    def token_ratio(self) -> bool:
+        """True if the surrogate aggregates token ratios itself and needs `ratio: token`."""
+
+    def __call__(self, terms: PolicyTerms) -> Float[Array, "B T"]: ...
+
+    def clipped(self, terms: PolicyTerms) -> Clipped | None:
+        """Clipped tokens; None for surrogates without bounds."""
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Clipped surrogate -min(r A, clip(r, low, high) A), PPO eq. 7, arXiv:1707.06347; r at most `dual_clip`,
+    arXiv:1912.09729."""
+
+    weighted: ClassVar[bool] = False
+    token_ratio: ClassVar[bool] = False
+
+    def __call__(self, terms: PolicyTerms) -> Float[Array, "B T"]:
+        ratio, clipped = terms.ratio, jnp.clip(terms.ratio, terms.low, terms.high)
+        if terms.dual_clip is not None:
+            ratio = jnp.minimum(ratio, terms.dual_clip)
+        return -jnp.minimum(ratio * terms.advantages, clipped * terms.advantages)
+
+    def clipped(self, terms: PolicyTerms) -> Clipped | None:
+        low = (terms.ratio < terms.low) & (terms.advantages < 0)
+        return low, (terms.ratio > terms.high) & (terms.advantages > 0)
+
+
+CLIP = Clip()
+
+
+@dataclass(frozen=True)
+class CISPO:
+    """Clipped importance weights -sg(min(r, high)) A log pi: no token loses its gradient. arXiv:2506.13585 eq. 4."""
+
+    weighted: ClassVar[bool] = False
+    token_ratio: ClassVar[bool] = False
+
+    def __call__(self, terms: PolicyTerms) -> Float[Array, "B T"]:
+        weight = jax.lax.stop_gradient(jnp.minimum(terms.ratio, terms.high))
+        return -weight * terms.advantages * terms.logps
+
+    def clipped(self, terms: PolicyTerms) -> Clipped | None:
+        return jnp.zeros_like(terms.mask), (terms.ratio > terms.high) & (terms.advantages > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SAPO:
+    """Soft gate -(4 / t) sigmoid(t (r - 1)) A in place of a clip, t by the sign of A. arXiv:2511.20347."""
+
+    positive: float
+    """Temperature t where A > 0."""
+    negative: float
+    """Temperature t elsewhere; a larger one decays faster."""
+    weighted: ClassVar[bool] = False
+    token_ratio: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.positive <= 0 or self.negative <= 0:
+            raise ValueError(f"SAPO.positive={self.positive} and negative={self.negative} must be positive")
+
+    def __call__(self, terms: PolicyTerms) -> Float[Array, "B T"]:
+        temperature = jnp.where(terms.advantages > 0, self.positive, self.negative)
+        return -jax.nn.sigmoid(temperature * (terms.ratio - 1)) * (4 / temperature) * terms.advantages
+
+    def clipped(self, terms: PolicyTerms) -> Clipped | None:
+        return None
+
+
+LOG_WEIGHT_MIN = math.log(1e-8)
+"""Lower bound of the log of a sequence's weight in VESPO."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VESPO:
+    """Weights of sequences -phi(w) A log pi, phi(w) = w^k exp(rate (1 - w)), w = pi / pi_behaviour of the whole
+    sequence, (k, rate) by the sign of A. arXiv:2602.10693."""
+
+    k_positive: float
+    rate_positive: float
+    k_negative: float
+    rate_negative: float
+    weighted: ClassVar[bool] = True
+    token_ratio: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value <= 0:
+                raise ValueError(f"VESPO.{name}={value} must be positive")
+
+    def __call__(self, terms: PolicyTerms) -> Float[Array, "B T"]:
+        log_weight = jnp.clip(terms.log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        if terms.importance is not None:
+            # A weight of 0 masks its sequence.
+            weight = jnp.where(terms.mask, terms.importance, 1.0)
+            log_weight += jnp.clip(jnp.log(weight), LOG_WEIGHT_MIN, MAX_LOG_RATIO)
+        log_weight = to_tokens(sequence_sums(log_weight, terms.segments), terms.segments)
+        log_weight = jnp.clip(log_weight, LOG_WEIGHT_MIN, MAX_LOG_RATIO)
+        not_negative = terms.advantages >= 0
+        k = jnp.where(not_negative, self.k_positive, self.k_negative)
+        rate = jnp.where(not_negative, self.rate_positive, self.rate_negative)
+        phi = jax.lax.stop_gradient(jnp.exp(rate + k * log_weight - rate * jnp.exp(log_weight)))
+        return -phi * terms.advantages * terms.logps
+
+    def clipped(self, terms: PolicyTerms) -> Clipped | None:
+        return None
+
+
+@dataclass(frozen=True)
+class GMPO:
+    """Geometric mean -A exp(mean of clipped log-ratios), clipped per token in log space: log r at most clip_high where
+    A > 0, at least -clip_low where A < 0. arXiv:2507.20673 eq. 4."""
+
+    weighted: ClassVar[bool] = False
+    token_ratio: ClassVar[bool] = True
+
+    def __call__(self, terms: PolicyTerms) -> Float[Array, "B T"]:
+        low, high = self._bounds(terms)
+        bounded = jnp.where(terms.advantages > 0, jnp.minimum(terms.log_ratio, high), terms.log_ratio)
+        bounded = jnp.where(terms.advantages < 0, jnp.maximum(bounded, low), bounded)
+        counts = sequence_sums(terms.mask.astype(bounded.dtype), terms.segments)
+        mean = to_tokens(sequence_sums(bounded, terms.segments) / jnp.maximum(counts, 1.0), terms.segments)
+        return -jnp.exp(jnp.clip(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO)) * terms.advantages
+
+    def clipped(self, terms: PolicyTerms) -> Clipped | None:
+        low, high = self._bounds(terms)
+        return (terms.log_ratio < low) & (terms.advantages < 0), (terms.log_ratio > high) & (terms.advantages > 0)
+
+    def _bounds(self, terms: PolicyTerms) -> tuple[float, float]:
+        return terms.low - 1, terms.high - 1

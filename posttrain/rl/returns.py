@@ -1,0 +1,173 @@
+"""Advantages and returns per token on the host: rewards with a KL penalty, discounted returns, GAE, whitening."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from posttrain.batch import Batch
+from posttrain.data.packing import RowSpan
+from posttrain.losses.kl import KLEstimator, gradient_in_reward
+from posttrain.tree import replace
+
+Tokens = Float[np.ndarray, "B T"]
+Mask = Bool[np.ndarray, "B T"]
+Segments = Int[np.ndarray, "B T"]
+
+VARIANCE_EPS = 1e-8
+"""Constant added to a variance before its root is divided by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardKL:
+    """KL penalty in the reward: -coef * estimate per sampled token, without a gradient of its own.
+
+    k1 has the expected gradient of KL(policy || reference); those of k2 and k3 differ, see
+    `posttrain.losses.kl.gradient_in_reward`.
+    """
+
+    coef: float
+    estimator: KLEstimator
+
+    def __post_init__(self) -> None:
+        if self.coef <= 0:
+            raise ValueError(f"kl_coef={self.coef} must be positive for a KL in the reward")
+        if gradient_in_reward(self.estimator) is None:
+            raise ValueError("RewardKL.estimator must be k1, k2 or k3")
+
+    def __call__(self, logps: Tokens, ref_logps: Tokens, mask: Mask) -> Tokens:
+        """Penalty of each sampled token, to be added to its reward; 0 elsewhere."""
+        return -self.coef * np.asarray(self.estimator(jnp.asarray(logps), jnp.asarray(ref_logps), jnp.asarray(mask)))
+
+    def of_samples(
+        self, batch: Batch, logps: Tokens, ref_logps: Tokens, where: Sequence[RowSpan]
+    ) -> Float[np.ndarray, " N"]:
+        """Penalty of each packed sample: the sum over its sampled tokens."""
+        penalties = self(logps, ref_logps, np.asarray(batch.loss_weight) > 0)
+        return np.asarray([penalties[span.row, span.tokens].sum() for span in where], np.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GAE:
+    """Generalised advantage estimation, arXiv:1506.02438 eq. 16, over sampled tokens."""
+
+    gamma: float
+    """Discount per sampled token."""
+    lam: float
+    """Weight of longer returns: 0 trusts the critic alone, 1 the rewards."""
+    whiten: bool
+    """Standardise advantages over all tokens of a step."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("gamma", self.gamma), ("lam", self.lam)):
+            if not 0 <= value <= 1:
+                raise ValueError(f"GAE.{name}={value} must be from 0 to 1")
+
+
+def gae(
+    rewards: Tokens, values: Tokens, mask: Mask, segments: Segments, *, gamma: float, lam: float
+) -> tuple[Tokens, Tokens]:
+    """Advantages and returns (advantage + value) of sampled tokens, float64; 0 elsewhere.
+
+    `values[b, t]`: value before token t. Tokens that were not sampled, such as answers of tools between two turns, are
+    stepped over: a sequence has the advantages that it would have without them. ValueError if such a token has a
+    reward.
+    """
+    if np.asarray(rewards)[~mask].any():
+        raise ValueError("gae: a token that was not sampled has a reward; put it on the sampled token before")
+    rewards, values = np.asarray(rewards, np.float64), np.asarray(values, np.float64)
+    advantages = np.zeros(rewards.shape)
+    after, value_after = np.zeros(len(rewards)), np.zeros(len(rewards))
+    for t in reversed(range(rewards.shape[1])):
+        if t + 1 < rewards.shape[1]:
+            inside = segments[:, t] == segments[:, t + 1]
+            after, value_after = np.where(inside, after, 0.0), np.where(inside, value_after, 0.0)
+        sampled = mask[:, t]
+        delta = rewards[:, t] + gamma * value_after - values[:, t]
+        after = np.where(sampled, delta + gamma * lam * after, after)
+        value_after = np.where(sampled, values[:, t], value_after)
+        advantages[:, t] = np.where(sampled, after, 0.0)
+    return advantages, np.where(mask, advantages + values, 0.0)
+
+
+def discounted(rewards: Tokens, mask: Mask, segments: Segments, *, gamma: float) -> Tokens:
+    """Discounted sum of the rewards from each sampled token on: sum_i gamma^i r_(t+i), float64; 0 elsewhere."""
+    return gae(rewards, np.zeros(rewards.shape), mask, segments, gamma=gamma, lam=1.0)[0]
+
+
+def whitened(parts: Sequence[Tokens], masks: Sequence[Mask], *, shift: bool = True) -> list[Tokens]:
+    """Standardise masked values over all parts: (x - mean) / sqrt(variance + 1e-8), variance with n - 1; 0 elsewhere.
+
+    Without `shift` the mean stays. Fewer than two values are only centred.
+    """
+    found = np.concatenate([part[mask] for part, mask in zip(parts, masks, strict=True)]).astype(np.float64)
+    mean = found.mean() if found.size else 0.0
+    scale = 1 / np.sqrt(found.var(ddof=1) + VARIANCE_EPS) if found.size > 1 else 1.0
+    back = 0.0 if shift else mean
+    return [np.where(mask, (part - mean) * scale + back, 0.0) for part, mask in zip(parts, masks, strict=True)]
+
+
+def at_last_token(values: Tokens, mask: Mask, segments: Segments) -> Tokens:
+    """Values at the last sampled token of each sequence, 0 elsewhere: the reward of a sequence as one per token."""
+    kept = np.zeros(values.shape, values.dtype)
+    for row in range(len(values)):
+        places = np.flatnonzero(mask[row])
+        ids = segments[row, places]
+        last = places[np.append(ids[1:] != ids[:-1], True)] if places.size else places
+        kept[row, last] = values[row, last]
+    return kept
+
+
+def with_returns(
+    parts: Sequence[Batch], values: Sequence[Tokens], settings: GAE, kl: RewardKL | None
+) -> tuple[list[Batch], dict[str, float]]:
+    """Batches with GAE's advantages, `returns` and `old_values`, and metrics of the critic.
+
+    `parts`: `advantages` hold the reward of the sequence on each of its sampled tokens. `values[b, t]`: value before
+    token t. `kl` needs `ref_logps`, and `old_logps` or else `sampler_logps`. Raises ValueError where they are missing.
+    """
+    masks = [np.asarray(part.loss_weight) > 0 for part in parts]
+    found = []
+    for part, mask, value in zip(parts, masks, values, strict=True):
+        segments = np.asarray(part.segments)
+        rewards = at_last_token(np.asarray(part.advantages, np.float64), mask, segments)
+        if kl is not None:
+            rewards = rewards + _penalty(kl, part, mask)
+        found.append(gae(rewards, np.asarray(value), mask, segments, gamma=settings.gamma, lam=settings.lam))
+    advantages, returns = [one for one, _ in found], [one for _, one in found]
+    if settings.whiten:
+        advantages = whitened(advantages, masks)
+    made = [
+        replace(
+            part,
+            advantages=advantage.astype(np.float32),
+            returns=target.astype(np.float32),
+            old_values=np.where(mask, value, 0.0).astype(np.float32),
+        )
+        for part, advantage, target, mask, value in zip(parts, advantages, returns, masks, values, strict=True)
+    ]
+    return made, critic_metrics(values, returns, masks)
+
+
+def critic_metrics(values: Sequence[Tokens], returns: Sequence[Tokens], masks: Sequence[Mask]) -> dict[str, float]:
+    """Metrics of the critic before the update. `critic/explained_var`: 1 - variance(returns - values) /
+    variance(returns) over sampled tokens; NaN where all returns are equal."""
+    v, r = (np.concatenate([one[mask] for one, mask in zip(x, masks, strict=True)]) for x in (values, returns))
+    spread = r.var() if r.size else 0.0
+    return {
+        "critic/values/mean": float(v.mean()) if v.size else float("nan"),
+        "critic/returns/mean": float(r.mean()) if r.size else float("nan"),
+        "critic/explained_var": float(1 - (r - v).var() / spread) if spread > 0 else float("nan"),
+    }
+
+
+def _penalty(kl: RewardKL, part: Batch, mask: Mask) -> Tokens:
+    logps = part.old_logps if part.old_logps is not None else part.sampler_logps
+    if logps is None or part.ref_logps is None:
+        missing = "ref_logps" if part.ref_logps is None else "old_logps"
+        raise ValueError(f"with_returns: batch.{missing} is None, but a KL in the reward needs it")
+    return kl(np.asarray(logps), np.asarray(part.ref_logps), mask)

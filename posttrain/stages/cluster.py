@@ -1,0 +1,138 @@
+"""Cluster of an online stage: each role on the devices that the configuration gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from posttrain.cluster.cluster import Cluster
+from posttrain.cluster.critic import Critic
+from posttrain.cluster.reference import ModelReference, Reference, ReferencePolicy, WithoutAdapter
+from posttrain.cluster.scorers import Scorer
+from posttrain.cluster.sync import Copied, Gathered, Replica, Shared
+from posttrain.config import MeshSection, OnlineSection, RLSection, SamplerTensor
+from posttrain.errors import ConfigError
+from posttrain.losses.value import ValueLoss
+from posttrain.mesh import make_mesh
+from posttrain.rollout.placement import device_memory
+from posttrain.runtime import processes
+from posttrain.stages.context import StageRun
+from posttrain.stages.devices import RoleDevices
+from posttrain.stages.engine import make_engine
+from posttrain.stages.prompts import RolloutInputs
+from posttrain.train.optim import make_optimizer
+from posttrain.train.trainer import Trainer
+from posttrain.weights.load import load_model
+from posttrain.weights.lora import has_lora
+from posttrain.weights.scalar_head import add_scalar_head
+
+HALF, QUARTER = 2, 4
+"""Parts of a device's memory, one over these, that weights may take on devices for sampling alone, and on others."""
+
+
+def make_cluster(
+    stage: StageRun,
+    inputs: RolloutInputs,
+    trainer: Trainer,
+    *,
+    keep_reference: bool,
+    teachers: Sequence[Scorer],
+    critic: Critic | None,
+) -> Cluster:
+    """Make replica, engine, reference and cluster. ConfigError for devices that do not fit the model."""
+    section, devices = inputs.section, stage.devices
+    replica = make_replica(trainer, devices, section)
+    engine = make_engine(
+        replica.model,
+        stage.tokenizer,
+        section.rollout,
+        inputs.make_engine,
+        slots=-(-section.samples_in_flight // processes.count()),
+        max_length=section.sequence_tokens,
+    )
+    reference = make_reference(stage, section, trainer) if keep_reference else None
+    if reference is not None:
+        trainer.companions["reference"] = reference
+    if critic is not None:
+        trainer.companions["critic"] = critic
+    return Cluster(trainer, engine, replica, reference=reference, teachers=teachers, critic=critic)
+
+
+def make_replica(trainer: Trainer, devices: RoleDevices, section: OnlineSection) -> Replica:
+    """The actor's model for the engine: shared, copied to the engine's own devices, or to those of each process."""
+    try:
+        if processes.count() > 1:
+            tensor = choose_tensor(trainer, jax.local_device_count(), section.rollout.tensor, QUARTER)
+            return Gathered(trainer, tensor)
+        if devices.rollout is None:
+            return Shared(trainer)
+        tensor = choose_tensor(trainer, len(devices.rollout), section.rollout.tensor, HALF)
+        return Copied(trainer, make_mesh(MeshSection(data=-1, fsdp=1, tensor=tensor), devices.rollout))
+    except ConfigError as error:
+        raise ConfigError(f"placement.rollout: {error}") from error
+
+
+def choose_tensor(trainer: Trainer, num_devices: int, wanted: SamplerTensor, part: int) -> int:
+    """Number of the engine's devices that split each weight: `wanted`, for `trained` that of the actor's mesh, for
+    `auto` the least with which the weights take at most 1 / `part` of a device. ConfigError unless it divides devices
+    and heads."""
+    heads = min(block.attention.num_kv_heads for block in trainer.model.config.blocks)
+    sizes = [size for size in range(1, num_devices + 1) if num_devices % size == 0 and heads % size == 0]
+    if wanted == "auto":
+        memory, held = device_memory(), sum(w.nbytes for w in trainer.weights.values())
+        return next((size for size in sizes if memory is None or held / size <= memory / part), sizes[-1])
+    chosen = trainer.mesh.shape["tensor"] if wanted == "trained" else wanted
+    if chosen not in sizes:
+        raise ConfigError(
+            f"rollout.tensor={chosen} must divide the {num_devices} devices that sample and num_kv_heads={heads}; "
+            f"use one of {sizes}"
+        )
+    return chosen
+
+
+def make_reference(stage: StageRun, section: OnlineSection, trainer: Trainer) -> ReferencePolicy:
+    """Reference policy of the configuration. ConfigError if the actor cannot give it."""
+    wanted, place, devices = section.reference, section.placement.reference, stage.devices.reference
+    moving: dict[str, Any] = {"refresh_every": wanted.refresh_every, "mixup": wanted.mixup, "offload": place.offload}
+    mesh = stage.mesh if devices is None else make_mesh(MeshSection(fsdp=-1), devices)
+    scoring: dict[str, Any] = {"temperature": section.sampling.temperature, "rows": section.pass_rows}
+    if wanted.path is not None:
+        types = stage.model
+        model = load_model(wanted.path.resolved, dtype=types.dtype, compute_dtype=types.compute_dtype, mesh=mesh)
+        if model.config.vocab_size != trainer.model.config.vocab_size:
+            raise ConfigError(
+                f"reference.path={wanted.path}: its vocabulary has {model.config.vocab_size:,} ids, the actor's "
+                f"{trainer.model.config.vocab_size:,}; use a model with the actor's tokenizer"
+            )
+        return ModelReference(model, mesh, offload=place.offload, **scoring)
+    if wanted.model == "base":
+        if not has_lora(trainer.model):
+            raise ConfigError("reference.model=base: the actor has no LoRA adapter; use start")
+        return WithoutAdapter(trainer)
+    if devices is not None:
+        return ModelReference.of_actor(trainer, mesh, **scoring, **moving)
+    return Reference(trainer, **moving)
+
+
+def make_critic(stage: StageRun, section: RLSection, loss: ValueLoss) -> Critic:
+    """Critic of the configuration, with a new scalar head unless its model has one."""
+    devices, settings = stage.devices.critic, section.critic
+    mesh = stage.mesh if devices is None else make_mesh(MeshSection(fsdp=-1), devices)
+    whole = stage.model.model_copy(update={"lora": None, "adapter": None, "quantize": "none"})
+    start: dict[str, Any] = {} if settings.path is None else {"source": None, "source_name": settings.path.resolved}
+    model = replace(stage, mesh=mesh, model=whole, adapter=None, **start).load_model()
+    add_scalar_head(model, seed=stage.seed, mesh=mesh)
+    trainer = Trainer(
+        model,
+        loss,
+        make_optimizer(settings.optimizer, section.steps, stage.seed),
+        temperature=1.0,
+        max_grad_norm=settings.optimizer.max_grad_norm,
+        micro_batch_rows=section.pass_rows,
+        mesh=mesh,
+        offload_optimizer=section.placement.critic.offload,
+    )
+    return Critic(trainer, warmup=settings.warmup)

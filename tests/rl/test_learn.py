@@ -1,0 +1,95 @@
+"""Learning from scored groups: overlong filter, KL in the reward, tokens of high entropy, rewards by part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+from posttrain.cluster.cluster import Role
+from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.metrics import to_host
+from posttrain.rl.advantages import decoupled
+from posttrain.rl.algorithms import make_algorithm
+from posttrain.rl.rewards import Reward, Rubric
+from tests.rl.test_step import NEW, World, even_share, sgd
+from tests.tiny import shake
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer("bytes")
+
+
+def with_algorithm(world: World, name: str, **settings: Any) -> World:
+    """The same loss, so that the trainer's program serves."""
+    world.algorithm = replace(make_algorithm(name, max_tokens=NEW, **settings), loss=world.algorithm.loss)
+    return world
+
+
+def test_truncated_samples_have_no_loss_but_a_place_in_the_baseline(tokenizer: Tokenizer) -> None:
+    ends = tuple(range(0, 250, 9))
+    kept, masked = (
+        with_algorithm(World(tokenizer, ignore_eos=True, stop_token_ids=ends), "grpo", truncated=truncated).step()
+        for truncated in ("keep", "mask")
+    )
+    assert_array_equal(kept.advantages_PG, masked.advantages_PG)
+    cut = [sample.stop == "length" for group in masked.groups_P for sample in group]
+    assert 0 < sum(cut) < len(cut)
+    lengths = [sample.num_sampled for group in masked.groups_P for sample in group if sample.stop != "length"]
+    assert (masked.batch.loss_weight > 0).sum() == sum(lengths)
+
+
+def test_kl_in_the_reward(tokenizer: Tokenizer) -> None:
+    """The penalty of a sample is the sum over its tokens, and enters before the advantage."""
+    plain = World(tokenizer)
+    world = with_algorithm(World(tokenizer), "grpo", kl_in="reward", kl_coef=0.05)
+    for one in (plain, world):
+        shake(one.trainer.model, seed=1, stddev=0.05)
+        one.cluster.sync_weights()
+    expected, found = plain.step(), world.step()
+    batch = expected.batch
+    sampled = batch.loss_weight > 0
+    k1 = np.where(sampled, batch.sampler_logps - world.cluster.logps(Role.REFERENCE, batch), 0.0)
+    assert_allclose(to_host(found.metrics)["kl"], k1.sum() / sampled.sum(), rtol=1e-5)
+    assert np.abs(k1[sampled]).max() > 1e-2
+    sums: dict[tuple[int, ...], float] = {}
+    for row in range(len(batch.tokens)):
+        for segment in range(1, batch.segments[row].max() + 1):
+            inside = batch.segments[row] == segment
+            sums[tuple(batch.tokens[row, inside])] = -0.05 * k1[row, inside].sum()
+    penalties = np.asarray([[sums[tuple(sample.tokens)] for sample in group] for group in found.groups_P])
+    assert_array_equal(found.rewards.total_PG, expected.rewards.total_PG)
+    rewards = found.rewards.total_PG + penalties.astype(np.float32)
+    assert_allclose(found.advantages_PG, world.algorithm.advantage(rewards), atol=1e-4)
+
+
+def test_only_tokens_of_high_entropy_have_an_advantage(tokenizer: Tokenizer) -> None:
+    world = with_algorithm(World(tokenizer), "grpo", top_entropy=0.25)
+    result = world.step()
+    batch, sampled = result.batch, result.batch.loss_weight > 0
+    entropy = np.asarray(world.cluster.stats(batch).entropy)
+    learned = batch.advantages != 0
+    assert 0 < learned.sum() <= np.ceil(0.25 * sampled.sum()) + 1
+    assert entropy[learned].min() >= to_host(result.metrics)["entropy/threshold"] - 1e-6
+    whole = World(tokenizer).step().batch
+    assert_allclose(batch.advantages[learned], whole.advantages[learned])
+
+
+def test_advantages_of_single_rewards(tokenizer: Tokenizer) -> None:
+    """GDPO gets rewards by name, with their weights."""
+
+    def length(completions: list[str]) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    world = with_algorithm(World(tokenizer, optimizer=sgd(0.0)), "gdpo")
+    world.rubric = Rubric(
+        [Reward(function=even_share, weight=1.0, timeout_s=60.0), Reward(function=length, weight=0.5, timeout_s=60.0)]
+    )
+    result = world.step()
+    expected = decoupled(result.rewards.parts_PG, {"even_share": 1.0, "length": 0.5})
+    assert_allclose(result.advantages_PG, expected, atol=1e-6)
+    assert np.abs(expected).max() > 0.5

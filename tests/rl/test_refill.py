@@ -1,0 +1,227 @@
+"""Dynamic sampling: waves of groups until enough are useful, whatever the engine's timing; short at the bound."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+from posttrain.config import SamplingSection
+from posttrain.data.chat import Renderer
+from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.errors import ConfigError
+from posttrain.metrics import Timer, to_host
+from posttrain.rl.act import Act, Acted
+from posttrain.rl.algorithms import is_mixed, make_algorithm
+from posttrain.rl.refill import Refill, given_filter, group_metrics
+from posttrain.rl.rewards import Reward, Rubric, joined
+from posttrain.rl.sampler import Sampler
+from posttrain.rl.signal import signal_of
+from posttrain.rl.step import rl_step
+from posttrain.rollout.engine import NativeEngine
+from posttrain.rollout.types import Completion, SamplingParams
+from posttrain.runtime.run_async import run_async
+from tests.rl.helpers import act, example, groups
+from tests.rl.test_step import GROUP, World, params_of, sgd
+from tests.tiny import tiny_model
+
+WANTED, NEW = 4, 12
+ALGORITHM = make_algorithm("grpo", max_tokens=NEW)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer("bytes")
+
+
+@pytest.fixture(scope="module")
+def sampler(tokenizer: Tokenizer) -> Sampler:
+    engine = NativeEngine(
+        tiny_model(num_layers=1, windows=(None,), vocab_size=tokenizer.vocab_size),
+        slots=12,
+        max_length=48,
+        decode_steps=2,
+        tokenizer_decode=tokenizer.decode,
+    )
+    return Sampler(
+        engine=engine,
+        renderer=Renderer(tokenizer, False),
+        sampling=SamplingSection(max_tokens=NEW, ignore_eos=True, stop_token_ids=tuple(range(0, 260, 9))),
+        max_prompt_tokens=24,
+        seed=3,
+    )
+
+
+def rubric(mixed: Callable[[int], bool]) -> Rubric:
+    """Different rewards in the groups of these numbers, else all 0; each logs the number of its group."""
+
+    def scripted(trajectories: Sequence[Any], log_metric: Any, log_extra: Any, **_: Any) -> list[float | None]:
+        for one in trajectories:
+            log_metric("group", one.group)
+        log_extra("group", [one.group for one in trajectories])
+        return [float(one.sample > 0 and mixed(one.group)) for one in trajectories]
+
+    return Rubric([Reward(function=scripted, weight=1.0, timeout_s=60.0)])
+
+
+def acting(sampler: Sampler, mixed: Callable[[int], bool], limit: int, **changes: Any) -> Act:
+    plain = act(sampler, rubric(mixed), [example(n, "ab" * (n % 5 + 1)) for n in range(64)], 2)
+    refill = Refill(limit=limit, keep=is_mixed)
+    return replace(plain, groups_per_step=WANTED, in_flight=WANTED, refill=refill, pass_above=0.5, **changes)
+
+
+def run(step: Act, version: int = 0) -> Acted:
+    return run_async(step(version, "step", Timer()))
+
+
+def numbers(acted: Acted) -> list[int]:
+    return [group[0].group for group in acted.groups_P]
+
+
+def test_missing_groups_are_begun_in_waves(sampler: Sampler) -> None:
+    """Of groups 0 to 3 two are mixed, of 4 and 5 one, then 6 is not and 7 is."""
+    useful = {0, 3, 4, 7}
+    step = acting(sampler, useful.__contains__, limit=3)
+    acted = run(step)
+    assert numbers(acted) == list(range(8)) and step.source.issued == 8
+    assert acted.useful_P is not None and acted.useful_P.tolist() == [n in useful for n in range(8)]
+    assert acted.metrics["sampling/refill/waves"] == 3 and acted.metrics["sampling/refill/short"] == 0
+    assert acted.metrics["sampling/refill/begun"] == len(acted.groups_P) - WANTED
+    assert (acted.metrics["frac_mixed"], acted.metrics["frac_all_bad"]) == (0.5, 0.5)
+    assert acted.metrics["pass_rate"] == 4 / 16
+    # Rewards of four calls are those of one.
+    assert acted.rewards.metrics["rewards/scripted/group"].value() == 3.5
+    assert acted.rewards.extras["group"] == [n for n in range(8) for _ in range(2)]
+    again = run(step)
+    assert numbers(again)[:4] == [8, 9, 10, 11], "the next step goes on with the next prompts"
+
+
+def test_a_short_step_says_so(sampler: Sampler) -> None:
+    """Numbers 1, 4, 9, ... are mixed: two of the first four and one of the first wave's."""
+    for limit, kept, issued in ((1, [0, 1, 4], 6), (2, [0, 1, 4], 7), (5, [0, 1, 4, 9], 10)):
+        step = acting(sampler, lambda n: round(n**0.5) ** 2 == n, limit=limit)
+        acted = run(step)
+        signal = signal_of(ALGORITHM, acted, None)
+        assert [group[0].group for group in signal.kept_P] == kept
+        assert acted.metrics["sampling/refill/short"] == WANTED - len(kept)
+        assert step.source.issued == issued == WANTED + acted.metrics["sampling/refill/begun"]
+        assert acted.metrics["sampling/refill/waves"] <= limit
+
+
+class Delayed:
+    """An engine whose completions come in another order."""
+
+    def __init__(self, engine: Any, seed: int):
+        self._engine, self._draw = engine, np.random.default_rng(seed)
+
+    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
+        await asyncio.sleep(self._draw.random() * 0.02)
+        made: Completion = await self._engine.generate(prompt, params)
+        await asyncio.sleep(self._draw.random() * 0.02)
+        return made
+
+    def update_weights(self, model: Any, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_what_is_sampled_depends_on_no_clock(sampler: Sampler) -> None:
+    found = []
+    for seed in (None, 0, 1, 2):
+        engine = sampler.engine if seed is None else Delayed(sampler.engine, seed)
+        step = acting(replace(sampler, engine=engine), lambda n: n % 3 == 1, limit=4)
+        acted = [run(step), run(step)]
+        tokens = [[[sample.tokens for sample in group] for group in one.groups_P] for one in acted]
+        found.append((tokens, [one.useful_P.tolist() for one in acted if one.useful_P is not None]))
+    assert len(found[0][1]) == 2 and all(one == found[0] for one in found)
+
+
+def test_partial_rollouts_are_refilled_within_their_bound(sampler: Sampler) -> None:
+    """Every group comes once, at most `max_staleness` versions after its start, and as many are left as before."""
+    step = acting(sampler, lambda n: n % 2 == 0, limit=2, max_staleness=2)
+    step = replace(step, groups_per_step=3, in_flight=7)
+    came: list[int] = []
+    late = 0
+    for version in range(5):
+        before = {group.number: group.version for group in step.source.unfinished}
+        acted = run(step, version)
+        assert acted.useful_P is not None
+        late = max(late, *(version - before.get(number, version) for number in numbers(acted)))
+        kept = [group[0].group for group in signal_of(ALGORITHM, acted, None).kept_P]
+        assert kept == sorted(n for n in numbers(acted) if n % 2 == 0) and len(kept) <= 3
+        assert len(kept) + acted.metrics["sampling/refill/short"] == 3
+        assert len(acted.groups_P) == 3 + acted.metrics["sampling/refill/begun"]
+        assert len(step.source.unfinished) == 4
+        came += numbers(acted)
+    left = [group.number for group in step.source.unfinished]
+    assert sorted([*came, *left]) == list(range(step.source.issued))
+    assert 1 <= late <= 2
+
+
+@pytest.mark.parametrize("zero_advantage", ["skip", "update"])
+def test_a_step_without_a_useful_group_changes_nothing(tokenizer: Tokenizer, zero_advantage: Any) -> None:
+    world = World(tokenizer, optimizer=sgd(0.1), old_logps="trainer")
+    prompts = [example(n, "1+1=") for n in range(16)]
+    step = act(world.sampler, world.rubric, prompts, GROUP)
+    wanted = {"groups_per_step": 3, "in_flight": 3}
+    none = replace(step, refill=Refill(limit=2, keep=lambda rewards: np.zeros(len(rewards), bool)), **wanted)
+    before = params_of(world.trainer)
+    settings = replace(world.settings, zero_advantage=zero_advantage)
+    result = run_async(rl_step(world.cluster, world.algorithm, none, settings, Timer()))
+    metrics = to_host(result.metrics)
+    assert metrics["update_skipped"] == 1 and metrics["groups/kept"] == 0 and metrics["groups/left_out"] == 9
+    assert result.advantages_PG is not None and np.isnan(result.advantages_PG).all()
+    for path, array in world.trainer.params.items():
+        assert_array_equal(array, before[path], err_msg=path)
+    # The same shapes as of a whole step: one program.
+    some = replace(none, refill=Refill(limit=1, keep=lambda rewards: np.arange(len(rewards)) % 2 == 0))
+    result = run_async(rl_step(world.cluster, world.algorithm, some, settings, Timer()))
+    metrics = to_host(result.metrics)
+    assert metrics["update_skipped"] == 0 and metrics["groups/kept"] == 3 and metrics["groups/left_out"] == 1
+    assert world.trainer.num_programs == 2
+
+
+def test_rewards_of_several_calls_are_joined() -> None:
+    def picky(completions: Sequence[str], log_metric: Any, log_extra: Any) -> list[float | None]:
+        if "boom" in completions:
+            raise ValueError("boom")
+        log_metric("length", len(completions[0]))
+        if len(completions) > 2:
+            log_extra("text", list(completions))
+        return [None if text == "none" else float(len(text)) for text in completions]
+
+    made = Rubric([Reward(function=picky, weight=2.0, timeout_s=60.0)])
+    texts = [[["a", "bb"], ["ccc", "none"]], [["d", "boom"]], [["ee", "f"]]]
+    whole = [group for part in texts for group in part]
+
+    async def score() -> Any:
+        return joined([await made.score(groups(part)) for part in texts]), await made.score(groups(whole))
+
+    parts, once = run_async(score())
+    assert_array_equal(parts.total_PG, once.total_PG)
+    assert_array_equal(parts.parts_PG["picky"], once.parts_PG["picky"])
+    assert [(e.prompt, e.sample) for e in parts.errors] == [(e.prompt, e.sample) for e in once.errors] == [(2, 1)]
+    assert parts.metrics["rewards/picky/length"].value() == pytest.approx(1.5), "of the two calls that succeeded"
+    assert parts.extras == {"text": ["a", "bb", "ccc", "none", None, None, None, None]}
+
+
+def test_shares_of_groups_add_up() -> None:
+    nan = np.nan
+    rewards = np.asarray([[0, 1], [1, 1], [0, 0], [nan, 1], [nan, nan], [0.4, 0.4]])
+    found = group_metrics(rewards, pass_above=0.5)
+    assert found == pytest.approx({"frac_mixed": 0.2, "frac_all_good": 0.4, "frac_all_bad": 0.4, "pass_rate": 4 / 9})
+    assert group_metrics(rewards, pass_above=0.3)["frac_all_good"] == pytest.approx(0.6)
+    assert all(np.isnan(value) for value in group_metrics(np.full((2, 2), nan), 0.5).values())
+
+
+def test_a_filter_of_ones_own_is_checked() -> None:
+    rewards = np.asarray([[0.0, 1.0], [1.0, 1.0]])
+    assert given_filter(lambda r: r.mean(axis=1) > 0.6, "mine")(rewards).tolist() == [False, True]
+    for wrong in (lambda r: r, lambda r: r.sum(axis=1), lambda r: True):
+        with pytest.raises(ConfigError, match="refill.keep: mine must return True or False for each of the 2 groups"):
+            given_filter(wrong, "mine")(rewards)

@@ -1,0 +1,137 @@
+"""`posttrain check --loss`: every loss of the package passes, and wrong ones are told by what they depend on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.errors import ConfigError
+from posttrain.losses.importance import ImportanceSampling
+from posttrain.losses.kl import k2
+from posttrain.losses.policy import DAPO, VESPO
+from posttrain.losses.preference import PreferenceLoss
+from posttrain.losses.reduce import token_mean
+from posttrain.losses.sft import DFTLoss, SFTLoss
+from posttrain.rl.algorithms import ALGORITHMS
+from posttrain.runs.check_loss import check_loss, prove
+from posttrain.tree import replace
+from tests.documents import ROOT, SHELL, blocks_of, write_folder
+from tests.stages.runs import posttrain
+from tests.test_readme import commands
+
+LOSSES: dict[str, Any] = {name: make(8).loss for name, make in ALGORITHMS.items()} | {
+    "importance": replace(DAPO, importance=ImportanceSampling(level="sequence_mean", bound="mask", low=0.9, high=1.2)),
+    "rejected": replace(DAPO, importance=ImportanceSampling(bound="reject", low=0.4, high=1.8), off_policy_mask=0.1),
+    "weighted vespo": replace(VESPO, importance=ImportanceSampling()),
+    "all terms": replace(DAPO, dual_clip=1.5, kl_coef=0.1, kl_estimator=k2, entropy_coef=0.01, reduce=token_mean),
+    "nll": SFTLoss(),
+    "label smoothing": SFTLoss(0.1),
+    "dft": DFTLoss(),
+    "dpo": PreferenceLoss(),
+}
+FEW = ("grpo", "gmpo", "rejected", "dpo")
+
+
+@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.thorough) for n in LOSSES])
+def test_losses_of_the_package(name: str) -> None:
+    line = prove(LOSSES[name], name)
+    assert line.startswith(f"{name}: equal value, gradient and metrics") and "over 40 splits" in line
+
+
+OWN = """
+import jax.numpy as jnp
+import posttrain as pt
+
+
+class Loss:
+    kind = "right"
+
+    def __call__(self, stats, batch):
+        weight = jnp.asarray(batch.loss_weight)
+        logps = jnp.where(weight > 0, stats.logps, 0.0)
+        nll, total = -(logps * weight), weight.sum()
+        mean = pt.Mean(total=nll.sum(), weight=total)
+        if self.kind == "mean of means":
+            return pt.LossOutput(loss=pt.Mean(total=nll.sum() / total, weight=1.0), metrics={})
+        if self.kind == "mean of rows":
+            rows = nll.sum(axis=1) / jnp.maximum(weight.sum(axis=1), 1.0)
+            return pt.LossOutput(loss=pt.Mean(total=rows.sum(), weight=float(len(weight))), metrics={})
+        if self.kind == "unmasked":
+            return pt.LossOutput(loss=pt.Mean(total=-(stats.logps * weight).sum(), weight=total), metrics={})
+        if self.kind == "place":
+            first = nll * (jnp.arange(weight.shape[0])[:, None] == 0)
+            return pt.LossOutput(loss=pt.Mean(total=first.sum(), weight=total), metrics={})
+        if self.kind == "metric":
+            metric = pt.Mean(total=nll.sum() / total, weight=1.0)
+            return pt.LossOutput(loss=mean, metrics={"own": metric})
+        if self.kind == "no metric":
+            return pt.LossOutput(loss=mean, metrics={"own": nll.sum()})
+        if self.kind == "number":
+            return nll.sum()
+        if self.kind == "constant":
+            return pt.LossOutput(loss=pt.Mean(total=total, weight=total), metrics={})
+        if self.kind == "raising":
+            return stats.nothing
+        return pt.LossOutput(loss=mean, metrics={"nll": mean})
+
+
+class Sized:
+    def __init__(self, size):
+        self.size = size
+
+
+"""
+WRONG = {
+    "mean of means": r"depends on the split into micro-batches: the loss is [\d.]+ instead of .*Return sums",
+    "mean of rows": r"depends on the packing of sequences into rows: the loss is",
+    "unmasked": r"with nan at tokens whose loss_weight is 0, the loss is nan instead of .* use jnp.where",
+    "place": r"depends on the order of rows: the loss is",
+    "metric": r"depends on the split into micro-batches: the metric own is",
+    "no metric": r"(metrics own must be pt.Mean|raised TypeCheckError: .*metrics)",
+    "number": r"returned a .*; return pt.LossOutput",
+    "constant": r"has the gradient 0 by all statistics",
+    "raising": r"raised AttributeError: .*nothing",
+}
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    classes = [f"class Own{number}(Loss):\n    kind = {kind!r}\n" for number, kind in enumerate(WRONG)]
+    (tmp_path / "own.py").write_text(OWN + "\n\n".join(classes))
+    return tmp_path
+
+
+def test_a_right_loss(own: Path) -> None:
+    assert "over 40 splits" in check_loss("own.py:Loss")
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_loss_is_told_what_it_depends_on(own: Path, kind: str) -> None:
+    name = f"own.py:Own{list(WRONG).index(kind)}"
+    with pytest.raises(ConfigError, match=f"^loss: {name}:? {WRONG[kind]}"):
+        check_loss(name)
+
+
+def test_what_is_no_loss(own: Path) -> None:
+    with pytest.raises(ConfigError, match=r"own.py:Sized\(\) raised TypeError.*called without arguments"):
+        check_loss("own.py:Sized")
+    with pytest.raises(ConfigError, match="own.py has no 'Los'; did you mean 'Loss'"):
+        check_loss("own.py:Los")
+
+
+def test_the_page_about_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its command runs, and its losses and functions are right."""
+    page = ROOT / "docs" / "extend" / "loss.md"
+    folder = write_folder(tmp_path, [page])
+    monkeypatch.chdir(folder)
+    ran = [words for block in blocks_of(page, *SHELL) for words in commands(block.text)]
+    assert ran == [["posttrain", "check", "--loss", "my_losses.py:FocalLoss"]]
+    outcome = posttrain(*ran[0][1:])
+    assert outcome.code == 0 and outcome.out.endswith("ok\n"), outcome.err
+    for name in ("LogProbability", "SquaredMargin"):
+        assert "over 40 splits" in check_loss(f"my_losses.py:{name}")
+    refused = posttrain("check")
+    assert refused.code == 2 and "give CONFIG, or --loss FILE:CLASS" in refused.err
