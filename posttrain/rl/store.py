@@ -17,7 +17,8 @@ from posttrain.errors import ConfigError, RunError
 from posttrain.rl.types import Example, Group, RewardError, Rewards, Trajectory
 
 FORMAT = 1
-META = b"posttrain"
+META = "posttrain"
+"""Key of the description of the step in a file's metadata."""
 TOKENS = {"tokens": np.int32, "sampled": np.bool_, "logps": np.float32, "kept_logps": np.float32, "versions": np.int32}
 """Columns with a value for each token: 17 bytes before compression."""
 REWARD = "rewards."
@@ -86,12 +87,10 @@ class TrajectoryStore:
             self.wait()
 
     def _write(self, recorded: Recorded) -> None:
-        import pyarrow.parquet
-
         self._folder.mkdir(parents=True, exist_ok=True)
         file = file_of(self._folder, recorded.step)
         partial = file.with_suffix(".tmp")
-        pyarrow.parquet.write_table(table_of(recorded), partial, compression="zstd", row_group_size=2**20)
+        write_record(recorded, partial)
         partial.rename(file)
         for step in recorded_steps(self._folder)[: -self._keep]:
             file_of(self._folder, step).unlink()
@@ -106,8 +105,21 @@ def recorded_steps(folder: Path) -> list[int]:
     return sorted(int(file.stem) for file in folder.glob("*.parquet") if file.stem.isdecimal())
 
 
-def table_of(recorded: Recorded) -> Any:
-    """Arrow table of a record: numbers of group, sample and dataset row, rewards, advantage, and lists per token."""
+def write_record(recorded: Recorded, file: Path) -> None:
+    """Write a record: numbers of group, sample and dataset row, rewards, advantage, and lists per token."""
+    import pyarrow.parquet
+
+    columns, meta = _columns(recorded)
+    table = pyarrow.table(columns)
+    # Nothing that repeats the schema, and no dictionaries of numbers that hardly repeat: small steps stay small.
+    small: dict[str, Any] = {"store_schema": False, "write_statistics": False, "use_dictionary": ["stop", "versions"]}
+    with pyarrow.parquet.ParquetWriter(file, table.schema, compression="zstd", **small) as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata({META: json.dumps(meta)})
+
+
+def _columns(recorded: Recorded) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Columns with a value for each sample, and the description of the step."""
     import pyarrow
 
     samples = [trajectory for group in recorded.groups_P for trajectory in group]
@@ -139,7 +151,7 @@ def table_of(recorded: Recorded) -> Any:
     if samples[0].experts is not None:
         columns["experts"] = [_bytes_of_experts(sample) for sample in samples]
         meta["experts"] = list(samples[0].experts.shape[1:])
-    return pyarrow.table(columns).replace_schema_metadata({META: json.dumps(meta)})
+    return columns, meta
 
 
 def _bytes_of_experts(sample: Trajectory) -> bytes:
@@ -159,8 +171,8 @@ def read_record(folder: Path, step: int, text_of: Callable[[Sequence[int]], str]
         known = recorded_steps(folder)
         there = f"there are {len(known)}, from {known[0]} to {known[-1]}" if known else "there are none"
         raise ConfigError(f"{folder}: no trajectories of step {step}; {there}")
-    table = pyarrow.parquet.read_table(file, memory_map=True)
-    meta = json.loads((table.schema.metadata or {}).get(META, "{}"))
+    table = pyarrow.parquet.read_table(file)
+    meta = json.loads((pyarrow.parquet.read_metadata(file).metadata or {}).get(META.encode(), "{}"))
     if meta.get("format") != FORMAT:
         raise ConfigError(f"{file}: has format {meta.get('format')}, this version reads {FORMAT}")
     size = meta["group_size"]
