@@ -28,15 +28,15 @@ from posttrain.config import OptimizerSection, SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.metrics import Timer, to_host
+from posttrain.reward.rubric import Reward, Rubric
 from posttrain.rl.act import Act
 from posttrain.rl.algorithms import make_algorithm
 from posttrain.rl.metrics import sampler_disagrees
-from posttrain.rl.rewards import Reward, Rubric
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.source import Source
 from posttrain.rl.step import StepSettings, rl_step
-from posttrain.rl.types import Example
 from posttrain.rollout.engine import NativeEngine
+from posttrain.rollout.trajectory import Example
 from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.runtime.run_async import run_async
 from posttrain.train.optim import make_optimizer

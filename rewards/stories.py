@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.rl.types import Trajectory
+from posttrain.rollout.trajectory import Trajectory
 
 TERMINAL = re.compile(r"[.!?][\"”']?\s*$")
 SPEECH = re.compile(r"[\"“]([^\"“”]{2,}?)[\"”]")

@@ -11,11 +11,12 @@ from jaxtyping import Float
 from posttrain.config import EvaluateSection
 from posttrain.errors import ConfigError
 from posttrain.evaluation.at_k import intervals_at_k, values_at_k
+from posttrain.reward.rubric import Rubric
+from posttrain.reward.types import Rewards
 from posttrain.rl.exchange import exchanged, own_share
-from posttrain.rl.rewards import Rubric
 from posttrain.rl.sampler import EVALUATION, IssuedGroup, Sampler, collect
 from posttrain.rl.teachers import interval_of
-from posttrain.rl.types import Example, Group, Rewards
+from posttrain.rollout.trajectory import Example, Group
 from posttrain.statistics import Interval, mean_interval
 from posttrain.tracking.console import progress_bar
 

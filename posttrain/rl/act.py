@@ -9,12 +9,13 @@ import numpy as np
 from jaxtyping import Bool
 
 from posttrain.metrics import Timer
+from posttrain.reward.rubric import Rubric, joined
+from posttrain.reward.types import Rewards
 from posttrain.rl.exchange import exchanged, own_share
 from posttrain.rl.refill import Refill, group_metrics, refill_metrics
-from posttrain.rl.rewards import Rubric, joined
 from posttrain.rl.sampler import IssuedGroup, Sampler, collect, collect_some
 from posttrain.rl.source import Source
-from posttrain.rl.types import Group, Rewards
+from posttrain.rollout.trajectory import Group
 from posttrain.tracking.console import progress_bar
 
 

@@ -16,8 +16,8 @@ from posttrain.rl.assemble import sample_rows
 from posttrain.rl.returns import with_returns
 from posttrain.rl.selection import top_entropy
 from posttrain.rl.teachers import TeacherKL, add_teachers
-from posttrain.rl.types import Group
 from posttrain.rl.update import merged
+from posttrain.rollout.trajectory import Group
 from posttrain.tree import Mean, replace
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 
 from posttrain.batch import Batch
 from posttrain.data.packing import Arrays, RowSpan, common_prefix, pack
-from posttrain.rl.types import Example, Group, Trajectory
+from posttrain.rollout.trajectory import Example, Group, Trajectory
 
 Shares = Callable[[Example], Float[np.ndarray, " N"]]
 """Weight of each teacher for the samples of an example."""

@@ -26,7 +26,7 @@ from posttrain.models.latent import LatentAttention
 from posttrain.models.rope import default_frequencies
 from posttrain.rl.assemble import sample_rows
 from posttrain.rl.sampler import Sampler
-from posttrain.rl.types import Group, Trajectory
+from posttrain.rollout.trajectory import Group, Trajectory
 from posttrain.train.trainer import Trainer
 from posttrain.weights.state import ModelWeights
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from posttrain.rl.rewards import joined
+from posttrain.reward.rubric import joined
+from posttrain.reward.types import Rewards
 from posttrain.rl.sampler import IssuedGroup
-from posttrain.rl.types import Example, Group, Rewards, Trajectory
+from posttrain.rollout.trajectory import Example, Group, Trajectory
 from posttrain.runtime import processes
 
 

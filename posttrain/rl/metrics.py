@@ -11,7 +11,8 @@ from jax import Array
 
 from posttrain.errors import RunError
 from posttrain.losses.sampler_gap import OUTLIER_NATS
-from posttrain.rl.types import Group, Rewards, Trajectory
+from posttrain.reward.types import Rewards
+from posttrain.rollout.trajectory import Group, Trajectory
 from posttrain.statistics import standard_error
 from posttrain.tree import Max, Mean
 

@@ -12,7 +12,7 @@ from posttrain.config import SamplingSection
 from posttrain.data.chat import Message, Renderer
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
-from posttrain.rl.types import Example, Group, Trajectory
+from posttrain.rollout.trajectory import Example, Group, Trajectory
 from posttrain.rollout.types import (
     Call,
     Completion,

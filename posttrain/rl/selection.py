@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from posttrain.batch import Batch
-from posttrain.rl.types import Group
+from posttrain.rollout.trajectory import Group
 from posttrain.tree import replace
 
 

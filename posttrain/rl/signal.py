@@ -13,7 +13,7 @@ from posttrain.rl.act import Acted
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.assemble import Shares, assemble
 from posttrain.rl.selection import ended
-from posttrain.rl.types import Group
+from posttrain.rollout.trajectory import Group
 
 ROUNDING = 1e-6
 """Advantages up to this share of the largest reward count as 0: the mean of equal rewards may be rounded."""

@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from posttrain.rl.curriculum import Curriculum
 from posttrain.rl.sampler import IssuedGroup
-from posttrain.rl.types import Example, Group
+from posttrain.rollout.trajectory import Example, Group
 from posttrain.rollout.types import Completion
 
 

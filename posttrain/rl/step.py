@@ -12,14 +12,15 @@ from posttrain.batch import Batch
 from posttrain.cluster.cluster import Cluster
 from posttrain.config.rl import OldLogps, ZeroAdvantage
 from posttrain.metrics import Metrics, Timer
+from posttrain.reward.types import Rewards
 from posttrain.rl.act import Act, Acted
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.annotate import annotated, reward_penalties
 from posttrain.rl.metrics import rollout_metrics
 from posttrain.rl.signal import advantages_of_all, has_signal, parts_of, signal_metrics, signal_of
 from posttrain.rl.teachers import TeacherKL
-from posttrain.rl.types import Group, Rewards
 from posttrain.rl.update import update
+from posttrain.rollout.trajectory import Group
 from posttrain.runtime.profiler import span
 from posttrain.tracking.console import progress_bar
 from posttrain.tree import replace

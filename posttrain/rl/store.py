@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from posttrain.errors import ConfigError, RunError
-from posttrain.rl.types import Example, Group, RewardError, Rewards, Trajectory
+from posttrain.reward.types import RewardError, Rewards
+from posttrain.rollout.trajectory import Example, Group, Trajectory
 
 FORMAT = 1
 META = "posttrain"

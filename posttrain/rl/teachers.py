@@ -20,7 +20,7 @@ from posttrain.distill.teachers import in_order
 from posttrain.errors import RunError
 from posttrain.metrics import Metrics
 from posttrain.rl.assemble import Shares, sample_rows
-from posttrain.rl.types import Group
+from posttrain.rollout.trajectory import Group
 from posttrain.statistics import Interval, mean_interval
 from posttrain.tree import Mean, replace
 

@@ -17,9 +17,9 @@ from posttrain.errors import RunError
 from posttrain.evaluation.rollouts import evaluate
 from posttrain.mesh import row_shards
 from posttrain.metrics import Metrics
+from posttrain.reward.rubric import Rubric
 from posttrain.rl.assemble import sample_rows
 from posttrain.rl.metrics import LIMITS, check_agreement, sample_metrics
-from posttrain.rl.rewards import Rubric
 from posttrain.rl.sampler import Sampler, collect
 from posttrain.rl.source import Source
 from posttrain.rl.teachers import distances, merged_distances, shares_of

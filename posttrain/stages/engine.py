@@ -10,9 +10,9 @@ from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
 from posttrain.rl.sampler import Sampler
-from posttrain.rl.types import Example
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.shapes import Expected
+from posttrain.rollout.trajectory import Example
 from posttrain.rollout.types import RolloutEngine
 from posttrain.stages.inputs import callable_of
 

@@ -23,17 +23,17 @@ from posttrain.evaluation.rollouts import RolloutEvaluation, evaluate, with_at_k
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.mesh import row_shards
 from posttrain.metrics import Sample, Timer, tables, to_host
+from posttrain.reward.model import ModelReward
+from posttrain.reward.rubric import error_lines
 from posttrain.rl.act import Act
 from posttrain.rl.curriculum import Curriculum
 from posttrain.rl.diagnosis import diagnose
 from posttrain.rl.metrics import NoRewardGuard, check_agreement, sampler_disagrees
-from posttrain.rl.reward_model import ModelReward
-from posttrain.rl.rewards import error_lines
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.source import Source
 from posttrain.rl.step import StepResult
 from posttrain.rl.store import Recorded, TrajectoryStore
-from posttrain.rl.types import Group
+from posttrain.rollout.trajectory import Group
 from posttrain.runtime import processes
 from posttrain.runtime.profiler import span
 from posttrain.runtime.run_async import run_async

@@ -29,15 +29,15 @@ from posttrain.losses.importance import ImportanceSampling
 from posttrain.losses.preference import KINDS
 from posttrain.losses.surrogates import CISPO, GMPO, SAPO, VESPO, Clip, Surrogate
 from posttrain.models.heads import CLASSIFIER
+from posttrain.reward.model import ModelReward
+from posttrain.reward.rubric import Reward, Rubric, missing_arguments
 from posttrain.rl.advantages import given_advantage, inputs_of
 from posttrain.rl.algorithms import Algorithm, RLLoss, given_filter, make_algorithm
 from posttrain.rl.assemble import Shares
-from posttrain.rl.reward_model import ModelReward
-from posttrain.rl.rewards import Reward, Rubric, missing_arguments
 from posttrain.rl.sampler import sampling_params
 from posttrain.rl.teachers import shares_of
-from posttrain.rl.types import Example
 from posttrain.rollout.blocks import BLOCK, least_cache
+from posttrain.rollout.trajectory import Example
 from posttrain.stages.engine import EngineFactory, engine_of
 from posttrain.stages.inputs import callable_of, rows_and_renderer
 from posttrain.stages.pair_inputs import PREFERENCE_LOSSES, make_loss

@@ -24,9 +24,9 @@ from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import RunError
 from posttrain.mesh import make_mesh
 from posttrain.metrics import Timer, to_host
+from posttrain.reward.rubric import Reward, Rubric
 from posttrain.rl.algorithms import make_algorithm
 from posttrain.rl.metrics import sampler_disagrees
-from posttrain.rl.rewards import Reward, Rubric
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.step import StepResult, rl_step
 from posttrain.rollout.engine import NativeEngine

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from posttrain.data.byte_tokenizer import FIRST_CONTROL_ID
+from posttrain.reward.rubric import Rubric
 from posttrain.rl.act import Act
-from posttrain.rl.rewards import Rubric
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.source import Source
 from posttrain.rl.step import StepSettings
-from posttrain.rl.types import Example, Group, Trajectory
+from posttrain.rollout.trajectory import Example, Group, Trajectory
 
 
 class InOrder:

@@ -12,9 +12,9 @@ from numpy.testing import assert_allclose, assert_array_equal
 from posttrain.cluster.cluster import Role
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.metrics import to_host
+from posttrain.reward.rubric import Reward, Rubric
 from posttrain.rl.advantages import decoupled
 from posttrain.rl.algorithms import make_algorithm
-from posttrain.rl.rewards import Reward, Rubric
 from tests.rl.test_step import NEW, World, even_share, sgd
 from tests.tiny import shake
 

@@ -16,10 +16,10 @@ from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.metrics import Timer, to_host
+from posttrain.reward.rubric import Reward, Rubric, joined
 from posttrain.rl.act import Act, Acted
 from posttrain.rl.algorithms import is_mixed, make_algorithm
 from posttrain.rl.refill import Refill, given_filter, group_metrics
-from posttrain.rl.rewards import Reward, Rubric, joined
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.signal import signal_of
 from posttrain.rl.step import rl_step

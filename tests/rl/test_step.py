@@ -24,14 +24,14 @@ from posttrain.errors import ConfigError, RunError
 from posttrain.evaluation.rollouts import evaluate
 from posttrain.losses.importance import ImportanceSampling
 from posttrain.metrics import Timer, to_host
+from posttrain.reward.rubric import Reward, Rubric
 from posttrain.rl.algorithms import ALGORITHMS, make_algorithm
 from posttrain.rl.metrics import check_agreement, sampler_disagrees
-from posttrain.rl.rewards import Reward, Rubric
 from posttrain.rl.sampler import IssuedGroup, Sampler, collect
 from posttrain.rl.signal import has_signal
 from posttrain.rl.step import StepResult, rl_step
-from posttrain.rl.types import Example
 from posttrain.rollout.engine import NativeEngine
+from posttrain.rollout.trajectory import Example
 from posttrain.runtime.run_async import run_async
 from posttrain.train.optim import make_optimizer
 from posttrain.train.trainer import Trainer

@@ -14,9 +14,10 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from posttrain.errors import ConfigError, RunError
+from posttrain.reward.types import RewardError, Rewards
 from posttrain.rl.assemble import assemble
 from posttrain.rl.store import Recorded, TrajectoryStore, file_of, read_record, recorded_steps
-from posttrain.rl.types import Group, RewardError, Rewards
+from posttrain.rollout.trajectory import Group
 from tests.rl.helpers import trajectory
 
 pytestmark = pytest.mark.fast

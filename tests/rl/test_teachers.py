@@ -19,7 +19,7 @@ from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.kernels.logits.divergence import Divergence, divergence
 from posttrain.losses.policy import DISTILL
 from posttrain.rl.teachers import TeacherKL, add_teachers, distances, interval_of
-from posttrain.rl.types import Example, Trajectory
+from posttrain.rollout.trajectory import Example, Trajectory
 from tests.rl.test_step import World
 
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from posttrain.errors import ConfigError, RunError
-from posttrain.rl.rewards import Reward, Rubric
-from posttrain.rl.types import Rewards
+from posttrain.reward.rubric import Reward, Rubric
+from posttrain.reward.types import Rewards
 from posttrain.runtime.run_async import run_async
 from tests.rl.helpers import groups
 
@@ -160,7 +160,7 @@ def test_strange_samples_cost_one_time_out_and_no_other_value(file: Path) -> Non
 
 @pytest.mark.parametrize("name", ["strange", "waits"])
 def test_more_samples_hang_than_are_scored_at_once(file: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("posttrain.rl.reward_scoring.MAX_ALONE", 3)
+    monkeypatch.setattr("posttrain.reward.scoring.MAX_ALONE", 3)
     texts = ["hang"] * 7 + CLEAN[:3]
     with scoring(reward(file, name, timeout_s=2.0)) as score:
         start = time.monotonic()

@@ -18,9 +18,9 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from posttrain.errors import ConfigError, RunError
+from posttrain.reward.rubric import Reward, Rubric, _accepted, error_lines, missing_arguments
+from posttrain.reward.types import Rewards
 from posttrain.rl.metrics import NoRewardGuard
-from posttrain.rl.rewards import Reward, Rubric, _accepted, error_lines, missing_arguments
-from posttrain.rl.types import Rewards
 from posttrain.runtime.run_async import run_async
 from tests.rl.helpers import groups, trajectory
 
@@ -116,7 +116,7 @@ def test_only_the_sample_that_hangs_loses_its_reward() -> None:
 
 
 def test_calls_that_never_return_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.rl.reward_threads.MAX_ABANDONED", 3)
+    monkeypatch.setattr("posttrain.reward.threads.MAX_ABANDONED", 3)
     release = threading.Event()
 
     def hangs(completions: list[str]) -> list[float]:

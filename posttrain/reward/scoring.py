@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from posttrain.rl.reward_call import CallError, CallResult
+from posttrain.reward.call import CallError, CallResult
 
 MAX_ALONE = 64
 """Maximum number of samples that are scored individually at the same time."""

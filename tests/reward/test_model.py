@@ -15,8 +15,8 @@ from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.losses.reward_model import BradleyTerryLoss
 from posttrain.mesh import single_device_mesh
-from posttrain.rl.reward_model import ModelReward
-from posttrain.rl.types import Trajectory
+from posttrain.reward.model import ModelReward
+from posttrain.rollout.trajectory import Trajectory
 from posttrain.weights.load import init_model
 from posttrain.weights.scalar_head import add_scalar_head, with_padding
 from tests.rl.helpers import trajectory

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from posttrain.rl.reward_call import CallError, CallResult, call_reward
+from posttrain.reward.call import CallError, CallResult, call_reward
 
 MAX_ABANDONED = 64
 """Maximum number of abandoned calls of one function that may still be running; beyond it the function is not called."""

@@ -15,12 +15,13 @@ import numpy as np
 from posttrain.data.chat import Message
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.metrics import merge
-from posttrain.rl.reward_call import LOGGERS, check_values
-from posttrain.rl.reward_processes import ProcessCaller, RewardServer
-from posttrain.rl.reward_scoring import Caller, Failure, RewardScores, Scoring
-from posttrain.rl.reward_threads import ThreadCaller
-from posttrain.rl.reward_worker import Function
-from posttrain.rl.types import Group, RewardError, RewardFunction, Rewards, Trajectory
+from posttrain.reward.call import LOGGERS, check_values
+from posttrain.reward.processes import ProcessCaller, RewardServer
+from posttrain.reward.scoring import Caller, Failure, RewardScores, Scoring
+from posttrain.reward.threads import ThreadCaller
+from posttrain.reward.types import RewardError, RewardFunction, Rewards
+from posttrain.reward.worker import Function
+from posttrain.rollout.trajectory import Group, Trajectory
 from posttrain.tracking.console import cut
 from posttrain.tree import Mean
 

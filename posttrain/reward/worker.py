@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from posttrain.errors import ConfigError
-from posttrain.rl.reward_call import CallError, CallResult, call_reward
+from posttrain.reward.call import CallError, CallResult, call_reward
 from posttrain.user_code import describe_error, import_object
 
 COMMAND = struct.Struct("<cq")

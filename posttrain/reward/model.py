@@ -15,7 +15,7 @@ from posttrain.data.format import render_answer
 from posttrain.data.packing import fill_rows, to_batch
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.mesh import row_shards
-from posttrain.rl.types import Trajectory
+from posttrain.rollout.trajectory import Trajectory
 from posttrain.weights.load import load_model
 
 Reduce = Literal["last", "min", "mean"]

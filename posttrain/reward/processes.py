@@ -17,15 +17,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.errors import ConfigError, RunError
-from posttrain.rl.reward_call import CallError, CallResult
-from posttrain.rl.reward_worker import COMMAND, END, FORK, REPLY, SIZE, Function
+from posttrain.reward.call import CallError, CallResult
+from posttrain.reward.worker import COMMAND, END, FORK, REPLY, SIZE, Function
 
 START_TIMEOUT_S = 120.0
 """Timeout for the import of all functions in the child process."""
 CONTROL_TIMEOUT_S = 30.0
 MAX_CHILDREN = 16
 """Maximum number of child processes of a worker after a call; beyond it the worker and all of them are killed."""
-PROGRAM = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from posttrain.rl.reward_worker import serve; "
+PROGRAM = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from posttrain.reward.worker import serve; "
 
 
 class WorkerProcess:
