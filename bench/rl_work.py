@@ -10,10 +10,9 @@ import json
 import resource
 import statistics
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from rl import FIRST, GROUP, LENGTHS, PROMPT, PROMPTS, SKIPPED, VOCAB
@@ -28,9 +27,10 @@ from posttrain.config import OptimizerSection, SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.metrics import Timer, to_host
+from posttrain.models.decoder import Decoder
 from posttrain.reward.rubric import Reward, Rubric
 from posttrain.rl.act import Act
-from posttrain.rl.algorithms import make_algorithm
+from posttrain.rl.algorithms import Algorithm, make_algorithm
 from posttrain.rl.metrics import sampler_disagrees
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.source import Source
@@ -113,15 +113,43 @@ class Places:
         """Nothing is resumed here."""
 
 
-def run(work: str, steps: int) -> dict[str, float]:
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """A cluster, and what a step needs."""
+
+    cluster: Cluster
+    algorithm: Algorithm
+    act: Act
+    settings: StepSettings
+    engine: Ending
+    native: NativeEngine
+    tokens: list[list[int]]
+    skewed: bool
+
+    def step(self, number: int) -> dict[str, float]:
+        """One step, with wall and process time."""
+        sampler = self.act.sampler
+        if self.skewed:
+            first = number * PROMPTS
+            prompts = [self.tokens[first + p] for p in range(PROMPTS) for _ in range(GROUP)]
+            keys = [sampler.params(first + p, g) for p in range(PROMPTS) for g in range(GROUP)]
+            self.engine.prepare(prompts, keys)
+            self.native.update_weights(self.cluster.actor.model, number)  # no prefix of the draw before is of use
+        wall, cpu = time.perf_counter(), time.process_time()
+        result = run_async(rl_step(self.cluster, self.algorithm, self.act, self.settings, Timer()))
+        count = to_host(result.metrics)["completions/num_tokens"]
+        return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "count": count}
+
+
+def sevens(completions: list[str]) -> list[float]:
+    return [float(sum(word.endswith("7") for word in text.split())) for text in completions]
+
+
+def build(work: str, steps: int, model: Decoder) -> Bench:
     lengths = LENGTHS[work]
-    longest, row = max(lengths), PROMPT + max(lengths)
-    model = init_model(CONFIG, dtype=jnp.float32, seed=0)
-    jax.block_until_ready(jax.tree.leaves(model))
-    start = peak()
+    longest, skewed, row = max(lengths), len(set(lengths)) > 1, PROMPT + max(lengths)
     algorithm = make_algorithm("grpo", max_tokens=longest)
-    rate = 1e-4 if len(set(lengths)) == 1 else 1e-30
-    optimizer = make_optimizer(OptimizerSection(learning_rate=rate), steps)
+    optimizer = make_optimizer(OptimizerSection(learning_rate=1e-30 if skewed else 1e-4), steps)
     trainer = Trainer(
         model,
         algorithm.loss,
@@ -134,29 +162,18 @@ def run(work: str, steps: int) -> dict[str, float]:
     native = NativeEngine(model, slots=PROMPTS * GROUP, max_length=row, decode_steps=32, tokenizer_decode=None)
     engine = Ending(native, list(lengths))
     cluster = Cluster(trainer, engine, Shared(trainer), reference=Reference(trainer))
-    tokenizer = word_tokenizer()
-    sampling = SamplingSection(max_tokens=longest, temperature=1.0, ignore_eos=True)
-    sampler = Sampler(
-        engine=engine,
-        renderer=Renderer(tokenizer, False),
-        sampling=sampling,
-        max_prompt_tokens=PROMPT,
-        seed=0,
-    )
-
-    def sevens(completions: list[str]) -> list[float]:
-        return [float(sum(word.endswith("7") for word in text.split())) for text in completions]
-
-    draw = np.random.default_rng(0)
-    tokens = draw.integers(FIRST, VOCAB, (steps * PROMPTS, PROMPT)).tolist()
-    examples = [
-        Example(index=n, row={"prompt": ""}, messages=[{"role": "user", "content": ""}], prompt_tokens=one, plain=True)
-        for n, one in enumerate(tokens)
-    ]
+    cluster.sync_weights()
+    tokens = np.random.default_rng(0).integers(FIRST, VOCAB, (steps * PROMPTS, PROMPT)).tolist()
     act = Act(
-        sampler=sampler,
+        sampler=Sampler(
+            engine=engine,
+            renderer=Renderer(word_tokenizer(), False),
+            sampling=SamplingSection(max_tokens=longest, temperature=1.0, ignore_eos=True),
+            max_prompt_tokens=PROMPT,
+            seed=0,
+        ),
         rubric=Rubric([Reward(function=sevens, weight=1.0, timeout_s=60.0)]),
-        source=Source(Places(), examples),
+        source=Source(Places(), [example(n, one) for n, one in enumerate(tokens)]),
         group_size=GROUP,
         groups_per_step=PROMPTS,
         in_flight=PROMPTS,
@@ -172,28 +189,30 @@ def run(work: str, steps: int) -> dict[str, float]:
         zero_advantage="skip",
         stale=False,
     )
-    cluster.sync_weights()
-    times, cpus, counts = [], [], []
-    for number in range(steps):
-        if len(set(lengths)) > 1:
-            prompts = [tokens[number * PROMPTS + p] for p in range(PROMPTS) for _ in range(GROUP)]
-            keys = [sampler.params(number * PROMPTS + p, g) for p in range(PROMPTS) for g in range(GROUP)]
-            engine.prepare(prompts, keys)
-            native.update_weights(model, number)  # no prefix of the draw before is of use
-        wall, cpu = time.perf_counter(), time.process_time()
-        metrics = to_host(run_async(rl_step(cluster, algorithm, act, settings, Timer())).metrics)
-        times.append(time.perf_counter() - wall)
-        cpus.append(time.process_time() - cpu)
-        counts.append(metrics["completions/num_tokens"])
-    middle, cpu = statistics.median(times[SKIPPED:]), min(cpus[SKIPPED:])
-    count = statistics.mean(counts[SKIPPED:])
+    parts = {"cluster": cluster, "algorithm": algorithm, "act": act, "settings": settings}
+    return Bench(**parts, engine=engine, native=native, tokens=tokens, skewed=skewed)
+
+
+def example(number: int, tokens: list[int]) -> Example:
+    messages = [{"role": "user", "content": ""}]
+    return Example(index=number, row={"prompt": ""}, messages=messages, prompt_tokens=tokens, plain=True)
+
+
+def run(work: str, steps: int) -> dict[str, float]:
+    model = init_model(CONFIG, dtype=jnp.float32, seed=0)
+    start = peak()
+    bench = build(work, steps, model)
+    found = [bench.step(number) for number in range(steps)]
+    steady = found[SKIPPED:]
+    middle, cpu = statistics.median(one["wall"] for one in steady), min(one["cpu"] for one in steady)
+    count = statistics.mean(one["count"] for one in steady)
     return {
         "tokens_per_s": count / middle,
-        "tokens_per_s_best": count / min(times[SKIPPED:]),
+        "tokens_per_s_best": count / min(one["wall"] for one in steady),
         "tokens_per_cpu_s": count / cpu,
         "step_s": middle,
         "step_cpu_s": cpu,
-        "first_step_s": times[0],
+        "first_step_s": found[0]["wall"],
         "peak_mib": peak(),
         "start_mib": start,
     }

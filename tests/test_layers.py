@@ -147,8 +147,7 @@ def test_rewards_import_types_only() -> None:
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in modules(ROOT / "rewards")
         for name, line in imported(ast.parse(path.read_text()), package_of(path))
-        if name.split(".")[0] == "posttrain"
-        and not f"{name}.".startswith(TYPES)
+        if name.split(".")[0] == "posttrain" and not f"{name}.".startswith(TYPES)
     ]
     assert found == []
 
