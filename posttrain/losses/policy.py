@@ -42,7 +42,7 @@ class PolicyLoss:
     """Largest mean of log(pi_behaviour / pi) over a sequence, in nats per token: beyond it, tokens of negative
     advantage have no surrogate. arXiv:2512.02556."""
     dual_clip: float | None = None
-    """Upper bound of r where A < 0, arXiv:1912.09729; at least 1 + clip_high. For the surrogate `Clip`."""
+    """Upper bound of r where A < 0, arXiv:1912.09729; at least 1 + clip_high."""
     kl_coef: float = 0.0
     """Coefficient of KL(policy || reference), added per token and reduced like the surrogate."""
     kl_estimator: KLEstimator = k3
@@ -63,7 +63,7 @@ class PolicyLoss:
                 "raise it, or set None to disable it"
             )
         name = type(self.surrogate).__name__
-        if self.dual_clip is not None and not isinstance(self.surrogate, surrogates.Clip):
+        if self.dual_clip is not None and "dual_clip" not in self.surrogate.bounds:
             raise ValueError(f"PolicyLoss.dual_clip={self.dual_clip} has no effect on the surrogate {name}; remove it")
         if self.surrogate.token_ratio and self.ratio != "token":
             raise ValueError(

@@ -36,6 +36,7 @@ class PolicyTerms:
     """Importance weights, without a gradient."""
 
 
+CLIP_FIELDS = ("clip_low", "clip_high", "dual_clip")
 Clipped = tuple[Bool[Array, "B T"], Bool[Array, "B T"]]
 """Tokens whose ratio is clipped at the lower and at the upper bound."""
 
@@ -43,6 +44,10 @@ Clipped = tuple[Bool[Array, "B T"], Bool[Array, "B T"]]
 @runtime_checkable
 class Surrogate(Protocol):
     """Surrogate: per-token loss, before importance weights unless `weighted`."""
+
+    @property
+    def bounds(self) -> tuple[str, ...]:
+        """Fields of `PolicyLoss` that the surrogate reads, of `CLIP_FIELDS`."""
 
     @property
     def weighted(self) -> bool:
@@ -63,6 +68,7 @@ class Clip:
     """Clipped surrogate -min(r A, clip(r, low, high) A), PPO eq. 7, arXiv:1707.06347; r at most `dual_clip`,
     arXiv:1912.09729."""
 
+    bounds: ClassVar[tuple[str, ...]] = CLIP_FIELDS
     weighted: ClassVar[bool] = False
     token_ratio: ClassVar[bool] = False
 
@@ -84,6 +90,7 @@ CLIP = Clip()
 class CISPO:
     """Clipped importance weights -sg(min(r, high)) A log pi: no token loses its gradient. arXiv:2506.13585 eq. 4."""
 
+    bounds: ClassVar[tuple[str, ...]] = ("clip_high",)
     weighted: ClassVar[bool] = False
     token_ratio: ClassVar[bool] = False
 
@@ -103,6 +110,7 @@ class SAPO:
     """Temperature t where A > 0."""
     negative: float
     """Temperature t elsewhere; a larger one decays faster."""
+    bounds: ClassVar[tuple[str, ...]] = ()
     weighted: ClassVar[bool] = False
     token_ratio: ClassVar[bool] = False
 
@@ -131,6 +139,7 @@ class VESPO:
     rate_positive: float
     k_negative: float
     rate_negative: float
+    bounds: ClassVar[tuple[str, ...]] = ()
     weighted: ClassVar[bool] = True
     token_ratio: ClassVar[bool] = True
 
@@ -162,6 +171,7 @@ class GMPO:
     """Geometric mean -A exp(mean of clipped log-ratios), clipped per token in log space: log r at most clip_high where
     A > 0, at least -clip_low where A < 0. arXiv:2507.20673 eq. 4."""
 
+    bounds: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
     weighted: ClassVar[bool] = False
     token_ratio: ClassVar[bool] = True
 

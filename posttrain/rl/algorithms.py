@@ -15,6 +15,7 @@ from posttrain.losses import policy
 from posttrain.losses.kl import KLEstimator, k1, k2, k3
 from posttrain.losses.policy import PolicyLoss
 from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, sequence_total, token_mean
+from posttrain.losses.surrogates import CLIP_FIELDS
 from posttrain.losses.value import ValueLoss
 from posttrain.rl.advantages import (
     Advantage,
@@ -220,9 +221,14 @@ def _loss_of(default: PolicyLoss, given: Mapping[str, Any], max_tokens: int) -> 
     if (estimator := changes.get("kl_estimator")) is not None:
         changes["kl_estimator"] = ESTIMATORS[estimator]
     try:
-        return replace(default, **changes)
+        made = replace(default, **changes)
     except ValueError as error:
         raise ConfigError(str(error).removeprefix("PolicyLoss.")) from error
+    if unread := [name for name in CLIP_FIELDS if name in given and name not in made.surrogate.bounds]:
+        raise ConfigError(
+            f"{', '.join(unread)} without effect on the surrogate {type(made.surrogate).__name__}; remove it"
+        )
+    return made
 
 
 def _given_loss(loss: RLLoss, given: Mapping[str, Any]) -> RLLoss:

@@ -124,6 +124,11 @@ def test_own_loss() -> None:
 def test_surrogates_are_overrides() -> None:
     sapo = SAPO(positive=0.5, negative=2.0)
     assert make_algorithm("dapo", max_tokens=64, surrogate=sapo).loss == replace(DAPO, surrogate=sapo)
+    with pytest.raises(ConfigError, match="^clip_low, clip_high without effect on the surrogate SAPO; remove it"):
+        make_algorithm("sapo", max_tokens=64, clip_low=0.1, clip_high=0.3)
+    with pytest.raises(ConfigError, match="^clip_low without effect on the surrogate CISPO"):
+        make_algorithm("cispo", max_tokens=64, clip_low=0.1)
+    assert make_algorithm("cispo", max_tokens=64, clip_high=1.0).loss.clip_high == 1.0
     with pytest.raises(ConfigError, match="^ratio=sequence_mean with the surrogate GMPO, which aggregates"):
         make_algorithm("gmpo", max_tokens=64, ratio="sequence_mean")
 

@@ -7,16 +7,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from posttrain.batch import Batch, ScoreStats, TokenStats
 from posttrain.data.packing import RowSpan
 from posttrain.losses.kl import KLEstimator, gradient_in_reward, k1, k2, k3
 from posttrain.losses.policy import PPO
-from posttrain.losses.value import ValueLoss
+from posttrain.losses.value import ValueLoss, values_before
 from posttrain.rl.returns import GAE, RewardKL, at_last_token, discounted, gae, whitened, with_returns
+from posttrain.train.trainer import Trainer
 from posttrain.tree import replace
+from posttrain.weights.scalar_head import with_scalar_head
 from tests.losses.conftest import read_golden
+from tests.tiny import tiny_model
 
 RTOL = 1e-6
 
@@ -178,6 +182,33 @@ def test_with_returns() -> None:
     np.testing.assert_allclose([every.mean(), every.std(ddof=1)], [0.0, 1.0], atol=1e-5)
     with pytest.raises(ValueError, match=r"batch\.ref_logps is None, but a KL in the reward needs it"):
         with_returns([replace(batch, ref_logps=None)], [values], settings, kl)
+
+
+def test_a_critic_explains_returns() -> None:
+    """A chain whose reward at its end is told by its first token: values learn its discount at every place."""
+    length, gamma, draw = 8, 0.8, np.random.default_rng(0)
+    model = tiny_model(num_layers=2, windows=(None,))
+    with_scalar_head(model, seed=0)
+    loss = ValueLoss(clip=0.5)
+    critic = Trainer(model, loss, optax.adam(1e-2), temperature=1.0, max_grad_norm=1.0, micro_batch_rows=None)
+    settings = GAE(gamma=gamma, lam=0.95, whiten=True)
+    explained = []
+    for _ in range(60):
+        tokens = draw.integers(1, 5, (16, length)).astype(np.int32)
+        segments = np.ones_like(tokens)
+        mask = np.broadcast_to(np.arange(length) > 0, tokens.shape)
+        batch = Batch(
+            tokens=tokens,
+            positions=np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape),
+            segments=segments,
+            loss_weight=mask.astype(np.float32),
+            advantages=np.where(mask, np.where(tokens[:, :1] > 2, 1.0, -1.0), 0.0).astype(np.float32),
+        )
+        values = np.asarray(values_before(jnp.asarray(critic.scores(batch)), jnp.asarray(segments)))
+        (batch,), metrics = with_returns([batch], [values], settings, None)
+        explained.append(metrics["critic/explained_var"])
+        critic.step(batch)
+    assert explained[0] < 0.2 and np.mean(explained[-5:]) > 0.8, explained
 
 
 def test_penalty_of_samples() -> None:
