@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from posttrain.errors import ConfigError, RunError
 from posttrain.reward.types import RewardError, Rewards
 from posttrain.rollout.trajectory import Example, Group, Trajectory
+from posttrain.tree import Mean
 
 FORMAT = 1
 META = "posttrain"
@@ -146,7 +147,7 @@ def _columns(recorded: Recorded) -> tuple[dict[str, Any], dict[str, Any]]:
         "step": recorded.step,
         "version": recorded.version,
         "group_size": len(recorded.groups_P[0]),
-        "metrics": dict(recorded.rewards.metrics),
+        "metrics": {name: [float(m.total), float(m.weight)] for name, m in recorded.rewards.metrics.items()},
         "errors": [asdict(error) for error in recorded.rewards.errors],
     }
     if samples[0].experts is not None:
@@ -187,7 +188,7 @@ def read_record(folder: Path, step: int, text_of: Callable[[Sequence[int]], str]
         total_PG=by_group("reward"),
         parts_PG=parts,
         errors=[RewardError(**error) for error in meta["errors"]],
-        metrics=meta["metrics"],
+        metrics={name: Mean(total=total, weight=weight) for name, (total, weight) in meta["metrics"].items()},
         extras={},
     )
     rows = table.drop_columns([name for name in columns if name.startswith(REWARD)]).to_pylist()

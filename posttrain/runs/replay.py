@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from posttrain.batch import Batch
 from posttrain.cluster.cluster import Cluster
@@ -18,13 +19,15 @@ from posttrain.errors import ConfigError
 from posttrain.metrics import Timer, to_host
 from posttrain.models.decoder import Decoder
 from posttrain.rl.act import Acted
+from posttrain.rl.algorithms import Algorithm
+from posttrain.rl.refill import group_metrics
 from posttrain.rl.sampler import sampling_params
 from posttrain.rl.step import learn
 from posttrain.rl.store import Recorded, read_record
 from posttrain.rollout.types import Completion, SamplingParams, text_of
 from posttrain.runs.finished import find_stage, open_stage, tokenizer_of
 from posttrain.runs.run import CONFIG_NAME, mesh_of
-from posttrain.stages.cluster import make_reference
+from posttrain.stages.cluster import make_critic, make_reference
 from posttrain.stages.context import StageRun
 from posttrain.stages.online import TRAJECTORIES, make_policy_trainer
 from posttrain.stages.prompts import algorithm_of
@@ -36,8 +39,11 @@ from posttrain.weights.locate import add_family
 from posttrain.weights.lora import has_lora
 from posttrain.weights.state import ModelWeights
 
-MEASURED = ("timing_s/", "perf/", "step_time", "rollout/", "learning_rate", "data/")
-"""Metrics that tell about the run, not about the step."""
+MEASURED = (
+    *("timing_s/", "perf/", "step_time", "memory/", "rollout/", "sync/", "learning_rate", "data/"),
+    *("sampling/refill/", "curriculum/"),
+)
+"""Metrics of the run and of sampling, not of what is learned in the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +86,7 @@ def replay(run: str | Path, step: int, *, model: str | Path | None = None, chang
     stage = open_stage(output, name, config, tokenizer, mesh_of(config))
     algorithm = algorithm_of(section)
     trainer = make_policy_trainer(stage, section, algorithm.loss)
-    reference = make_reference(stage, section, trainer) if algorithm.needs_reference else None
-    if reference is not None:
-        trainer.companions["reference"] = reference
-    cluster = Cluster(trainer, NoEngine(), Shared(trainer), reference=reference)
+    cluster = _cluster(stage, section, trainer, algorithm)
     cluster.version = recorded.version
     if model is not None:
         _use_model(trainer, stage, str(model))
@@ -96,6 +99,7 @@ def replay(run: str | Path, step: int, *, model: str | Path | None = None, chang
         rewards=recorded.rewards,
         weights=dict(zip(recorded.rewards.parts_PG, weights, strict=True)),
         useful_P=None if section.refill is None else recorded.useful_P,
+        metrics=group_metrics(recorded.rewards.total_PG, section.pass_above),
     )
     result = learn(cluster, algorithm, acted, step_settings(section, config.seed), Timer())
     return Replayed(
@@ -126,6 +130,15 @@ def _configured(output: Path, name: str, changes: Sequence[str]) -> tuple[RunCon
     return config, section
 
 
+def _cluster(stage: StageRun, section: RLSection, trainer: Trainer, algorithm: Algorithm) -> Cluster:
+    """Cluster without an engine, of the roles at the start of the stage."""
+    reference = make_reference(stage, section, trainer) if algorithm.needs_reference else None
+    critic = None if algorithm.critic is None else make_critic(stage, section, algorithm.critic.loss)
+    roles: dict[str, Any] = {"reference": reference, "critic": critic}
+    trainer.companions.update({name: role for name, role in roles.items() if role is not None})
+    return Cluster(trainer, NoEngine(), Shared(trainer), **roles)
+
+
 def _text_of(section: RLSection, tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
     params = sampling_params(section.sampling, tokenizer, key=(0, 0))
     return lambda tokens: text_of(tokenizer.decode, tokens, params.ends, params.stop)
@@ -134,7 +147,8 @@ def _text_of(section: RLSection, tokenizer: Tokenizer) -> Callable[[Sequence[int
 def _restore(trainer: Trainer, folder: Path, recorded: Recorded) -> None:
     with Checkpointer(folder / "checkpoints") as checkpointer:
         try:
-            state, host = checkpointer.restore(recorded.before, trainer.state())
+            # Another algorithm may have no critic or reference of its own.
+            state, host = checkpointer.restore(recorded.before, trainer.state(), partial=True)
         except ConfigError as error:
             raise ConfigError(
                 f"{error}; to replay step {recorded.step} give a model, or run with checkpoint_every such that a "

@@ -18,6 +18,7 @@ from posttrain.reward.types import RewardError, Rewards
 from posttrain.rl.assemble import assemble
 from posttrain.rl.store import Recorded, TrajectoryStore, file_of, read_record, recorded_steps
 from posttrain.rollout.trajectory import Group
+from posttrain.tree import Mean
 from tests.rl.helpers import trajectory
 
 pytestmark = pytest.mark.fast
@@ -50,7 +51,7 @@ def scored(seed: int = 0, length: int = 9, *, experts: bool = False) -> Recorded
         total_PG=total,
         parts_PG={"low": total / 2, "a.b": -total},
         errors=[error],
-        metrics={"rewards/low/x": 0.5},
+        metrics={"rewards/low/x": Mean(total=1.5, weight=3.0)},
         extras={},
     )
     advantages = draw.normal(size=(PROMPTS, GROUP)).astype(np.float32)

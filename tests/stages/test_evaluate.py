@@ -24,7 +24,8 @@ from tests.tiny import tiny_model
 HELD_OUT = {"path": "rows.jsonl", "chat": False, "limit": 6}
 OTHER = {"path": "rows.jsonl", "chat": False, "skip": 20, "name": "late"}
 LOGGED = """
-def low(completion_tokens, log_extra, **_):
+def low(completion_tokens, log_extra, log_metric, **_):
+    log_metric("first", len(completion_tokens[0]))
     log_extra("first", [c[0] // 64 for c in completion_tokens])
     return [sum(t < 128 for t in c) / len(c) for c in completion_tokens]
 def high(completion_tokens, **_):
@@ -73,6 +74,13 @@ def test_metrics_of_each_dataset_in_each_evaluation(evaluated: Path) -> None:
 
 def after_metric(result: dict[str, Any], name: str) -> float:
     return float(result["after"]["metrics"][name])
+
+
+def test_records_have_what_rewards_log(evaluated: Path) -> None:
+    read = read_record(evaluated / "0-rl" / "trajectories", 2, str)
+    logged = [line for line in lines(evaluated, "0-rl") if "loss" in line][-1]
+    assert read.rewards.metrics["rewards/low/first"].value() == logged["rewards/low/first"]
+    assert_allclose(np.mean(read.rewards.total_PG), logged["reward"], rtol=1e-6)
 
 
 def test_result_compares_the_same_prompts(evaluated: Path) -> None:
