@@ -33,12 +33,10 @@ class EvaluateSection(Section):
     """Samples per held-out prompt. Several need `eval_sampling` with a temperature above 0."""
     reward: Text | None = None
     """Name of the reward that `report` is about; by default the weighted sum of all."""
-    pass_above: float = 0.5
-    """A sample passes if its reward is above this number."""
     report: Annotated[ListOf[Literal["avg", "pass", "majority"]], Field(min_length=1)] = ("avg", "pass")
     """Metrics of k samples, each with a 95 % interval over prompts. `avg`: mean reward (avg@k, over all samples).
-    `pass`: probability that at least one of k samples passes (pass@k, unbiased, arXiv:2107.03374). `majority`:
-    probability that the most frequent answer of k samples passes (maj@k)."""
+    `pass`: probability that at least one of k samples passes (pass@k, unbiased, arXiv:2107.03374), with a reward above
+    the stage's `pass_above`. `majority`: probability that the most frequent answer of k samples passes (maj@k)."""
     k: ListOf[PositiveInt] = ()
     """Values of k in pass@k and maj@k; by default 1, 2, 4, ... and `samples`."""
     answer: Text | None = None

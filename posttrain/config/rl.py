@@ -58,6 +58,9 @@ class OnlineSection(TrainSection):
     evaluate: EvaluateSection | None = None
     """Evaluation with several samples per held-out prompt, on several datasets; needs `eval_dataset`."""
     rollout: RolloutSection = RolloutSection()
+    pass_above: float = 0.5
+    """Reward above which a sample passes: in pass@k and maj@k of `evaluate`, and in RL for `curriculum`, `pass_rate`,
+    `frac_all_good` and `frac_all_bad`."""
     placement: PlacementSection = PlacementSection()
     """Devices and memory of the roles; by default all share those of the actor."""
     reference: ReferenceSection = ReferenceSection()
@@ -266,8 +269,6 @@ class RLSection(OnlineSection):
     max_staleness: PositiveInt = 4
     """Maximum steps between the start of a group and its update, with `oversample_prompts`; a step waits for groups
     that reach it."""
-    pass_above: float = 0.5
-    """Reward above which a sample passes, for `curriculum`, `pass_rate`, `frac_all_good` and `frac_all_bad`."""
     refill: RefillSection | None = None
     """Dynamic sampling: replace groups without a training signal until `prompts_per_step` are useful."""
     curriculum: CurriculumSection | None = None

@@ -14,7 +14,10 @@ from posttrain.statistics import Interval, mean_interval, share_interval
 
 
 def values_at_k(
-    rewards_PG: Float[np.ndarray, "P G"], answers_PG: Sequence[Sequence[Hashable]] | None, section: EvaluateSection
+    rewards_PG: Float[np.ndarray, "P G"],
+    answers_PG: Sequence[Sequence[Hashable]] | None,
+    section: EvaluateSection,
+    pass_above: float,
 ) -> dict[str, Float[np.ndarray, " P"]]:
     """Values of each prompt by name, such as `pass@4`; NaN where the prompt has fewer than k samples with a reward.
 
@@ -22,7 +25,7 @@ def values_at_k(
     what samples vote for in maj@k; None without it.
     """
     samples, valid_PG = rewards_PG.shape[1], ~np.isnan(rewards_PG)
-    passed_PG = valid_PG & (rewards_PG > section.pass_above)
+    passed_PG = valid_PG & (rewards_PG > pass_above)
     found: dict[str, np.ndarray] = {}
     if "avg" in section.report:
         found[f"avg@{samples}"] = prompt_means(rewards_PG)

@@ -90,12 +90,12 @@ async def evaluate(
     return RolloutEvaluation(groups_P=groups_P, rewards=rewards, interval=interval, distances_PG=found)
 
 
-def with_at_k(found: RolloutEvaluation, section: EvaluateSection) -> RolloutEvaluation:
+def with_at_k(found: RolloutEvaluation, section: EvaluateSection, pass_above: float) -> RolloutEvaluation:
     """Add avg@k, pass@k and maj@k. ConfigError if no reward function logs the answers."""
     rewards = found.rewards
     rewards_PG = rewards.total_PG if section.reward is None else rewards.parts_PG[section.reward]
     answers_PG = _answers(found, section.answer) if "majority" in section.report else None
-    values = values_at_k(rewards_PG, answers_PG, section)
+    values = values_at_k(rewards_PG, answers_PG, section, pass_above)
     return replace(found, at_k=values, at_k_intervals=intervals_at_k(values, rewards_PG))
 
 

@@ -270,7 +270,7 @@ def _evaluate(rollouts: Rollouts, distances: Distances | None) -> Record:
         sampler, size = rollouts.eval_sampler(held_out), 1 if section is None else section.samples
         one = run_async(evaluate(sampler, inputs.rubric, held_out.examples, size, distances))
         _print_errors("evaluation" if held_out.name is None else f"evaluation on {held_out.name}", one)
-        found[held_out.name] = one if section is None else with_at_k(one, section)
+        found[held_out.name] = one if section is None else with_at_k(one, section, inputs.section.pass_above)
     forget_prompts(rollouts.cluster.engine)
     return record_of(found)
 

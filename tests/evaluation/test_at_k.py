@@ -59,7 +59,7 @@ def test_samples_without_a_reward_are_left_out() -> None:
     """Of the first prompt one sample is left, too few for pass@2; the second has none."""
     section = EvaluateSection(samples=3, report=("avg", "pass", "majority"), k=(1, 2))
     rewards = np.asarray([[np.nan, 1.0, np.nan], [np.nan] * 3, [0.0, 1.0, 1.0]], np.float32)
-    values = values_at_k(rewards, [["a", "b", "c"], ["a"] * 3, ["x", "y", "y"]], section)
+    values = values_at_k(rewards, [["a", "b", "c"], ["a"] * 3, ["x", "y", "y"]], section, 0.5)
     assert_allclose(values["avg@3"], [1.0, np.nan, 2 / 3], rtol=1e-6)
     assert_allclose(values["pass@1"], [1.0, np.nan, 2 / 3])
     assert_allclose(values["pass@2"], [np.nan, np.nan, 1.0])
@@ -77,9 +77,7 @@ def test_samples_without_a_reward_are_left_out() -> None:
 
 def test_pass_above_decides_what_passes() -> None:
     rewards = np.asarray([[0.2, 0.8]], np.float32)
-    above = [
-        values_at_k(rewards, None, EvaluateSection(samples=2, pass_above=bar))["pass@1"] for bar in (0.1, 0.5, 0.8)
-    ]
+    above = [values_at_k(rewards, None, EvaluateSection(samples=2), bar)["pass@1"] for bar in (0.1, 0.5, 0.8)]
     assert_allclose(above, [[1.0], [0.5], [0.0]])
 
 
@@ -114,7 +112,7 @@ def test_intervals_cover_as_often_as_they_say(name: str) -> None:
         found.append(intervals_at_k(values, rewards)[name])
     answers = [["r" if reward else "w" for reward in rewards] for rewards in right[0]]
     assert_allclose(
-        values_at_k(right[0], answers, section)[name], by_count[right[0].sum(axis=1).astype(int)], atol=1e-12
+        values_at_k(right[0], answers, section, 0.5)[name], by_count[right[0].sum(axis=1).astype(int)], atol=1e-12
     )
     assert 0.93 <= coverage(found, truth) <= 0.97
     if metric == "avg":  # samples as if they were independent
