@@ -91,7 +91,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "stages.rl.rewards.0.fn=leaving.py:low",
             ["fails to import: SystemExit: sys.exit(0) is called", "leaving.py:2"],
         ),
-        ("stages.rl.advantage=wrong.py:two", ["advantage: wrong.py:two(rewards_PG) raised TypeError: two() missing"]),
+        (
+            "stages.rl.advantage=wrong.py:two",
+            ["advantage: wrong.py:two has the parameters other, which nothing provides; there are rewards_PG"],
+        ),
         ("stages.rl.advantage=wrong.py:flat", ["must return an advantage for each of the rewards [P, G] = (3, 4)"]),
         ("stages.sft.loss=wrong.py:two", ["loss: wrong.py:two is a function; set a class"]),
         ("stages.sft.loss=wrong.py:Loss", ["loss: wrong.py:Loss() raised TypeError", "made without arguments"]),

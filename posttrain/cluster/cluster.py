@@ -72,7 +72,15 @@ class Cluster:
         """Critic's value before each token of the batch."""
         if self.critic is None:
             raise ValueError("this cluster has no critic; make it with one")
-        return self.critic.values(batch)
+        with span(f"{Role.CRITIC.value}/values"):
+            return self.critic.values(batch)
+
+    def update_critic(self, batch: Batch) -> Metrics:
+        """One update of the critic's value loss; nothing without a critic."""
+        if self.critic is None:
+            return {}
+        with span(f"{Role.CRITIC.value}/update"):
+            return self.critic.step(batch)
 
     @property
     def warming_up(self) -> bool:

@@ -13,7 +13,6 @@ from posttrain.batch import Batch
 from posttrain.cluster.scorers import own_routing
 from posttrain.losses.value import values_before
 from posttrain.metrics import Metrics
-from posttrain.runtime.profiler import span
 from posttrain.train.trainer import Trainer
 from posttrain.tree import replace
 
@@ -31,14 +30,12 @@ class Critic:
 
     def values(self, batch: Batch) -> Float[np.ndarray, "B T"]:
         """Value before each token of the batch."""
-        with span("critic/values"):
-            scores = jnp.asarray(self.trainer.scores(own_routing(batch)))
-            return np.asarray(values_before(scores, jnp.asarray(batch.segments)))
+        scores = jnp.asarray(self.trainer.scores(own_routing(batch)))
+        return np.asarray(values_before(scores, jnp.asarray(batch.segments)))
 
     def step(self, batch: Batch) -> Metrics:
         """One update of the value loss on a batch with `returns` and `old_values`."""
-        with span("critic/update"):
-            told = self.trainer.step(critic_inputs(batch))
+        told = self.trainer.step(critic_inputs(batch))
         return {SHOWN.get(name, name): value for name, value in told.items() if name in SHOWN or "critic/" in name}
 
     def state(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import jax
+from jax.sharding import Sharding
 
 from posttrain.cluster.transfer import in_host_memory
 from posttrain.weights.state import Weights
@@ -19,8 +20,10 @@ class HeldWeights:
 
     def __init__(self, read: Callable[[], Weights], write: Callable[[Weights], None], *, offload: bool):
         self._read, self._write, self._offload = read, write, offload
-        self._places = {path: w.sharding for path, w in read().items()}
-        self.store(read())
+        self._places: dict[str, Sharding] = {}
+        if offload:
+            self._places = {path: w.sharding for path, w in read().items()}
+            self.store(read())
 
     @classmethod
     def of(cls, weights: Weights, *, offload: bool) -> HeldWeights:

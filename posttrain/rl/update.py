@@ -33,9 +33,7 @@ def update(
         for number in _order(len(parts), epochs, [seed, cluster.version]):
             part = _aged(parts[number], len(done)) if len(parts) * epochs > 1 else parts[number]
             told = cluster.actor.step(part, update=learns[number] and not cluster.warming_up)
-            if cluster.critic is not None:
-                told |= cluster.critic.step(part)
-            done.append(jax.block_until_ready(told))
+            done.append(jax.block_until_ready({**told, **cluster.update_critic(part)}))
             if len(done) == 1 and LIMITS.keys() <= done[0].keys() and bool(sampler_disagrees(done[0])):
                 break
     with timer("sync"):

@@ -22,6 +22,7 @@ from posttrain.config.yaml_file import load_config
 from posttrain.mesh import single_device_mesh
 from posttrain.runs.prepare import prepare
 from posttrain.stages.context import StageRun
+from posttrain.stages.devices import RoleDevices
 from posttrain.train.loop import StopRequest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,6 +211,7 @@ def model_of(tmp_path: Path, **model: Any) -> Any:
         "adapter": None,
         "seed": loaded.seed,
         "mesh": single_device_mesh(),
+        "devices": RoleDevices(),
     }
     fields |= {"tensorboard": False, "profile": None}
     return StageRun(model=loaded.model, tokenizer=ready.tokenizer, **fields).load_model()

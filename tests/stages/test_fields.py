@@ -34,7 +34,6 @@ from posttrain.rl.sampler import Sampler, sampling_params
 from posttrain.rl.source import Source
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runs.prepare import prepare
-from posttrain.stages import prompts
 from posttrain.stages.distill import cache_folders, terms_of
 from posttrain.stages.inputs import Prepared
 from posttrain.stages.prompts import RLInputs
@@ -88,19 +87,21 @@ def test_policy_loss(folder: Path) -> None:
     assert other.reduce != rl(folder, "algorithm=dr_grpo").algorithm.loss.reduce
 
 
-def test_algorithm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fields of loss, advantage, critic and KL, those too that steps refuse yet."""
+def test_algorithm(folder: Path) -> None:
+    """Fields of loss, advantage, critic, reference and KL."""
     refused = {
-        "kl_in=reward": "kl_in=reward: not supported",
-        "truncated=mask": "truncated=mask: not supported",
-        "top_entropy=0.2": "top_entropy: not supported",
-        "algorithm=ppo": "algorithm=ppo, which has a critic: not supported",
-        "algorithm=gdpo": "advantages from parts_PG, weights: not supported",
+        "critic.warmup=2": "critic: algorithm=grpo has none; use algorithm: ppo",
+        "placement.critic.offload=true": "critic: algorithm=grpo has none",
+        "reference.refresh_every=2": "reference: without effect, algorithm=dapo has no KL penalty; set kl_coef",
+        "placement.reference.offload=true": "reference: without effect",
+        "reference.mixup=0.5": "mixup=0.5 has no effect without refresh_every",
+        "updates=3": "updates=3 must divide prompts_per_step=2",
+        "update_epochs=3": "num_steps=4 must be a multiple of updates x update_epochs = 3, .* use 3 or 6",
     }
     for override, message in refused.items():
+        algorithm = "dapo" if "dapo" in message or "reference" in override else "grpo"
         with pytest.raises(ConfigError, match=message):
-            rl(folder, override)
-    monkeypatch.setattr(prompts, "_refuse_what_steps_cannot_do", lambda *_: None)
+            rl(folder, f"algorithm={algorithm}", override)
     made = rl(folder, "kl_in=reward", "kl_coef=0.3", "truncated=mask", "top_entropy=0.2").algorithm
     assert made.reward_kl == RewardKL(coef=0.3, estimator=k1) and made.loss.kl_coef == 0
     assert (made.truncated, made.top_entropy) == ("mask", 0.2)
