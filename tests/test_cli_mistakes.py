@@ -93,7 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (
             "stages.rl.advantage=wrong.py:two",
-            ["advantage: wrong.py:two has the parameters other, which nothing provides; there are rewards_PG"],
+            ["advantage: wrong.py:two has the parameters other, which nothing provides"],
         ),
         ("stages.rl.advantage=wrong.py:flat", ["must return an advantage for each of the rewards [P, G] = (3, 4)"]),
         ("stages.sft.loss=wrong.py:two", ["loss: wrong.py:two is a function; set a class"]),
