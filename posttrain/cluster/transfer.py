@@ -13,6 +13,7 @@ from jax.sharding import Mesh, Sharding
 
 from posttrain.mesh import param_sharding
 from posttrain.models.decoder import Decoder
+from posttrain.runtime import pathways
 from posttrain.weights.state import ModelWeights, Weights
 
 BYTES_AT_ONCE = 1 << 30
@@ -31,7 +32,7 @@ def moved(arrays: Weights, to: Mapping[str, Sharding], *, bytes_at_once: int = B
     """
     done: Weights = {}
     for piece in _pieces(arrays, bytes_at_once):
-        done |= jax.block_until_ready(jax.device_put(piece, {path: to[path] for path in piece}, may_alias=False))
+        done |= jax.block_until_ready(pathways.copied(piece, {path: to[path] for path in piece}))
     return done
 
 

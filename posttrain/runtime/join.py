@@ -107,6 +107,10 @@ def joined(describe: Describe) -> Iterator[None]:
     """
     found = place()
     if found.count == 1:
+        if os.environ.get("JAX_PLATFORMS"):  # JAX is imported for it only where someone has chosen a platform
+            from posttrain.runtime import pathways
+
+            pathways.initialize()
         yield
         return
     _initialize(found)

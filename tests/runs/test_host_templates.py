@@ -110,7 +110,7 @@ def commands() -> dict[str, list[str]]:
     job = manifest("jobset.yaml")["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     found["jobset.yaml"] = job["containers"][0]["command"]
     main = manifest("pathways.yaml")["spec"]["controller"]["template"]["spec"]["containers"][0]["command"]
-    found["pathways.yaml"] = ["posttrain", *main[3:]]
+    found["pathways.yaml"] = main
     tree = ast.parse((FOLDER / "remote.py").read_text())
     (command,) = (node.value for node in tree.body if isinstance(node, ast.Assign))
     found["remote.py"] = ast.literal_eval(command)
