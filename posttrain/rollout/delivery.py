@@ -102,10 +102,10 @@ def _deliver_tokens(chunk: DecodedTokens, index: int, request: Request, version:
     count = int(chunk.counts[index])
     if chunk.experts is not None:
         request.record_routing(request.position, np.asarray(chunk.experts[:count, index]))
-    request.tokens += np.asarray(chunk.tokens[:count, index]).tolist()
-    request.logps += np.asarray(chunk.logps[:count, index]).tolist()
-    request.kept_logps += np.asarray(chunk.kept_logps[:count, index]).tolist()
-    request.versions += [version] * count
+    request.tokens.extend(np.asarray(chunk.tokens[:count, index]).tolist())
+    request.logps.extend(np.asarray(chunk.logps[:count, index]).tolist())
+    request.kept_logps.extend(np.asarray(chunk.kept_logps[:count, index]).tolist())
+    request.versions.extend([version] * count)
     if chunk.top is not None:
         request.top_logps += _top_logps(chunk.top, count, index, request.params.top_logps)
     return count
@@ -124,7 +124,7 @@ def _stop_reason(request: Request, num_new: int, decode_text: Decode | None) -> 
     """Return the stop reason of a finished request, else None; tokens after a stop string are cut."""
     params = request.params
     if params.stop and decode_text is not None:
-        end = first_completed(decode_text, request.tokens, num_new, params.stop)
+        end = first_completed(decode_text, list(request.tokens), num_new, params.stop)
         if end is not None:
             request.cut(end)
             return "stop"

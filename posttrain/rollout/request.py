@@ -6,6 +6,7 @@ from array import array
 from collections.abc import MutableSequence, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -22,10 +23,10 @@ class Request:
     number: int = 0
     """Arrival number."""
     future: Future[Completion] = field(default_factory=Future)
-    tokens: list[int] = field(default_factory=list)
-    logps: list[float] = field(default_factory=list)
-    kept_logps: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    tokens: MutableSequence[int] = field(default_factory=lambda: array("i"))
+    logps: MutableSequence[float] = field(default_factory=lambda: array("f"))
+    kept_logps: MutableSequence[float] = field(default_factory=lambda: array("f"))
+    versions: MutableSequence[int] = field(default_factory=lambda: array("i"))
     top_logps: list[tuple[TokenLogp, ...]] = field(default_factory=list)
     prompt_logps: list[float] = field(default_factory=lambda: [0.0])
     """Log-probabilities of the first prompt tokens, where requested."""
@@ -84,8 +85,9 @@ class Request:
             )
         if not partial.tokens:
             return
-        self.tokens, self.logps, self.kept_logps = list(partial.tokens), list(partial.logps), list(partial.kept_logps)
-        self.versions, self.top_logps = list(partial.weights_versions), list(partial.top_logps or ())
+        self.tokens, self.versions = array("i", partial.tokens), array("i", partial.weights_versions)
+        self.logps, self.kept_logps = array("f", partial.logps), array("f", partial.kept_logps)
+        self.top_logps = list(partial.top_logps or ())
         self.prompt_logps = list(partial.prompt_logps or (0.0,))
         if partial.experts is not None:
             self.record_routing(0, partial.experts)
@@ -115,7 +117,8 @@ class Request:
     def cut(self, length: int) -> None:
         """Drop the tokens after the first `length`."""
         del self.history[len(self.prompt) + length :]
-        for values in (self.tokens, self.logps, self.kept_logps, self.versions, self.top_logps):
+        sampled: tuple[MutableSequence[Any], ...] = (self.tokens, self.logps, self.kept_logps, self.versions)
+        for values in (*sampled, self.top_logps):
             del values[length:]
 
     def finish(self, stop: StopReason) -> None:

@@ -15,6 +15,8 @@ from numpy.testing import assert_array_equal
 
 from posttrain.batch import Batch, TokenStats
 from posttrain.cluster.cluster import Cluster, Role
+from posttrain.cluster.reference import Reference
+from posttrain.cluster.sync import Shared
 from posttrain.config import SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
@@ -106,7 +108,7 @@ class World:
             tokenizer_decode=tokenizer.decode,
             record_routing=records,
         )
-        self.cluster = Cluster(self.trainer, wrap(engine), keep_reference=True)
+        self.cluster = Cluster(self.trainer, wrap(engine), Shared(self.trainer), reference=Reference(self.trainer))
         self.sampler = Sampler(
             engine=self.cluster.engine,
             renderer=Renderer(tokenizer, False),

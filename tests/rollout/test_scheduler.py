@@ -83,10 +83,10 @@ class Device:
     def _decode(self, row: Row, tokens: Any) -> bool:
         start, r = row.prefix, row.request
         new = tokens(r)[: min(self.scheduler.steps, r.params.max_tokens - len(r.tokens))]
-        r.tokens += new
-        r.logps += [0.0] * len(new)
-        r.kept_logps += [0.0] * len(new)
-        r.versions += [0] * len(new)
+        r.tokens.extend(new)
+        r.logps.extend([0.0] * len(new))
+        r.kept_logps.extend([0.0] * len(new))
+        r.versions.extend([0] * len(new))
         first = start // BLOCK * BLOCK
         for position in range(first, r.position, BLOCK):
             block = row.chain.blocks[position // BLOCK]
@@ -288,7 +288,7 @@ def test_draining_ends_what_has_begun_behind_those_who_have_not() -> None:
     device = Device(s)
     requests = [request([i] * 30, 20) for i in range(4)]
     for r in requests[2:]:
-        r.tokens += [5, 6, 7]
+        r.tokens.extend([5, 6, 7])
     for r in requests:
         s.submit(r)
     s.admitting = False
@@ -367,10 +367,10 @@ def test_a_cache_that_holds_no_sequence_is_refused() -> None:
 
 def test_a_finished_request_tells_its_caller_once() -> None:
     done, gone, broken = request([1]), request([1]), request([1])
-    done.tokens += [5, 6]
-    done.logps += [-1.0, -2.0]
-    done.kept_logps += [0.0, 0.0]
-    done.versions += [3, 4]
+    done.tokens.extend([5, 6])
+    done.logps.extend([-1.0, -2.0])
+    done.kept_logps.extend([0.0, 0.0])
+    done.versions.extend([3, 4])
     done.cut(1)
     done.finish("stop")
     completion = done.future.result()
