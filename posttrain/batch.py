@@ -75,6 +75,8 @@ class Batch:
     """Critic's value of the context before each token, before the first update; 0 where `loss_weight` is 0."""
     returns: Float[Array | HostArray, "B T"] | None = None
     """Targets of the critic's values; 0 where `loss_weight` is 0."""
+    entropy_coefs: Float[Array | HostArray, "B T"] | None = None
+    """Coefficient of the entropy bonus at each token, where it changes from step to step; None: that of the loss."""
     experts: Int[Array | HostArray, "B T M k"] | None = None
     """Experts used by the sampler in each MoE layer; negative: not recorded."""
     roles: Int[Array | HostArray, "B T"] | None = None

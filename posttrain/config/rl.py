@@ -224,7 +224,12 @@ class RLSection(OnlineSection):
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Upper bound of the ratio for negative advantages, arXiv:1912.09729; at least 1 + clip_high."""
     entropy_coef: Annotated[float, Field(ge=0)] | None = None
-    """Coefficient of the entropy bonus."""
+    """Coefficient of the entropy bonus; with `entropy_target` its start, by default 0."""
+    entropy_target: Annotated[float, Field(gt=0)] | None = None
+    """Mean entropy in nats per token to keep: the coefficient of the bonus rises by `entropy_step` after a step below
+    it and falls else, and acts only at or below it. arXiv:2505.22312."""
+    entropy_step: Annotated[float, Field(gt=0)] = 0.005
+    """Change of the coefficient after each batch of rollouts, with `entropy_target`."""
     ratio: Level | Literal["sequence_mean_token"] | None = None
     """Level of the ratio: per token, or per sequence as exp of the mean (GSPO) or sum (RLOO) of its log-ratios;
     `sequence_mean_token` (GSPO-token) has the gradient of each token."""
@@ -345,6 +350,14 @@ class RLSection(OnlineSection):
                 f"{'another' if self.samples_off_policy else 'the same'} policy have no importance weights; remove it, "
                 "or use apply: always"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _entropy(self) -> RLSection:
+        if self.entropy_target is None and self.entropy_step != RLSection.model_fields["entropy_step"].default:
+            raise ValueError(f"entropy_step={self.entropy_step} has no effect without entropy_target")
+        if self.entropy_target is not None and self.loss is not None:
+            raise ValueError("entropy_target has no effect on a loss of your own; remove it, or loss")
         return self
 
     @model_validator(mode="after")

@@ -104,9 +104,10 @@ class PolicyLoss:
                 terms.logps, _required(batch.ref_logps, "batch.ref_logps", f"kl_coef={self.kl_coef}"), mask
             )
             loss += self.kl_coef * (kl * terms.ratio if self.kl_bias_correction else kl)
-        if self.entropy_coef:
+        if self.entropy_coef or batch.entropy_coefs is not None:
             entropy = _required(stats.entropy, "stats.entropy", f"entropy_coef={self.entropy_coef}")
-            loss -= self.entropy_coef * jnp.where(mask, entropy, 0.0)
+            coef = self.entropy_coef if batch.entropy_coefs is None else jnp.asarray(batch.entropy_coefs)
+            loss -= jnp.where(mask, coef * jnp.where(mask, entropy, 0.0), 0.0)
 
         metrics |= {"policy_loss": self.reduce(surrogate, weight, segments)}
         metrics |= self._ratio_metrics(terms)

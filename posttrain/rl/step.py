@@ -16,6 +16,7 @@ from posttrain.reward.types import Rewards
 from posttrain.rl.act import Act, Acted
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.annotate import annotated, reward_penalties
+from posttrain.rl.entropy import EntropyControl
 from posttrain.rl.metrics import rollout_metrics
 from posttrain.rl.signal import advantages_of_all, has_signal, parts_of, signal_metrics, signal_of
 from posttrain.rl.teachers import TeacherKL
@@ -46,6 +47,8 @@ class StepSettings:
     stale: bool
     """True if tokens may be older than the present weights: batches then carry their staleness."""
     teaching: TeacherKL | None = None
+    entropy: EntropyControl | None = None
+    """Adaptive coefficient of the entropy bonus; None: that of the loss."""
 
     def __post_init__(self) -> None:
         if self.old_logps == "self" and self.updates * self.epochs > 1:
@@ -101,11 +104,16 @@ def learn(cluster: Cluster, algorithm: Algorithm, acted: Acted, settings: StepSe
     with timer("logps"), progress_bar(title, closing=False):
         teaching = settings.teaching
         parts, found = annotated(cluster, algorithm, parts, old_logps=settings.old_logps, teaching=teaching)
+    if settings.entropy is not None:
+        parts = [settings.entropy.added_to(part) for part in parts]
     learns = [settings.zero_advantage == "update" or has_signal(part, signal.rewards_PG) for part in parts]
     metrics = update(cluster, parts, learns, settings.epochs, settings.seed, timer)
     with span("log"):
         metrics |= told | found | rollout_metrics(acted.groups_P, acted.rewards, acted.version)
         metrics |= {**signal_metrics(signal, acted, parts), **acted.metrics}
+        if settings.entropy is not None:
+            metrics["entropy_coef"] = settings.entropy.coef
+            settings.entropy.observe(metrics)
     return StepResult(
         metrics=metrics,
         groups_P=acted.groups_P,

@@ -28,6 +28,7 @@ from posttrain.reward.rubric import error_lines
 from posttrain.rl.act import Act
 from posttrain.rl.curriculum import Curriculum
 from posttrain.rl.diagnosis import diagnose
+from posttrain.rl.entropy import EntropyControl
 from posttrain.rl.metrics import NoRewardGuard, check_agreement, sampler_disagrees
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.source import Source
@@ -118,17 +119,21 @@ def make_act(rollouts: Rollouts, *, in_flight: int, max_staleness: int, curricul
 
 @dataclass(frozen=True)
 class RolloutState:
-    """Position of rollouts in a checkpoint: the source of groups, and the version of the weights."""
+    """Position of rollouts in a checkpoint: the source of groups, the version of the weights, the entropy bonus."""
 
     source: Source
     cluster: Cluster
+    entropy: EntropyControl | None = None
 
     def state(self) -> dict[str, Any]:
-        return {"source": self.source.state(), "version": self.cluster.version}
+        entropy = {} if self.entropy is None else {"entropy": self.entropy.state()}
+        return {"source": self.source.state(), "version": self.cluster.version, **entropy}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.source.restore(state["source"])
         self.cluster.version = state["version"]
+        if self.entropy is not None:
+            self.entropy.restore(state["entropy"])
 
 
 def make_policy_trainer(stage: StageRun, section: OnlineSection, loss: TokenLoss, terms: Terms = PLAIN) -> Trainer:

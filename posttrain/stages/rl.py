@@ -17,6 +17,7 @@ from posttrain.metrics import Timer
 from posttrain.rl.act import Act
 from posttrain.rl.advantages import is_mixed
 from posttrain.rl.curriculum import Curriculum
+from posttrain.rl.entropy import EntropyControl
 from posttrain.rl.refill import Refill, given_filter
 from posttrain.rl.sampler import resumable
 from posttrain.rl.step import StepSettings, rl_step
@@ -80,7 +81,7 @@ def run(stage: StageRun, inputs: RLInputs) -> None:
         cluster, settings = rollouts.cluster, step_settings(section, stage.seed)
         act = _act(rollouts, section)
         held_out = held_out_prompts(rollouts, _distances(teachers, settings))
-        state = RolloutState(act.source, cluster)
+        state = RolloutState(act.source, cluster, settings.entropy)
         with stage.training(trainer, state, section, held_out) as training, closing(cluster.engine):
             cluster.sync_weights()
             with StepReport(rollouts, training) as report:
@@ -145,7 +146,12 @@ def step_settings(section: RLSection, seed: int) -> StepSettings:
         zero_advantage=section.zero_advantage,
         stale=section.oversample_prompts > 0,
         teaching=TeacherKL(coef=section.teacher_coef, shares=shares_of(section)) if section.teachers else None,
+        entropy=None if section.entropy_target is None else _entropy_control(section, section.entropy_target),
     )
+
+
+def _entropy_control(section: RLSection, target: float) -> EntropyControl:
+    return EntropyControl(target=target, start=section.entropy_coef or 0.0, step=section.entropy_step)
 
 
 def _distances(teachers: Sequence[Scorer], settings: StepSettings) -> Distances | None:

@@ -15,6 +15,7 @@ from posttrain.metrics import to_host
 from posttrain.reward.rubric import Reward, Rubric
 from posttrain.rl.advantages import decoupled
 from posttrain.rl.algorithms import make_algorithm
+from posttrain.rl.entropy import EntropyControl
 from tests.rl.test_step import NEW, World, even_share, sgd
 from tests.tiny import shake
 
@@ -93,3 +94,27 @@ def test_advantages_of_single_rewards(tokenizer: Tokenizer) -> None:
     expected = decoupled(result.rewards.parts_PG, {"even_share": 1.0, "length": 0.5})
     assert_allclose(result.advantages_PG, expected, atol=1e-6)
     assert np.abs(expected).max() > 0.5
+
+
+def test_the_entropy_bonus_follows_its_target(tokenizer: Tokenizer) -> None:
+    """A target above the entropy raises the coefficient step by step, one below it ends the bonus; both resume."""
+    high, low = (EntropyControl(target=target, start=0.01, step=0.005) for target in (100.0, 0.01))
+    world = World(tokenizer, optimizer=sgd(0.0))
+    for control, expected in ((high, [0.01, 0.015, 0.02]), (low, [0.01, 0.0, 0.0])):
+        world.settings = replace(world.settings, entropy=control)
+        told = [to_host(world.step().metrics) for _ in range(3)]
+        assert_allclose([one["entropy_coef"] for one in told], expected, atol=1e-9)
+    again = EntropyControl(target=100.0, start=0.0, step=0.005)
+    again.restore(high.state())
+    assert again.coef == high.coef == pytest.approx(0.025)
+
+
+def test_the_coefficient_of_the_batch_is_that_of_the_loss(tokenizer: Tokenizer) -> None:
+    world = World(tokenizer, optimizer=sgd(0.0))
+    batch = world.step().batch
+    stats = world.cluster.stats(batch)
+    own = replace(world.algorithm.loss, entropy_coef=0.02)(stats, batch).loss.value()
+    control = EntropyControl(target=100.0, start=0.02, step=0.005)
+    found = world.algorithm.loss(stats, control.added_to(batch)).loss.value()
+    assert_allclose(found, own, rtol=1e-6)
+    assert abs(own - world.algorithm.loss(stats, batch).loss.value()) > 1e-3
