@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
@@ -112,7 +114,7 @@ def test_the_entropy_bonus_follows_its_target(tokenizer: Tokenizer) -> None:
 def test_the_coefficient_of_the_batch_is_that_of_the_loss(tokenizer: Tokenizer) -> None:
     world = World(tokenizer, optimizer=sgd(0.0))
     batch = world.step().batch
-    stats = world.cluster.stats(batch)
+    stats = jax.tree.map(jnp.asarray, world.cluster.stats(batch))
     own = replace(world.algorithm.loss, entropy_coef=0.02)(stats, batch).loss.value()
     control = EntropyControl(target=100.0, start=0.02, step=0.005)
     found = world.algorithm.loss(stats, control.added_to(batch)).loss.value()
