@@ -1,4 +1,4 @@
-"""RL stage: GRPO and its variants with verifiable rewards, on one colocated cluster."""
+"""RL stage: GRPO, PPO and their variants, and on-policy distillation."""
 
 from __future__ import annotations
 
