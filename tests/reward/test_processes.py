@@ -215,7 +215,7 @@ def test_a_file_that_is_gone(file: Path) -> None:
 PARENT = """
 import json, sys, time
 from pathlib import Path
-from tests.rl.test_reward_processes import reward, scoring
+from tests.reward.test_processes import reward, scoring
 with scoring(reward(Path(sys.argv[1]), "strange", timeout_s=60.0)) as score:
     score(["a"])
     print("ready", flush=True)
