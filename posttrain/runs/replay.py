@@ -126,9 +126,7 @@ def _configured(output: Path, name: str, changes: Sequence[str]) -> tuple[RunCon
     if not isinstance(section, RLSection):
         raise ConfigError(f"replay: {name} is a stage of kind {section.kind}; only those of kind rl can be replayed")
     if section.entropy_target is not None:
-        raise ConfigError(
-            f"replay: {name} has an entropy_target, whose coefficient the record lacks; set it to null"
-        )
+        raise ConfigError(f"replay: {name} has an entropy_target, whose coefficient the record lacks; set it to null")
     if section.teachers:
         raise ConfigError(f"replay: {name} has teachers, which the record lacks; only stages without can be replayed")
     return config, section

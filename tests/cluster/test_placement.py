@@ -36,6 +36,7 @@ from posttrain.train.trainer import Trainer
 from posttrain.weights.lora import attach_lora
 from posttrain.weights.state import ModelWeights, without_adapter
 from tests.rl.helpers import act, example, step_settings
+from tests.rollout.test_placement import in_loops, of_weights
 from tests.tiny import WINDOW, tiny_model
 
 GROUP, NEW, ROW = 4, 8, 16
@@ -150,6 +151,16 @@ def test_devices_and_buffers_of_each_placement() -> None:
         for arrays in (other.trainer.arrays(), other.engine.arrays())
     ]
     assert apart[0].isdisjoint(apart[1])
+
+
+@pytest.mark.parametrize("place", ["layout", "other"])
+def test_no_weight_travels_while_samples_run(place: str) -> None:
+    """The search finds weights in the trainer's own layout, see tests/rollout/test_placement.py."""
+    world = World(place, lora=False)
+    world.step()
+    mesh, arrays = world.engine._placement.mesh, in_loops(world.engine)
+    assert mesh is not None and mesh.shape["tensor"] == 2 and arrays
+    assert not of_weights(arrays, world.replica.model, mesh.shape["tensor"])
 
 
 def test_a_sync_that_moves_nothing_is_told_in_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
