@@ -11,7 +11,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from posttrain.config import MESH_AXES, ROW_AXES, ModelSection, RewardModelSection, RunConfig
+from posttrain.config import (
+    MESH_AXES,
+    ROW_AXES,
+    ModelSection,
+    OnlineSection,
+    OptimizerSection,
+    RewardModelSection,
+    RLSection,
+    RunConfig,
+)
 from posttrain.errors import ConfigError
 from posttrain.mesh import mesh_sizes, split_axis
 from posttrain.models.config import Compute
@@ -68,6 +77,8 @@ def check(config: RunConfig, num_devices: int | None = None, num_processes: int 
     for name, section in zip(stage_names(config), config.stages, strict=True):
         inputs = next((i for i in prepared.stages if i.section is section), None)
         lines.append(f"{name}: {STAGES[section.kind].describe(section, inputs, shards)}")
+        if isinstance(section, OnlineSection):
+            lines += describe_roles(name, section, config, prepared.files, mesh)
     return lines + prepared.notes + row_notes(config, shards)
 
 
@@ -103,13 +114,45 @@ def describe_size(config: RunConfig, files: ModelFiles, mesh: Mapping[str, int])
     ]
 
 
-def training_size(config: RunConfig, outline: Decoder, mesh: Mapping[str, int]) -> TrainingSize:
-    """Count parameters and bytes of training for a model of shapes."""
+def describe_roles(
+    name: str, section: OnlineSection, config: RunConfig, files: ModelFiles, mesh: Mapping[str, int]
+) -> list[str]:
+    """Report devices of roles that have their own, and the bytes of a critic that begins as the actor's model."""
+    own = {role: getattr(section.placement, role).devices for role in ("rollout", "reference", "critic")}
+    named = [f"{role} {count}" for role, count in own.items() if count is not None]
+    lines = [f"{name}: devices of their own: {', '.join(named)}"] if named else []
+    if not isinstance(section, RLSection) or section.algorithm != "ppo":
+        return lines
+    if section.critic.path is None and files.config is not None:
+        alone = {**dict.fromkeys(mesh, 1), "fsdp": own["critic"] or 1}
+        size = critic_size(section, config, files, mesh if own["critic"] is None else alone)
+        whole = size.weights + size.gradient + size.optimizer
+        lines.append(f"{name}: critic: {size.total:,} parameters, {_bytes(whole)} beside the actor's memory")
+    return lines
+
+
+def critic_size(section: RLSection, config: RunConfig, files: ModelFiles, mesh: Mapping[str, int]) -> TrainingSize:
+    """Count parameters and bytes of a critic that begins as the actor's model without an adapter."""
+    whole = config.model.model_copy(update={"lora": None, "adapter": None, "quantize": "none"})
+    alone = config.model_copy(update={"model": whole})
+
+    def scored(decoder: Decoder) -> Decoder:
+        add_scalar_head(decoder, seed=0)
+        return decoder
+
+    outline = nnx.eval_shape(scored, model_outline(alone, files))
+    return training_size(alone, outline, mesh, section.critic.optimizer)
+
+
+def training_size(
+    config: RunConfig, outline: Decoder, mesh: Mapping[str, int], optimizer_section: OptimizerSection | None = None
+) -> TrainingSize:
+    """Count parameters and bytes of training for a model of shapes. `optimizer_section`: None: the first stage's."""
     arrays = {".".join(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(nnx.state(outline))}
     weights = ModelWeights(outline)
     trainable, dims = weights.trainable(), weights.dims()
     parts = {path: math.prod(mesh[axis] for axis in _axes(dims[path], p.shape, mesh)) for path, p in arrays.items()}
-    optimizer = make_optimizer(config.stages[0].optimizer, 1, seed=0)
+    optimizer = make_optimizer(optimizer_section or config.stages[0].optimizer, 1, seed=0)
     states = {path: _state_bytes(optimizer, path, arrays[path]) for path in trainable}
     held = {path: p.size * p.dtype.itemsize for path, p in arrays.items()}
     once = used_once(weights, jnp.dtype(config.model.compute_dtype or config.model.dtype))

@@ -94,3 +94,14 @@ def test_bytes_are_those_of_the_trainer(tmp_path: Path, model: dict[str, Any]) -
     assert size.per_device == size.weights + size.gradient + size.optimizer and state
     split = training_size(config, outline, {**ONE, "fsdp": 2})
     assert isinstance(split, TrainingSize) and size.per_device / 2 <= split.per_device < size.per_device
+
+
+def test_roles(tmp_path: Path) -> None:
+    """Bytes of a critic beside those of the actor, whose adapter it does not have; and who has devices of their own."""
+    stage = rl_stage(algorithm="ppo", placement={"rollout": {"devices": 2}, "critic": {"devices": 1}})
+    model = {"tokenizer": "bytes", "init": INIT, "lora": {"rank": 2}}
+    out = posttrain("check", write_run(tmp_path, stage, model=model), "--devices", "4").out
+    assert "mesh: data=1, fsdp=1, expert=1, context=1, tensor=1 (4 devices)" in out
+    assert "0-rl: devices of their own: rollout 2, critic 1\n" in out
+    # One number of 16 parameters more than the model; 16 bytes for each.
+    assert "0-rl: critic: 6,560 parameters, 102.5 KiB beside the actor's memory\n" in out
