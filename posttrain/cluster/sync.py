@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -85,14 +85,18 @@ class Gathered:
         self._mesh = Mesh(np.asarray(own).reshape(shape), MESH_AXES, axis_types=axes)
         weights = ModelWeights(actor.model)
         self._places, self._own = shardings_on(everywhere, weights), shardings_on(self._mesh, weights)
+        self._programs: dict[frozenset[str], Callable[[Weights], Weights]] = {}
         self.model = weights.bind(self._here(weights.read()))
         self.model.compute = replace(actor.model.compute, mesh=self._mesh)
         self._weights = ModelWeights(self.model)
 
     def _here(self, arrays: Weights) -> Weights:
         """Arrays on the devices of this process."""
-        program = jax.jit(lambda arrays: arrays, out_shardings={path: self._places[path] for path in arrays})
-        found = program(arrays)
+        paths = frozenset(arrays)
+        if paths not in self._programs:
+            places = {path: self._places[path] for path in paths}
+            self._programs[paths] = jax.jit(lambda arrays: arrays, out_shardings=places)
+        found = self._programs[paths](arrays)
         return {
             path: jax.make_array_from_single_device_arrays(
                 array.shape, self._own[path], [shard.data for shard in array.addressable_shards]
