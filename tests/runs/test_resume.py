@@ -43,7 +43,7 @@ def kill_at(file: Path, output: Path, stage: str, step: int) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
-STEPS = 16
+STEPS = 30
 """So many that a kill after a few steps comes long before the end."""
 
 
@@ -86,9 +86,9 @@ def test_killed_and_interrupted_ends_as_never_stopped(tmp_path: Path, uninterrup
     whole, adapted = uninterrupted
     file, output = two_stages(tmp_path, adapted=adapted), tmp_path / "out"
     kill_at(file, output, "0-sft", 3)
-    kill_at(file, output, "1-rl", 3)
+    kill_at(file, output, "1-rl", 5)
     done = (output / "0-sft" / "model" / "model.safetensors").stat().st_mtime_ns
-    last = interrupt_at(file, output, "1-rl", 6)
+    last = interrupt_at(file, output, "1-rl", 9)
     out = finish(file)
     assert "0-sft: done before" in out and f"resuming after step {last} of {STEPS}" in out
     assert (output / "0-sft" / "model" / "model.safetensors").stat().st_mtime_ns == done
