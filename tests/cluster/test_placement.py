@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Sequence
 from typing import Any
@@ -102,24 +103,31 @@ class World:
         return result
 
 
-def run(world: World, steps: int = 5) -> tuple[list[Any], list[float], list[dict[str, float]]]:
+def run(world: World, steps: int = 3) -> tuple[list[Any], list[float], list[dict[str, float]]]:
     results = [world.step() for _ in range(steps)]
     tokens = [[[s.tokens for s in group] for group in result.groups_P] for result in results]
     told = [to_host(result.metrics) for result in results]
     return tokens, [one["loss"] for one in told], told
 
 
+@functools.cache
+def finished(place: str, lora: bool, temperature: float) -> tuple[World, Any]:
+    """A world after its steps and what they told; tests that share it take no step."""
+    world = World(place, lora=lora, temperature=temperature)
+    return world, run(world)
+
+
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("temperature", [pytest.param(0.7, marks=pytest.mark.thorough), 1.0])
 def test_every_placement_gives_the_same_run(lora: bool, temperature: float) -> None:
     """Tokens first: a uniform that falls between two roundings would part the runs. Then the losses."""
-    runs = {place: run(World(place, lora=lora, temperature=temperature)) for place in PLACES}
+    runs = {place: finished(place, lora, temperature)[1] for place in PLACES}
     for place in PLACES[1:]:
         assert runs[place][0] == runs["same"][0], place
         assert_allclose(runs[place][1], runs["same"][1], atol=1e-5, err_msg=place)
     told = runs["other"][2][-1]
     moved_bytes = told["sync/gib"] * 2**30
-    trainer = World("same", lora=lora).trainer
+    trainer = finished("same", lora, temperature)[0].trainer
     assert_allclose(moved_bytes, sum(w.nbytes for w in trainer.params.values()), rtol=1e-6)
     assert_allclose(told["sync/gib_per_s"], told["sync/gib"] / told["sync/seconds"], rtol=1e-6)
     assert runs["same"][2][-1]["sync/gib"] == 0
@@ -139,9 +147,7 @@ def test_copies_for_sampling_are_made_where_samples_are(engine: dict[str, Any]) 
 
 
 def test_devices_and_buffers_of_each_placement() -> None:
-    same, other = World("same", lora=False), World("other", lora=False)
-    for world in (same, other):
-        world.step()
+    same, other = (finished(place, False, 1.0)[0] for place in ("same", "other"))
     held = {path: same.engine._loaded.arrays[path] for path in same.trainer.weights}
     for path, array in same.trainer.weights.items():
         pointers = [[s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for x in (array, held[path])]
@@ -192,22 +198,23 @@ def test_pieces_and_digests() -> None:
 
 @pytest.mark.parametrize("place", ["same", "other"])
 def test_offload_is_bitwise_and_the_ledger_adds_up(place: str) -> None:
+    plain, expected = finished(place, False, 1.0)
+    states = [jax.tree.leaves(plain.trainer.state())]
     gc.collect()
     before = {id(array) for array in jax.live_arrays()}
-    worlds = {offload: World(place, lora=False, offload=offload) for offload in (False, True)}
-    losses = {offload: run(world, 3) for offload, world in worlds.items()}
-    assert losses[False][:2] == losses[True][:2]
-    for path, array in worlds[True].trainer.params.items():
-        assert_array_equal(array, worlds[False].trainer.params[path], err_msg=path)
-    states = [jax.tree.leaves(worlds[offload].trainer.state()) for offload in (False, True)]
+    world = World(place, lora=False, offload=True)
+    found = run(world)
+    assert found[:2] == expected[:2]
+    for path, array in world.trainer.params.items():
+        assert_array_equal(array, plain.trainer.params[path], err_msg=path)
+    states.append(jax.tree.leaves(world.trainer.state()))
     for one, other in zip(*states, strict=True):
         assert_array_equal(one, other)
-    told = losses[True][2][-1]
+    told = found[2][-1]
     assert told["memory/rollout/optimizer_gib"] == told["memory/update/reference_gib"] == 0
     assert told["memory/rollout/optimizer_host_gib"] == told["memory/update/optimizer_host_gib"] > 0
-    del states, worlds[False]
+    del states
     gc.collect()
-    world = worlds[True]
     world.engine.programs.rest()
     ledger = sum(gib for name, gib in world.cluster.memory("now").items() if not name.endswith("peak_gib"))
     # Comparisons above made views of single shards.
