@@ -112,7 +112,7 @@ def learn(cluster: Cluster, algorithm: Algorithm, acted: Acted, settings: StepSe
         metrics |= told | found | rollout_metrics(acted.groups_P, acted.rewards, acted.version)
         metrics |= {**signal_metrics(signal, acted, parts), **acted.metrics}
         if settings.entropy is not None:
-            metrics["entropy_coef"] = settings.entropy.coef
+            metrics["entropy/coef"] = settings.entropy.coef
             settings.entropy.observe(metrics)
     return StepResult(
         metrics=metrics,

@@ -105,7 +105,7 @@ def test_the_entropy_bonus_follows_its_target(tokenizer: Tokenizer) -> None:
     for control, expected in ((high, [0.01, 0.015, 0.02]), (low, [0.01, 0.0, 0.0])):
         world.settings = replace(world.settings, entropy=control)
         told = [to_host(world.step().metrics) for _ in range(3)]
-        assert_allclose([one["entropy_coef"] for one in told], expected, atol=1e-9)
+        assert_allclose([one["entropy/coef"] for one in told], expected, atol=1e-9)
     again = EntropyControl(target=100.0, start=0.0, step=0.005)
     again.restore(high.state())
     assert again.coef == high.coef == pytest.approx(0.025)
