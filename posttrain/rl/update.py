@@ -28,14 +28,16 @@ def update(
 
     If sampler and trainer disagree in the first update, there are no others: it changed no weights.
     """
-    title, done = f"step {cluster.actor.step_number + 1}", list[Metrics]()
+    title, done, several = f"step {cluster.actor.step_number + 1}", list[Metrics](), len(parts) * epochs > 1
     with timer("update"), cluster.updating(), progress_bar(f"{title}: update", closing=False):
         for number in _order(len(parts), epochs, [seed, cluster.version]):
-            part = _aged(parts[number], len(done)) if len(parts) * epochs > 1 else parts[number]
+            part = _aged(parts[number], len(done)) if several else parts[number]
             told = cluster.actor.step(part, update=learns[number] and not cluster.warming_up)
-            done.append(jax.block_until_ready({**told, **cluster.update_critic(part)}))
-            if len(done) == 1 and LIMITS.keys() <= done[0].keys() and bool(sampler_disagrees(done[0])):
+            done.append({**told, **cluster.update_critic(part)})
+            # One read of the device, where other updates would follow.
+            if several and len(done) == 1 and LIMITS.keys() <= told.keys() and bool(sampler_disagrees(told)):
                 break
+        jax.block_until_ready(done)
     with timer("sync"):
         return {**merged(done), **cluster.hand_over()}
 
