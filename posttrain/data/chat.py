@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Required, TypedDict
 
@@ -17,6 +17,8 @@ from posttrain.user_code import import_transformers
 Span = tuple[int, int]
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+STAND_IN_TEXT = "posttrain_stand_in_of_a_turn"
+"""Content of the assistant turn that stands for a sampled one."""
 STAND_INS = range(0x100000, 0x10FFFE)
 """Private-use characters that replace control tokens in message contents while the template runs."""
 
@@ -30,6 +32,7 @@ class Message(TypedDict, total=False):
     tool_call_id: str
     name: str
     reasoning_content: str
+    malformed_calls: list[str]
 
 
 class Masked(NamedTuple):
@@ -49,13 +52,20 @@ class Conversation:
     """Control token text by stand-in character."""
 
 
+ToolConversion = Callable[
+    [Sequence[Message], Sequence[dict[str, Any]]], tuple[Sequence[Message], Sequence[dict[str, Any]] | None]
+]
+"""Conversion of messages and tools into messages, and the tools that the chat template still writes."""
+
+
 class Renderer:
     """Renders messages to tokens with the tokenizer's chat template, or as plain text.
 
-    `chat=False` is for prompts and completions that are plain strings: contents are concatenated.
+    `chat=False` is for prompts and completions that are plain strings: contents are concatenated. `tool_text` converts
+    conversations with tools for templates that do not know them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, chat: bool, tool_text: ToolConversion | None = None) -> None:
         if chat and tokenizer.chat_template is None:
             raise ConfigError(
                 f"dataset.chat: tokenizer {tokenizer.name} has no chat template; "
@@ -63,6 +73,7 @@ class Renderer:
             )
         self.tokenizer = tokenizer
         self.chat = chat
+        self.tool_text = tool_text
         ends = {tokenizer.hf.bos_token, *tokenizer.hf.convert_ids_to_tokens(list(tokenizer.stop_ids))}
         self._control = _any_of(tokenizer.control_tokens)
         self._control_of_assistant = _any_of([text for text in tokenizer.control_tokens if text in ends])
@@ -72,8 +83,57 @@ class Renderer:
         if not self.chat:
             return self.tokenizer.known(self._begin(self.tokenizer.encode(plain_text(messages))))
         conversation = self._conversation(messages, tools)
-        text, _ = self._render(conversation, len(messages), generation_prompt=True)
+        text, _ = self._render(conversation, len(conversation.messages), generation_prompt=True)
         return self.tokenizer.known(self._tokenize(text, conversation.literals, ())[0])
+
+    def rendered(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, *, reply: bool
+    ) -> str:
+        """Text of messages; `reply`: with the beginning of an assistant turn."""
+        conversation = self._conversation(messages, tools)
+        return self._render(conversation, len(conversation.messages), generation_prompt=reply)[0]
+
+    def between(
+        self,
+        before: Sequence[Message],
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        last: int | None,
+    ) -> list[int]:
+        """Tokens between a sampled turn and the next: the rest of its end, `messages`, and the beginning of a turn.
+
+        `before`: messages before the turn. `last`: last token of the turn; unless it is the end of turn that the
+        template writes, that comes first. Raises `ConfigError` if the template hides the end of the turn.
+        """
+        if not self.chat:
+            return self.tokenizer.known(self.tokenizer.encode_spans(plain_text(messages), continues=True)[0])
+        turn = stand_in_turn(messages)
+        conversation = self._conversation([*before, turn, *messages], tools)
+        text, _ = self._render(conversation, len(conversation.messages), generation_prompt=True)
+        delta = self._after_turn(text, calls="tool_calls" in turn)
+        tokens, _ = self._tokenize_pieces(delta, conversation.literals, (), continues=True)
+        if last in self.tokenizer.stop_ids and tokens[:1] == [last]:
+            tokens = tokens[1:]
+        return self.tokenizer.known(tokens)
+
+    def _after_turn(self, text: str, *, calls: bool) -> str:
+        """Text after a stand-in turn, from its end of turn on. `calls`: the turn has tool calls."""
+        at = text.rfind(STAND_IN_TEXT)
+        if at < 0:
+            raise ConfigError(f"chat template of {self.tokenizer.name} does not write the content of assistant turns")
+        rest = text[at + len(STAND_IN_TEXT) :]
+        ends = self.tokenizer.hf.convert_ids_to_tokens(list(self.tokenizer.stop_ids))
+        if not calls:
+            stripped = rest.lstrip()
+            return stripped if stripped.startswith(tuple(ends)) else rest
+        found = [rest.find(end) for end in ends if end in rest]
+        if not found:
+            raise ConfigError(
+                f"chat template of {self.tokenizer.name} ends tool calls without a stop token ({', '.join(ends)}); "
+                "name its token in model.stop_tokens"
+            )
+        return rest[min(found) :]
 
     def conversation(
         self, messages: Sequence[Message], *, first: int = 0, tools: Sequence[dict[str, Any]] | None = None
@@ -131,6 +191,8 @@ class Renderer:
         return self.tokenizer.hf.get_chat_template(tools=tools)
 
     def _conversation(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> Conversation:
+        if self.tool_text is not None and tools:
+            messages, tools = self.tool_text(messages, tools)
         # Columns of a table hold every key for every message; templates would treat null as a value.
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
         texts = list(_strings([plain, list(tools or ())]))
@@ -219,8 +281,9 @@ class Renderer:
         return self._tokenize_pieces(text, literals, across) if across else (tokens, spans)
 
     def _tokenize_pieces(
-        self, text: str, literals: Mapping[str, str], cuts: Sequence[int]
+        self, text: str, literals: Mapping[str, str], cuts: Sequence[int], *, continues: bool = False
     ) -> tuple[list[int], list[Span]]:
+        """Tokens and spans of a rendering that is cut at `cuts`. `continues`: it follows another text."""
         stand_ins = [i for i, character in enumerate(text) if character in literals] if literals else []
         edges = sorted({0, len(text), *cuts, *stand_ins, *(i + 1 for i in stand_ins)})
         tokens: list[int] = []
@@ -228,11 +291,28 @@ class Renderer:
         for begin, end in itertools.pairwise(edges):
             literal = literals.get(text[begin]) if end == begin + 1 else None
             ids, piece = self.tokenizer.encode_spans(
-                text[begin:end] if literal is None else literal, continues=begin > 0, literal=literal is not None
+                text[begin:end] if literal is None else literal,
+                continues=continues or begin > 0,
+                literal=literal is not None,
             )
             tokens += ids
             spans += [(begin, end)] * len(ids) if literal is not None else [(begin + s, begin + e) for s, e in piece]
         return tokens, spans
+
+
+def stand_in_turn(messages: Sequence[Message]) -> Message:
+    """Assistant turn before `messages`, with a call for each tool message among them."""
+    calls = [
+        {
+            "type": "function",
+            "id": message.get("tool_call_id", "call00000"),
+            "function": {"name": message.get("name", "tool"), "arguments": {"text": STAND_IN_TEXT}},
+        }
+        for message in messages
+        if message["role"] == "tool"
+    ]
+    turn: Message = {"role": "assistant", "content": STAND_IN_TEXT}
+    return {**turn, "tool_calls": calls} if calls else turn
 
 
 def marks_generation(template: str) -> bool:

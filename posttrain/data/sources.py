@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from posttrain.config import DatasetSection
+from posttrain.config import DatasetSection, Locator
 from posttrain.data.sequence_cache import Arrays, SequenceCache
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.runtime.hub import hub_is_reachable, is_hub_id
@@ -302,7 +302,7 @@ def _call(section: DatasetSection) -> Table:
     except TypeError as error:
         raise ConfigError(f"dataset.args={section.args} do not fit {section.path}: {error}") from error
     try:
-        result = function(**_with_paths(function, section))
+        result = function(**with_paths(function, section.path, section.args))
         rows = result if isinstance(result, str | Mapping) or not isinstance(result, Iterable) else list(result)
     except ConfigError:
         raise
@@ -313,15 +313,15 @@ def _call(section: DatasetSection) -> Table:
     return _checked(rows, section.path)
 
 
-def _with_paths(function: Callable[..., Any], section: DatasetSection) -> dict[str, Any]:
-    """Arguments of the function; parameters annotated as `Path` are resolved like every path of a configuration."""
+def with_paths(function: Callable[..., Any], at: Locator, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a function; parameters annotated as `Path` are resolved like every path of the configuration."""
     kinds = {name: p.annotation for name, p in inspect.signature(function).parameters.items()}
     # Postponed annotations are strings.
     return {
-        name: section.path.beside(value).file
+        name: at.beside(value).file
         if isinstance(value, str) and kinds.get(name) in (Path, "Path", "pathlib.Path")
         else value
-        for name, value in section.args.items()
+        for name, value in args.items()
     }
 
 

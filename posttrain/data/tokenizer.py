@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -61,6 +62,14 @@ class Tokenizer:
                 raise ConfigError(f"stop_tokens: {self.name} has no token {text!r}{did_you_mean(text, vocabulary)}")
         stops = dict.fromkeys((*self.stop_ids, *(vocabulary[text] for text in texts)))
         return replace(self, generation={**self.generation, "eos_token_id": list(stops)}) if texts else self
+
+    def with_chat_template(self, file: Path | None) -> Tokenizer:
+        """Copy of the tokenizer with the chat template of a file; `save` writes it too."""
+        if file is None:
+            return self
+        hf = copy.copy(self.hf)
+        hf.chat_template = file.read_text(encoding="utf-8")
+        return replace(self, hf=hf)
 
     def for_model(self, num_rows: int) -> Tokenizer:
         """Copy of the tokenizer for a model with `num_rows` embedding rows: `known` refuses tokens beyond them."""

@@ -193,7 +193,8 @@ class DecodingWeights:
 
     def arrays(self) -> list[Array]:
         """Arrays that were made and are held."""
-        made = () if self._held is None else self._held[1].made
+        held = self._held  # the thread of the driver may drop it meanwhile
+        made = () if held is None else held[1].made
         return [array for array in made if isinstance(array, Array)]
 
     def forget(self) -> None:

@@ -272,6 +272,13 @@ class NativeEngine:
         loaded: Any = self._loaded.arrays
         return [*loaded.values(), *self.programs.arrays(), *self._runner.arrays()]
 
+    def under_way(self) -> list[Call]:
+        """All requests, running or waiting, with what is sampled of them, which `generate` can continue (`partial`)."""
+        return [
+            Call(request.prompt, request.params, request.completion("abort") if request.started else None)
+            for request in self._scheduler.requests()
+        ]
+
     @property
     def num_free(self) -> int:
         """Slots without a request."""

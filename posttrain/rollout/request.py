@@ -124,18 +124,20 @@ class Request:
     def finish(self, stop: StopReason) -> None:
         """Return the completion to the caller, unless the caller has cancelled."""
         if self.future.set_running_or_notify_cancel():
-            self.future.set_result(
-                Completion(
-                    tokens=tuple(self.tokens),
-                    logps=tuple(self.logps),
-                    kept_logps=tuple(self.kept_logps),
-                    stop=stop,
-                    weights_versions=tuple(self.versions),
-                    experts=self._experts(),
-                    top_logps=tuple(self.top_logps) if self.params.top_logps else None,
-                    prompt_logps=tuple(self.prompt_logps) if self.params.prompt_logps else None,
-                )
-            )
+            self.future.set_result(self.completion(stop))
+
+    def completion(self, stop: StopReason) -> Completion:
+        """Completion of the tokens so far."""
+        return Completion(
+            tokens=tuple(self.tokens),
+            logps=tuple(self.logps),
+            kept_logps=tuple(self.kept_logps),
+            stop=stop,
+            weights_versions=tuple(self.versions),
+            experts=self._experts(),
+            top_logps=tuple(self.top_logps) if self.params.top_logps else None,
+            prompt_logps=tuple(self.prompt_logps) if self.params.prompt_logps else None,
+        )
 
     def fail(self, error: BaseException) -> None:
         if self.future.set_running_or_notify_cancel():

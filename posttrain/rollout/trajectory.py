@@ -1,15 +1,19 @@
-"""Samples of prompts: Example, Trajectory, Group."""
+"""Samples of prompts: Example, Turn, Trajectory, Group."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
 from posttrain.data.chat import Message
+
+Stop = Literal["stop", "length", "abort", "max_turns", "env_error", "env_timeout"]
+"""End of a sample: a stop token or the environment, the maximum of tokens or of turns, an abort, or a failure of its
+environment, which leaves it without a reward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +31,17 @@ class Example:
     lists."""
 
 
+class Turn(NamedTuple):
+    """Sampled turn of a conversation."""
+
+    start: int
+    """Position of its first token among the tokens of the trajectory."""
+    end: int
+    """Position after its last token."""
+    reward: float | None
+    """Reward that the environment gave it; None: none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
     """One sample: tokens as sampled, never tokenised again."""
@@ -37,9 +52,9 @@ class Trajectory:
     sample: int
     """Sample number within the group."""
     messages: Sequence[Message]
-    """Messages of the conversation, including the sampled turn."""
+    """Messages of the conversation, including the sampled turns."""
     text: str
-    """Text of the sampled turn without stop token or stop string."""
+    """Text of the last sampled turn without stop token or stop string."""
     tokens: Sequence[int]
     """Tokens of prompt and completion."""
     sampled: Sequence[bool]
@@ -47,19 +62,52 @@ class Trajectory:
     """Log-probabilities of the sampled tokens before truncation (top-k, top-p, min-p); 0 elsewhere."""
     kept_logps: Sequence[float]
     """Log-probability minus the log of the probability of drawing the token, see `Completion`; 0 elsewhere."""
-    stop: Literal["stop", "length", "abort"]
+    stop: Stop
     versions: Sequence[int]
     """Version of the weights that sampled each token; -1 on tokens that were not sampled."""
     experts: Int[np.ndarray, "T M k"] | None = None
     """Experts of each token in each MoE layer, if recorded by the engine; negative where unknown."""
+    turns: Sequence[Turn] = ()
+    """Sampled turns, with an environment."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that the environment reported, summed over turns."""
+    error: str | None = None
+    """Failure of the environment, for `stop` env_error and env_timeout."""
+    more: Sequence[Trajectory] = ()
+    """Further token sequences of the same sample, each a training row of its own: other turns, or other branches of its
+    history."""
+
+    @property
+    def rows(self) -> tuple[Trajectory, ...]:
+        """Token sequences of the sample."""
+        return (self, *self.more)
 
     @property
     def num_sampled(self) -> int:
-        return sum(self.sampled)
+        """Number of sampled tokens in all rows."""
+        return sum(sum(row.sampled) for row in self.rows)
 
     @property
     def completion_tokens(self) -> list[int]:
-        return [token for token, sampled in zip(self.tokens, self.sampled, strict=True) if sampled]
+        """Sampled tokens of all rows."""
+        return [t for row in self.rows for t, sampled in zip(row.tokens, row.sampled, strict=True) if sampled]
+
+    @property
+    def shown(self) -> str:
+        """Text of the completion for a table; of several turns each message with its role."""
+        if len(self.completion_messages) <= 1:
+            return self.text
+        return "\n".join(f"{message['role']}: {_content(message)}" for message in self.completion_messages)
+
+    @property
+    def completion_messages(self) -> Sequence[Message]:
+        """Messages after the prompt."""
+        return self.messages[len(self.example.messages) :]
+
+
+def _content(message: Message) -> str:
+    calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls", ())]
+    return " ".join([str(message.get("content") or ""), *calls]).strip()
 
 
 Group = Sequence[Trajectory]

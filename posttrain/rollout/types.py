@@ -170,6 +170,27 @@ class ResumableEngine(RolloutEngine, Protocol):
         ...
 
 
+@runtime_checkable
+class PausableEngine(RolloutEngine, Protocol):
+    """Engine that can stand still between two dispatches, with samples under way that can be read and continued."""
+
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams, *, partial: Completion | None = None
+    ) -> Completion: ...
+
+    async def pause(self) -> None:
+        """Start no more dispatches; on return none runs."""
+        ...
+
+    def resume(self) -> None:
+        """Continue after `pause`."""
+        ...
+
+    def under_way(self) -> Sequence[Call]:
+        """Requests that are not finished, with what is sampled of them; None where nothing is."""
+        ...
+
+
 def sample_key(seed: int, stream: int, group: int, sample: int) -> tuple[int, int]:
     """Random key of a sample: 64 bits of BLAKE2b over four 64-bit integers, the same on every platform.
 

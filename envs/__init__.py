@@ -1,0 +1,1 @@
+"""Environments to learn from, each a file that can be copied."""

@@ -1,0 +1,168 @@
+"""Rollouts by agents: an agent is run for each sample, and what its session recorded becomes the trajectory."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from posttrain.agents.command import CommandFailed, run_command
+from posttrain.agents.endpoint import MODEL, Endpoint
+from posttrain.agents.session import Branch, Session
+from posttrain.data.chat import Renderer
+from posttrain.environments.conversation import Generate, accepted_keywords
+from posttrain.environments.limits import LimitExceeded, Limits
+from posttrain.rollout.trajectory import Example, Stop, Trajectory
+from posttrain.rollout.transcript import Transcript
+from posttrain.rollout.types import SamplingParams
+from posttrain.tools.types import FormatMaker
+from posttrain.user_code import describe_error
+
+GIVEN = ("base_url", "api_key", "model", "seed", "row", "messages")
+"""Keywords that an agent's function may name, beside dataset columns and `args`."""
+
+
+class AgentFailed(Exception):
+    """Failure of an agent; the message is one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agents:
+    """Agents of a stage, and the endpoint that they talk to."""
+
+    run: Callable[..., Any] | Sequence[str]
+    """Function of the keywords that it names, or a command."""
+    args: Mapping[str, Any]
+    endpoint: Endpoint
+    limits: Limits
+    max_turns: int
+    max_rows: int
+    row_tokens: int
+    split_turns: bool
+    tool_format: FormatMaker | None
+
+    async def converse(
+        self,
+        example: Example,
+        *,
+        group: int,
+        sample: int,
+        seed: int,
+        renderer: Renderer,
+        params_of: Callable[[int], SamplingParams],
+        generate: Generate,
+    ) -> Trajectory:
+        """Run the agent of one sample. Its failure ends the sample with that `stop`; one of the engine is raised."""
+        failures: list[BaseException] = []
+
+        async def watched(tokens: Sequence[int], wanted: SamplingParams) -> Any:
+            try:
+                return await generate(tokens, wanted)
+            except Exception as error:
+                failures.append(error)
+                raise
+
+        session = Session(
+            renderer=renderer,
+            params_of=params_of,
+            generate=watched,
+            row_tokens=self.row_tokens,
+            max_turns=self.max_turns,
+            max_rows=self.max_rows,
+            split_turns=self.split_turns,
+            tool_format=self.tool_format,
+        )
+        base_url = self.endpoint.open(session)
+        stop: Stop = "stop"
+        error, reward, metrics = None, None, dict[str, float]()
+        try:
+            reward, metrics = outcome_of(await self._run(example, base_url, seed))
+        except LimitExceeded as failure:
+            stop, error = "env_timeout", f"agent: {failure}"
+        except Exception as failure:
+            stop, error = "env_error", f"agent: {_described(failure)}"
+        finally:
+            self.endpoint.end(base_url)
+        if failures:
+            raise failures[0]
+        return _trajectory(session, example, group, sample, stop=stop, error=error, reward=reward, metrics=metrics)
+
+    def close(self) -> None:
+        """Stop the endpoint, and end idle threads."""
+        self.endpoint.close()
+        self.limits.close()
+
+    async def _run(self, example: Example, base_url: str, seed: int) -> Any:
+        given = {"row": example.row, "messages": list(example.messages), "seed": seed, **example.row, **self.args}
+        given |= {"base_url": base_url, "api_key": "session", "model": MODEL}
+        if not callable(self.run):
+            return await self.limits.call(run_command, self.run, base_url=base_url, given=given)
+        names = accepted_keywords(self.run)
+        keywords = given if names is None else {name: value for name, value in given.items() if name in names}
+        return await self.limits.call(self.run, **keywords)
+
+
+def outcome_of(result: Any) -> tuple[float | None, dict[str, float]]:
+    """Reward and metrics from what an agent returned: None, a number, or a mapping with `reward` and metrics."""
+    found = dict(result) if isinstance(result, Mapping) else {"reward": result}
+    reward = found.pop("reward", None)
+    for name, value in {"reward": reward, **found}.items():
+        if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
+            raise AgentFailed(f"it returned {name}={value!r}; give a finite number or None")
+    return None if reward is None else float(reward), {k: float(v) for k, v in found.items() if v is not None}
+
+
+def _described(failure: Exception) -> str:
+    return str(failure) if isinstance(failure, AgentFailed | CommandFailed) else describe_error(failure)
+
+
+def _trajectory(
+    session: Session,
+    example: Example,
+    group: int,
+    sample: int,
+    *,
+    stop: Stop,
+    error: str | None,
+    reward: float | None,
+    metrics: Mapping[str, float],
+) -> Trajectory:
+    """Trajectory with a row for each branch, the latest one first."""
+    branches = [branch for branch in session.branches if branch.transcript.turns]
+    if branches and reward is not None:
+        branches[-1].transcript.reward(reward)
+    if not branches and error is None:
+        stop, error = "env_error", "agent: it ended without a request to the endpoint"
+    empty = Branch(transcript=Transcript(example.prompt_tokens), messages=list(example.messages), tools=None)
+    last = branches[-1] if branches else empty
+    if session.num_turns >= session.max_turns and session.refusals["max_turns"]:
+        stop = "max_turns" if error is None else stop
+    elif session.refusals["context_length_exceeded"] and error is None:
+        stop = "length"
+    prompt = _prompt_of(last, example)
+    rows = [
+        Trajectory(
+            group=group,
+            example=prompt,
+            sample=sample,
+            messages=branch.messages,
+            text=str(branch.messages[-1].get("content") or ""),
+            stop=stop,
+            error=error,
+            **branch.transcript.columns(),
+        )
+        for branch in [last, *branches[:-1]]
+    ]
+    counted = {f"refused_{code}": float(count) for code, count in session.refusals.items()}
+    return replace(rows[0], metrics={**metrics, **counted, "rows": float(len(branches))}, more=rows[1:])
+
+
+def _prompt_of(branch: Branch, example: Example) -> Example:
+    """Example whose messages are those that the agent began with."""
+    roles = [message["role"] for message in branch.messages]
+    first = roles.index("assistant") if "assistant" in roles else len(roles)
+    turns = branch.transcript.turns
+    tokens = branch.transcript.tokens[: turns[0].start] if turns else branch.transcript.tokens
+    return replace(example, messages=branch.messages[:first], prompt_tokens=tokens)

@@ -1,0 +1,188 @@
+"""Session of an agent: its requests for one sample, recorded token by token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from posttrain.agents.messages import same_history
+from posttrain.data.chat import Message, Renderer
+from posttrain.environments.conversation import Generate
+from posttrain.environments.turns import message_of
+from posttrain.errors import ConfigError
+from posttrain.rollout.transcript import Transcript
+from posttrain.rollout.types import Completion, SamplingParams
+from posttrain.tools.types import FormatMaker, ToolFormat
+
+Tools = Sequence[dict[str, Any]] | None
+
+
+class RequestRefused(Exception):
+    """Request that the session does not answer; the message is one line, `code` that of the OpenAI API."""
+
+    def __init__(self, status: int, code: str, message: str):
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class Mark(NamedTuple):
+    """Place after a sampled turn."""
+
+    messages: int
+    tokens: int
+
+
+@dataclass(kw_only=True)
+class Branch:
+    """History that requests have followed, and its tokens."""
+
+    transcript: Transcript
+    messages: list[Message]
+    tools: Tools
+    marks: list[Mark] = field(default_factory=list)
+    busy: bool = True
+    """True while its next turn is sampled."""
+
+
+class Answer(NamedTuple):
+    message: Message
+    completion: Completion
+    num_prompt_tokens: int
+
+
+@dataclass(kw_only=True)
+class Session:
+    """Record of one agent's requests. Histories that go on from a turn keep its tokens; others are rows of their own,
+    in which only what is sampled anew is learned from."""
+
+    renderer: Renderer
+    params_of: Callable[[int], SamplingParams]
+    """Settings of the n-th request of the same tokens, with a random key of its own."""
+    generate: Generate
+    row_tokens: int
+    max_turns: int
+    max_rows: int
+    split_turns: bool
+    """Render every request anew, so that each is a row of its own."""
+    tool_format: FormatMaker | None
+    branches: list[Branch] = field(default_factory=list)
+    num_turns: int = 0
+    refusals: Counter[str] = field(default_factory=Counter)
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self._asked: Counter[tuple[int, ...]] = Counter()
+        self._running: set[asyncio.Task[Any]] = set()
+
+    async def complete(
+        self, messages: list[Message], tools: Tools, max_tokens: int | None, stop: Sequence[str]
+    ) -> Answer:
+        """Sample the next turn. RequestRefused beyond the limits of the session and after its end."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            return await self._complete(messages, tools, max_tokens, stop)
+        except RequestRefused as refused:
+            self.refusals[refused.code] += 1
+            raise
+        finally:
+            self._running.discard(task)
+
+    def close(self) -> None:
+        """Refuse further requests, and cancel those under way."""
+        self.closed = True
+        for task in tuple(self._running):
+            task.cancel()
+
+    async def _complete(
+        self, messages: list[Message], tools: Tools, max_tokens: int | None, stop: Sequence[str]
+    ) -> Answer:
+        if self.closed:
+            raise RequestRefused(410, "session_closed", "the sample of this session has ended")
+        if self.num_turns >= self.max_turns:
+            raise RequestRefused(403, "max_turns", f"this session has had its {self.max_turns} turns (agent.max_turns)")
+        tool_format = self._format(tools)
+        branch = self._place(messages, tools)
+        transcript = branch.transcript
+        asked, before = tuple(transcript.tokens), len(transcript)
+        params = self.params_of(self._asked[asked])
+        self._asked[asked] += 1
+        self.num_turns += 1
+        room = min(params.max_tokens, self.row_tokens - before, max_tokens or params.max_tokens)
+        params = replace(params, max_tokens=room, stop=(*params.stop, *stop))
+        try:
+            completion = await self.generate(asked, params)
+        finally:
+            branch.busy = False
+        transcript.add_turn(completion)
+        message, _ = message_of(completion, self.renderer.tokenizer, params, tool_format)
+        branch.messages.append(message)
+        branch.marks.append(Mark(len(branch.messages), len(transcript)))
+        return Answer(message, completion, before)
+
+    def _format(self, tools: Tools) -> ToolFormat | None:
+        """Format of the calls of a request's tools; None without tools."""
+        if self.tool_format is None or not tools:
+            return None
+        if not all(isinstance(tool.get("function"), dict) and "name" in tool["function"] for tool in tools):
+            raise RequestRefused(400, "invalid_request_error", "tools: each must have a function with a name")
+        try:
+            return self.tool_format(tools)
+        except ConfigError as error:
+            raise RequestRefused(400, "invalid_request_error", str(error)) from error
+
+    def _place(self, messages: list[Message], tools: Tools) -> Branch:
+        """Branch whose next turn the request asks for, with the tokens before it."""
+        found = None if self.split_turns else self._known(messages, tools)
+        try:
+            if found is None:
+                return self._new(Transcript(self.renderer.prompt(messages, tools)), messages, tools)
+            branch, mark = found
+            last = branch.transcript.tokens[mark.tokens - 1]
+            delta = self.renderer.between(messages[: mark.messages - 1], messages[mark.messages :], tools, last=last)
+        except ConfigError as error:
+            raise RequestRefused(400, "invalid_request_error", str(error)) from error
+        if branch.busy or mark != branch.marks[-1]:
+            # The turns before were sampled for another row, which learns from them.
+            return self._new(Transcript([*branch.transcript.tokens[: mark.tokens], *delta]), messages, tools)
+        self._check_room(len(branch.transcript) + len(delta))
+        branch.transcript.add(delta)
+        branch.messages, branch.busy = list(messages), True
+        return branch
+
+    def _known(self, messages: list[Message], tools: Tools) -> tuple[Branch, Mark] | None:
+        """Longest history of a branch, up to one of its turns, that the request goes on from."""
+        found = [
+            (branch, mark)
+            for branch in self.branches
+            if branch.tools == tools
+            for mark in branch.marks
+            if mark.messages < len(messages)
+            and same_history(branch.messages[: mark.messages], messages[: mark.messages])
+            and all(message["role"] != "assistant" for message in messages[mark.messages :])
+        ]
+        # Of equal histories that which can go on as it is.
+        return max(
+            found, key=lambda one: (one[1].messages, not one[0].busy and one[1] == one[0].marks[-1]), default=None
+        )
+
+    def _new(self, transcript: Transcript, messages: list[Message], tools: Tools) -> Branch:
+        self._check_room(len(transcript))
+        if len(self.branches) >= self.max_rows:
+            raise RequestRefused(
+                403, "max_rows", f"this session has {self.max_rows} histories already (agent.max_rows)"
+            )
+        self.branches.append(Branch(transcript=transcript, messages=list(messages), tools=tools))
+        return self.branches[-1]
+
+    def _check_room(self, num_tokens: int) -> None:
+        if num_tokens >= self.row_tokens:
+            raise RequestRefused(
+                400,
+                "context_length_exceeded",
+                f"this model's maximum context length is {self.row_tokens} tokens, the messages have {num_tokens}",
+            )

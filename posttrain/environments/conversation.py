@@ -1,0 +1,255 @@
+"""Conversations between policy and environment, token by token."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from posttrain.data.chat import Message, Renderer
+from posttrain.data.format import checked_messages
+from posttrain.environments.limits import LimitExceeded, Limits
+from posttrain.environments.tool_env import ToolEnv
+from posttrain.environments.turns import message_of
+from posttrain.environments.types import Env, EnvFactory, Reply
+from posttrain.errors import ConfigError, RunError
+from posttrain.rollout.trajectory import Example, Stop, Trajectory
+from posttrain.rollout.transcript import Transcript
+from posttrain.rollout.types import Completion, SamplingParams
+from posttrain.tools.types import FormatMaker, Tool, ToolFormat
+from posttrain.user_code import describe_error
+
+Generate = Callable[[Sequence[int], SamplingParams], Awaitable[Completion]]
+"""Sampler of one turn: a completion of the tokens so far."""
+
+
+class EnvError(Exception):
+    """Failure of an environment; the message is one line."""
+
+    def __init__(self, stop: Stop, message: str):
+        super().__init__(message)
+        self.stop: Stop = stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environments:
+    """Environments of a stage, one for each sample, and how conversations with them are held."""
+
+    make: EnvFactory
+    args: Mapping[str, Any]
+    """Keyword arguments of `make` beside dataset columns and `seed`."""
+    max_turns: int
+    row_tokens: int
+    """Maximum number of tokens of a conversation."""
+    split_turns: bool
+    """A training row for each turn, after the template's rendering of all messages before it; else one of all."""
+    limits: Limits
+    tool_format: FormatMaker | None
+    """Format of tool calls, for environments with tools."""
+    tools: Sequence[Tool] = ()
+    """Tools of the stage, the keyword `tools` of `make`."""
+    names: frozenset[str] | None = field(init=False)
+    """Keywords that `make` takes; None: all."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", accepted_keywords(self.make))
+
+    @property
+    def answers_tools(self) -> bool:
+        """True if environments only answer calls of the stage's tools, which the prompts of examples describe."""
+        return self.make is ToolEnv
+
+    def given(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
+        """Keyword arguments of `make` for a dataset row."""
+        tools = {"tools": self.tools} if self.tools else {}
+        given = {"seed": seed, "row": row, **row, **tools, **self.args}
+        return given if self.names is None else {name: value for name, value in given.items() if name in self.names}
+
+    def close(self) -> None:
+        """End the threads and tools that conversations leave."""
+        self.limits.close()
+        for tool in self.tools:
+            tool.close()
+
+    async def converse(
+        self,
+        example: Example,
+        *,
+        group: int,
+        sample: int,
+        seed: int,
+        renderer: Renderer,
+        params_of: Callable[[int], SamplingParams],
+        generate: Generate,
+    ) -> Trajectory:
+        """Hold the conversation of one sample. A failure of the environment ends it with that `stop`; one of the engine
+        is raised."""
+        talk = Conversation(self, example, renderer=renderer, params=params_of(0), generate=generate)
+        stop, error = "stop", None
+        try:
+            stop = await talk.hold(seed)
+        except EnvError as failure:
+            stop, error = failure.stop, str(failure)
+        finally:
+            await talk.close()
+        return talk.trajectory(group, sample, stop=stop, error=error)
+
+
+class Conversation:
+    """One conversation under way."""
+
+    def __init__(
+        self,
+        environments: Environments,
+        example: Example,
+        *,
+        renderer: Renderer,
+        params: SamplingParams,
+        generate: Generate,
+    ):
+        self._all, self._renderer, self._params, self._generate = environments, renderer, params, generate
+        self._example = example
+        self._env: Env | None = None
+        self._tools: Sequence[Tool] = ()
+        self._format: ToolFormat | None = None
+        self._messages: list[Message] = list(example.messages)
+        self._rows = [Transcript(example.prompt_tokens)]
+        self._text = ""
+        self._metrics: dict[str, float] = {}
+
+    async def hold(self, seed: int) -> Stop:
+        """Sample turns until the environment is done, or a limit is reached."""
+        await self._start(seed)
+        while True:
+            row = self._rows[-1]
+            room = min(self._params.max_tokens, self._all.row_tokens - len(row))
+            if room < 1:
+                return "length"
+            completion = await self._generate(row.tokens, replace(self._params, max_tokens=room))
+            row.add_turn(completion)
+            message = self._message(completion)
+            reply = await self._reply(message)
+            row.reward(reply.reward)
+            if reply.done or completion.stop == "length":
+                return "stop" if reply.done and completion.stop != "length" else "length"
+            if sum(len(one.turns) for one in self._rows) >= self._all.max_turns:
+                return "max_turns"
+            if not self._go_on(reply.messages, completion):
+                return "length"
+
+    async def close(self) -> None:
+        """Call the environment's `close`, if it has one; what it raises is counted in `close_errors`."""
+        close = getattr(self._env, "close", None)
+        if close is not None:
+            try:
+                await self._all.limits.call(close)
+            except Exception:
+                self._count({"close_errors": 1.0})
+
+    def trajectory(self, group: int, sample: int, *, stop: Stop, error: str | None) -> Trajectory:
+        """Trajectory of what was said."""
+        rows = [
+            Trajectory(
+                group=group,
+                example=self._example,
+                sample=sample,
+                messages=self._messages,
+                text=self._text,
+                stop=stop,
+                error=error,
+                **row.columns(),
+            )
+            for row in self._rows
+            if row.turns or row is self._rows[0]
+        ]
+        return replace(rows[0], metrics=self._metrics, more=rows[1:])
+
+    async def _start(self, seed: int) -> None:
+        """Make the environment, and its prompt where it has one of its own."""
+        self._env = await self._called("make", self._all.make, **self._all.given(self._example.row, seed))
+        if not isinstance(self._env, Env):
+            raise EnvError("env_error", f"it made a {type(self._env).__name__} without a method reply(message)")
+        self._tools = tuple(getattr(self._env, "tools", ()))
+        start = getattr(self._env, "start", None)
+        messages = None if start is None else await self._called("start", start)
+        if self._tools and self._all.tool_format is not None:
+            self._format = self._all.tool_format(self._schemas or [])
+        if messages is None and (not self._tools or self._all.answers_tools):
+            return
+        if messages is not None:
+            self._messages = self._checked("start", messages)
+        try:
+            tokens = self._renderer.prompt(self._messages, self._schemas)
+        except ConfigError as failure:
+            raise EnvError("env_error", f"start: {failure}") from failure
+        self._example = replace(self._example, messages=list(self._messages), prompt_tokens=tokens)
+        self._rows = [Transcript(tokens)]
+
+    async def _reply(self, message: Message) -> Reply:
+        assert self._env is not None
+        self._messages.append(message)
+        reply = await self._called("reply", self._env.reply, message)
+        if not isinstance(reply, Reply):
+            raise EnvError("env_error", f"reply returned a {type(reply).__name__}, not a Reply")
+        if reply.reward is not None and not math.isfinite(reply.reward):
+            raise EnvError("env_error", f"reply gave the reward {reply.reward}; give a finite number or None")
+        if not reply.done and not reply.messages:
+            raise EnvError("env_error", "reply gave no messages and is not done")
+        self._count(reply.metrics)
+        return replace(reply, messages=self._checked("reply", reply.messages) if reply.messages else ())
+
+    def _message(self, completion: Completion) -> Message:
+        """Assistant message of a turn, with its tool calls where the environment has tools."""
+        message, self._text = message_of(completion, self._renderer.tokenizer, self._params, self._format)
+        return message
+
+    def _go_on(self, messages: Sequence[Message], completion: Completion) -> bool:
+        """Add the reply before the next turn, unless no room is left for one."""
+        before = self._messages[:-1]
+        self._messages += messages
+        try:
+            if self._all.split_turns:
+                made = Transcript(self._renderer.prompt(self._messages, self._schemas))
+                fits = len(made) < self._all.row_tokens
+                self._rows += [made] if fits else []
+                return fits
+            delta = self._renderer.between(before, messages, self._schemas, last=completion.tokens[-1])
+        except ConfigError as failure:
+            raise EnvError("env_error", f"reply: {failure}") from failure
+        fits = len(self._rows[-1]) + len(delta) < self._all.row_tokens
+        self._rows[-1].add(delta if fits else ())
+        return fits
+
+    @property
+    def _schemas(self) -> list[dict[str, Any]] | None:
+        return [dict(tool.schema) for tool in self._tools] or None
+
+    async def _called(self, name: str, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        try:
+            return await self._all.limits.call(function, *args, **keywords)
+        except RunError:
+            raise
+        except LimitExceeded as failure:
+            raise EnvError("env_timeout", f"{name}: {failure}") from failure
+        except Exception as failure:
+            raise EnvError("env_error", f"{name}: {describe_error(failure)}") from failure
+
+    def _checked(self, name: str, messages: Any) -> list[Message]:
+        try:
+            return checked_messages(messages, f"{name}: messages")
+        except ConfigError as failure:
+            raise EnvError("env_error", str(failure)) from failure
+
+    def _count(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics[name] = self._metrics.get(name, 0.0) + float(value)
+
+
+def accepted_keywords(make: Callable[..., Any]) -> frozenset[str] | None:
+    """Names of the keywords that a function takes; None: any."""
+    parameters = inspect.signature(make).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return frozenset(p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY)

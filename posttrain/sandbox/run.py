@@ -1,0 +1,193 @@
+"""Sandbox for code of models: a fresh process with limits, in a scratch folder, without network or other files."""
+
+from __future__ import annotations
+
+import functools
+import marshal
+import os
+import selectors
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.errors import RunError
+
+GRACE_S = 10.0
+"""Seconds after the deadline in which the supervisor must have killed everything."""
+PROGRAM = "import sys; sys.path.insert(0, {root!r}); from posttrain.sandbox.supervisor import main; sys.path.pop(0); "
+MAIN = "main.py"
+UNPROTECTED = {
+    "network": "it can reach the network",
+    "files": "it can read and write files outside of its scratch folder",
+    "processes": "it can start processes, of which some may outlive it, and signal others",
+}
+"""Consequence of each protection that the kernel does not offer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Outcome of a program."""
+
+    stdout: str
+    stderr: str
+    code: int | None
+    """Exit code; negative: number of the signal that ended it. None after a timeout."""
+    timed_out: bool
+    missing: Sequence[str]
+    """Protections that this kernel does not offer: keys of `UNPROTECTED`."""
+
+
+def run(
+    argv: Sequence[str],
+    *,
+    timeout_s: float,
+    files: Mapping[str, str | bytes] | None = None,
+    stdin: str = "",
+    memory_mib: int = 1024,
+    file_mib: int = 16,
+    output_kib: int = 64,
+    may_fork: bool = False,
+) -> Result:
+    """Run a command in a new scratch folder that holds `files` (text by relative path), and remove the folder.
+
+    `timeout_s`: wall-clock seconds, after which the command is killed with all that it started. `memory_mib`: address
+    space of each process. `file_mib`: size of a file that it writes. `output_kib`: part of stdout and of stderr that is
+    kept, each. `may_fork`: allow further processes. Raises RunError if the sandbox itself fails.
+    """
+    return _run(list(argv), None, files or {}, stdin, timeout_s, memory_mib, file_mib, output_kib, may_fork)
+
+
+def run_python(
+    source: str,
+    *,
+    timeout_s: float,
+    argv: Sequence[str] = (),
+    files: Mapping[str, str | bytes] | None = None,
+    stdin: str = "",
+    memory_mib: int = 1024,
+    file_mib: int = 16,
+    output_kib: int = 64,
+    may_fork: bool = False,
+) -> Result:
+    """Run a Python program, as `run` does a command, with this interpreter's packages."""
+    all_files = {**(files or {}), MAIN: source}
+    return _run(list(argv), MAIN, all_files, stdin, timeout_s, memory_mib, file_mib, output_kib, may_fork)
+
+
+@functools.cache
+def missing_protections() -> tuple[str, ...]:
+    """Lines about protections that this machine's kernel does not offer to sandboxed programs; empty: all are there."""
+    missing = run_python("", timeout_s=60.0).missing
+    return tuple(f"sandbox: this kernel does not confine a program: {UNPROTECTED[name]}" for name in missing)
+
+
+def _run(
+    argv: list[str],
+    python: str | None,
+    files: Mapping[str, str | bytes],
+    stdin: str,
+    timeout_s: float,
+    memory_mib: int,
+    file_mib: int,
+    output_kib: int,
+    may_fork: bool,
+) -> Result:
+    folder = Path(tempfile.mkdtemp(prefix="posttrain-sandbox-")).resolve()
+    try:
+        _write(folder, files)
+        job = {
+            "argv": argv,
+            "python": python,
+            "folder": str(folder),
+            "timeout_s": timeout_s,
+            "memory_mib": memory_mib,
+            "file_mib": file_mib,
+            "may_fork": may_fork,
+            "parent": os.getpid(),
+        }
+        return _supervise(job, stdin.encode(), timeout_s, output_kib * 1024)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(folder: Path, files: Mapping[str, str | bytes]) -> None:
+    for name, content in files.items():
+        path = folder / name
+        if not path.resolve().is_relative_to(folder):
+            raise ValueError(f"files: {name!r} lies outside of the scratch folder; use a relative path")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def _supervise(job: Mapping[str, object], stdin: bytes, timeout_s: float, limit: int) -> Result:
+    """Run the supervisor, and read its report and its program's output."""
+    root = str(Path(__file__).resolve().parents[2])
+    report, write_end = os.pipe()
+    folder = str(job["folder"])
+    with tempfile.TemporaryFile() as given:
+        given.write(stdin)
+        given.seek(0)
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-I",
+                "-c",
+                PROGRAM.format(root=root) + "main()",
+                marshal.dumps({**job, "report": write_end}).hex(),
+            ],
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=[write_end],
+            start_new_session=True,
+            cwd=folder,
+            env=_environment(folder),
+        )
+    os.close(write_end)
+    with process, open(report, "rb"):
+        assert process.stdout is not None and process.stderr is not None
+        pipes = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray(), report: bytearray()}
+        try:
+            _drain(pipes, report, time.monotonic() + timeout_s + GRACE_S, limit)
+        finally:
+            process.kill()
+        stdout, stderr = (
+            bytes(pipes[one.fileno()]).decode(errors="replace") for one in (process.stdout, process.stderr)
+        )
+        said = bytes(pipes[report])
+    if not said:
+        raise RunError(f"sandbox: it did not start or end: {stderr.strip()[-500:] or 'no message'}")
+    found = marshal.loads(said)
+    return Result(
+        stdout=stdout, stderr=stderr, code=found["code"], timed_out=found["timed_out"], missing=tuple(found["missing"])
+    )
+
+
+def _environment(folder: str) -> dict[str, str]:
+    """Environment without this process's variables, which may hold keys."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"])
+    return {"PATH": path, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def _drain(pipes: Mapping[int, bytearray], report: int, end: float, limit: int) -> None:
+    """Read all pipes until the report's end or the deadline; keep at most `limit` bytes of each."""
+    with selectors.DefaultSelector() as selector:
+        for pipe in pipes:
+            os.set_blocking(pipe, False)
+            selector.register(pipe, selectors.EVENT_READ)
+        reported = False
+        while selector.get_map() and (time.monotonic() < end):
+            ready = selector.select(0.0 if reported else max(0.0, end - time.monotonic()))
+            if reported and not ready:
+                return
+            for key, _ in ready:
+                part = os.read(key.fd, 1 << 16)
+                if not part:
+                    selector.unregister(key.fd)
+                    reported = reported or key.fd == report
+                pipes[key.fd].extend(part[: limit - len(pipes[key.fd])])

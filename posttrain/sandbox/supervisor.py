@@ -1,0 +1,213 @@
+"""Sandbox process: confines itself, runs one program, and kills it with all that it started at its deadline.
+
+`posttrain.sandbox.run` starts it in a new interpreter per program: imports here cost each of them, so they are few.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import marshal
+import os
+import resource
+import signal
+import sys
+import time
+
+from posttrain.sandbox import landlock, seccomp
+
+TYPE_CHECKING = False  # without the import of typing
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Any
+
+PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 1, 24, 36
+CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
+CAPABILITY_VERSION, LAST_CAPABILITY = 0x20080522, 40
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/localtime")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+OPEN_FILES = 256
+POLL_S = (0.0005, 0.01)
+KILL_TIMEOUT_S = 5.0
+MIB = 2**20
+
+
+def main() -> None:
+    """Run the job of the command line, and write its outcome to the job's descriptor; the program's process
+    returns at its end."""
+    job = marshal.loads(bytes.fromhex(sys.argv[1]))
+    report = job["report"]
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if os.getppid() != job["parent"]:
+        os._exit(1)
+    namespaces = _enter_namespaces()
+    end = time.monotonic() + job["timeout_s"]
+    code_of, code_to = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(report)
+        os.close(code_of)
+        _start(job, code_to if namespaces else None)
+        return
+    os.close(code_to)
+    status = _wait(pid, end, stopped)
+    if status is None:
+        _kill(pid)
+    _kill_orphans()
+    code = None if status is None else os.waitstatus_to_exitcode(status)
+    if namespaces and code == 0:
+        code = int(os.read(code_of, 16))
+    missing = [name for name, there in _protections(namespaces).items() if not there]
+    os.write(report, marshal.dumps({"code": code, "timed_out": status is None, "missing": missing}))
+    os._exit(0)
+
+
+def _protections(namespaces: bool) -> dict[str, bool]:
+    return {
+        "network": namespaces or seccomp.is_available(),
+        "files": landlock.version() > 0,
+        "processes": namespaces or seccomp.is_available(),
+    }
+
+
+def _enter_namespaces() -> bool:
+    """Make the next child the first process of namespaces without network, whose end kills all processes in them."""
+    if sys.platform != "linux":
+        return False
+    user, group = os.getuid(), os.getgid()
+    if ctypes.CDLL(None).unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC):
+        return False
+    for file, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        with open(f"/proc/self/{file}", "w", encoding="ascii") as opened:
+            opened.write(text)
+    return True
+
+
+def _wait(pid: int, end: float, stopped: list[int]) -> int | None:
+    """Wait for a child; None at the deadline or after a signal."""
+    pause = POLL_S[0]
+    while not stopped and time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status
+        time.sleep(pause)
+        pause = min(pause * 1.5, POLL_S[1])
+    return None
+
+
+def _kill(pid: int) -> None:
+    """Kill a process and its group."""
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def _kill_orphans() -> None:
+    """Kill all descendants; without namespaces they become children of this process as their parents die."""
+    end = time.monotonic() + KILL_TIMEOUT_S
+    while time.monotonic() < end:
+        for child in _children():
+            _kill(child)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _children() -> list[int]:
+    """Process ids of this process's children, if the kernel lists them."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+            return [int(pid) for pid in file.read().split()]
+    except FileNotFoundError:
+        return []
+
+
+def _start(job: dict[str, Any], code_to: int | None) -> None:
+    """Run the program in this process; if this is the first of a namespace, below it, and write its exit code."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if code_to is not None:
+        if pid := os.fork():
+            while (found := os.wait())[0] != pid:
+                pass
+            os.write(code_to, str(os.waitstatus_to_exitcode(found[1])).encode())
+            os._exit(0)
+        os.close(code_to)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        _confine(job)
+    except OSError as error:
+        print(f"sandbox: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    _execute(job)
+
+
+def _confine(job: dict[str, Any]) -> None:
+    os.setsid()
+    os.chdir(job["folder"])
+    limits = {
+        resource.RLIMIT_AS: job["memory_mib"] * MIB,
+        resource.RLIMIT_FSIZE: job["file_mib"] * MIB,
+        resource.RLIMIT_CPU: int(job["timeout_s"]) + 1,
+        resource.RLIMIT_NOFILE: OPEN_FILES,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, limit in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        if sys.platform == "linux" or kind != resource.RLIMIT_AS:
+            resource.setrlimit(kind, (limit, limit))
+    if landlock.version():
+        python = [sys.prefix, sys.base_prefix, sys.exec_prefix, *(one for one in sys.path if "-packages" in one)]
+        landlock.restrict(read=[*SYSTEM, *python, *DEVICES], write=[job["folder"], "/dev/null"])
+    if sys.platform == "linux":
+        for capability in range(LAST_CAPABILITY + 1):
+            _prctl(PR_CAPBSET_DROP, capability)
+        header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
+        ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)())
+    if seccomp.is_available():
+        seccomp.restrict(may_fork=job["may_fork"])
+
+
+def _execute(job: dict[str, Any]) -> None:
+    """Become the command, or run the Python file as `python FILE` would, without the start of another interpreter."""
+    argv = job["argv"]
+    if job["python"] is None:
+        try:
+            os.execvp(argv[0], argv)
+        except OSError as error:
+            print(f"{argv[0]}: {error.strerror}", file=sys.stderr, flush=True)
+            os._exit(127)
+    file = job["python"]
+    sys.argv = [file, *argv]
+    sys.path.insert(0, job["folder"])
+    sys.excepthook = _print_own_frames
+    module = type(sys)("__main__")
+    module.__dict__.update(__file__=file, __builtins__=__builtins__)
+    sys.modules["__main__"] = module
+    with open(file, "rb") as opened:
+        text = opened.read()
+    exec(compile(text, file, "exec"), module.__dict__)
+
+
+def _print_own_frames(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+    """Print a traceback from the program's first frame on."""
+    import traceback
+
+    here = frames
+    while here is not None:
+        if here.tb_frame.f_code.co_filename == __file__:
+            frames = here.tb_next
+        here = here.tb_next
+    traceback.print_exception(kind, error, frames)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,1 @@
+"""Formats of tool calls, by the families of models that write them."""

@@ -1,0 +1,134 @@
+"""Tools made of typed Python functions: schema from signature and docstring, deadline, size limit, errors as text."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, get_type_hints
+
+from posttrain.errors import ConfigError, did_you_mean
+from posttrain.runtime.threads import LoopThread, ThreadCall
+from posttrain.tools.arguments import argument_error
+from posttrain.tools.results import failed, result_text
+from posttrain.user_code import import_transformers
+
+MAX_ABANDONED = 64
+"""Maximum number of calls of one function past their deadline that may still be running; beyond it the function is not
+called."""
+CLOSE_S = 1.0
+"""Seconds that the end of a run waits for coroutines of tools to end."""
+
+
+class FunctionTool:
+    """Tool of a typed Python function with a docstring in Google's format, as transformers' `get_json_schema` reads it.
+
+    A function runs in a new thread, where it cannot be killed; a coroutine function runs in an event loop of its own,
+    which lives as long as the tool, and is cancelled at the deadline. Calls run concurrently.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], *, timeout_s: float, max_chars: int, args: Mapping[str, Any] | None = None
+    ):
+        """`args`: keyword arguments of the function that are no part of the schema."""
+        self._function, self._timeout_s, self._max_chars = function, timeout_s, max_chars
+        self._args = dict(args or {})
+        self._schema = function_schema(function, self._args)
+        self._is_coroutine = inspect.iscoroutinefunction(function)
+        self._abandoned: set[threading.Thread] = set()
+        self._loop = LoopThread(f"tool {self.name}")
+
+    @property
+    def name(self) -> str:
+        return str(self._schema["function"]["name"])
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        return self._schema
+
+    @property
+    def abandoned(self) -> int:
+        """Number of calls past their deadline that are still running."""
+        self._abandoned = {thread for thread in self._abandoned if thread.is_alive()}
+        return len(self._abandoned)
+
+    async def __call__(self, arguments: Mapping[str, Any]) -> str:
+        """Call the function. Invalid arguments, exceptions, a result that is no JSON and a passed deadline give a
+        `FailedCall`."""
+        fault = argument_error(arguments, self._schema["function"]["parameters"])
+        if fault is not None:
+            return failed(fault, self._max_chars)
+        if self.abandoned >= MAX_ABANDONED:
+            return failed(f"{self.name} hangs: {MAX_ABANDONED} earlier calls have not returned", self._max_chars)
+        try:
+            result = await (self._in_loop(arguments) if self._is_coroutine else self._in_thread(arguments))
+            return result_text(result, self._max_chars)
+        except TimeoutError as error:
+            text = str(error) or f"{self.name} took longer than {self._timeout_s:g} seconds"
+            return failed(text, self._max_chars)
+        except Exception as error:
+            return failed(f"{type(error).__name__}: {error}", self._max_chars)
+
+    def close(self) -> None:
+        """Cancel coroutines; threads end by themselves."""
+        self._loop.close(CLOSE_S)
+
+    async def _in_loop(self, arguments: Mapping[str, Any]) -> Any:
+        return await asyncio.wait_for(self._loop.run(self._function(**arguments, **self._args)), self._timeout_s)
+
+    async def _in_thread(self, arguments: Mapping[str, Any]) -> Any:
+        call = ThreadCall[Any]()
+
+        def work() -> Any:
+            result = self._function(**arguments, **self._args)
+            return call.wait(result) if inspect.isawaitable(result) else result
+
+        thread = call.start(work, f"tool {self.name}")
+        try:
+            return await asyncio.wait_for(call.future, self._timeout_s)
+        except (TimeoutError, asyncio.CancelledError):
+            self._abandoned.add(thread)
+            call.cancel()
+            raise
+
+
+def function_schema(function: Callable[..., Any], hidden: Collection[str] = ()) -> Mapping[str, Any]:
+    """Make the schema of a function without its `hidden` parameters. ConfigError without a docstring, for a parameter
+    without a type that JSON has or without a line under `Args:`, and for a hidden one that the function does not have.
+    """
+    templates = import_transformers("utils.chat_template_utils")
+    name = getattr(function, "__name__", type(function).__name__)
+    given = inspect.signature(function).parameters
+    for key, parameter in given.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ConfigError(f"tools: {name} takes *{key}, which has no schema; name its parameters one by one")
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ConfigError(f"tools: {name} has positional-only parameters, but models name arguments; remove the /")
+    for key in hidden:
+        if key not in given:
+            raise ConfigError(f"tools.args: {name} takes no argument {key!r}{did_you_mean(key, given)}")
+    try:
+        schema = templates.get_json_schema(_without(function, hidden))
+    except (templates.DocstringParsingException, templates.TypeHintParsingException, NameError, TypeError) as error:
+        reason = " ".join(" ".join(map(str, error.args)).split())
+        raise ConfigError(
+            f"tools: {name} has no schema: {reason}; give every parameter a type, and a line under `Args:` in the "
+            "function's docstring"
+        ) from error
+    return {"type": "function", "function": schema["function"]}
+
+
+def _without(function: Callable[..., Any], hidden: Collection[str]) -> Callable[..., Any]:
+    """Description of a function without its hidden parameters, with its types resolved."""
+
+    def described() -> None: ...
+
+    signature = inspect.signature(function)
+    kept = [parameter for key, parameter in signature.parameters.items() if key not in hidden]
+    described.__name__ = getattr(function, "__name__", type(function).__name__)
+    described.__doc__ = inspect.getdoc(function)
+    hints = get_type_hints(function)
+    described.__annotations__ = {key: hint for key, hint in hints.items() if key not in hidden}
+    described.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    return described

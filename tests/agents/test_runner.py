@@ -1,0 +1,209 @@
+"""Agents through the endpoint: plain clients, child processes, and agents that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from posttrain.agents.endpoint import Endpoint
+from posttrain.agents.runner import Agents
+from posttrain.data.chat import Renderer
+from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.environments.limits import Limits
+from posttrain.environments.reward import env_rewards
+from posttrain.rollout.trajectory import Example, Trajectory
+from posttrain.rollout.types import SamplingParams
+from tests.agents.test_session import Counting
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer("bytes")
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[Endpoint]:
+    made = Endpoint()
+    yield made
+    made.close()
+
+
+def run(endpoint: Endpoint, tokenizer: Tokenizer, agent: Any, timeout_s: float = 20.0, **changes: Any) -> Trajectory:
+    plain: dict[str, Any] = {
+        "args": {},
+        "max_turns": 8,
+        "max_rows": 3,
+        "row_tokens": 400,
+        "split_turns": False,
+        "tool_format": None,
+    }
+    agents = Agents(run=agent, endpoint=endpoint, limits=Limits(timeout_s=timeout_s, concurrency=4), **plain | changes)
+    renderer = Renderer(tokenizer, True)
+    prompt = [{"role": "user", "content": "?"}]
+    example = Example(index=0, row={"size": 3}, messages=prompt, prompt_tokens=renderer.prompt(prompt), plain=False)
+    params = SamplingParams(max_tokens=8, temperature=1.0, stop_token_ids=tokenizer.stop_ids, key=(0, 0))
+    held = agents.converse(
+        example,
+        group=1,
+        sample=2,
+        seed=9,
+        renderer=renderer,
+        params_of=lambda _: params,
+        generate=Counting(tokenizer),
+    )
+    return asyncio.run(held)
+
+
+def ask(client: openai.OpenAI, messages: list[Any], **fields: Any) -> Any:
+    return client.chat.completions.create(model="any", messages=messages, **fields)
+
+
+def client_of(base_url: str, api_key: str = "x") -> openai.OpenAI:
+    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+
+
+def test_a_plain_client(endpoint: Endpoint, tokenizer: Tokenizer) -> None:
+    """Two turns become a trajectory of two turns with the agent's reward; a stream has the same words."""
+    seen: list[Any] = []
+
+    def agent(base_url: str, api_key: str, model: str, size: int, seed: int, messages: list[Any]) -> dict[str, float]:
+        client = client_of(base_url, api_key)
+        first = ask(client, messages)
+        later = [*messages, first.choices[0].message, {"role": "user", "content": "+"}]
+        text = "".join(c.choices[0].delta.content or "" for c in ask(client, later, stream=True))
+        seen.extend([model, size, seed, first.choices[0].message.content, text, first.usage.completion_tokens])
+        seen.append(client.models.list().data[0].id)
+        return {"reward": 0.5, "won": 1.0}
+
+    made = run(endpoint, tokenizer, agent)
+    assert seen == ["policy", 3, 9, "1", "2", 2, "policy"]
+    assert (made.stop, made.group, made.sample, len(made.turns), made.more) == ("stop", 1, 2, 2, [])
+    assert env_rewards([made]) == [0.5] and made.metrics == {"won": 1.0, "rows": 1.0}
+    assert [m["content"] for m in made.completion_messages] == ["1", "+", "2"]
+    assert np.asarray(made.sampled).sum() == 4
+
+
+def test_several_choices_and_forks_are_rows(endpoint: Endpoint, tokenizer: Tokenizer) -> None:
+    async def agent(base_url: str) -> float:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key="x", max_retries=0)
+        answer = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}], n=2)
+        assert sorted(str(choice.message.content) for choice in answer.choices) == ["1", "2"]
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?" * 500}])
+        await client.close()
+        return 1.0
+
+    made = run(endpoint, tokenizer, agent)
+    assert len(made.rows) == 2 and made.stop == "length" and made.metrics["refused_context_length_exceeded"] == 1.0
+    assert env_rewards([made]) == [1.0]
+
+
+COMMAND = """
+import json, os, sys, openai
+row = json.loads(os.environ["POSTTRAIN_ROW"])
+how = row["how"]
+client = openai.OpenAI()
+said = client.chat.completions.create(model="m", messages=row["messages"]).choices[0].message.content
+if how == "hang":
+    import subprocess, time
+    child = subprocess.Popen(["sleep", "300"])
+    print(child.pid, file=open(row["file"], "w"), flush=True)
+    time.sleep(300)
+if how == "raise":
+    raise ValueError("the agent has a bug")
+print("said", said)
+print(json.dumps({"reward": 0.25, "length": len(said)}))
+"""
+
+
+def test_a_child_process(endpoint: Endpoint, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    script = tmp_path / "agent.py"
+    script.write_text(COMMAND, encoding="utf-8")
+    command = (sys.executable, str(script))
+    made = run(endpoint, tokenizer, command, args={"how": "well"})
+    assert env_rewards([made]) == [0.25] and made.metrics["length"] == 1.0 and len(made.turns) == 1
+    failed = run(endpoint, tokenizer, command, args={"how": "raise"})
+    assert failed.stop == "env_error" and failed.error is not None
+    assert "exit code 1: ValueError: the agent has a bug" in failed.error and len(failed.turns) == 1
+    file = tmp_path / "pid"
+    hanging = run(endpoint, tokenizer, command, timeout_s=5.0, args={"how": "hang", "file": str(file)})
+    assert hanging.stop == "env_timeout", hanging.error
+    # What it has started is killed with it.
+    for _ in range(100):
+        if _gone(int(file.read_text())):
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the child of the agent is still there")
+
+
+def _gone(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return not status.exists() or "State:\tZ" in status.read_text()
+
+
+@pytest.mark.parametrize(
+    ("agent", "error"),
+    [
+        (lambda base_url: None, "ended without a request"),
+        (lambda base_url: ask(client_of(base_url), [{"role": "user", "content": "?"}]) and float("nan"), "reward=nan"),
+        (lambda base_url: ask(client_of(base_url), []), "non-empty list"),
+        (lambda: 1 / 0, "ZeroDivisionError"),
+    ],
+)
+def test_agents_that_fail(endpoint: Endpoint, tokenizer: Tokenizer, agent: Callable[..., Any], error: str) -> None:
+    made = run(endpoint, tokenizer, agent)
+    assert made.stop == "env_error" and made.error is not None and error in made.error
+
+
+def test_an_engine_that_fails_is_no_failure_of_the_agent(endpoint: Endpoint, tokenizer: Tokenizer) -> None:
+    async def broken(tokens: Any, params: Any) -> Any:
+        raise FloatingPointError("not finite")
+
+    agents = Agents(
+        run=lambda base_url: ask(client_of(base_url), [{"role": "user", "content": "?"}]),
+        endpoint=endpoint,
+        limits=Limits(timeout_s=20.0, concurrency=4),
+        args={},
+        max_turns=8,
+        max_rows=3,
+        row_tokens=400,
+        split_turns=False,
+        tool_format=None,
+    )
+    example = Example(index=0, row={}, messages=[], prompt_tokens=[1], plain=False)
+    params = SamplingParams(max_tokens=8, temperature=1.0, stop_token_ids=tokenizer.stop_ids, key=(0, 0))
+    held = agents.converse(
+        example,
+        group=1,
+        sample=2,
+        seed=9,
+        renderer=Renderer(tokenizer, True),
+        params_of=lambda _: params,
+        generate=broken,
+    )
+    with pytest.raises(FloatingPointError):
+        asyncio.run(held)
+
+
+def test_addresses_are_secret(endpoint: Endpoint, tokenizer: Tokenizer) -> None:
+    """A session that has ended, or never was, is not served."""
+    urls: list[str] = []
+
+    def agent(base_url: str) -> float:
+        urls.append(base_url)
+        ask(client_of(base_url), [{"role": "user", "content": "?"}])
+        return 1.0
+
+    run(endpoint, tokenizer, agent)
+    for url in (urls[0], urls[0].replace("/v1", "x/v1")):
+        with pytest.raises(openai.NotFoundError):
+            ask(client_of(url), [{"role": "user", "content": "?"}])

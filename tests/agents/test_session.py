@@ -1,0 +1,186 @@
+"""Sessions of agents: requests that go on from a turn keep its tokens, other histories are rows of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from posttrain.agents.messages import from_wire, same_history, to_wire
+from posttrain.agents.session import RequestRefused, Session
+from posttrain.data.chat import Message, Renderer
+from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.errors import ConfigError
+from posttrain.rollout.types import Completion, SamplingParams
+from posttrain.tools.formats.catalog import make_format
+from tests.environments.helpers import completion
+
+USER: Message = {"role": "user", "content": "?"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer("bytes")
+
+
+class Counting:
+    """Engine that says 1, 2, 3, ... in the order of requests; what it was asked."""
+
+    def __init__(self, tokenizer: Tokenizer, wait: float = 0.0):
+        self.tokenizer, self.wait = tokenizer, wait
+        self.asked: list[tuple[list[int], SamplingParams]] = []
+
+    async def __call__(self, tokens: Sequence[int], params: SamplingParams) -> Completion:
+        self.asked.append((list(tokens), params))
+        said = [*self.tokenizer.encode(str(len(self.asked))), self.tokenizer.stop_ids[-1]]
+        await asyncio.sleep(self.wait)
+        return completion(said[: params.max_tokens], stop="stop" if len(said) <= params.max_tokens else "length")
+
+
+def session(tokenizer: Tokenizer, engine: Counting, **changes: Any) -> Session:
+    params = SamplingParams(max_tokens=8, temperature=1.0, stop_token_ids=tokenizer.stop_ids, key=(0, 0))
+    plain: dict[str, Any] = {
+        "params_of": lambda request: SamplingParams(**{**vars(params), "key": (7, request)}),
+        "row_tokens": 400,
+        "max_turns": 9,
+        "max_rows": 4,
+        "split_turns": False,
+        "tool_format": None,
+    }
+    return Session(renderer=Renderer(tokenizer, True), generate=engine, **plain | changes)
+
+
+def ask(one: Session, *messages: Message, max_tokens: int | None = None) -> Message:
+    return asyncio.run(one.complete(list(messages), None, max_tokens, ())).message
+
+
+def test_a_history_that_goes_on_is_one_row(tokenizer: Tokenizer) -> None:
+    engine = Counting(tokenizer)
+    one = session(tokenizer, engine)
+    first = ask(one, USER)
+    second = ask(one, USER, first, USER)
+    assert (first["content"], second["content"]) == ("1", "2") and len(one.branches) == 1
+    (branch,) = one.branches
+    assert engine.asked[1][0] == list(branch.transcript.tokens[: len(engine.asked[1][0])])
+    assert engine.asked[1][0][: len(engine.asked[0][0]) + 2] == [*engine.asked[0][0], ord("1"), tokenizer.stop_ids[-1]]
+    assert engine.asked[1][0] == one.renderer.prompt([USER, first, USER])
+    assert [turn.end - turn.start for turn in branch.transcript.turns] == [2, 2]
+
+
+def test_a_fork_is_a_row_in_which_earlier_turns_have_no_loss(tokenizer: Tokenizer) -> None:
+    engine = Counting(tokenizer)
+    one = session(tokenizer, engine)
+    first = ask(one, USER)
+    ask(one, USER, first, USER)
+    other = ask(one, USER, first, {"role": "user", "content": "else"})
+    assert other["content"] == "3" and len(one.branches) == 2
+    fork = one.branches[1].transcript
+    assert len(fork.turns) == 1 and sum(fork.sampled) == 2, "the first turn is learned from in its own row"
+    assert list(fork.tokens) == [
+        *one.renderer.prompt([USER, first, {"role": "user", "content": "else"}]),
+        ord("3"),
+        tokenizer.stop_ids[-1],
+    ]
+    # A history that nobody has sampled is rendered; so is one with another first message.
+    ask(one, USER, {"role": "assistant", "content": "made up"}, USER)
+    assert len(one.branches) == 3 and len(one.branches[2].transcript.turns) == 1
+
+
+def test_the_same_request_again_is_another_sample(tokenizer: Tokenizer) -> None:
+    engine = Counting(tokenizer)
+    one = session(tokenizer, engine)
+    ask(one, USER)
+    ask(one, USER)
+    assert [params.key for _, params in engine.asked] == [(7, 0), (7, 1)]
+    assert engine.asked[0][0] == engine.asked[1][0] and len(one.branches) == 2
+
+
+def test_requests_at_once(tokenizer: Tokenizer) -> None:
+    """Two requests that go on from one turn at once: the second becomes a row of its own."""
+    engine = Counting(tokenizer, wait=0.01)
+    one = session(tokenizer, engine)
+    first = ask(one, USER)
+
+    async def both() -> None:
+        await asyncio.gather(*(one.complete([USER, first, USER], None, None, ()) for _ in range(2)))
+
+    asyncio.run(both())
+    assert [sum(branch.transcript.sampled) for branch in one.branches] == [4, 2]
+
+
+def test_limits(tokenizer: Tokenizer) -> None:
+    engine = Counting(tokenizer)
+    one = session(tokenizer, engine, max_rows=2, max_turns=4, row_tokens=60)
+    assert ask(one, USER, max_tokens=1)["content"] == "1" and engine.asked[0][1].max_tokens == 1
+    ask(one, {"role": "user", "content": "b"})
+    for messages, code in (
+        ([{"role": "user", "content": "c"}], "max_rows"),
+        ([{"role": "user", "content": "c" * 60}], "context_length_exceeded"),
+    ):
+        with pytest.raises(RequestRefused) as refused:
+            ask(one, *messages)
+        assert refused.value.code == code
+    one.close()
+    with pytest.raises(RequestRefused) as refused:
+        ask(one, USER)
+    assert refused.value.code == "session_closed" and one.refusals["max_rows"] == 1
+    with pytest.raises(RequestRefused, match=r"agent\.max_turns"):
+        ask(session(tokenizer, engine, max_turns=0), USER)
+
+
+def test_a_row_for_each_request(tokenizer: Tokenizer) -> None:
+    engine = Counting(tokenizer)
+    one = session(tokenizer, engine, split_turns=True)
+    first = ask(one, USER)
+    ask(one, USER, first, USER)
+    assert len(one.branches) == 2 and engine.asked[1][0] == one.renderer.prompt([USER, first, USER])
+
+
+def test_messages_of_the_api() -> None:
+    call: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": [1, "é"]}}}
+    sampled: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    wire = to_wire(sampled)
+    assert wire["content"] is None and wire["tool_calls"][0]["function"]["arguments"] == '{"x": [1, "\\u00e9"]}'
+    tool = {
+        "role": "tool",
+        "tool_call_id": "a",
+        "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}],
+    }
+    back = from_wire([USER, wire, tool])
+    assert same_history(back[1:2], [sampled]) and back[2]["content"] == "12"
+    assert not same_history(back[1:2], [{**sampled, "content": "x"}])
+    for wrong, reason in (
+        ({}, "must be a list"),
+        ([{"role": "judge", "content": "?"}], "role='judge'"),
+        ([USER, wire], "end before the assistant turn"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "must be of type text"),
+        (
+            [{**wire, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, USER],
+            "no call with JSON arguments",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            from_wire(wrong)
+
+
+def test_calls_of_tools_are_parsed(tokenizer: Tokenizer) -> None:
+    async def say(tokens: Sequence[int], params: SamplingParams) -> Completion:
+        call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+        return completion([*tokenizer.encode(call), tokenizer.stop_ids[-1]])
+
+    def request(tool_format: str, tool: dict[str, Any]) -> Message:
+        made = session(tokenizer, say, tool_format=partial(make_format, tool_format, tokenizer))  # type: ignore[arg-type]
+        return asyncio.run(made.complete([USER], [tool], None, ())).message
+
+    add = {"type": "function", "function": {"name": "add"}}
+    (call,) = request("hermes", add)["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": {"a": 1}}
+    for tool_format, tool, reason in (
+        ("auto", add, "tool_format=auto: .* no known form"),
+        ("hermes", {"name": "add"}, "tools: each must have a function with a name"),
+    ):
+        with pytest.raises(RequestRefused, match=reason):
+            request(tool_format, tool)

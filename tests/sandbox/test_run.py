@@ -1,0 +1,138 @@
+"""The sandbox: programs of models do no harm, end at their deadline with all that they started, and leave nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.sandbox.run import Result, missing_protections, run, run_python
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's protections")
+
+
+def python(source: str, **changes: Any) -> Result:
+    return run_python(source, **{"timeout_s": 20.0, **changes})
+
+
+def needs(protection: str) -> None:
+    if any(protection in line for line in missing_protections()):
+        pytest.skip(f"this kernel has no protection: {protection}")
+
+
+def processes(marker: str) -> list[int]:
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if marker in file.read_bytes().decode(errors="replace"):
+                found.append(int(file.parent.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "stdout", "stderr"),
+    [
+        ("print(input() + open('a/b.txt').read())", 0, "in, data", ""),
+        ("import sys; sys.exit(203)", 203, "", ""),
+        ("1/0", 1, "", 'Traceback (most recent call last):\n  File "main.py", line 1, in <module>'),
+        ("import os; os.abort()", -6, "", ""),
+        ("import ctypes; ctypes.string_at(0)", -11, "", ""),
+        ("import os; os.kill(os.getpid(), 9)", -9, "", ""),
+        ("bytearray(1 << 30)", 1, "", "MemoryError"),
+        ("open('x', 'wb').write(bytes(1 << 22))", 1, "", "File too large"),
+        ("import threading as t; a = t.Thread(target=print, args=(7,)); a.start(); a.join()", 0, "7", ""),
+        ("import sys; print(sys.argv, __name__)", 0, "['main.py', 'one'] __main__", ""),
+        (
+            "import os; print(sorted(os.environ))",
+            0,
+            "['HOME', 'LANG', 'PATH', 'PYTHONDONTWRITEBYTECODE', 'TMPDIR']",
+            "",
+        ),
+    ],
+)
+def test_a_program_and_its_end(source: str, code: int, stdout: str, stderr: str) -> None:
+    found = python(source, argv=["one"], stdin="in\n", files={"a/b.txt": b", data"}, memory_mib=512, file_mib=1)
+    assert (found.code, found.timed_out, found.stdout.strip()) == (code, False, stdout), found.stderr
+    assert stderr in found.stderr and (stderr or not found.stderr)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import socket; socket.socket()",
+        "import urllib.request as u; u.urlopen('http://127.0.0.1:9')",
+    ],
+)
+def test_no_network(source: str) -> None:
+    """Red without the filter: the refusal is the kernel's EACCES, not that of a port where nobody listens."""
+    needs("network")
+    assert "Errno 13" in python(source).stderr
+
+
+def test_no_file_outside_of_its_folder(tmp_path: Path) -> None:
+    needs("files")
+    secret = tmp_path / "secret.txt"
+    secret.write_text("gold")
+    for source in (
+        f"open({str(secret)!r})",
+        f"open({str(secret)!r}, 'w')",
+        f"open({str(tmp_path / 'new')!r}, 'w')",
+        f"import os; os.unlink({str(secret)!r})",
+        "open('/proc/1/environ')",
+        "import os; os.listdir('/tmp')",
+    ):
+        assert "PermissionError" in python(source).stderr, source
+    assert secret.read_text() == "gold" and list(tmp_path.iterdir()) == [secret]
+
+
+@pytest.mark.parametrize(
+    "source", ["import os; os.fork()", "import os; os.kill(os.getppid(), 9)", "import os; os.kill(-1, 15)"]
+)
+def test_no_further_process_and_no_signal_to_others(source: str) -> None:
+    needs("processes")
+    assert "Errno 11" in (stderr := python(source).stderr) or "Errno 1]" in stderr
+
+
+def test_what_it_starts_ends_with_it() -> None:
+    """Red without the namespace and the loop that kills orphans: each of the three leaves a process in a session of
+    its own."""
+    start = "import subprocess; subprocess.Popen(['sleep', '{}'], start_new_session=True)"
+    assert python(start.format("4711.1"), may_fork=True).code == 0
+    assert python(start.format("4711.2") + "\nwhile True: pass", may_fork=True, timeout_s=0.5).timed_out
+    found = run(["sh", "-c", "setsid sleep 4711.3 & exit 4"], timeout_s=20.0, may_fork=True)
+    assert found.code == 4
+    assert not processes("4711.")
+
+
+def test_a_fork_bomb_ends_at_the_deadline() -> None:
+    start = time.monotonic()
+    bomb = "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass"
+    assert python(bomb, timeout_s=0.3, may_fork=True, memory_mib=128).timed_out
+    assert python(bomb, timeout_s=0.3).timed_out
+    assert time.monotonic() - start < 10.0
+
+
+def test_output_is_bounded_and_folders_are_removed() -> None:
+    before = set(Path(tempfile.gettempdir()).glob("posttrain-sandbox-*"))
+    found = python("while True: print('x' * 1000)", timeout_s=0.3, output_kib=3)
+    assert found.timed_out and found.code is None and len(found.stdout) == 3 * 1024
+    assert set(Path(tempfile.gettempdir()).glob("posttrain-sandbox-*")) <= before
+    with pytest.raises(ValueError, match=r"'../x' lies outside of the scratch folder"):
+        python("", files={"../x": ""})
+
+
+def test_several_at_once_and_commands() -> None:
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda number: python(f"print({number})").stdout, range(8)))
+    assert found == [f"{number}\n" for number in range(8)]
+    assert run(["echo", "a b"], timeout_s=20.0).stdout == "a b\n"
+    gone = run(["no-such-program"], timeout_s=20.0)
+    assert (gone.code, gone.stderr) == (127, "no-such-program: No such file or directory\n")
+    assert os.getcwd() != gone.stdout
