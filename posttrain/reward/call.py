@@ -8,6 +8,7 @@ import numbers
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from posttrain.reward.conventions import Convention, call_rows, convention_of
 from posttrain.user_code import describe_error
 
 LOGGERS = ("log_metric", "log_extra")
@@ -47,7 +48,12 @@ def call_reward(
         "log_extra": lambda name, values: extras.setdefault(name, []).extend(map(_plain, values)),
     }
     try:
-        result = function(**keywords, **{name: make[name] for name in loggers})
+        if convention_of(function) is Convention.LISTS:
+            result = function(**keywords, **{name: make[name] for name in loggers})
+        else:
+            result = call_rows(
+                function, keywords["rows"], keywords["args"], wait, (make["log_metric"], make["log_extra"])
+            )
         if inspect.isawaitable(result):
             result = wait(result)
         values, errors = check_values(result, count)

@@ -18,7 +18,8 @@ from typing import Any
 
 from posttrain.errors import ConfigError, RunError
 from posttrain.reward.call import CallError, CallResult
-from posttrain.reward.worker import COMMAND, END, FORK, REPLY, SIZE, Function
+from posttrain.reward.limits import MAX_DESCENDANTS, NO_LIMITS, Limits
+from posttrain.reward.worker import COMMAND, END, FORK, OVERRUN, REPLY, SIZE, Function
 
 START_TIMEOUT_S = 120.0
 """Timeout for the import of all functions in the child process."""
@@ -113,11 +114,11 @@ class RewardServer:
             self._control.settimeout(CONTROL_TIMEOUT_S)
             self._ready = True
 
-    def fork(self) -> WorkerProcess:
+    def fork(self, limits: Limits) -> WorkerProcess:
         """Fork a new worker. Call after `wait_until_ready`."""
         ours, theirs = socket.socketpair()
         with theirs:
-            pid = self._ask(FORK, 0, theirs)
+            pid = self._ask(FORK, 0, limits, theirs)
         ours.setblocking(False)
         self._forked += 1
         return WorkerProcess(pid, self._forked, ours)
@@ -125,17 +126,20 @@ class RewardServer:
     def end(self, worker: WorkerProcess) -> str:
         """Kill a worker and all processes that it started; return how its process ended."""
         worker.connection.close()
-        code = os.waitstatus_to_exitcode(self._ask(END, worker.pid))
+        status = self._ask(END, worker.pid, NO_LIMITS)
+        if status == OVERRUN:
+            return f"its process started more than {MAX_DESCENDANTS} processes and was killed"
+        code = os.waitstatus_to_exitcode(status)
         if code >= 0:
             return f"its process exited with code {code}"
         return f"its process was ended by {signal.Signals(-code).name}"
 
-    def _ask(self, command: bytes, number: int, descriptor: socket.socket | None = None) -> int:
+    def _ask(self, command: bytes, number: int, limits: Limits, descriptor: socket.socket | None = None) -> int:
         assert self._control is not None
         descriptors = [] if descriptor is None else [descriptor.fileno()]
         with self._lock:
             try:
-                socket.send_fds(self._control, [COMMAND.pack(command, number)], descriptors)
+                socket.send_fds(self._control, [COMMAND.pack(command, number, *limits)], descriptors)
                 reply: int = REPLY.unpack(_receive(self._control, REPLY.size))[0]
             except OSError as error:
                 raise self._failed(f"has ended ({type(error).__name__})") from error
@@ -171,9 +175,10 @@ class ProcessCaller:
     """Caller of one function in the workers of a server. One worker is reused by the next step, with its module's
     state."""
 
-    def __init__(self, server: RewardServer, index: int, name: str):
-        self._server, self._index, self._name = server, index, name
+    def __init__(self, server: RewardServer, index: int, name: str, limits: Limits):
+        self._server, self._index, self._name, self._limits = server, index, name, limits
         self._idle: list[WorkerProcess] = []
+        self._lock = threading.Lock()
 
     async def prepare(self) -> None:
         await asyncio.to_thread(self._server.wait_until_ready)
@@ -181,7 +186,7 @@ class ProcessCaller:
     async def call(self, keywords: Mapping[str, Any], loggers: Sequence[str], count: int) -> CallResult:
         """Call the function. CallError if it fails or its process dies; on cancellation the worker is killed."""
         request = self._request(keywords, loggers, count)
-        worker = self._oldest() or self._server.fork()
+        worker = self._oldest() or self._server.fork(self._limits)
         try:
             reply = await worker.ask(request)
         except BaseException:
@@ -210,11 +215,12 @@ class ProcessCaller:
 
     def _oldest(self) -> WorkerProcess | None:
         """Longest-running idle worker, which holds what the function has loaded."""
-        if not self._idle:
-            return None
-        worker = min(self._idle, key=lambda one: one.number)
-        self._idle.remove(worker)
-        return worker
+        with self._lock:
+            if not self._idle:
+                return None
+            worker = min(self._idle, key=lambda one: one.number)
+            self._idle.remove(worker)
+            return worker
 
     def finish(self, *, strange: bool) -> None:
         """End the workers that were started only because of a failure; after strange samples also the reused one if it

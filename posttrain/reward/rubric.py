@@ -1,75 +1,29 @@
-"""Reward functions: any callable that takes the keywords it names; a rubric sums several with weights."""
+"""Rubrics: several reward functions, summed with weights, over the groups of a step."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dis
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from posttrain.data.chat import Message
-from posttrain.errors import ConfigError, did_you_mean
+from posttrain.errors import ConfigError
 from posttrain.metrics import merge
-from posttrain.reward.call import LOGGERS, check_values
+from posttrain.reward.cache import RewardCache
+from posttrain.reward.call import check_values
+from posttrain.reward.function import Keywords, Reward
 from posttrain.reward.processes import ProcessCaller, RewardServer
-from posttrain.reward.scoring import Caller, Failure, RewardScores, Scoring
+from posttrain.reward.scoring import Caller, Failure, RewardScores
+from posttrain.reward.stream import GroupScores, RewardStream, whole
 from posttrain.reward.threads import ThreadCaller
-from posttrain.reward.types import RewardError, RewardFunction, Rewards
-from posttrain.reward.worker import Function
+from posttrain.reward.types import RewardError, Rewards
 from posttrain.rollout.trajectory import Group, Trajectory
 from posttrain.tracking.console import cut
-from posttrain.tree import Mean
-
-PROVIDED = ("prompts", "completions", "completion_tokens", "completion_ids", "trajectories", *LOGGERS)
-"""Keywords available to every reward function; `completion_ids` is an alias of `completion_tokens` for compatibility
-with other frameworks."""
 
 SHOWN_CELLS = 80
 """Maximum number of characters of a sample in an error message."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reward:
-    """Reward function with its weight; `args` are additional keyword arguments."""
-
-    function: RewardFunction
-    weight: float
-    args: Mapping[str, Any] = field(default_factory=dict)
-    timeout_s: float | None
-    """Timeout per step in seconds. None: a reward model, one call without a timeout."""
-    name: str = ""
-    """Name in metrics and messages; by default the function's name."""
-    on_error: Literal["drop"] | float = "drop"
-    """Value of a sample on which the function fails; `drop`: the sample has no reward."""
-    isolated: Function | None = None
-    """Import path of the function in child processes. None: it runs in threads of this process."""
-
-    def __post_init__(self) -> None:
-        if not self.name:
-            object.__setattr__(self, "name", getattr(self.function, "__name__", type(self.function).__name__))
-
-
-def missing_arguments(reward: Reward, columns: Sequence[str]) -> list[str]:
-    """List required parameters that neither the framework, nor `args`, nor a dataset column provides, one line each."""
-    known = [*PROVIDED, *reward.args, *columns]
-    parameters = inspect.signature(reward.function).parameters
-    lines = []
-    for name, p in parameters.items():
-        if p.kind is p.POSITIONAL_ONLY:
-            lines.append(f"reward {reward.name}: parameter {name!r} is positional-only; arguments are passed by name")
-        elif p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.default is p.empty and name not in known:
-            near = did_you_mean(name, known)
-            lines.append(f"reward {reward.name}: no column {name!r} in the dataset ({', '.join(columns)}){near}")
-    return lines + [
-        f"reward {reward.name}: it takes no argument {name!r}, which rewards.args gives"
-        for name in reward.args
-        if name not in parameters and not _takes_any(parameters)
-    ]
 
 
 class Rubric:
@@ -84,12 +38,17 @@ class Rubric:
                 "set `name` of one of them"
             )
         self.rewards = tuple(rewards)
+        self._keywords = {reward.name: Keywords(reward) for reward in rewards}
+        self._caches = {
+            reward.name: RewardCache(self._keywords[reward.name], reward.name) for reward in rewards if reward.cache
+        }
+        self._shared: RubricScoring | None = None
         isolated = list(dict.fromkeys(reward.isolated for reward in rewards if reward.isolated is not None))
         self._server = RewardServer(isolated)
         self._callers: dict[str, Caller] = {
             reward.name: ThreadCaller(reward.function, reward.name)
             if reward.isolated is None
-            else ProcessCaller(self._server, isolated.index(reward.isolated), reward.name)
+            else ProcessCaller(self._server, isolated.index(reward.isolated), reward.name, reward.limits)
             for reward in rewards
         }
 
@@ -106,35 +65,94 @@ class Rubric:
                 caller.close()
             self._server.close()
 
-    async def score(self, groups_P: Sequence[Group], advance: Callable[[int], None] | None = None) -> Rewards:
-        """Score all samples. `advance(1)` is called per finished function. ConfigError for arguments that cannot be
-        pickled."""
-        group_size = len(groups_P[0])
+    @contextlib.asynccontextmanager
+    async def scoring(self, step: int = 0) -> AsyncIterator[RubricScoring]:
+        """Score groups as they end: `add` each one, then await `result`. On exit running calls are cancelled. `step`:
+        number that functions written for TRL find in `trainer_state`."""
+        scoring = self._new_scoring(step)
+        try:
+            yield scoring
+        finally:
+            await scoring.close()
+
+    async def score(
+        self, groups_P: Sequence[Group], advance: Callable[[int], None] | None = None, step: int = 0
+    ) -> Rewards:
+        """Score all samples. `advance(1)` is called per finished function; `step` as in `scoring`. Concurrent scorings
+        of an event loop share calls of the functions.
+
+        ConfigError for arguments that cannot be pickled.
+        """
+        if self._shared is None or self._shared.loop is not asyncio.get_running_loop():
+            self._shared = self._new_scoring(step)
+        shared = self._shared
+        shared.users += 1
+        try:
+            for group in groups_P:
+                shared.add(group, step)
+            return await shared.result(groups_P, advance)
+        finally:
+            shared.users -= 1
+            if not shared.users:
+                self._shared = None if self._shared is shared else self._shared
+                await shared.close()
+
+    def _new_scoring(self, step: int) -> RubricScoring:
+        streams = {
+            reward.name: RewardStream(
+                reward, self._keywords[reward.name], self._callers[reward.name], self._caches.get(reward.name)
+            )
+            for reward in self.rewards
+            if reward.timeout_s is not None
+        }
+        return RubricScoring(self.rewards, streams, step)
+
+
+class RubricScoring:
+    """Scoring of groups by all functions, each from the moment at which it is added."""
+
+    def __init__(self, rewards: Sequence[Reward], streams: Mapping[str, RewardStream], step: int):
+        self._rewards, self._streams, self._step = rewards, streams, step
+        self._added: set[int] = set()
+        self._models = asyncio.Lock()
+        self.loop = asyncio.get_running_loop()
+        self.users = 0
+
+    def add(self, group: Group, step: int | None = None) -> None:
+        """Start scoring a finished group, by default of this scoring's step. Reward models score all groups in
+        `result`."""
+        self._added.add(id(group))
+        for stream in self._streams.values():
+            stream.add(group, self._step if step is None else step)
+
+    async def result(self, groups_P: Sequence[Group], advance: Callable[[int], None] | None = None) -> Rewards:
+        """Rewards of these groups in this order; groups that have not been added are now. At most one `timeout_s`."""
+        for group in groups_P:
+            if id(group) not in self._added:
+                self.add(group)
+        self._added.difference_update(map(id, groups_P))
         samples = [trajectory for group in groups_P for trajectory in group]
-        models = asyncio.Lock()
 
-        async def scored(reward: Reward) -> RewardScores:
-            if reward.timeout_s is None:
-                async with models:  # programs of two models running at once could deadlock on each other's collectives
-                    scores = await _score_by_model(reward, samples)
+        async def scored(reward: Reward) -> GroupScores:
+            if reward.name in self._streams:
+                scores = await self._streams[reward.name].result(groups_P)
             else:
-                names = _accepted(reward.function)
-
-                def keywords(indexes: Sequence[int]) -> Mapping[str, Any]:
-                    return _keywords(reward, names, [samples[index] for index in indexes])
-
-                loggers = [name for name in LOGGERS if names is None or name in names]
-                caller = self._callers[reward.name]
-                scores = await Scoring(caller, keywords, loggers, len(samples), reward.timeout_s).run()
+                async with self._models:  # two programs at once could deadlock on each other's collectives
+                    scores = whole(await _score_by_model(reward, samples))
             if advance is not None:
                 advance(1)
             return scores
 
-        found = await asyncio.gather(*(scored(reward) for reward in self.rewards))
-        return _gather(self.rewards, found, (len(groups_P), group_size))
+        found = await asyncio.gather(*(scored(reward) for reward in self._rewards))
+        return _gather(self._rewards, found, (len(groups_P), len(groups_P[0])))
+
+    async def close(self) -> None:
+        """Cancel what is still running."""
+        for stream in self._streams.values():
+            await stream.close()
 
 
-def _gather(rewards: Sequence[Reward], found: Sequence[RewardScores], shape: tuple[int, int]) -> Rewards:
+def _gather(rewards: Sequence[Reward], found: Sequence[GroupScores], shape: tuple[int, int]) -> Rewards:
     parts: dict[str, np.ndarray] = {}
     errors: list[RewardError] = []
     dropped = np.zeros(shape, bool)
@@ -150,12 +168,12 @@ def _gather(rewards: Sequence[Reward], found: Sequence[RewardScores], shape: tup
     total = _weighted_sum(rewards, parts, shape)
     total[dropped] = np.nan
     metrics = {
-        f"rewards/{reward.name}/{name}": Mean(total=float(np.sum(values)), weight=float(len(values)))
+        f"rewards/{reward.name}/{name}": mean
         for reward, scores in zip(rewards, found, strict=True)
-        for name, values in scores.metrics.items()
+        for name, mean in scores.metrics.items()
     }
     extras = {name: values for scores in found for name, values in scores.extras.items()}
-    notes = [f"reward {r.name}: {s.note}" for r, s in zip(rewards, found, strict=True) if s.note is not None]
+    notes = [f"reward {r.name}: {note}" for r, s in zip(rewards, found, strict=True) for note in s.notes]
     return Rewards(total_PG=total, parts_PG=parts, errors=errors, metrics=metrics, extras=extras, notes=notes)
 
 
@@ -210,48 +228,3 @@ def error_lines(rewards: Rewards, groups_P: Sequence[Group]) -> list[str]:
             f"sample {first.sample} of prompt {first.prompt}: {cut(repr(text), SHOWN_CELLS)}"
         )
     return lines
-
-
-def _keywords(reward: Reward, names: frozenset[str] | None, samples: Sequence[Trajectory]) -> dict[str, Any]:
-    """Keyword arguments of a call, without the loggers. `names`: arguments that the function reads; None: all."""
-    rows = [s.example.row for s in samples]
-    columns = {name: [row[name] for row in rows] for name in rows[0] if all(name in row for row in rows)}
-    provided: dict[str, Callable[[], Any]] = {
-        "prompts": lambda: [_prompt(s) for s in samples],
-        "completions": lambda: [s.text if s.example.plain else [_turn(s)] for s in samples],
-        "completion_tokens": lambda: tokens,
-        "completion_ids": lambda: tokens,
-        "trajectories": lambda: list(samples),
-    }
-    wanted = [name for name in provided if names is None or name in names]
-    tokens = [s.completion_tokens for s in samples] if {"completion_tokens", "completion_ids"} & {*wanted} else []
-    keywords = {**columns, **{name: provided[name]() for name in wanted}, **reward.args}
-    return keywords if names is None else {name: value for name, value in keywords.items() if name in names}
-
-
-def _accepted(function: RewardFunction) -> frozenset[str] | None:
-    """Names of the arguments that the function reads; None: all available ones, because it reads its `**kwargs`."""
-    parameters = inspect.signature(function).parameters
-    rest = next((name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD), None)
-    return None if rest is not None and _reads(function, rest) else frozenset(parameters)
-
-
-def _reads(function: RewardFunction, variable: str) -> bool:
-    """Return False only if the code of a plain function never loads the variable."""
-    code = getattr(function, "__code__", None)
-    if code is None or hasattr(function, "__wrapped__") or variable in code.co_cellvars:
-        return True
-    loads = [i.argval for i in dis.get_instructions(code) if i.opname.startswith("LOAD_FAST")]
-    return any(variable == found or (isinstance(found, tuple) and variable in found) for found in loads)
-
-
-def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _prompt(sample: Trajectory) -> Any:
-    return sample.example.messages[-1]["content"] if sample.example.plain else list(sample.example.messages)
-
-
-def _turn(sample: Trajectory) -> Message:
-    return {"role": "assistant", "content": sample.text}

@@ -68,14 +68,16 @@ class Scoring:
         self._values = [math.nan] * count
         self._failures: dict[int, Failure] = {}
 
-    async def run(self) -> RewardScores:
+    async def run(self, spent_s: float = 0.0) -> RewardScores:
+        """Score all samples. `spent_s`: part of the time-out that has passed already."""
         await self._caller.prepare()
         start = time.monotonic()
-        end = start + self._timeout_s
+        left = self._timeout_s - spent_s
+        end = start + left
         whole = asyncio.ensure_future(self._call(range(self._count)))
         tasks: set[asyncio.Future[Any]] = {whole}
         try:
-            await asyncio.wait(tasks, timeout=self._timeout_s / (1 if self._count == 1 else 2))
+            await asyncio.wait(tasks, timeout=left / (1 if self._count == 1 else 2))
             if not _succeeded(whole) and self._count > 1:
                 # An individual sample should take no longer than the failed call of all samples.
                 failed_after = time.monotonic() - start if whole.done() else 0.0

@@ -32,7 +32,7 @@ class Rewards:
     """Unweighted rewards by function name."""
     errors: Sequence[RewardError]
     metrics: Mapping[str, Mean]
-    """Means of values given to `log_metric`, as `rewards/<function>/<name>`."""
+    """Means of values given to `log_metric`, as `rewards/<function>/<name>`: of each call its mean, by its samples."""
     extras: Mapping[str, Sequence[Any]]
     """Values given to `log_extra`: columns of the samples table, in order (p, g)."""
     notes: Sequence[str] = ()

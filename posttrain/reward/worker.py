@@ -8,10 +8,12 @@ import contextlib
 import os
 import pickle
 import select
+import shutil
 import signal
 import socket
 import struct
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,14 +22,17 @@ from typing import Any, NoReturn
 
 from posttrain.errors import ConfigError
 from posttrain.reward.call import CallError, CallResult, call_reward
+from posttrain.reward.limits import WATCH_S, Limits, Watch, children, send_signal
 from posttrain.user_code import describe_error, import_object
 
-COMMAND = struct.Struct("<cq")
-"""Commands of the parent: FORK with a socket, or END with a process id."""
+COMMAND = struct.Struct("<cqqqq")
+"""Commands of the parent: FORK with a socket and the three limits, or END with a process id."""
 REPLY = struct.Struct("<q")
 SIZE = struct.Struct("<q")
 FORK, END = b"f", b"e"
 PARENT_CHECK_S = 1.0
+OVERRUN = 1 << 32
+"""Reply to END for a worker that was killed because it started too many processes; wait statuses are smaller."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 Function = tuple[str, str]
@@ -41,17 +46,21 @@ def serve(descriptor: int, functions: Sequence[Function]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     loaded, failure = _import(functions)
-    workers = _Workers(control, loaded)
+    workers = _Workers(control, loaded, tempfile.mkdtemp(prefix="posttrain-rewards-"))
     with contextlib.suppress(OSError):
         control.sendall(SIZE.pack(len(failure)) + failure)
         while not failure and os.getppid() == parent:
-            if not select.select([control], [], [], PARENT_CHECK_S)[0]:
+            if not select.select([control], [], [], workers.check_s)[0]:
+                workers.check()
                 continue
             message, descriptors, _, _ = socket.recv_fds(control, COMMAND.size, 1)
             if not message:
                 break
-            command, number = COMMAND.unpack(message)
-            reply = workers.fork(socket.socket(fileno=descriptors[0])) if command == FORK else workers.end(number)
+            command, number, *limits = COMMAND.unpack(message)
+            if command == FORK:
+                reply = workers.fork(socket.socket(fileno=descriptors[0]), Limits(*limits))
+            else:
+                reply = workers.end(number)
             control.sendall(REPLY.pack(reply))
     workers.end_all()
     os._exit(0)
@@ -66,13 +75,26 @@ def _import(functions: Sequence[Function]) -> tuple[list[Any], bytes]:
 
 
 class _Workers:
-    """Workers of a server: fork and kill."""
+    """Workers of a server: fork, watch and kill. Each has a folder for temporary files, which is removed with it."""
 
-    def __init__(self, control: socket.socket, functions: Sequence[Callable[..., Any]]):
-        self._control, self._functions = control, functions
+    def __init__(self, control: socket.socket, functions: Sequence[Callable[..., Any]], folder: str):
+        self._control, self._functions, self._folder = control, functions, Path(folder)
         self._pids: set[int] = set()
+        self._overrun: set[int] = set()
+        self._watch = Watch()
 
-    def fork(self, connection: socket.socket) -> int:
+    @property
+    def check_s(self) -> float:
+        """Seconds until the next check."""
+        return WATCH_S if self._pids else PARENT_CHECK_S
+
+    def check(self) -> None:
+        """Kill workers that have started too many processes."""
+        for pid in self._watch.overrun(self._pids):
+            self._end(pid)
+            self._overrun.add(pid)
+
+    def fork(self, connection: socket.socket, limits: Limits) -> int:
         """Fork a worker at the other end of the connection; return its process id."""
         server = os.getpid()
         with warnings.catch_warnings():
@@ -89,38 +111,56 @@ class _Workers:
             _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() == server:
                 _prefer_when_out_of_memory()
-                _work(connection, self._functions)
+                self._use_own_folder()
+                _work(connection, self._functions, limits)
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
         os._exit(1)
 
+    def _use_own_folder(self) -> None:
+        """Let `tempfile` and child programs create their files in this worker's folder."""
+        folder = self._folder / str(os.getpid())
+        folder.mkdir()
+        os.environ["TMPDIR"] = str(folder)
+        tempfile.tempdir = None
+
     def end(self, pid: int) -> int:
-        """Kill a worker and all processes that it started; return its wait status."""
+        """Kill a worker and all processes that it started; return its wait status or OVERRUN."""
+        if pid in self._overrun:
+            self._overrun.discard(pid)
+            return OVERRUN
+        return self._end(pid)
+
+    def _end(self, pid: int) -> int:
         self._pids.discard(pid)
         status = _kill(pid)
         # Its orphans, including those in sessions of their own, become children of this process.
-        while orphans := [child for child in _children() if child not in self._pids]:
+        while orphans := [child for child in children() if child not in self._pids]:
             for child in orphans:
                 _kill(child)
+        shutil.rmtree(self._folder / str(pid), ignore_errors=True)
         return status
 
     def end_all(self) -> None:
         for pid in tuple(self._pids):
             self.end(pid)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _work(connection: socket.socket, functions: Sequence[Callable[..., Any]]) -> None:
+def _work(connection: socket.socket, functions: Sequence[Callable[..., Any]], limits: Limits) -> None:
     """Handle calls until the parent closes the connection."""
     own = os.getpid()
+    limits.apply()
     with asyncio.Runner() as runner:
         while (request := receive(connection)) is not None:
+            limits.start_call()
             reply = _answer(request, functions, lambda made: runner.run(_result(made)))
             if os.getpid() != own:
                 os._exit(0)  # the function forked, and its child has returned here as well
             sys.stdout.flush()
             sys.stderr.flush()
-            send(connection, pickle.dumps((reply, len(_children()))))
+            send(connection, pickle.dumps((reply, len(children()))))
     os._exit(0)
 
 
@@ -164,19 +204,11 @@ def _read(connection: socket.socket, count: int) -> bytes | None:
 
 def _kill(pid: int) -> int:
     """Kill a child with its process group; return its wait status."""
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
+    send_signal(pid, signal.SIGKILL)
     try:
         return os.waitpid(pid, 0)[1]
     except ChildProcessError:
         return 0
-
-
-def _children() -> list[int]:
-    """Process ids of this process's children, if the kernel lists them."""
-    found = Path("/proc/self/task").glob("*/children")
-    return [int(pid) for file in found for pid in file.read_text().split()]
 
 
 def _prctl(option: int, value: int) -> None:

@@ -17,13 +17,15 @@ import numpy as np
 import pytest
 
 from posttrain.errors import ConfigError, RunError
-from posttrain.reward.rubric import Reward, Rubric
+from posttrain.reward.function import Reward
+from posttrain.reward.limits import Limits
+from posttrain.reward.rubric import Rubric
 from posttrain.reward.types import Rewards
 from posttrain.runtime.run_async import run_async
 from tests.rl.helpers import groups
 
 FUNCTIONS = '''
-import asyncio, ctypes, math, os, subprocess, sys, time
+import asyncio, ctypes, math, os, subprocess, sys, tempfile, time
 
 def act(text):
     """What a sample makes the function do, and its value."""
@@ -46,7 +48,11 @@ def act(text):
     if text == "detach":
         subprocess.Popen(["sleep", "60"], start_new_session=True)
     if text == "allocate":
-        bytearray(1 << 29)
+        bytearray(1 << 30)
+    if text == "bomb":
+        while True: os.fork()
+    if text == "write":
+        tempfile.NamedTemporaryFile(delete=False).write(bytes(1 << 21))
     return {"nan": math.nan, "inf": math.inf, "word": "2"}.get(text, float(len(text)))
 
 def strange(completions, **_):
@@ -69,6 +75,10 @@ def counts(completions, log_metric, log_extra, step=0):
 
 def process(completions):
     return [float(os.getpid())] * len(completions)
+
+def folder(completions, log_extra):
+    log_extra("folder", [tempfile.mkdtemp()] * len(completions))
+    return [1.0] * len(completions)
 
 def second(trajectories, answer):
     return [float(t.text == a) for t, a in zip(trajectories, answer)]
@@ -123,31 +133,36 @@ def scoring(*rewards: Reward) -> Iterator[Callable[[Sequence[str]], Rewards]]:
         yield lambda texts: run_async(rubric.score(groups([texts], [{"prompt": "p", "answer": "a"}])))
 
 
-BAD = ["hang", "sleep", "segfault", "exit", "quit", "raise", "nan", "inf", "word", "short", "fork", "return"]
+BAD = ["hang", "sleep", "segfault", "exit", "quit", "raise", "nan", "inf", "word", "short", "allocate", "bomb", "write"]
+ODD = ["fork", "return", "detach"]
+"""Samples that start a process and have a value nevertheless."""
+LIMITS = Limits(memory_mib=900, file_mib=1, cpu_s=0)
 CLEAN = [f"clean{'.' * (index % 7)}" for index in range(28)]
 
 
 def test_strange_samples_cost_one_time_out_and_no_other_value(file: Path) -> None:
-    texts = [*CLEAN[:20], *BAD, "detach", "allocate", *CLEAN[20:]]
+    texts = [*CLEAN[:20], *BAD, *ODD, *CLEAN[20:]]
     timeout_s = 3.0
-    with scoring(reward(file, "strange", timeout_s=timeout_s), reward(file, "process")) as score:
+    with scoring(reward(file, "strange", timeout_s=timeout_s, limits=LIMITS), reward(file, "process")) as score:
         clean = score(CLEAN)
         before = descendants(os.getpid())
         start = time.monotonic()
         found = score(texts)
         took = time.monotonic() - start
-        assert took < timeout_s + 0.5
+        assert took < 2 * timeout_s - 0.5, "one time-out, not two"
         values = found.parts_PG["strange"][0]
-        right = [math.nan if text in BAD[:10] else float(len(text)) for text in texts]
+        right = [math.nan if text in BAD else float(len(text)) for text in texts]
         np.testing.assert_array_equal(values, right)
         kinds = {texts[error.sample]: (error.kind, error.error) for error in found.errors}
-        assert kinds.keys() == set(BAD[:10])
+        assert kinds.keys() == set(BAD)
         assert {text for text, (kind, _) in kinds.items() if kind == "timeout"} == {"hang", "sleep"}
         assert kinds["hang"][1] == "no answer within 3 s" and kinds["quit"][1] == "its process exited with code 4"
         assert kinds["segfault"][1] == "its process was ended by SIGSEGV"
         assert (
             f"sys.exit(3) is called ({file}:" in kinds["exit"][1] and f"KeyError: 'raise' ({file}:" in kinds["raise"][1]
         )
+        assert kinds["bomb"][1] == "its process started more than 64 processes and was killed"
+        assert kinds["allocate"][1].startswith("MemoryError") and "File too large" in kinds["write"][1]
         assert kinds["nan"][1] == "a value must be a finite number or None, got nan"
         assert kinds["short"][1] == "must return one value per completion, got 0 for 1"
         # One worker of each function and the server; no process that a sample has left, in another session neither.
@@ -165,7 +180,7 @@ def test_more_samples_hang_than_are_scored_at_once(file: Path, monkeypatch: pyte
     with scoring(reward(file, name, timeout_s=2.0)) as score:
         start = time.monotonic()
         found = score(texts)
-        assert time.monotonic() - start < 2.4
+        assert time.monotonic() - start < 3.5, "one time-out, not two"
         assert np.isnan(found.total_PG[0]).tolist() == [True] * 7 + [False] * 3
         assert {error.kind for error in found.errors} == {"timeout"}
 
@@ -177,6 +192,21 @@ def test_a_worker_keeps_its_module_and_has_no_jax(file: Path) -> None:
             assert found.metrics["rewards/counts/calls"].value() == step and found.extras == {"upper": ["A", "BB"]}
             assert found.parts_PG["counts"].tolist() == [[0.0, 0.0]]
             assert found.parts_PG["second"].tolist() == [[1.0, 0.0]]
+
+
+def test_cpu_seconds_of_a_call(file: Path) -> None:
+    """Red without the limit: the sample would hang until the time-out."""
+    with scoring(reward(file, "strange", limits=Limits(memory_mib=0, file_mib=0, cpu_s=1))) as score:
+        found = score(["hang"])
+    (error,) = found.errors
+    assert (error.sample, error.error) == (0, "its process was ended by SIGXCPU")
+
+
+def test_temporary_files_go_with_their_process(file: Path) -> None:
+    with scoring(reward(file, "folder")) as score:
+        (made,) = {Path(one) for one in score(["a"]).extras["folder"]}
+        assert made.is_dir()
+    assert eventually(lambda: not made.parent.parent.exists()) and made.parent.parent.name.startswith("posttrain-")
 
 
 def test_a_clean_step_costs_little(file: Path) -> None:

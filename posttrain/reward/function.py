@@ -1,0 +1,165 @@
+"""Reward functions with their settings, and the keyword arguments of their calls: those that a function names."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from posttrain.errors import did_you_mean
+from posttrain.reward.call import LOGGERS
+from posttrain.reward.conventions import Convention, TrainerState, annotates_text, convention_of
+from posttrain.reward.limits import NO_LIMITS, Limits
+from posttrain.reward.types import RewardFunction
+from posttrain.reward.worker import Function
+from posttrain.rollout.trajectory import Trajectory
+
+PROVIDED = (
+    "prompts",
+    "completions",
+    "completion_tokens",
+    "completion_ids",
+    "trajectories",
+    "trainer_state",
+    *LOGGERS,
+)
+"""Keywords available to every reward function that is called with lists; `completion_ids` is an alias of
+`completion_tokens` for compatibility with other frameworks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """Reward function with its weight; `args` are additional keyword arguments."""
+
+    function: RewardFunction
+    weight: float
+    args: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float | None
+    """Timeout per step in seconds. None: a reward model, one call without a timeout."""
+    name: str = ""
+    """Name in metrics and messages; by default the function's name."""
+    on_error: Literal["drop"] | float = "drop"
+    """Value of a sample on which the function fails; `drop`: the sample has no reward."""
+    isolated: Function | None = None
+    """Import path of the function in child processes. None: it runs in threads of this process."""
+    limits: Limits = NO_LIMITS
+    """Limits of the child processes."""
+    cache: bool = False
+    """Keep values for samples with the same arguments."""
+    text: bool | None = None
+    """Completions and prompts as strings also for chat rows; None: if the function's annotations say so."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            object.__setattr__(self, "name", getattr(self.function, "__name__", type(self.function).__name__))
+
+
+class Keywords:
+    """Keyword arguments of the calls of one function."""
+
+    def __init__(self, reward: Reward):
+        self._reward = reward
+        self.convention = convention_of(reward.function)
+        self.names = accepted(reward.function)
+        """Arguments that the function reads; None: all, because it reads its `**kwargs`."""
+        self._text = annotates_text(reward.function) if reward.text is None else reward.text
+
+    @property
+    def loggers(self) -> list[str]:
+        """Loggers that the function names."""
+        return [name for name in LOGGERS if self._reads(name)] if self.convention is Convention.LISTS else []
+
+    def __call__(self, samples: Sequence[Trajectory], step: int) -> dict[str, Any]:
+        """Arguments of a call, without the loggers."""
+        if self.convention is not Convention.LISTS:
+            rows = [self._read(row_of(self.convention, sample, text=bool(self._reward.text))) for sample in samples]
+            return {"rows": rows, "args": dict(self._reward.args)}
+        return self._read({**self._columns(samples), **self._provided(samples, step), **self._reward.args})
+
+    def _reads(self, name: str) -> bool:
+        return self.names is None or name in self.names
+
+    def _read(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if self._reads(name)}
+
+    def _columns(self, samples: Sequence[Trajectory]) -> dict[str, list[Any]]:
+        rows = [sample.example.row for sample in samples]
+        return {name: [row[name] for row in rows] for name in rows[0] if all(name in row for row in rows)}
+
+    def _provided(self, samples: Sequence[Trajectory], step: int) -> dict[str, Any]:
+        tokens = [s.completion_tokens for s in samples] if self._reads("completion_tokens") else []
+        tokens = tokens or ([s.completion_tokens for s in samples] if self._reads("completion_ids") else [])
+        made: dict[str, Callable[[], Any]] = {
+            "prompts": lambda: [prompt_of(s, text=self._text) for s in samples],
+            "completions": lambda: [completion_of(s, text=self._text) for s in samples],
+            "completion_tokens": lambda: tokens,
+            "completion_ids": lambda: tokens,
+            "trajectories": lambda: list(samples),
+            "trainer_state": lambda: TrainerState(global_step=step),
+        }
+        return {name: make() for name, make in made.items() if self._reads(name)}
+
+
+def prompt_of(sample: Trajectory, *, text: bool) -> Any:
+    """Prompt as reward functions get it: a message list for chat rows, unless `text`, then the last message."""
+    plain = sample.example.plain or text
+    return sample.example.messages[-1]["content"] if plain else list(sample.example.messages)
+
+
+def completion_of(sample: Trajectory, *, text: bool) -> Any:
+    """Completion as reward functions get it: the messages after the prompt for chat rows, unless `text`."""
+    return sample.text if sample.example.plain or text else list(sample.completion_messages)
+
+
+def row_of(convention: Convention, sample: Trajectory, *, text: bool) -> dict[str, Any]:
+    """Arguments for one sample in a convention of single samples, including all columns of its row."""
+    row = dict(sample.example.row)
+    if convention is Convention.VERL:
+        nested = row.get("reward_model")
+        truth = {"ground_truth": nested["ground_truth"]} if isinstance(nested, Mapping) else {}
+        return {"extra_info": {}, **truth, **row, "solution_str": sample.text}
+    sides = {"prompt": prompt_of(sample, text=text), "completion": completion_of(sample, text=text)}
+    made: dict[str, Any] = {"answer": "", "info": {}, "task": "default", **row, **sides}
+    return {**made, "state": dict(made)}
+
+
+def missing_arguments(reward: Reward, columns: Sequence[str]) -> list[str]:
+    """List required parameters that neither the framework, nor `args`, nor a dataset column provides, one line each."""
+    convention = convention_of(reward.function)
+    provided = PROVIDED if convention is Convention.LISTS else convention.provided(columns)
+    known = [*provided, *reward.args, *columns]
+    parameters = inspect.signature(reward.function).parameters
+    lines = []
+    for name, p in parameters.items():
+        if p.kind is p.POSITIONAL_ONLY:
+            lines.append(f"reward {reward.name}: parameter {name!r} is positional-only; arguments are passed by name")
+        elif p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.default is p.empty and name not in known:
+            near = did_you_mean(name, known)
+            lines.append(f"reward {reward.name}: no column {name!r} in the dataset ({', '.join(columns)}){near}")
+    return lines + [
+        f"reward {reward.name}: it takes no argument {name!r}, which rewards.args gives"
+        for name in reward.args
+        if name not in parameters and not _takes_any(parameters)
+    ]
+
+
+def accepted(function: RewardFunction) -> frozenset[str] | None:
+    """Names of the arguments that the function reads; None: all available ones, because it reads its `**kwargs`."""
+    parameters = inspect.signature(function).parameters
+    rest = next((name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD), None)
+    return None if rest is not None and _reads_variable(function, rest) else frozenset(parameters)
+
+
+def _reads_variable(function: RewardFunction, variable: str) -> bool:
+    """Return False only if the code of a plain function never loads the variable."""
+    code = getattr(function, "__code__", None)
+    if code is None or hasattr(function, "__wrapped__") or variable in code.co_cellvars:
+        return True
+    loads = [i.argval for i in dis.get_instructions(code) if i.opname.startswith("LOAD_FAST")]
+    return any(variable == found or (isinstance(found, tuple) and variable in found) for found in loads)
+
+
+def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in parameters.values())

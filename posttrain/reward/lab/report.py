@@ -1,0 +1,93 @@
+"""Report of the reward lab: values by kind of completion, times, disagreement, and a line for each finding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+import numpy as np
+
+from posttrain.reward.lab.cases import Kind
+from posttrain.reward.lab.findings import Finding
+from posttrain.reward.lab.measure import Measured
+
+SHOWN = (
+    Kind.GOLDEN,
+    Kind.OTHER,
+    Kind.EMPTY,
+    Kind.ECHO,
+    Kind.ABSURD,
+    Kind.HEDGED,
+    Kind.SPACE,
+    Kind.CASE,
+    Kind.PERIOD,
+    Kind.BOLD,
+    Kind.GOLDEN_LONG,
+    Kind.OTHER_LONGER,
+    Kind.REPEATED,
+    Kind.CORRECTED,
+)
+"""Kinds with a line of their own."""
+WIDTH = 41
+
+
+def report(measured: Sequence[Measured], findings: Sequence[Sequence[Finding]]) -> Iterator[str]:
+    """Lines of the report on several functions."""
+    for one, found in zip(measured, findings, strict=True):
+        yield from _table(one)
+        yield from finding_lines(one.name, found)
+        if not found:
+            yield f"{one.name}: no findings"
+        yield ""
+    for first, second in combinations(measured, 2):
+        yield _disagreement(first, second)
+
+
+def finding_lines(name: str, findings: Sequence[Finding]) -> list[str]:
+    """One line per finding, with its remedy."""
+    return [f"{name}: {finding.code.upper()}: {finding.text}; {finding.remedy}" for finding in findings]
+
+
+def _table(measured: Measured) -> Iterator[str]:
+    values = measured.values[~np.isnan(measured.values)]
+    yield f"{measured.name}: {len(measured.cases)} completions of {len(measured.rows)} rows"
+    if not values.size:
+        return
+    for kind in SHOWN:
+        of_kind = np.asarray(list(measured.of(kind).values()))
+        if of_kind.size:
+            yield f"  {kind.value:<{WIDTH}} {of_kind.mean():8.3g}  ({of_kind.min():.3g} to {of_kind.max():.3g})"
+    distinct = len(np.unique(values))
+    yield f"  {'all':<{WIDTH}} {values.mean():8.3g}  ({values.min():.3g} to {values.max():.3g}, {distinct} values)"
+    yield f"  {'spread within a row':<{WIDTH}} {_spread(measured):8.3g}"
+    if measured.times_s:
+        middle, last = np.percentile(measured.times_s, (50, 99)) * 1e3
+        yield f"  {'time of one completion':<{WIDTH}} {middle:8.3g}  ms, p99 {last:.3g} ms"
+
+
+def _spread(measured: Measured) -> float:
+    """Mean standard deviation of values within a row: advantages come from this."""
+    rows = np.asarray([case.row for case in measured.cases])
+    found = [measured.values[(rows == row) & ~np.isnan(measured.values)] for row in range(len(measured.rows))]
+    return float(np.mean([values.std() for values in found if values.size]))
+
+
+def _disagreement(first: Measured, second: Measured) -> str:
+    """Share of pairs of completions of a row that two functions put in opposite orders."""
+    rows = np.asarray([case.row for case in first.cases])
+    opposite = same = 0
+    example = None
+    for row in range(len(first.rows)):
+        numbers = np.flatnonzero((rows == row) & ~np.isnan(first.values) & ~np.isnan(second.values))
+        one, two = (np.sign(np.subtract.outer(m.values[numbers], m.values[numbers])) for m in (first, second))
+        opposite += int((one * two < 0).sum()) // 2
+        same += int((one * two > 0).sum()) // 2
+        if example is None and (one * two < 0).any():
+            high, low = (int(numbers[index]) for index in np.argwhere((one > 0) & (two < 0))[0])
+            example = f"; {first.name} prefers {_name(first, high)}, {second.name} {_name(first, low)}"
+    share = opposite / max(opposite + same, 1)
+    return f"{first.name} and {second.name}: opposite order in {share:.0%} of pairs{example or ''}"
+
+
+def _name(measured: Measured, number: int) -> str:
+    return measured.cases[number].kind.value
