@@ -1,0 +1,84 @@
+"""Page in headless Chromium: every view draws, text of a model stays text, and nothing is wider than the window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from posttrain.view.app import Viewed
+from tests.view.chromium import Chromium, browser
+from tests.view.helpers import GROUP, PROMPTS, UNSAFE, indexed, make_run, served
+
+pytestmark = pytest.mark.skipif(browser() is None, reason="no Chromium: apt-get install chromium")
+
+STEPS = range(1, 5)
+READY = "document.querySelector('main')?.getAttribute('aria-busy') === 'false'"
+DRAWN = {
+    "curves": "document.querySelectorAll('.chart canvas').length === 2",
+    "rollouts": f"document.querySelectorAll('tbody tr').length === {PROMPTS * GROUP * len(STEPS) + 1}",
+    "prompts": f"document.querySelectorAll('.cells').length === {PROMPTS}",
+    "compare": "document.querySelectorAll('.sample').length > 0",
+    "rollout?run=0&id=1": "document.querySelectorAll('.tokens span').length > 0",
+}
+"""Views by their address, and what stands in each."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Viewed]]:
+    folder = tmp_path_factory.mktemp("page")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        yield indexed(*(make_run(folder / name, STEPS, completion=UNSAFE) for name in ("a", "b")))
+
+
+@pytest.fixture(scope="module")
+def address(runs: list[Viewed]) -> Iterator[str]:
+    with served(runs) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    with Chromium(tmp_path_factory.mktemp("chromium")) as found:
+        yield found
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)], ids=["wide light", "narrow dark"])
+def test_every_view_draws_and_fits(page: Chromium, address: str, width: int, dark: bool) -> None:
+    """Red if a table is not inside a box of its own that scrolls, or if a script fails or breaks the policy."""
+    backgrounds = set()
+    for view, drawn in DRAWN.items():
+        page.open(f"{address}#{view}", width=width, dark=dark)
+        page.wait(f"{READY} && {drawn}")
+        assert page.value("document.documentElement.scrollWidth") <= width, view
+        backgrounds.add(page.value("getComputedStyle(document.body).backgroundColor"))
+    assert backgrounds == {"rgb(20, 23, 28)" if dark else "rgb(255, 255, 255)"}
+    assert page.errors == []
+
+
+def test_text_of_a_model_stays_text(page: Chromium, address: str) -> None:
+    """Red if any view sets HTML: the completion is markup that would change the title."""
+    for view, drawn in DRAWN.items():
+        page.open(f"{address}#{view}")
+        page.wait(f"{READY} && {drawn}")
+        assert page.value("document.querySelectorAll('main img, main script').length") == 0, view
+        assert page.value("document.title") == "posttrain view"
+    assert UNSAFE in page.value("document.querySelector('.piece.sampled pre').textContent")
+
+
+def test_search_sort_and_a_rollout(page: Chromium, address: str) -> None:
+    page.open(f"{address}#rollouts")
+    page.wait(f"{READY} && {DRAWN['rollouts']}")
+    page.value(
+        "(() => { const field = document.querySelector('.wide input'); field.value = '> 3';"
+        "field.dispatchEvent(new Event('change')); })()"
+    )
+    page.wait(f"{READY} && document.getElementById('count').textContent === '1 to 6 of 6'")
+    page.value("[...document.querySelectorAll('th button')].find((b) => b.textContent === 'advantage').click()")
+    page.wait(f"{READY} && location.hash.includes('sort=advantage')")
+    page.wait("document.querySelector('tbody tr td:nth-last-child(4)').textContent === '1.5'")
+    page.value("document.querySelector('tbody tr').click()")
+    page.wait(f"{READY} && location.hash.startsWith('#rollout?')")
+    page.wait("document.querySelector('h2').textContent.includes('step 3')")
+    page.wait("document.querySelector('#microscope button.main').textContent === 'Replay the step'")
