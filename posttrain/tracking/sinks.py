@@ -1,43 +1,30 @@
-"""Metric sinks: `metrics.jsonl`, `samples.jsonl`, TensorBoard events, and all sinks of a stage combined."""
+"""Metric sinks: `metrics.jsonl`, `samples.jsonl`, and all sinks of a stage combined."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, TextIO, runtime_checkable
+from typing import Any, TextIO
 
 import numpy as np
 
 from posttrain.metrics import Sample
 from posttrain.runtime import processes
 from posttrain.tracking.console import ConsoleSink
+from posttrain.tracking.notebook import NotebookSink, in_notebook
+from posttrain.tracking.sink import Sink
+from posttrain.tracking.tensorboard_sink import TensorBoardSink
+from posttrain.tracking.trackers.open import open_tracker
+from posttrain.tracking.trackers.run import TrackedRun
 
 TABLE_DIGITS = 5
 """Decimals of the numbers in `tables.jsonl`."""
-HISTOGRAM_BINS = 30
-
-
-@runtime_checkable
-class Sink(Protocol):
-    """Receiver of host metrics as returned by `to_host`, with any names."""
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def tables(self, step: int, tables: Mapping[str, np.ndarray]) -> None:
-        """Write arrays with too many values for a metric each."""
-        ...
-
-    def samples(self, step: int, rows: Sequence[Sample]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class JsonlSink:
@@ -137,90 +124,6 @@ def _keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     part.replace(path)
 
 
-_event_files = itertools.count()
-
-
-class TensorBoardSink:
-    """TensorBoard sink: scalars and sample texts as an event file in `directory`; NaN is omitted.
-
-    Event records are written directly: TensorBoard's own writer imports TensorFlow if that is installed.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        # The name must be unique, and later names must sort later.
-        name = f"events.out.tfevents.{time.time_ns() // 1000:016d}.{socket.gethostname()}.{os.getpid()}"
-        self._event = Event
-        self._records = RecordWriter((folder / f"{name}.{next(_event_files)}").open("xb"))
-        self._emit(file_version="brain.Event:2")
-
-    def truncate_after(self, step: int) -> None:
-        """Mark later steps in earlier event files as superseded."""
-        from tensorboard.compat.proto.event_pb2 import SessionLog
-
-        self._emit(step=step + 1, session_log=SessionLog(status=SessionLog.START))
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [
-            Summary.Value(tag=name, simple_value=value) for name, value in metrics.items() if not math.isnan(value)
-        ]
-        self._emit(step=step, summary=Summary(value=values))
-
-    def tables(self, step: int, tables: Mapping[str, np.ndarray]) -> None:
-        """Write a histogram per table."""
-        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
-
-        values = []
-        for name, table in tables.items():
-            counts, edges = np.histogram(table, bins=HISTOGRAM_BINS)
-            histogram = HistogramProto(
-                min=table.min(),
-                max=table.max(),
-                num=table.size,
-                sum=table.sum(),
-                sum_squares=np.square(table).sum(),
-                bucket_limit=edges[1:],
-                bucket=counts,
-            )
-            values.append(Summary.Value(tag=name, histo=histogram))
-        self._emit(step=step, summary=Summary(value=values))
-
-    def samples(self, step: int, rows: Sequence[Sample]) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-        from tensorboard.compat.proto.tensor_pb2 import TensorProto
-        from tensorboard.compat.proto.types_pb2 import DT_STRING
-
-        text = "\n\n---\n\n".join(_markdown(row) for row in rows)
-        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode("utf-8", errors="backslashreplace")])
-        tensor.tensor_shape.SetInParent()
-        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-        value = Summary.Value(tag="samples", tensor=tensor, metadata=metadata)
-        self._emit(step=step, summary=Summary(value=[value]))
-
-    def close(self) -> None:
-        self._records.close()
-
-    def _emit(self, **fields: Any) -> None:
-        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
-        self._records.flush()
-
-
-def _markdown(row: Sample) -> str:
-    """Format a sample with its texts as indented code, so that nothing in them is parsed as Markdown."""
-    numbers = {"reward": row.reward, **row.rewards, "advantage": row.advantage, **row.extra, "stop": row.stop}
-    facts = "\n".join(f"{name} = {value}" for name, value in numbers.items())
-    parts = (("Prompt", row.prompt), ("Completion", row.completion), ("Scores", facts))
-    return "\n\n".join(
-        f"**{title}**\n\n" + "\n".join("    " + line for line in text.splitlines() or [""]) for title, text in parts
-    )
-
-
 class Sinks:
     """Several sinks combined; all are closed, even if one fails."""
 
@@ -253,20 +156,31 @@ def open_sinks(
     num_steps: int,
     tensorboard: bool,
     start_step: int,
+    sample_tables: bool,
+    trackers: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+    watchers: Sequence[Sink] = (),
 ) -> Sinks:
     """Open console, JSONL and (in `tensorboard/`) TensorBoard sinks of a stage that starts or resumes after
     `start_step`.
 
     Entries of later steps of this stage are removed, and after the last step also its evaluation; with `start_step` =
-    -1 all entries. Only the first process of a run has sinks.
+    -1 all entries. Only the first process of a run has sinks. `sample_tables`: the console prints
+    every table of samples, not only the last. `trackers`: `wandb`, `mlflow`, `trackio`; they and
+    TensorBoard show the `settings`. `watchers`: more sinks, closed with the others.
     """
     if not processes.writes():
         return Sinks()
     jsonl = JsonlSink(directory, stage)
     jsonl.truncate_after(start_step, evaluation=start_step == num_steps)
-    sinks: list[Sink] = [ConsoleSink(kind, num_steps), jsonl]
+    people: Sink = ConsoleSink(kind, num_steps, sample_tables=sample_tables)
+    if in_notebook():
+        people = NotebookSink(stage, kind, num_steps)
+    sinks: list[Sink] = [people, jsonl]
     if tensorboard:
-        events = TensorBoardSink(Path(directory) / "tensorboard" / stage)
+        events = TensorBoardSink(Path(directory) / "tensorboard" / stage, settings or {})
         events.truncate_after(start_step)
         sinks.append(events)
-    return Sinks(*sinks)
+    tracked = TrackedRun(folder=Path(directory), stage=stage, settings=settings or {})
+    sinks += [open_tracker(name, tracked) for name in trackers]
+    return Sinks(*sinks, *watchers)

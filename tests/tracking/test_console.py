@@ -12,7 +12,10 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from posttrain.metrics import Sample
-from posttrain.tracking.console import ConsoleSink, console, cut, printable, progress, progress_bar, shown_log
+from posttrain.tracking.console import console, cut, printable, progress, progress_bar, shown_log
+from posttrain.tracking.console import steps as steps_module
+from posttrain.tracking.console.columns import LAYOUTS
+from posttrain.tracking.console.trend import Trend
 
 pytestmark = pytest.mark.fast
 
@@ -29,6 +32,10 @@ RL = {
     "perf/compile_s": 0.0,
 }
 SFT = {"nll": 1.29451, "learning_rate": 3e-4, "grad_norm": 0.98765, "perf/tokens_per_s": 999.0, "step_time": 0.05}
+
+
+def ConsoleSink(kind: str, num_steps: int, output: Console | None = None, *, tables: bool = True):
+    return steps_module.ConsoleSink(kind, num_steps, output, sample_tables=tables)
 
 
 def capture(width: int = 100, **kwargs) -> Console:
@@ -48,10 +55,13 @@ def test_an_rl_step_is_one_line_that_leads_with_the_reward():
     sink.write(5, {"reward": -12.0})
     sink.close()
     assert text_of(output).splitlines() == [
-        " step           reward   length  clipped   mixed   tokens/s   s/step",
-        " 3/50     0.512 ±0.031    131.2      12%     75%     12,346     1.23",
-        " 4/50     0.512 ±0.031    131.2      12%     75%     12,346     1.23  compiled 2 programs in 3.2 s",
-        " 5/50          -12.000        -        -       -          -        -",
+        "trend: mean of the last 10 steps less that of the 10 before; left: time to go",
+        "cut off: answers that max_tokens ended; signal: groups with unequal rewards",
+        " step        reward   trend    best  length  cut off  signal  s/step    left",
+        " 3/50  0.512 ±0.031       -   0.512     131      12%     75%    1.23    58 s",
+        " 4/50  0.512 ±0.031       -   0.512     131      12%     75%    1.23    57 s",
+        " 4/50  compiled 2 programs in 3.2 s",
+        " 5/50         -12.0       -   0.512       -        -       -       -    56 s",
     ]
 
 
@@ -64,11 +74,53 @@ def test_an_sft_step_leads_with_the_nll_and_evaluations_have_their_own_line():
     sink.write(2, SFT | {"nll": math.nan})
     assert text_of(output).splitlines() == [
         " 0/5  eval/nll 2  eval/num_tokens 1000",
-        "step       nll         lr  grad norm   tokens/s   s/step",
-        " 1/5    1.2945   3.00e-04      0.988        999     0.05",
+        "trend: mean of the last 10 steps less that of the 10 before; left: time to go",
+        "step      nll   trend     best        lr    grad  tokens/s  s/step    left",
+        " 1/5     1.29       -     1.29  0.000300   0.988       999  0.0500     0 s",
         " 1/5  eval/nll 1.5",
-        " 2/5       nan   3.00e-04      0.988        999     0.05",
+        " 2/5      nan       -     1.29  0.000300   0.988       999  0.0500     0 s",
     ]
+
+
+@pytest.mark.parametrize("kind", sorted(LAYOUTS))
+def test_lines_keep_to_eighty_columns(kind):
+    output = capture()
+    layout = LAYOUTS[kind]
+    everything = {**RL, **SFT, layout.headline: -0.0123, "reward_stderr": 0.123}
+    names = ["rewards/accuracies", "rewards/margins", "frac_ties", "distill/kl", "distill/teacher_nll", "loss"]
+    sink = ConsoleSink(kind, 1000, output)
+    sink.write(999, {**dict.fromkeys(names, -1.2345), **everything})
+    sink.close()
+    assert max(len(line) for line in text_of(output).splitlines()) <= 80
+
+
+def test_trend_best_and_time_to_go():
+    """Red if compilation counted as the time of a step, or a rising loss as the better one."""
+    trend = Trend("nll", False, 100)
+    assert trend.shown == "-" and math.isnan(trend.best) and math.isnan(trend.left_s)
+    trend.add(1, {"nll": 9.0, "step_time": 50.0, "perf/compilations": 9.0})
+    assert trend.left_s == 99 * 50
+    for step in range(2, 22):
+        trend.add(step, {"nll": 8.0 if step < 12 else 7.5, "step_time": 2.0, "perf/compilations": 0.0})
+        assert trend.left_s == 2.0 * (100 - step)
+    assert (trend.shown, trend.best, trend.left_s) == ("-0.5", 7.5, 158.0)
+    trend.add(22, {"nll": math.nan, "step_time": 2.0})
+    assert trend.best == 7.5
+
+
+def test_a_terminal_redraws_one_line():
+    output = capture(force_terminal=True, color_system=None)
+    sink = ConsoleSink("sft", 3, output)
+    sink.write(1, SFT)
+    output.print("a note")
+    sink.write(2, SFT)
+    sink.write(3, SFT)
+    sink.close()
+    printed = text_of(output)
+    assert "\r\x1b[2K 1/3" in printed and "\r\x1b[2Ka note\n" in printed
+    assert [line for line in printed.splitlines() if " 2/3" in line and line.endswith("s")] == []
+    lines = [line.rpartition("\x1b[2K")[2] for line in printed.split("\n")]
+    assert [line[:6] for line in lines] == ["trend:", "step  ", "a note", " 3/3  ", ""]
 
 
 def test_evaluations_of_judged_answers_have_intervals():
@@ -91,9 +143,9 @@ def test_the_header_comes_again():
     for step in range(1, 46):
         sink.write(step, SFT)
     printed = text_of(output).splitlines()
-    assert [i for i, line in enumerate(printed) if "nll" in line] == [0, 21, 42]
-    assert len(printed) == 48
-    assert len({len(line) for line in printed}) == 1
+    assert [i for i, line in enumerate(printed) if "nll" in line] == [1, 22, 43]
+    assert len(printed) == 49
+    assert len({len(line) for line in printed[1:]}) == 1
 
 
 def test_fast_steps_are_thinned_but_first_compiled_and_last_are_there():
@@ -104,11 +156,15 @@ def test_fast_steps_are_thinned_but_first_compiled_and_last_are_there():
         sink.write(step, SFT | {"perf/compilations": float(step == 700), "perf/compile_s": 0.1})
     sink.close()
     seconds = time.monotonic() - start
-    shown = [int(line.split("/")[0]) for line in text_of(output).splitlines() if "nll" not in line]
+    shown = [
+        int(line.split("/")[0])
+        for line in text_of(output).splitlines()
+        if "/" in line and "nll" not in line and "compiled" not in line
+    ]
     assert shown[0] == 1
     assert shown[-1] == 1000
     assert 700 in shown
-    assert len(shown) <= 4 + 4 * seconds
+    assert len(shown) <= 4 + seconds
     output = capture()
     sink = ConsoleSink("sft", 1000, output)
     for step in (998, 999, 1000):
@@ -152,6 +208,17 @@ def test_samples_keep_to_the_width_and_are_not_interpreted(width, wide):
     assert "completion" in text_of(output)
 
 
+def test_without_samples_every_there_is_one_table_at_the_end():
+    output = capture()
+    sink = ConsoleSink("rl", 10, output, tables=False)
+    for step in (1, 10):
+        sink.write(step, RL)
+        sink.samples(step, [sample()])
+    assert "completion" not in text_of(output)
+    sink.close()
+    assert text_of(output).count("completion") == 1 and "step 10" in text_of(output)
+
+
 def test_one_reward_function_needs_no_column_of_its_own():
     output = capture()
     ConsoleSink("rl", 10, output).samples(4, [sample(rewards={"correct": 0.75})])
@@ -179,11 +246,11 @@ def test_output_that_is_not_unicode_gets_escapes():
     assert b"\\u6570" in buffer.getvalue()
 
 
-def test_the_console_is_plain_and_wide_without_a_terminal(monkeypatch, capsys):
+def test_the_console_is_plain_without_a_terminal(monkeypatch, capsys):
     monkeypatch.delenv("COLUMNS", raising=False)
     console.cache_clear()
     try:
-        assert console().width == 120
+        assert console().width == 80
         ConsoleSink("rl", 10).write(1, RL)
         assert "0.512 ±0.031" in capsys.readouterr().out
     finally:
@@ -226,8 +293,9 @@ def test_a_step_says_what_went_wrong_in_it():
     sink.write(1, RL | {"rewards/errors": 0.0, "rewards/invalid": 0.0, "update_skipped": 0.0})
     sink.write(2, RL | lost)
     sink.close()
-    _, fine, line = text_of(output).splitlines()
-    assert line.endswith("  rewards failed 12.50%  no reward 25.00%  update skipped") and fine.endswith("1.23")
+    *_, line, warning = text_of(output).splitlines()
+    assert line.startswith("   2/1000  ")
+    assert warning == "   2/1000  rewards failed 12.50%  no reward 25.00%  update skipped"
 
 
 def test_a_terminal_shows_a_bar_and_removes_it():

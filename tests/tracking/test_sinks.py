@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from posttrain.metrics import Sample
-from posttrain.tracking.sinks import JsonlSink, Sinks, TensorBoardSink, open_sinks
+from posttrain.tracking.sinks import JsonlSink, Sinks, open_sinks
+from posttrain.tracking.tensorboard_sink import TensorBoardSink
 
 pytestmark = pytest.mark.fast
 
@@ -82,7 +83,9 @@ def test_resuming_drops_later_lines_of_this_stage_only(tmp_path):
 
 def test_the_evaluation_after_the_last_step_is_written_once(tmp_path):
     for start in (-1, 2, 3, 3):
-        sinks = open_sinks(tmp_path, stage="0_sft", kind="sft", num_steps=3, tensorboard=False, start_step=start)
+        sinks = open_sinks(
+            tmp_path, stage="0_sft", kind="sft", num_steps=3, tensorboard=False, start_step=start, sample_tables=True
+        )
         for step in range(start + 1, 4):
             sinks.write(step, {"nll": 1.0})
             if step == 2:
@@ -118,29 +121,42 @@ def events(folder: Path):
 
 
 def test_tensorboard_reads_scalars_and_texts(tmp_path):
-    sink = TensorBoardSink(tmp_path)
+    sink = TensorBoardSink(tmp_path, {})
     for step in (1, 2):
         sink.write(step, {"reward": 0.5 * step, "rewards/correct/mean": 1.0, "none": math.nan})
     sink.samples(2, [ROW])
     # Read before it is closed: each write is flushed.
     read = events(tmp_path)
-    assert sorted(read.Tags()["scalars"]) == ["reward", "rewards/correct/mean"]
-    assert [(e.step, e.value) for e in read.Scalars("reward")] == [(1, 0.5), (2, 1.0)]
-    (text,) = read.Tensors("samples")
+    assert sorted(read.Tags()["scalars"]) == ["rewards/correct/mean", "train/reward"]
+    assert [(e.step, e.value) for e in read.Scalars("train/reward")] == [(1, 0.5), (2, 1.0)]
+    (text,) = read.Tensors("samples/text")
     assert text.step == 2
     shown = text.tensor_proto.string_val[0].decode()
     assert "    **vier** <b>\n    ```\n        [red]" in shown
     assert "    format = None" in shown
     assert "    answer = 4" in shown
-    metadata = read.SummaryMetadata("samples")
+    metadata = read.SummaryMetadata("samples/text")
     assert metadata.plugin_data.plugin_name == "text"
     sink.close()
+
+
+def test_settings_are_hyperparameters(tmp_path):
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    TensorBoardSink(tmp_path, {"optimizer.learning_rate": 0.5, "packing": True, "loss": "nll"}).close()
+    read = events(tmp_path)
+    content = read.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    found = HParamsPluginData.FromString(content).session_start_info.hparams
+    values = {name: value.WhichOneof("kind") for name, value in found.items()}
+    assert values == {"optimizer.learning_rate": "number_value", "packing": "bool_value", "loss": "string_value"}
 
 
 def test_tables_go_to_a_file_and_a_histogram(tmp_path):
     shares = np.asarray([[0.1, 0.9], [0.333333333, 0.666666667]], np.float32)
     for start in (-1, 1):
-        sinks = open_sinks(tmp_path, stage="0_sft", kind="sft", num_steps=3, tensorboard=True, start_step=start)
+        sinks = open_sinks(
+            tmp_path, stage="0_sft", kind="sft", num_steps=3, tensorboard=True, start_step=start, sample_tables=True
+        )
         assert (tmp_path / "tables.jsonl").exists() == (start == 1)
         for step in (start + 2, start + 3):
             sinks.tables(step, {"moe/share": shares})
@@ -156,33 +172,34 @@ def test_tables_go_to_a_file_and_a_histogram(tmp_path):
 def test_tensorboard_shows_the_text_as_code(tmp_path):
     from tensorboard.plugins.text.text_plugin import text_array_to_html
 
-    sink = TensorBoardSink(tmp_path)
+    sink = TensorBoardSink(tmp_path, {})
     sink.samples(1, [ROW])
     sink.close()
-    (text,) = events(tmp_path).Tensors("samples")
+    (text,) = events(tmp_path).Tensors("samples/text")
     html = text_array_to_html(np.array(text.tensor_proto.string_val[0].decode(), dtype=object), True)
     assert "**vier** &lt;b&gt;" in html
     assert "<strong>Completion</strong>" in html
 
 
 def test_tensorboard_forgets_later_steps_after_a_resume(tmp_path):
-    first = TensorBoardSink(tmp_path)
+    first = TensorBoardSink(tmp_path, {})
     for step in range(6):
         first.write(step, {"x": float(step)})
     first.close()
-    second = TensorBoardSink(tmp_path)
+    second = TensorBoardSink(tmp_path, {})
     second.truncate_after(2)
     second.write(3, {"x": 30.0})
     second.close()
     assert len(list(tmp_path.iterdir())) == 2
-    assert [(e.step, e.value) for e in events(tmp_path).Scalars("x")] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
+    assert [(e.step, e.value) for e in events(tmp_path).Scalars("train/x")] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
 
 
 def test_the_writer_imports_no_tensorflow_and_no_torch(tmp_path):
     code = (
-        "import sys; from posttrain.tracking.sinks import TensorBoardSink; assert 'tensorboard' not in sys.modules; "
-        "assert 'rich' not in sys.modules; s = TensorBoardSink(sys.argv[1]); s.write(1, {'x': 1.0}); s.samples(1, []); "
-        "s.close(); bad = {'tensorflow', 'torch'} & set(sys.modules); "
+        "import sys; from posttrain.tracking.tensorboard_sink import TensorBoardSink; "
+        "assert not {'tensorboard', 'rich'} & set(sys.modules); "
+        "s = TensorBoardSink(sys.argv[1], {'a': 1}); s.write(1, {'x': 1.0}); s.samples(1, []); s.close(); "
+        "bad = {'tensorflow', 'torch'} & set(sys.modules); "
         "assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=Path(__file__).parents[2])
@@ -190,18 +207,22 @@ def test_the_writer_imports_no_tensorflow_and_no_torch(tmp_path):
 
 def test_a_stage_has_all_its_sinks_and_resumes(tmp_path, capsys):
     for start, value in ((-1, 1.0), (1, 2.0)):
-        sinks = open_sinks(tmp_path, stage="0_sft", kind="sft", num_steps=3, tensorboard=True, start_step=start)
+        sinks = open_sinks(
+            tmp_path, stage="0_sft", kind="sft", num_steps=3, tensorboard=True, start_step=start, sample_tables=True
+        )
         for step in range(start + 1, 4):
             sinks.write(step, {"nll": value})
         sinks.samples(3, [ROW])
         sinks.close()
     assert [line["nll"] for line in lines(tmp_path / "metrics.jsonl")] == [1.0, 1.0, 2.0, 2.0]
     assert len(lines(tmp_path / "samples.jsonl")) == 1
-    assert [e.value for e in events(tmp_path / "tensorboard" / "0_sft").Scalars("nll")] == [1.0, 1.0, 2.0, 2.0]
+    assert [e.value for e in events(tmp_path / "tensorboard" / "0_sft").Scalars("train/nll")] == [1.0, 1.0, 2.0, 2.0]
     printed = capsys.readouterr().out
-    assert printed.count("1.0000") == 4
+    assert printed.count(" 1.00 ") >= 4
     assert "vier" in printed
-    sinks = open_sinks(tmp_path, stage="0_sft", kind="sft", num_steps=3, tensorboard=False, start_step=3)
+    sinks = open_sinks(
+        tmp_path, stage="0_sft", kind="sft", num_steps=3, tensorboard=False, start_step=3, sample_tables=True
+    )
     sinks.close()
     assert len(list((tmp_path / "tensorboard" / "0_sft").iterdir())) == 2
 

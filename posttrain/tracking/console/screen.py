@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-DEFAULT_WIDTH = 120
+DEFAULT_WIDTH = 80
 """Width in columns for log files and notebooks, unless `COLUMNS` is set."""
 
 

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from posttrain.metrics import Sample
-from posttrain.tracking.console.columns import COLUMNS
+from posttrain.tracking.console.columns import LAYOUTS, number, seconds, share
+from posttrain.tracking.console.live_line import LiveLine
 from posttrain.tracking.console.screen import clean, console, printable
+from posttrain.tracking.console.trend import Trend
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +39,7 @@ def _evaluation(metrics: Mapping[str, float]) -> str:
     """Format held-out metrics with intervals; other evaluations by metric name."""
     if "eval/reward" in metrics:
         length, clipped = (metrics[f"eval/completions/{name}"] for name in ("mean_length", "clipped_ratio"))
-        return f"held-out reward {with_interval(metrics, 'reward')}, length {length:.1f}, clipped {clipped:.0%}"
+        return f"held-out reward {with_interval(metrics, 'reward')}, length {number(length)}, cut off {share(clipped)}"
     found = [
         f"{word} {with_interval(metrics, n, digits)}" for n, word, digits in EVAL_METRICS if f"eval/{n}_low" in metrics
     ]
@@ -69,60 +71,95 @@ def _warnings(metrics: Mapping[str, float]) -> Iterator[str]:
 
 
 class ConsoleSink:
-    """Console sink: one line per step with the stage's headline metric; evaluations (`eval/...`) on separate lines.
+    """Console sink: one line per step with the stage's main metric; evaluations (`eval/...`) on separate lines.
 
-    Runs of more than 100 steps print at most four lines per second; the last line, and steps that compiled, lost
-    rewards or skipped the update, are always printed. NaN is printed as such: nothing was counted, or the run has
-    diverged.
+    On a terminal the line is redrawn in place, and one stays for the last step and for steps with a warning; elsewhere
+    runs of more than 100 steps print at most one line per second. NaN is printed as such: nothing was counted, or the
+    run has diverged. Samples are printed as a table with `sample_tables`, else once after the last step.
     """
 
-    def __init__(self, kind: str, num_steps: int, output: Console | None = None) -> None:
-        self._headline, self._columns = COLUMNS[kind]
-        self._num_steps = num_steps
-        self._interval_s = 0.25 if num_steps > 100 else 0.0
+    def __init__(self, kind: str, num_steps: int, output: Console | None = None, *, sample_tables: bool) -> None:
+        self._layout, self._num_steps = LAYOUTS[kind], num_steps
+        self._trend = Trend(self._layout.headline, self._layout.rises, num_steps)
         self._console = console() if output is None else output
-        self._lines = 0
+        self._live = LiveLine(self._console) if self._console.is_terminal else None
+        self._interval_s = 1.0 if num_steps > 100 else 0.0
+        self._sample_tables = sample_tables
+        self._last_samples: tuple[int, Sequence[Sample]] | None = None
+        self._lines = self._step = 0
         self._printed_at = -math.inf
         self._waiting: str | None = None
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._headline in metrics:
+        if self._layout.headline in metrics:
+            self._step = step
+            self._trend.add(step, metrics)
             self._waiting = self._line(step, metrics)
-            due = time.monotonic() - self._printed_at >= self._interval_s
-            if due or step >= self._num_steps or any(_warnings(metrics)):
+            warnings = list(_warnings(metrics))
+            due = self._live is None and time.monotonic() - self._printed_at >= self._interval_s
+            if due or step >= self._num_steps or warnings:
                 self._flush()
+            elif self._live is not None:
+                self._head()
+                self._live.show(printable(self._waiting, self._console.encoding))
+            if warnings:
+                self._print("  ".join((self._number(step), *warnings)))
         evaluated = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         if evaluated:
             self._flush()
-            self._print(f"{self._step(step)}  {_evaluation(evaluated)}")
+            self._print(f"{self._number(step)}  {_evaluation(evaluated)}")
 
     def tables(self, step: int, tables: Mapping[str, np.ndarray]) -> None:
         """Ignored: tables are written to files only."""
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
-        self._flush()
-        self._console.print(sample_table(f"step {step}", rows, self._console))
+        self._last_samples = (step, rows)
+        if self._sample_tables:
+            self._print_samples()
 
     def close(self) -> None:
         self._flush()
+        if self._step >= self._num_steps:
+            self._print_samples()
+        if self._live is not None:
+            self._live.close()
+
+    def _print_samples(self) -> None:
+        if self._last_samples is None:
+            return
+        self._flush()
+        (step, rows), self._last_samples = self._last_samples, None
+        self._console.print(sample_table(f"step {step}", rows, self._console))
+
+    def _head(self) -> None:
+        """Print the header, and the legend once."""
+        if self._lines % HEADER_EVERY == 0 and (self._lines == 0 or self._live is None):
+            layout = self._layout
+            heads = (f"{header:>{width}}" for header, width in layout.heads)
+            for line in layout.legend if self._lines == 0 else ():
+                self._print(line)
+            self._print("  ".join((f"{'step':>{len(self._number(0))}}", *heads)))
+        self._lines += 1
 
     def _flush(self) -> None:
         if self._waiting is None:
             return
-        if self._lines % HEADER_EVERY == 0:
-            heads = (f"{column.header:>{column.width}}" for column in self._columns)
-            self._print("  ".join((f"{'step':>{len(self._step(0))}}", *heads)))
+        self._head()
         self._print(self._waiting)
-        self._lines += 1
         self._printed_at = time.monotonic()
         self._waiting = None
 
     def _line(self, step: int, metrics: Mapping[str, float]) -> str:
-        cells = (f"{column.text(metrics):>{column.width}}" for column in self._columns)
-        line = "  ".join((self._step(step), *cells))
-        return "  ".join((line, *_warnings(metrics)))
+        layout = self._layout
+        own = (column.text(metrics) for column in layout.columns)
+        texts = (layout.first.text(metrics), self._trend.shown, self._best(), *own, seconds(self._trend.left_s))
+        cells = (f"{text:>{width}}" for text, (_, width) in zip(texts, layout.heads, strict=True))
+        return "  ".join((self._number(step), *cells))
 
-    def _step(self, step: int) -> str:
+    def _best(self) -> str:
+        return "-" if math.isnan(self._trend.best) else self._layout.main_number(self._trend.best)
+
+    def _number(self, step: int) -> str:
         digits = len(str(self._num_steps))
         return f"{step:>{digits}}/{self._num_steps}".rjust(len("step"))
 

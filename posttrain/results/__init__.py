@@ -1,0 +1,1 @@
+"""Results of runs in Python: their metrics, samples, curves and model."""

@@ -1,0 +1,176 @@
+"""Result of a run: its metrics, samples, curves, final model, and whether it is finished."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from posttrain.config import RunConfig
+from posttrain.config.yaml_file import load_config
+from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.errors import ConfigError, RunError, did_you_mean
+from posttrain.export.export import Target, export
+from posttrain.export.readers import Reader
+from posttrain.generation import complete
+from posttrain.models.decoder import Decoder
+from posttrain.results.page import result_page
+from posttrain.runs.run import CONFIG_NAME, is_running
+from posttrain.stages.table import stage_names
+from posttrain.tracking.console.columns import LAYOUTS
+from posttrain.tracking.curves import Curves
+from posttrain.tracking.history import Rows, points, read_metrics, read_samples
+from posttrain.weights.load import load_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """Result of a run, read from its folder whenever it is asked, so that it follows a run that still goes on.
+
+    In a notebook it shows its curves and, with an `eval_dataset`, the held-out answers before and after.
+    """
+
+    output: Path
+    stages: Sequence[str]
+    trained: Sequence[str]
+    """Stages trained by this call; empty if the run was already finished, or only attached."""
+
+    @property
+    def config(self) -> RunConfig:
+        """Configuration of the run, with all defaults. ConfigError if a file that it names is gone."""
+        return load_config(self.output / CONFIG_NAME)
+
+    @property
+    def finished(self) -> bool:
+        """True once the last stage has saved its model; False of a run that was stopped or still goes on."""
+        return self._model.is_dir()
+
+    @property
+    def running(self) -> bool:
+        """True while a process trains in the folder."""
+        return is_running(self.output)
+
+    @property
+    def results(self) -> Sequence[Mapping[str, Any]]:
+        """Evaluations `before` and `after`, their `difference` and the `best` by finished stage, with an
+        `eval_dataset`."""
+        files = [self.output / name / "result.json" for name in self.stages]
+        return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+
+    @property
+    def metrics(self) -> Rows:
+        """Metrics as a list of dicts, one per stage and step; `.to_pandas()` is a DataFrame."""
+        return read_metrics(self.output)
+
+    @property
+    def samples(self) -> Rows:
+        """Sample completions as a list of dicts with prompt, completion, reward, rewards and advantage."""
+        return read_samples(self.output)
+
+    def plot(self, *names: str, stage: str | None = None) -> Curves:
+        """Curves of metrics, by default of the stage's main one, shown by a notebook; `.save("curves.html")`.
+
+        `stage`: by default the last one with metrics. ConfigError for a metric that no step has.
+        """
+        rows = self.metrics
+        begun = dict.fromkeys(row["stage"] for row in rows)
+        stage = stage or next(reversed(begun), self.stages[-1])
+        own = [row for row in rows if row["stage"] == stage]
+        known = sorted({name for row in own for name in row} - {"step", "stage", "time"})
+        for name in names:
+            if own and name not in known:
+                raise ConfigError(f"plot: {stage} has no metric {name!r}{did_you_mean(name, known)}")
+        return Curves({name: points(own, name) for name in names or self._headline(stage, known)})
+
+    @property
+    def model_path(self) -> Path:
+        """Folder of the final model in Hugging Face layout. RunError of a run that is not finished."""
+        if not self.finished:
+            raise RunError(
+                f"{self.output} is not finished, so it has no final model; call fit() again to resume, or "
+                'export(to="merged") for the newest checkpoint'
+            )
+        return self._model
+
+    def load_model(self) -> Decoder:
+        return load_model(self.model_path)
+
+    def load_tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.model_path)
+
+    def chat(self, message: str | None = None, *, max_new_tokens: int | None = None, temperature: float = 0.0) -> str:
+        """Answer of the final model to a message; without one a conversation from the keyboard, until an empty line.
+
+        Returns the last answer. A tokenizer without a chat template continues the text instead.
+        """
+        model, tokenizer = self._loaded
+        chats = tokenizer.chat_template is not None
+
+        def answer(messages: list[Mapping[str, Any]]) -> str:
+            prompts: Any = [messages] if chats else [messages[-1]["content"]]
+            (done,) = complete(model, tokenizer, prompts, max_new_tokens=max_new_tokens, temperature=temperature)
+            return done.text
+
+        if message is not None:
+            return answer([{"role": "user", "content": message}])
+        history: list[Mapping[str, Any]] = []
+        text = ""
+        while asked := input("> ").strip():
+            history.append({"role": "user", "content": asked})
+            text = answer(history)
+            history.append({"role": "assistant", "content": text})
+            print(text)
+        return text
+
+    def export(self, to: Target = "hf", out: str | Path | None = None, *, reader: Reader | None = None) -> Path:
+        """Write the newest checkpoint's model for other tools, read it back, and return the folder.
+
+        `to`: `hf`, `merged` (adapter merged into its base) or `peft` (adapter alone). `reader`: `transformers` or
+        `posttrain`, by default transformers if torch is installed. ConfigError if it cannot be exported; ProofError if
+        the written model differs.
+        """
+        folder, proof = export(self.output, None if out is None else Path(out), to, reader=reader)
+        print(f"{folder}: {proof}")
+        return folder
+
+    @property
+    def _model(self) -> Path:
+        return self.output / self.stages[-1] / "model"
+
+    @cached_property
+    def _loaded(self) -> tuple[Decoder, Tokenizer]:
+        return self.load_model(), self.load_tokenizer()
+
+    def _headline(self, stage: str, known: Sequence[str]) -> list[str]:
+        """The stage's main metric, and its held-out value if there is one."""
+        main = LAYOUTS[self.config.stages[list(self.stages).index(stage)].kind].headline
+        main = main if main in known or "distill/kl" not in known else "distill/kl"
+        return [main, *(name for name in (f"eval/{main}",) if name in known)]
+
+    def _state(self) -> str:
+        rows = self.metrics
+        step = max((row["step"] for row in rows if row["stage"] == rows[-1]["stage"]), default=0)
+        if self.finished:
+            return f"finished, {step} steps"
+        return f"{'running' if self.running else 'stopped'} after step {step}"
+
+    def __repr__(self) -> str:
+        return f"RunResult({self.output}: {', '.join(self.stages)}, {self._state()})\n{self.plot()}"
+
+    def _repr_html_(self) -> str:
+        return result_page(str(self.output), self._state(), self.plot(), self.results)
+
+
+def attach(run: str | Path) -> RunResult:
+    """Result of a run from its folder, live or finished, such as after a restart of the kernel.
+
+    `run`: the output folder. ConfigError if it holds no run.
+    """
+    output = Path(run).expanduser()
+    if not (output / CONFIG_NAME).is_file():
+        near = did_you_mean(output.name, [p.parent.name for p in output.parent.glob(f"*/{CONFIG_NAME}")])
+        raise ConfigError(f"attach: {output} is not the output folder of a run (with {CONFIG_NAME}){near}")
+    return RunResult(output=output, stages=stage_names(load_config(output / CONFIG_NAME)), trained=())

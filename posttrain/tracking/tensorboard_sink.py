@@ -1,0 +1,109 @@
+"""TensorBoard sink: event files with scalars, histograms, sample texts and hyperparameters."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.metrics import Sample
+from posttrain.tracking.markdown import markdown_of
+from posttrain.tracking.tags import grouped, shown
+
+HISTOGRAM_BINS = 30
+
+_event_files = itertools.count()
+
+
+class TensorBoardSink:
+    """TensorBoard sink: grouped scalars and sample texts as an event file in `directory`; NaN is omitted.
+
+    Event records are written directly: TensorBoard's own writer imports TensorFlow if that is installed.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        # The name must be unique, and later names must sort later.
+        name = f"events.out.tfevents.{time.time_ns() // 1000:016d}.{socket.gethostname()}.{os.getpid()}"
+        self._event = Event
+        self._records = RecordWriter((folder / f"{name}.{next(_event_files)}").open("xb"))
+        self._emit(file_version="brain.Event:2")
+        self._hparams(settings)
+
+    def _hparams(self, settings: Mapping[str, Any]) -> None:
+        """Write the settings for the HPARAMS page; texts but for numbers and flags."""
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_FLOAT
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
+
+        start = SessionStartInfo(start_time_secs=time.time())
+        for name, setting in settings.items():
+            kind = "bool" if isinstance(setting, bool) else "number" if isinstance(setting, int | float) else "string"
+            setattr(start.hparams[name], f"{kind}_value", setting if kind != "string" else str(setting))
+        content = HParamsPluginData(session_start_info=start).SerializeToString()
+        plugin = SummaryMetadata.PluginData(plugin_name="hparams", content=content)
+        tensor = TensorProto(dtype=DT_FLOAT, float_val=[0.0])
+        tensor.tensor_shape.SetInParent()
+        tag, metadata = "_hparams_/session_start_info", SummaryMetadata(plugin_data=plugin)
+        self._emit(step=0, summary=Summary(value=[Summary.Value(tag=tag, tensor=tensor, metadata=metadata)]))
+
+    def truncate_after(self, step: int) -> None:
+        """Mark later steps in earlier event files as superseded."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        self._emit(step=step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in shown(metrics).items()]
+        self._emit(step=step, summary=Summary(value=values))
+
+    def tables(self, step: int, tables: Mapping[str, np.ndarray]) -> None:
+        """Write a histogram per table."""
+        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+
+        values = []
+        for name, table in tables.items():
+            counts, edges = np.histogram(table, bins=HISTOGRAM_BINS)
+            histogram = HistogramProto(
+                min=table.min(),
+                max=table.max(),
+                num=table.size,
+                sum=table.sum(),
+                sum_squares=np.square(table).sum(),
+                bucket_limit=edges[1:],
+                bucket=counts,
+            )
+            values.append(Summary.Value(tag=grouped(name), histo=histogram))
+        self._emit(step=step, summary=Summary(value=values))
+
+    def samples(self, step: int, rows: Sequence[Sample]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+        text = "\n\n---\n\n".join(markdown_of(row) for row in rows)
+        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode("utf-8", errors="backslashreplace")])
+        tensor.tensor_shape.SetInParent()
+        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        value = Summary.Value(tag="samples/text", tensor=tensor, metadata=metadata)
+        self._emit(step=step, summary=Summary(value=[value]))
+
+    def close(self) -> None:
+        self._records.close()
+
+    def _emit(self, **fields: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+        self._records.flush()

@@ -1,0 +1,1 @@
+"""Experiment trackers behind the sink protocol: Weights & Biases, MLflow, Trackio."""

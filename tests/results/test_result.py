@@ -1,0 +1,110 @@
+"""Results in Python: metrics, samples, curves, the model's answers, and a run that was stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import posttrain as pt
+from posttrain.tracking.history import read_metrics
+from tests.stages.runs import INIT, ROWS, few_devices, inside
+
+
+def low(completion_tokens: Any, **_: Any) -> list[float]:
+    return [sum(t < 128 for t in c) / len(c) for c in completion_tokens]
+
+
+def rl(**changes: Any) -> pt.RL:
+    data = {"path": "rows.jsonl", "chat": False}
+    small: dict[str, Any] = {"prompts_per_step": 2, "group_size": 4, "micro_batch_rows": 4, "num_steps": 2}
+    small |= {"sampling": {"max_tokens": 6}, "row_tokens": 16, "tensorboard": False, "seed": 0}
+    return pt.RL({"init": INIT, "tokenizer": "bytes"}, data, rewards=[low], **{**small, **changes})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("results")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    with inside(folder), few_devices(1):
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def done(folder: Path) -> tuple[pt.RunResult, list[tuple[int, set[str]]]]:
+    seen: list[tuple[int, set[str]]] = []
+    run = rl(output="done", eval_dataset={"path": "rows.jsonl", "chat": False, "limit": 3})
+    return run.fit(on_step=lambda step, metrics: seen.append((step, set(metrics)))), seen
+
+
+def test_metrics_samples_and_curves(done: tuple[pt.RunResult, Any]) -> None:
+    result, seen = done
+    assert result.finished and not result.running and list(result.trained) == ["0-rl"]
+    assert [row["step"] for row in result.metrics] == [0, 1, 2]
+    assert len(result.metrics.column("reward")) == 2 and "eval/reward" in result.metrics[2]
+    assert list(result.metrics.to_pandas()["step"]) == [0, 1, 2]
+    assert {"prompt", "completion", "reward", "advantage"} <= set(result.samples[0])
+    assert [step for step, _ in seen] == [0, 1, 2, 2] and "reward" in seen[1][1]
+    curves = result.plot("reward", "grad_norm")
+    assert set(curves.series) == {"reward", "grad_norm"} and "reward" in repr(curves).splitlines()[0]
+    assert curves._repr_html_().count("<polyline") == 2
+    with pytest.raises(pt.ConfigError, match="no metric 'rewards'; did you mean 'reward'"):
+        result.plot("rewards")
+
+
+def test_a_notebook_shows_curves_and_answers(done: tuple[pt.RunResult, Any]) -> None:
+    page = done[0]._repr_html_()
+    assert page.count("<svg") == 2 and page.count("<tr>") == 1 + 3 + 1 and "95 % interval" in page
+    text = repr(done[0])
+    assert "0-rl, finished, 2 steps" in text and len(text.splitlines()) <= 3
+
+
+def test_answers_and_export(done: tuple[pt.RunResult, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    result = done[0]
+    texts = iter(["1+1=", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(texts))
+    assert result.chat(max_new_tokens=4) == result.chat("1+1=", max_new_tokens=4)
+    assert (result.export("hf", reader="posttrain") / "config.json").exists()
+
+
+def test_attach_reads_a_folder(done: tuple[pt.RunResult, Any], folder: Path) -> None:
+    again = pt.attach("done")
+    assert again.finished and list(again.trained) == [] and again.metrics == done[0].metrics
+    with pytest.raises(pt.ConfigError, match="attach: dome is not the output folder .*did you mean 'done'"):
+        pt.attach("dome")
+
+
+@pytest.mark.parametrize("interactive", [True, False])
+def test_the_stop_button(folder: Path, monkeypatch: pytest.MonkeyPatch, interactive: bool) -> None:
+    """Red if an interrupt in a notebook raised, or one of a script went on as if the run had ended."""
+    from posttrain.train.loop import Interrupted
+
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    if not interactive:
+        monkeypatch.delattr(sys, "ps1")
+    run = rl(output=f"stopped-{interactive}", num_steps=3)
+
+    def stop(step: int, metrics: Any) -> None:
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    if not interactive:
+        with pytest.raises(Interrupted, match="stopped after step 1 of 3"):
+            run.fit(on_step=stop)
+        return
+    stopped = run.fit(on_step=stop)
+    assert not stopped.finished and "stopped after step 1" in repr(stopped) and stopped.results == []
+    with pytest.raises(pt.RunError, match="is not finished, so it has no final model; call fit"):
+        stopped.model_path  # noqa: B018
+    assert run.fit().finished
+
+
+def test_a_growing_file_is_read_to_its_last_whole_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "stage": "s", "x": "inf", "y": null}\n{"step": 2, "st')
+    assert read_metrics(tmp_path) == [{"step": 1, "stage": "s", "x": float("inf"), "y": None}]

@@ -1,0 +1,114 @@
+"""Experiment trackers, offline: what each is told, under which names, and that a resumed stage continues its run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from posttrain.errors import ConfigError
+from posttrain.metrics import Sample
+from posttrain.tracking.trackers import open as trackers
+from posttrain.tracking.trackers.mlflow_sink import MlflowSink
+from posttrain.tracking.trackers.run import TrackedRun
+from posttrain.tracking.trackers.trackio_sink import TrackioSink
+from posttrain.tracking.trackers.wandb_sink import WandbSink
+
+pytestmark = pytest.mark.fast
+
+ROW = Sample(prompt="1+1=", completion="2", reward=1.0, rewards={"correct": 1.0}, advantage=0.5, stop="stop")
+
+
+class Recorder:
+    """Object that records the calls of its methods; `values` answer calls by name."""
+
+    def __init__(self, **values: Any) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append((name, args, kwargs))
+            return self._values.get(name)
+
+        return call
+
+    def of(self, name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        return [(args, kwargs) for called, args, kwargs in self.calls if called == name]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrackedRun:
+    for name in ("WANDB_PROJECT", "MLFLOW_EXPERIMENT_NAME", "TRACKIO_PROJECT", "TRACKIO_SPACE_ID"):
+        monkeypatch.delenv(name, raising=False)
+    return TrackedRun(folder=tmp_path / "math", stage="0-rl", settings={"group_size": 8, "model.path": "m"})
+
+
+def feed(sink: Any) -> None:
+    sink.write(3, {"reward": 0.5, "none": math.nan, "eval/reward": 0.25})
+    sink.tables(3, {"moe/share": np.ones((2, 2))})
+    sink.samples(3, [ROW])
+    sink.close()
+
+
+def test_wandb(run: TrackedRun) -> None:
+    own = Recorder()
+    module = Recorder(init=own, Table="table", Histogram="histogram")
+    feed(WandbSink(module, run))
+    ((_, given),) = module.of("init")
+    assert given["project"] == "posttrain" and given["name"] == "math/0-rl" and given["resume"] == "allow"
+    assert given["id"] == run.identifier and given["config"]["group_size"] == 8
+    assert [args[0] for args, _ in own.of("log")] == [
+        {"step": 3, "train/reward": 0.5, "eval/reward": 0.25},
+        {"step": 3, "moe/share": "histogram"},
+        {"step": 3, "samples/table": "table"},
+    ]
+    assert own.calls[-1][0] == "finish" and module.of("Table")[0][1]["data"] == [["1+1=", "2", 1.0, 0.5, "stop"]]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_mlflow(run: TrackedRun, resumed: bool) -> None:
+    made = SimpleNamespace(info=SimpleNamespace(run_id="r1"))
+    experiment = SimpleNamespace(experiment_id="7")
+    client = Recorder(get_experiment_by_name=experiment, search_runs=[made] if resumed else [], create_run=made)
+    module = SimpleNamespace(
+        MlflowClient=lambda: client, entities=SimpleNamespace(Param=lambda k, v: (k, v), Metric=lambda *a: a)
+    )
+    feed(MlflowSink(module, run))
+    assert len(client.of("create_run")) == (0 if resumed else 1)
+    logged = [kwargs for _, kwargs in client.of("log_batch")]
+    if not resumed:
+        assert logged.pop(0) == {"params": [("group_size", "8"), ("model.path", "m")]}
+    assert [(name, value, step) for name, value, _, step in logged[0]["metrics"]] == [
+        ("train/reward", 0.5, 3),
+        ("eval/reward", 0.25, 3),
+    ]
+    ((args, _),) = client.of("log_text")
+    assert args[0] == "r1" and "    1+1=" in args[1] and args[2] == "samples/step_000003.md"
+    assert client.of("set_terminated") == [(("r1",), {})]
+
+
+def test_trackio(run: TrackedRun) -> None:
+    own = Recorder()
+    module = Recorder(init=own, Table="table")
+    feed(TrackioSink(module, run))
+    ((_, given),) = module.of("init")
+    assert given["project"] == "posttrain" and given["resume"] == "allow" and given["config"]["model.path"] == "m"
+    assert own.of("log") == [
+        (({"train/reward": 0.5, "eval/reward": 0.25},), {"step": 3}),
+        (({"samples/table": "table"},), {"step": 3}),
+    ]
+    assert list(module.of("Table")[0][1]["dataframe"]["completion"]) == ["2"]
+
+
+def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(trackers, "import_module", missing)
+    with pytest.raises(ConfigError, match=r"^trackers: wandb is not installed; pip install 'posttrain\[wandb\]'"):
+        trackers.require("wandb")
