@@ -21,6 +21,20 @@ from posttrain.tree import Mean, Metric
 
 
 @dataclass(frozen=True, kw_only=True)
+class PolicyTokens:
+    """Values of a policy loss at each token, before their reduction; valid where `terms.mask`."""
+
+    loss: Float[Array, "B T"]
+    surrogate: Float[Array, "B T"]
+    """Part of `loss` without KL and entropy terms."""
+    proximal: Float[Array, "B T"]
+    """Log-probabilities of the proximal policy, the denominator of the ratio."""
+    terms: PolicyTerms
+    metrics: dict[str, Metric]
+    """Metrics of importance weights and of the off-policy mask."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
     """Policy-gradient loss: `surrogate` of the ratio r = pi / pi_old and the advantage, plus KL and entropy terms.
 
@@ -86,7 +100,19 @@ class PolicyLoss:
         """Compute the loss. ValueError if the advantages, or inputs of a coefficient or of importance weights, are
         None."""
         weight, segments = jnp.asarray(batch.loss_weight), jnp.asarray(batch.segments)
-        mask = weight > 0
+        tokens = self.tokens(stats, batch)
+        mask, metrics = tokens.terms.mask, dict(tokens.metrics)
+        metrics["policy_loss"] = self.reduce(tokens.surrogate, weight, segments)
+        metrics |= self._ratio_metrics(tokens.terms)
+        approx_kl = k3(tokens.proximal, stats.logps, mask)
+        metrics["approx_kl"] = token_mean(approx_kl, mask.astype(stats.logps.dtype), segments)
+        metrics |= distance_metrics(stats, batch, mask)
+        return LossOutput(loss=self.reduce(tokens.loss, weight, segments), metrics=metrics)
+
+    def tokens(self, stats: TokenStats, batch: Batch) -> PolicyTokens:
+        """Compute the loss of each token; ValueError as for the whole loss."""
+        segments = jnp.asarray(batch.segments)
+        mask = jnp.asarray(batch.loss_weight) > 0
         proximal = jax.lax.stop_gradient(stats.logps if batch.old_logps is None else jnp.asarray(batch.old_logps))
         terms, metrics = self._terms(stats, batch, proximal, mask)
         surrogate = self.surrogate(terms)
@@ -108,13 +134,7 @@ class PolicyLoss:
             entropy = _required(stats.entropy, "stats.entropy", f"entropy_coef={self.entropy_coef}")
             coef = self.entropy_coef if batch.entropy_coefs is None else jnp.asarray(batch.entropy_coefs)
             loss -= jnp.where(mask, coef * jnp.where(mask, entropy, 0.0), 0.0)
-
-        metrics |= {"policy_loss": self.reduce(surrogate, weight, segments)}
-        metrics |= self._ratio_metrics(terms)
-        approx_kl = k3(proximal, stats.logps, mask)
-        metrics["approx_kl"] = token_mean(approx_kl, mask.astype(stats.logps.dtype), segments)
-        metrics |= distance_metrics(stats, batch, mask)
-        return LossOutput(loss=self.reduce(loss, weight, segments), metrics=metrics)
+        return PolicyTokens(loss=loss, surrogate=surrogate, proximal=proximal, terms=terms, metrics=metrics)
 
     def _terms(
         self, stats: TokenStats, batch: Batch, proximal: Float[Array, "B T"], mask: Bool[Array, "B T"]

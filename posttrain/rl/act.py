@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -66,37 +66,57 @@ class Act:
                 waves.append(await self._wave(int(missing), version, f"{title}, wave {len(waves)}", timer))
                 useful.append(self.refill.keep(waves[-1][1].total_PG))
             metrics |= refill_metrics(useful, self.groups_per_step)
-        rewards = joined([rewards for _, rewards in waves])
+        groups, rewards = [group for groups, _ in waves for group in groups], joined([rewards for _, rewards in waves])
+        return self.acted(version, groups, rewards, np.concatenate(useful) if useful else None, metrics)
+
+    def acted(
+        self,
+        version: int,
+        groups_P: Sequence[Group],
+        rewards: Rewards,
+        useful_P: Bool[np.ndarray, " P"] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Acted:
+        """Outcome of a step, with metrics of its groups and of the curriculum beside those that are given."""
+        found = {} if metrics is None else dict(metrics)
         if self.pass_above is not None and rewards.parts_PG:
-            metrics |= group_metrics(rewards.total_PG, self.pass_above)
+            found |= group_metrics(rewards.total_PG, self.pass_above)
         return Acted(
             version=version,
-            groups_P=[group for groups, _ in waves for group in groups],
+            groups_P=groups_P,
             rewards=rewards,
             weights={reward.name: reward.weight for reward in self.rubric.rewards},
-            useful_P=np.concatenate(useful) if useful else None,
-            metrics=metrics | self.source.metrics(),
+            useful_P=useful_P,
+            metrics=found | self.source.metrics(),
         )
 
+    def seen(self, groups_P: Sequence[Group], rewards: Rewards) -> None:
+        """Let the source take note of scored groups."""
+        for group, rewards_G in zip(groups_P, rewards.total_PG, strict=True):
+            self.source.seen(group, rewards_G)
+
     async def _wave(self, count: int, version: int, title: str, timer: Timer) -> tuple[Sequence[Group], Rewards]:
-        """Sample and score `count` groups, each process its share."""
+        """Sample and score `count` groups, each process its share; groups are scored as they end."""
         partial = self.in_flight > self.groups_per_step
         begun = [] if partial else self.source.take(count, version)
-        with timer("rollout"):
-            own_P = await (self._some(count, version, title) if partial else self._all(own_share(begun), title))
-        with (
-            timer("rewards"),
-            progress_bar(f"{title}: rewards", len(self.rubric.rewards), closing=False) as advance,
-        ):
-            own = await self.rubric.score(own_P, advance) if own_P else None
-            groups, rewards = exchanged(own_P, own, begun)
-        for group, rewards_G in zip(groups, rewards.total_PG, strict=True):
-            self.source.seen(group, rewards_G)
+        async with self.rubric.scoring(version) as scoring:
+            with timer("rollout"):
+                if partial:
+                    own_P = await self._some(count, version, title)
+                else:
+                    own_P = await self._all(own_share(begun), title, scoring.add)
+            with (
+                timer("rewards"),
+                progress_bar(f"{title}: rewards", len(self.rubric.rewards), closing=False) as advance,
+            ):
+                own = await scoring.result(own_P, advance) if own_P else None
+                groups, rewards = exchanged(own_P, own, begun)
+        self.seen(groups, rewards)
         return groups, rewards
 
-    async def _all(self, groups: Sequence[IssuedGroup], title: str) -> list[Group]:
+    async def _all(self, groups: Sequence[IssuedGroup], title: str, ended: Callable[[Group], None]) -> list[Group]:
         with progress_bar(f"{title}: sampling", len(groups) * self.group_size, closing=False) as advance:
-            return await collect(self.sampler, groups, self.group_size, advance)
+            return await collect(self.sampler, groups, self.group_size, advance, ended)
 
     async def _some(self, count: int, version: int, title: str) -> list[Group]:
         left = self.source.unfinished

@@ -92,6 +92,8 @@ class Algorithm:
     """Samples cut at the maximum length: `mask` leaves them out of the loss, but not out of the baseline."""
     top_entropy: float | None = None
     """Share of tokens with the highest entropy that have an advantage."""
+    turn_advantages: bool = False
+    """Advantages per turn, in place of `advantage`."""
 
     @property
     def needs_critic(self) -> bool:
@@ -176,6 +178,8 @@ def make_algorithm(
     filter: GroupFilter | None = None,
     truncated: Literal["keep", "mask"] = "keep",
     top_entropy: float | None = None,
+    turn_advantages: bool = False,
+    gae_level: Literal["token", "turn"] = "token",
     kl_in: Literal["loss", "reward"] = "loss",
     critic: Mapping[str, float] | None = None,
     loss: RLLoss | None = None,
@@ -207,10 +211,11 @@ def make_algorithm(
         loss=_loss_of(algorithm.loss, given, max_tokens) if loss is None else _given_loss(loss, given),
         advantage=algorithm.advantage if advantage is None else advantage,
         filter=algorithm.filter if filter is None else filter,
-        critic=_critic_of(algorithm, critic or {}),
+        critic=_critic_of(algorithm, critic or {}, gae_level),
         reward_kl=reward_kl,
         truncated=truncated,
         top_entropy=top_entropy,
+        turn_advantages=turn_advantages,
     )
 
 
@@ -251,12 +256,14 @@ def _reward_kl(algorithm: Algorithm, given: dict[str, Any], loss: RLLoss | None)
     return RewardKL(coef=coef, estimator=ESTIMATORS[given.pop("kl_estimator", "k1")])
 
 
-def _critic_of(algorithm: Algorithm, given: Mapping[str, float]) -> Critic | None:
+def _critic_of(algorithm: Algorithm, given: Mapping[str, float], level: Literal["token", "turn"]) -> Critic | None:
     if algorithm.critic is None:
         if given:
             raise ConfigError(f"{', '.join(given)} without effect on algorithm={algorithm.name}, which has no critic")
         return None
     default = algorithm.critic.gae
-    gae = replace(default, gamma=given.get("gamma", default.gamma), lam=given.get("gae_lambda", default.lam))
+    gae = replace(
+        default, gamma=given.get("gamma", default.gamma), lam=given.get("gae_lambda", default.lam), level=level
+    )
     loss = ValueLoss(clip=given["value_clip"]) if "value_clip" in given else algorithm.critic.loss
     return Critic(gae=gae, loss=loss)

@@ -12,7 +12,7 @@ from posttrain.cluster.cluster import Cluster, Role
 from posttrain.config.rl import OldLogps
 from posttrain.metrics import Metrics
 from posttrain.rl.algorithms import Algorithm
-from posttrain.rl.assemble import sample_rows
+from posttrain.rl.assemble import sample_rows, sampled_rows
 from posttrain.rl.returns import with_returns
 from posttrain.rl.selection import top_entropy
 from posttrain.rl.teachers import TeacherKL, add_teachers
@@ -65,14 +65,16 @@ def reward_penalties(
     """KL penalty of each sample, to be added to its reward, against the log-probabilities of the sampler; and the mean
     of the estimates per token."""
     assert algorithm.reward_kl is not None
-    samples = [sample for group in groups_P for sample in group]
+    rows, owners = sampled_rows(groups_P)
     penalties, total, count = list[np.ndarray](), 0.0, 0.0
-    for start in range(0, len(samples), num_rows):
-        batch, where = sample_rows(samples[start : start + num_rows], row_tokens=row_tokens, num_rows=num_rows)
+    for start in range(0, len(rows), num_rows):
+        batch, where = sample_rows(rows[start : start + num_rows], row_tokens=row_tokens, num_rows=num_rows)
         own = np.asarray(batch.sampler_logps)
         found = algorithm.reward_kl.of_samples(batch, own, cluster.logps(Role.REFERENCE, batch), where)
         penalties.append(found)
         total -= float(found.sum()) / algorithm.reward_kl.coef
         count += float((np.asarray(batch.loss_weight) > 0).sum())
     mean = Mean(total=total, weight=count)
-    return np.concatenate(penalties).reshape(len(groups_P), -1), {"kl": mean}
+    of_samples = np.zeros(sum(map(len, groups_P)), np.float32)
+    np.add.at(of_samples, owners, np.concatenate(penalties))
+    return of_samples.reshape(len(groups_P), -1), {"kl": mean}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from posttrain.batch import Batch
 from posttrain.data.packing import Arrays, RowSpan, common_prefix, pack
@@ -14,6 +14,8 @@ from posttrain.rollout.trajectory import Example, Group, Trajectory
 
 Shares = Callable[[Example], Float[np.ndarray, " N"]]
 """Weight of each teacher for the samples of an example."""
+TurnValues = Sequence[Sequence[Sequence[Float[np.ndarray, " T"]]]]
+"""Numbers for each token of each row of each sample [P][G][rows]."""
 Pair = tuple[Trajectory, Trajectory]
 """Chosen and rejected sample."""
 
@@ -32,25 +34,30 @@ def assemble(
     num_rows: int,
     shares: Shares | None = None,
     version: int | None = None,
+    turns_PG: TurnValues | None = None,
 ) -> Batch:
     """Pack samples with their advantages into rows [num_rows, row_tokens]; samples that are not valid are dropped.
 
     `num_rows` is fixed for a run, so that the step compiles once; empty micro-batches are not computed. With recorded
     experts there are fewer rows. `like`: any sample of the step, which tells what is recorded. `shares` become
     `teacher_weights`. `version` of the present weights: adds `staleness`.
+    `turns_PG`: advantages by token in place of one for each sample.
     """
-    samples = [
-        (trajectory, float(advantage))
-        for group, advantages, valids in zip(groups_P, advantages_PG, valid_PG, strict=True)
-        for trajectory, advantage, valid in zip(group, advantages, valids, strict=True)
-        if valid
-    ]
+    places = [(p, g) for p, g in np.argwhere(valid_PG) if groups_P[p][g].num_sampled]
     sequences = [
-        _sample(trajectory, shares) | _policy(trajectory, advantage, version) for trajectory, advantage in samples
+        _sample(row, shares) | _policy(row, float(advantages_PG[p, g]) if values is None else values, version)
+        for p, g in places
+        for row, values in _rows_of(groups_P[p][g], None if turns_PG is None else turns_PG[p][g])
     ]
     empty = _sample(like, shares) | _policy(like, 0.0, version)
     rows, _ = _rows(sequences, empty, row_tokens, num_rows, [like, *(t for group in groups_P for t in group)])
     return _to_batch(rows)
+
+
+def _rows_of(
+    sample: Trajectory, values: Sequence[Float[np.ndarray, " T"]] | None
+) -> Iterator[tuple[Trajectory, Float[np.ndarray, " T"] | None]]:
+    return zip(sample.rows, [None] * len(sample.rows) if values is None else values, strict=True)
 
 
 def sample_rows(
@@ -60,6 +67,20 @@ def sample_rows(
     sequences = [_sample(trajectory, shares) for trajectory in samples]
     rows, where = _rows(sequences, sequences[0], row_tokens, num_rows, samples)
     return _to_batch(rows), where
+
+
+def rows_of(groups_P: Sequence[Group]) -> tuple[list[Trajectory], Int[np.ndarray, " N"]]:
+    """Rows of all samples, and the number of each row's sample."""
+    samples = [sample for group in groups_P for sample in group]
+    rows = [row for sample in samples for row in sample.rows]
+    return rows, np.repeat(np.arange(len(samples)), [len(sample.rows) for sample in samples])
+
+
+def sampled_rows(groups_P: Sequence[Group]) -> tuple[list[Trajectory], Int[np.ndarray, " N"]]:
+    """`rows_of` that have sampled tokens; others may be longer than any row of a batch."""
+    rows, owners = rows_of(groups_P)
+    kept = [number for number, row in enumerate(rows) if any(row.sampled)]
+    return [rows[number] for number in kept], owners[kept]
 
 
 def assemble_pairs(
@@ -100,12 +121,12 @@ def _sample(trajectory: Trajectory, shares: Shares | None) -> Arrays:
     return arrays
 
 
-def _policy(trajectory: Trajectory, advantage: float, version: int | None) -> Arrays:
+def _policy(trajectory: Trajectory, advantage: float | Float[np.ndarray, " T"], version: int | None) -> Arrays:
     """Advantage, behaviour log-probability and staleness of each sampled token."""
     sampled = np.asarray(trajectory.sampled, bool)
     drawn = np.asarray(trajectory.logps, np.float32) - np.asarray(trajectory.kept_logps, np.float32)
     arrays: Arrays = {
-        "advantages": np.where(sampled, np.float32(advantage), np.float32(0)),
+        "advantages": np.where(sampled, np.asarray(advantage, np.float32), np.float32(0)),
         "behaviour_logps": np.where(sampled, drawn, np.float32(0)),
     }
     if version is not None:

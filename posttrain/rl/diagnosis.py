@@ -95,6 +95,7 @@ class Case:
 async def diagnose(cluster: Cluster, sampler: Sampler, groups_P: Sequence[Group], row_tokens: int) -> str:
     """Name the likely cause in one line. Scores samples of the present weights again, in the trainer and at the engine,
     which must have been given the weights again since."""
+    groups_P = [[row for sample in group for row in sample.rows] for group in groups_P]
     newest = max(version for group in groups_P for sample in group for version in sample.versions)
     fresh = [[np.asarray(sample.versions) == newest for sample in group] for group in groups_P]
     pairs = [

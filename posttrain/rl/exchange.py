@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from posttrain.reward.rubric import joined
@@ -28,17 +28,30 @@ def exchanged(
         assert own is not None
         return list(own_P), own
     examples = {group.number: group.example for group in issued}
-    sent = processes.all_gathered(([[_packed(sample) for sample in group] for group in own_P], own))
-    groups_P: list[Group] = [[_unpacked(sample, examples) for sample in group] for part, _ in sent for group in part]
+    sent = processes.all_gathered(([[fields_of(sample) for sample in group] for group in own_P], own))
+    groups_P: list[Group] = [
+        [trajectory_of(sample, examples) for sample in group] for part, _ in sent for group in part
+    ]
     return groups_P, joined([rewards for _, rewards in sent if rewards is not None])
 
 
-def _packed(sample: Trajectory) -> dict[str, Any]:
-    # The turn of the model alone: the messages before it are the example's.
+def fields_of(sample: Trajectory) -> dict[str, Any]:
+    """Fields of a trajectory without its example, for `trajectory_of`."""
+    # What follows the prompt alone, unless the environment made the prompt.
     values = {field.name: getattr(sample, field.name) for field in fields(sample) if field.name != "example"}
-    return values | {"messages": sample.messages[len(sample.example.messages) :]}
+    prompt = None
+    if sample.turns or sample.error is not None:
+        prompt = {"messages": sample.example.messages, "prompt_tokens": sample.example.prompt_tokens}
+    more = [fields_of(row) for row in sample.more]
+    return values | {"messages": sample.completion_messages, "prompt": prompt, "more": more}
 
 
-def _unpacked(values: Mapping[str, Any], examples: Mapping[int, Example]) -> Trajectory:
+def trajectory_of(values: Mapping[str, Any], examples: Mapping[int, Example]) -> Trajectory:
+    """Trajectory of `fields_of`. `examples`: by number of the group."""
+    values = dict(values)
+    prompt = values.pop("prompt")
     example = examples[values["group"]]
-    return Trajectory(**{**values, "example": example, "messages": [*example.messages, *values["messages"]]})
+    example = example if prompt is None else replace(example, **prompt)
+    more = [trajectory_of(row, examples) for row in values["more"]]
+    messages = [*example.messages, *values["messages"]]
+    return Trajectory(**{**values, "example": example, "messages": messages, "more": more})

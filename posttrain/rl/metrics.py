@@ -23,8 +23,7 @@ def rollout_metrics(groups_P: Sequence[Group], rewards: Rewards, version: int) -
 
 
 def sample_metrics(groups_P: Sequence[Group], version: int) -> dict[str, float]:
-    """Metrics of a step's samples. `sampling/staleness/mean`: versions of the weights since a token was
-    sampled."""
+    """Metrics of a step's samples. `sampling/staleness/*`: versions of the weights since a token was sampled."""
     samples = [trajectory for group in groups_P for trajectory in group]
     lengths = np.asarray([sample.num_sampled for sample in samples])
     clipped = np.asarray([sample.stop == "length" for sample in samples])
@@ -37,7 +36,8 @@ def sample_metrics(groups_P: Sequence[Group], version: int) -> dict[str, float]:
         "completions/mean_terminated_length": float(ended.mean()) if ended.size else float("nan"),
         "completions/num_tokens": float(lengths.sum()),
         "sampling/kept_mass/mean": _kept_mass(samples),
-        "sampling/staleness/mean": _staleness(samples, version),
+        **_staleness(samples, version),
+        **_env_metrics(samples),
     }
 
 
@@ -75,13 +75,32 @@ def _std_of_groups(total_PG: np.ndarray) -> np.ndarray:
     return std
 
 
-def _staleness(samples: Sequence[Trajectory], version: int) -> float:
-    versions = np.concatenate([np.asarray(s.versions)[np.asarray(s.sampled)] for s in samples])
-    return float((version - versions).mean()) if versions.size else 0.0
+def _env_metrics(samples: Sequence[Trajectory]) -> dict[str, float]:
+    """Means over samples of turns, failures and the environment's own metrics; none without an environment."""
+    turns = np.asarray([sum(len(row.turns) for row in sample.rows) for sample in samples])
+    if not turns.any():
+        return {}
+    names = sorted({name for sample in samples for name in sample.metrics})
+    own = {f"env/{name}": float(np.mean([s.metrics.get(name, 0.0) for s in samples])) for name in names}
+    ends = {"errors": "env_error", "timeouts": "env_timeout", "max_turns_ratio": "max_turns"}
+    shares = {f"env/{name}": float(np.mean([s.stop == stop for s in samples])) for name, stop in ends.items()}
+    return {"env/turns": float(turns.mean()), **shares, **own}
+
+
+def _sampled(samples: Sequence[Trajectory], name: str) -> np.ndarray:
+    """Values of all sampled tokens."""
+    rows = [row for sample in samples for row in sample.rows]
+    return np.concatenate([np.asarray(getattr(row, name))[np.asarray(row.sampled, bool)] for row in rows])
+
+
+def _staleness(samples: Sequence[Trajectory], version: int) -> dict[str, float]:
+    ages = version - _sampled(samples, "versions")
+    mean, largest = (float(ages.mean()), float(ages.max())) if ages.size else (0.0, 0.0)
+    return {"sampling/staleness/mean": mean, "sampling/staleness/max": largest}
 
 
 def _kept_mass(samples: Sequence[Trajectory]) -> float:
-    kept = np.concatenate([np.asarray(s.kept_logps)[np.asarray(s.sampled)] for s in samples])
+    kept = _sampled(samples, "kept_logps")
     return float(np.exp(kept).mean()) if kept.size else float("nan")
 
 

@@ -97,6 +97,8 @@ async def online_step(cluster: Cluster, act: Act, settings: PairSettings, timer:
     with timer("logps"), progress_bar(f"{title}: log-probabilities", closing=False):
         batch = replace(batch, ref_logps=cluster.logps(Role.REFERENCE, batch))
     metrics = update(cluster, [batch], [bool(pairs)], 1, 0, timer)
+    with timer("sync"):
+        metrics |= cluster.hand_over()
     metrics |= {"frac_ties": 1 - len(pairs) / len(groups_P)}
     metrics |= rollout_metrics(groups_P, acted.rewards, acted.version)
     return StepResult(

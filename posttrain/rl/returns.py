@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -53,14 +54,16 @@ class RewardKL:
 
 @dataclass(frozen=True, kw_only=True)
 class GAE:
-    """Generalised advantage estimation, arXiv:1506.02438 eq. 16, over sampled tokens."""
+    """Generalised advantage estimation, arXiv:1506.02438 eq. 16, over sampled tokens or turns."""
 
     gamma: float
-    """Discount per sampled token."""
+    """Discount per sampled token, or per turn."""
     lam: float
     """Weight of longer returns: 0 trusts the critic alone, 1 the rewards."""
     whiten: bool
     """Standardise advantages over all tokens of a step."""
+    level: Literal["token", "turn"] = "token"
+    """Step of the estimate: a sampled token, or a turn, whose tokens then share one advantage."""
 
     def __post_init__(self) -> None:
         for name, value in (("gamma", self.gamma), ("lam", self.lam)):
@@ -94,6 +97,25 @@ def gae(
     return advantages, np.where(mask, advantages + values, 0.0)
 
 
+def turn_gae(
+    rewards: Tokens, values: Tokens, mask: Mask, segments: Segments, *, gamma: float, lam: float
+) -> tuple[Tokens, Tokens]:
+    """`gae` with turns, runs of sampled tokens, as steps: the value of a turn is that before its first token, its
+    reward the sum over its tokens; each of its tokens gets the turn's advantage and return."""
+    first = mask.copy()
+    first[:, 1:] &= ~mask[:, :-1] | (segments[:, 1:] != segments[:, :-1])
+    numbers = np.cumsum(first, axis=1) - 1  # of the turn that a token is in, or comes after
+    summed = np.zeros(mask.shape)
+    rows = np.broadcast_to(np.arange(len(mask))[:, None], mask.shape)
+    starts = np.zeros(mask.shape, np.int64)
+    starts[rows[first], numbers[first]] = np.nonzero(first)[1]
+    begin = np.take_along_axis(starts, np.maximum(numbers, 0), axis=1)
+    np.add.at(summed, (rows[mask], begin[mask]), np.asarray(rewards, np.float64)[mask])
+    advantages, returns = gae(summed, values, first, segments, gamma=gamma, lam=lam)
+    spread = [np.where(mask, np.take_along_axis(one, begin, axis=1), 0.0) for one in (advantages, returns)]
+    return spread[0], spread[1]
+
+
 def discounted(rewards: Tokens, mask: Mask, segments: Segments, *, gamma: float) -> Tokens:
     """Discounted sum of the rewards from each sampled token on: sum_i gamma^i r_(t+i), float64; 0 elsewhere."""
     return gae(rewards, np.zeros(rewards.shape), mask, segments, gamma=gamma, lam=1.0)[0]
@@ -111,33 +133,23 @@ def whitened(parts: Sequence[Tokens], masks: Sequence[Mask], *, shift: bool = Tr
     return [np.where(mask, (part - mean) * scale + back, 0.0) for part, mask in zip(parts, masks, strict=True)]
 
 
-def at_last_token(values: Tokens, mask: Mask, segments: Segments) -> Tokens:
-    """Values at the last sampled token of each sequence, 0 elsewhere: the reward of a sequence as one per token."""
-    kept = np.zeros(values.shape, values.dtype)
-    for row in range(len(values)):
-        places = np.flatnonzero(mask[row])
-        ids = segments[row, places]
-        last = places[np.append(ids[1:] != ids[:-1], True)] if places.size else places
-        kept[row, last] = values[row, last]
-    return kept
-
-
 def with_returns(
     parts: Sequence[Batch], values: Sequence[Tokens], settings: GAE, kl: RewardKL | None
 ) -> tuple[list[Batch], dict[str, float]]:
     """Batches with GAE's advantages, `returns` and `old_values`, and metrics of the critic.
 
-    `parts`: `advantages` hold the reward of the sequence on each of its sampled tokens. `values[b, t]`: value before
+    `parts`: `advantages` hold the reward of each token. `values[b, t]`: value before
     token t. `kl` needs `ref_logps`, and `old_logps` or else `sampler_logps`. Raises ValueError where they are missing.
     """
     masks = [np.asarray(part.loss_weight) > 0 for part in parts]
     found = []
     for part, mask, value in zip(parts, masks, values, strict=True):
         segments = np.asarray(part.segments)
-        rewards = at_last_token(np.asarray(part.advantages, np.float64), mask, segments)
+        rewards = np.asarray(part.advantages, np.float64)
         if kl is not None:
             rewards = rewards + _penalty(kl, part, mask)
-        found.append(gae(rewards, np.asarray(value), mask, segments, gamma=settings.gamma, lam=settings.lam))
+        estimate = turn_gae if settings.level == "turn" else gae
+        found.append(estimate(rewards, np.asarray(value), mask, segments, gamma=settings.gamma, lam=settings.lam))
     advantages, returns = [one for one, _ in found], [one for _, one in found]
     if settings.whiten:
         advantages = whitened(advantages, masks)

@@ -12,6 +12,7 @@ from typing import Any
 from posttrain.config import SamplingSection
 from posttrain.data.chat import Message, Renderer
 from posttrain.data.tokenizer import Tokenizer
+from posttrain.environments.types import Conversations
 from posttrain.errors import ConfigError
 from posttrain.rollout.trajectory import Example, Group, Trajectory
 from posttrain.rollout.types import (
@@ -38,6 +39,8 @@ class RolloutAborted(RuntimeError):
 
 TRAINING, EVALUATION = 0, 1
 """Streams of random keys, see `sample_key`."""
+NO_SAMPLE = -1
+"""In place of a sample's number, for what all samples of a group share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,16 +70,35 @@ class Sampler:
     seed: int
     stream: int = TRAINING
     """Stream of random keys: `TRAINING` or `EVALUATION`."""
+    conversations: Conversations | None = None
+    """Conversations of several turns; None: one completion of the prompt."""
 
-    def params(self, group: int, sample: int) -> SamplingParams:
-        key = sample_key(self.seed, self.stream, group, sample)
+    def params(self, group: int, sample: int, request: int = 0) -> SamplingParams:
+        """Settings of a sample. `request`: number among its requests with the same prompt."""
+        key = sample_key(self.seed, self.stream, group, sample + (request << 32))
         return sampling_params(self.sampling, self.renderer.tokenizer, key)
 
     async def rollout(self, group: IssuedGroup, sample: int) -> Trajectory:
         """Sample one trajectory. ConfigError for a prompt that is too long, `RolloutAborted` for an aborted
         completion."""
         pending = self.pending(group, sample)
-        return pending.finish(await self.engine.generate(pending.prompt, pending.params))
+        if self.conversations is None:
+            return pending.finish(await self.engine.generate(pending.prompt, pending.params))
+        return await self.conversations.converse(
+            group.example,
+            group=group.number,
+            sample=sample,
+            seed=sample_key(self.seed, self.stream, group.number, NO_SAMPLE)[0],
+            renderer=self.renderer,
+            params_of=lambda request: self.params(group.number, sample, request),
+            generate=self._turn,
+        )
+
+    async def _turn(self, tokens: Sequence[int], params: SamplingParams) -> Completion:
+        completion = await self.engine.generate(tokens, params)
+        if completion.stop == "abort":
+            raise RolloutAborted(completion)
+        return completion
 
     def pending(self, group: IssuedGroup, sample: int) -> PendingRollout:
         """Make the rollout of a sample. ConfigError for a prompt that is too long."""
@@ -132,23 +154,34 @@ def sampling_params(section: SamplingSection, tokenizer: Tokenizer, key: tuple[i
 
 
 async def collect(
-    sampler: Sampler, groups: Sequence[IssuedGroup], group_size: int, advance: Callable[[int], None] | None = None
+    sampler: Sampler,
+    groups: Sequence[IssuedGroup],
+    group_size: int,
+    advance: Callable[[int], None] | None = None,
+    ended: Callable[[Group], None] | None = None,
 ) -> list[Group]:
     """Sample G trajectories of each group. The first failure cancels the others and is raised, including
     `RolloutAborted`.
 
-    `advance(1)` is called for each finished sample.
+    `advance(1)` is called for each finished sample, `ended` with each group as its last sample ends.
     """
     tasks = [asyncio.ensure_future(sampler.rollout(group, sample)) for group in groups for sample in range(group_size)]
+    made = [asyncio.gather(*tasks[i : i + group_size]) for i in range(0, len(tasks), group_size)]
+
+    def tell(group: asyncio.Future[list[Trajectory]]) -> None:
+        if ended is not None and not group.cancelled() and group.exception() is None:
+            ended(group.result())
+
+    for group in made:
+        group.add_done_callback(tell)
     if advance is not None:
         for task in tasks:
             task.add_done_callback(lambda _: advance(1))
     try:
-        flat = await asyncio.gather(*tasks)
+        return list(await asyncio.gather(*made))
     except BaseException:
         await _cancel(tasks)
         raise
-    return [flat[i : i + group_size] for i in range(0, len(flat), group_size)]
 
 
 async def collect_some(

@@ -11,8 +11,9 @@ from jaxtyping import Bool, Float
 from posttrain.batch import Batch
 from posttrain.rl.act import Acted
 from posttrain.rl.algorithms import Algorithm
-from posttrain.rl.assemble import Shares, assemble
+from posttrain.rl.assemble import Shares, TurnValues, assemble
 from posttrain.rl.selection import ended
+from posttrain.rl.turns import rewards_at_ends, turn_advantages
 from posttrain.rollout.trajectory import Group
 
 ROUNDING = 1e-6
@@ -28,6 +29,8 @@ class Signal:
     advantages_PG: Float[np.ndarray, "Q G"]
     learned_PG: Bool[np.ndarray, "Q G"]
     """Samples in the loss: with a reward and an advantage, and not left out as truncated."""
+    turns_PG: TurnValues | None = None
+    """Advantages by token, or with a critic rewards; None: one advantage for each sample."""
 
 
 def signal_of(algorithm: Algorithm, acted: Acted, penalties_PG: Float[np.ndarray, "P G"] | None) -> Signal:
@@ -45,7 +48,18 @@ def signal_of(algorithm: Algorithm, acted: Acted, penalties_PG: Float[np.ndarray
     learned_PG = ~np.isnan(rewards_PG) & ~np.isnan(advantages_PG)
     if algorithm.truncated == "mask" and kept_P:
         learned_PG &= ended(kept_P)
-    return Signal(kept_P=kept_P, rewards_PG=rewards_PG, advantages_PG=advantages_PG, learned_PG=learned_PG)
+    turns_PG = None
+    if algorithm.critic is not None:
+        turns_PG = rewards_at_ends(kept_P, advantages_PG, acted.weights)
+    elif algorithm.turn_advantages:
+        turns_PG = turn_advantages(kept_P, rewards_PG, acted.weights)
+    return Signal(
+        kept_P=kept_P,
+        rewards_PG=rewards_PG,
+        advantages_PG=advantages_PG,
+        learned_PG=learned_PG,
+        turns_PG=turns_PG,
+    )
 
 
 def parts_of(
@@ -69,6 +83,7 @@ def parts_of(
             num_rows=num_rows,
             shares=shares,
             version=version,
+            turns_PG=None if signal.turns_PG is None else [signal.turns_PG[index] for index in indices],
         )
         for indices in np.array_split(np.arange(len(signal.kept_P)), updates)
     ]

@@ -32,6 +32,7 @@ class Source:
 
     def __init__(self, prompts: PromptStream, examples: Sequence[Example], curriculum: Curriculum | None = None):
         self._prompts, self._examples, self._curriculum = prompts, examples, curriculum
+        self._by_row = {example.index: example for example in examples}
         self._places = {} if curriculum is None else {example.index: n for n, example in enumerate(examples)}
         self.issued = 0
         """Number of groups begun since the start of the run."""
@@ -47,6 +48,10 @@ class Source:
             IssuedGroup(number=number, example=self._examples[place], version=version)
             for number, place in zip(numbers, places, strict=True)
         ]
+
+    def example(self, row: int) -> Example:
+        """Example of a row of the dataset."""
+        return self._by_row[row]
 
     def seen(self, group: Group, rewards_G: Float[np.ndarray, " G"]) -> None:
         """Take note of the rewards of a finished group, for the curriculum."""
@@ -67,8 +72,7 @@ class Source:
         if self._curriculum is not None:
             self._curriculum.restore(state["curriculum"])
         self.issued = state["issued"]
-        by_row = {example.index: example for example in self._examples}
-        self.unfinished = [_from_json(group, by_row) for group in state["unfinished"]]
+        self.unfinished = [_from_json(group, self._by_row) for group in state["unfinished"]]
 
 
 def _to_json(group: IssuedGroup) -> dict[str, Any]:

@@ -84,12 +84,14 @@ async def rl_step(cluster: Cluster, algorithm: Algorithm, act: Act, settings: St
     acted = await act(cluster.version, f"step {cluster.actor.step_number + 1}", timer)
     held = cluster.memory("rollout")
     result = learn(cluster, algorithm, acted, settings, timer)
-    return replace(result, metrics={**result.metrics, **held, **cluster.memory("update")})
+    with timer("sync"):
+        synced = cluster.hand_over()
+    return replace(result, metrics={**result.metrics, **synced, **held, **cluster.memory("update")})
 
 
 def learn(cluster: Cluster, algorithm: Algorithm, acted: Acted, settings: StepSettings, timer: Timer) -> StepResult:
     """Learn from scored groups: filter, advantages, batches, log-probabilities and values under the weights of now,
-    updates, sync of the weights to the engine."""
+    updates. The hand-over of the new weights to the engine is the caller's."""
     rows = {"row_tokens": settings.row_tokens, "num_rows": settings.num_rows}
     penalties_PG, told = None, Metrics()
     if algorithm.reward_kl is not None and algorithm.critic is None:

@@ -1,11 +1,12 @@
-"""Store of the trajectories of online steps: a Parquet file for each recorded step, with a row for each sample."""
+"""Store of the trajectories of online steps: a Parquet file for each recorded step, with a row for each token sequence
+of a sample."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,16 +16,10 @@ from jaxtyping import Bool, Float, Int
 
 from posttrain.errors import ConfigError, RunError
 from posttrain.reward.types import RewardError, Rewards
-from posttrain.rollout.trajectory import Example, Group, Trajectory
+from posttrain.rl.assemble import rows_of
+from posttrain.rl.record_format import FORMAT, META, REWARD, TOKENS
+from posttrain.rollout.trajectory import Example, Group, Trajectory, Turn
 from posttrain.tree import Mean
-
-FORMAT = 1
-META = "posttrain"
-"""Key of the description of the step in a file's metadata."""
-TOKENS = {"tokens": np.int32, "sampled": np.bool_, "logps": np.float32, "kept_logps": np.float32, "versions": np.int32}
-"""Columns with a value for each token: 17 bytes before compression."""
-REWARD = "rewards."
-"""Prefix of the columns of single reward functions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +103,8 @@ def recorded_steps(folder: Path) -> list[int]:
 
 
 def write_record(recorded: Recorded, file: Path) -> None:
-    """Write a record: numbers of group, sample and dataset row, rewards, advantage, and lists per token."""
+    """Write a record: numbers of group, sample, dataset row and row of the sample, rewards, advantage, and lists per
+    token and turn."""
     import pyarrow.parquet
 
     columns, meta = _columns(recorded)
@@ -121,26 +117,30 @@ def write_record(recorded: Recorded, file: Path) -> None:
 
 
 def _columns(recorded: Recorded) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Columns with a value for each sample, and the description of the step."""
+    """Columns with a value for each row of a sample, and the description of the step."""
     import pyarrow
 
-    samples = [trajectory for group in recorded.groups_P for trajectory in group]
+    rows, owners = rows_of(recorded.groups_P)
     columns: dict[str, Any] = {
-        "group": np.asarray([sample.group for sample in samples], np.int64),
-        "sample": np.asarray([sample.sample for sample in samples], np.int32),
-        "row": np.asarray([sample.example.index for sample in samples], np.int64),
-        "stop": [sample.stop for sample in samples],
-        "reward": recorded.rewards.total_PG.ravel(),
-        **{f"{REWARD}{name}": part.ravel() for name, part in recorded.rewards.parts_PG.items()},
+        "group": np.asarray([row.group for row in rows], np.int64),
+        "sample": np.asarray([row.sample for row in rows], np.int32),
+        "row": np.asarray([row.example.index for row in rows], np.int64),
+        "stop": [row.stop for row in rows],
+        "reward": recorded.rewards.total_PG.ravel()[owners],
+        **{f"{REWARD}{name}": part.ravel()[owners] for name, part in recorded.rewards.parts_PG.items()},
     }
     if recorded.advantages_PG is not None:
-        columns["advantage"] = recorded.advantages_PG.ravel()
+        columns["advantage"] = recorded.advantages_PG.ravel()[owners]
     if recorded.roles_PG is not None:
-        columns["role"] = recorded.roles_PG.ravel().astype(np.int8)
-    ends = np.cumsum([0, *(len(sample.tokens) for sample in samples)]).astype(np.int32)
+        columns["role"] = recorded.roles_PG.ravel().astype(np.int8)[owners]
+    ends = np.cumsum([0, *(len(row.tokens) for row in rows)]).astype(np.int32)
     for name, dtype in TOKENS.items():
-        flat = np.concatenate([np.asarray(getattr(sample, name), dtype) for sample in samples])
+        flat = np.concatenate([np.asarray(getattr(row, name), dtype) for row in rows])
         columns[name] = pyarrow.ListArray.from_arrays(ends, pyarrow.array(flat))
+    if any(row.turns for row in rows):
+        first = np.flatnonzero(np.diff(owners, prepend=-1))
+        columns["part"] = (np.arange(len(rows)) - first[owners]).astype(np.int32)
+        columns["turns"] = [[turn._asdict() for turn in row.turns] for row in rows]
     meta: dict[str, Any] = {
         "format": FORMAT,
         "before": recorded.before,
@@ -150,9 +150,9 @@ def _columns(recorded: Recorded) -> tuple[dict[str, Any], dict[str, Any]]:
         "metrics": {name: [float(m.total), float(m.weight)] for name, m in recorded.rewards.metrics.items()},
         "errors": [asdict(error) for error in recorded.rewards.errors],
     }
-    if samples[0].experts is not None:
-        columns["experts"] = [_bytes_of_experts(sample) for sample in samples]
-        meta["experts"] = list(samples[0].experts.shape[1:])
+    if rows[0].experts is not None:
+        columns["experts"] = [_bytes_of_experts(row) for row in rows]
+        meta["experts"] = list(rows[0].experts.shape[1:])
     return columns, meta
 
 
@@ -179,9 +179,10 @@ def read_record(folder: Path, step: int, text_of: Callable[[Sequence[int]], str]
         raise ConfigError(f"{file}: has format {meta.get('format')}, this version reads {FORMAT}")
     size = meta["group_size"]
     columns = {name: table.column(name).combine_chunks() for name in table.column_names}
+    parts_of = columns["part"].to_numpy() if "part" in columns else np.zeros(len(table), np.int32)
 
     def by_group(name: str) -> np.ndarray:
-        return np.asarray(columns[name].to_numpy(zero_copy_only=False)).reshape(-1, size)
+        return np.asarray(columns[name].to_numpy(zero_copy_only=False))[parts_of == 0].reshape(-1, size)
 
     parts = {name.removeprefix(REWARD): by_group(name) for name in columns if name.startswith(REWARD)}
     rewards = Rewards(
@@ -192,7 +193,13 @@ def read_record(folder: Path, step: int, text_of: Callable[[Sequence[int]], str]
         extras={},
     )
     rows = table.drop_columns([name for name in columns if name.startswith(REWARD)]).to_pylist()
-    samples = [_trajectory(row, meta.get("experts"), text_of) for row in rows]
+    samples: list[Trajectory] = []
+    for part, row in zip(parts_of, rows, strict=True):
+        one = _trajectory(row, meta.get("experts"), text_of)
+        if part == 0:
+            samples.append(one)
+        else:
+            samples[-1] = replace(samples[-1], more=[*samples[-1].more, one])
     return Recorded(
         before=meta["before"],
         step=meta["step"],
@@ -219,5 +226,6 @@ def _trajectory(
         text=text,
         stop=row["stop"],
         experts=None if experts is None else np.frombuffer(row["experts"], np.int16).reshape(-1, *experts),
+        turns=[Turn(**turn) for turn in row.get("turns", ())],
         **{name: row[name] for name in TOKENS},
     )

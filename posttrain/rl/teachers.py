@@ -19,7 +19,7 @@ from posttrain.distill.targets import teacher_shares
 from posttrain.distill.teachers import in_order
 from posttrain.errors import RunError
 from posttrain.metrics import Metrics
-from posttrain.rl.assemble import Shares, sample_rows
+from posttrain.rl.assemble import Shares, sample_rows, sampled_rows
 from posttrain.rollout.trajectory import Group
 from posttrain.statistics import Interval, mean_interval
 from posttrain.tree import Mean, replace
@@ -62,12 +62,14 @@ def distances(
     teachers: Sequence[Scorer], groups_P: Sequence[Group], shares: Shares | None, row_tokens: int
 ) -> Float[np.ndarray, "P G"]:
     """Mean of log(student / teacher) over the tokens of each sample: an estimate of the reverse KL."""
-    samples = [sample for group in groups_P for sample in group]
-    batch, where = sample_rows(samples, row_tokens=row_tokens, num_rows=len(samples), shares=shares)
+    rows, owners = sampled_rows(groups_P)
+    batch, where = sample_rows(rows, row_tokens=row_tokens, num_rows=len(rows), shares=shares)
     sampled = np.asarray(batch.loss_weight) > 0
     gap = np.where(sampled, np.asarray(batch.sampler_logps) - teacher_logps(teachers, batch), 0.0)
-    means = [gap[row, tokens].sum() / sampled[row, tokens].sum() for row, tokens in where]
-    return np.asarray(means, np.float32).reshape(len(groups_P), -1)
+    sums, counts = np.zeros((2, sum(map(len, groups_P))))
+    np.add.at(sums, owners, [gap[row, tokens].sum() for row, tokens in where])
+    np.add.at(counts, owners, [sampled[row, tokens].sum() for row, tokens in where])
+    return (sums / np.where(counts > 0, counts, np.nan)).astype(np.float32).reshape(len(groups_P), -1)
 
 
 def merged_distances(

@@ -1,4 +1,4 @@
-"""Updates of the actor from the batches of a step, and the hand-over of its weights."""
+"""Updates of the actor from the batches of a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SUMMED = ("num_tokens",)
 def update(
     cluster: Cluster, parts: Sequence[Batch], learns: Sequence[bool], epochs: int, seed: int, timer: Timer
 ) -> Metrics:
-    """One update for each part and epoch (skipped where not `learns`), then hand the weights over to the engine.
+    """One update for each part and epoch, skipped where not `learns`.
 
     If sampler and trainer disagree in the first update, there are no others: it changed no weights.
     """
@@ -32,14 +32,13 @@ def update(
     with timer("update"), cluster.updating(), progress_bar(f"{title}: update", closing=False):
         for number in _order(len(parts), epochs, [seed, cluster.version]):
             part = _aged(parts[number], len(done)) if several else parts[number]
-            told = cluster.actor.step(part, update=learns[number] and not cluster.warming_up)
+            told = cluster.update_actor(part, update=learns[number] and not cluster.warming_up)
             done.append({**told, **cluster.update_critic(part)})
             # One read of the device, where other updates would follow.
             if several and len(done) == 1 and LIMITS.keys() <= told.keys() and bool(sampler_disagrees(told)):
                 break
         jax.block_until_ready(done)
-    with timer("sync"):
-        return {**merged(done), **cluster.hand_over()}
+    return merged(done)
 
 
 def _order(num_parts: int, epochs: int, seed: Sequence[int]) -> Iterator[int]:

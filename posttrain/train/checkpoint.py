@@ -8,12 +8,13 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from posttrain.errors import ConfigError
@@ -29,10 +30,10 @@ class Checkpointer:
     """Checkpoint manager: saves steps below `directory` in the background and keeps the newest `keep`; a context
     manager.
 
-    A step holds the leaves of a tree of jax arrays under their dotted paths, and a JSON object. It appears under its
-    number once it is completely on disk: a process killed while saving leaves the previous steps. Incomplete steps are
-    removed on opening, so only one run may have a directory open. An error of a background save is raised by the next
-    call.
+    A step holds the leaves of a tree of jax arrays under their dotted paths, and host data: JSON in which numpy arrays
+    of any shape may stand. It appears under its number once it is completely on disk: a process killed while saving
+    leaves the previous steps. Incomplete steps are removed on opening, so only one run may have a directory open. An
+    error of a background save is raised by the next call.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 2) -> None:
@@ -53,8 +54,8 @@ class Checkpointer:
     def save(self, step: int, arrays: Any, host: dict[str, Any]) -> None:
         """Start writing step `step`; returns once the arrays may be donated or overwritten.
 
-        Raises ValueError for a leaf that is not a jax array, for `host` that is not JSON, and for a step not after the
-        latest.
+        Raises ValueError for a leaf that is not a jax array, for `host` that is not JSON and numpy arrays, and for a
+        step not after the latest.
         """
         import orbax.checkpoint as ocp
 
@@ -67,15 +68,17 @@ class Checkpointer:
         latest = self._manager.latest_step()
         if latest is not None and step <= latest:
             raise ValueError(f"checkpoint: step {step} must be after the latest step {latest} in {self.directory}")
+        values: dict[str, np.ndarray] = {}
         try:
-            text = json.dumps(host)
+            text = json.dumps(_without_arrays(host, values))
         except (TypeError, ValueError) as error:
-            raise ValueError(f"checkpoint: host must be JSON, but {error}") from error
+            raise ValueError(f"checkpoint: host must be JSON and numpy arrays, but {error}") from error
         # Save text, not the object: Orbax would serialize it later, when the caller may have changed it.
         record = {"format": FORMAT, "host": text, "arrays": {path: _spec(leaf) for path, leaf in leaves.items()}}
-        self._manager.save(
-            step, args=ocp.args.Composite(arrays=ocp.args.PyTreeSave(leaves), host=ocp.args.JsonSave(record))
-        )
+        items: dict[str, Any] = {"arrays": ocp.args.PyTreeSave(leaves), "host": ocp.args.JsonSave(record)}
+        if values:
+            items["values"] = ocp.args.PyTreeSave(values)
+        self._manager.save(step, args=ocp.args.Composite(**items))
 
     def latest_step(self) -> int | None:
         """Newest complete step; waits for a background save."""
@@ -116,7 +119,22 @@ class Checkpointer:
                 arrays=ocp.args.PyTreeRestore(target, restore_args=restore_args, partial_restore=partial)
             )
             leaves = self._manager.restore(step, args=args)["arrays"]
+            values = self._values(step, host)
+        host = _with_arrays(host, values)
         return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in requested]), host
+
+    def _values(self, step: int, host: Any) -> dict[str, np.ndarray]:
+        """Numpy arrays of the host data."""
+        import orbax.checkpoint as ocp
+
+        names: set[str] = set()
+        _named(host, names)
+        if not names:
+            return {}
+        numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+        args = ocp.args.Composite(values=ocp.args.PyTreeRestore(restore_args=numpy))
+        found: dict[str, np.ndarray] = self._manager.restore(step, args=args)["values"]
+        return found
 
     def wait(self) -> None:
         """Wait until all saved steps are on disk."""
@@ -185,6 +203,42 @@ def _quiet() -> Iterator[None]:
     finally:
         logger.setLevel(level)
         sys.unraisablehook = hook
+
+
+ARRAY = "numpy array"
+"""Key that stands in JSON for a numpy array, with its name, or for an empty one its shape and dtype."""
+
+
+def _without_arrays(value: Any, found: dict[str, np.ndarray]) -> Any:
+    """JSON with names in place of numpy arrays, which go to `found`."""
+    if isinstance(value, np.ndarray):
+        if not value.size:
+            return {ARRAY: _spec(value)}
+        name = f"value_{len(found)}"
+        found[name] = value
+        return {ARRAY: name}
+    if isinstance(value, Mapping):
+        return {key: _without_arrays(one, found) for key, one in value.items()}
+    return [_without_arrays(one, found) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _with_arrays(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    """Inverse of `_without_arrays`."""
+    if isinstance(value, dict) and value.keys() == {ARRAY}:
+        name = value[ARRAY]
+        return arrays[name] if isinstance(name, str) else np.zeros(name["shape"], name["dtype"])
+    if isinstance(value, dict):
+        return {key: _with_arrays(one, arrays) for key, one in value.items()}
+    return [_with_arrays(one, arrays) for one in value] if isinstance(value, list) else value
+
+
+def _named(value: Any, names: set[str]) -> None:
+    """Add the names of the arrays that JSON stands for."""
+    if isinstance(value, dict) and isinstance(value.get(ARRAY), str):
+        names.add(value[ARRAY])
+    elif isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            _named(one, names)
 
 
 def _by_path(tree: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from posttrain.runtime import processes
 from posttrain.runtime.profiler import span, step_span
 from posttrain.tracking.console import progress_bar
 from posttrain.tracking.profile.recorder import StepRecorder
-from posttrain.tracking.sinks import Sink
+from posttrain.tracking.sink import Sink
 from posttrain.train.checkpoint import Checkpointer
 from posttrain.train.trainer import Trainer, check_finite
 from posttrain.weights.locate import Origin

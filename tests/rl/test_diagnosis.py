@@ -24,7 +24,8 @@ from posttrain.errors import RunError
 from posttrain.losses.sampler_gap import sampler_gap
 from posttrain.metrics import Timer, to_host
 from posttrain.models.decoder import Decoder
-from posttrain.reward.rubric import Reward, Rubric
+from posttrain.reward.function import Reward
+from posttrain.reward.rubric import Rubric
 from posttrain.rl.algorithms import make_algorithm
 from posttrain.rl.diagnosis import diagnose
 from posttrain.rl.metrics import check_agreement, sampler_disagrees

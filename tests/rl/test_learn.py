@@ -14,7 +14,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 from posttrain.cluster.cluster import Role
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.metrics import to_host
-from posttrain.reward.rubric import Reward, Rubric
+from posttrain.reward.function import Reward
+from posttrain.reward.rubric import Rubric
 from posttrain.rl.advantages import decoupled
 from posttrain.rl.algorithms import make_algorithm
 from posttrain.rl.entropy import EntropyControl

@@ -21,7 +21,8 @@ from posttrain.data.tokenizer import load_tokenizer
 from posttrain.losses.pairs import pairs_of, sequences_of
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.metrics import Timer, to_host
-from posttrain.reward.rubric import Reward, Rubric
+from posttrain.reward.function import Reward
+from posttrain.reward.rubric import Rubric
 from posttrain.rl.assemble import assemble_pairs
 from posttrain.rl.online_dpo import OnlineLoss, PairSettings, best_and_worst, online_step, pairs_of_groups
 from posttrain.rl.sampler import Sampler

@@ -16,7 +16,8 @@ from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.metrics import Timer, to_host
-from posttrain.reward.rubric import Reward, Rubric, joined
+from posttrain.reward.function import Reward
+from posttrain.reward.rubric import Rubric, joined
 from posttrain.rl.act import Act, Acted
 from posttrain.rl.algorithms import is_mixed, make_algorithm
 from posttrain.rl.refill import Refill, given_filter, group_metrics
@@ -206,7 +207,9 @@ def test_rewards_of_several_calls_are_joined() -> None:
     assert_array_equal(parts.total_PG, once.total_PG)
     assert_array_equal(parts.parts_PG["picky"], once.parts_PG["picky"])
     assert [(e.prompt, e.sample) for e in parts.errors] == [(e.prompt, e.sample) for e in once.errors] == [(2, 1)]
-    assert parts.metrics["rewards/picky/length"].value() == pytest.approx(1.5), "of the two calls that succeeded"
+    assert parts.metrics["rewards/picky/length"].value() == pytest.approx(4 / 3), (
+        "of the calls that succeeded, by samples"
+    )
     assert parts.extras == {"text": ["a", "bb", "ccc", "none", None, None, None, None]}
 
 

@@ -15,7 +15,7 @@ from posttrain.data.packing import RowSpan
 from posttrain.losses.kl import KLEstimator, gradient_in_reward, k1, k2, k3
 from posttrain.losses.policy import PPO
 from posttrain.losses.value import ValueLoss, values_before
-from posttrain.rl.returns import GAE, RewardKL, at_last_token, discounted, gae, whitened, with_returns
+from posttrain.rl.returns import GAE, RewardKL, discounted, gae, turn_gae, whitened, with_returns
 from posttrain.train.trainer import Trainer
 from posttrain.tree import replace
 from posttrain.weights.scalar_head import with_scalar_head
@@ -23,6 +23,17 @@ from tests.losses.conftest import read_golden
 from tests.tiny import tiny_model
 
 RTOL = 1e-6
+
+
+def at_last_token(values: np.ndarray, mask: np.ndarray, segments: np.ndarray) -> np.ndarray:
+    """Values at the last sampled token of each sequence, 0 elsewhere: the reward of a sequence as one per token."""
+    kept = np.zeros(values.shape, values.dtype)
+    for row in range(len(values)):
+        places = np.flatnonzero(mask[row])
+        ids = segments[row, places]
+        last = places[np.append(ids[1:] != ids[:-1], True)] if places.size else places
+        kept[row, last] = values[row, last]
+    return kept
 
 
 def ones(mask: np.ndarray) -> np.ndarray:
@@ -156,10 +167,32 @@ def packed_batch(rewards: float = 1.0) -> Batch:
         positions=zeros,
         segments=segments,
         loss_weight=weight,
-        advantages=spread,
+        advantages=at_last_token(spread, mask, segments),
         old_logps=logps,
         ref_logps=ref,
     )
+
+
+def test_turns_as_steps() -> None:
+    """Each turn is a step of GAE: its reward the sum, its value that before its first token."""
+    rewards, values, mask, segments = several_turns()
+    rewards = np.where(mask, np.random.default_rng(3).normal(size=mask.shape), 0.0)
+    found = turn_gae(rewards, values, mask, segments, gamma=0.9, lam=0.8)
+    for row in range(len(mask)):
+        for segment in sorted({*segments[row]} - {0}):
+            runs: list[list[int]] = []
+            for t in np.flatnonzero(mask[row] & (segments[row] == segment)):
+                if runs and runs[-1][-1] == t - 1:
+                    runs[-1].append(t)
+                else:
+                    runs.append([t])
+            after = value_after = 0.0
+            for run in reversed(runs):
+                after = rewards[row, run].sum() + 0.9 * value_after - values[row, run[0]] + 0.9 * 0.8 * after
+                value_after = values[row, run[0]]
+                np.testing.assert_allclose(found[0][row, run], after, atol=1e-9)
+                np.testing.assert_allclose(found[1][row, run], after + value_after, atol=1e-9)
+    assert not found[0][~mask].any()
 
 
 def test_with_returns() -> None:
@@ -202,7 +235,9 @@ def test_a_critic_explains_returns() -> None:
             positions=np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape),
             segments=segments,
             loss_weight=mask.astype(np.float32),
-            advantages=np.where(mask, np.where(tokens[:, :1] > 2, 1.0, -1.0), 0.0).astype(np.float32),
+            advantages=at_last_token(
+                np.where(tokens > 0, np.where(tokens[:, :1] > 2, 1.0, -1.0), 0.0), mask, segments
+            ).astype(np.float32),
         )
         values = np.asarray(values_before(jnp.asarray(critic.scores(batch)), jnp.asarray(segments)))
         (batch,), metrics = with_returns([batch], [values], settings, None)

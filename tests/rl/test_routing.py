@@ -20,7 +20,8 @@ from posttrain.config import SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.metrics import Timer, to_host
-from posttrain.reward.rubric import Reward, Rubric
+from posttrain.reward.function import Reward
+from posttrain.reward.rubric import Rubric
 from posttrain.rl.algorithms import make_algorithm
 from posttrain.rl.assemble import assemble
 from posttrain.rl.sampler import Sampler

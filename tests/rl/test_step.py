@@ -24,7 +24,8 @@ from posttrain.errors import ConfigError, RunError
 from posttrain.evaluation.rollouts import evaluate
 from posttrain.losses.importance import ImportanceSampling
 from posttrain.metrics import Timer, to_host
-from posttrain.reward.rubric import Reward, Rubric
+from posttrain.reward.function import Reward
+from posttrain.reward.rubric import Rubric
 from posttrain.rl.algorithms import ALGORITHMS, make_algorithm
 from posttrain.rl.metrics import check_agreement, sampler_disagrees
 from posttrain.rl.sampler import IssuedGroup, Sampler, collect

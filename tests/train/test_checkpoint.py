@@ -117,7 +117,7 @@ def test_what_cannot_be_saved_is_refused_at_once(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(ValueError, match=r"a\.b is a int; put it into host"):
             checkpointer.save(1, {"a": {"b": 3}}, {})
-        with pytest.raises(ValueError, match=r"host must be JSON, but .*set"):
+        with pytest.raises(ValueError, match=r"host must be JSON and numpy arrays, but .*set"):
             checkpointer.save(1, {"a": jnp.zeros(1)}, {"x": {1}})
         checkpointer.save(2, {"a": jnp.zeros(1)}, {})
         for step in (1, 2):
@@ -216,3 +216,20 @@ def test_a_killed_process_leaves_only_whole_steps(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(found[-1] + 1, {"w": jnp.zeros(1)}, {})
     assert sorted(p.name for p in tmp_path.iterdir() if not p.name.isdigit()) == []
+
+
+def test_host_data_may_hold_arrays_of_any_shape(tmp_path: Path) -> None:
+    host = {"a": [1, {"t": np.arange(7, dtype=np.int32)}], "empty": np.zeros((0, 3), np.float32), "b": np.array([True])}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"w": jnp.ones(3)}, host)
+        checkpointer.save(2, {"w": jnp.ones(3)}, {"a": 2})
+        _, found = checkpointer.restore(1, {"w": jnp.ones(3)})
+        assert checkpointer.restore(2, {"w": jnp.ones(3)})[1] == {"a": 2}
+    assert found["a"][0] == 1
+    for one, other in (
+        (found["a"][1]["t"], host["a"][1]["t"]),
+        (found["empty"], host["empty"]),
+        (found["b"], host["b"]),
+    ):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)

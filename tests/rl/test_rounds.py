@@ -1,0 +1,88 @@
+"""Turns in rounds: what is submitted together, and in which order, depends on no delay."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from posttrain.rl.rounds import Rounds
+from posttrain.rollout.types import Completion, SamplingParams
+from posttrain.runtime.run_async import run_async
+
+TURNS = {(0, n): n % 3 + 1 for n in range(8)}
+"""Turns of each sample, by sampling key."""
+
+
+class Recording:
+    """Engine that records which requests it has at once."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[tuple[int, int]]] = []
+        self._running = 0
+
+    async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
+        if not self._running:
+            self.batches.append([])
+        self.batches[-1].append(params.key)
+        self._running += 1
+        await asyncio.sleep(0.002 * (params.key[1] % 2))
+        self._running -= 1
+        return Completion(tokens=(1,), logps=(0.0,), kept_logps=(0.0,), stop="length", weights_versions=(0,))
+
+    def update_weights(self, model: object, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def params(key: tuple[int, int]) -> SamplingParams:
+    return SamplingParams(max_tokens=1, temperature=1.0, stop_token_ids=(), key=key)
+
+
+async def sample(rounds: Rounds, key: tuple[int, int], draw: random.Random) -> None:
+    try:
+        for _ in range(TURNS[key]):
+            await asyncio.sleep(draw.random() * 0.01)
+            await rounds.generate([1], params(key))
+        await asyncio.sleep(draw.random() * 0.01)
+    finally:
+        rounds.leave(1)
+
+
+def batches(seed: int) -> list[list[tuple[int, int]]]:
+    async def run() -> None:
+        rounds.expect(list(TURNS))
+        draw = random.Random(seed)
+        await asyncio.gather(*(sample(rounds, key, draw) for key in reversed(TURNS)))
+
+    engine = Recording()
+    rounds = Rounds(engine)
+    run_async(run())
+    return engine.batches
+
+
+def test_rounds_do_not_depend_on_delays() -> None:
+    """Turned red by: turns that are submitted as they come; a round that waits for samples that have ended."""
+    found = [batches(seed) for seed in range(4)]
+    keys = list(TURNS)
+    assert found[0] == [keys, [k for k in keys if TURNS[k] > 1], [k for k in keys if TURNS[k] > 2]]
+    assert all(one == found[0] for one in found)
+
+
+def test_a_cancelled_sample_holds_nobody_up_and_strangers_pass() -> None:
+    async def run() -> None:
+        rounds.expect([(0, 0), (0, 1)])
+        first = asyncio.ensure_future(rounds.generate([1], params((0, 0))))
+        await rounds.generate([1], params((7, 7)))
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        rounds.leave(1)
+        await asyncio.wait_for(rounds.generate([1], params((0, 1))), 10.0)
+
+    engine = Recording()
+    rounds = Rounds(engine)
+    run_async(run())
+    assert [key for batch in engine.batches for key in batch] == [(7, 7), (0, 1)]
