@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import posttrain.losses as losses  # noqa: F401
+    import posttrain.rl as rl  # noqa: F401
     from posttrain.api import RL as RL
     from posttrain.api import SFT as SFT
     from posttrain.api import Distill as Distill
@@ -19,15 +21,26 @@ if TYPE_CHECKING:
     from posttrain.batch import LossOutput as LossOutput
     from posttrain.batch import TokenStats as TokenStats
     from posttrain.config import LoRA as LoRA
+    from posttrain.config import MeshSection as MeshSection
     from posttrain.data.tokenizer import load_tokenizer as load_tokenizer
     from posttrain.errors import ConfigError as ConfigError
+    from posttrain.errors import RunError as RunError
     from posttrain.generation import complete as complete
     from posttrain.generation import generate as generate
     from posttrain.losses.pairs import Needs as Needs
+    from posttrain.losses.policy import PolicyLoss as PolicyLoss
+    from posttrain.mesh import make_mesh as make_mesh
+    from posttrain.metrics import to_host as to_host
     from posttrain.models.decoder import Decoder as Decoder
+    from posttrain.results.result import RunResult as RunResult
+    from posttrain.results.result import attach as attach
+    from posttrain.reward.rubric import Rubric as Rubric
     from posttrain.rollout.engine import NativeEngine as NativeEngine
     from posttrain.rollout.shapes import Expected as Expected
+    from posttrain.rollout.trajectory import Example as Example
+    from posttrain.rollout.trajectory import Trajectory as Trajectory
     from posttrain.rollout.types import SamplingParams as SamplingParams
+    from posttrain.train.checkpoint import Checkpointer as Checkpointer
     from posttrain.train.trainer import Trainer as Trainer
     from posttrain.tree import Mean as Mean
     from posttrain.weights.load import load_model as load_model
@@ -38,35 +51,51 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "Batch": "posttrain.batch",
+    "Checkpointer": "posttrain.train.checkpoint",
     "ConfigError": "posttrain.errors",
     "Decoder": "posttrain.models.decoder",
     "Distill": "posttrain.api",
+    "Example": "posttrain.rollout.trajectory",
     "Expected": "posttrain.rollout.shapes",
     "LoRA": "posttrain.config",
     "LossOutput": "posttrain.batch",
     "Mean": "posttrain.tree",
+    "MeshSection": "posttrain.config",
     "NativeEngine": "posttrain.rollout.engine",
     "Needs": "posttrain.losses.pairs",
     "OnlinePreference": "posttrain.api",
+    "PolicyLoss": "posttrain.losses.policy",
     "Preference": "posttrain.api",
     "RL": "posttrain.api",
     "RewardModel": "posttrain.api",
+    "Rubric": "posttrain.reward.rubric",
+    "RunError": "posttrain.errors",
+    "RunResult": "posttrain.results.result",
     "SFT": "posttrain.api",
     "SamplingParams": "posttrain.rollout.types",
     "TokenStats": "posttrain.batch",
     "Trainer": "posttrain.train.trainer",
+    "Trajectory": "posttrain.rollout.trajectory",
+    "attach": "posttrain.results.result",
     "complete": "posttrain.generation",
     "generate": "posttrain.generation",
     "load_model": "posttrain.weights.load",
     "load_tokenizer": "posttrain.data.tokenizer",
+    "make_mesh": "posttrain.mesh",
     "save_adapter": "posttrain.weights.peft_save",
     "save_model": "posttrain.weights.save",
+    "to_host": "posttrain.metrics",
 }
+
+_UNITS = ("losses", "rl")
+"""Folders of the package whose names are public as `pt.losses` and `pt.rl`."""
 
 __all__ = ["__version__", *_MODULES]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
+    if name in _UNITS:
+        return import_module(f"posttrain.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module 'posttrain' has no attribute {name!r}")
     value = getattr(import_module(_MODULES[name]), name)
@@ -75,4 +104,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+    return sorted({*globals(), *_MODULES, *_UNITS})

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from posttrain.config import ModelSection, RunConfig, Section
+from posttrain.config.describe import FieldTable, field_table
+from posttrain.config.run import SECTIONS
+from posttrain.config.signature import keyword_signature
 from posttrain.config.yaml_file import build_config, dump_config, load_config
 from posttrain.errors import ConfigError
+from posttrain.results.result import RunResult, attach
 from posttrain.runs.code_identity import code_texts
-from posttrain.runs.run import RunResult, run
+from posttrain.runs.run import CONFIG_NAME, run
 from posttrain.runtime.files import digest
+from posttrain.stages.table import stage_names
+from posttrain.tracking.callback import CallbackSink, OnStep
+from posttrain.train.loop import Interrupted
 
+TEMPLATE_NAME = "chat_template.jinja"
+TEMPLATES = ("prompt", "completion", "system", "chat")
+"""Fields of a dataset that are keywords as well; an `eval_dataset` that is a mapping has its own."""
 MODEL_FIELDS = frozenset(ModelSection.model_fields) - {"path"}
 
 
@@ -22,68 +35,134 @@ class PythonRun:
     """Run of one stage configured by keywords; `fit` runs it, or resumes an earlier call with the same settings.
 
     Keywords are the fields of the stage, with its section's defaults. `model`: a path or hub id, or a mapping of
-    `posttrain.config.ModelSection`. `dataset`: a path, a list of rows, or a mapping of `DatasetSection`. By default
+    `posttrain.config.ModelSection`, whose `chat_template` may be the text itself. `dataset`: a path, a list of rows, or
+    a mapping of `DatasetSection`, whose `prompt`, `completion`, `system` and `chat` are keywords too. By default
     `output` is `runs/<kind>-<hash of the settings>`, and `seed` is drawn and recorded in the run's `config.yaml`.
     Raises ConfigError for invalid settings before anything runs.
     """
 
     kind: ClassVar[str]
 
+    def __init_subclass__(cls) -> None:
+        cls.__signature__ = keyword_signature(cls.kind, MODEL_FIELDS, TEMPLATES)  # type: ignore[attr-defined]
+        own = (row for row in cls.fields() if "." not in row.name)
+        cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\nFields, with their defaults:\n\n{FieldTable(own)!r}\n"
+
     def __init__(
         self,
-        model: str | Path | Mapping[str, Any],
-        dataset: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        model: str | Path | Mapping[str, Any] | None = None,
+        dataset: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         *,
         output: str | Path | None = None,
         seed: int | None = None,
         mesh: Mapping[str, int] | None = None,
         tensorboard: bool = True,
+        trackers: Sequence[str] = (),
         profile: Mapping[str, Any] | None = None,
         **fields: Any,
     ):
+        try:
+            self._prepare(
+                model,
+                dataset,
+                output,
+                seed,
+                {"mesh": mesh or {}, "tensorboard": tensorboard, "trackers": list(trackers), "profile": profile},
+                fields,
+            )
+        except ConfigError as error:
+            raise _in_python(error) from None
+
+    def _prepare(
+        self,
+        model: Any,
+        dataset: Any,
+        output: str | Path | None,
+        seed: int | None,
+        data: dict[str, Any],
+        fields: dict[str, Any],
+    ) -> None:
+        """Build the configuration, and the files of rows in memory."""
         model_fields = {name: fields.pop(name) for name in list(fields) if name in MODEL_FIELDS}
-        source = _model_fields(model) | model_fields
+        source = model_fields if model is None else _model_fields(model) | model_fields
+        templates = {name: fields.pop(name) for name in TEMPLATES if name in fields}
         stage = _stage(fields)
         inline = {"dataset": _rows(dataset), "eval_dataset": _rows(stage.pop("eval_dataset", None))}
-        texts = {name: _jsonl(name, value) for name, value in inline.items() if isinstance(value, list)}
-        data: dict[str, Any] = {"model": source, "mesh": mesh or {}, "tensorboard": tensorboard, "profile": profile}
+        texts = {f"{name}.jsonl": _jsonl(name, value) for name, value in inline.items() if isinstance(value, list)}
+        template = source.get("chat_template")
+        if inline_template := isinstance(template, str) and "{" in template:
+            texts[TEMPLATE_NAME] = str(template)
         data |= {"kind": self.kind, **stage}
 
         def build(folder: Path, seed: int) -> RunConfig:
-            rows = {name: _dataset(value, folder / f"{name}.jsonl") for name, value in inline.items()}
+            rows = {
+                name: _dataset(value, folder / f"{name}.jsonl", templates if _shares_templates(name, value) else {})
+                for name, value in inline.items()
+            }
             given = {name: value for name, value in rows.items() if value is not None}
+            if source:
+                file = {"chat_template": str(folder / TEMPLATE_NAME)} if inline_template else {}
+                given["model"] = source | file
             settings = _plain({**data, **given, "output": str(folder), "seed": seed})
-            return build_config(settings, name=f"pt.{type(self).__name__}")
+            return build_config(settings, name=f"pt.{type(self).__name__}", python=True)
 
         if output is None:
             output = Path("runs") / f"{self.kind}-{_digest(build(Path(), 0), [*texts.values(), str(seed)])}"
         folder = Path(output)
-        self._files = {folder / f"{name}.jsonl": text for name, text in texts.items()}
+        self._files = {folder / name: text for name, text in texts.items()}
         self.config = build(folder, _seed(folder) if seed is None else seed)
 
-    def fit(self) -> RunResult:
-        """Train until the last step, resuming from the newest checkpoint."""
-        for file, text in self._files.items():
-            _write_rows(file, text)
-        return run(self.config)
+    def fit(self, *, on_step: OnStep | None = None) -> RunResult:
+        """Train until the last step, resuming from the newest checkpoint.
+
+        `on_step`: a function of step and metrics, called in the first process for every line of metrics. An interrupt
+        in a notebook or an interactive Python (the stop button, Ctrl-C) returns a result that is not `finished`; the
+        same call resumes. Elsewhere it raises Interrupted. ConfigError for mistakes, before any work.
+        """
+        output = Path(self.config.output)
+        try:
+            for file, text in self._files.items():
+                _write_text(file, text)
+            trained = run(self.config, [CallbackSink(on_step)] if on_step is not None else [])
+        except ConfigError as error:
+            raise _in_python(error) from None
+        except (Interrupted, KeyboardInterrupt):
+            if not hasattr(sys, "ps1") or not (output / CONFIG_NAME).exists():
+                raise
+            return attach(output)
+        return RunResult(output=output, stages=stage_names(self.config), trained=trained)
+
+    @classmethod
+    def fields(cls, word: str = "") -> FieldTable:
+        """Fields of the stage, which are keywords, with types, defaults and descriptions.
+
+        `word`: those with it in name or description.
+        """
+        return field_table(SECTIONS[cls.kind], word)
 
     def __repr__(self) -> str:
         return dump_config(self.config)
 
 
 def _stage(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of the stage. A single reward becomes a list, and functions or names become reward sections."""
+    """Fields of the stage. A single reward becomes a list, and functions or names become sections."""
     stage: dict[str, Any] = _plain(fields)
     if "rewards" in stage:
         rewards = stage["rewards"] if isinstance(stage["rewards"], list) else [stage["rewards"]]
         stage["rewards"] = [{"fn": r} if callable(r) or isinstance(r, str) else r for r in rewards]
+    if "tools" in stage:
+        tools = stage["tools"] if isinstance(stage["tools"], list) else [stage["tools"]]
+        stage["tools"] = [{"fn": t} if callable(t) or isinstance(t, str) else t for t in tools]
+    for name in ("env", "agent"):
+        if callable(stage.get(name)) or isinstance(stage.get(name), str):
+            stage[name] = {"fn": stage[name]}
     return stage
 
 
 class SFT(PythonRun):
     """Supervised fine-tuning from Python: `pt.SFT(model="path", dataset="data.jsonl").fit()`.
 
-    Every field of `posttrain.config.SFTSection` is a keyword, as are `output`, `seed` and `mesh`.
+    Every field of the stage and of the model is a keyword, as are `output`, `seed` and `mesh`.
     """
 
     kind = "sft"
@@ -92,8 +171,8 @@ class SFT(PythonRun):
 class Distill(PythonRun):
     """Distillation from Python: `pt.Distill(model="student", teacher="teacher", dataset="data.jsonl").fit()`.
 
-    Every field of `posttrain.config.DistillSection` is a keyword, as are `output`, `seed` and `mesh`. `teacher`: a path
-    or hub id, or a mapping of `TeacherSection`; for several give `teachers`.
+    Every field of the stage and of the model is a keyword, as are `output`, `seed` and `mesh`. `teacher`: a path or hub
+    id, or a mapping of `TeacherSection`; for several give `teachers`.
     """
 
     kind = "distill"
@@ -109,7 +188,7 @@ class Distill(PythonRun):
 class Preference(PythonRun):
     """Preference optimisation from Python: `pt.Preference(model="path", dataset="pairs.jsonl").fit()`.
 
-    Every field of `posttrain.config.PreferenceSection` is a keyword, as are `output`, `seed` and `mesh`.
+    Every field of the stage and of the model is a keyword, as are `output`, `seed` and `mesh`.
     """
 
     kind = "preference"
@@ -118,7 +197,7 @@ class Preference(PythonRun):
 class RewardModel(PythonRun):
     """Reward model training from Python: `pt.RewardModel(model="path", dataset="pairs.jsonl").fit()`.
 
-    Every field of `posttrain.config.RewardModelSection` is a keyword, as are `output`, `seed` and `mesh`. The result is
+    Every field of the stage and of the model is a keyword, as are `output`, `seed` and `mesh`. The result is
     a sequence classifier that transformers loads.
     """
 
@@ -128,7 +207,7 @@ class RewardModel(PythonRun):
 class RL(PythonRun):
     """Reinforcement learning from Python: `pt.RL(model="path", dataset="data.jsonl", rewards=[correct]).fit()`.
 
-    Every field of `posttrain.config.RLSection` is a keyword, as are `output`, `seed` and `mesh`.
+    Every field of the stage and of the model is a keyword, as are `output`, `seed` and `mesh`.
     """
 
     kind = "rl"
@@ -137,7 +216,7 @@ class RL(PythonRun):
 class OnlinePreference(PythonRun):
     """Online DPO from Python: `pt.OnlinePreference(model="path", dataset="data.jsonl", rewards=[correct]).fit()`.
 
-    Every field of `posttrain.config.OnlinePreferenceSection` is a keyword, as are `output`, `seed` and `mesh`.
+    Every field of the stage and of the model is a keyword, as are `output`, `seed` and `mesh`.
     """
 
     kind = "online_preference"
@@ -166,11 +245,16 @@ def _rows(value: Any) -> Any:
     return [dict(row) for row in rows]
 
 
-def _dataset(value: Any, file: Path) -> Any:
+def _shares_templates(name: str, value: Any) -> bool:
+    return name == "dataset" or not isinstance(value, Mapping | Section)
+
+
+def _dataset(value: Any, file: Path, templates: Mapping[str, Any]) -> Any:
     """Dataset section; rows in memory are read from a file in the run's folder, so that the run can be resumed."""
-    if isinstance(value, str | Path):
-        return {"path": str(value)}
-    return {"path": str(file)} if isinstance(value, list) else value
+    if value is None:
+        return None
+    own = {"path": str(file)} if isinstance(value, list) else _plain(value)
+    return {**templates, **({"path": str(own)} if isinstance(own, str | Path) else own)}
 
 
 def _jsonl(name: str, rows: list[Any]) -> str:
@@ -180,12 +264,12 @@ def _jsonl(name: str, rows: list[Any]) -> str:
         raise ConfigError(f"{name}: its rows must be JSON-serialisable: {error}") from error
 
 
-def _write_rows(file: Path, text: str) -> None:
+def _write_text(file: Path, text: str) -> None:
     if file.exists() and file.read_text(encoding="utf-8") == text:
         return
     if (file.parent / "config.yaml").exists():
         raise ConfigError(
-            f"output: {file.parent} holds a run with other rows of {file.stem}; "
+            f"output: {file.parent} holds a run with other {'rows of ' * (file.suffix == '.jsonl')}{file.stem}; "
             "give another output, or delete the folder to start over"
         )
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -201,10 +285,19 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
+def _in_python(error: ConfigError) -> ConfigError:
+    """Error without the number of the only stage, which a Python class does not have."""
+    return ConfigError(re.sub(r"\bstages\.0(\.|: )", "", str(error)))
+
+
 def _digest(config: RunConfig, more: Sequence[str]) -> str:
     """Hash of the settings, including the source code of functions and their dependencies, so that an edited reward
     function makes a new run."""
-    parts = [dump_config(config.model_copy(update={"profile": None})), *more, *code_texts(config).values()]
+    parts = [
+        dump_config(config.model_copy(update={"profile": None, "trackers": ()})),
+        *more,
+        *code_texts(config).values(),
+    ]
     return digest("\0".join(parts), 8)
 
 

@@ -1,5 +1,5 @@
-"""Command line: `posttrain run | launch | check | plan | replay | schema | distill | generate | export | upcycle |
-prune`."""
+"""Command line: `posttrain run | launch | check | reward | plan | replay | view | schema | fields | env | distill |
+generate | export | upcycle | prune`."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ import sys
 import traceback
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from posttrain.errors import ConfigError, RunError
-
-if TYPE_CHECKING:
-    from posttrain.data.tokenizer import Tokenizer
-    from posttrain.models.decoder import Decoder
+from posttrain.generate_command import generate
+from posttrain.reward_command import print_lines, reward
 
 app = typer.Typer(
-    help="Post-training of language models in JAX: fine-tune, then reinforce, from one YAML file.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -30,6 +26,33 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides, such as stages.rl.num_steps=50."),
 ]
+
+
+def _print_version(wanted: bool) -> bool:
+    if wanted:
+        from posttrain import __version__
+
+        print(f"posttrain {__version__}")
+        raise typer.Exit
+    return wanted
+
+
+@app.callback()
+def top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Post-training of language models in JAX: fine-tune, then reinforce, from one YAML file."""
+
+
+@app.command()
+def env() -> None:
+    """Print versions, devices, kernels and caches, for a bug report."""
+    from posttrain.runs.environment import environment_lines
+
+    for line in environment_lines():
+        print(line)
 
 
 @app.command()
@@ -84,10 +107,20 @@ def check(
             "split into micro-batches, packed and ordered.",
         ),
     ] = None,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe",
+            help="Load the model, and sample and score 32 prompts; exit code 1 if most samples are cut or nothing "
+            "can be learned from their rewards.",
+        ),
+    ] = False,
 ) -> None:
     """Validate everything that can be validated without loading weights."""
     if (config is None) == (loss is None):
         raise ConfigError("check: give CONFIG, or --loss FILE:CLASS")
+    if probe and (config is None or devices is not None or processes is not None):
+        raise ConfigError("check: --probe samples on this machine; give CONFIG alone")
     if loss is not None:
         from posttrain.runs.check_loss import check_loss
 
@@ -96,6 +129,8 @@ def check(
     else:
         assert config is not None
         _check_config(config, overrides or [], devices, processes)
+        if probe:
+            _probe(config, overrides or [])
 
 
 def _check_config(config: str, overrides: list[str], devices: str | None, processes: int | None) -> None:
@@ -123,6 +158,19 @@ def _check_config(config: str, overrides: list[str], devices: str | None, proces
         for line in plan(loaded, target, search=False):
             print(line, flush=True)
     print("ok")
+
+
+def _probe(config: str, overrides: list[str]) -> None:
+    from posttrain.runtime.join import check_alone
+
+    check_alone("check --probe")
+    from posttrain.config.yaml_file import load_config
+    from posttrain.runs.probe import probe
+
+    found = probe(load_config(config, overrides))
+    print_lines(found.lines)
+    if found.findings:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -169,12 +217,46 @@ def replay(
         print(line)
 
 
+app.command()(reward)
+
+
+@app.command()
+def view(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Output folders of runs, or folders that hold some.")
+    ],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0: any free one.")] = 0,
+) -> None:
+    """Browse runs in a local page, live or finished: curves, rollouts, prompts, and the loss of each token."""
+    from posttrain.view.serve import view as recipe
+
+    recipe(runs, port=port)
+
+
 @app.command()
 def schema() -> None:
     """Print the JSON schema of configurations, for completion and validation in editors."""
     from posttrain.config.json_schema import json_schema
 
     print(json.dumps(json_schema(), indent=1))
+
+
+@app.command()
+def fields(
+    kind: Annotated[
+        str | None, typer.Argument(metavar="[KIND]", help="sft, rl, distill, ...; without one the run's own fields.")
+    ] = None,
+    word: Annotated[str, typer.Argument(metavar="[WORD]", help="Part of a name or a description.")] = "",
+) -> None:
+    """List the fields of a kind of stage: type, default, meaning."""
+    from posttrain.config.describe import FieldTable, field_table
+    from posttrain.config.run import SECTIONS, RunConfig
+    from posttrain.errors import did_you_mean
+
+    if kind is not None and kind not in SECTIONS:
+        raise ConfigError(f"fields: {kind!r} is no kind of stage ({', '.join(SECTIONS)}){did_you_mean(kind, SECTIONS)}")
+    table = field_table(RunConfig if kind is None else SECTIONS[kind], word)
+    print(FieldTable(row for row in table if not row.name.startswith("stages.")))
 
 
 @app.command()
@@ -201,118 +283,7 @@ def distill(
         write_caches(loaded)
 
 
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(min=1, help="Maximum number of new tokens; by default 128, or what the context allows."),
-]
-FrequencyPenalty = Annotated[float, typer.Option(help="Subtracted from logits, times the token's count in the text.")]
-LogitBias = Annotated[list[str] | None, typer.Option(help="TOKEN=NUMBER, such as 13=-inf; may be repeated.")]
-AllowedToken = Annotated[list[int] | None, typer.Option(help="Token id that may be sampled; may be repeated.")]
-Chat = Annotated[bool | None, typer.Option(help="Use the chat template; by default if the tokenizer has one.")]
-Messages = Annotated[
-    bool, typer.Option("--messages", help="Prompts are conversations: JSON lists of role and content.")
-]
-Logprobs = Annotated[int | None, typer.Option(min=0, help="Print JSON with this number of most probable tokens.")]
-PromptLogprobs = Annotated[
-    bool, typer.Option("--prompt-logprobs", help="Print JSON with the prompt's log-probabilities.")
-]
-
-
-@app.command()
-def generate(
-    model: Annotated[str, typer.Argument(help="A folder in Hugging Face layout or a hub id.")],
-    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; without any, one per line of stdin.")] = None,
-    adapter: Annotated[str | None, typer.Option(help="PEFT's adapter of the model: a folder or a hub id.")] = None,
-    family: Annotated[str | None, typer.Option(help="A Python file with the model's family, as model.family.")] = None,
-    max_tokens: MaxTokens = None,
-    temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="0: off.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
-    min_p: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens in the text become less likely.")] = 1.0,
-    presence_penalty: Annotated[float, typer.Option(help="Subtracted from the logits of tokens in the text.")] = 0.0,
-    frequency_penalty: FrequencyPenalty = 0.0,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
-    stop_token: Annotated[list[int] | None, typer.Option(help="Stop token id; may be repeated.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after end-of-sequence tokens.")] = False,
-    logit_bias: LogitBias = None,
-    allowed_token: AllowedToken = None,
-    n: Annotated[int, typer.Option("-n", "--samples", min=1, help="Completions per prompt.")] = 1,
-    seed: Annotated[int | None, typer.Option(help="By default drawn from the system.")] = None,
-    chat: Chat = None,
-    messages: Messages = False,
-    logprobs: Logprobs = None,
-    prompt_logprobs: PromptLogprobs = False,
-) -> None:
-    """Print completions of each prompt; without a chat template (or with `--no-chat`) after the prompt itself."""
-    loaded, tokenizer = _load(model, adapter, family)
-    from posttrain.generation import complete
-
-    texts = prompts or [line.rstrip("\n") for line in sys.stdin]
-    answers = complete(
-        loaded,
-        tokenizer,
-        _conversations(texts) if messages else texts,
-        max_new_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        logit_bias=_biases(logit_bias or []),
-        allowed_token_ids=allowed_token or None,
-        stop=stop or [],
-        stop_token_ids=stop_token or [],
-        ignore_eos=ignore_eos,
-        n=n,
-        seed=seed,
-        chat=chat,
-        top_logps=logprobs or 0,
-        prompt_logps=prompt_logprobs,
-    )
-    plain = not messages and (chat is False or tokenizer.chat_template is None)
-    recorded = logprobs is not None or prompt_logprobs
-    for prompt, answer in zip([text for text in texts for _ in range(n)], answers, strict=True):
-        text = f"{prompt}{answer.text}" if plain else answer.text
-        print(json.dumps(answer.record(tokenizer.decode)) if recorded else text)
-
-
-def _load(model: str, adapter: str | None, family: str | None) -> tuple[Decoder, Tokenizer]:
-    """Load model and tokenizer. ConfigError also for a path without a folder."""
-    if not Path(model).expanduser().exists() and model.startswith(("/", ".", "~")):
-        from posttrain.config.locator import Locator
-
-        raise ConfigError(f"model {model}: no such folder{Locator(model).suggestion}")
-    from posttrain.data.tokenizer import load_tokenizer
-    from posttrain.models.hf import add_family
-    from posttrain.weights.load import load_model
-
-    if family is not None:
-        add_family(family)
-    tokenizer = load_tokenizer(model)
-    return load_model(model, adapter=adapter), tokenizer
-
-
-def _conversations(texts: list[str]) -> list[Any]:
-    """Parse conversations. ConfigError for invalid JSON."""
-    found = []
-    for text in texts:
-        try:
-            found.append(json.loads(text))
-        except json.JSONDecodeError as error:
-            example = '[{"role": "user", "content": "Hello"}]'
-            raise ConfigError(f"--messages: {text[:60]!r} is not JSON ({error}); write {example}") from error
-    return found
-
-
-def _biases(texts: list[str]) -> dict[int, float]:
-    """Parse logit biases. ConfigError unless written as TOKEN=NUMBER."""
-    try:
-        return {int(token): float(bias) for token, bias in (text.split("=") for text in texts)}
-    except ValueError as error:
-        raise ConfigError(f"generate: --logit-bias: {error}; write it as TOKEN=NUMBER, such as 13=-5") from error
+app.command()(generate)
 
 
 @app.command()

@@ -9,11 +9,19 @@ SIMILAR = 0.65
 """Minimum `difflib` ratio of a misspelling: `stf` for `sft` is above it, words sharing one syllable are below."""
 
 
-class ConfigError(ValueError):
+class OneLine(Exception):
+    """Error that a notebook shows as its message alone, without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Lines that IPython prints in place of the traceback."""
+        return [f"{type(self).__name__}: {line}" for line in str(self).splitlines()]
+
+
+class ConfigError(OneLine, ValueError):
     """Invalid configuration or call: one line with location, rule, given value and remedy."""
 
 
-class RunError(RuntimeError):
+class RunError(OneLine, RuntimeError):
     """A run-time failure with a one-line, actionable message."""
 
 

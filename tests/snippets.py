@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import Any
 
 import posttrain as pt
+from posttrain.results.result import RunResult
 from posttrain.runs.check import check
-from posttrain.runs.run import RunResult
 
 ROWS = [
     {"prompt": f"{n}+1=", "question": f"{n}+1=", "completion": str(n + 1), "answer": str(n + 1), "text": f"{n}+1"}
@@ -64,7 +64,8 @@ def run_python(text: str, folder: Path, name: str = "block") -> dict[str, Any]:
         check(run.config)
         # What a run leaves, with a result that every evaluation has.
         result = {when: {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 8, "samples": []} for when in ("before", "after")}
-        return RunResult(output=folder / "runs" / "quickstart", stages=["0-sft"], results=[result], trained=["0-sft"])
+        (folder / "runs" / "quickstart" / "0-sft" / "result.json").write_text(json.dumps(result))
+        return RunResult(output=folder / "runs" / "quickstart", stages=["0-sft"], trained=["0-sft"])
 
     # A module of its own, where dataclasses look for the names of their annotations.
     module = sys.modules["document"] = ModuleType("document")

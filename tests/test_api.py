@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,6 +164,67 @@ def test_mistakes(fields: dict[str, Any], words: str, folder: Path) -> None:
         sft(**fields).fit()
     assert words in str(caught.value)
     assert not list(folder.glob("runs/*/config.yaml"))
+
+
+def test_rows_take_templates_and_a_chat_template(folder: Path) -> None:
+    """Red if a template of the call replaced that of a dataset, or if the template's text were taken for a path."""
+    run = pt.SFT(
+        MODEL,
+        [{"q": "1+1", "a": "2"}] * 4,
+        prompt="{q}=",
+        completion="{a}",
+        system="Add.",
+        chat_template="{% for m in messages %}{{ m.content }}{% endfor %}",
+        eval_dataset={"path": "rows.jsonl", "prompt": "{prompt}", "completion": "{completion}"},
+        output="templates",
+        **SMALL,
+    )
+    dataset, held_out = run.config.stages[0].dataset, run.config.stages[0].eval_dataset
+    assert (dataset.prompt, dataset.completion, dataset.system) == ("{q}=", "{a}", "Add.")
+    assert held_out is not None and (held_out.prompt, held_out.system) == ("{prompt}", None)
+    for file, text in run._files.items():
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    prepared = prepare(run.config, offline_ok=True)
+    assert prepared.tokenizer.chat_template is not None
+    assert "{% for m in messages %}" in (folder / "templates" / "chat_template.jinja").read_text()
+    other = pt.SFT(MODEL, [{"q": "1"}], chat_template="{{ messages }}", **SMALL)
+    assert other.config.output != pt.SFT(MODEL, [{"q": "1"}], chat_template="{{ 1 }}", **SMALL).config.output
+
+
+def test_every_name_of_a_mistaken_call_is_answered() -> None:
+    """Red if a missing dataset ended the call before its misspelt name was looked at, or `stages` came up."""
+    with pytest.raises(pt.ConfigError) as caught:
+        pt.RL(model="m", train_dataset="d", num_generations=8, rewards=low, eval_every=2)
+    assert str(caught.value).splitlines() == [
+        "pt.RL: train_dataset: unknown field; did you mean 'dataset'?",
+        "pt.RL: num_generations: unknown field; did you mean 'group_size'?",
+    ]
+    assert caught.value._render_traceback_()[0] == f"ConfigError: {str(caught.value).splitlines()[0]}"
+    assert caught.value.__suppress_context__
+    with pytest.raises(pt.ConfigError, match="^pt.SFT: model: required, but missing"):
+        pt.SFT()
+
+
+def test_a_mistake_in_a_notebook_is_one_line() -> None:
+    """Red if IPython printed a traceback of the package in its place."""
+    code = "import posttrain as pt; pt.RL(model='m', dataset='d', num_generations=3)"
+    command = [sys.executable, "-m", "IPython", "--no-banner", "--colors=NoColor", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(pt.__file__).parent.parent)
+    assert done.stdout.splitlines() == [
+        "ConfigError: pt.RL: num_generations: unknown field; did you mean 'group_size'?"
+    ], done.stdout + done.stderr
+
+
+def test_help_has_the_fields() -> None:
+    for cls in (pt.SFT, pt.Distill, pt.Preference, pt.RewardModel, pt.RL, pt.OnlinePreference):
+        names = list(inspect.signature(cls).parameters)
+        own = {row.name for row in cls.fields() if "." not in row.name}
+        assert names[0] == "model" and own | {"output", "seed", "lora"} <= set(names)
+        assert "checkpoint_every: integer >= 1 = 25" in (cls.__doc__ or "")
+    assert inspect.signature(pt.RL).parameters["group_size"].default == 8
+    assert [row.name for row in pt.RL.fields("samples_every")] == ["samples_every"]
+    assert "<td" in pt.RL.fields("reward")._repr_html_()
 
 
 def test_wrong_types_are_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,9 @@ def test_finished_run_prints_its_summary_again(finished: tuple[Path, str]) -> No
     again = posttrain("run", file)
     assert again.code == 0
     done, summary = again.out.split("0-sft: held-out perplexity", 1)
-    assert done.count("done before") == 2 and f"NOTHING WAS TRAINED: {file.parent / 'out'} holds this run" in done
+    output = file.parent / "out"
+    assert done.count("done before") == 2 and f"NOTHING WAS TRAINED: {output} holds this run" in done
+    assert f"finished on {time.strftime('%Y-')}" in done and f"output={output}-2" in done
     assert first.endswith("0-sft: held-out perplexity" + summary) and "mean reward" in summary
     assert before == {path: path.stat().st_mtime_ns for path in file.parent.glob("out/*/model/*")}
 
@@ -212,3 +215,23 @@ def test_results_are_numbers(finished: tuple[Path, str]) -> None:
         evaluation = results[1][when]
         assert evaluation["low"] <= evaluation["mean"] <= evaluation["high"] and evaluation["n"] == 5
         assert len(evaluation["samples"]) == 5
+
+
+def test_version_environment_and_completion(tmp_path: Path) -> None:
+    """Red if the environment showed a variable that may hold a secret."""
+    import posttrain as pt
+
+    assert posttrain("--version").out == f"posttrain {pt.__version__}\n"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_TOKEN", "secret")
+        patch.setenv("POSTTRAIN_PROJECT", "mine")
+        told = posttrain("env")
+    assert told.code == 0, told.err
+    lines = told.out.splitlines()
+    words = [line.split(":")[0].split(" ")[0] for line in lines]
+    assert words[:6] == ["posttrain", "packages", "devices", "host", "kernels", "compile"]
+    assert "POSTTRAIN_PROJECT=mine" in lines and "secret" not in "".join(lines)
+    assert "attention" in lines[4] and "jax " in lines[1]
+    assert "--show-completion" in posttrain("--help").out
+    listed = posttrain("fields", "rl", "samples_every").out
+    assert listed.startswith("samples_every: integer >= 1 = nothing\n") and "stages" not in listed

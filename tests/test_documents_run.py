@@ -21,7 +21,8 @@ PACKAGE = ROOT / "posttrain"
 NAME = re.compile(r'"((?:eval/)?[a-z_0-9]+(?:/[a-z_0-9]+)+)"(\s*[:\]])?')
 """A literal such as "reward/mean", and whether it is the key of a dictionary."""
 RATIO = "sampling/importance_sampling_ratio"
-COMPOSED = {"distill/hidden", "distill/attention", f"{RATIO}/mean", f"{RATIO}/max", f"{RATIO}/out_of_bounds"}
+ENV = {f"env/{name}" for name in ("errors", "timeouts", "max_turns_ratio", "rows", "close_errors")}
+COMPOSED = ENV | {"distill/hidden", "distill/attention", f"{RATIO}/mean", f"{RATIO}/max", f"{RATIO}/out_of_bounds"}
 """Names that the code puts together, and that no page's run has."""
 
 

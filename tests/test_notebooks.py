@@ -99,6 +99,22 @@ def test_a_mixture_is_distilled(tmp_path: Path, shared: Path) -> None:
     assert (tmp_path / "runs/moe/distilled/0-distill/model/model.safetensors").exists()
 
 
+@pytest.mark.thorough
+@pytest.mark.optimized
+def test_grpo_by_hand_learns(tmp_path: Path) -> None:
+    notebook = read(FOLDER / "grpo_by_hand.ipynb")
+    client = NotebookClient(
+        notebook, timeout=CELL_SECONDS, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute(env=kernel_environment(tmp_path))
+    printed = "\n".join(text_of(cell) for cell in notebook.cells if cell.cell_type == "code")
+    right, first = map(float, re.findall(r"right: ([\d.]+)%; the first steps: ([\d.]+)%", printed)[0])
+    assert right > first + 15, printed
+    # The live display of the first stage is one output, which has the curve at the end.
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output]
+    assert sum("<polyline" in output.data.get("text/html", "") for output in outputs) == 2
+
+
 def wheel(folder: Path, name: str, version: str, requires: str = "") -> Path:
     """A package with nothing in it but a module and its metadata."""
     info = f"{name}-{version}.dist-info"
@@ -133,7 +149,7 @@ def test_the_install_cell_keeps_an_installed_jax(
     """With real pip, from a folder of packages: `jax` 1 is there, 2 could be had."""
     cells = [cell.source for cell in read(FOLDER / "quickstart.ipynb").cells if "pip" in cell.source]
     (source,) = [text for text in cells if text.startswith("import importlib.util")]
-    install = source.split("import json\n")[0]
+    install = source.split("import jax\n")[0]
     packages = tmp_path / "packages"
     packages.mkdir()
     old, _ = wheel(packages, "jax", "1.0"), wheel(packages, "jax", "2.0")

@@ -75,6 +75,10 @@ class Cluster:
         with span(f"{Role.CRITIC.value}/values"):
             return self.critic.values(batch)
 
+    def update_actor(self, batch: Batch, *, update: bool) -> Metrics:
+        """One step of the actor, see `Trainer.step`."""
+        return self.actor.step(batch, update=update)
+
     def update_critic(self, batch: Batch) -> Metrics:
         """One update of the critic's value loss; nothing without a critic."""
         if self.critic is None:

@@ -67,6 +67,29 @@ class Copied:
         return sum(w.nbytes for w in trained.values()), len(trained)
 
 
+class Beside:
+    """Copy of the actor's trained parameters on the actor's own devices, for an engine that samples while they are
+    updated; all others are shared. An update copies the trained ones, of an adapter the adapter."""
+
+    def __init__(self, actor: Trainer, *, bytes_at_once: int = BYTES_AT_ONCE):
+        self._bytes_at_once = bytes_at_once
+        self._source = ModelWeights(actor.model)
+        # Not projections, which are trained and no part of the model.
+        self._trained = frozenset(actor.params).__contains__
+        self.model = self._source.bind({**self._source.read(), **self._copy()})
+        self._weights = ModelWeights(self.model)
+
+    def update(self, version: int) -> tuple[int, int]:
+        copy = self._copy()
+        self._weights.write(copy)
+        check_arrived(digests(self._source.read(self._trained)), digests(copy), version)
+        return sum(w.nbytes for w in copy.values()), len(copy)
+
+    def _copy(self) -> Weights:
+        trained = self._source.read(self._trained)
+        return moved(trained, {path: w.sharding for path, w in trained.items()}, bytes_at_once=self._bytes_at_once)
+
+
 class Gathered:
     """Copy of the actor's model for each process, on its own devices: one gather over the processes per update.
 

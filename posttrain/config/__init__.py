@@ -1,5 +1,7 @@
 """Typed configuration of a run, section by section: the same for YAML files and Python keywords."""
 
+from posttrain.config.agent import AgentSection
+from posttrain.config.asynchronous import AsyncSection
 from posttrain.config.base import (
     AttentionKernel,
     DecodeAttention,
@@ -19,19 +21,23 @@ from posttrain.config.base import (
     Text,
 )
 from posttrain.config.distill import DistillSection
+from posttrain.config.environment import EnvSection
 from posttrain.config.evaluation import EvaluateSection, HeldOutSection, RecordSection
 from posttrain.config.features import AttentionFeatures, FeaturesSection, HiddenFeatures, LayerMap
 from posttrain.config.locator import Locator
 from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, ModelSection
+from posttrain.config.monitor import MonitorSection
 from posttrain.config.online_preference import OnlinePreferenceSection
 from posttrain.config.placement import PlacementSection, ReferenceSection
+from posttrain.config.policy_loss import SurrogateSection
 from posttrain.config.preference import PairSection, PreferenceSection, RewardModelSection
 from posttrain.config.reward import RewardSection
-from posttrain.config.rl import OnlineSection, RLSection, SurrogateSection
+from posttrain.config.rl import OnlineSection, RLSection
 from posttrain.config.rollout import RolloutSection
 from posttrain.config.run import ProfileSection, RunConfig, Stage, trains_on_samples
 from posttrain.config.sampling import SamplingSection, answer_tokens
 from posttrain.config.teacher import TeacherSection
+from posttrain.config.tools import McpSection, ToolSection
 from posttrain.config.train import (
     DatasetSection,
     OfflineSection,
@@ -45,11 +51,14 @@ from posttrain.config.train import (
 __all__ = [
     "MESH_AXES",
     "ROW_AXES",
+    "AgentSection",
+    "AsyncSection",
     "AttentionFeatures",
     "AttentionKernel",
     "DatasetSection",
     "DecodeAttention",
     "DistillSection",
+    "EnvSection",
     "EvaluateSection",
     "FeaturesSection",
     "Flag",
@@ -62,9 +71,11 @@ __all__ = [
     "LoRA",
     "LocalPath",
     "Locator",
+    "McpSection",
     "MeshSection",
     "ModelSection",
     "MomentType",
+    "MonitorSection",
     "NonNegativeInt",
     "OfflineSection",
     "OnlinePreferenceSection",
@@ -95,6 +106,7 @@ __all__ = [
     "SurrogateSection",
     "TeacherSection",
     "Text",
+    "ToolSection",
     "TrainSection",
     "answer_tokens",
     "trains_on_samples",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -70,10 +69,10 @@ class EvaluateSection(Section):
 
 
 def check_evaluation(
-    section: EvaluateSection | None, dataset: DatasetSection | None, rewards: Sequence[Section], temperature: float
+    section: EvaluateSection | None, dataset: DatasetSection | None, scored: bool, temperature: float
 ) -> None:
     """Check an evaluation against its stage. ValueError without held-out data or rewards, and for equal samples."""
-    if section is not None and (dataset is None or not rewards):
+    if section is not None and (dataset is None or not scored):
         raise ValueError("evaluate needs eval_dataset and rewards")
     if section is not None and section.samples > 1 and temperature == 0:
         raise ValueError(

@@ -14,7 +14,7 @@ from posttrain.runtime.hub import is_hub_id
 
 PACKAGE = Path(__file__).resolve().parent.parent
 CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").is_file() else None
-INSTALLED = {"configs": PACKAGE, "rewards": PACKAGE.parent}
+INSTALLED = {"configs": PACKAGE, "rewards": PACKAGE.parent, "envs": PACKAGE.parent}
 """Location of the project's own folders when it is installed instead of checked out."""
 
 

@@ -12,6 +12,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from posttrain.config import RunConfig, Section
+from posttrain.config.other_names import ABSENT, find_other_name
+from posttrain.config.run import SECTIONS
 from posttrain.config.trl_names import find_trl_name
 from posttrain.errors import did_you_mean, nearest_name
 
@@ -29,6 +31,8 @@ class Source:
 
     name: str
     short: bool = False
+    python: bool = False
+    """True of keywords of a Python class; fields are suggested as keywords."""
     lines: Mapping[Key, int] = field(default_factory=dict)
     overrides: dict[Key, str] = field(default_factory=dict)
 
@@ -96,7 +100,9 @@ def messages(error: ValidationError, source: Source) -> list[str]:
         if item["type"] == "extra_forbidden":
             top = source.short and key[:-1] == FIRST_STAGE
             fields = _below((*parents, RunConfig) if top else parents)
-            near, hint = _hint(str(key[-1]), fields, _kind(parents))
+            if top:
+                fields = {name: last for name, last in fields.items() if name.partition(".")[0] != "stages"}
+            near, hint = _hint(str(key[-1]), fields, _kind(parents), source)
             if near is not None:
                 words = near.split(".")
                 of_the_run = words[0] in RunConfig.model_fields and (top or near not in fields)
@@ -201,14 +207,48 @@ def _kind(parents: Sections) -> str | None:
     return None if info is None else info.default
 
 
-def _hint(word: str, fields: Mapping[str, str], kind: str | None) -> tuple[str | None, str]:
-    """Field meant by an unknown one, and a sentence about it: TRL names first, then misspellings."""
-    found = find_trl_name(word, fields, kind) or find_trl_name(word, _below((RunConfig,)))
-    if found is not None:
-        name, entry = found
-        return name, f"did you mean {name!r}?" + (f" ({entry.note})" if entry.note else "")
+def _hint(word: str, fields: Mapping[str, str], kind: str | None, source: Source) -> tuple[str | None, str]:
+    """Field meant by an unknown one, and a sentence about it: other frameworks' names first, then misspellings."""
+    of_run = {name: last for name, last in _below((RunConfig,)).items() if name.partition(".")[0] != "stages"}
+    for known in (fields, of_run):
+        found = find_trl_name(word, known, kind) or find_other_name(word, known, kind)
+        if found is not None:
+            name, entry = found
+            return name, _question(name, source.python) + (f" ({entry.note})" if entry.note else "")
+    if word in ABSENT:
+        return None, f"there is none: {ABSENT[word]}"
     near = _nearest_field(word, fields)
-    return near, f"known here: {_names(fields)}" if near is None else f"did you mean {near!r}?"
+    return near, _question(near, source.python) if near is not None else _known(word, fields, kind, source)
+
+
+def _question(name: str, python: bool) -> str:
+    return f"did you mean {_keyword(name) if python else repr(name)}?"
+
+
+def _keyword(name: str) -> str:
+    """Dotted field as a keyword of a Python class, where fields of the model are keywords too.
+
+    >>> _keyword("model.lora.rank"), _keyword("dataset.path"), _keyword("num_steps")
+    ("lora={'rank': ...}", "'dataset'", "'num_steps'")
+    """
+    words = name.split(".")
+    words = words[1:] if words[0] == "model" and words[1:] not in ([], ["path"]) else words
+    words = words[:-1] if words[-1] == "path" and words[:-1] in (["model"], ["dataset"], ["eval_dataset"]) else words
+    if len(words) == 1:
+        return repr(words[0])
+    inner = "..."
+    for word in reversed(words[1:]):
+        inner = f"{{{word!r}: {inner}}}"
+    return f"{words[0]}={inner}"
+
+
+def _known(word: str, fields: Mapping[str, str], kind: str | None, source: Source) -> str:
+    """Known fields; of a stage, whose fields are many, the kinds that have this one, or what lists them."""
+    if kind not in SECTIONS:
+        return f"known here: {_names(fields)}"
+    if kinds := [repr(other) for other, section in SECTIONS.items() if word in section.model_fields]:
+        return f"a field of {' and '.join(kinds)}, not of {kind!r}"
+    return f"{f'{source.name}.fields()' if source.python else f'posttrain fields {kind}'} lists the fields"
 
 
 def _nearest_field(word: str, fields: Mapping[str, str]) -> str | None:

@@ -70,6 +70,9 @@ class ModelSection(Section):
     add_a_model."""
     tokenizer: Locator | None = None
     """Tokenizer: a folder, a hub id or `bytes` (the built-in byte tokenizer); by default `path`."""
+    chat_template: Locator | None = None
+    """File with a chat template (Jinja) in place of the tokenizer's, such as one that keeps the thinking of earlier
+    turns; it is saved with the model."""
     stop_tokens: ListOf[Text] = ()
     """Additional stop tokens, such as `<s>`; they are saved with the model."""
     dtype: Literal["float32", "bfloat16"] = "float32"

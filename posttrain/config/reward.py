@@ -9,6 +9,9 @@ from pydantic import AfterValidator, Field, model_validator
 from posttrain.config.base import Section, Text
 from posttrain.config.locator import Locator, located
 
+LIMITS = ("memory_mib", "file_mib", "cpu_s")
+"""Fields that bound child processes."""
+
 
 class RewardSection(Section):
     """Reward function or reward model of an online stage."""
@@ -38,6 +41,19 @@ class RewardSection(Section):
     state, so that hangs and crashes do no harm; requires `file.py:function` or `module:function`. `thread`: a thread of
     this process, which cannot be killed. `auto`: a process for functions given by name, else a thread."""
 
+    text: bool | None = None
+    """Pass prompts and completions as strings also where the dataset has message lists, as Tunix does. By default only
+    to functions that annotate `completions` as a list or sequence of `str`."""
+    cache: bool = False
+    """Keep the values in memory, and reuse them for samples with the same arguments. For functions whose value depends
+    on nothing but the arguments that they name; with `log_metric`, `trajectories` or `**kwargs` that is unknown."""
+    memory_mib: Annotated[int, Field(gt=0)] = 4096
+    """Maximum memory in MiB of a child process, with the modules that it imports; more raises MemoryError there."""
+    file_mib: Annotated[int, Field(gt=0)] = 1024
+    """Maximum size in MiB of a file that a child process writes."""
+    cpu_s: Annotated[int, Field(gt=0)] | None = None
+    """CPU seconds after which the child process of a call is killed. By default only `timeout_s` bounds it."""
+
     @model_validator(mode="after")
     def _one(self) -> RewardSection:
         if (self.fn is None) == (self.model is None):
@@ -48,6 +64,11 @@ class RewardSection(Section):
             raise ValueError("args are for functions; a reward model (model) takes none")
         if self.model is not None and (self.timeout_s != 60.0 or self.isolate != "auto"):
             raise ValueError("timeout_s and isolate are for functions; a reward model (model) runs on the devices")
+        if self.model is not None and (self.cache or self.text is not None):
+            raise ValueError("cache and text are for functions; a reward model (model) reads tokens")
+        set_limits = [name for name in LIMITS if getattr(self, name) != type(self).model_fields[name].default]
+        if set_limits and (self.isolate == "thread" or not isinstance(self.fn, str)):
+            raise ValueError(f"{set_limits[0]} bounds a child process; name the function as file.py:function")
         if self.isolate == "process" and not isinstance(self.fn, str):
             raise ValueError("isolate: process needs a function that a child can import; name it as file.py:function")
         return self

@@ -6,16 +6,22 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import Flag, ListOf, NonNegativeInt, PositiveInt, Section, Text
+from posttrain.config.agent import AgentSection
+from posttrain.config.asynchronous import AsyncSection, check_async
+from posttrain.config.base import Flag, ListOf, NonNegativeInt, PositiveInt, Text
 from posttrain.config.critic import CriticSection
+from posttrain.config.environment import EnvSection
 from posttrain.config.evaluation import EvaluateSection, RecordSection, check_evaluation
 from posttrain.config.locator import Locator
+from posttrain.config.monitor import MonitorSection
 from posttrain.config.placement import PlacementSection, ReferenceSection
+from posttrain.config.policy_loss import ImportanceSection, Level, SurrogateSection
 from posttrain.config.refill import CurriculumSection, RefillSection, check_selection
 from posttrain.config.reward import RewardSection
 from posttrain.config.rollout import RolloutSection
 from posttrain.config.sampling import SamplingSection, answer_tokens, check_sampling, with_lengths
 from posttrain.config.teacher import TeacherSection, check_teachers
+from posttrain.config.tools import ToolSection, check_tools, with_env
 from posttrain.config.train import MAX_NEW_TOKENS, DatasetSection, OptimizerSection, TrainSection
 
 
@@ -65,10 +71,18 @@ class OnlineSection(TrainSection):
     """Devices and memory of the roles; by default all share those of the actor."""
     reference: ReferenceSection = ReferenceSection()
     """Reference policy of the KL penalty, or of the preference loss."""
-    samples_every: PositiveInt = 10
-    """Steps between tables of sample completions."""
+    samples_every: PositiveInt | None = None
+    """Steps between tables of sample completions; by default the console has one after the last step, and
+    `samples.jsonl` some of every tenth step."""
     record: RecordSection | None = RecordSection()
     """Record of all trajectories, in `trajectories/` of the stage's folder; `null`: none."""
+    monitor: MonitorSection | None = MonitorSection()
+    """Monitor of reward hacking; `null`: none."""
+
+    @property
+    def scored(self) -> bool:
+        """True if samples have rewards."""
+        return bool(self.rewards)
 
     @property
     def all_datasets(self) -> tuple[DatasetSection, ...]:
@@ -111,6 +125,11 @@ class OnlineSection(TrainSection):
         return self.samples_per_step
 
     @property
+    def samples_while_updating(self) -> bool:
+        """True if the engine samples with the weights before while the trainer's are updated."""
+        return False
+
+    @property
     def max_sampled_tokens(self) -> int:
         """Maximum number of sampled tokens of a single-turn trajectory; the constant length of Dr. GRPO."""
         return self.sampling.max_tokens
@@ -123,7 +142,7 @@ class OnlineSection(TrainSection):
 
     @model_validator(mode="after")
     def _scores(self) -> OnlineSection:
-        check_evaluation(self.evaluate, self.eval_dataset, self.rewards, self.held_out_sampling.temperature)
+        check_evaluation(self.evaluate, self.eval_dataset, self.scored, self.held_out_sampling.temperature)
         if self.rewards and not any(reward.weight for reward in self.rewards):
             raise ValueError("rewards: every weight is 0, so there is no training signal; change one of them")
         return self
@@ -132,60 +151,26 @@ class OnlineSection(TrainSection):
 OldLogps = Literal["self", "trainer", "sampler"]
 """Sources of the log-probabilities of pi_old, see `RLSection.old_logps`."""
 ZeroAdvantage = Literal["skip", "update"]
-Level = Literal["token", "sequence_mean", "sequence_sum"]
 WITHOUT_GROUPS = ("reinforce_plus_plus", "ppo")
 """Algorithms that do not compare the samples of a prompt."""
-
-
-class ImportanceSection(Section):
-    """Importance sampling weights pi_old / pi_behaviour of the surrogate, for samples from another policy than the
-    trainer's."""
-
-    apply: Literal["auto", "always", "never"] = "auto"
-    """Condition for weights. `auto`: if the sampler's distribution differs from the trainer's: top-k, top-p, min-p,
-    penalties, logit bias, allowed tokens, `rollout.quantize` or `oversample_prompts`."""
-    level: Level = "token"
-    """Level of the weights: per token, or per sequence as exp of the mean (geometric) or sum of its log-ratios."""
-    bound: Literal["truncate", "mask", "reject"] = "truncate"
-    """Treatment of weights beyond `low` and `high`: `truncate` to the bound (TIS), `mask` the token with weight 0 (MIS;
-    with a `level` of sequences the sequence), or `reject` every sequence with such a token."""
-    low: Annotated[float, Field(ge=0, lt=1)] | None = None
-    high: Annotated[float, Field(gt=1)] | None = 2.0
-
-
-class SurrogateSection(Section):
-    """Surrogate of the policy loss: the objective as a function of ratio and advantage."""
-
-    kind: Literal["clip", "cispo", "sapo", "vespo", "gmpo"]
-    """Surrogate: PPO's `clip`; `cispo`, arXiv:2506.13585; `sapo`, arXiv:2511.20347; `vespo`, arXiv:2602.10693; `gmpo`,
-    arXiv:2507.20673, whose clip bounds are of log-ratios."""
-    temperature_positive: Annotated[float, Field(gt=0)] = 1.0
-    """Temperature of `sapo` for positive advantages; a larger one bounds the ratio more."""
-    temperature_negative: Annotated[float, Field(gt=0)] = 1.05
-    k_positive: Annotated[float, Field(gt=0)] = 2.0
-    """Exponent k of the weight w^k exp(rate (1 - w)) of `vespo` for positive advantages."""
-    k_negative: Annotated[float, Field(gt=0)] = 3.0
-    rate_positive: Annotated[float, Field(gt=0)] = 3.0
-    rate_negative: Annotated[float, Field(gt=0)] = 2.0
-
-    @model_validator(mode="after")
-    def _of_the_kind(self) -> SurrogateSection:
-        plain = SurrogateSection.model_construct(kind=self.kind)
-        own = {"sapo": ("temperature_",), "vespo": ("k_", "rate_")}.get(self.kind, ())
-        others = [
-            name
-            for name in SurrogateSection.model_fields
-            if getattr(self, name) != getattr(plain, name) and not name.startswith(own)
-        ]
-        if others:
-            raise ValueError(f"{', '.join(others)} without effect on the surrogate {self.kind}; remove it")
-        return self
 
 
 class RLSection(OnlineSection):
     """Reinforcement learning with GRPO and its variants, or on-policy distillation from teachers."""
 
     kind: Literal["rl"] = "rl"
+    env: EnvSection | None = None
+    """Environment of conversations of several turns; by default a sample is one completion of its prompt. With it
+    `sampling.max_tokens` bounds a turn, `row_tokens` the conversation."""
+    tools: ListOf[ToolSection] = ()
+    """Tools that the policy can call, in conversations as those of `env`."""
+    tool_format: str = "auto"
+    """Format in which the model writes tool calls: `hermes` (Qwen2.5, Qwen3), `qwen_coder`, `llama3`, `mistral`,
+    `gemma`, `deepseek`, `gpt_oss`, `phi` or `pythonic`. `auto`: that of the chat template. Where the template does not
+    write tools, the prompt describes them and the format."""
+    agent: AgentSection | None = None
+    """Agent with a loop of its own in place of `env`, which talks to the policy through an OpenAI-compatible
+    endpoint."""
     algorithm: str = "grpo"
     """Algorithm: `grpo`, `dr_grpo`, `dapo`, `bnpo`, `gspo`, `gspo_token`, `luspo`, `gmpo`, `cispo`, `sapo`, `vespo`,
     `rloo`, `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gdpo`, `ppo`, or `distill` (with teachers, without
@@ -251,6 +236,12 @@ class RLSection(OnlineSection):
     """Discount per token of `ppo`; by default 1."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None
     """Weight of longer returns in the advantages of `ppo` (GAE, arXiv:1506.02438); by default 0.95."""
+    gae_level: Literal["token", "turn"] = "token"
+    """Step of `gamma` and `gae_lambda` in `ppo` with `env`: a sampled token, or a turn, whose tokens share one
+    advantage."""
+    turn_advantages: Flag = False
+    """Advantages per turn with `env`: the sum of rewards from the turn on, standardised over the samples of the group
+    that have this turn, in place of one advantage for each sample."""
     value_clip: Annotated[float, Field(gt=0)] | None = None
     """Largest change of a value by the value loss of `ppo`; by default 0.2."""
     old_logps: Literal["auto", OldLogps] = "auto"
@@ -274,6 +265,8 @@ class RLSection(OnlineSection):
     max_staleness: PositiveInt = 4
     """Maximum steps between the start of a group and its update, with `oversample_prompts`; a step waits for groups
     that reach it."""
+    asynchronous: AsyncSection | None = None
+    """Sample later groups while the trainer learns; by default a step samples, then learns."""
     refill: RefillSection | None = None
     """Dynamic sampling: replace groups without a training signal until `prompts_per_step` are useful."""
     curriculum: CurriculumSection | None = None
@@ -287,27 +280,58 @@ class RLSection(OnlineSection):
     def samples_off_policy(self) -> bool:
         """True if tokens are sampled from another distribution than the trainer's, so that importance weights have an
         effect."""
-        return self.sampling.changes_distribution or self.rollout.quantize != "none" or self.oversample_prompts > 0
+        return self.sampling.changes_distribution or self.rollout.quantize != "none" or self.samples_ahead
+
+    @property
+    def samples_ahead(self) -> bool:
+        """True if tokens may be older than the weights of their update."""
+        return self.oversample_prompts > 0 or (self.asynchronous is not None and self.asynchronous.max_staleness > 0)
+
+    @property
+    def samples_while_updating(self) -> bool:
+        return self.asynchronous is not None and self.samples_ahead and not self.asynchronous.in_flight
 
     @property
     def step_rows(self) -> int:
-        return self.samples_per_step // self.updates
+        rows = 1
+        if self.agent is not None:
+            rows = self.agent.max_rows
+        elif self.env is not None and self.env.split_turns:
+            rows = self.env.max_turns
+        return self.samples_per_step // self.updates * rows
+
+    @property
+    def scored(self) -> bool:
+        return bool(self.rewards) or self.converses
+
+    @property
+    def converses(self) -> bool:
+        """True if samples are conversations of several turns."""
+        return self.env is not None or self.agent is not None
+
+    @property
+    def max_sampled_tokens(self) -> int:
+        turn, held = self.sampling.max_tokens, self.env or self.agent
+        return turn if held is None else min(held.max_turns * turn, self.sequence_tokens)
 
     @property
     def samples_in_flight(self) -> int:
-        return (self.prompts_per_step + self.oversample_prompts) * self.group_size
+        groups = self.prompts_per_step + self.oversample_prompts
+        if self.asynchronous is not None and self.asynchronous.in_flight:
+            groups += self.asynchronous.max_staleness * self.prompts_per_step
+        return groups * self.group_size
 
     @model_validator(mode="after")
     def _learns_from(self) -> RLSection:
         check_teachers(self.teachers, self.teacher_column, self.sampling.temperature, samples=True)
-        if not self.rewards and not self.teachers:
-            raise ValueError("set rewards, or teachers for on-policy distillation")
-        if not self.rewards and self.algorithm != "distill":
+        if not self.scored and not self.teachers:
+            raise ValueError("set rewards, env or agent, or teachers for on-policy distillation")
+        if not self.scored and self.algorithm != "distill":
             raise ValueError(f"algorithm={self.algorithm} needs rewards; without them use algorithm: distill")
         if self.algorithm == "distill" and not self.teachers:
             raise ValueError("algorithm=distill needs teachers")
         compares = self.algorithm not in WITHOUT_GROUPS or self.advantage is not None
-        if self.rewards and self.group_size < 2 and compares:
+        if self.scored and self.group_size < 2 and compares:
             raise ValueError(f"group_size={self.group_size}: rewards are compared within a group; use 2 or more")
         if not self.teachers and (self.teacher_column is not None or self.teacher_coef != 1.0):
             raise ValueError("teacher_column and teacher_coef need teachers")
@@ -325,7 +349,8 @@ class RLSection(OnlineSection):
         if self.old_logps != "auto":
             return self.old_logps
         others = bool(self.teachers) and (self.rollout.quantize != "none" or self.oversample_prompts > 0)
-        return "trainer" if self.updates_per_batch > 1 or others else "self"
+        stale = self.asynchronous is not None and self.samples_ahead
+        return "trainer" if self.updates_per_batch > 1 or others or stale else "self"
 
     @property
     def updates_per_batch(self) -> int:
@@ -350,6 +375,27 @@ class RLSection(OnlineSection):
                 f"{'another' if self.samples_off_policy else 'the same'} policy have no importance weights; remove it, "
                 "or use apply: always"
             )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _env_of_tools(cls, data: Any) -> Any:
+        return with_env(data)
+
+    @model_validator(mode="after")
+    def _turns(self) -> RLSection:
+        check_tools(self.tools, self.tool_format, self.env, self.agent, rewards=bool(self.rewards or self.teachers))
+        if self.env is not None and self.agent is not None:
+            raise ValueError("env and agent: a conversation is held by one of them; remove the other")
+        if not self.converses and (self.turn_advantages or self.gae_level != "token"):
+            name = "turn_advantages" if self.turn_advantages else "gae_level"
+            raise ValueError(f"{name} has no effect without env or agent: a sample then has a single turn")
+        if self.gae_level != "token" and self.algorithm != "ppo":
+            raise ValueError(f"gae_level={self.gae_level} has no effect on algorithm={self.algorithm}; use ppo")
+        if self.turn_advantages and (self.algorithm == "ppo" or self.advantage or self.advantage_scale):
+            raise ValueError("turn_advantages takes the place of the advantages of ppo, advantage and advantage_scale")
+        if self.converses and self.oversample_prompts:
+            raise ValueError("oversample_prompts resumes single completions, not conversations; remove it")
         return self
 
     @model_validator(mode="after")
@@ -381,7 +427,14 @@ class RLSection(OnlineSection):
     @model_validator(mode="after")
     def _fits(self) -> RLSection:
         check_sampling(self.sampling, self.row_tokens)
-        check_selection(self.refill, self.curriculum, rewards=bool(self.rewards), shuffle=self.dataset.shuffle)
+        check_selection(self.refill, self.curriculum, rewards=self.scored, shuffle=self.dataset.shuffle)
+        if self.asynchronous is not None:
+            check_async(
+                self.asynchronous,
+                old_logps=self.old_logps,
+                others={"oversample_prompts": self.oversample_prompts > 0, "refill": self.refill is not None},
+                record_routing=self.rollout.record_routing,
+            )
         if self.oversample_prompts and self.rollout.record_routing:
             raise ValueError(
                 f"oversample_prompts={self.oversample_prompts} and rollout.record_routing: samples resumed in a later "

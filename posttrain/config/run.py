@@ -76,6 +76,9 @@ class RunConfig(Section):
     """Model to train: `path` or `init`, tokenizer, dtype, adapter."""
     mesh: MeshSection = MeshSection()
     tensorboard: Flag = True
+    """Write TensorBoard's event files to `tensorboard/` of the run's folder."""
+    trackers: ListOf[Literal["wandb", "mlflow", "trackio"]] = ()
+    """Experiment trackers that get metrics, samples and settings as well, each with its extra: `posttrain[wandb]`."""
     profile: ProfileSection | None = None
     """Record steps to see where their time goes; `profile: {}` records three steps of each stage. Has no effect on
     results; a resumed run may have another."""

@@ -51,7 +51,7 @@ TRL_NAMES = (
     TRLName("lora_modules_to_save", "model.lora.modules_to_save"),
     TRLName("use_rslora", "model.lora.rslora"),
     TRLName("use_dora", "model.lora.dora"),
-    TRLName("report_to", "tensorboard", "true or false"),
+    TRLName("report_to", "trackers", "a list such as [wandb]; for TensorBoard tensorboard: true"),
     TRLName("train_dataset", "dataset"),
     TRLName("dataset_name", "dataset.path"),
     TRLName("dataset_config", "dataset.args", "write {name: main}"),

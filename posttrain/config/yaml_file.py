@@ -35,15 +35,27 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return _build(data, lines, str(path), overrides, file.resolve().parent)
 
 
-def build_config(data: Mapping[str, Any], overrides: Sequence[str] = (), *, name: str = "config") -> RunConfig:
-    """Validate a mapping as `load_config` does a file in the current folder; error messages start with `name`."""
-    return _build(data, {}, name, overrides, None)
+def build_config(
+    data: Mapping[str, Any], overrides: Sequence[str] = (), *, name: str = "config", python: bool = False
+) -> RunConfig:
+    """Validate a mapping as `load_config` does a file in the current folder; error messages start with `name`.
+
+    `python`: the mapping is keywords of a Python class, and errors suggest keywords.
+    """
+    return _build(data, {}, name, overrides, None, python)
 
 
 def dump_config(config: RunConfig) -> str:
     """Dump the whole configuration, including defaults, as YAML that `load_config` reads; functions as
     `module:name`."""
     return yaml.dump(_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def stage_settings(config: RunConfig, index: int) -> dict[str, Any]:
+    """Dotted names and plain values of a stage and of what it shares with the others, without sections that are off."""
+    plain = _plain(config)
+    stage = plain.pop("stages")[index]
+    return dict(_flat({**plain, **stage}, ()))
 
 
 def diff_config(before: RunConfig, after: RunConfig) -> list[str]:
@@ -128,7 +140,14 @@ def _collect_lines(node: yaml.Node, key: Key, lines: dict[Key, int]) -> None:
 # --- from raw data to RunConfig ---------------------------------------------------------------------------------------
 
 
-def _build(data: Any, lines: Mapping[Key, int], name: str, overrides: Sequence[str], folder: Path | None) -> RunConfig:
+def _build(
+    data: Any,
+    lines: Mapping[Key, int],
+    name: str,
+    overrides: Sequence[str],
+    folder: Path | None,
+    python: bool = False,
+) -> RunConfig:
     if not isinstance(data, Mapping):
         raise ConfigError(f"{name}: a configuration is a mapping of fields such as `seed: 0`; got {show(data)}")
     raw = _copy(data)
@@ -138,7 +157,7 @@ def _build(data: Any, lines: Mapping[Key, int], name: str, overrides: Sequence[s
         stage = {word: raw.pop(word) for word in list(raw) if word not in own}
         raw["stages"] = [stage]
         lines = {key if key[0] in own else (*FIRST_STAGE, *key): line for key, line in lines.items()}
-    source = Source(name=name, short=short, lines=lines)
+    source = Source(name=name, short=short, python=python, lines=lines)
     for text in overrides:
         _override(raw, text, source)
     try:
@@ -235,6 +254,16 @@ def _plain(value: Any) -> Any:
         return str(value)
     named: Callable[..., Any] = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}:{named.__qualname__}"
+
+
+def _flat(value: Any, key: Key) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    if isinstance(value, dict):
+        for word, item in value.items():
+            yield from _flat(item, (*key, word))
+    elif value is not None:
+        yield ".".join(map(str, key)), value
 
 
 def _differences(before: Any, after: Any, key: Key) -> Iterator[str]:

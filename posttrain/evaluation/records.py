@@ -63,7 +63,7 @@ def _of_set(found: RolloutEvaluation) -> Record:
     samples = [
         {
             "prompt": "".join(str(message["content"]) for message in group[0].example.messages),
-            "completion": group[0].text,
+            "completion": group[0].shown,
             measure: value,
         }
         for group, value in zip(found.groups_P, _numbers(values_P), strict=True)

@@ -17,7 +17,7 @@ from posttrain.models.config import AttentionConfig, ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.plan.build import RolloutShapes, batch_of, train_programs
 from posttrain.plan.loops import vocabulary_trips
-from posttrain.stages.prompts import algorithm_of
+from posttrain.stages.algorithm import algorithm_of
 from posttrain.stages.sft import sft_loss
 from posttrain.train.optim import make_optimizer
 from posttrain.train.programs import TrainPrograms
@@ -110,7 +110,7 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int) -> StagePla
     )
     reference = algorithm.needs_reference
     arrays = ["sampler_logps", "behaviour_logps", "advantages"]
-    arrays += ["old_logps"] * (section.old_logps != "self") + ["ref_logps"] * reference
+    arrays += ["old_logps"] * (section.proximal_logps != "self") + ["ref_logps"] * reference
     batch = batch_of(rows, section.row_tokens, arrays=tuple(arrays))
     rollout = RolloutShapes(
         model,
@@ -124,13 +124,13 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int) -> StagePla
         cache_tokens=section.rollout.cache_tokens,
     )
     pool = bytes_on_device(rollout.runner.pool_shapes(rollout.loaded))
-    # The reference is a copy of what is trained.
-    kept = bytes_on_device(programs.params) if reference else 0
+    # Of what is trained: the reference, and the weights of a sampler that goes on during updates.
+    kept = bytes_on_device(programs.params) * (int(reference) + int(section.samples_while_updating))
     state = bytes_on_device(programs.opt_state)
     # What the sampler has elsewhere lies beside the trainer's.
     unread = bytes_on_device(rollout.loaded.arrays) - bytes_on_device(rollout.weights.weights)
     phases = [*_sampling(section, model, mesh, rollout, state + kept + unread)]
-    scored = int(reference) + int(section.old_logps == "trainer")
+    scored = int(reference) + int(section.proximal_logps == "trainer")
     if scored:
         phases.append(_forward(programs, batch, "statistics", programs.lower_stats, scored, state + kept + pool))
     phases.append(_update(programs, batch, kept + pool))
@@ -216,7 +216,7 @@ def _sampling(section: RLSection, model: Decoder, mesh: Mesh, rollout: RolloutSh
         role="sampler",
         name="decode",
         lower=rollout.lower_decode,
-        runs=section.sampling.max_tokens * math.ceil(section.samples_per_step / slots),
+        runs=section.max_sampled_tokens * math.ceil(section.samples_per_step / slots),
         trips=(1,),
         flops=2 * active * slots / devices,
         read=weights * active / total_parameters(model) + pool * held,

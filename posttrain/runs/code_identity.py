@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import Locator, OnlineSection, RunConfig, TrainSection
+from posttrain.config import Locator, OnlineSection, RLSection, RunConfig, TrainSection
 from posttrain.errors import ConfigError
 from posttrain.runs.source_text import source_of, source_of_name
 from posttrain.runtime.files import digest
@@ -69,6 +69,13 @@ def _functions(section: TrainSection) -> Iterator[tuple[str, Any]]:
     if isinstance(section, OnlineSection):
         rewards = enumerate(section.rewards)
         yield from ((f"rewards.{index}.fn", reward.fn) for index, reward in rewards if reward.fn is not None)
+    if isinstance(section, RLSection):
+        if section.env is not None and section.env.fn is not None:
+            yield "env.fn", section.env.fn
+        tools = enumerate(section.tools)
+        yield from ((f"tools.{index}.fn", tool.fn) for index, tool in tools if tool.fn is not None)
+        if section.agent is not None and section.agent.fn is not None:
+            yield "agent.fn", section.agent.fn
     for number, dataset in enumerate(section.all_datasets):
         if is_object_spec(dataset.path):
             yield f"datasets.{number}", dataset.path

@@ -15,7 +15,7 @@ from posttrain.stages.context import StageRun, read_source
 from posttrain.stages.devices import RoleDevices
 from posttrain.stages.table import stage_names
 from posttrain.train.loop import StopRequest
-from posttrain.weights.locate import tokenizer_name
+from posttrain.weights.locate import run_tokenizer, tokenizer_name
 
 
 def find_stage(run: Path) -> tuple[Path, str]:
@@ -40,11 +40,8 @@ def tokenizer_of(output: Path, name: str, config: RunConfig) -> Tokenizer:
     if saved.is_dir():
         return load_tokenizer(saved)
     source, _ = read_source(output / name)
-    if config.model.tokenizer is None and source is not None:
-        found = load_tokenizer(source)
-    else:
-        found = load_tokenizer(tokenizer_name(config.model))
-    return found.with_stop_tokens(config.model.stop_tokens)
+    from_source = config.model.tokenizer is None and source is not None
+    return run_tokenizer(source if from_source and source is not None else tokenizer_name(config.model), config.model)
 
 
 def open_stage(output: Path, name: str, config: RunConfig, tokenizer: Tokenizer, mesh: Mesh) -> StageRun:

@@ -14,7 +14,6 @@ from posttrain.config import (
     TrainSection,
     trains_on_samples,
 )
-from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.config import ModelConfig
 from posttrain.models.moe import check_recording, check_router
@@ -24,7 +23,14 @@ from posttrain.stages.inputs import Prepared
 from posttrain.stages.prompts import check_cache
 from posttrain.stages.table import STAGES, naming_stage, stage_names
 from posttrain.weights.load import check_adapter, check_lora, check_weights
-from posttrain.weights.locate import ModelFiles, refuse_misspelt, tokenizer_name, trained_model_files, unreachable
+from posttrain.weights.locate import (
+    ModelFiles,
+    refuse_misspelt,
+    run_tokenizer,
+    tokenizer_name,
+    trained_model_files,
+    unreachable,
+)
 
 
 def prepare(config: RunConfig, *, offline_ok: bool, estimate: bool = False) -> Prepared:
@@ -40,7 +46,7 @@ def prepare(config: RunConfig, *, offline_ok: bool, estimate: bool = False) -> P
         assert written is not None
         refuse_misspelt("model.path" if config.model.tokenizer is None else "model.tokenizer", written)
     unchecked = offline_ok and offline
-    tokenizer = None if unchecked else load_tokenizer(name).with_stop_tokens(config.model.stop_tokens)
+    tokenizer = None if unchecked else run_tokenizer(name, config.model)
     files = trained_model_files(config.model, tokenizer)
     prepared = Prepared(config=config, files=files, counts=read_counts(Path(config.output)))
     _check_model(prepared, offline_ok=offline_ok)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from posttrain.config import RLSection, RunConfig
 from posttrain.config.yaml_file import load_config
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
-from posttrain.metrics import Timer, to_host
+from posttrain.metrics import Metrics, Timer, to_host
 from posttrain.models.decoder import Decoder
 from posttrain.rl.act import Acted
 from posttrain.rl.algorithms import Algorithm
@@ -27,10 +28,10 @@ from posttrain.rl.store import Recorded, read_record
 from posttrain.rollout.types import Completion, SamplingParams, text_of
 from posttrain.runs.finished import find_stage, open_stage, tokenizer_of
 from posttrain.runs.run import CONFIG_NAME, mesh_of
+from posttrain.stages.algorithm import algorithm_of
 from posttrain.stages.cluster import make_critic, make_reference
 from posttrain.stages.context import StageRun
 from posttrain.stages.online import TRAJECTORIES, make_policy_trainer
-from posttrain.stages.prompts import algorithm_of
 from posttrain.stages.rl import step_settings
 from posttrain.stages.table import stage_names
 from posttrain.train.checkpoint import Checkpointer
@@ -41,9 +42,11 @@ from posttrain.weights.state import ModelWeights
 
 MEASURED = (
     *("timing_s/", "perf/", "step_time", "memory/", "rollout/", "sync/", "learning_rate", "data/"),
-    *("sampling/refill/", "curriculum/"),
+    *("sampling/refill/", "curriculum/", "env/", "hacking/"),
 )
 """Metrics of the run and of sampling, not of what is learned in the step."""
+Observe = Callable[[Any, Trainer, Batch], None]
+"""Observer of each update: the loss, the trainer under the weights before the update, and its batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +74,31 @@ class NoEngine:
         """Hold nothing."""
 
 
-def replay(run: str | Path, step: int, *, model: str | Path | None = None, changes: Sequence[str] = ()) -> Replayed:
+class ObservedCluster(Cluster):
+    """Cluster that calls `observe` before each update of the actor."""
+
+    observe: Callable[[Trainer, Batch], None] | None = None
+
+    def update_actor(self, batch: Batch, *, update: bool) -> Metrics:
+        if self.observe is not None:
+            self.observe(self.actor, batch)
+        return super().update_actor(batch, update=update)
+
+
+def replay(
+    run: str | Path,
+    step: int,
+    *,
+    model: str | Path | None = None,
+    changes: Sequence[str] = (),
+    observe: Observe | None = None,
+) -> Replayed:
     """Repeat step `step` of an RL stage on its recorded trajectories.
 
     `run`: the output of a run (its last started stage) or the folder of a stage. The weights are those of the
     checkpoint before the step (of step 1: the start), or of `model`, a folder or hub id. `changes`: settings of the
-    stage, such as `clip_high=0.3`. ConfigError where trajectories or checkpoint are missing.
+    stage, such as `clip_high=0.3`. `observe`: called before each update. ConfigError where trajectories or checkpoint
+    are missing.
     """
     output, name = find_stage(Path(run))
     config, section = _configured(output, name, changes)
@@ -88,11 +110,14 @@ def replay(run: str | Path, step: int, *, model: str | Path | None = None, chang
     trainer = make_policy_trainer(stage, section, algorithm.loss)
     cluster = _cluster(stage, section, trainer, algorithm)
     cluster.version = recorded.version
+    cluster.observe = None if observe is None else partial(observe, algorithm.loss)
     if model is not None:
         _use_model(trainer, stage, str(model))
     elif recorded.before:
         _restore(trainer, stage.folder, recorded)
     weights = [reward.weight for reward in section.rewards]
+    if (held := section.env or section.agent) is not None:
+        weights.append(held.weight)
     acted = Acted(
         version=recorded.version,
         groups_P=recorded.groups_P,
@@ -132,13 +157,13 @@ def _configured(output: Path, name: str, changes: Sequence[str]) -> tuple[RunCon
     return config, section
 
 
-def _cluster(stage: StageRun, section: RLSection, trainer: Trainer, algorithm: Algorithm) -> Cluster:
+def _cluster(stage: StageRun, section: RLSection, trainer: Trainer, algorithm: Algorithm) -> ObservedCluster:
     """Cluster without an engine, of the roles at the start of the stage."""
     reference = make_reference(stage, section, trainer) if algorithm.needs_reference else None
     critic = None if algorithm.critic is None else make_critic(stage, section, algorithm.critic.loss)
     roles: dict[str, Any] = {"reference": reference, "critic": critic}
     trainer.companions.update({name: role for name, role in roles.items() if role is not None})
-    return Cluster(trainer, NoEngine(), Shared(trainer), **roles)
+    return ObservedCluster(trainer, NoEngine(), Shared(trainer), **roles)
 
 
 def _text_of(section: RLSection, tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:

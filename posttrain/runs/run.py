@@ -8,62 +8,49 @@ import json
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from posttrain import __version__
 from posttrain.config import PlacementSection, RunConfig, trains_on_samples
-from posttrain.config.yaml_file import diff_config, dump_config, load_config
+from posttrain.config.yaml_file import diff_config, dump_config, load_config, stage_settings
 from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh, row_shards
-from posttrain.models.decoder import Decoder
 from posttrain.runs.code_identity import check_code, code_texts, remember_code
 from posttrain.runs.epochs import write_counts
+from posttrain.runs.placement import print_placement
 from posttrain.runs.prepare import prepare
 from posttrain.runs.summary import print_summary
 from posttrain.runtime import processes
+from posttrain.runtime.compile_cache import enable_compile_cache
 from posttrain.runtime.files import digest, write_whole
 from posttrain.stages.context import StageRun
 from posttrain.stages.devices import role_devices, training_devices
 from posttrain.stages.table import STAGES, check_processes, check_row_tokens, row_notes, stage_names
 from posttrain.tracking.console import console
+from posttrain.tracking.sink import Sink
+from posttrain.tracking.trackers.open import require
 from posttrain.train.loop import Interrupted, stop_on_signals
-from posttrain.weights.load import load_model
 
 CONFIG_NAME, LOCK_NAME = "config.yaml", ".lock"
 STALE_S = 60
 """Time for which NFS may not show a folder that another host has made."""
-NO_EFFECT = ("output", "tensorboard", "profile")
+NO_EFFECT = ("output", "tensorboard", "trackers", "profile")
 """Keys that may differ between calls of the same run."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunResult:
-    """Result of a finished run."""
+def run(config: RunConfig, watchers: Sequence[Sink] = ()) -> list[str]:
+    """Run the remaining steps of all stages; return the names of those that were trained.
 
-    output: Path
-    stages: Sequence[str]
-    results: Sequence[Mapping[str, Any]]
-    """Evaluations `before` and `after`, their `difference` and the `best` by stage, with an `eval_dataset`."""
-    trained: Sequence[str]
-    """Stages trained by this call; empty if the run was already finished."""
-
-    @property
-    def model_path(self) -> Path:
-        """Folder of the final model in Hugging Face layout."""
-        return self.output / self.stages[-1] / "model"
-
-    def load_model(self) -> Decoder:
-        return load_model(self.model_path)
-
-
-def run(config: RunConfig) -> RunResult:
-    """Run the remaining steps of all stages. Raises ConfigError for mistakes, before any work, and Interrupted."""
+    `watchers`: sinks in addition to the run's own, of which each stage's metrics go to all. Raises ConfigError for
+    mistakes, before any work, and Interrupted.
+    """
+    enable_compile_cache()
+    for tracker in config.trackers:
+        require(tracker)
     mesh = mesh_of(config)
     prepared = prepare(config, offline_ok=False)
     config = prepared.config
@@ -96,6 +83,9 @@ def run(config: RunConfig) -> RunResult:
                 tensorboard=config.tensorboard,
                 profile=config.profile,
                 stop=stop,
+                trackers=config.trackers,
+                settings=stage_settings(config, names.index(name)),
+                watchers=watchers,
             )
             source = stage.model_folder
             if processes.agreed(source.exists):
@@ -105,20 +95,29 @@ def run(config: RunConfig) -> RunResult:
                 raise Interrupted(f"stopped before {name}")
             trained.append(name)
             console().rule(f"{name}: {inputs.section.steps} steps", align="left")
+            print_placement(inputs.section, mesh, stage.devices)
             STAGES[inputs.section.kind].run(stage, inputs)
             gc.collect()  # trainer and programs form a cycle that keeps the weights alive
     results = [json.loads((output / name / "result.json").read_text(encoding="utf-8")) for name in names]
-    result = RunResult(output=output, stages=names, results=results, trained=trained)
     if not trained:
-        console().print(
-            f"NOTHING WAS TRAINED: {output} holds this run, finished before with the same settings and code; these are "
-            "its results. To train again give another output, or delete the folder.",
-            style="bold yellow",
-            markup=False,
-            soft_wrap=True,
-        )
-    print_summary(result.output, names, results, config)
-    return result
+        _print_nothing_trained(output, _finished(output / names[-1]))
+    print_summary(output, names, results, config)
+    return trained
+
+
+def _print_nothing_trained(output: Path, when: str) -> None:
+    console().print(
+        f"NOTHING WAS TRAINED: {output} holds this run, finished on {when} with the same settings and code; these are "
+        f"its results. To train again give another output, such as output={output}-2, or delete the folder.",
+        style="bold yellow",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _finished(folder: Path) -> str:
+    """Date and time at which a stage was finished."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / "result.json").stat().st_mtime))
 
 
 def mesh_of(config: RunConfig) -> Mesh:
@@ -132,6 +131,20 @@ def mesh_of(config: RunConfig) -> Mesh:
     check_row_tokens(config, mesh.shape["context"])
     check_processes(config, processes.count(), row_shards(mesh))
     return mesh
+
+
+def is_running(output: Path) -> bool:
+    """Tell whether a process of this machine, or of another that shares locks, runs in the folder."""
+    import fcntl
+
+    if not (output / LOCK_NAME).exists():
+        return False
+    with (output / LOCK_NAME).open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.critic import Critic
 from posttrain.cluster.reference import ModelReference, Reference, ReferencePolicy, WithoutAdapter
 from posttrain.cluster.scorers import Scorer
-from posttrain.cluster.sync import Copied, Gathered, Replica, Shared
+from posttrain.cluster.sync import Beside, Copied, Gathered, Replica, Shared
 from posttrain.config import MeshSection, OnlineSection, RLSection, SamplerTensor
 from posttrain.errors import ConfigError
 from posttrain.losses.value import ValueLoss
@@ -62,13 +62,14 @@ def make_cluster(
 
 
 def make_replica(trainer: Trainer, devices: RoleDevices, section: OnlineSection) -> Replica:
-    """The actor's model for the engine: shared, copied to the engine's own devices, or to those of each process."""
+    """The actor's model for the engine: shared, copied beside it where samples go on during updates, copied to the
+    engine's own devices, or to those of each process."""
     try:
         if processes.count() > 1:
             tensor = choose_tensor(trainer, jax.local_device_count(), section.rollout.tensor, QUARTER)
             return Gathered(trainer, tensor)
         if devices.rollout is None:
-            return Shared(trainer)
+            return Beside(trainer) if section.samples_while_updating else Shared(trainer)
         tensor = choose_tensor(trainer, len(devices.rollout), section.rollout.tensor, HALF)
         return Copied(trainer, make_mesh(MeshSection(data=-1, fsdp=1, tensor=tensor), devices.rollout))
     except ConfigError as error:

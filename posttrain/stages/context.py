@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from posttrain.batch import ScoreLoss, TokenLoss
-from posttrain.config import ModelSection, ProfileSection, TrainSection
+from posttrain.config import ModelSection, OnlineSection, ProfileSection, TrainSection
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.losses.router import RouterLoss
@@ -27,6 +27,7 @@ from posttrain.stages.best import BestModel
 from posttrain.stages.devices import RoleDevices
 from posttrain.tracking.console import console, progress_bar
 from posttrain.tracking.profile.recorder import StepRecorder
+from posttrain.tracking.sink import Sink
 from posttrain.tracking.sinks import Sinks, open_sinks
 from posttrain.train.checkpoint import Checkpointer
 from posttrain.train.layer_matching import Matching
@@ -81,6 +82,11 @@ class StageRun:
     tensorboard: bool
     profile: ProfileSection | None
     stop: StopRequest
+    trackers: Sequence[str] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted names and values of the configuration, for dashboards."""
+    watchers: Sequence[Sink] = ()
+    """Sinks of the caller, in addition to the run's own."""
 
     @property
     def model_folder(self) -> Path:
@@ -213,6 +219,10 @@ class StageRun:
                 num_steps=num_steps,
                 tensorboard=self.tensorboard,
                 start_step=trainer.step_number if trainer.step_number else -1,
+                sample_tables=isinstance(section, OnlineSection) and section.samples_every is not None,
+                trackers=self.trackers,
+                settings=self.settings,
+                watchers=self.watchers,
             )
             try:
                 with TrainingLoop(

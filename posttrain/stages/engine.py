@@ -74,7 +74,9 @@ def warm_up(
         expected = []
         for sampler, examples in prompts:
             lengths = [len(example.prompt_tokens) for example in examples]
-            expected.append(Expected(params=sampler.params(0, 0), shortest=min(lengths), longest=max(lengths)))
+            turns = sampler.conversations
+            longest = max(lengths) if turns is None else turns.row_tokens - 1
+            expected.append(Expected(params=sampler.params(0, 0), shortest=min(lengths), longest=longest))
         # A failed sample ends the step, discarding the samples beside it.
         engine.warm_up(expected, rereads=rereads)
 

@@ -26,10 +26,12 @@ from posttrain.metrics import Sample, Timer, tables, to_host
 from posttrain.reward.model import ModelReward
 from posttrain.reward.rubric import error_lines
 from posttrain.rl.act import Act
+from posttrain.rl.async_loop import AsyncLoop
 from posttrain.rl.curriculum import Curriculum
 from posttrain.rl.diagnosis import diagnose
 from posttrain.rl.entropy import EntropyControl
 from posttrain.rl.metrics import NoRewardGuard, check_agreement, sampler_disagrees
+from posttrain.rl.monitor import Monitor
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.source import Source
 from posttrain.rl.step import StepResult
@@ -42,11 +44,14 @@ from posttrain.stages.cluster import make_cluster
 from posttrain.stages.context import HeldOut, StageRun, Training
 from posttrain.stages.engine import engine_metrics, forget_prompts, warm_up
 from posttrain.stages.prompts import EvalSet, RolloutInputs, check_cache
+from posttrain.stages.watch import StepWatch
 from posttrain.tracking.console import console, printable
 from posttrain.train.loop import crosses
 from posttrain.train.trainer import Trainer
 
 NUM_SHOWN = 6
+SAMPLES_EVERY = 10
+"""Steps between samples in files, without `samples_every`."""
 """Number of samples in a table."""
 TRAJECTORIES = "trajectories"
 """Folder of records in that of the stage."""
@@ -64,6 +69,10 @@ class Rollouts:
     inputs: RolloutInputs
     cluster: Cluster
     sampler: Sampler
+    settle: Callable[[], None] = lambda: None
+    """Waits until the engine has no sample of training, so that it can be used otherwise."""
+    on_loop: Callable[[Callable[[], Any]], Any] = lambda function: function()
+    """Calls a function in the thread that uses the engine."""
 
     def eval_sampler(self, held_out: EvalSet) -> Sampler:
         """Sampler with the settings of held-out prompts."""
@@ -93,11 +102,17 @@ def open_rollouts(
         sampling=section.sampling,
         max_prompt_tokens=inputs.max_prompt_tokens,
         seed=stage.seed,
+        conversations=inputs.conversations,
     )
     rollouts = Rollouts(inputs=inputs, cluster=cluster, sampler=sampler)
     held_out = [(rollouts.eval_sampler(one), one.examples) for one in inputs.eval_sets]
     prompts = [(sampler, inputs.examples), *held_out]
-    warm_up(engine, section.rollout, prompts, rereads=section.samples_in_flight > samples)
+    warm_up(
+        engine,
+        section.rollout,
+        prompts,
+        rereads=section.samples_in_flight > samples or inputs.conversations is not None,
+    )
     return rollouts
 
 
@@ -119,21 +134,30 @@ def make_act(rollouts: Rollouts, *, in_flight: int, max_staleness: int, curricul
 
 @dataclass(frozen=True)
 class RolloutState:
-    """Position of rollouts in a checkpoint: the source of groups, the version of the weights, the entropy bonus."""
+    """Position of rollouts in a checkpoint: the source of groups, the version of the weights, the entropy bonus, the
+    groups that are sampled ahead, and the monitor of reward hacking."""
 
     source: Source
     cluster: Cluster
     entropy: EntropyControl | None = None
+    ahead: AsyncLoop | None = None
+    monitor: Monitor | None = None
 
     def state(self) -> dict[str, Any]:
         entropy = {} if self.entropy is None else {"entropy": self.entropy.state()}
-        return {"source": self.source.state(), "version": self.cluster.version, **entropy}
+        ahead = {} if self.ahead is None else {"ahead": self.ahead.state()}
+        monitor = {} if self.monitor is None else {"monitor": self.monitor.state()}
+        return {"source": self.source.state(), "version": self.cluster.version, **entropy, **ahead, **monitor}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.source.restore(state["source"])
         self.cluster.version = state["version"]
         if self.entropy is not None:
             self.entropy.restore(state["entropy"])
+        if self.ahead is not None:
+            self.ahead.restore(state["ahead"])
+        if self.monitor is not None:
+            self.monitor.restore(state["monitor"])
 
 
 def make_policy_trainer(stage: StageRun, section: OnlineSection, loss: TokenLoss, terms: Terms = PLAIN) -> Trainer:
@@ -158,6 +182,7 @@ def one_process(section: OnlineSection) -> str | None:
         "reward models": any(reward.model is not None for reward in section.rewards),
         "teachers": isinstance(section, RLSection) and bool(section.teachers),
         "oversample_prompts": isinstance(section, RLSection) and section.oversample_prompts > 0,
+        "asynchronous": isinstance(section, RLSection) and section.asynchronous is not None,
         "devices of a role of its own (placement)": own > 0,
         "reference.path": section.reference.path is not None,
     }
@@ -172,6 +197,8 @@ def describe_steps(section: OnlineSection, inputs: RolloutInputs | None, compare
         f"{prompts}{section.steps} steps of {section.prompts_per_step} prompts x {section.group_size} samples "
         f"= {section.prompts_per_step * section.group_size}, up to {section.sampling.max_tokens} new tokens each"
     )
+    if isinstance(section, RLSection) and (held := section.env or section.agent) is not None:
+        text += f" turn, {held.max_turns} turns"
     count = 0 if inputs is None else sum(len(one.examples) for one in inputs.eval_sets)
     held_out = f"; {count} held-out prompts" if count else ""
     if count and section.evaluate is not None and section.evaluate.samples > 1:
@@ -197,13 +224,14 @@ class StepReport:
     """Report of each online step: metrics, sample tables, reward errors, trajectories; RunError from its guards. A
     context manager, at whose end the trajectories are on disk."""
 
-    def __init__(self, rollouts: Rollouts, training: Training):
+    def __init__(self, rollouts: Rollouts, training: Training, monitor: Monitor | None):
         self._rollouts, inputs = rollouts, rollouts.inputs
         self._section, self._training = inputs.section, training
         self._cluster, self._trainer = rollouts.cluster, rollouts.cluster.actor
         self._store = _open_store(self._section, training.folder, self._trainer.step_number)
         self._reported = self._trainer.step_number
         self._guard = NoRewardGuard(min(MAX_STEPS_WITHOUT_REWARD, self._section.steps))
+        self._watch = StepWatch(self._section, monitor)
         left_out = (len(inputs.rows) - len(inputs.examples)) / len(inputs.rows)
         self._dropped = {} if self._section.overlong == "error" else {"data/dropped_ratio": left_out}
 
@@ -223,14 +251,16 @@ class StepReport:
     def _report(self, step: int, result: StepResult, timer: Timer) -> None:
         _print_errors(f"step {step}", result)
         self._guard.check(step, result.rewards)
-        if self._reported == 0 or crosses(self._reported, step, self._section.samples_every):
+        if self._reported == 0 or crosses(self._reported, step, self._section.samples_every or SAMPLES_EVERY):
             self._training.sinks.samples(step, step_samples(result, self._section.group_size))
         self._record(step, result)
+        hacking = self._watch(step, result.groups_P, result.rewards)
         check_agreement(result.metrics, step, lambda: self._diagnosis(result))
         metrics = {
             **to_host(result.metrics),
+            **hacking,
             **self._dropped,
-            **engine_metrics(self._cluster.engine),
+            **self._rollouts.on_loop(lambda: engine_metrics(self._cluster.engine)),
             **timer.metrics(),
         }
         self._training.log({**metrics, **tables(result.metrics)})
@@ -256,6 +286,7 @@ class StepReport:
         if processes.count() > 1:
             return "a run in one process names the cause"
         rollouts = self._rollouts
+        rollouts.settle()
         row_tokens = rollouts.inputs.section.sequence_tokens
         return run_async(diagnose(rollouts.cluster, rollouts.sampler, result.groups_P, row_tokens))
 
@@ -270,6 +301,7 @@ def _open_store(section: OnlineSection, folder: Path, step: int) -> TrajectorySt
 def _evaluate(rollouts: Rollouts, distances: Distances | None) -> Record:
     """Evaluate on all held-out prompts. Training goes on as if there had been none."""
     inputs, section = rollouts.inputs, rollouts.inputs.section.evaluate
+    rollouts.settle()
     found: dict[str | None, RolloutEvaluation] = {}
     for held_out in inputs.eval_sets:
         sampler, size = rollouts.eval_sampler(held_out), 1 if section is None else section.samples
@@ -298,7 +330,7 @@ def _sample(outcome: StepResult, p: int, g: int) -> Sample:
         extra["role"] = int(outcome.roles_PG[p, g])
     return Sample(
         prompt="".join(str(m["content"]) for m in trajectory.example.messages),
-        completion=trajectory.text,
+        completion=trajectory.shown,
         reward=_number(rewards.total_PG[p, g]),
         rewards={name: _number(part[p, g]) for name, part in rewards.parts_PG.items()},
         advantage=None if outcome.advantages_PG is None else _number(outcome.advantages_PG[p, g]),

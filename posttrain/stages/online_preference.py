@@ -22,6 +22,7 @@ from posttrain.stages.online import (
 )
 from posttrain.stages.pair_inputs import loss_name, shares_prompts
 from posttrain.stages.prompts import OnlinePreferenceInputs, check_rewards, online_loss, prepare_scored
+from posttrain.stages.watch import monitor_of
 
 
 def prepare(section: OnlinePreferenceSection, prepared: Prepared) -> tuple[OnlinePreferenceInputs, list[str]]:
@@ -59,10 +60,11 @@ def run(stage: StageRun, inputs: OnlinePreferenceInputs) -> None:
             share_prompts=inputs.share_prompts,
         )
         held_out = held_out_prompts(rollouts)
-        state = RolloutState(act.source, cluster)
+        monitor = monitor_of(section, rubric)
+        state = RolloutState(act.source, cluster, monitor=monitor)
         with stage.training(trainer, state, section, held_out) as training, closing(cluster.engine):
             cluster.sync_weights()
-            with StepReport(rollouts, training) as report:
+            with StepReport(rollouts, training, monitor) as report:
                 for _ in training:
                     timer = Timer()
                     report(run_async(online_step(cluster, act, settings, timer)), timer)

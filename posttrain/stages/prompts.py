@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
-
-import numpy as np
 
 from posttrain.config import (
     DatasetSection,
@@ -16,6 +14,7 @@ from posttrain.config import (
     Locator,
     OnlinePreferenceSection,
     OnlineSection,
+    RewardSection,
     RLSection,
     SamplingSection,
 )
@@ -24,24 +23,27 @@ from posttrain.data.format import prompt_is_text, prompt_messages
 from posttrain.data.sources import Rows, each_row
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.distill.teachers import TeacherSource
+from posttrain.environments.types import Conversations
 from posttrain.errors import ConfigError, did_you_mean
-from posttrain.losses.importance import ImportanceSampling
 from posttrain.losses.preference import KINDS
-from posttrain.losses.surrogates import CISPO, GMPO, SAPO, VESPO, Clip, Surrogate
 from posttrain.models.heads import CLASSIFIER
+from posttrain.reward.function import Reward, missing_arguments
+from posttrain.reward.limits import Limits
 from posttrain.reward.model import ModelReward
-from posttrain.reward.rubric import Reward, Rubric, missing_arguments
-from posttrain.rl.advantages import given_advantage, inputs_of
-from posttrain.rl.algorithms import Algorithm, RLLoss, given_filter, make_algorithm
+from posttrain.reward.notes import reward_notes
+from posttrain.reward.rubric import Rubric
+from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.assemble import Shares
 from posttrain.rl.sampler import sampling_params
 from posttrain.rl.teachers import shares_of
 from posttrain.rollout.blocks import BLOCK, least_cache
 from posttrain.rollout.trajectory import Example
+from posttrain.stages.conversations import conversations_of, env_reward
 from posttrain.stages.engine import EngineFactory, engine_of
-from posttrain.stages.inputs import callable_of, rows_and_renderer
+from posttrain.stages.inputs import callable_of
 from posttrain.stages.pair_inputs import PREFERENCE_LOSSES, make_loss
-from posttrain.user_code import describe_error
+from posttrain.stages.tools import rows_with_tools, tools_and_schemas, tools_of
+from posttrain.stages.watch import monitor_of
 from posttrain.weights.locate import read_model_files
 
 
@@ -70,6 +72,8 @@ class RolloutInputs:
     max_prompt_tokens: int
     make_engine: EngineFactory | None
     """Factory of the rollout engine. None: the built-in one."""
+    conversations: Conversations | None = None
+    """Environments or agents; None: one completion of each prompt."""
 
     @property
     def epoch_sources(self) -> int:
@@ -99,7 +103,7 @@ class OnlinePreferenceInputs(RolloutInputs):
 def prepare_scored(
     section: OnlineSection, tokenizer: Tokenizer, shares: Shares | None
 ) -> tuple[RolloutInputs, list[str]]:
-    """Load prompts and rewards. Also returns a note per dataset with dropped prompts."""
+    """Load prompts and rewards. Also returns notes: on dropped prompts of each dataset, and on rewards."""
     refuse_completions(section)
     check_token_ids({"sampling": section.sampling, "eval_sampling": section.eval_sampling}, tokenizer)
     room, answer = section.sequence_tokens, section.sampling.max_tokens
@@ -107,17 +111,25 @@ def prepare_scored(
     if limit + answer > room:
         raise ConfigError(f"max_prompt_tokens={limit} + sampling.max_tokens={answer} must fit {_room(section, room)}")
     rubric = rubric_of(section)
-    rows, renderer = rows_and_renderer(section.dataset, tokenizer)
+    tools, schemas = tools_and_schemas(section)
+    rows, renderer = rows_with_tools(section, section.dataset, tokenizer)
     _check_columns(rubric, rows.columns)
-    examples, notes = examples_of(rows, section.dataset, renderer, limit, rubric, shares, section.overlong)
+    examples, notes = examples_of(rows, section.dataset, renderer, limit, rubric, shares, section.overlong, schemas)
+    notes += reward_notes(rubric.rewards)
     eval_sets: list[EvalSet] = []
     for dataset in section.all_datasets[1:]:
-        eval_rows, eval_renderer = rows_and_renderer(dataset, tokenizer)
+        eval_rows, eval_renderer = rows_with_tools(section, dataset, tokenizer)
         _check_columns(rubric, eval_rows.columns)
-        held_out, more = examples_of(eval_rows, dataset, eval_renderer, limit, rubric, shares, section.overlong)
+        held_out, more = examples_of(
+            eval_rows, dataset, eval_renderer, limit, rubric, shares, section.overlong, schemas
+        )
         name = dataset.name if isinstance(dataset, HeldOutSection) else None
         eval_sets.append(EvalSet(name=name, renderer=eval_renderer, examples=held_out))
         notes += more
+    conversations = None
+    if isinstance(section, RLSection):
+        prompts = [(renderer, examples), *((held.renderer, held.examples) for held in eval_sets)]
+        conversations = conversations_of(section, prompts, tools)
     scored = RolloutInputs(
         section=section,
         renderer=renderer,
@@ -127,6 +139,7 @@ def prepare_scored(
         rubric=rubric,
         max_prompt_tokens=limit,
         make_engine=engine_of(section.rollout),
+        conversations=conversations,
     )
     return scored, notes
 
@@ -189,8 +202,10 @@ def examples_of(
     rubric: Rubric,
     shares: Shares | None,
     overlong: Literal["drop", "error"],
+    tools: Sequence[dict[str, Any]] | None = None,
 ) -> tuple[list[Example], list[str]]:
-    """Tokenise and check all prompts, each once; also returns a note about prompts dropped as too long.
+    """Tokenise and check all prompts, each once; also returns a note about prompts dropped as too long. `tools`:
+    schemas of the tools that all prompts describe.
 
     ConfigError if all are dropped, or if one is too long and `overlong` is `error`.
     """
@@ -203,7 +218,7 @@ def examples_of(
                 complete.add(tuple(row))
             messages = prompt_messages(row, section)
             # Four bytes per token; a list of numbers takes eight or more.
-            tokens = array("i", renderer.prompt(messages))
+            tokens = array("i", renderer.prompt(messages, tools))
             plain = prompt_is_text(row, section)
             made = Example(index=index, row=row, messages=messages, prompt_tokens=tokens, plain=plain)
             if shares is not None:
@@ -264,6 +279,8 @@ def check_rewards(section: OnlineSection) -> None:
     """Check the rewards and columns of an online stage without its rows."""
     refuse_completions(section)
     rubric_of(section)
+    if isinstance(section, RLSection):
+        tools_of(section, servers=False)
 
 
 def refuse_completions(section: OnlineSection) -> None:
@@ -286,8 +303,19 @@ def _check_columns(rubric: Rubric, columns: Sequence[str]) -> None:
 
 def rubric_of(section: OnlineSection) -> Rubric:
     """Make the rubric of a stage. Functions given by name run in child processes, which are not started yet."""
+    rewards = rewards_of(section.rewards)
+    if isinstance(section, RLSection) and (held := section.env or section.agent) is not None:
+        rewards.append(env_reward(held))
+    _check_reward_name(section, [reward.name for reward in rewards])
+    rubric = Rubric(rewards)
+    monitor_of(section, rubric)
+    return rubric
+
+
+def rewards_of(sections: Sequence[RewardSection]) -> list[Reward]:
+    """Import the functions of reward sections, and find their reward models."""
     rewards: list[Reward] = []
-    for item in section.rewards:
+    for item in sections:
         if item.model is not None:
             number = sum(reward.name.startswith(MODEL_REWARD) for reward in rewards)
             name = item.name or (f"{MODEL_REWARD}_{number + 1}" if number else MODEL_REWARD)
@@ -306,10 +334,12 @@ def rubric_of(section: OnlineSection) -> Rubric:
                 timeout_s=None if item.fn is None else item.timeout_s,
                 on_error=item.on_error,
                 isolated=(item.fn.object, str(item.fn.folder.resolve())) if isolated else None,
+                text=item.text,
+                cache=item.cache,
+                limits=Limits(item.memory_mib, item.file_mib, item.cpu_s or 0),
             )
         )
-    _check_reward_name(section, [reward.name for reward in rewards])
-    return Rubric(rewards)
+    return rewards
 
 
 def _check_reward_name(section: OnlineSection, names: Sequence[str]) -> None:
@@ -329,151 +359,3 @@ def _classifier(path: Locator) -> str:
             "stage of kind reward_model leaves"
         )
     return path.resolved
-
-
-def _probe(advantage: Callable[..., Any], name: str, group_size: int, rewards: Sequence[Reward]) -> None:
-    """Check a user's advantage function. ConfigError unless it takes its inputs and returns finite advantages [P, G].
-
-    Probes the groups that a run will meet: different rewards, equal ones, and a sample without a reward (NaN).
-    """
-    mixed = np.arange(group_size, dtype=np.float32) % 3
-    rewards_PG = np.stack([mixed, np.ones_like(mixed), np.where(np.arange(group_size) == 0, np.nan, mixed)])
-    wrapped = given_advantage(advantage, name)
-    parts_PG = {reward.name: rewards_PG.copy() for reward in rewards}
-    weights = {reward.name: reward.weight for reward in rewards}
-    try:
-        made = wrapped(rewards_PG, parts_PG, weights, np.full(rewards_PG.shape, 3))
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:
-        wanted = ", ".join(inputs_of(advantage, name)) or "rewards_PG"
-        raise ConfigError(f"advantage: {name}({wanted}) raised {describe_error(error)}") from error
-    valid_PG = ~np.isnan(rewards_PG)
-    for group, advantages, valid in zip(rewards_PG, made, valid_PG, strict=True):
-        if valid.sum() > 1 and np.isnan(advantages[valid]).any():
-            raise ConfigError(
-                f"advantage: {name} must return a finite advantage for each sample that has a reward; of the group "
-                f"{group.tolist()} (nan: no reward) it made {advantages.tolist()}; use np.nanmean and np.nanstd, "
-                "and add a small number to what it divides by"
-            )
-
-
-def algorithm_of(section: RLSection) -> Algorithm:
-    """Make the algorithm of a stage. ConfigError for incompatible fields, and functions of the user that fail."""
-    critic = {"gamma": section.gamma, "gae_lambda": section.gae_lambda, "value_clip": section.value_clip}
-    algorithm = make_algorithm(
-        section.algorithm,
-        max_tokens=section.max_sampled_tokens,
-        advantage=_advantage_of(section),
-        advantage_scale=section.advantage_scale,
-        filter=_filter_of(section),
-        truncated=section.truncated,
-        top_entropy=section.top_entropy,
-        kl_in=section.kl_in,
-        critic={name: value for name, value in critic.items() if value is not None},
-        loss=rl_loss(section.loss) if section.loss is not None else None,
-        surrogate=_surrogate_of(section),
-        importance=_importance_of(section),
-        **{name: getattr(section, name) for name in LOSS_FIELDS},
-    )
-    _check_fields(section, algorithm)
-    return algorithm
-
-
-LOSS_FIELDS = (
-    "kl_coef",
-    "kl_estimator",
-    "kl_bias_correction",
-    "clip_low",
-    "clip_high",
-    "dual_clip",
-    "entropy_coef",
-    "off_policy_mask",
-    "ratio",
-    "reduce",
-)
-"""Fields of the section that are fields of the policy loss."""
-
-
-def rl_loss(spec: Locator) -> RLLoss:
-    """Import and make a user's loss. ConfigError unless it is a loss of RL stages."""
-    made = callable_of(spec, "loss")
-    try:
-        loss = made()
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"loss: {spec}() raised {describe_error(error)}; it is called without arguments") from error
-    if not isinstance(loss, RLLoss):
-        raise ConfigError(
-            f"loss: {spec} must be called with (stats, batch) and have kl_coef, 0 for a loss without ref_logps; see "
-            "docs/extend/loss.md"
-        )
-    return loss
-
-
-def _advantage_of(section: RLSection) -> Callable[..., Any] | None:
-    if section.advantage is None:
-        return None
-    given = callable_of(section.advantage, "advantage")
-    _probe(given, section.advantage, section.group_size, rubric_of(section).rewards)
-    return given_advantage(given, section.advantage)
-
-
-def _filter_of(section: RLSection) -> Callable[..., Any] | None:
-    """User's group filter, tried on the groups of `_probe`. ConfigError if it fails."""
-    if section.filter is None:
-        return None
-    keep = given_filter(callable_of(section.filter, "filter"), section.filter)
-    mixed = np.arange(section.group_size, dtype=np.float32) % 3
-    try:
-        keep(np.stack([mixed, np.ones_like(mixed), np.where(mixed == 0, np.nan, mixed)]))
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"filter: {section.filter}(rewards_PG) raised {describe_error(error)}") from error
-    return keep
-
-
-def _surrogate_of(section: RLSection) -> Surrogate | None:
-    given = section.surrogate
-    if given is None:
-        return None
-    match given.kind:
-        case "sapo":
-            return SAPO(positive=given.temperature_positive, negative=given.temperature_negative)
-        case "vespo":
-            return VESPO(
-                k_positive=given.k_positive,
-                rate_positive=given.rate_positive,
-                k_negative=given.k_negative,
-                rate_negative=given.rate_negative,
-            )
-        case "cispo":
-            return CISPO()
-        case "gmpo":
-            return GMPO()
-    return Clip()
-
-
-def _importance_of(section: RLSection) -> ImportanceSampling | None:
-    given = section.importance_sampling
-    if not section.weighs_samples or section.loss is not None:
-        return None
-    try:
-        return ImportanceSampling(level=given.level, bound=given.bound, low=given.low, high=given.high)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _check_fields(section: RLSection, algorithm: Algorithm) -> None:
-    """ConfigError for settings of roles that the algorithm does not have."""
-    plain = RLSection.model_construct()
-    values = section.critic != plain.critic or section.placement.critic != plain.placement.critic
-    if values and algorithm.critic is None:
-        raise ConfigError(f"critic: algorithm={section.algorithm} has none; use algorithm: ppo, or remove it")
-    given = section.reference != plain.reference or section.placement.reference != plain.placement.reference
-    if given and not algorithm.needs_reference:
-        raise ConfigError(
-            f"reference: without effect, algorithm={section.algorithm} has no KL penalty; set kl_coef, or remove it"
-        )
-    if section.teachers and (algorithm.critic is not None or algorithm.top_entropy is not None):
-        raise ConfigError("teachers: their advantages have no critic and no top_entropy; remove one of them")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
+from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.scorers import FrozenModel, Scorer
 from posttrain.config import Locator, RLSection
 from posttrain.distill.teachers import OutsideTeacher, TeacherSource, find_teachers, load_teacher, outside_teacher
@@ -16,13 +17,17 @@ from posttrain.errors import ConfigError
 from posttrain.metrics import Timer
 from posttrain.rl.act import Act
 from posttrain.rl.advantages import is_mixed
+from posttrain.rl.algorithms import Algorithm
+from posttrain.rl.async_loop import AsyncLoop, AsyncSettings
 from posttrain.rl.curriculum import Curriculum
 from posttrain.rl.entropy import EntropyControl
 from posttrain.rl.refill import Refill, given_filter
 from posttrain.rl.sampler import resumable
 from posttrain.rl.step import StepSettings, rl_step
 from posttrain.rl.teachers import TeacherKL, distances, shares_of
+from posttrain.rollout.types import PausableEngine
 from posttrain.runtime.run_async import run_async
+from posttrain.stages.algorithm import algorithm_of
 from posttrain.stages.cluster import make_critic
 from posttrain.stages.context import StageRun
 from posttrain.stages.inputs import Prepared, callable_of
@@ -37,7 +42,8 @@ from posttrain.stages.online import (
     make_policy_trainer,
     open_rollouts,
 )
-from posttrain.stages.prompts import RLInputs, algorithm_of, check_rewards, prepare_scored
+from posttrain.stages.prompts import RLInputs, check_rewards, prepare_scored
+from posttrain.stages.watch import monitor_of
 from posttrain.user_code import describe_error
 
 
@@ -62,15 +68,22 @@ def check_offline(section: RLSection) -> None:
 def describe(section: RLSection, inputs: RLInputs | None, shards: int) -> str:
     """Summarise the stage in one line."""
     text = describe_steps(section, inputs)
-    return text if section.refill is None else f"{text}; up to {section.refill.limit} waves of further groups"
+    if section.refill is not None:
+        text += f"; up to {section.refill.limit} waves of further groups"
+    if section.asynchronous is not None:
+        text += f"; sampled up to {section.asynchronous.max_staleness} steps ahead"
+    return text
 
 
 def run(stage: StageRun, inputs: RLInputs) -> None:
     """Train an RL stage to its last step, resuming from its newest checkpoint."""
     section, algorithm, rubric = inputs.section, inputs.algorithm, inputs.rubric
-    if not section.rewards:
+    if not section.scored:
         stage = replace(stage, kind="rl_distill")
-    with rubric.running():
+    with ExitStack() as stack:
+        stack.enter_context(rubric.running())
+        if inputs.conversations is not None:
+            stack.callback(inputs.conversations.close)
         trainer = make_policy_trainer(stage, section, algorithm.loss)
         teachers = _load_teachers(stage, inputs)
         critic = None if algorithm.critic is None else make_critic(stage, section, algorithm.critic.loss)
@@ -80,14 +93,21 @@ def run(stage: StageRun, inputs: RLInputs) -> None:
         )
         cluster, settings = rollouts.cluster, step_settings(section, stage.seed)
         act = _act(rollouts, section)
+        ahead = _async_loop(stage, section, cluster, algorithm, act, settings)
+        if ahead is not None:
+            rollouts = replace(rollouts, settle=ahead.settle, on_loop=ahead.on_loop)
         held_out = held_out_prompts(rollouts, _distances(teachers, settings))
-        state = RolloutState(act.source, cluster, settings.entropy)
+        monitor = monitor_of(section, rubric)
+        state = RolloutState(act.source, cluster, settings.entropy, ahead, monitor)
         with stage.training(trainer, state, section, held_out) as training, closing(cluster.engine):
             cluster.sync_weights()
-            with StepReport(rollouts, training) as report:
+            with StepReport(rollouts, training, monitor) as report, nullcontext() if ahead is None else ahead:
                 for _ in training:
                     timer = Timer()
-                    report(run_async(rl_step(cluster, algorithm, act, settings, timer)), timer)
+                    if ahead is None:
+                        report(run_async(rl_step(cluster, algorithm, act, settings, timer)), timer)
+                    else:
+                        report(ahead.step(timer), timer)
 
 
 def _act(rollouts: Rollouts, section: RLSection) -> Act:
@@ -98,6 +118,32 @@ def _act(rollouts: Rollouts, section: RLSection) -> Act:
     curriculum = _curriculum(rollouts, section)
     act = make_act(rollouts, in_flight=in_flight, max_staleness=section.max_staleness, curriculum=curriculum)
     return replace(act, refill=refill_of(section), pass_above=section.pass_above)
+
+
+def _async_loop(
+    stage: StageRun, section: RLSection, cluster: Cluster, algorithm: Algorithm, act: Act, settings: StepSettings
+) -> AsyncLoop | None:
+    """Asynchronous loop, if the section has one. ConfigError for an engine that cannot take turns with the trainer."""
+    given = section.asynchronous
+    if given is None:
+        return None
+    shared = stage.devices.rollout is None and section.samples_ahead
+    in_turns = shared and (given.in_flight or stage.mesh.size > 1)
+    if in_turns and not isinstance(cluster.engine, PausableEngine):
+        raise ConfigError(
+            f"rollout.engine: {type(cluster.engine).__name__} has no pause, resume and keys, which asynchronous needs "
+            "on the trainer's devices; implement them, or set placement.rollout.devices"
+        )
+    way = AsyncSettings(
+        max_staleness=given.max_staleness,
+        in_flight=given.in_flight,
+        in_turns=in_turns,
+        # An agent may wait for a place that another one has until its end.
+        in_rounds=not given.in_flight and section.agent is None,
+        stall_s=given.stall_s,
+        num_versions=section.steps // section.updates_per_batch,
+    )
+    return AsyncLoop(cluster, algorithm, act, settings, way)
 
 
 def _curriculum(rollouts: Rollouts, section: RLSection) -> Curriculum | None:
@@ -144,7 +190,7 @@ def step_settings(section: RLSection, seed: int) -> StepSettings:
         seed=seed,
         old_logps=section.proximal_logps,
         zero_advantage=section.zero_advantage,
-        stale=section.oversample_prompts > 0,
+        stale=section.samples_ahead,
         teaching=TeacherKL(coef=section.teacher_coef, shares=shares_of(section)) if section.teachers else None,
         entropy=None if section.entropy_target is None else _entropy_control(section, section.entropy_target),
     )

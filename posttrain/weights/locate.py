@@ -11,7 +11,7 @@ from typing import Any
 
 from posttrain.config import Locator, ModelSection
 from posttrain.data.sources import FILE_SUFFIXES
-from posttrain.data.tokenizer import Tokenizer
+from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models import hf
 from posttrain.models.config import ModelConfig
@@ -125,6 +125,16 @@ def tokenizer_name(section: ModelSection) -> str:
         return "bytes" if name == "bytes" else name.resolved
     except ConfigError as error:
         raise ConfigError(f"model.{'path' if section.tokenizer is None else 'tokenizer'}: {error}") from error
+
+
+def run_tokenizer(name: str | Path, section: ModelSection) -> Tokenizer:
+    """Load a tokenizer with the chat template and the stop tokens of a configuration."""
+    template = section.chat_template
+    try:
+        file = None if template is None else template.file
+    except ConfigError as error:
+        raise ConfigError(f"model.chat_template: {error}") from error
+    return load_tokenizer(name).with_chat_template(file).with_stop_tokens(section.stop_tokens)
 
 
 def add_family(section: ModelSection) -> None:

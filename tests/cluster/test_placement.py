@@ -17,7 +17,7 @@ from posttrain.cluster import sync
 from posttrain.cluster.cluster import Cluster, Role
 from posttrain.cluster.ledger import local_bytes
 from posttrain.cluster.reference import ModelReference, Reference, WithoutAdapter
-from posttrain.cluster.sync import Copied, Replica, Shared
+from posttrain.cluster.sync import Beside, Copied, Replica, Shared
 from posttrain.cluster.transfer import digests, model_on, moved
 from posttrain.config import LoRA, MeshSection, OptimizerSection, SamplingSection
 from posttrain.data.chat import Renderer
@@ -25,7 +25,8 @@ from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import RunError
 from posttrain.mesh import make_mesh
 from posttrain.metrics import Timer, to_host
-from posttrain.reward.rubric import Reward, Rubric
+from posttrain.reward.function import Reward
+from posttrain.reward.rubric import Rubric
 from posttrain.rl.algorithms import make_algorithm
 from posttrain.rl.metrics import sampler_disagrees
 from posttrain.rl.sampler import Sampler
@@ -176,6 +177,27 @@ def test_a_sync_that_moves_nothing_is_told_in_that_step(monkeypatch: pytest.Monk
     monkeypatch.setattr(sync, "moved", lambda arrays, to, bytes_at_once: {path: kept[path] for path in arrays})
     with pytest.raises(RunError, match=r"stale weights: \d+ of \d+ arrays of version 2 at the rollout engine"):
         world.step()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_copy_beside_the_trainer(lora: bool) -> None:
+    """Weights for an engine that samples during updates: the trained ones only, of an adapter the adapter."""
+    trainer = World("same", lora=lora).trainer
+    beside = Beside(trainer)
+    before = ModelWeights(beside.model).read()
+
+    def pointers(array: Any) -> list[int]:
+        return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
+
+    for path, array in trainer.weights.items():
+        assert (pointers(array) == pointers(before[path])) == (path not in trainer.params), path
+    state = trainer.state()
+    trainer.restore({**state, "params": {path: w + 1.0 for path, w in state["params"].items()}}, 1)
+    path = next(iter(trainer.params))
+    assert_array_equal(ModelWeights(beside.model).read()[path], before[path])
+    assert beside.update(1) == (sum(w.nbytes for w in trainer.params.values()), len(trainer.params))
+    assert_array_equal(ModelWeights(beside.model).read()[path], trainer.params[path])
+    assert beside.model.compute == trainer.model.compute
 
 
 def test_pieces_and_digests() -> None:

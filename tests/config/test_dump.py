@@ -43,11 +43,12 @@ def test_dump_reads_back_equal(write: Write) -> None:
 
 
 def test_dump_is_readable(write: Write) -> None:
-    head = dump_config(read(write(SHORT))).splitlines()[:18]
+    head = dump_config(read(write(SHORT))).splitlines()[:19]
     assert head == [
         "output: runs/x", "seed: 0", "model:", "  path: some/model", "  init: null", "  family: null",
-        "  tokenizer: null", "  stop_tokens: []", "  dtype: float32", "  compute_dtype: null", "  lora: null",
-        "  adapter: null", "  quantize: none", "  remat: none", "  attention: auto", "  decode_attention: auto",
+        "  tokenizer: null", "  chat_template: null", "  stop_tokens: []", "  dtype: float32", "  compute_dtype: null",
+        "  lora: null", "  adapter: null", "  quantize: none", "  remat: none", "  attention: auto",
+        "  decode_attention: auto",
         "  grouped_matmul: auto", "  long_context: false",
     ]  # fmt: skip
 

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from posttrain.errors import ConfigError
-from posttrain.rl.store import recorded_steps
+from posttrain.rl.store import read_record, recorded_steps
 from posttrain.runs.replay import MEASURED, Replayed, replay
+from posttrain.runs.token_losses import token_losses
 from tests.stages.runs import few_devices, posttrain, rl_stage, sft_stage, write_run
 
 ENDS = {"max_tokens": 6, "stop_token_ids": [*range(0, 260, 4)]}
@@ -22,6 +24,9 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "refill": {"refill": {"limit": 1}, "kl_coef": 0.0},
     "ahead": {"oversample_prompts": 2, "sampling": ENDS, "rollout": {"decode_steps": 2}},
 }
+
+QUANTIZED = 0.02
+"""Largest difference of log-probabilities of the 8-bit sampler and the trainer, in nats."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -94,3 +99,32 @@ def test_what_cannot_be_replayed_is_said(stage: Path) -> None:
         replayed(stage.parent / "0-sft", 1)
     with pytest.raises(ConfigError, match="no checkpoint of step 1; .*checkpoint of step 1 is kept"):
         replayed(stage, 2)
+
+
+of_several_updates = pytest.mark.parametrize("stage", ["updates"], indirect=True, scope="module")
+
+
+@of_several_updates
+def test_losses_of_tokens(stage: Path) -> None:
+    """They add up to the logged loss, and belong to the recorded tokens. Red if updates are each divided by their own
+    weight, or if a packed sequence is taken for another sample's."""
+    step = recorded_steps(stage / "trajectories")[-1]
+    with few_devices(1):
+        found = token_losses(stage, step)
+    columns = found.columns
+    assert abs(columns["share"].sum() - found.logged) < 1e-6 < abs(found.logged)
+    assert set(columns["update"]) == {0, 1, 2, 3}
+    recorded = read_record(stage / "trajectories", step, lambda tokens: "")
+    assert recorded.advantages_PG is not None
+    for p, g in np.ndindex(recorded.advantages_PG.shape):
+        sample = recorded.groups_P[p][g]
+        own = (columns["group"] == sample.group) & (columns["sample"] == g) & (columns["update"] < 2)
+        chosen = {name: values[own] for name, values in columns.items()}
+        sampled = np.asarray(sample.sampled)
+        assert chosen["position"].tolist() == list(range(len(sample.tokens)))
+        assert (chosen["weight"] > 0).tolist() == sampled.tolist()
+        drawn = np.asarray(sample.logps)[sampled]
+        np.testing.assert_allclose(chosen["old_logp"][sampled], drawn, atol=QUANTIZED)
+        np.testing.assert_allclose(chosen["advantage"][sampled], recorded.advantages_PG[p, g], rtol=1e-6)
+        ratio = np.exp(chosen["logp"] - chosen["old_logp"])[sampled]
+        np.testing.assert_allclose(chosen["ratio"][sampled], ratio, rtol=1e-5)

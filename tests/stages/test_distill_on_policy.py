@@ -112,7 +112,7 @@ def test_rows_with_teachers_of_their_own_beside_rewards(tmp_path: Path, teachers
 def test_what_teachers_in_reinforcement_learning_need(tmp_path: Path, teachers: Path) -> None:
     cases = {
         "stages.0.algorithm=grpo": "algorithm=grpo needs rewards; without them use algorithm: distill",
-        "stages.0.teachers=[]": "set rewards, or teachers for on-policy distillation",
+        "stages.0.teachers=[]": "set rewards, env or agent, or teachers for on-policy distillation",
         "stages.0.eval_sampling={max_tokens: 4, temperature: 0}": "eval_sampling.temperature=0.0 must be that of",
         f"stages.0.teachers.0.path={tmp_path / 'none'}": "none",
     }

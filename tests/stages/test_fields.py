@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from posttrain.config import DistillSection, RewardSection
+from posttrain.config import DistillSection
 from posttrain.config.yaml_file import load_config
 from posttrain.data.format import loss_on
 from posttrain.data.pipeline import Prompts, SFTBatches, eval_batches
@@ -201,23 +201,6 @@ def test_importance_sampling(folder: Path) -> None:
         rl(folder, "importance_sampling.high=3.0")
     with pytest.raises(ConfigError, match="max_staleness=2 has no effect without oversample_prompts"):
         rl(folder, "max_staleness=2")
-
-
-def test_rewards(folder: Path) -> None:
-    (folder / "graded.py").write_text("def graded(completions, scale):\n    return [scale for _ in completions]\n")
-    spec = (
-        "[{fn: 'rewards_of_test.py:low', weight: 0.5, timeout_s: 2, on_error: 0}, "
-        "{fn: 'graded.py:graded', args: {scale: 3}, name: scaled, isolate: thread}]"
-    )
-    one, other = rl(folder, f"rewards={spec}").rubric.rewards
-    assert (one.name, one.weight, one.args, one.timeout_s, one.on_error) == ("low", 0.5, {}, 2.0, 0.0)
-    assert one.isolated == (f"{folder / 'rewards_of_test.py'}:low", str(folder))
-    assert (other.name, other.weight, other.args, other.timeout_s) == ("scaled", 1.0, {"scale": 3}, 60.0)
-    assert other.on_error == "drop" and other.isolated is None
-    with pytest.raises(ValueError, match="isolate: process needs a function that a child can import"):
-        RewardSection(fn=len, isolate="process")
-    with pytest.raises(ValueError, match="timeout_s and isolate are for functions"):
-        RewardSection(model="m", timeout_s=5.0)
 
 
 ADVANTAGES = """

@@ -1,0 +1,111 @@
+"""Fields of sections as rows for people: name, type, default, description."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from posttrain.config.base import Section
+from posttrain.config.locator import Locator
+from posttrain.config.messages import config_fields
+
+WIDTH = 78
+BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+WORDS: dict[Any, str] = {str: "text", Locator: "text", bool: "true or false", type(None): "nothing", Any: "anything"}
+NUMBERS = {int: "integer", float: "number"}
+
+
+@dataclass(frozen=True)
+class FieldRow:
+    """Field of a configuration as text."""
+
+    name: str
+    """Dotted name below the section."""
+    type: str
+    default: str
+    """Default as in YAML; `required` if there is none."""
+    description: str
+
+    def __str__(self) -> str:
+        head = f"{self.name}: {self.type} = {self.default}"
+        return "\n".join(
+            [head, *textwrap.wrap(self.description, WIDTH, initial_indent="    ", subsequent_indent="    ")]
+        )
+
+
+class FieldTable(list[FieldRow]):
+    """Fields as text or, in a notebook, as a table."""
+
+    def __repr__(self) -> str:
+        return "\n".join(map(str, self))
+
+    def _repr_html_(self) -> str:
+        cells = ([row.name, row.type, row.default, row.description] for row in self)
+        body = "".join(
+            "<tr>" + "".join(f'<td style="text-align:left">{escape(cell)}</td>' for cell in row) + "</tr>"
+            for row in cells
+        )
+        return f"<table><tr><th>field</th><th>type</th><th>default</th><th>meaning</th></tr>{body}</table>"
+
+
+def field_table(section: type[Section], word: str = "") -> FieldTable:
+    """Rows of all fields below a section, without `kind`, of which `word` is part of the name or description."""
+    rows = (FieldRow(".".join(map(str, key)), *_described(info)) for key, info in config_fields(section))
+    found = [row for row in rows if row.name != "kind" and not row.name.endswith(".kind")]
+    return FieldTable(row for row in found if word.lower() in f"{row.name} {row.description}".lower())
+
+
+def _described(info: FieldInfo) -> tuple[str, str, str]:
+    bounds = _bounds(info.metadata)
+    default = "required" if info.is_required() else default_text(info.default)
+    return type_text(info.annotation) + bounds, default, " ".join((info.description or "").split())
+
+
+def default_text(value: Any) -> str:
+    """Default as one writes it in YAML; a section has `its defaults`."""
+    if isinstance(value, Section):
+        return "its defaults"
+    if value is None or isinstance(value, bool):
+        return {None: "nothing", True: "true", False: "false"}[value]
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+
+
+def type_text(annotation: Any) -> str:
+    """Type in words, with the alternatives of a literal and the bounds of a number."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if annotation in WORDS:
+        return WORDS[annotation]
+    if annotation in NUMBERS:
+        return NUMBERS[annotation]
+    if origin is Annotated:
+        return type_text(args[0]) + _bounds(args[1:])
+    if origin is Literal:
+        return " or ".join(map(str, args))
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(type_text(arg) for arg in args if arg is not type(None)))
+    if origin is tuple:
+        return f"list of {type_text(args[0])}"
+    return "map" if origin is dict else "section" if _is_section(annotation) else str(annotation)
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def _bounds(metadata: Any) -> str:
+    return "".join(f" {text}" for item in metadata for text in _bound_texts(item))
+
+
+def _bound_texts(item: Any) -> Iterator[str]:
+    if isinstance(item, FieldInfo):
+        for inner in item.metadata:
+            yield from _bound_texts(inner)
+    elif type(item).__module__ == "annotated_types":
+        yield from (f"{BOUNDS[name]} {value}" for name, value in dataclasses.asdict(item).items() if name in BOUNDS)

@@ -1,0 +1,175 @@
+"""Environments and agents of RL stages, made from the configuration and tried once before a run."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from posttrain.agents.endpoint import Endpoint, check_installed
+from posttrain.agents.runner import GIVEN, Agents
+from posttrain.config import AgentSection, EnvSection, Locator, RLSection
+from posttrain.data.chat import Message, Renderer
+from posttrain.data.turns import ReplyRole, check_turns
+from posttrain.environments.conversation import Environments, accepted_keywords
+from posttrain.environments.limits import Limits
+from posttrain.environments.reward import ENV_REWARD, env_rewards
+from posttrain.environments.tool_env import ToolEnv
+from posttrain.environments.types import Conversations, Env
+from posttrain.errors import ConfigError, did_you_mean
+from posttrain.reward.function import Reward
+from posttrain.rollout.trajectory import Example
+from posttrain.stages.inputs import callable_of
+from posttrain.stages.tools import format_maker
+from posttrain.tools.types import FormatMaker, Tool
+from posttrain.user_code import describe_error
+
+MAX_SHAPES = 8
+"""Maximum number of sequences of roles among the prompts that the chat template is checked on."""
+
+
+def conversations_of(
+    section: RLSection, prompts: Sequence[tuple[Renderer, Sequence[Example]]], tools: Sequence[Tool]
+) -> Conversations | None:
+    """Environments or agents of a stage, checked on its prompts; None without."""
+    tool_format = format_maker(section, prompts[0][0].tokenizer)
+    if section.env is not None:
+        environments = _environments(section, section.env, tools, tool_format)
+        for renderer, examples in prompts:
+            check_env(environments, renderer, examples, section.env)
+        return environments
+    if section.agent is not None:
+        agents = _agents(section, section.agent, tool_format)
+        for renderer, examples in prompts:
+            _check_agent(agents, renderer, examples, section.agent)
+        return agents
+    return None
+
+
+def _environments(section: RLSection, env: EnvSection, tools: Sequence[Tool], tool_format: FormatMaker) -> Environments:
+    return Environments(
+        make=ToolEnv if env.fn is None else _function(env.fn, "env.fn"),
+        args=env.args,
+        max_turns=env.max_turns,
+        row_tokens=section.sequence_tokens,
+        split_turns=env.split_turns,
+        limits=Limits(timeout_s=env.timeout_s, concurrency=env.concurrency),
+        tool_format=tool_format,
+        tools=tools,
+    )
+
+
+def _agents(section: RLSection, agent: AgentSection, tool_format: FormatMaker) -> Agents:
+    return Agents(
+        run=_function(agent.fn, "agent.fn") if agent.fn is not None else _command(agent.command),
+        args=agent.args,
+        endpoint=Endpoint(),
+        limits=Limits(timeout_s=agent.timeout_s, concurrency=agent.concurrency),
+        max_turns=agent.max_turns,
+        max_rows=agent.max_rows,
+        row_tokens=section.sequence_tokens,
+        split_turns=agent.split_turns,
+        tool_format=tool_format,
+    )
+
+
+def _function(given: Any, field: str) -> Callable[..., Any]:
+    """Import a function or class of the user."""
+    made = callable_of(given, field) if isinstance(given, Locator) else given
+    if not callable(made):
+        raise ConfigError(f"{field}={given!r} is not a class or function; set file.py:name")
+    return made
+
+
+def _command(command: Sequence[str]) -> Sequence[str]:
+    if shutil.which(command[0]) is None:
+        raise ConfigError(f"agent.command: there is no program {command[0]!r}")
+    return tuple(command)
+
+
+def _check_agent(agents: Agents, renderer: Renderer, examples: Sequence[Example], section: AgentSection) -> None:
+    """ConfigError for columns that are missing, and for a template that changes earlier turns."""
+    check_installed()
+    if callable(agents.run):
+        _check_keywords(agents.run, agents.args, list(examples[0].row), GIVEN, "agent")
+    if not agents.split_turns:
+        check_turns(renderer, _shapes(examples), ("user",), tools=None, keep_thinking=section.keep_thinking)
+
+
+def env_reward(section: EnvSection | AgentSection) -> Reward:
+    """Reward `env`: the sum of what the environment gave, or what the agent returned."""
+    return Reward(
+        function=env_rewards, weight=section.weight, timeout_s=None, name=ENV_REWARD, on_error=section.on_error
+    )
+
+
+def check_env(environments: Environments, renderer: Renderer, examples: Sequence[Example], section: EnvSection) -> None:
+    """Make an environment of the first row, and check that the chat template allows conversations with it.
+
+    ConfigError for columns that are missing, an environment that cannot be made, and a template that changes earlier
+    turns.
+    """
+    provided = ("seed", "row", "tools") if environments.tools else ("seed", "row")
+    _check_keywords(environments.make, environments.args, list(examples[0].row), provided, "env")
+    if environments.tools and environments.names is not None and "tools" not in environments.names:
+        raise ConfigError("tools: env.fn takes no argument 'tools', so they have no effect; add it, or remove tools")
+    env, prompt = asyncio.run(_tried(environments, examples[0]))
+    tools = [dict(tool.schema) for tool in getattr(env, "tools", ())] or None
+    if tools:
+        if not renderer.chat:
+            raise ConfigError("tools need messages, but dataset.chat is off; give the prompts as messages")
+        assert environments.tool_format is not None
+        environments.tool_format(tools)
+    given: tuple[ReplyRole, ...] | None = getattr(env, "reply_roles", None)
+    roles: tuple[ReplyRole, ...] = given or (("tool",) if tools else ("user",))
+    prompts = [prompt] if prompt is not None else _shapes(examples)
+    if not environments.split_turns:
+        check_turns(renderer, prompts, roles, tools=tools, keep_thinking=section.keep_thinking)
+
+
+def _check_keywords(
+    function: Callable[..., Any], args: Mapping[str, Any], columns: Sequence[str], given: Sequence[str], field: str
+) -> None:
+    """ConfigError for a keyword that nothing provides, and for one of `args` that the function does not take."""
+    known = [*columns, *args, *given]
+    parameters = inspect.signature(function).parameters
+    for name, p in parameters.items():
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty and name not in known:
+            near = did_you_mean(name, known)
+            raise ConfigError(f"{field}.fn: no column {name!r} in the dataset ({', '.join(columns)}){near}")
+    names = accepted_keywords(function)
+    for name in args:
+        if names is not None and name not in names:
+            raise ConfigError(
+                f"{field}.args: {field}.fn takes no argument {name!r}{did_you_mean(name, list(parameters))}"
+            )
+
+
+async def _tried(environments: Environments, example: Example) -> tuple[Env, Sequence[Message] | None]:
+    """Environment of an example, and its own prompt where it has one."""
+    limits, at = environments.limits, "env.fn"
+    try:
+        env = await limits.call(environments.make, **environments.given(example.row, 0))
+        if not isinstance(env, Env):
+            raise ConfigError(f"env.fn makes a {type(env).__name__} without a method reply(message)")
+        at = "env.start"
+        prompt = await limits.call(env.start) if hasattr(env, "start") else None
+        if hasattr(env, "close"):
+            at = "env.close"
+            await limits.call(env.close)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{at}: failed on the first row: {describe_error(error)}") from error
+    return env, prompt
+
+
+def _shapes(examples: Sequence[Example]) -> list[Sequence[Message]]:
+    """One prompt for each sequence of roles."""
+    found: dict[tuple[str, ...], Sequence[Message]] = {}
+    for example in examples:
+        if len(found) < MAX_SHAPES:
+            found.setdefault(tuple(message["role"] for message in example.messages), example.messages)
+    return list(found.values())
