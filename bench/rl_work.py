@@ -28,7 +28,8 @@ from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.metrics import Timer, to_host
 from posttrain.models.decoder import Decoder
-from posttrain.reward.rubric import Reward, Rubric
+from posttrain.reward.function import Reward
+from posttrain.reward.rubric import Rubric
 from posttrain.rl.act import Act
 from posttrain.rl.algorithms import Algorithm, make_algorithm
 from posttrain.rl.metrics import sampler_disagrees

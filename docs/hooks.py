@@ -291,7 +291,8 @@ def default_of(value: Any) -> str:
 
 def docstring(value: Any) -> str:
     own = value.__doc__ if not inspect.isclass(value) or "__doc__" in vars(value) else None
-    text = inspect.cleandoc(own or "")
+    # The fields of a stage are in the configuration's reference.
+    text = inspect.cleandoc(own or "").partition("\n\nFields, with their defaults:")[0]
     if re.match(rf"{getattr(value, '__name__', '')}\(", text):
         return ""  # a dataclass without one
     return re.sub(r"(?m)^(>>> (?:.*\n?)(?:(?!\n).+\n?)*)", r"\n```text\n\1\n```\n", text) + "\n"

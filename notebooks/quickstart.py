@@ -43,7 +43,6 @@ if importlib.util.find_spec("posttrain") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", *pins, repository], check=True)
     importlib.invalidate_caches()
 
-import json
 
 import jax
 
@@ -184,14 +183,12 @@ for when in ("before", "after"):
 # %% [markdown]
 # ## The curve
 #
-# `metrics.jsonl` has every metric of every step; the same numbers are in TensorBoard files beside it.
+# `rewarded.metrics` has every metric of every step as a list of dicts, `rewarded.samples` some answers; the files
+# `metrics.jsonl` and `samples.jsonl` hold the same. After a restart of the kernel `pt.attach("runs/notebook-rl")` is
+# the result again, also of a run that still goes on.
 
 # %%
-steps = [json.loads(line) for line in (rewarded.output / "metrics.jsonl").read_text().splitlines()]
-curve = [step["reward"] for step in steps if "reward" in step]
-for start in range(0, len(curve), 5):
-    mean = sum(curve[start : start + 5]) / len(curve[start : start + 5])
-    print(f"step {start + 1:>3}  {mean:.3f}  {'█' * round(50 * mean)}")
+rewarded.plot("reward", "completions/mean_length")
 
 # %% [markdown]
 # ## The result
