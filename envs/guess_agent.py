@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 
 import httpx
@@ -10,17 +9,13 @@ from openai import OpenAI
 
 PROMPT = "1-7?"
 GUESSES = 3
-
-
-@functools.cache
-def _connections() -> httpx.Client:
-    """Connections that all games share: making them takes longer than a game."""
-    return httpx.Client(limits=httpx.Limits(max_connections=64))
+CONNECTIONS = httpx.Client(limits=httpx.Limits(max_connections=64))
+"""Connections that all games share: making a client takes longer than a game."""
 
 
 def play(base_url: str, api_key: str, model: str, seed: int) -> float:
     """Play one game; returns 1.0 if the number from 1 to 7 is found in three guesses, else 0.0."""
-    client = OpenAI(base_url=base_url, api_key=api_key, http_client=_connections())
+    client = OpenAI(base_url=base_url, api_key=api_key, http_client=CONNECTIONS)
     secret = random.Random(seed).randint(1, 7)
     messages = [{"role": "user", "content": PROMPT}]
     for _ in range(GUESSES):

@@ -49,7 +49,8 @@ def evaluations(config: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> l
     """Before and after the training of a whole configuration."""
     monkeypatch.chdir(ROOT)
     loaded = load_config(f"configs/{config}.yaml", [f"output={folder / 'run'}"])
-    result = run(loaded).results[0]
+    (trained,) = run(loaded)
+    result = json.loads((folder / "run" / trained / "result.json").read_text())
     return [dict(result[when]) for when in ("before", "after")]
 
 
