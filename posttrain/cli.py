@@ -15,16 +15,26 @@ import typer
 from posttrain.errors import ConfigError, RunError
 from posttrain.generate_command import generate
 from posttrain.reward_command import print_lines, reward
+from posttrain.shell_completion import complete_config, complete_override
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 
-ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/quickstart.yaml.")]
+ConfigPath = Annotated[
+    str,
+    typer.Argument(
+        metavar="CONFIG", help="A YAML file, such as configs/quickstart.yaml.", autocompletion=complete_config
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides, such as stages.rl.num_steps=50."),
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Dotted overrides, such as stages.rl.num_steps=50.",
+        autocompletion=complete_override,
+    ),
 ]
 
 
@@ -85,7 +95,10 @@ def launch(
 
 @app.command()
 def check(
-    config: Annotated[str | None, typer.Argument(metavar="[CONFIG]", help="A YAML file; not with --loss.")] = None,
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="[CONFIG]", help="A YAML file; not with --loss.", autocompletion=complete_config),
+    ] = None,
     overrides: Overrides = None,
     devices: Annotated[
         str | None,

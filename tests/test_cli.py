@@ -11,6 +11,8 @@ import pytest
 
 from tests.stages.runs import posttrain, rl_stage, sft_stage, write_run
 
+SCHEDULES = ["constant", "linear", "cosine"]
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -235,3 +237,30 @@ def test_version_environment_and_completion(tmp_path: Path) -> None:
     assert "--show-completion" in posttrain("--help").out
     listed = posttrain("fields", "rl", "samples_every").out
     assert listed.startswith("samples_every: integer >= 1 = nothing\n") and "stages" not in listed
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["run", "run.y"], ["run.yaml"]),
+        (["check", "configs/rl/ppo."], ["configs/rl/ppo.yaml"]),
+        (["run", "run.yaml", "stages.rl.num_st"], ["stages.rl.num_steps=4"]),
+        (["run", "run.yaml", "stages.sft.optimizer.sch"], [f"stages.sft.optimizer.schedule={n}" for n in SCHEDULES]),
+        (["run", "run.yaml", "stages.rl.optimizer.schedule", "=", "co"], ["constant", "cosine"]),
+        (["run", "run.yaml", "stages.rl.optimizer.schedule", "="], SCHEDULES),
+        (["run", "configs/grpo_stories.yaml", "seed=1", "prompts_per"], ["prompts_per_step=8"]),
+        (["run", "run.yaml", "stages.rl.nothing"], []),
+        (["run", "wrong.yaml", "stages.rl.num_st"], []),
+    ],
+)
+def test_bash_completes_files_keys_and_values(
+    folder: Path, words: list[str], wanted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Words as Bash splits them: at `=` too. A file with mistakes completes nothing, and prints nothing."""
+    (folder / "wrong.yaml").write_text("stages: [{kind: rl, num_stepz: 3}]\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("_POSTTRAIN_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", " ".join(["posttrain", *words]))
+    monkeypatch.setenv("COMP_CWORD", str(len(words)))
+    told = posttrain("completion")
+    assert (told.err, told.out.split()) == ("", wanted)

@@ -32,7 +32,7 @@ LAYERS = (
     {"runs"},
     {"export", "view", "launch"},
     {"results"},
-    {"api", "generate_command", "reward_command"},
+    {"api", "generate_command", "reward_command", "shell_completion"},
     {"cli"},
     {"__main__", "__init__"},
 )

@@ -32,6 +32,8 @@ class FieldRow:
     default: str
     """Default as in YAML; `required` if there is none."""
     description: str
+    choices: tuple[str, ...] = ()
+    """All values, of a literal or a truth value; empty for other types."""
 
     def __str__(self) -> str:
         head = f"{self.name}: {self.type} = {self.default}"
@@ -62,10 +64,26 @@ def field_table(section: type[Section], word: str = "") -> FieldTable:
     return FieldTable(row for row in found if word.lower() in f"{row.name} {row.description}".lower())
 
 
-def _described(info: FieldInfo) -> tuple[str, str, str]:
+def _described(info: FieldInfo) -> tuple[str, str, str, tuple[str, ...]]:
     bounds = _bounds(info.metadata)
     default = "required" if info.is_required() else default_text(info.default)
-    return type_text(info.annotation) + bounds, default, " ".join((info.description or "").split())
+    description = " ".join((info.description or "").split())
+    return type_text(info.annotation) + bounds, default, description, _choices(info.annotation)
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    """Values of a type with few; of a union, if all its members but None have few."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if annotation is bool:
+        return ("true", "false")
+    if origin is Literal:
+        return tuple(map(str, args))
+    if origin is Annotated:
+        return _choices(args[0])
+    if origin in (Union, UnionType):
+        members = [_choices(arg) for arg in args if arg is not type(None)]
+        return sum(members, ()) if all(members) else ()
+    return ()
 
 
 def default_text(value: Any) -> str:

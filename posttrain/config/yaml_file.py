@@ -26,13 +26,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Paths in the file are resolved from the current folder, the file's folder and the project's root, as `path` is from
     the first and the last. Raises ConfigError with one line per mistake.
     """
-    file = _config_path(str(path))
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as text: {error}") from error
-    data, lines = _parse(text, str(path))
+    file, data, lines = _read(path)
     return _build(data, lines, str(path), overrides, file.resolve().parent)
+
+
+def has_stages(path: str | Path) -> bool:
+    """Tell whether the stages of a file are a list: the fields of a single one may be at its top level."""
+    data = _read(path)[1]
+    return isinstance(data, dict) and not _is_short(data)
 
 
 def build_config(
@@ -61,6 +62,19 @@ def stage_settings(config: RunConfig, index: int) -> dict[str, Any]:
 def diff_config(before: RunConfig, after: RunConfig) -> list[str]:
     """Dotted keys of values that differ, in the order of the schema."""
     return list(_differences(_plain(before), _plain(after), ()))
+
+
+def _read(path: str | Path) -> tuple[Path, Any, dict[Key, int]]:
+    file = _config_path(str(path))
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as text: {error}") from error
+    return file, *_parse(text, str(path))
+
+
+def _is_short(data: Mapping[str, Any]) -> bool:
+    return "stages" not in data and "kind" in data
 
 
 # --- YAML -------------------------------------------------------------------------------------------------------------
@@ -151,7 +165,7 @@ def _build(
     if not isinstance(data, Mapping):
         raise ConfigError(f"{name}: a configuration is a mapping of fields such as `seed: 0`; got {show(data)}")
     raw = _copy(data)
-    short = "stages" not in raw and "kind" in raw
+    short = _is_short(raw)
     if short:
         own = RunConfig.model_fields
         stage = {word: raw.pop(word) for word in list(raw) if word not in own}
