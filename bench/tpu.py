@@ -1,13 +1,20 @@
 """Programs compiled for TPU slices that are not there: peak memory, wire and compile time, as Markdown.
 
-.venv-aot/bin/python bench/tpu.py [grpo] [sft] [sft-8b] [decode] [experts]
+.venv-aot/bin/python bench/tpu.py [--tunix PYTHON] [grpo] [sft] [sft-8b] [decode] [experts]
+
+`--tunix`: the same works of Tunix beside them, by the Python of an environment with google-tunix and libtpu.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,6 +32,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.layers import Init
 from posttrain.models.moe import Experts
 from posttrain.plan.build import POLICY_ARRAYS, RolloutShapes, batch_of, model_of, train_programs
+from posttrain.plan.hlo import ProgramText, read_program
 from posttrain.plan.loops import vocabulary_trips
 from posttrain.plan.lowered import Figures, compile_program
 from posttrain.plan.machine import CHIPS, GIB, has_libtpu, libtpu_version, topology_devices
@@ -73,31 +81,41 @@ def compiled(lower: Callable[[], jax.stages.Lowered], devices: int) -> tuple[Fig
     try:
         found: Figures | str = compile_program(lower(), devices)
     except jax.errors.JaxRuntimeError as error:
-        lines = str(error).splitlines()
-        found = next((line.strip() for line in lines if "Used" in line or "exceed" in line), lines[0])[:120]
+        found = reason(str(error))
     return found, time.process_time() - start
 
 
-def update(fields: dict[str, Any], rows: int, length: int, loss: Any, arrays: tuple[str, ...] = ()) -> Iterator[str]:
-    """Rows of the table on one update at fsdp=8."""
+def reason(error: str) -> str:
+    """Line of a compiler's error that has the sizes."""
+    lines = error.splitlines()
+    return next((line.strip() for line in lines if "Used" in line or "exceed" in line), lines[0])[:120]
+
+
+def update(fields: dict[str, Any], rows: int, length: int, loss: Any, arrays: tuple[str, ...] = ()) -> str:
+    """Figures of one update at fsdp=8."""
     mesh = mesh_of(fsdp=8)
     optimizer = make_optimizer(OptimizerSection(learning_rate=1e-5), 100)
     programs = train_programs(model(fields, mesh), loss, optimizer, mesh)
     found, seconds = compiled(lambda: programs.lower_update(batch_of(rows, length, arrays=arrays)), mesh.size)
     if isinstance(found, str):
-        yield f"does not fit: {found}"
-        return
+        return f"does not fit: {found}"
     trips = vocabulary_trips(mesh, rows, length, fields["vocab_size"])
-    loop = sum(c.wire * c.executions() for c in found.text.collectives if c.in_dynamic_loop)
-    once = found.text.wire() - loop
-    yield (
-        f"wire {once / GIB:.2f} GiB a chip and step, and the vocabulary loop, at most {trips} x {loop / MIB:.1f} MiB: "
-        f"{trips * loop / GIB:.2f} GiB; peak {found.peak / GIB:.2f} GiB; {seconds:.0f} CPU s"
+    return update_text(found.text, found.peak, found.code, seconds, trips)
+
+
+def update_text(text: ProgramText, peak: int, code: int, seconds: float, trips: int) -> str:
+    """`trips`: at most so many of the loop over the vocabulary, whose number only the run knows."""
+    loop = sum(c.wire * c.executions() for c in text.collectives if c.in_dynamic_loop)
+    once = text.wire() - loop
+    of_loop = f", of it the vocabulary at most {trips} x {loop / MIB:.1f} MiB" if loop else ""
+    return (
+        f"wire {(once + trips * loop) / GIB:.2f} GiB a chip and step{of_loop}; peak {peak / GIB:.2f} GiB; "
+        f"code {code / MIB:.0f} MiB; {seconds:.0f} CPU s"
     )
 
 
-def experts(expert: int) -> Iterator[str]:
-    """Rows of the table on one layer of experts of Qwen3-30B-A3B with its gradients, 4,096 tokens a chip, v5p:2x2x4."""
+def experts(expert: int) -> str:
+    """Figures of one layer of experts of Qwen3-30B-A3B with its gradients, 4,096 tokens a chip, v5p:2x2x4."""
     sizes = MeshSection(data=-1, fsdp=1, expert=expert, tensor=1)
     mesh = make_mesh(sizes, topology_devices("v5p", "2x2x4"))
     config = MoEConfig(num_experts=128, top_k=8, expert=MLPConfig(dim=768), router=RouterConfig())
@@ -124,55 +142,80 @@ def experts(expert: int) -> Iterator[str]:
     given = on_rows(width, DTYPE), on_rows(8, jnp.int32), on_rows(8, jnp.float32), on_rows(width, DTYPE)
     found, seconds = compiled(lambda: jax.jit(traced_for(mesh, step)).lower(weights, *given), mesh.size)
     if isinstance(found, str):
-        yield f"does not fit: {found}"
-        return
+        return f"does not fit: {found}"
     # The gradients of weights, which `data` adds up, have three dimensions.
     exchanged = sum(c.wire * c.executions() for c in found.text.collectives if len(c.results[0].dims) < 3)
     once = [m.buffer for m in found.text.made if not m.loops and len(m.buffer.dims) == 2 and m.buffer.dims[1] >= 768]
     written, rows = sum(b.bytes for b in once), max(b.dims[0] for b in once)
-    yield (
+    return (
         f"tokens' wire {exchanged / MIB:.0f} MiB a chip; arrays of rows written {written / GIB:.2f} GiB, of at most "
         f"{rows:,} rows; temporaries {found.temporaries / GIB:.2f} GiB; {seconds:.0f} CPU s"
     )
 
 
-def decode(**axes: int) -> Iterator[str]:
-    """Rows of the table on decoding 64 slots of 1024 positions."""
+def decode(**axes: int) -> str:
+    """Figures of decoding 64 slots of 1024 positions."""
     mesh = mesh_of(**axes)
     rollout = RolloutShapes(
         model(SMALL, mesh), mesh, slots=64, max_length=1024, steps=32, max_tokens=512, memory=CHIPS["v5e"].memory
     )
     found, seconds = compiled(rollout.lower_decode, mesh.size)
     if isinstance(found, str):
-        yield f"does not fit: {found}"
-        return
-    loop = sum(c.wire * c.executions() for c in found.text.collectives if c.in_dynamic_loop)
-    yield (
-        f"wire {loop / MIB:.2f} MiB a token, temporaries {found.temporaries / GIB:.2f} GiB, "
-        f"peak {found.peak / GIB:.2f} GiB; {seconds:.0f} CPU s"
+        return f"does not fit: {found}"
+    return decode_text(found.text, found.temporaries, found.peak, found.code, seconds)
+
+
+def decode_text(text: ProgramText, temporaries: int, peak: int, code: int, seconds: float) -> str:
+    loop = sum(c.wire * c.executions() for c in text.collectives if c.in_dynamic_loop)
+    return (
+        f"wire {loop / MIB:.2f} MiB a token, temporaries {temporaries / GIB:.2f} GiB, peak {peak / GIB:.2f} GiB; "
+        f"code {code / MIB:.0f} MiB; {seconds:.0f} CPU s"
     )
 
 
-CASES: dict[str, dict[str, Callable[[], Iterator[str]]]] = {
-    "decode": {
-        f"decode, 0.6B, 64 x 1024, {', '.join(f'{axis}={size}' for axis, size in axes.items())}": (
-            lambda axes=axes: decode(**axes)  # type: ignore[misc]
-        )
-        for axes in ({"fsdp": 8}, {"data": 8}, {"data": 2, "tensor": 4}, {"tensor": 8})
-    },
-    "experts": {
-        f"layer of experts, 30B-A3B, 4,096 tokens a chip, v5p:2x2x4, expert={size}": lambda size=size: experts(size)  # type: ignore[misc]
-        for size in (2, 4, 8, 16)
-    },
-    "grpo": {"GRPO update, 0.6B, 16 x 2048, fsdp=8": lambda: update(SMALL, 16, 2048, GRPO, POLICY_ARRAYS)},
-    "sft": {"SFT step, 0.6B, 8 x 4096, fsdp=8": lambda: update(SMALL, 8, 4096, SFTLoss())},
-    "sft-8b": {
-        f"SFT step, 8B, 8 x {length}, fsdp=8": (
-            lambda length=length: update(LARGE, 8, length, SFTLoss())  # type: ignore[misc]
-        )
-        for length in (4096, 1024)
-    },
+def tunix(python: str, case: str, devices: int = 8) -> str:
+    """Figures of Tunix's program of a case of `peers/tunix_programs.py`, read as ours are."""
+    driver = Path(__file__).parent / "peers" / "tunix_programs.py"
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([python, driver, case, folder], capture_output=True, text=True, check=False)
+        if done.returncode:
+            return f"failed: {done.stderr.strip().splitlines()[-1]}"
+        figures = json.loads((Path(folder) / f"{case}.json").read_text())
+        if "error" in figures:
+            return f"does not fit: {reason(figures['error'])}"
+        text = read_program((Path(folder) / f"{case}.hlo").read_text(), devices)
+    peak, code, seconds = figures["peak"], figures["code"], figures["seconds"]
+    if case.startswith("decode"):
+        return decode_text(text, figures["temporaries"], peak, code, seconds)
+    return update_text(text, peak, code, seconds, 1)
+
+
+def decode_case(**axes: int) -> tuple[str, Callable[[], str]]:
+    shown = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+    return f"decode, 0.6B, 64 x 1024, {shown}", lambda: decode(**axes)
+
+
+def expert_case(size: int) -> tuple[str, Callable[[], str]]:
+    return f"layer of experts, 30B-A3B, 4,096 tokens a chip, v5p:2x2x4, expert={size}", lambda: experts(size)
+
+
+def large_case(length: int) -> tuple[str, Callable[[], str]]:
+    return f"SFT step, 8B, 8 x {length}, fsdp=8", lambda: update(LARGE, 8, length, SFTLoss())
+
+
+CASES: dict[str, list[tuple[tuple[str, Callable[[], str]], str | None]]] = {
+    "decode": [
+        (decode_case(fsdp=8), "decode-fsdp8"),
+        (decode_case(data=8), None),
+        (decode_case(data=2, tensor=4), "decode-tensor4"),
+        (decode_case(tensor=8), "decode-tensor8"),
+    ],
+    "experts": [(expert_case(size), None) for size in (2, 4, 8, 16)],
+    "grpo": [(("GRPO update, 0.6B, 16 x 2048, fsdp=8", lambda: update(SMALL, 16, 2048, GRPO, POLICY_ARRAYS)), "grpo")],
+    "sft": [(("SFT step, 0.6B, 8 x 4096, fsdp=8", lambda: update(SMALL, 8, 4096, SFTLoss())), "sft")],
+    "sft-8b": [(large_case(4096), "sft-8b-4096"), (large_case(1024), "sft-8b-1024")],
 }
+"""Works: title, program, and the case of `peers/tunix_programs.py` that does the same."""
 
 
 def begin(script: str, machine: str) -> None:
@@ -184,12 +227,22 @@ def begin(script: str, machine: str) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("works", nargs="*", metavar="WORK", help=", ".join(CASES))
+    parser.add_argument("--tunix", metavar="PYTHON")
+    given = parser.parse_args()
+    if unknown := set(given.works) - CASES.keys():
+        parser.error(f"no such work: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     begin("bench/tpu.py", "v5e:2x4")
-    print("| work | posttrain |\n|---|---|", flush=True)
-    for name in sys.argv[1:] or CASES:
-        for title, case in CASES[name].items():
-            for line in case():
-                print(f"| {title} | {line} |", flush=True)
+    print(
+        "| work | posttrain | Tunix |\n|---|---|---|" if given.tunix else "| work | posttrain |\n|---|---|", flush=True
+    )
+    for name in given.works or CASES:
+        for (title, case), peer in CASES[name]:
+            line = f"| {title} | {case()} |"
+            if given.tunix:
+                line += f" {tunix(given.tunix, peer) if peer else ''} |"
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

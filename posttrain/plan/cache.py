@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import jax
@@ -23,7 +23,14 @@ NUM_LARGEST = 12
 def figures_of(lowered: jax.stages.Lowered, machine: Machine) -> Figures:
     """Figures of a program, from the cache or by compiling it."""
     effort = f"{jax.config.values.get(EFFORT)} {jax.config.values.get(LEVEL)}"
-    compiler = [machine.name, jax.__version__, libtpu_version() if machine.chip.platform == "tpu" else "", effort]
+    names = " ".join(field.name for field in fields(Figures))
+    compiler = [
+        names,
+        machine.name,
+        jax.__version__,
+        libtpu_version() if machine.chip.platform == "tpu" else "",
+        effort,
+    ]
     key = hashlib.sha256("\n".join([*compiler, lowered.as_text()]).encode()).hexdigest()
     file = cache_folder("plan") / f"{key}.json"
     if file.is_file():
@@ -37,20 +44,20 @@ def figures_of(lowered: jax.stages.Lowered, machine: Machine) -> Figures:
 
 
 def _written(figures: Figures) -> dict[str, Any]:
-    fields = asdict(figures)
-    fields["text"] = {
+    written = asdict(figures)
+    written["text"] = {
         "collectives": [asdict(c) for c in figures.text.collectives],
         "made": [asdict(large) for large in figures.text.largest(NUM_LARGEST)],
         "kernels": dict(figures.text.kernels),
     }
-    return fields
+    return written
 
 
-def _read(fields: dict[str, Any]) -> Figures:
+def _read(written: dict[str, Any]) -> Figures:
     def buffer(given: dict[str, Any]) -> Buffer:
         return Buffer(given["dtype"], tuple(given["dims"]))
 
-    text = fields["text"]
+    text = written["text"]
     collectives = [
         Collective(
             c["kind"],
@@ -64,4 +71,4 @@ def _read(fields: dict[str, Any]) -> Figures:
     ]
     made = [Large(buffer(x["buffer"]), x["op"], x["op_name"], tuple(x["loops"])) for x in text["made"]]
     read = ProgramText(collectives, made, Counter(text["kernels"]))
-    return Figures(**{**fields, "text": read, "mosaic": tuple(fields["mosaic"])})
+    return Figures(**{**written, "text": read, "mosaic": tuple(written["mosaic"])})

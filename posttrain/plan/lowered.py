@@ -19,6 +19,8 @@ class Figures:
     temporaries: int
     peak: int
     """Bytes at the fullest moment, arguments included."""
+    code: int
+    """Bytes of the program itself."""
     text: ProgramText
     mosaic: tuple[str, ...]
     """Names of the Mosaic kernels."""
@@ -38,6 +40,7 @@ def compile_program(lowered: jax.stages.Lowered, num_devices: int) -> Figures:
         arguments=memory.argument_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         peak=memory.peak_memory_in_bytes,
+        code=memory.generated_code_size_in_bytes,
         text=read_program(compiled.as_text() or "", num_devices),
         mosaic=tuple(sorted(names)),
         flops=float(costs.get("flops", 0.0)),
