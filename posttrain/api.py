@@ -19,6 +19,7 @@ from posttrain.config.yaml_file import build_config, dump_config, load_config
 from posttrain.errors import ConfigError
 from posttrain.results.result import RunResult, attach
 from posttrain.runs.code_identity import code_texts
+from posttrain.runs.plan_process import plan_elsewhere
 from posttrain.runs.run import CONFIG_NAME, run
 from posttrain.runtime.files import digest
 from posttrain.stages.table import stage_names
@@ -131,6 +132,20 @@ class PythonRun:
                 raise
             return attach(output)
         return RunResult(output=output, stages=stage_names(self.config), trained=trained)
+
+    def plan(self, devices: str) -> None:
+        """Print memory, traffic and least time on a machine, without its devices, weights or data.
+
+        `devices`: a name such as `v5e-8`, `v6e-1`, `h100-1` or `cpu-1`. A process of its own compiles, as
+        `posttrain plan --quick` does, so that the devices of this one stay free. ConfigError for what cannot be planned.
+        """
+        try:
+            for file, text in self._files.items():
+                _write_text(file, text)
+            for line in plan_elsewhere(self.config, devices):
+                print(line)
+        except ConfigError as error:
+            raise _in_python(error) from None
 
     @classmethod
     def fields(cls, word: str = "") -> FieldTable:

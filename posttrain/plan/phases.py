@@ -11,16 +11,18 @@ import jax
 from jax.sharding import Mesh
 
 from posttrain.batch import Batch
-from posttrain.config import RLSection, SFTSection, TrainSection
+from posttrain.config import PreferenceSection, RLSection, SFTSection, TrainSection
 from posttrain.errors import ConfigError
 from posttrain.models.config import AttentionConfig, ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.plan.build import RolloutShapes, batch_of, train_programs
 from posttrain.plan.loops import vocabulary_trips
 from posttrain.stages.algorithm import algorithm_of
+from posttrain.stages.pair_inputs import pair_loss
 from posttrain.stages.sft import sft_loss
 from posttrain.train.optim import make_optimizer
 from posttrain.train.programs import TrainPrograms
+from posttrain.tree import replace
 from posttrain.weights.state import ModelWeights
 
 
@@ -63,14 +65,16 @@ def bytes_on_device(tree: object) -> int:
 
 
 def stage_plan(section: TrainSection, model: Decoder, mesh: Mesh, memory: int) -> StagePlan:
-    """Phases of an SFT or RL stage on devices with `memory` bytes each. Raises ConfigError for one that it cannot
+    """Phases of an SFT, preference or RL stage on devices with `memory` bytes each. Raises ConfigError for one that it cannot
     plan."""
     if isinstance(section, SFTSection):
         return _sft(section, model, mesh)
+    if isinstance(section, PreferenceSection):
+        return _preference(section, model, mesh)
     if isinstance(section, RLSection):
         return _rl(section, model, mesh, memory)
     kind = type(section).__name__.removesuffix("Section")
-    raise ConfigError(f"plan: a stage of the kind {kind} cannot be planned yet; SFT and RL can")
+    raise ConfigError(f"plan: a stage of the kind {kind} cannot be planned yet; SFT, preference and RL can")
 
 
 def _sft(section: SFTSection, model: Decoder, mesh: Mesh) -> StagePlan:
@@ -86,6 +90,31 @@ def _sft(section: SFTSection, model: Decoder, mesh: Mesh) -> StagePlan:
     if section.eval_dataset is not None:
         beside = bytes_on_device(programs.opt_state)
         phases.append(_forward(programs, batch, "evaluation", programs.lower_evaluation, 0, beside))
+    return StagePlan(phases=phases, tokens=section.batch_rows * section.row_tokens, unit="tokens of rows")
+
+
+def _preference(section: PreferenceSection, model: Decoder, mesh: Mesh) -> StagePlan:
+    loss = pair_loss(section)
+    if loss.needs.squares or loss.needs.margins:
+        raise ConfigError(f"plan: the loss {section.loss} cannot be planned yet; plan with loss=sigmoid")
+    programs = train_programs(
+        model,
+        loss,
+        make_optimizer(section.optimizer, section.num_steps or 1000, seed=0),
+        mesh,
+        micro_batch_rows=section.micro_batch_rows,
+    )
+    scored = batch_of(section.batch_rows, section.row_tokens)
+    scored = replace(scored, roles=scored.segments)
+    batch = replace(scored, ref_logps=scored.loss_weight) if loss.needs.reference else scored
+    live = loss.needs.reference and section.reference == "live"
+    kept = bytes_on_device(programs.params) * int(live)
+    state = bytes_on_device(programs.opt_state)
+    phases = [_update(programs, batch, kept)]
+    if loss.needs.reference:
+        phases.append(_forward(programs, scored, "statistics", programs.lower_stats, 1, state + kept))
+    if section.eval_dataset is not None:
+        phases.append(_forward(programs, batch, "evaluation", programs.lower_evaluation, 0, state + kept))
     return StagePlan(phases=phases, tokens=section.batch_rows * section.row_tokens, unit="tokens of rows")
 
 
