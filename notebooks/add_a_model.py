@@ -43,6 +43,7 @@ if importlib.util.find_spec("posttrain") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", *pins, repository], check=True)
     importlib.invalidate_caches()
 
+# %%
 import json
 from pathlib import Path
 

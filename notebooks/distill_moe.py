@@ -24,8 +24,33 @@
 # A few minutes on two CPU cores. With other paths the same calls make Qwen3-0.6B of Qwen3-30B-A3B; that run is
 # `configs/distill_qwen3.yaml`.
 
+# %% [markdown]
+# ## Install
+#
+# Only where the package is missing, and never at the cost of the JAX that this machine came with: its version, and that
+# of its accelerator plugins, is held fixed. If it is too old for the package, pip says so and changes nothing.
+
+# %%
+import importlib.util
+
+if importlib.util.find_spec("posttrain") is None:
+    import re
+    import subprocess
+    import sys
+    from importlib.metadata import distributions
+
+    # The checkout that holds this notebook. Elsewhere: its folder, or git+https://HOST/OWNER/posttrain
+    repository = ".."
+
+    installed = {d.name.lower().replace("_", "-"): d.version for d in distributions()}
+    jax_parts = sorted(name for name in installed if re.fullmatch(r"jax|jaxlib|jax-(cuda|rocm).*|libtpu.*", name))
+    pins = [f"{name}=={installed[name]}" for name in jax_parts]
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *pins, repository], check=True)
+    importlib.invalidate_caches()
+
 # %%
 import json
+import shutil
 from pathlib import Path
 
 import posttrain as pt
@@ -135,3 +160,26 @@ model, tokenizer = small.load_model(), pt.load_tokenizer(small.model_path)
 prompts = ["Once upon a time, there was a little"]
 for text in pt.generate(model, tokenizer, prompts, max_new_tokens=48, temperature=0.0, chat=False):
     print(prompts[0], "|", text)
+
+# %% [markdown]
+# ## Keep it
+#
+# The machine of a notebook is lent, and what lies only there is lost with it. Say where to, and run the cell.
+
+# %%
+save_to = None  # "drive" (Colab), "kaggle" (its output), or a repository of the hub, such as "me/my-model"
+keep, name = small.model_path, "posttrain-distill-moe"
+
+if save_to == "drive":
+    from google.colab import drive
+
+    drive.mount(str(Path.cwd() / "drive"))
+    shutil.copytree(keep, Path.cwd() / "drive" / "MyDrive" / "posttrain" / name, dirs_exist_ok=True)
+elif save_to == "kaggle":
+    # "Save version" keeps what lies in the folder where a notebook begins.
+    print(shutil.make_archive(name, "zip", keep))
+elif save_to is not None:
+    from huggingface_hub import create_repo, upload_folder
+
+    create_repo(save_to, private=True, exist_ok=True)
+    print(upload_folder(repo_id=save_to, folder_path=keep))

@@ -163,19 +163,21 @@ result = dpo.fit()
 # ## Margins before and after
 #
 # The margin of a pair is how much more the model has come to favour the better answer, in nats times `beta`. Before the
-# first step it is 0. `rewards/accuracies` is the share of pairs with a positive margin. Both are of held-out pairs.
+# first step it is 0. `rewards/accuracies` is the share of pairs with a positive margin, `preferred_ratio` that of those
+# whose better answer is the likelier one. All are of held-out pairs.
 
 # %%
 for when in ("before", "after"):
-    found = result.results[-1][when]
-    print(f"{when:>6}: margin {found['eval/rewards/margins']:+.3f}, right {found['eval/rewards/accuracies']:.1%}")
+    found = result.results[-1][when]["metrics"]
+    margin, preferred = found["eval/rewards/margins"], found["eval/preferred_ratio"]
+    print(f"{when:>6}: margin {margin:+.3f}, the better answer likelier in {preferred:.1%}")
 result.plot("rewards/margins", "rewards/accuracies")
 
 # %% [markdown]
 # ## What it says now
 #
-# A sign of trouble is `logps/chosen` that falls far: both answers become unlikely, only the worse one faster. Then raise
-# `beta`, lower the learning rate, or add the loss `sft`.
+# A sign of trouble is `logps/chosen` that falls far: both answers become unlikely, only the worse one faster. Then
+# raise `beta`, lower the learning rate, or add the loss `sft`.
 
 # %%
 if platform == "cpu":
@@ -186,7 +188,7 @@ if platform == "cpu":
         texts = pt.generate(run.load_model(), tokenizer, prompts, max_new_tokens=6, temperature=0.0, chat=False)
         print(
             f"{name:>6}: {sum(correct(texts, answers)) / len(exam):.1%} right;",
-            "  ".join(p + t for p, t in zip(prompts[:4], texts)),
+            "  ".join(p + t for p, t in zip(prompts[:4], texts[:4], strict=True)),
         )
 else:
     print(result.chat("Explain to a child why the sky is blue.", max_new_tokens=200))
@@ -194,20 +196,20 @@ else:
 # %% [markdown]
 # ## Keep it
 #
-# The machines of notebooks are lent: what is only there is lost when they are taken back. Say where to, and run the cell.
+# The machine of a notebook is lent, and what lies only there is lost with it. Say where to, and run the cell.
 
 # %%
 save_to = None  # "drive" (Colab), "kaggle" (its output), or a repository of the hub, such as "me/my-model"
-keep = result.model_path
+keep, name = result.model_path, "posttrain-dpo"
 
 if save_to == "drive":
     from google.colab import drive
 
     drive.mount(str(Path.cwd() / "drive"))
-    shutil.copytree(keep, Path.cwd() / "drive" / "MyDrive" / "posttrain" / keep.parent.parent.name, dirs_exist_ok=True)
+    shutil.copytree(keep, Path.cwd() / "drive" / "MyDrive" / "posttrain" / name, dirs_exist_ok=True)
 elif save_to == "kaggle":
     # "Save version" keeps what lies in the folder where a notebook begins.
-    print(shutil.make_archive(keep.parent.parent.name, "zip", keep))
+    print(shutil.make_archive(name, "zip", keep))
 elif save_to is not None:
     from huggingface_hub import create_repo, upload_folder
 

@@ -43,6 +43,9 @@ if importlib.util.find_spec("posttrain") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", *pins, repository], check=True)
     importlib.invalidate_caches()
 
+# %%
+import shutil
+from pathlib import Path
 
 import jax
 
@@ -198,6 +201,29 @@ rewarded.plot("reward", "completions/mean_length")
 # %%
 show_answers(rewarded.load_model())
 print(f"\nmodel: {rewarded.model_path}")
+
+# %% [markdown]
+# ## Keep it
+#
+# The machine of a notebook is lent, and what lies only there is lost with it. Say where to, and run the cell.
+
+# %%
+save_to = None  # "drive" (Colab), "kaggle" (its output), or a repository of the hub, such as "me/my-model"
+keep, name = rewarded.model_path, "posttrain-quickstart"
+
+if save_to == "drive":
+    from google.colab import drive
+
+    drive.mount(str(Path.cwd() / "drive"))
+    shutil.copytree(keep, Path.cwd() / "drive" / "MyDrive" / "posttrain" / name, dirs_exist_ok=True)
+elif save_to == "kaggle":
+    # "Save version" keeps what lies in the folder where a notebook begins.
+    print(shutil.make_archive(name, "zip", keep))
+elif save_to is not None:
+    from huggingface_hub import create_repo, upload_folder
+
+    create_repo(save_to, private=True, exist_ok=True)
+    print(upload_folder(repo_id=save_to, folder_path=keep))
 
 # %% [markdown]
 # ## Next: a real model

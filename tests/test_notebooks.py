@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import jupytext
 import nbformat
@@ -20,6 +21,16 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "notebooks"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
 CELL_SECONDS = 1200
+
+
+def code_of(name: str, beginning: str) -> str:
+    """Text of the only code cell of a script that begins so."""
+    (found,) = [c.source for c in jupytext.read(FOLDER / f"{name}.py").cells if c.source.startswith(beginning)]
+    return str(found)
+
+
+INSTALL = code_of("quickstart", "import importlib.util")
+KEEP = code_of("quickstart", "save_to = None").split("\n\n", 1)[1]
 
 
 def read(path: Path) -> NotebookNode:
@@ -53,6 +64,17 @@ def test_notebooks_name_no_machine(script: Path) -> None:
     assert re.findall(r"/(?:home|Users|root|tmp|usr|opt|content|kaggle)/\S*", json.dumps(notebook)) == []
 
 
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_first_cell_installs_and_the_last_one_keeps(script: Path) -> None:
+    """Both are the same everywhere, but for what is kept; add_a_model keeps nothing."""
+    code = [cell.source for cell in jupytext.read(script).cells if cell.cell_type == "code"]
+    assert code[0] == INSTALL
+    if script.stem != "add_a_model":
+        choice, rest = code_of(script.stem, "save_to = None").split("\n\n", 1)
+        assert rest == KEEP
+        assert re.fullmatch(r'save_to = None  # .*\nkeep, name = .*, "posttrain-[a-z0-9-]+"', choice)
+
+
 def kernel_environment(folder: Path) -> dict[str, str]:
     """As of a user: one device, this checkout importable, no settings of Jupyter from the home folder."""
     own = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PJRT_NPROC")}
@@ -63,25 +85,41 @@ def text_of(cell: NotebookNode) -> str:
     return "".join(output.get("text", "") for output in cell.outputs if output.output_type == "stream")
 
 
+def execute(name: str, folder: Path) -> NotebookNode:
+    """Run a notebook in a folder of its own, with the suite's cache of compiled programs."""
+    folder.mkdir(exist_ok=True)
+    notebook = read(FOLDER / f"{name}.ipynb")
+    resources = {"metadata": {"path": str(folder)}}
+    client = NotebookClient(notebook, timeout=CELL_SECONDS, kernel_name="python3", resources=resources)
+    client.execute(env=kernel_environment(folder.parent))
+    return notebook
+
+
+def printed_by(notebook: NotebookNode) -> str:
+    return "\n".join(text_of(cell) for cell in notebook.cells if cell.cell_type == "code")
+
+
+def result_of(stage: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((stage / "result.json").read_text())
+    assert (stage / "model/model.safetensors").exists()
+    return found
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.thorough
 @pytest.mark.optimized
 def test_quickstart_runs_and_improves(tmp_path: Path) -> None:
-    notebook = read(FOLDER / "quickstart.ipynb")
     work = tmp_path / "work"
-    work.mkdir()
-    client = NotebookClient(
-        notebook, timeout=CELL_SECONDS, kernel_name="python3", resources={"metadata": {"path": str(work)}}
-    )
-    client.execute(env=kernel_environment(tmp_path))
-    printed = "\n".join(text_of(cell) for cell in notebook.cells if cell.cell_type == "code")
-
-    result = json.loads((work / "runs/notebook-rl/0-rl/result.json").read_text())
+    printed = printed_by(execute("quickstart", work))
+    result = result_of(work / "runs/notebook-rl/0-rl")
     before, after = result["before"], result["after"]
     assert before["mean"] < 0.6, before
     assert after["mean"] > 0.75, after
     assert after["low"] > before["high"], (before, after)
     assert f"{after['mean']:.1%}" in printed
-    assert (work / "runs/notebook-rl/0-rl/model/model.safetensors").exists()
     assert sorted(path.name for path in work.iterdir()) == ["runs"]
 
 
@@ -89,30 +127,81 @@ def test_quickstart_runs_and_improves(tmp_path: Path) -> None:
 @pytest.mark.optimized
 def test_a_mixture_is_distilled(tmp_path: Path, shared: Path) -> None:
     """Its own assertions: held-out KL and likelihood improve, with the intervals apart."""
-    notebook = read(FOLDER / "distill_moe.ipynb")
-    client = NotebookClient(
-        notebook, timeout=CELL_SECONDS, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
-    )
-    client.execute(env=kernel_environment(tmp_path))
-    result = json.loads((tmp_path / "runs/moe/distilled/0-distill/result.json").read_text())
-    assert result["difference"]["eval/distill/kl"]["high"] < 0
-    assert (tmp_path / "runs/moe/distilled/0-distill/model/model.safetensors").exists()
+    work = tmp_path / "work"
+    execute("distill_moe", work)
+    assert result_of(work / "runs/moe/distilled/0-distill")["difference"]["eval/distill/kl"]["high"] < 0
 
 
 @pytest.mark.thorough
 @pytest.mark.optimized
 def test_grpo_by_hand_learns(tmp_path: Path) -> None:
-    notebook = read(FOLDER / "grpo_by_hand.ipynb")
-    client = NotebookClient(
-        notebook, timeout=CELL_SECONDS, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
-    )
-    client.execute(env=kernel_environment(tmp_path))
-    printed = "\n".join(text_of(cell) for cell in notebook.cells if cell.cell_type == "code")
+    notebook = execute("grpo_by_hand", tmp_path / "work")
+    printed = printed_by(notebook)
     right, first = map(float, re.findall(r"right: ([\d.]+)%; the first steps: ([\d.]+)%", printed)[0])
     assert right > first + 15, printed
     # The live display of the first stage is one output, which has the curve at the end.
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output]
     assert sum("<polyline" in output.data.get("text/html", "") for output in outputs) == 2
+
+
+@pytest.mark.thorough
+@pytest.mark.optimized
+def test_sft_lora_learns_the_chats_and_exports_the_adapter(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    printed = printed_by(execute("sft_lora", work))
+    rows = [row["nll"] for row in metrics_of(work / "runs/lora") if "nll" in row]
+    assert rows[-1] < 0.1 * rows[0], (rows[0], rows[-1])
+    assert printed.count("(not: ") <= 1, printed
+    assert (work / "runs/lora-adapter/adapter_model.safetensors").exists()
+    assert (work / "runs/lora-merged/model.safetensors").exists()
+    assert "it fits" in printed
+
+
+@pytest.mark.thorough
+@pytest.mark.optimized
+def test_dpo_raises_the_margins(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    printed = printed_by(execute("dpo", work))
+    result = result_of(work / "runs/dpo/0-preference")
+    before, after = result["before"]["metrics"], result["after"]["metrics"]
+    assert abs(before["eval/rewards/margins"]) < 1e-3 and after["eval/rewards/margins_low"] > 0.2
+    assert after["eval/preferred_ratio_low"] > before["eval/preferred_ratio_high"]
+    right = [float(share) for share in re.findall(r"(?:before|after): ([\d.]+)% right", printed)]
+    assert right[1] > right[0] + 15, printed
+    assert "it fits" in printed
+
+
+@pytest.mark.thorough
+@pytest.mark.optimized
+def test_grpo_on_word_problems_learns(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    printed = printed_by(execute("grpo_gsm8k", work))
+    result = result_of(work / "runs/gsm8k/0-rl")
+    assert result["after"]["low"] > result["before"]["high"], result
+    assert "it fits" in printed
+
+
+@pytest.mark.thorough
+@pytest.mark.optimized
+def test_the_lab_finds_the_fault_and_the_mended_reward_trains(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    printed = printed_by(execute("reward_lab", work))
+    assert re.search(r"^found: .*substring", printed, re.MULTILINE), printed
+    assert "correct: no findings" in printed
+    result = result_of(work / "runs/lab/0-rl")
+    assert result["after"]["low"] > result["before"]["high"], result
+
+
+@pytest.mark.thorough
+@pytest.mark.optimized
+def test_tools_are_learned(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    printed = printed_by(execute("tools", work))
+    result = result_of(work / "runs/tools/0-rl")
+    assert result["after"]["low"] > result["before"]["high"], result
+    calls = [row["env/tool_calls"] for row in metrics_of(work / "runs/tools") if "env/tool_calls" in row]
+    assert calls[-1] > calls[0] + 0.2, calls
+    assert "kcal" in printed
 
 
 def wheel(folder: Path, name: str, version: str, requires: str = "") -> Path:
@@ -147,9 +236,7 @@ def test_the_install_cell_keeps_an_installed_jax(
     tmp_path: Path, environment: str, requires: str, installs: bool
 ) -> None:
     """With real pip, from a folder of packages: `jax` 1 is there, 2 could be had."""
-    cells = [cell.source for cell in read(FOLDER / "quickstart.ipynb").cells if "pip" in cell.source]
-    (source,) = [text for text in cells if text.startswith("import importlib.util")]
-    install = source.split("import jax\n")[0]
+    install = INSTALL
     packages = tmp_path / "packages"
     packages.mkdir()
     old, _ = wheel(packages, "jax", "1.0"), wheel(packages, "jax", "2.0")

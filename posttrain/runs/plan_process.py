@@ -30,4 +30,4 @@ def plan_elsewhere(config: RunConfig, devices: str) -> Iterator[str]:
                 yield line.rstrip("\n")
         if process.returncode:
             last = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
-            raise ConfigError("\n".join(last) or f"plan: the process ended with code {process.returncode}")
+            raise ConfigError("\n".join(line.removeprefix("error: ") for line in last) or f"plan: the process ended with code {process.returncode}")

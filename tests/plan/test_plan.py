@@ -14,6 +14,7 @@ from posttrain.errors import ConfigError
 from posttrain.plan import cache
 from posttrain.plan.machine import Machine, machine
 from posttrain.runs.plan import plan
+from posttrain.runs.plan_process import plan_elsewhere
 from tests.stages.runs import posttrain, rl_stage, sft_stage, write_run
 
 CPU_8 = machine("cpu-8")
@@ -44,6 +45,21 @@ def test_phases_of_sft_and_rl_then_the_cache(tmp_path: Path, monkeypatch: pytest
     assert list(plan(config, CPU_8)) == lines, "nothing is compiled again"
 
 
+def test_phases_of_preferences(tmp_path: Path) -> None:
+    """Also from Python, in a process of its own, without the rows."""
+    preference = {"kind": "preference", "dataset": {"path": "pairs.jsonl"}, "num_steps": 1, "row_tokens": 16}
+    config = run_of(tmp_path, preference | {"batch_rows": 8})
+    lines = list(plan(config, CPU_8))
+    phases = [line.split("  ")[1] for line in lines if line.startswith("  trainer:")]
+    assert phases == ["trainer: update", "trainer: statistics"] and lines[-1] == "  it fits"
+    lines = list(plan_elsewhere(config, "cpu-1"))
+    assert lines[0].startswith("machine: cpu-1") and lines[-1] == "  it fits"
+    with pytest.raises(ConfigError, match="machine 'v5e-9' is unknown"):
+        list(plan_elsewhere(config, "v5e-9"))
+    free = run_of(tmp_path, preference | {"batch_rows": 8, "loss": "simpo"})
+    assert not any("statistics" in line for line in plan(free, CPU_8))
+
+
 @pytest.mark.thorough
 def test_the_nearest_setting_that_fits(tmp_path: Path) -> None:
     config = run_of(tmp_path, sft_stage(batch_rows=64))
@@ -65,6 +81,6 @@ def test_refusals(tmp_path: Path) -> None:
     file = write_run(tmp_path, sft_stage())
     assert "machine 'v5e-9' is unknown" in posttrain("plan", file, "--devices", "v5e-9").error
     assert "--devices 0: give a number" in posttrain("check", file, "--devices", "0").error
-    preference = {"kind": "preference", "dataset": {"path": "pairs.jsonl"}, "num_steps": 1}
-    with pytest.raises(ConfigError, match="a stage of the kind Preference cannot be planned yet"):
-        list(plan(run_of(tmp_path, preference), CPU_8))
+    scores = {"kind": "reward_model", "dataset": {"path": "pairs.jsonl"}, "num_steps": 1}
+    with pytest.raises(ConfigError, match="a stage of the kind RewardModel cannot be planned yet"):
+        list(plan(run_of(tmp_path, scores), CPU_8))
