@@ -137,7 +137,8 @@ class PythonRun:
         """Print memory, traffic and least time on a machine, without its devices, weights or data.
 
         `devices`: a name such as `v5e-8`, `v6e-1`, `h100-1` or `cpu-1`. A process of its own compiles, as
-        `posttrain plan --quick` does, so that the devices of this one stay free. ConfigError for what cannot be planned.
+        `posttrain plan --quick` does, so that the devices of this one stay free. ConfigError for what cannot be
+        planned.
         """
         try:
             for file, text in self._files.items():

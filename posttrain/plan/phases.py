@@ -65,8 +65,8 @@ def bytes_on_device(tree: object) -> int:
 
 
 def stage_plan(section: TrainSection, model: Decoder, mesh: Mesh, memory: int) -> StagePlan:
-    """Phases of an SFT, preference or RL stage on devices with `memory` bytes each. Raises ConfigError for one that it cannot
-    plan."""
+    """Phases of an SFT, preference or RL stage on devices with `memory` bytes each. Raises ConfigError for one that it
+    cannot plan."""
     if isinstance(section, SFTSection):
         return _sft(section, model, mesh)
     if isinstance(section, PreferenceSection):

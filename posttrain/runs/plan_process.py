@@ -30,4 +30,5 @@ def plan_elsewhere(config: RunConfig, devices: str) -> Iterator[str]:
                 yield line.rstrip("\n")
         if process.returncode:
             last = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
-            raise ConfigError("\n".join(line.removeprefix("error: ") for line in last) or f"plan: the process ended with code {process.returncode}")
+            said = "\n".join(line.removeprefix("error: ") for line in last)
+            raise ConfigError(said or f"plan: the process ended with code {process.returncode}")

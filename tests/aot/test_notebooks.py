@@ -1,0 +1,99 @@
+"""Accelerator paths of the notebooks: what they would run is compiled for v5e-8 and fits, from their own settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jupytext
+import pytest
+
+import posttrain as pt
+from posttrain.config import RunConfig
+from posttrain.plan.hlo import kernel_names
+from posttrain.plan.lowered import compile_program
+from posttrain.plan.machine import CHIPS, GIB, machine
+from posttrain.plan.phases import Phase, StagePlan
+from posttrain.runs.plan import _mesh, _model_files, _stage
+from tests.aot.slices import QWEN3, Fields
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+QWEN3_4B: Fields = QWEN3 | {
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "intermediate_size": 9728,
+}
+MODELS = {"Qwen/Qwen3-0.6B": QWEN3, "Qwen/Qwen3-4B": QWEN3_4B}
+
+ROWS = [{"prompt": "1+1=", "completion": "2", "chosen": "2", "rejected": "3", "answer": "2"}]
+REWARD = {"dataset": ROWS, "rewards": ["rewards/gsm8k.py:correct"]}
+NOTEBOOKS: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "sft_lora": (pt.SFT, {"dataset": ROWS}),
+    "dpo": (pt.Preference, {"dataset": ROWS}),
+    "grpo_gsm8k": (pt.RL, REWARD),
+    "reward_lab": (pt.RL, REWARD),
+    "tools": (pt.RL, REWARD),
+}
+"""Class of each notebook's run, and fields that `settings` does not hold."""
+
+
+def settings_of(name: str, number: int) -> dict[str, Any]:
+    """Settings that a notebook's own cell chooses on a TPU with a number of chips."""
+    source = ROOT / "notebooks" / f"{name}.py"
+    (cell,) = [cell.source for cell in jupytext.read(source).cells if cell.source.startswith("platform, number =")]
+    chip = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+    names: dict[str, Any] = {"jax": SimpleNamespace(devices=lambda: [chip] * number), "print": lambda *_: None}
+    exec(cell, names)
+    assert names["machine"] == ("v5e-8" if number > 1 else "v6e-1")
+    found: dict[str, Any] = names["settings"]
+    return found
+
+
+def run_of(name: str, number: int, folder: Path) -> RunConfig:
+    """Configuration of a notebook's run, with the model's `config.json` in a folder in place of the hub."""
+    settings = settings_of(name, number)
+    (folder / "config.json").write_text(json.dumps(MODELS[settings.pop("model")]))
+    kind, fields = NOTEBOOKS[name]
+    config: RunConfig = kind(model=folder, output=folder / "run", seed=0, **fields, **settings).config
+    return config
+
+
+def plan_of(name: str, number: int, folder: Path) -> StagePlan:
+    config = run_of(name, number, folder)
+    wanted = machine("v5e-8" if number > 1 else "v6e-1")
+    return _stage(config.stages[0], config, _model_files(config), _mesh(config, wanted), wanted.chip.memory)
+
+
+def check(phase: Phase, number: int) -> None:
+    """Compile, and compare the peak with the chip's memory."""
+    found = compile_program(phase.lower(), number)
+    peak = (found.peak + phase.beside) / GIB
+    assert peak <= CHIPS["v5e" if number > 1 else "v6e"].memory / GIB, f"{phase.role}: {phase.name}: {peak:.2f} GiB"
+    kernel = "ragged_paged_attention" if phase.name == "decode" else "splash_mha"
+    assert any(mosaic.startswith(kernel) for mosaic in found.mosaic), (phase.name, found.mosaic)
+
+
+def phase_of(plan: StagePlan, name: str) -> Phase:
+    (found,) = [phase for phase in plan.phases if phase.name == name]
+    return found
+
+
+@pytest.mark.parametrize("name", ["sft_lora", "dpo", "grpo_gsm8k"])
+def test_the_update_lowers_for_v5e_8_with_its_kernels(name: str, tmp_path: Path) -> None:
+    lowered = phase_of(plan_of(name, 8, tmp_path), "update").lower()
+    assert any(kernel.startswith("splash_mha_dkv") for kernel in kernel_names(lowered.as_text()))
+
+
+def test_decoding_of_grpo_gsm8k_fits_v5e_8(tmp_path: Path) -> None:
+    check(phase_of(plan_of("grpo_gsm8k", 8, tmp_path), "decode"), 8)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [8, 1], ids=["v5e-8", "v6e-1"])
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_every_program_fits(name: str, number: int, tmp_path: Path) -> None:
+    for phase in plan_of(name, number, tmp_path).phases:
+        check(phase, number)
