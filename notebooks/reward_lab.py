@@ -45,6 +45,7 @@ if importlib.util.find_spec("posttrain") is None:
 
 # %%
 import json
+import random
 import shutil
 from pathlib import Path
 
@@ -52,7 +53,6 @@ import jax
 
 import posttrain as pt
 from posttrain.runs.reward_lab import LabSettings, dataset_of, examine
-from rewards.arithmetic import problems
 
 # %% [markdown]
 # ## The machine decides
@@ -87,9 +87,27 @@ else:
 print(f"{number} x {jax.devices()[0].device_kind}, planned as {machine}: {settings.get('model', 'a small model')}")
 
 # %% [markdown]
+# ## Sums
+#
+# The model reads `prompt`; `answer` is for the reward, and `completion` is what a pupil wrote, who may have forgotten a
+# carry. Every fourth sum is kept for the exam.
+
+
+# %%
+def problems(count, seed, *, held_out, forgotten=0.0):
+    draw, rows = random.Random(seed), []
+    while len(rows) < count:
+        a, b = draw.randint(10, 89), draw.randint(1, 9)
+        if ((7 * a + b) % 4 == 0) == held_out:
+            written = a + b - 10 * (a % 10 + b > 9 and draw.random() < forgotten)
+            rows.append({"prompt": f"{a}+{b}=", "answer": str(a + b), "completion": str(written)})
+    return rows
+
+
+# %% [markdown]
 # ## A reward with a fault
 #
-# Sums, and 1 for the right answer. It stands in a file, so that the lab, a configuration and this notebook can name it.
+# 1 for the right answer. It stands in a file, so that the lab, a configuration and this notebook can name it.
 # It looks harmless.
 
 # %%
@@ -99,7 +117,7 @@ def correct(completions, answer, **_):
 """)
 
 with open("sums.jsonl", "w", encoding="utf-8") as file:
-    for row in problems(count=16, seed=7, held_out=False):
+    for row in problems(16, 7, held_out=False):
         file.write(json.dumps({"prompt": row["prompt"], "answer": row["answer"]}) + "\n")
 
 # %% [markdown]
@@ -159,9 +177,9 @@ small = {
 if platform == "cpu":
     start = pt.SFT(
         model={"init": small, "tokenizer": "bytes"},
-        dataset=problems(count=20_000, seed=1, held_out=False, forgotten=0.65),
+        dataset=problems(20_000, 1, held_out=False, forgotten=0.5),
         chat=False,
-        num_steps=300,
+        num_steps=400,
         batch_rows=32,
         row_tokens=64,
         optimizer={"learning_rate": 4e-3, "schedule": "linear", "warmup_steps": 20, "beta2": 0.98},
@@ -181,8 +199,8 @@ if platform == "cpu":
 
 # %%
 rl = pt.RL(
-    dataset=problems(count=5000, seed=2, held_out=False),
-    eval_dataset=problems(count=200, seed=3, held_out=True),
+    dataset=problems(4000, 2, held_out=False),
+    eval_dataset=problems(200, 3, held_out=True),
     rewards=[
         {"fn": "mended_rewards.py:correct", "name": "mended"},
         {"fn": "rewards/arithmetic.py:correct", "name": "exact", "weight": 0},
