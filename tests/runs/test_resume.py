@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -13,37 +12,38 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from posttrain import load_tokenizer, save_model
-from tests.stages.runs import INIT, lines, posttrain, rl_stage, sft_stage, start, steps, weights, write_run
+from tests.stages.children import Child
+from tests.stages.runs import INIT, fork, lines, posttrain, rl_stage, sft_stage, steps, weights, write_run
 from tests.tiny import tiny_model
 
 TIMEOUT_S = 300.0
 
 
-def wait_for(output: Path, stage: str, step: int, process: subprocess.Popen[str]) -> None:
+def wait_for(output: Path, stage: str, step: int, process: Child) -> None:
     """Until the metrics have the step: the process is then about to do the next one, or to save this one."""
     end = time.monotonic() + TIMEOUT_S
     while step not in steps(output, stage):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < end, lines(output)
-        time.sleep(0.002)
+        time.sleep(0.005)
 
 
 def finish(file: Path) -> str:
-    process = start("run", file)
+    process = fork("run", file)
     out, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, out
     return out
 
 
 def kill_at(file: Path, output: Path, stage: str, step: int) -> None:
-    process = start("run", file)
+    process = fork("run", file)
     wait_for(output, stage, step, process)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
 
 
-STEPS = 30
+STEPS = 20
 """So many that a kill after a few steps comes long before the end."""
 
 
@@ -70,7 +70,7 @@ def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 def interrupt_at(file: Path, output: Path, stage: str, step: int) -> int:
     """The last step of a run that is asked to stop: it ends after this one, with a checkpoint."""
-    process = start("run", file)
+    process = fork("run", file)
     wait_for(output, stage, step, process)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=TIMEOUT_S)

@@ -24,6 +24,7 @@ from posttrain.runs.prepare import prepare
 from posttrain.stages.context import StageRun
 from posttrain.stages.devices import RoleDevices
 from posttrain.train.loop import StopRequest
+from tests.stages.children import Child
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -158,6 +159,11 @@ def start(*arguments: str | Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command, env=start_environment(), cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True
     )
+
+
+def fork(*arguments: str | Path) -> Child:
+    """The command line in a process of its own, on one device, that begins with everything imported."""
+    return Child([*map(str, arguments)], start_environment())
 
 
 def lines(output: Path, stage: str | None = None) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from posttrain.runs.prepare import prepare
 from posttrain.runs.replay import MEASURED, replay
 from posttrain.stages.online import one_process
 from posttrain.stages.prompts import RLInputs
-from tests.stages.runs import few_devices, lines, posttrain, rl_stage, start, steps, weights, write_run
+from tests.stages.runs import few_devices, fork, lines, posttrain, rl_stage, steps, weights, write_run
 
 SLOW = '''
 import os, random, signal, time
@@ -140,13 +140,13 @@ def test_killed_at_any_time_it_resumes(tmp_path: Path, turns: dict[str, Any], in
     file = write(killed, **more)
     for wait_s in (0.0, 0.02, 0.05, 0.1, 0.15, 0.2):
         before = len(steps(killed / "out", "0-rl"))
-        process = start("run", file)
+        process = fork("run", file)
         while len(steps(killed / "out", "0-rl")) <= before and process.poll() is None:
             time.sleep(0.002)
         time.sleep(wait_s)
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
-    process = start("run", file)
+    process = fork("run", file)
     out, _ = process.communicate(timeout=300.0)
     assert process.returncode == 0, out
     assert groups(killed / "out") == list(range(2 * count))
