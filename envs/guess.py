@@ -39,9 +39,12 @@ def prompts(*, count: int) -> list[dict[str, Any]]:
     return [{"prompt": [{"role": "user", "content": PROMPT}]} for _ in range(count)]
 
 
-def games(*, count: int, seed: int, listening: float = 0.3) -> list[dict[str, Any]]:
+def games(*, count: int, seed: int, listening: float = 0.5) -> list[dict[str, Any]]:
     """Conversations to learn the rules from, in which a share `listening` of the players guess only what is still
-    possible, and the others anything."""
+    possible, and the others anything.
+
+    With less to listen for, some seeds learn no more than that guesses are numbers, and RL has nothing to begin from.
+    """
     draw = random.Random(seed)
     return [{"messages": _game(draw, listens=draw.random() < listening)} for _ in range(count)]
 
