@@ -75,16 +75,6 @@ def quick_compilation(request: pytest.FixtureRequest) -> Iterator[None]:
     compilation.quick(True)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def frozen_modules() -> Iterator[None]:
-    """What tests import and JAX keeps is no garbage either: each run collects, which takes time for all that lives."""
-    before = gc.get_stats()[2]["collections"]
-    yield
-    if gc.get_stats()[2]["collections"] - before >= 3:
-        gc.collect()
-        gc.freeze()
-
-
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """Folder of third-party data and checkpoints beside the repository; not part of it."""

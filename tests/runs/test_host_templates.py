@@ -20,7 +20,7 @@ from jax._src.clusters import slurm_cluster
 from posttrain.config.yaml_file import load_config
 from posttrain.plan.machine import machine
 from posttrain.stages.table import check_processes
-from tests.runs.test_processes import SLURM, STEPS, two_stages, values
+from tests.runs.test_processes import SLURM, two_stages, values
 from tests.stages.runs import ROOT, start_environment
 from tests.test_readme import posttrain_command
 
@@ -169,4 +169,4 @@ def test_tasks_of_slurm(tmp_path: Path) -> None:
         for n in range(2)
     ]
     assert [task.wait(timeout=300) for task in tasks] == [0, 0]
-    assert len(values(tmp_path / "out")) == 7 + STEPS
+    assert len(values(tmp_path / "out")) == 13

@@ -27,8 +27,6 @@ from tests.stages.runs import ROOT, lines, posttrain, rl_stage, sft_stage, start
 from tests.stages.test_preference import PAIRS, preference_stage
 
 TIMEOUT_S = 300.0
-STEPS = 10
-"""So many that four interruptions come before the end."""
 LOSS = """
 import os
 from posttrain.losses.sft import SFTLoss
@@ -44,7 +42,7 @@ class Loss(SFTLoss):
 def two_stages(folder: Path) -> Path:
     held_out = {"chat": False, "limit": 3}
     sft = sft_stage(num_steps=3, checkpoint_every=3, eval_dataset={"path": "rows.jsonl", **held_out})
-    pairs = preference_stage(num_steps=STEPS, checkpoint_every=1, eval_dataset={"path": "pairs.jsonl", **held_out})
+    pairs = preference_stage(num_steps=6, checkpoint_every=1, eval_dataset={"path": "pairs.jsonl", **held_out})
     file = write_run(folder, sft, pairs, mesh={"fsdp": 2, "data": -1})
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
     return file
@@ -78,7 +76,7 @@ def wait_for(launcher: subprocess.Popen[str], output: Path, stage: str, step: in
     while step not in steps(output, stage):
         assert launcher.poll() is None, launcher.communicate()[0]
         assert time.monotonic() < end, lines(output)
-        time.sleep(0.02)
+        time.sleep(0.01)
 
 
 def values(output: Path) -> list[tuple[Any, ...]]:
@@ -116,38 +114,46 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.thorough
-def test_stopped_and_killed_as_one_process(tmp_path: Path, one_process: Path) -> None:
-    """A signal to all, or to any of them, stops them after the same step; one that dies ends the other. The same
-    command does the rest."""
+def test_killed_and_resumed_as_one_process(tmp_path: Path, one_process: Path) -> None:
+    """A process that dies ends the other; the same command does the rest."""
     file, output = two_stages(tmp_path), tmp_path / "out"
-    for whom in ("launcher", 0, 1):
-        code, told = interrupted(file, whom, signal.SIGTERM)
-        assert code == 130, told
-        assert re.search(rf"^stopped after step \d+ of {STEPS}; run the same command again to resume", told, re.M), told
-        assert "Traceback" not in told and "FATAL" not in told
-    code, told = interrupted(file, 1, signal.SIGKILL)
-    assert code == 128 + signal.SIGKILL, told
+    with launched(file) as launcher:
+        wait_for(launcher, output, "1-preference", 2)
+        os.kill(children(launcher)[1], signal.SIGKILL)
+        started = time.monotonic()
+        told, _ = launcher.communicate(timeout=TIMEOUT_S)
+        assert time.monotonic() - started < 60
+    assert launcher.returncode == 128 + signal.SIGKILL, told
+    check_finished(file, one_process)
+
+
+def check_finished(file: Path, one: Path) -> None:
     with launched(file) as launcher:
         told, _ = launcher.communicate(timeout=TIMEOUT_S)
     assert launcher.returncode == 0, told
     assert "0-sft: done before" in told and "resuming after step" in told
-    check_same_run(output, one_process)
-
-
-def interrupted(file: Path, whom: str | int, number: signal.Signals) -> tuple[int, str]:
-    """Exit code and output of the run after a signal at its next step of the second stage."""
-    output, stage = file.parent / "out", "1-preference"
-    step = max(steps(output, stage), default=0) + 1
-    with launched(file) as launcher:
-        wait_for(launcher, output, stage, step)
-        os.kill(launcher.pid if isinstance(whom, str) else children(launcher)[whom], number)
-        told, _ = launcher.communicate(timeout=60.0 if number == signal.SIGKILL else TIMEOUT_S)
-    return launcher.returncode, told
+    check_same_run(file.parent / "out", one)
 
 
 @pytest.mark.thorough
-def test_four_processes_uninterrupted(tmp_path: Path, one_process: Path) -> None:
-    with launched(two_stages(tmp_path), processes=4, devices=1) as launcher:
+@pytest.mark.parametrize("whom", ["launcher", 0, 1])
+def test_stopped_and_resumed_as_one_process(tmp_path: Path, one_process: Path, whom: str | int) -> None:
+    """A signal to all, or to any of them, stops them after the same step."""
+    file, output = two_stages(tmp_path), tmp_path / "out"
+    with launched(file) as launcher:
+        wait_for(launcher, output, "1-preference", 2)
+        os.kill(launcher.pid if isinstance(whom, str) else children(launcher)[whom], signal.SIGTERM)
+        told, _ = launcher.communicate(timeout=TIMEOUT_S)
+    assert launcher.returncode == 130, told
+    assert re.search(r"^stopped after step \d of 6; run the same command again to resume", told, re.M), told
+    assert "Traceback" not in told and "FATAL" not in told
+    check_finished(file, one_process)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
+def test_uninterrupted(tmp_path: Path, one_process: Path, processes: int, devices: int) -> None:
+    with launched(two_stages(tmp_path), processes=processes, devices=devices) as launcher:
         told, _ = launcher.communicate(timeout=TIMEOUT_S)
     assert launcher.returncode == 0, told
     check_same_run(tmp_path / "out", one_process)
