@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections import OrderedDict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,6 @@ def quick(wanted: bool) -> None:
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_disable_most_optimizations", wanted)
         override({} if wanted else OPTIMIZED)
-        keep_loaded()
 
 
 def override(options: dict[str, Any]) -> None:
@@ -60,31 +58,3 @@ def override(options: dict[str, Any]) -> None:
 
     get_compile_options.__wrapped__ = make
     compiler.get_compile_options = get_compile_options
-
-
-KEPT = 512
-"""Loaded programs that a process keeps."""
-
-
-def keep_loaded() -> None:
-    """Read a program once in a process, and none that it compiled itself: models of tests are alike, and to load a
-    program costs as much as to trace it."""
-    from jax._src import compilation_cache as cache
-
-    if hasattr(cache.get_executable_and_time, "kept"):
-        return
-    kept: OrderedDict[tuple[str, tuple[int, ...]], Any] = OrderedDict()
-    read = cache.get_executable_and_time
-
-    def get_executable_and_time(cache_key: str, options: Any, backend: Any, devices: Any) -> Any:
-        key = (cache_key, tuple(device.id for device in devices))
-        found = kept.get(key) or read(cache_key, options, backend, devices)
-        if found[0] is not None:
-            kept[key] = found
-            kept.move_to_end(key)
-            if len(kept) > KEPT:
-                kept.popitem(last=False)
-        return found
-
-    get_executable_and_time.kept = kept  # type: ignore[attr-defined]
-    cache.get_executable_and_time = get_executable_and_time
