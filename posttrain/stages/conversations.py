@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from posttrain.environments.types import Conversations, Env
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.reward.function import Reward
 from posttrain.rollout.trajectory import Example
+from posttrain.runtime.run_async import run_async
 from posttrain.stages.inputs import callable_of
 from posttrain.stages.tools import format_maker
 from posttrain.tools.types import FormatMaker, Tool
@@ -115,7 +115,7 @@ def check_env(environments: Environments, renderer: Renderer, examples: Sequence
     _check_keywords(environments.make, environments.args, list(examples[0].row), provided, "env")
     if environments.tools and environments.names is not None and "tools" not in environments.names:
         raise ConfigError("tools: env.fn takes no argument 'tools', so they have no effect; add it, or remove tools")
-    env, prompt = asyncio.run(_tried(environments, examples[0]))
+    env, prompt = run_async(_tried(environments, examples[0]))
     tools = [dict(tool.schema) for tool in getattr(env, "tools", ())] or None
     if tools:
         if not renderer.chat:
