@@ -56,18 +56,19 @@ from rewards.arithmetic import correct, pairs, problems
 # ## The machine decides
 #
 # `row_tokens` bounds both answers of a pair, each behind its prompt. `beta` says how dear it is to leave the model as
-# it was: the larger, the closer it stays.
+# it was: the larger, the closer it stays. The small model also imitates the better answer (`sft`): with `sigmoid` alone
+# it learns which of two is worse, and forgets how to write either.
 
 # %%
 platform, number = jax.devices()[0].platform, len(jax.devices())
 if platform == "cpu":
     machine = "cpu-1"
     settings = {
-        "loss": {"kind": "sigmoid", "beta": 0.1},
-        "num_steps": 50,
+        "loss": {"kind": ["sigmoid", "sft"], "weights": [1, 1], "beta": 0.1},
+        "num_steps": 80,
         "batch_rows": 16,
         "row_tokens": 64,
-        "optimizer": {"learning_rate": 3e-4},
+        "optimizer": {"learning_rate": 1e-3},
     }
 else:
     machine = ("v5e-8" if number > 1 else "v6e-1") if platform == "tpu" else f"h100-{number}"
@@ -92,12 +93,23 @@ print(f"{number} x {jax.devices()[0].device_kind}, planned as {machine}: {settin
 # ## The pairs
 #
 # Rows with `prompt`, `chosen` and `rejected`: texts, or lists of messages. Yours are a list like this one, a JSONL file
-# or a dataset of the hub. The held-out pairs are of sums that occur in no training set.
+# or a dataset of the hub. Here the worse answer forgets a carry, or has one too many: with one kind of mistake alone
+# the model would learn to carry always. The held-out pairs are of sums that occur in no training set.
+
 
 # %%
+def sum_pairs(count, seed, *, held_out):
+    forgotten = {row["prompt"]: row["rejected"] for row in pairs(count=count, seed=seed, held_out=held_out)}
+    rows = problems(count=count, seed=seed, held_out=held_out)
+    worse = [forgotten.get(row["prompt"], str(int(row["answer"]) + 10)) for row in rows]
+    return [
+        {"prompt": row["prompt"], "chosen": row["answer"], "rejected": text}
+        for row, text in zip(rows, worse, strict=True)
+    ]
+
+
 if platform == "cpu":
-    dataset = pairs(count=3000, seed=4, held_out=False)
-    held_out = pairs(count=300, seed=5, held_out=True)
+    dataset, held_out = sum_pairs(3000, 4, held_out=False), sum_pairs(300, 5, held_out=True)
     settings["chat"] = False
     for row in dataset[:4]:
         print(row)

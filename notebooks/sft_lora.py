@@ -202,7 +202,7 @@ for folder in (adapter, merged):
 
 # %%
 save_to = None  # "drive" (Colab), "kaggle" (its output), or a repository of the hub, such as "me/my-model"
-keep, name = merged  # or adapter, "posttrain-sft-lora"
+keep, name = merged, "posttrain-sft-lora"
 
 if save_to == "drive":
     from google.colab import drive
