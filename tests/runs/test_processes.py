@@ -115,10 +115,11 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.thorough
 def test_killed_and_resumed_as_one_process(tmp_path: Path, one_process: Path) -> None:
-    """A process that dies ends the other; the same command does the rest."""
+    """A process that dies ends the other; the same command does the rest, from a checkpoint: that of step 1 is whole
+    before step 3 begins, since the one of step 2 waits for it."""
     file, output = two_stages(tmp_path), tmp_path / "out"
     with launched(file) as launcher:
-        wait_for(launcher, output, "1-preference", 2)
+        wait_for(launcher, output, "1-preference", 3)
         os.kill(children(launcher)[1], signal.SIGKILL)
         started = time.monotonic()
         told, _ = launcher.communicate(timeout=TIMEOUT_S)
