@@ -59,12 +59,12 @@ def _assignments(config: str, start: str) -> Candidates:
         for value in row.choices or (shown,):
             yield f"{name}={value}", row.description
 
-    shared = [row for row in field_table(RunConfig) if not row.name.startswith("stages.")]
-    for row in shared:
-        yield from assignments(row, "", stage_settings(loaded, 0))
-    kinds = [stage.kind for stage in loaded.stages]
+    settings = [stage_settings(loaded, index) for index in range(len(loaded.stages))]
+    for row in field_table(RunConfig):
+        if not row.name.startswith("stages."):
+            yield from assignments(row, "", settings[0])
+    listed, kinds = has_stages(config), [stage.kind for stage in loaded.stages]
     for index, stage in enumerate(loaded.stages):
-        once = stage.name or (stage.kind if kinds.count(stage.kind) == 1 else str(index))
-        prefix = f"stages.{once}." if has_stages(config) else ""
+        name = stage.name or (stage.kind if kinds.count(stage.kind) == 1 else str(index))
         for row in field_table(SECTIONS[stage.kind]):
-            yield from assignments(row, prefix, stage_settings(loaded, index))
+            yield from assignments(row, f"stages.{name}." if listed else "", settings[index])
