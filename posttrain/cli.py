@@ -401,7 +401,7 @@ def main() -> None:
     130."""
     code: int | str | None = 0
     try:
-        app()
+        app(prog_name="posttrain")
     except SystemExit as end:
         code = end.code
     except BaseException as error:
