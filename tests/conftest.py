@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,7 @@ settings.load_profile("suite")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-shape-checks", action="store_true", help="run without jaxtyping and beartype checks")
+    parser.addoption("--part", metavar="K/N", help="only the K-th of N parts of the tests; each test is in one part")
     parser.addoption("--gpu", action="store_true", help="on the GPU that there is, for what is marked gpu")
 
 
@@ -48,6 +50,17 @@ def pytest_configure(config: pytest.Config) -> None:
         shape_checks.install("posttrain")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if part := config.getoption("--part"):
+        number, _, parts = part.partition("/")
+        if not (number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts)):
+            raise pytest.UsageError(f"--part={part}: give K/N with K from 1 to N, such as 2/5")
+        # By the function: its cases share what they compile.
+        kept = [i for i in items if zlib.crc32(i.nodeid.split("[")[0].encode()) % int(parts) == int(number) - 1]
+        config.hook.pytest_deselected(items=[item for item in items if item not in {*kept}])
+        items[:] = kept
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """Garbage collection looks at what tests make, not at the million objects of modules, of which none is garbage."""
@@ -64,6 +77,15 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One worker per core for a folder; a single file runs in this process, where start-up would cost more."""
     single = len(config.args) == 1 and Path(config.args[0].split("::")[0]).is_file()
     return 0 if single else min(os.cpu_count() or 1, 8)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> Iterator[None]:
+    """Leave what a finished file made out of later collections: each run of a stage ends with one that looks at all
+    objects, in an old process for more than a second."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

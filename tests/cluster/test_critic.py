@@ -76,6 +76,7 @@ def test_values_read_the_context_alone(tokenizer: Tokenizer) -> None:
         assert t == 11 or np.abs(after[0, t + 1 :] - before[0, t + 1 :]).max() > 1e-4
 
 
+@pytest.mark.thorough
 def test_the_critic_learns_values(tokenizer: Tokenizer) -> None:
     world = world_with_critic(tokenizer, rate=1e-2)
     told = [to_host(world.step().metrics) for _ in range(40)]

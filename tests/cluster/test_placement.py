@@ -118,7 +118,7 @@ def finished(place: str, lora: bool, temperature: float) -> tuple[World, Any]:
     return world, run(world)
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("temperature", [pytest.param(0.7, marks=pytest.mark.thorough), 1.0])
 def test_every_placement_gives_the_same_run(lora: bool, temperature: float) -> None:
     """Tokens first: a uniform that falls between two roundings would part the runs. Then the losses."""
@@ -218,7 +218,7 @@ def test_pieces_and_digests() -> None:
         assert digests({"x": other}) != digests({"x": first})
 
 
-@pytest.mark.parametrize("place", ["same", "other"])
+@pytest.mark.parametrize("place", [pytest.param("same", marks=pytest.mark.thorough), "other"])
 def test_offload_is_bitwise_and_the_ledger_adds_up(place: str) -> None:
     plain, expected = finished(place, False, 1.0)
     states = [jax.tree.leaves(plain.trainer.state())]

@@ -166,6 +166,7 @@ def test_all_ways_to_a_teacher_of_other_tokens_are_alike(
         np.testing.assert_allclose(losses[name], losses["here"], rtol=near, err_msg=name)
 
 
+@pytest.mark.thorough
 def test_samples_that_the_teacher_never_reads_end_the_run(tmp_path: Path, teacher: Path) -> None:
     """Bytes that are no text, so the teacher has nothing of the same text: no loss of 0 for ever."""
     broken = {"max_tokens": 4, "allowed_token_ids": [*range(128, 160)]}

@@ -91,7 +91,7 @@ def test_packed_is_apart(sequences: Any, lay_out: Callable[..., Any], loss: Poli
 
 
 @every_loss
-@pytest.mark.parametrize("split", [[2, 4], [1] * 6])
+@pytest.mark.parametrize("split", [[2, 4], pytest.param([1] * 6, marks=pytest.mark.thorough)])
 def test_any_split_and_order_of_rows(
     sequences: Any, lay_out: Callable[..., Any], loss: PolicyLoss, split: list[int]
 ) -> None:

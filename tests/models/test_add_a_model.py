@@ -11,6 +11,7 @@ from nbclient import NotebookClient
 from tests.test_notebooks import FOLDER, kernel_environment, read, text_of
 
 
+@pytest.mark.thorough
 def test_a_family_is_added_in_one_file(tmp_path: Path) -> None:
     notebook = read(FOLDER / "add_a_model.ipynb")
     work = tmp_path / "work"

@@ -18,16 +18,15 @@ from posttrain.weights.load import load_model
 from posttrain.weights.save import hf_tensors, save_model
 from posttrain.weights.state import ModelWeights
 from tests.models.checkpoints import assert_same
+from tests.often import often
 from tests.random_families import FAMILIES, random_family_model
 
-OFTEN = ("deepseek_v3", "gemma4_text", "gpt_oss")
-"""One of each kind of attention and of experts."""
+OFTEN = ("gemma4_text", "gpt_oss")
+"""Attention of several kinds, and experts."""
 ROWS, LENGTH = 3, 17
 
 
-@pytest.mark.parametrize(
-    "family", [family if family in OFTEN else pytest.param(family, marks=pytest.mark.thorough) for family in FAMILIES]
-)
+@pytest.mark.parametrize("family", often(FAMILIES, *OFTEN))
 def test_transformers_has_the_same_logits_and_gradients(family: str, tmp_path: Path) -> None:
     """A saved model loads here and there; a step of gradients of both is saved, and compared tensor by tensor."""
     model = random_family_model(family, seed=1)

@@ -37,6 +37,7 @@ from posttrain.runtime.run_async import run_async
 from posttrain.train.trainer import Trainer
 from posttrain.weights.state import ModelWeights
 from tests.mixtures import mixture_config, mixture_model
+from tests.often import often
 from tests.rl.helpers import act, example, step_settings
 from tests.tiny import shake, tiny_model
 
@@ -182,7 +183,7 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", often(FAULTS, "temperature", "off by one", "template", "not finite"))
 def test_a_fault_is_vetoed_and_named(tokenizer: Tokenizer, name: str) -> None:
     faults, settings, expected = FAULTS[name]
     world = World(tokenizer, model_of(tokenizer), lambda engine: Faulty(engine, **faults), **settings)
@@ -195,7 +196,7 @@ def test_stale_weights_are_named(tokenizer: Tokenizer) -> None:
     assert world.cause().startswith("stale weights: given the weights again")
 
 
-@pytest.mark.parametrize("fault", ["layer", "RoPE"])
+@pytest.mark.parametrize("fault", ["layer", pytest.param("RoPE", marks=pytest.mark.thorough)])
 def test_faults_of_the_engines_own_model(tokenizer: Tokenizer, fault: str) -> None:
     """A layer has no name beyond the engine's; RoPE has one."""
     model = model_of(tokenizer, rope_theta=500.0)
@@ -226,6 +227,7 @@ def test_a_prompt_that_the_template_renders_otherwise_is_named(tokenizer: Tokeni
     assert world.cause().startswith("template: the difference disappears with the prompt rendered again")
 
 
+@pytest.mark.thorough
 def test_recorded_routing_that_is_not_the_samplers_is_named(tokenizer: Tokenizer) -> None:
     """Only the actor replays it: the reference has its own router."""
     model = mixture_model(mixture_config(vocab_size=tokenizer.vocab_size))

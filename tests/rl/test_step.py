@@ -155,7 +155,7 @@ def test_truncated_samples_are_weighted_by_the_mass_that_was_kept(tokenizer: Tok
     assert metrics["sampling/importance_sampling_ratio/out_of_bounds"] == 0
 
 
-@pytest.mark.parametrize("algorithm", ["gspo", "rloo"])
+@pytest.mark.parametrize("algorithm", ["gspo", pytest.param("rloo", marks=pytest.mark.thorough)])
 def test_no_sequence_is_clipped_on_policy_in_bfloat16(tokenizer: Tokenizer, algorithm: str) -> None:
     """Sampler and trainer round differently: enough to clip sequences, were the sampler's numbers the old policy's."""
     clipped = {}
@@ -180,7 +180,7 @@ def test_every_algorithm_moves_the_weights(tokenizer: Tokenizer, algorithm: str)
     assert max(np.abs(np.asarray(after[path]) - before[path]).max() for path in before) > 1e-5
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_the_reference_stays_while_the_actor_learns(tokenizer: Tokenizer, lora: bool) -> None:
     optimizer = make_optimizer(OptimizerSection(learning_rate=1e-2 if lora else 2e-2), 100)
     world = World(tokenizer, lora=lora, optimizer=optimizer)

@@ -82,7 +82,7 @@ def of_weights(arrays: list[list[int]], model: Decoder, tensor: int) -> list[lis
 @pytest.mark.parametrize(
     ("kind", "name", "tensor"),
     [
-        ("dense", "fsdp", "auto"),
+        pytest.param("dense", "fsdp", "auto", marks=THOROUGH),
         ("moe", "expert", "auto"),
         pytest.param("dense lora", "fsdp", 4, marks=THOROUGH),
         pytest.param("dense", "data", "auto", marks=THOROUGH),
@@ -130,7 +130,7 @@ def test_the_trainers_layout_brings_weights_together_at_every_token() -> None:
     [
         ("dense lora", None),
         pytest.param("dense", "fsdp", marks=THOROUGH),
-        ("dense", "tensor"),
+        pytest.param("dense", "tensor", marks=THOROUGH),
         pytest.param("dense int8", "fsdp and tensor", marks=THOROUGH),
         pytest.param("dense dora", "tensor", marks=THOROUGH),
         pytest.param("moe", "tensor", marks=THOROUGH),

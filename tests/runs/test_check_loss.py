@@ -31,10 +31,10 @@ LOSSES: dict[str, Any] = {name: make(8).loss for name, make in ALGORITHMS.items(
     "dft": DFTLoss(),
     "dpo": PreferenceLoss(),
 }
-FEW = ("grpo", "gmpo", "rejected", "dpo")
+FEW = ("grpo", "dpo")
 
 
-@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.thorough) for n in LOSSES])
+@pytest.mark.parametrize("name", often(LOSSES, *FEW))
 def test_losses_of_the_package(name: str) -> None:
     line = prove(LOSSES[name], name)
     assert line.startswith(f"{name}: equal value, gradient and metrics") and "over 40 splits" in line
@@ -43,6 +43,7 @@ def test_losses_of_the_package(name: str) -> None:
 OWN = """
 import jax.numpy as jnp
 import posttrain as pt
+from tests.often import often
 
 
 class Loss:

@@ -99,6 +99,7 @@ def test_memory_savers_change_no_result(nll: Any) -> None:
     np.testing.assert_allclose(nll(batch_rows=16, noise_alpha=5.0, micro_batch_rows=8), noisy, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_what_changes_a_run(nll: Any) -> None:
     plain = nll()
     assert plain == nll()

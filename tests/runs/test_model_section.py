@@ -32,6 +32,7 @@ def checkpoint(folder: Path, fields: dict[str, Any]) -> Path:
 # --- long context ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_long_context_lets_rows_be_longer(tmp_path: Path) -> None:
     checkpoint(tmp_path / "phi3", {**PHI3, "pad_token_id": 0})  # by default 32,000, which transformers refuses
     file = write_run(tmp_path, sft_stage(row_tokens=32, num_steps=1, batch_rows=2), model={"path": "phi3"})

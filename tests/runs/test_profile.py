@@ -10,7 +10,9 @@ import pytest
 from tests.stages.runs import lines, posttrain, rl_stage, sft_stage, weights, write_run
 
 
-@pytest.mark.parametrize(("stage", "name"), [(sft_stage(num_steps=6), "0-sft"), (rl_stage(), "0-rl")])
+@pytest.mark.parametrize(
+    ("stage", "name"), [pytest.param(sft_stage(num_steps=6), "0-sft", marks=pytest.mark.thorough), (rl_stage(), "0-rl")]
+)
 def test_recorded_steps_are_explained(tmp_path: Path, stage: dict[str, object], name: str) -> None:
     """All but the milliseconds between spans, of which a busy machine makes some more; weights are those of a run
     without a recording."""

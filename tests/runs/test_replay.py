@@ -14,6 +14,7 @@ from posttrain.errors import ConfigError
 from posttrain.rl.store import read_record, recorded_steps
 from posttrain.runs.replay import MEASURED, Replayed, replay
 from posttrain.runs.token_losses import token_losses
+from tests.often import often
 from tests.stages.runs import few_devices, posttrain, rl_stage, sft_stage, write_run
 
 ENDS = {"max_tokens": 6, "stop_token_ids": [*range(0, 260, 4)]}
@@ -29,7 +30,7 @@ QUANTIZED = 0.02
 """Largest difference of log-probabilities of the 8-bit sampler and the trainer, in nats."""
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=often(KINDS, "plain", "updates"))
 def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a finished stage, with checkpoints of the last two steps; the plain one is behind another stage."""
     folder = tmp_path_factory.mktemp(request.param)

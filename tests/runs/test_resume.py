@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from posttrain import load_tokenizer, save_model
+from tests.often import often
 from tests.stages.children import Child
 from tests.stages.runs import INIT, fork, lines, posttrain, rl_stage, sft_stage, steps, weights, write_run
 from tests.tiny import tiny_model
@@ -169,8 +170,10 @@ def unfinished(file: Path, folder: Path, *without: str) -> tuple[Path, Path]:
     return folder / file.name, stage
 
 
-@pytest.mark.parametrize("remembered", [True, False])
-@pytest.mark.parametrize("written", [True, False])
+@pytest.mark.parametrize(
+    ("written", "remembered"),
+    often([(True, True), (True, False), (False, True), (False, False)], (True, True), (False, False)),
+)
 def test_killed_after_the_last_evaluation_says_it_once(
     tmp_path: Path, adapted: Path, remembered: bool, written: bool
 ) -> None:
@@ -214,6 +217,7 @@ def test_stop_between_stages(tmp_path: Path) -> None:
     assert posttrain("run", file).code == 0
 
 
+@pytest.mark.thorough
 def test_a_moved_project_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data, rewards and output of the configuration are relative to its folder."""
     write_run(tmp_path / "old", sft_stage(num_steps=1), output="out")

@@ -106,6 +106,7 @@ def test_an_interrupted_run_ends_as_never_stopped(tmp_path: Path) -> None:
         assert line["rollout/late_compilations"] == 0 and line["memory/rollout/rollout_gib"] > 0
 
 
+@pytest.mark.thorough
 def test_conversations_do_not_depend_on_time(tmp_path: Path) -> None:
     """A step that was sampled ahead is replayed as logged."""
     folders = [tmp_path / name for name in ("fast", "slow")]

@@ -87,6 +87,7 @@ def test_a_run_with_an_environment(tmp_path: Path) -> None:
         assert math.isclose(found.metrics[name], found.logged[name], rel_tol=1e-5, abs_tol=1e-6), name
 
 
+@pytest.mark.thorough
 def test_rows_of_turns_and_a_critic(tmp_path: Path) -> None:
     """A row for each turn, rewards at their ends, and values by turn."""
     file = write(

@@ -178,6 +178,7 @@ def test_some_steps_on_samples_interrupted_and_resumed(
         assert line["eval/distill/reverse_kl_low"] < line["eval/distill/reverse_kl"]
 
 
+@pytest.mark.thorough
 def test_all_steps_on_samples_need_no_completions(tmp_path: Path, teachers: Path) -> None:
     """Each row by its own teacher. Sampled at a temperature that is not the divergence's, and compared at it."""
     (tmp_path / "rows_of_test.py").write_text(

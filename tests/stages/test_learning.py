@@ -28,6 +28,7 @@ def test_loss_falls(tmp_path: Path) -> None:
     check_data_wait(tmp_path / "out")
 
 
+@pytest.mark.thorough
 def test_each_program_compiles_once_and_the_first_update_is_on_policy(tmp_path: Path) -> None:
     held_out = {"path": "rows.jsonl", "chat": False, "limit": 3}
     stages = [

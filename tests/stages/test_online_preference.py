@@ -74,6 +74,7 @@ def test_dropout_is_refused(tmp_path: Path) -> None:
     assert "model.lora.dropout=0.1" in posttrain("check", write_run(tmp_path, online_stage(), model=model)).error
 
 
+@pytest.mark.thorough
 def test_a_run_is_evaluated_and_goes_on_bitwise_from_a_checkpoint(tmp_path: Path) -> None:
     held_out = {"path": "rows.jsonl", "chat": False, "limit": 5}
     stage = online_stage(

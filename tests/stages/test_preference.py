@@ -105,6 +105,7 @@ def test_shared_prompts_change_no_loss(tmp_path: Path, kind: str, loss: str | No
     assert apart[-1] < apart[0] - 1e-3
 
 
+@pytest.mark.thorough
 def test_a_new_adapter_is_the_base_for_the_reference(tmp_path: Path) -> None:
     found = losses(tmp_path, reference="live", model={"lora": {"rank": 2}}, num_steps=2)
     assert abs(found[0] - np.log(2)) < 1e-5 and found[1] < found[0] - 1e-4

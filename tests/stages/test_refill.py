@@ -45,6 +45,7 @@ def write(folder: Path, **changes: Any) -> Path:
     return file
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_ends_as_never_stopped(tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     assert posttrain("run", write(whole, num_steps=6)).code == 0

@@ -48,6 +48,7 @@ def trained(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> list[di
     return [result[when]["metrics"] for when in ("before", "after")]
 
 
+@pytest.mark.thorough
 def test_steps_are_judged(tmp_path: Path) -> None:
     """A right step repeats the letter of the prompt. Held-out rows have letters of the same kind in other orders."""
     rng, rows = np.random.default_rng(0), []

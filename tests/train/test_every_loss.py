@@ -186,7 +186,7 @@ def stepped(name: str, layout: Sequence[Sequence[int]], micro: int | None) -> tu
     return {path: np.asarray(w) - before[path] for path, w in trainer.params.items()}, metrics
 
 
-FEW = ("dft", "jensen_shannon of two", "best ids", "gold", "sigmoid", "kto", "process", "value")
+FEW = ("jensen_shannon of two", "gold", "kto", "process", "value")
 
 
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.thorough) for n in CASES])

@@ -146,7 +146,7 @@ def test_a_line_waits_for_the_dispatch_of_the_next_step_and_says_the_same(
             assert metrics["step_time"] > 0
 
 
-@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("on_host", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_step_that_is_done_is_written_at_once_with_its_own_time(tmp_path: Path, on_host: bool) -> None:
     """On a CPU programs run in the thread that calls them: a line that waited would tell the time of the next step."""
     loop = Loop(tmp_path)

@@ -29,6 +29,7 @@ from posttrain.train.low_precision import (
 from posttrain.train.optim import OptaxOptimizer, make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.lora import attach_lora
+from tests.often import often
 from tests.tiny import tiny_model
 from tests.train.test_trainer import rows
 
@@ -130,7 +131,7 @@ def exact() -> list[float]:
 
 @pytest.mark.parametrize(
     "kind",
-    ["bfloat16", "rounded_int8", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("int8", "rounded"))],
+    often(("bfloat16", "rounded_int8", "int8", "rounded"), "rounded_int8"),
 )
 def test_the_loss_curve_is_that_of_float32(kind: str, exact: list[float]) -> None:
     curve = losses(trainer(section(**KINDS[kind])), STEPS)
@@ -195,6 +196,7 @@ def test_resumed_is_never_stopped_and_another_seed_rounds_differently(tmp_path: 
     assert (ends[0] != ends[1]).any()
 
 
+@pytest.mark.thorough
 def test_an_adapter_trains_in_few_bits() -> None:
     curves = [
         losses(trainer(section(learning_rate=1e-2, **KINDS[kind]), lora=True), 12)

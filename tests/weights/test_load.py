@@ -51,9 +51,9 @@ def fault(path: str | Path, **options: Any) -> str:
     ("name", "axes"),
     [
         ("qwen3_moe", {"fsdp": 2, "tensor": 2, "expert": 2}),
-        ("gpt_oss", {"expert": 2, "fsdp": 4, "tensor": 1}),
+        pytest.param("gpt_oss", {"expert": 2, "fsdp": 4, "tensor": 1}, marks=pytest.mark.thorough),
         ("gpt_oss_mxfp4", None),
-        ("phi3", {"data": 2, "fsdp": 2, "tensor": 2}),
+        pytest.param("phi3", {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.thorough),
     ],
 )
 def test_loading_in_pieces(name: str, axes: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("axes", [None, {"fsdp": 4, "tensor": 2}])
+@pytest.mark.parametrize("axes", [None, pytest.param({"fsdp": 4, "tensor": 2}, marks=pytest.mark.thorough)])
 def test_host_holds_less_than_two_tensors(
     axes: dict[str, int] | None, large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

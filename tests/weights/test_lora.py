@@ -29,6 +29,7 @@ from posttrain.weights.lora import (
 from posttrain.weights.save import save_model
 from posttrain.weights.state import ModelWeights, Weights, without_adapter
 from tests.models.goldens import COMPILER_OPTIONS
+from tests.often import often
 from tests.tiny import forward, tiny_config, tiny_model
 from tests.weights.adapted import KINDS, TOKENS, disturb, model_of, trained
 
@@ -46,7 +47,7 @@ def program(model: Decoder) -> Callable[[Weights], Array]:
     return jax.jit(run, compiler_options=COMPILER_OPTIONS)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", often(KINDS, "lora", "experts", "everything with dora", "tied with dora"))
 def test_applied_is_merged_and_off_is_base(kind: str) -> None:
     model = model_of(kind)
     plain = program(model)

@@ -29,6 +29,7 @@ from posttrain.weights.peft_save import save_adapter
 from posttrain.weights.quantize import error_rows, quantizable, quantize_model
 from posttrain.weights.save import hf_tensors, save_model
 from posttrain.weights.state import ModelWeights
+from tests.often import often
 from tests.tiny import forward, tiny_config, tiny_model
 
 GOLDENS = Path(__file__).parent.parent / "goldens" / "models"
@@ -109,7 +110,7 @@ def llama() -> Decoder:
     return load_model(GOLDENS / "llama", dtype=jnp.float32)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=often(KINDS, "int8", "nf4"))
 def pair(request: pytest.FixtureRequest) -> tuple[Quantize, Decoder]:
     return request.param, load_model(GOLDENS / "llama", dtype=jnp.float32, quantize=request.param)
 

@@ -29,6 +29,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.quant import Quantized, quantized
 from posttrain.weights.lora import attach_lora
 from posttrain.weights.state import ModelWeights
+from tests.often import often
 from tests.tiny import shake, tiny_model
 
 ROWS, LENGTH, DIM, K = 8, 12, 16, 5
@@ -46,13 +47,14 @@ TERMS = {
     "ids": Terms(divergence=DIVERGENCE),
     "groups": Terms(divergence=Divergence(beta=0.5, temperature=1.0), unshared=bytes([0b10101010] * 6)),
 }
-CASES = [
-    pytest.param(
-        name, kind, marks=() if name in ("fsdp", "tensor") or kind in ("own", "groups") else pytest.mark.thorough
-    )
-    for name in MESHES
-    for kind in TERMS
-]
+CASES = often(
+    [(name, kind) for name in MESHES for kind in TERMS],
+    ("fsdp", "groups"),
+    ("fsdp", "live"),
+    ("tensor", "ids"),
+    ("expert", "own"),
+    ("both", "groups"),
+)
 COTANGENTS = {"own": ("logps", "entropy", "mean_logps"), "live": ("divergence", "logps"), "ids": ("divergence",)}
 
 
