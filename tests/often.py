@@ -9,8 +9,12 @@ import pytest
 
 
 def often(cases: Iterable[Any], *kept: Any) -> list[Any]:
-    """Parameters of which only `kept` run without `-m thorough`."""
+    """Parameters of which only `kept` run without `-m thorough`; a tuple holds the values of several arguments."""
     made = list(cases)
     if missing := [case for case in kept if case not in made]:
         raise pytest.UsageError(f"{missing}: not among the cases {made}")
-    return [case if case in kept else pytest.param(case, marks=pytest.mark.thorough) for case in made]
+    values = [case if isinstance(case, tuple) else (case,) for case in made]
+    return [
+        pytest.param(*value, marks=() if case in kept else pytest.mark.thorough)
+        for case, value in zip(made, values, strict=True)
+    ]

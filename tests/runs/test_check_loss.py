@@ -18,6 +18,7 @@ from posttrain.rl.algorithms import ALGORITHMS
 from posttrain.runs.check_loss import check_loss, prove
 from posttrain.tree import replace
 from tests.documents import ROOT, SHELL, blocks_of, write_folder
+from tests.often import often
 from tests.stages.runs import posttrain
 from tests.test_readme import commands
 
@@ -43,7 +44,6 @@ def test_losses_of_the_package(name: str) -> None:
 OWN = """
 import jax.numpy as jnp
 import posttrain as pt
-from tests.often import often
 
 
 class Loss:
