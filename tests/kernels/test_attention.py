@@ -19,6 +19,7 @@ from posttrain.kernels.attention.call import AttentionCall
 from posttrain.kernels.attention.dispatch import block_size, choose, even_block, select
 from posttrain.kernels.platform import log_choice, warn_once
 from tests.kernels.attention_cases import CASES, HEADS, Case, Rows, rows
+from tests.often import often
 
 SMALL = rows(lengths=((5, 4), (12,)), length=12)
 
@@ -149,18 +150,25 @@ def test_low_precision_as_the_reference(kernel: AttentionKernel) -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "kv_heads", "context", "tensor"),
-    [
-        ("reference", 2, 1, 2),
-        ("blockwise", 2, 1, 2),
-        ("blockwise", 1, 1, 2),
-        ("splash", 2, 1, 2),
-        ("splash", 1, 1, 2),
-        ("splash", 2, 1, 4),
+    often(
+        [
+            ("reference", 2, 1, 2),
+            ("blockwise", 2, 1, 2),
+            ("blockwise", 1, 1, 2),
+            ("splash", 2, 1, 2),
+            ("splash", 1, 1, 2),
+            ("splash", 2, 1, 4),
+            ("reference", 2, 2, 2),
+            ("blockwise", 2, 4, 1),
+            ("splash", 1, 2, 2),
+            ("splash", 2, 2, 1),
+        ],
         ("reference", 2, 2, 2),
+        ("blockwise", 1, 1, 2),
         ("blockwise", 2, 4, 1),
+        ("splash", 2, 1, 4),
         ("splash", 1, 2, 2),
-        ("splash", 2, 2, 1),
-    ],
+    ),
 )
 def test_eight_devices_as_one(kernel: AttentionKernel, kv_heads: int, context: int, tensor: int) -> None:
     length = 256 if kernel == "splash" and context > 1 else 128

@@ -20,6 +20,7 @@ from posttrain.stages.pair_inputs import PREFERENCE_LOSSES, REWARD_LOSSES
 from posttrain.statistics import mean_interval, ratio_interval
 from posttrain.tree import Mean, replace
 from tests.losses.conftest import read_golden
+from tests.often import often
 
 ROLES = (1, -1, 1, -1, 1, -1)
 SMOOTHING = {"exo_pair": 0.1, "robust": 0.2}
@@ -51,6 +52,8 @@ def named(kind: str) -> Any:
 
 
 LOSSES = {kind: named(kind) for kind in (*PREFERENCE_LOSSES, *REWARD_LOSSES)} | FORMS
+FEW = ("sigmoid", "aot", "bradley_terry", "sft", "process", "several", "orpo", "kto", "ipo", "simpo", "nca_pair", "wpo")
+"""One of each form; others have the same code around another formula."""
 WHOLE = {n for n, x in LOSSES.items() if isinstance(x, BatchLoss) and x.needs_whole_batch}
 """Those that compare, or average over, a whole batch; the trainer then calls them once."""
 PROMPTS = {n for n, x in LOSSES.items() if x.needs.prompts}
@@ -121,10 +124,12 @@ def value(loss: Any, made: Any, layout: Any) -> Any:
     return float(mean), float(weight), np.concatenate([parts[number] for number in sorted(parts)])
 
 
+few_losses = pytest.mark.parametrize("name", often(LOSSES, *FEW))
+
 PACKED, APART = [[0, 1, 2, 3, 4, 5]], [[4, 5], [0, 1], [2, 3], []]
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@few_losses
 def test_packing_does_not_matter(name: str) -> None:
     loss, made = LOSSES[name], sequences(name)
     with jax.enable_x64(True):
@@ -138,7 +143,7 @@ def parts_of(stats: TokenStats, batch: Batch) -> list[Any]:
     return [jax.tree.map(lambda x, part=part: x[part], (stats, batch)) for part in (slice(0, 1), slice(1, 4))]
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@few_losses
 def test_splits_add_up(name: str) -> None:
     """Every metric, and the loss if it does not ask for the whole batch; of that the trainer sees to it, see
     tests/train/test_preference_e2e.py."""
@@ -154,7 +159,7 @@ def test_splits_add_up(name: str) -> None:
             np.testing.assert_allclose((added.total, added.weight), (mean.total, mean.weight), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@few_losses
 def test_sums_of_units(name: str) -> None:
     """What the intervals of an evaluation come from: the sum over units is the metric of the batch, in any packing."""
     loss = LOSSES[name]

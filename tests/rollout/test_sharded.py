@@ -15,6 +15,7 @@ from posttrain.models.decoder import Decoder
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.types import Completion
 from posttrain.weights.state import ModelWeights
+from tests.often import often
 from tests.rollout.engines import assert_same, make_engine, params, requests
 from tests.tiny import tiny_config, tiny_model
 
@@ -73,7 +74,7 @@ def collectives_of_loops(program: str) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     "name",
-    ["data", "data and tensor", *(pytest.param(n, marks=pytest.mark.thorough) for n in MESHES if "data" not in n)],
+    often(MESHES, "data and tensor"),
 )
 def test_the_samples_of_one_device_and_no_keys_that_travel(name: str, expected: list[Completion]) -> None:
     engine = make_engine(sharded_model(MESHES[name]), slots=6)

