@@ -50,8 +50,8 @@ def whole(chips: int, sizes: dict[str, int]) -> np.ndarray:
 
 
 def law(chips: list[int], values: np.ndarray, *, growing: bool) -> Callable[[int], float]:
-    """Least-squares fit of a + b / chips, and of c chips if `growing`: what is split falls, and hidden states that all
-    chips of a group gather for their part of the vocabulary grow with the group."""
+    """Least-squares fit of a + b / chips, and of c chips if `growing`: what is split falls, and what XLA sends whole
+    where a chip's part is too small grows."""
     terms = [np.ones(len(chips)), 1 / np.asarray(chips), *[np.asarray(chips, float)] * growing]
     factors, *_ = np.linalg.lstsq(np.stack(terms, axis=1), values)
     return lambda number: float(np.dot(factors, [1.0, 1 / number, float(number)][: len(factors)]))

@@ -16,6 +16,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from posttrain.batch import Batch, LossOutput, TokenStats
 from posttrain.cluster.reference import Reference
 from posttrain.config import LoRA, MeshSection, OptimizerSection
+from posttrain.kernels.logits import vocab_sharding
 from posttrain.losses.sft import SFTLoss
 from posttrain.mesh import make_mesh
 from posttrain.metrics import CompileCounter, to_host
@@ -93,9 +94,14 @@ def test_row_order_and_empty_rows_change_nothing(update: dict[str, np.ndarray]) 
     assert_same_update(update, moved(trainer(micro_batch_rows=2), padded), 2e-6)
 
 
-def test_eight_devices_give_the_update_of_one(update: dict[str, np.ndarray]) -> None:
+@pytest.mark.parametrize(("sizes", "parts"), [({"data": 2, "fsdp": 2, "tensor": 2}, 16), ({"fsdp": 4, "tensor": 2}, 2)])
+def test_eight_devices_give_the_update_of_one(
+    update: dict[str, np.ndarray], sizes: dict[str, int], parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a vocabulary that each pair of `fsdp` has for itself."""
+    monkeypatch.setattr(vocab_sharding, "MAX_PARTS", parts)
     batch = rows(0)
-    mesh = make_mesh(MeshSection(data=2, fsdp=2, tensor=2))
+    mesh = make_mesh(MeshSection(**sizes))
     sharded = trainer(mesh=mesh, micro_batch_rows=4)
     assert_same_update(update, moved(sharded, batch), 5e-6)
     single, spread = trainer().stats(batch), sharded.stats(batch)

@@ -129,7 +129,7 @@ def _problem(
     mesh: Mesh | None,
 ) -> _Problem:
     rows, length = tokens.shape
-    sharding = VocabSharding(mesh)
+    sharding = VocabSharding.of(mesh)
     chunk = chunk_length(rows, length, vocab_size, sharding)
     counts = predicting(segments, only)
     plan = chunk_plan(counts, chunk)

@@ -33,7 +33,7 @@ def top_k(
     chunk of the tokens in `only` at a time.
     """
     rows, length = tokens.shape
-    sharding = VocabSharding(mesh)
+    sharding = VocabSharding.of(mesh)
     chunk = chunk_length(rows, length, vocab_size, sharding)
     counts = jnp.ones((rows, length - 1), bool) if only is None else jnp.asarray(only[:, 1:])
     plan = chunk_plan(counts, chunk)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int, Shaped
 
 from posttrain.kernels.logits.softmax import NO_LOGIT
@@ -26,11 +26,23 @@ STORAGE_AXES = ("tensor", "fsdp")
 VOCAB_AXES = (*STORAGE_AXES, "expert", "context")
 """Mesh axes that split V in a loss."""
 
+GROUP_AXIS = "fsdp_group"
+"""Axis of groups of `fsdp`, in the mesh that a loss has of its own where they are too many to share one vocabulary."""
+
+MAX_PARTS = 16
+"""Maximum parts of V over `fsdp`. Every device gathers the hidden states of its group, 8 MiB of a device's 4,096 tokens
+of 1,024 numbers, and of the head the part that its group stores elsewhere, V / 16 of 297 MiB: more parts send more."""
+
 
 class VocabSharding(NamedTuple):
     """Layout of a loss over the vocabulary on a mesh; without one, or on one device, arrays stay as they are."""
 
     mesh: Mesh | None
+
+    @classmethod
+    def of(cls, mesh: Mesh | None) -> VocabSharding:
+        """Layout on the devices of `mesh`, of which at most `MAX_PARTS` of `fsdp` share one vocabulary."""
+        return cls(None if mesh is None else grouped(mesh))
 
     @property
     def splits(self) -> bool:
@@ -46,9 +58,18 @@ class VocabSharding(NamedTuple):
         return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @property
+    def row_axes(self) -> tuple[str, ...]:
+        """Axes of the rows of a batch."""
+        axes = row_axes(self.mesh)
+        if self.mesh is None or GROUP_AXIS not in self.mesh.axis_names:
+            return axes
+        at = axes.index("fsdp")
+        return (*axes[:at], GROUP_AXIS, *axes[at:])
+
+    @property
     def group_axes(self) -> tuple[str, ...]:
         """Row axes over which no vocabulary is split; they come first in the order of the rows."""
-        return tuple(axis for axis in row_axes(self.mesh) if axis not in VOCAB_AXES)
+        return tuple(axis for axis in self.row_axes if axis not in VOCAB_AXES)
 
     @property
     def groups(self) -> int:
@@ -57,7 +78,7 @@ class VocabSharding(NamedTuple):
 
     def rows(self, x: Shaped[Array, "B ..."]) -> Shaped[Array, "B ..."]:
         """Rows as those of a batch: over all row axes."""
-        return self._constrained(x, row_axes(self.mesh))
+        return self._constrained(x, self.row_axes)
 
     def gathered(self, x: Shaped[Array, "B ..."]) -> Shaped[Array, "B ..."]:
         """Rows of a group on all of its devices."""
@@ -74,7 +95,14 @@ class VocabSharding(NamedTuple):
         missing = -x.shape[vocab_dim] % self.shards
         padded = jnp.pad(x, [(0, missing if dim == vocab_dim else 0) for dim in range(x.ndim)])
         stored = tuple(axis for axis in self.axes if axis in STORAGE_AXES)
-        padded = self._constrained(padded, *(stored if dim == vocab_dim else None for dim in range(x.ndim)))
+        spec: list[Any] = [stored if dim == vocab_dim else None for dim in range(x.ndim)]
+        if self.mesh is not None and GROUP_AXIS in self.mesh.axis_names:
+            # Storage splits another dimension over all of `fsdp`: it is gathered from the groups after the exchange.
+            groups = self.mesh.shape[GROUP_AXIS]
+            other = (dim for dim, size in enumerate(x.shape) if dim != vocab_dim and size % groups == 0)
+            if (dim := next(other, None)) is not None:
+                padded = self._constrained(padded, *(GROUP_AXIS if n == dim else one for n, one in enumerate(spec)))
+        padded = self._constrained(padded, *spec)
         whole = jax.lax.slice_in_dim(self.parameter(padded, vocab_dim), 0, x.shape[vocab_dim], axis=vocab_dim)
         return self.parameter(whole, vocab_dim)
 
@@ -156,6 +184,19 @@ class VocabSharding(NamedTuple):
 
 
 ONE_DEVICE = VocabSharding(None)
+
+
+def grouped(mesh: Mesh) -> Mesh:
+    """The same devices in the same order, with `fsdp` as `GROUP_AXIS` x `fsdp` where it is more than `MAX_PARTS`."""
+    size = mesh.shape.get("fsdp", 1)
+    if size <= MAX_PARTS:
+        return mesh
+    parts = max(n for n in range(1, MAX_PARTS + 1) if size % n == 0)
+    at = mesh.axis_names.index("fsdp")
+    shape, names = mesh.devices.shape, mesh.axis_names
+    devices = mesh.devices.reshape(*shape[:at], size // parts, parts, *shape[at + 1 :])
+    axes = (*names[:at], GROUP_AXIS, *names[at:])
+    return Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
 def _cut_or_padded(logits: Float[Array, "B C W"], vocab_size: int) -> Float[Array, "B C V"]:

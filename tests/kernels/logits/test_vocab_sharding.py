@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from posttrain.batch import NO_ID, TopK
 from posttrain.config import LoRA, MeshSection
 from posttrain.kernels.logits import chunks as module
+from posttrain.kernels.logits import vocab_sharding
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.kernels.logits.chunks import chunk_length
 from posttrain.kernels.logits.divergence import Divergence
@@ -173,14 +174,30 @@ def test_eight_devices_give_the_statistics_and_gradients_of_one(name: str, kind:
     assert_same(program(kind, mesh)(on_mesh(inputs(vocab), mesh)), of_one_device(kind, vocab))
 
 
+@pytest.mark.parametrize("kind", often(TERMS, "groups", "own"))
+def test_groups_of_fsdp(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices of a group share the vocabulary, and gather no hidden state of another."""
+    monkeypatch.setattr(vocab_sharding, "MAX_PARTS", 2)
+    section, vocab = MESHES["fsdp"]
+    mesh = make_mesh(section)
+    sharding = VocabSharding.of(mesh)
+    assert (sharding.groups, sharding.shards) == (4, 2)
+    compiled = program(kind, mesh).lower(on_mesh(inputs(vocab), mesh)).compile()
+    assert_same(compiled(on_mesh(inputs(vocab), mesh)), of_one_device(kind, vocab))
+    gathered = [sizes for looped, result in collectives(compiled.as_text()) if looped for sizes in result]
+    assert max(sizes[0] for sizes in gathered if sizes and sizes[-1] == DIM) == ROWS // 4
+
+
 def test_a_frozen_head() -> None:
     section, vocab = MESHES["fsdp"]
     mesh = make_mesh(section)
     assert_same(program("own", mesh, (0,))(on_mesh(inputs(vocab), mesh)), of_one_device("own", vocab, (0,)))
 
 
+@pytest.mark.parametrize("parts", [2, 16])
 @pytest.mark.parametrize("name", ["fsdp", "both"])
-def test_best_ids(name: str) -> None:
+def test_best_ids(name: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocab_sharding, "MAX_PARTS", parts)
     section, vocab = MESHES[name]
     arrays, mesh = inputs(vocab), make_mesh(section)
 
