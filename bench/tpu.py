@@ -91,10 +91,12 @@ def reason(error: str) -> str:
     return next((line.strip() for line in lines if "Used" in line or "exceed" in line), lines[0])[:120]
 
 
-def update(fields: dict[str, Any], rows: int, length: int, loss: Any, arrays: tuple[str, ...] = ()) -> str:
-    """Figures of one update at fsdp=8."""
+def update(
+    fields: dict[str, Any], rows: int, length: int, loss: Any, arrays: tuple[str, ...] = (), **settings: Any
+) -> str:
+    """Figures of one update at fsdp=8; `settings` of the optimizer."""
     mesh = mesh_of(fsdp=8)
-    optimizer = make_optimizer(OptimizerSection(learning_rate=1e-5), 100)
+    optimizer = make_optimizer(OptimizerSection(learning_rate=1e-5, **settings), 100, seed=0)
     programs = train_programs(model(fields, mesh), loss, optimizer, mesh)
     found, seconds = compiled(lambda: programs.lower_update(batch_of(rows, length, arrays=arrays)), mesh.size)
     if isinstance(found, str):
@@ -200,7 +202,10 @@ def expert_case(size: int) -> tuple[str, Callable[[], str]]:
 
 
 def large_case(length: int) -> tuple[str, Callable[[], str]]:
-    return f"SFT step, 8B, 8 x {length}, fsdp=8", lambda: update(LARGE, 8, length, SFTLoss())
+    """State as Tunix has it: moments in bfloat16, no masters."""
+    low: dict[str, Any] = {"moments": "bfloat16", "stochastic_rounding": True}
+    title = f"SFT step, 8B, 8 x {length}, fsdp=8, bfloat16 moments and no masters"
+    return title, lambda: update(LARGE, 8, length, SFTLoss(), **low)
 
 
 CASES: dict[str, list[tuple[tuple[str, Callable[[], str]], str | None]]] = {
