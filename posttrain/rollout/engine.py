@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -100,6 +101,8 @@ class NativeEngine:
         self.programs = self._runner.programs
         self._compilations = 0, 0.0
         self._driver: asyncio.Task[None] | None = None
+        # One for good: each thread allocates from memory of its own, and what a program has freed serves no other.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout")
         self._paused = False
         self._closed = False
 
@@ -337,11 +340,12 @@ class NativeEngine:
 
     async def _drive(self) -> None:
         """`step` while there is work: bookkeeping on the event loop, waiting for the device in a thread."""
+        loop = asyncio.get_running_loop()
         try:
             while not self._paused and (plan := self._scheduler.plan()) is not None:
                 with span("rollout/schedule"):
                     dispatch = self._runner.prepare(plan, self._loaded)
-                self._finish(plan, dispatch, await asyncio.to_thread(self._runner.run, dispatch))
+                self._finish(plan, dispatch, await loop.run_in_executor(self._thread, self._runner.run, dispatch))
         except Exception as error:
             for request in self._scheduler.drain():
                 request.fail(error)
