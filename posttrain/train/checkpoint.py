@@ -24,6 +24,9 @@ Tree = TypeVar("Tree")
 
 FORMAT = 2
 """Format of the host part; checkpoints of another format are rejected."""
+FILE_BYTES = 32 << 20
+"""Size of a checkpoint's files: the writer holds what it has compressed until a file is full. With Orbax's default, 2
+GiB, that is a second copy of the whole state."""
 
 
 class Checkpointer:
@@ -75,7 +78,7 @@ class Checkpointer:
             raise ValueError(f"checkpoint: host must be JSON and numpy arrays, but {error}") from error
         # Save text, not the object: Orbax would serialize it later, when the caller may have changed it.
         record = {"format": FORMAT, "host": text, "arrays": {path: _spec(leaf) for path, leaf in leaves.items()}}
-        items: dict[str, Any] = {"arrays": ocp.args.PyTreeSave(leaves), "host": ocp.args.JsonSave(record)}
+        items: dict[str, Any] = {"arrays": ocp.args.PyTreeSave(leaves, ocdbt_target_data_file_size=FILE_BYTES), "host": ocp.args.JsonSave(record)}
         if values:
             items["values"] = ocp.args.PyTreeSave(values)
         self._manager.save(step, args=ocp.args.Composite(**items))

@@ -16,8 +16,10 @@ import jax
 import optax
 
 from posttrain.errors import ConfigError
+from posttrain.kernels.platform import platform_of
 from posttrain.metrics import CompileCounter, peak_memory_gib, tables, to_host
 from posttrain.runtime import processes
+from posttrain.runtime.host_memory import trim_host_memory
 from posttrain.runtime.profiler import span, step_span
 from posttrain.tracking.console import progress_bar
 from posttrain.tracking.profile.recorder import StepRecorder
@@ -208,6 +210,8 @@ class TrainingLoop:
             host: dict[str, Any] = {"step": done, "skipped_updates": self._trainer.skipped_updates}
             host |= {"data": self._data.state(), "origin": dict(self._origin.parts)}
             with span("checkpoint"):
+                # What the update has freed holds no room beside what the writer needs.
+                trim_host_memory(platform_of(self._trainer.mesh))
                 self._checkpointer.save(done, self._trainer.state(), host)
         if stop and not last:
             self._checkpointer.wait()
