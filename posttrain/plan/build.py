@@ -105,6 +105,7 @@ class RolloutShapes:
         params = SamplingParams(max_tokens=max_tokens, temperature=1.0, stop_token_ids=(), key=(0, 0))
         longest = max_length - max_tokens
         calls = self.runner.examples([Expected(params=params, shortest=longest, longest=longest)], rereads=False)
+        self.num_programs = len(calls)
         prompts = [call for call in calls if isinstance(call, Prompts) and call.context is None]
         rows = [call for call in calls if isinstance(call, DecodeRows)]
         self.prompts = max(prompts, key=lambda call: call.tokens.size)

@@ -35,7 +35,8 @@ def figures_of(lowered: jax.stages.Lowered, machine: Machine) -> Figures:
     file = cache_folder("plan") / f"{key}.json"
     if file.is_file():
         return _read(json.loads(file.read_text(encoding="utf-8")))
-    found = compile_program(lowered, machine.num_devices)
+    for_cpu = machine.chip.platform == "cpu" or not machine.has_compiler
+    found = compile_program(lowered, machine.num_devices, for_cpu=for_cpu)
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(_written(found)), encoding="utf-8")

@@ -49,11 +49,21 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """Phases of one stage, and the tokens that a step trains on."""
+    """Phases of one stage, the tokens that a step trains on, and the arrays that lie on a device."""
 
     phases: Sequence[Phase]
     tokens: int
     unit: str
+    state: int
+    """Bytes of what a checkpoint holds: trained parameters and optimizer state."""
+    largest: int
+    """Bytes of the largest array among them."""
+    saves_between: bool
+    """True if a checkpoint is written while training goes on."""
+    made: int = 0
+    """Bytes of weights that are made anew for sampling."""
+    sampler_programs: int = 0
+    """Number of programs that the rollout engine compiles; 0: no engine."""
 
 
 def bytes_on_device(tree: object) -> int:
@@ -90,7 +100,8 @@ def _sft(section: SFTSection, model: Decoder, mesh: Mesh) -> StagePlan:
     if section.eval_dataset is not None:
         beside = bytes_on_device(programs.opt_state)
         phases.append(_forward(programs, batch, "evaluation", programs.lower_evaluation, 0, beside))
-    return StagePlan(phases=phases, tokens=section.batch_rows * section.row_tokens, unit="tokens of rows")
+    tokens = section.batch_rows * section.row_tokens
+    return StagePlan(phases=phases, tokens=tokens, unit="tokens of rows", **_saved(section, programs))
 
 
 def _preference(section: PreferenceSection, model: Decoder, mesh: Mesh) -> StagePlan:
@@ -115,7 +126,8 @@ def _preference(section: PreferenceSection, model: Decoder, mesh: Mesh) -> Stage
         phases.append(_forward(programs, scored, "statistics", programs.lower_stats, 1, state + kept))
     if section.eval_dataset is not None:
         phases.append(_forward(programs, batch, "evaluation", programs.lower_evaluation, 0, state + kept))
-    return StagePlan(phases=phases, tokens=section.batch_rows * section.row_tokens, unit="tokens of rows")
+    tokens = section.batch_rows * section.row_tokens
+    return StagePlan(phases=phases, tokens=tokens, unit="tokens of rows", **_saved(section, programs))
 
 
 def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int) -> StagePlan:
@@ -163,7 +175,24 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int) -> StagePla
     if scored:
         phases.append(_forward(programs, batch, "statistics", programs.lower_stats, scored, state + kept + pool))
     phases.append(_update(programs, batch, kept + pool))
-    return StagePlan(phases=phases, tokens=rows * section.sampling.max_tokens, unit="sampled tokens")
+    return StagePlan(
+        phases=phases,
+        tokens=rows * section.sampling.max_tokens,
+        unit="sampled tokens",
+        made=bytes_on_device(rollout.weights.made),
+        sampler_programs=rollout.num_programs,
+        **_saved(section, programs),
+    )
+
+
+def _saved(section: TrainSection, programs: TrainPrograms) -> dict[str, Any]:
+    """Fields of a plan on checkpoints."""
+    saved = jax.tree.leaves((programs.params, programs.opt_state))
+    return {
+        "state": bytes_on_device(saved),
+        "largest": max(map(bytes_on_device, saved)),
+        "saves_between": section.checkpoint_every < (section.num_steps or math.inf),
+    }
 
 
 def _update(programs: TrainPrograms, batch: Batch, beside: int) -> Phase:

@@ -62,9 +62,9 @@ def report(plan: StagePlan, outcomes: Sequence[Outcome], machine: Machine) -> It
         rows.append(
             (
                 f"{outcome.phase.role}: {outcome.phase.name}",
-                _bytes(outcome.peak) + ("" if outcome.fits else " TOO MUCH"),
-                _bytes(outcome.figures.arguments),
-                f"{_bytes(outcome.wire)} a {per}",
+                in_units(outcome.peak) + ("" if outcome.fits else " TOO MUCH"),
+                in_units(outcome.figures.arguments),
+                f"{in_units(outcome.wire)} a {per}",
                 f"{outcome.step_seconds:.3g} s",
                 limit,
                 ", ".join(outcome.figures.mosaic) or "none",
@@ -84,7 +84,7 @@ def report(plan: StagePlan, outcomes: Sequence[Outcome], machine: Machine) -> It
     fullest = max(outcomes, key=lambda outcome: outcome.peak)
     yield f"  largest buffers of {fullest.phase.name}, per device:"
     for name, size, knob in largest(fullest):
-        yield f"    {_bytes(size)}  {name}: {knob}"
+        yield f"    {in_units(size)}  {name}: {knob}"
 
 
 def largest(outcome: Outcome) -> list[tuple[str, int, str]]:
@@ -113,7 +113,8 @@ def _knob(phase: Phase, made: Large) -> str:
     return "an activation; micro_batch_rows, model.remat, row_tokens"
 
 
-def _bytes(count: int | float) -> str:
+def in_units(count: int | float) -> str:
+    """Bytes in the unit that suits them."""
     for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", 2**10)):
         if count >= scale:
             return f"{count / scale:,.2f} {unit}"

@@ -17,15 +17,18 @@ from posttrain.mesh import make_mesh
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
 from posttrain.plan.cache import figures_of
+from posttrain.plan.lowered import Figures
 from posttrain.plan.machine import GIB, Machine, libtpu_version
 from posttrain.plan.phases import StagePlan, stage_plan
+from posttrain.plan.process import moments, report_process
 from posttrain.plan.report import Outcome, report
 from posttrain.runs.check import model_outline
 from posttrain.runs.prepare import fit_lengths
 from posttrain.stages.devices import num_training_devices
 from posttrain.stages.table import check_row_tokens, stage_names
-from posttrain.weights.load import check_mesh
+from posttrain.weights.load import check_mesh, random_weights
 from posttrain.weights.locate import ModelFiles, tokenizer_name, trained_model_files
+from posttrain.weights.state import ModelWeights
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 MAX_TRIED = 5
@@ -63,6 +66,9 @@ def plan(config: RunConfig, machine: Machine, *, search: bool = True) -> Iterato
             outcomes = []
         else:
             yield from report(stage, outcomes, machine)
+            if chip.platform == "cpu":
+                loading = _loading(config, files, mesh, machine)
+                yield from report_process(moments(stage, outcomes, loading, machine.num_devices))
         if outcomes and all(outcome.fits for outcome in outcomes):
             yield "  it fits"
         elif search:
@@ -82,6 +88,17 @@ def _compiled(stage: StagePlan, machine: Machine) -> list[Outcome]:
             raise MemoryError(f"{phase.name}: {first.strip()[:200]}") from error
         outcomes.append(Outcome(phase=phase, figures=figures, machine=machine))
     return outcomes
+
+
+def _loading(config: RunConfig, files: ModelFiles, mesh: Mesh, machine: Machine) -> Figures | int:
+    """Figures of the program that draws random weights; of a checkpoint bytes of the weights and of one tensor."""
+    outline = _outline(config, files, mesh)
+    if config.model.init is None:
+        sizes = [array.size * array.dtype.itemsize for array in ModelWeights(outline).read().values()]
+        return (sum(sizes) + max(sizes)) // machine.num_devices
+    dtype = jnp.dtype(config.model.dtype)
+    _, draw = random_weights(outline.config, outline.compute, dtype, config.model.quantize)
+    return figures_of(draw.lower(jax.ShapeDtypeStruct((), jnp.uint32)), machine)
 
 
 def _model_files(config: RunConfig) -> ModelFiles:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """Parameters of `mallopt`, malloc.h of glibc."""
 _LARGEST = 2**31 - 1
+WATCH_S = 0.005
+"""Seconds between two looks at the memory of this process."""
 
 
 def trim_host_memory(platform: str) -> None:
@@ -26,6 +31,40 @@ def trim_host_memory(platform: str) -> None:
     if platform == "cpu":
         library.mallopt(_M_MMAP_MAX, 0)
         library.mallopt(_M_TRIM_THRESHOLD, _LARGEST)
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process; 0 where the system does not say."""
+    file = Path("/proc/self/statm")
+    return int(file.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if file.exists() else 0
+
+
+class Growth:
+    """Growth of this process's resident memory in a block, without what was free before: a context manager."""
+
+    highest = 0
+    """Bytes at the fullest moment beyond those before."""
+    kept = 0
+    """Bytes at the end, without what is free again, beyond those before."""
+
+    def __enter__(self) -> Growth:
+        trim_host_memory("")
+        self._before = self._peak = resident_bytes()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="resident memory")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        self._thread.join()
+        trim_host_memory("")
+        self.highest = max(0, self._peak - self._before)
+        self.kept = max(0, resident_bytes() - self._before)
+
+    def _watch(self) -> None:
+        while not self._done.wait(WATCH_S):
+            self._peak = max(self._peak, resident_bytes())
 
 
 @contextmanager

@@ -78,7 +78,10 @@ class Checkpointer:
             raise ValueError(f"checkpoint: host must be JSON and numpy arrays, but {error}") from error
         # Save text, not the object: Orbax would serialize it later, when the caller may have changed it.
         record = {"format": FORMAT, "host": text, "arrays": {path: _spec(leaf) for path, leaf in leaves.items()}}
-        items: dict[str, Any] = {"arrays": ocp.args.PyTreeSave(leaves, ocdbt_target_data_file_size=FILE_BYTES), "host": ocp.args.JsonSave(record)}
+        items: dict[str, Any] = {
+            "arrays": ocp.args.PyTreeSave(leaves, ocdbt_target_data_file_size=FILE_BYTES),
+            "host": ocp.args.JsonSave(record),
+        }
         if values:
             items["values"] = ocp.args.PyTreeSave(values)
         self._manager.save(step, args=ocp.args.Composite(**items))

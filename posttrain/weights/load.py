@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from jax.stages import Wrapped
 from jax.typing import DTypeLike
 
 from posttrain.config import AttentionKernel, DecodeAttention, GroupedKernel, LoRA, Quantize, Remat
@@ -167,6 +168,7 @@ def init_model(
 ) -> Decoder:
     """Initialize a model with random weights from the fields of a `config.json`; each device draws only its own
     shard."""
+    dtype = jnp.dtype(dtype)
     config = with_tokens(hf.config_from_init(hf_config), num_tokens)
     compute = Compute(
         dtype=jnp.dtype(dtype if compute_dtype is None else compute_dtype),
@@ -176,23 +178,31 @@ def init_model(
         grouped_matmul=grouped_matmul,
         mesh=mesh,
     )
-    outline = outline_of(config, compute, jnp.dtype(dtype))
-    if quantize != "none":
-        outline = quantized_outline(outline, quantize)
-
-    def draw(seed: jax.Array) -> tuple[Weights, Errors]:
-        rngs = nnx.Rngs(jax.random.key(seed))
-        model = Decoder(config, compute, dtype=jnp.dtype(dtype), rngs=rngs)
-        errors = quantize_model(model, quantize) if quantize != "none" else Errors()
-        return ModelWeights(model).read(), errors
-
-    weights, errors = jax.jit(draw, out_shardings=(_shardings(outline, mesh), None))(jnp.uint32(seed))
+    outline, draw = random_weights(config, compute, dtype, quantize)
+    weights, errors = draw(jnp.uint32(seed))
     model = ModelWeights(outline).bind(weights)
     if errors:
         print_errors(errors, quantize)
     if lora is not None:
         attach_lora(model, lora, seed=seed, mesh=mesh)
     return model
+
+
+def random_weights(
+    config: ModelConfig, compute: Compute, dtype: np.dtype, quantize: Quantize
+) -> tuple[Decoder, Wrapped]:
+    """Model as shapes, and the program that draws its weights from a seed."""
+    outline = outline_of(config, compute, dtype)
+    if quantize != "none":
+        outline = quantized_outline(outline, quantize)
+
+    def draw(seed: jax.Array) -> tuple[Weights, Errors]:
+        rngs = nnx.Rngs(jax.random.key(seed))
+        model = Decoder(config, compute, dtype=dtype, rngs=rngs)
+        errors = quantize_model(model, quantize) if quantize != "none" else Errors()
+        return ModelWeights(model).read(), errors
+
+    return outline, jax.jit(draw, out_shardings=(_shardings(outline, compute.mesh), None))
 
 
 def check_lora(config: ModelConfig, lora: LoRA, quantize: Quantize = "none") -> str | None:

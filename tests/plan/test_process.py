@@ -1,0 +1,152 @@
+"""Memory of the process of a run on a CPU: its parts, and the prediction beside runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.config.yaml_file import load_config
+from posttrain.plan.hlo import ProgramText
+from posttrain.plan.lowered import Figures
+from posttrain.plan.machine import machine
+from posttrain.plan.phases import Phase, StagePlan
+from posttrain.plan.process import SMALLEST, Moment, moments, report_process
+from posttrain.plan.report import Outcome
+from posttrain.runs.plan import plan
+from tests.stages.runs import rl_stage, sft_stage, write_run
+
+ROOT = Path(__file__).resolve().parents[2]
+FIGURES = Figures(
+    arguments=100,
+    temporaries=30,
+    peak=150,
+    code=0,
+    text=ProgramText([], [], Counter()),
+    mosaic=(),
+    flops=0.0,
+    compile_s=0.0,
+    compiler=20,
+    kept=7,
+)
+STAGE = StagePlan(phases=[], tokens=1, unit="tokens", state=90, largest=10, saves_between=False)
+
+
+def outcome(role: str, name: str, figures: Figures = FIGURES, beside: int = 0) -> Outcome:
+    phase = Phase(
+        role=role,
+        name=name,
+        lower=lambda: pytest.fail("nothing is lowered"),
+        runs=1,
+        trips=(),
+        flops=0.0,
+        read=0.0,
+        parameters=frozenset(),
+        beside=beside,
+    )
+    return Outcome(phase=phase, figures=figures, machine=machine("cpu-1"))
+
+
+def by_name(stage: StagePlan, *outcomes: Outcome, devices: int = 1) -> dict[str, int]:
+    """Bytes of each moment beyond those of the smallest run."""
+    sampled = any(one.phase.role == "sampler" for one in outcomes)
+    return {one.name: one.total - SMALLEST[sampled] for one in moments(stage, outcomes, 60, devices)}
+
+
+def test_moments_are_the_sums_of_their_parts() -> None:
+    update, statistics = outcome("trainer", "update", beside=40), outcome("trainer", "statistics")
+    # Arguments 100, temporaries and results 50, reference and cache 40, two programs of 7.
+    assert by_name(STAGE, update, statistics) == {
+        "loading": 60,
+        "compiling": 100 + 40 + 20,
+        "training": 100 + 40 + 50 + 2 * 7,
+        "saving": 100 + 40 + 2 * 7 + 90,
+    }
+    between = by_name(replace(STAGE, saves_between=True), update, statistics)
+    assert between["training"] == 100 + 40 + 50 + 2 * 7 + 90 + 90, "the state twice, and the files"
+    eight = by_name(STAGE, update, statistics, devices=8)
+    assert eight["training"] == 8 * (100 + 40 + 50) + 2 * 7, "arrays are those of all devices, programs are not"
+
+
+def test_the_sampler_lies_beside_the_trainer() -> None:
+    stage = replace(STAGE, made=5, sampler_programs=6)
+    decode = outcome("sampler", "decode", replace(FIGURES, peak=104))
+    found = by_name(stage, outcome("trainer", "update"), decode)
+    assert found["training"] == 100 + 50 + 7 + 6 * 7 + 5 + 4
+
+
+def test_the_fullest_moment_is_reported() -> None:
+    few, many = Moment(name="few", parts={"a": 1}), Moment(name="many", parts={"b": 1 << 20, "c": 3 << 20, "d": 0})
+    assert list(report_process([few, many])) == [
+        "  peak of the process: about 4.00 MiB, in many:",
+        "    3.00 MiB  c",
+        "    1.00 MiB  b",
+    ]
+
+
+def test_only_a_cpu_has_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = load_config(write_run(tmp_path, sft_stage()))
+    lines = list(plan(config, machine("cpu-1")))
+    [at] = [place for place, line in enumerate(lines) if "peak of the process" in line]
+    assert "Python, JAX and the package" in "\n".join(lines[at + 1 : at + 5]) and lines[-1] == "  it fits"
+    for name in ("v5e-1", "h100-1"):
+        assert not any("peak of the process" in line for line in plan(config, machine(name)))
+
+
+UNITS = {"GiB": 2**30, "MiB": 2**20}
+CHILD = """
+import re, sys
+from pathlib import Path
+from posttrain.cli import main
+sys.argv = ["posttrain", *sys.argv[1:]]
+try:
+    main()
+finally:
+    print("peak", re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+"""
+
+
+def said(folder: Path, *arguments: str) -> str:
+    """Output of a command in a process of its own on one device, and that process's peak."""
+    environment = {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", CHILD, *arguments]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+@pytest.mark.parametrize("stage", [sft_stage(batch_rows=8, row_tokens=256), rl_stage(row_tokens=64)])
+def test_predictions_are_within_ten_per_cent(tmp_path: Path, stage: dict[str, Any]) -> None:
+    init = {
+        "model_type": "qwen3",
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "vocab_size": 4096,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+    }
+    file = str(write_run(tmp_path, stage, model={"init": init, "tokenizer": "bytes"}))
+    planned = re.search(
+        r"peak of the process: about ([\d.,]+) (\w+),", said(tmp_path, "plan", file, "--devices", "cpu-1")
+    )
+    assert planned is not None
+    predicted = float(planned[1].replace(",", "")) * UNITS[planned[2]]
+    measured = 1024 * int(said(tmp_path, "run", file).split()[-1])
+    assert abs(predicted / measured - 1) < 0.1, (
+        f"predicted {predicted / 2**20:.0f} MiB, measured {measured / 2**20:.0f}"
+    )
