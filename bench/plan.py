@@ -1,10 +1,11 @@
 """Memory that `posttrain plan` predicts beside the memory of the run: 20 configurations on one CPU device.
 
-    python bench/plan.py [--only sft grpo] [--held-out]
+    python bench/plan.py [--only sft grpo] [--held-out | --smallest]
 
 Each is planned and run in processes of their own, without compiled programs of an earlier run. `measured` is the peak
 resident memory of the run's process by the system (VmHWM), without processes of rewards; `predicted` the plan's line on
-the process. `--held-out`: six configurations that the prediction was not made with.
+the process, whose parts go to stderr. `--held-out`: six configurations that the prediction was not made with.
+`--smallest`: memory at the end of the smallest runs, for `SMALLEST` of `posttrain/plan/process.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from plan_runs import HELD_OUT, RUNS, write
+from plan_runs import HELD_OUT, RUNS, SMALLEST, write
 
 MIB = 2**20
 WITHIN = 0.1
@@ -68,6 +69,14 @@ def compare(name: str, model: dict[str, object], stage: dict[str, object]) -> tu
     return round(predicted), int(measured)
 
 
+def smallest() -> None:
+    for name, (model, stage) in SMALLEST.items():
+        with tempfile.TemporaryDirectory() as temporary:
+            said = call(Path(temporary), "run", str(write(Path(temporary), model, stage)))
+        end = int(re.findall(r"^end (\d+)$", said, re.MULTILINE)[-1])
+        print(f"{name}: {end / MIB:,.0f} MiB", flush=True)
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         child(sys.argv[2:])
@@ -75,7 +84,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="parts of the names of those to run")
     parser.add_argument("--held-out", action="store_true")
+    parser.add_argument("--smallest", action="store_true")
     arguments = parser.parse_args()
+    if arguments.smallest:
+        smallest()
+        return
     runs = HELD_OUT if arguments.held_out else RUNS
     chosen = {name: run for name, run in runs.items() if not arguments.only or any(o in name for o in arguments.only)}
     print("| run | predicted | measured | difference |\n|---|---|---|---|", flush=True)

@@ -78,7 +78,7 @@ RUNS: Runs = {
     "sft 25M long rows": (_model(M25), _stage(2, 1024)),
     "sft 25M in micro-batches": (_model(M25), _stage(16, 256, micro_batch_rows=2)),
     "sft 25M evaluated": (_model(M25), _stage(8, 256, **EVALUATED)),
-    "sft 75M": (_model(M75), _stage(4, 256)),
+    "sft 75M, each step saved": (_model(M75), _stage(4, 256, checkpoint_every=1)),
     "sft 75M bfloat16 remat": (_model(M75, remat="full", **BFLOAT16), _stage(8, 256)),
     "sft 150M": (_model(M150), _stage(2, 256)),
     "sft 150M bfloat16": (_model(M150, **BFLOAT16), _stage(4, 256)),
@@ -95,7 +95,7 @@ RUNS: Runs = {
 """Model and stage by name."""
 
 HELD_OUT: Runs = {
-    "sft 50M": (_model(M50), _stage(6, 384)),
+    "sft 50M, each step saved": (_model(M50), _stage(6, 384, checkpoint_every=1)),
     "sft 100M bfloat16, moments too": (_model(M100, **BFLOAT16), _stage(4, 128, optimizer={"moments": "bfloat16"})),
     "lora 100M remat dots": (_model(M100, remat="dots", **LORA), _stage(8, 256)),
     "dpo 50M live bfloat16": (_model(M50, **BFLOAT16), _pairs(4, 512, reference="live")),
@@ -103,6 +103,17 @@ HELD_OUT: Runs = {
     "grpo 100M lora": (_model(M100, **LORA), _rl(2, 256)),
 }
 """Configurations that no change of the prediction has looked at."""
+
+
+_TINY = {**_init(128, 1, 320), "intermediate_size": 384}
+SMALLEST: Runs = {
+    "sft": (_model(_TINY), _stage(1, 64)),
+    "rl": (
+        _model(_TINY),
+        _rl(2, 64) | {"group_size": 2},
+    ),
+}
+"""Runs whose arrays take next to nothing."""
 
 
 def write(folder: Path, model: dict[str, Any], stage: dict[str, Any]) -> Path:
