@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,24 @@ def test_asynchronous_equals_synchronous_bit_by_bit(engine: NativeEngine) -> Non
     # Each run has an event loop of its own.
     assert gather(engine, prompts, parameters) == expected
     assert gather(engine, prompts, parameters) == expected
+
+
+def test_programs_run_in_one_thread_whatever_the_event_loop(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thread would keep what programs have freed in it."""
+    threads: list[threading.Thread] = []
+    run = engine._runner.run
+
+    def noted(dispatch: Any) -> Any:
+        threads.append(threading.current_thread())
+        return run(dispatch)
+
+    monkeypatch.setattr(engine._runner, "run", noted)
+    prompts, parameters = requests(3)
+    for _ in range(3):
+        gather(engine, prompts, parameters)
+    assert len(threads) > 3 and len(set(threads)) == 1 and threads[0] is not threading.current_thread()
 
 
 def test_the_event_loop_stays_free_while_sampling(engine: NativeEngine) -> None:

@@ -16,6 +16,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+import posttrain.train.checkpoint as module
 from posttrain.errors import ConfigError
 from posttrain.train.checkpoint import Checkpointer
 from tests.often import often
@@ -38,6 +39,17 @@ def assert_same(left, right):
     for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
+
+
+def test_files_are_written_before_all_is_compressed(tmp_path, monkeypatch):
+    """What the writer holds at once is a few files."""
+    monkeypatch.setattr(module, "FILE_BYTES", 1 << 16)
+    arrays = {f"a{i}": jax.random.normal(jax.random.key(i), (1 << 14,)) for i in range(16)}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, arrays, {})
+        assert_same(checkpointer.restore(1, like(arrays))[0], arrays)
+    sizes = [file.stat().st_size for file in (tmp_path / "1" / "arrays").rglob("d/*")]
+    assert sum(sizes) > 10 << 16 and max(sizes) < 4 << 16, sizes
 
 
 def test_a_step_comes_back_bitwise_and_the_newest_are_kept(tmp_path, capfd):
