@@ -19,13 +19,14 @@ from posttrain.models.decoder import Decoder
 from posttrain.plan.cache import figures_of
 from posttrain.plan.lowered import Figures
 from posttrain.plan.machine import GIB, Machine, libtpu_version
-from posttrain.plan.phases import StagePlan, stage_plan
+from posttrain.plan.phases import StagePlan, bytes_on_device, stage_plan
 from posttrain.plan.process import moments, report_process
 from posttrain.plan.report import Outcome, report
 from posttrain.runs.check import model_outline
 from posttrain.runs.prepare import fit_lengths
 from posttrain.stages.devices import num_training_devices
 from posttrain.stages.table import check_row_tokens, stage_names
+from posttrain.train.programs import placed_shapes
 from posttrain.weights.load import check_mesh, random_weights
 from posttrain.weights.locate import ModelFiles, tokenizer_name, trained_model_files
 from posttrain.weights.state import ModelWeights
@@ -91,11 +92,11 @@ def _compiled(stage: StagePlan, machine: Machine) -> list[Outcome]:
 
 
 def _loading(config: RunConfig, files: ModelFiles, mesh: Mesh, machine: Machine) -> Figures | int:
-    """Figures of the program that draws random weights; of a checkpoint bytes of the weights and of one tensor."""
+    """Figures of the program that draws random weights; of a checkpoint bytes of the weights and of the largest."""
     outline = _outline(config, files, mesh)
     if config.model.init is None:
-        sizes = [array.size * array.dtype.itemsize for array in ModelWeights(outline).read().values()]
-        return (sum(sizes) + max(sizes)) // machine.num_devices
+        sizes = [bytes_on_device(array) for array in placed_shapes(ModelWeights(outline), mesh).values()]
+        return sum(sizes) + max(sizes)
     dtype = jnp.dtype(config.model.dtype)
     _, draw = random_weights(outline.config, outline.compute, dtype, config.model.quantize)
     return figures_of(draw.lower(jax.ShapeDtypeStruct((), jnp.uint32)), machine)
