@@ -68,8 +68,8 @@ def plan(config: RunConfig, machine: Machine, *, search: bool = True) -> Iterato
         else:
             yield from report(stage, outcomes, machine)
             if chip.platform == "cpu":
-                loading = _loading(config, files, mesh, machine)
-                yield from report_process(moments(stage, outcomes, loading, machine.num_devices))
+                read = _loading(config, files, mesh, machine)
+                yield from report_process(moments(stage, outcomes, read, machine.num_devices))
         if outcomes and all(outcome.fits for outcome in outcomes):
             yield "  it fits"
         elif search:

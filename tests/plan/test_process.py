@@ -19,8 +19,11 @@ from posttrain.plan.machine import machine
 from posttrain.plan.phases import Phase, StagePlan
 from posttrain.plan.process import SMALLEST, Moment, moments, report_process
 from posttrain.plan.report import Outcome
-from posttrain.runs.plan import plan
+from posttrain.runs.plan import _loading, _mesh, _model_files, plan
+from posttrain.weights.save import save_model
+from posttrain.weights.state import ModelWeights
 from tests.stages.runs import rl_stage, sft_stage, write_run
+from tests.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = Figures(
@@ -98,6 +101,17 @@ def test_only_a_cpu_has_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "Python, JAX and the package" in "\n".join(lines[at + 1 : at + 5]) and lines[-1] == "  it fits"
     for name in ("v5e-1", "h100-1"):
         assert not any("peak of the process" in line for line in plan(config, machine(name)))
+
+
+def test_weights_of_a_checkpoint_are_read_one_at_a_time(tmp_path: Path) -> None:
+    model = tiny_model()
+    save_model(model, tmp_path / "model")
+    config = load_config(
+        write_run(tmp_path, sft_stage(), model={"path": str(tmp_path / "model"), "tokenizer": "bytes"})
+    )
+    target = machine("cpu-1")
+    sizes = [array.nbytes for array in ModelWeights(model).read().values()]
+    assert _loading(config, _model_files(config), _mesh(config, target), target) == sum(sizes) + max(sizes)
 
 
 UNITS = {"GiB": 2**30, "MiB": 2**20}
