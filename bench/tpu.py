@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from posttrain.config import MeshSection, OptimizerSection
+from posttrain.config import MeshSection, OptimizerSection, SamplerTensor
 from posttrain.kernels.platform import traced_for
 from posttrain.losses.policy import GRPO
 from posttrain.losses.sft import SFTLoss
@@ -155,12 +155,11 @@ def experts(expert: int) -> str:
     )
 
 
-def decode(**axes: int) -> str:
-    """Figures of decoding 64 slots of 1024 positions."""
+def decode(split: SamplerTensor, **axes: int) -> str:
+    """Figures of decoding 64 slots of 1024 positions; `split`: `rollout.tensor`."""
     mesh = mesh_of(**axes)
-    rollout = RolloutShapes(
-        model(SMALL, mesh), mesh, slots=64, max_length=1024, steps=32, max_tokens=512, memory=CHIPS["v5e"].memory
-    )
+    sizes: dict[str, Any] = {"slots": 64, "max_length": 1024, "steps": 32, "max_tokens": 512}
+    rollout = RolloutShapes(model(SMALL, mesh), mesh, **sizes, memory=CHIPS["v5e"].memory, tensor=split)
     found, seconds = compiled(rollout.lower_decode, mesh.size)
     if isinstance(found, str):
         return f"does not fit: {found}"
@@ -192,9 +191,10 @@ def tunix(python: str, case: str, devices: int = 8) -> str:
     return update_text(text, peak, code, seconds, 1)
 
 
-def decode_case(**axes: int) -> tuple[str, Callable[[], str]]:
+def decode_case(split: SamplerTensor = "auto", **axes: int) -> tuple[str, Callable[[], str]]:
     shown = ", ".join(f"{axis}={size}" for axis, size in axes.items())
-    return f"decode, 0.6B, 64 x 1024, {shown}", lambda: decode(**axes)
+    shown += "" if split == "auto" else f", rollout.tensor={split}"
+    return f"decode, 0.6B, 64 x 1024, {shown}", lambda: decode(split, **axes)
 
 
 def expert_case(size: int) -> tuple[str, Callable[[], str]]:
@@ -211,6 +211,7 @@ def large_case(length: int) -> tuple[str, Callable[[], str]]:
 CASES: dict[str, list[tuple[tuple[str, Callable[[], str]], str | None]]] = {
     "decode": [
         (decode_case(fsdp=8), "decode-fsdp8"),
+        (decode_case(2, fsdp=8), None),
         (decode_case(data=8), None),
         (decode_case(data=2, tensor=4), "decode-tensor4"),
         (decode_case(tensor=8), "decode-tensor8"),
