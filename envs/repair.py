@@ -114,8 +114,10 @@ def solve(
     base_url: str, api_key: str, model: str, messages: list[Message], files: str, max_turns: int = 8
 ) -> dict[str, float]:
     """Work on one task; the reward is 1.0 if the tests of the first commit pass at the end, else 0.0."""
-    client = OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
-    with tempfile.TemporaryDirectory(prefix="repair-") as folder:
+    with (
+        OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client,
+        tempfile.TemporaryDirectory(prefix="repair-") as folder,
+    ):
         repository = Repository(Path(folder), json.loads(files))
         said: list[Any] = list(messages)
         for _ in range(max_turns):

@@ -38,7 +38,7 @@ MIXTURE_AXES = {
     "expert context tensor": {"expert": 2, "context": 2, "tensor": 2},
     "fsdp expert context": {"fsdp": 2, "expert": 2, "context": 2},
 }
-ALWAYS = {("dense", "fsdp context tensor", False), ("mixture", "expert context tensor", True)}
+ALWAYS = {("mixture", "expert context tensor", True)}
 
 
 def section(sizes: dict[str, int]) -> MeshSection:

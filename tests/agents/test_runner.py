@@ -70,17 +70,22 @@ def client_of(base_url: str, api_key: str = "x") -> openai.OpenAI:
     return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
 
 
+def ask_once(base_url: str, messages: list[Any]) -> Any:
+    with client_of(base_url) as client:
+        return ask(client, messages)
+
+
 def test_a_plain_client(endpoint: Endpoint, tokenizer: Tokenizer) -> None:
     """Two turns become a trajectory of two turns with the agent's reward; a stream has the same words."""
     seen: list[Any] = []
 
     def agent(base_url: str, api_key: str, model: str, size: int, seed: int, messages: list[Any]) -> dict[str, float]:
-        client = client_of(base_url, api_key)
-        first = ask(client, messages)
-        later = [*messages, first.choices[0].message, {"role": "user", "content": "+"}]
-        text = "".join(c.choices[0].delta.content or "" for c in ask(client, later, stream=True))
-        seen.extend([model, size, seed, first.choices[0].message.content, text, first.usage.completion_tokens])
-        seen.append(client.models.list().data[0].id)
+        with client_of(base_url, api_key) as client:
+            first = ask(client, messages)
+            later = [*messages, first.choices[0].message, {"role": "user", "content": "+"}]
+            text = "".join(c.choices[0].delta.content or "" for c in ask(client, later, stream=True))
+            seen.extend([model, size, seed, first.choices[0].message.content, text, first.usage.completion_tokens])
+            seen.append(client.models.list().data[0].id)
         return {"reward": 0.5, "won": 1.0}
 
     made = run(endpoint, tokenizer, agent)
@@ -154,8 +159,8 @@ def _gone(pid: int) -> bool:
     ("agent", "error"),
     [
         (lambda base_url: None, "ended without a request"),
-        (lambda base_url: ask(client_of(base_url), [{"role": "user", "content": "?"}]) and float("nan"), "reward=nan"),
-        (lambda base_url: ask(client_of(base_url), []), "non-empty list"),
+        (lambda base_url: ask_once(base_url, [{"role": "user", "content": "?"}]) and float("nan"), "reward=nan"),
+        (lambda base_url: ask_once(base_url, []), "non-empty list"),
         (lambda: 1 / 0, "ZeroDivisionError"),
     ],
 )
@@ -169,7 +174,7 @@ def test_an_engine_that_fails_is_no_failure_of_the_agent(endpoint: Endpoint, tok
         raise FloatingPointError("not finite")
 
     agents = Agents(
-        run=lambda base_url: ask(client_of(base_url), [{"role": "user", "content": "?"}]),
+        run=lambda base_url: ask_once(base_url, [{"role": "user", "content": "?"}]),
         endpoint=endpoint,
         limits=Limits(timeout_s=20.0, concurrency=4),
         args={},
@@ -200,10 +205,10 @@ def test_addresses_are_secret(endpoint: Endpoint, tokenizer: Tokenizer) -> None:
 
     def agent(base_url: str) -> float:
         urls.append(base_url)
-        ask(client_of(base_url), [{"role": "user", "content": "?"}])
+        ask_once(base_url, [{"role": "user", "content": "?"}])
         return 1.0
 
     run(endpoint, tokenizer, agent)
     for url in (urls[0], urls[0].replace("/v1", "x/v1")):
         with pytest.raises(openai.NotFoundError):
-            ask(client_of(url), [{"role": "user", "content": "?"}])
+            ask_once(url, [{"role": "user", "content": "?"}])

@@ -186,6 +186,7 @@ def test_a_reward_model_is_no_teacher(tmp_path: Path) -> None:
         assert "judge is a reward model, which cannot generate" in error
 
 
+@pytest.mark.thorough
 def test_one_file_through_two_templates_has_two_caches(tmp_path: Path, teacher: Path) -> None:
     other = {"path": "rows.jsonl", "chat": False, "completion": "{completion}!"}
     made = stage(

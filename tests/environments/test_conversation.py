@@ -100,6 +100,7 @@ def test_tokens_stay_as_sampled(tokenizer: Tokenizer) -> None:
     assert np.asarray(made.logps)[~unsampled].all()
 
 
+@pytest.mark.thorough
 def test_random_conversations_over_real_templates(shared: Path) -> None:
     """A thousand conversations: the tokens are the engine's and what lies between, loss is on the engine's alone, and
     the text is what the template writes for the messages."""

@@ -52,7 +52,12 @@ LOSSES = {
     "rejected": replace(DAPO, importance=ImportanceSampling(bound="reject", low=0.4, high=1.8), off_policy_mask=0.1),
 }
 APART = [[0], [1], [2], [3], [4], [5]]
-every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+FEW = ("grpo", "gspo", "rloo", "all_terms", "importance", "sapo", "gmpo", "rejected")
+"""One of each way to reduce, to bound and to weight."""
+every_loss = pytest.mark.parametrize(
+    "loss",
+    [pytest.param(loss, id=name, marks=() if name in FEW else pytest.mark.thorough) for name, loss in LOSSES.items()],
+)
 
 
 def run(loss: PolicyLoss, rows: Any) -> tuple[LossOutput, np.ndarray]:

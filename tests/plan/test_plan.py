@@ -45,6 +45,7 @@ def test_phases_of_sft_and_rl_then_the_cache(tmp_path: Path, monkeypatch: pytest
     assert list(plan(config, CPU_8)) == lines, "nothing is compiled again"
 
 
+@pytest.mark.thorough
 def test_phases_of_preferences(tmp_path: Path) -> None:
     """Also from Python, in a process of its own, without the rows."""
     preference = {"kind": "preference", "dataset": {"path": "pairs.jsonl"}, "num_steps": 1, "row_tokens": 16}

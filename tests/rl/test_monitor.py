@@ -35,6 +35,7 @@ def test_hacking_raises_its_alarm(kind: str) -> None:
     assert ONSET < step < ONSET + WITHIN and alarm.text and 1 <= len(alarm.samples) <= 2
 
 
+@pytest.mark.thorough
 def test_honest_training_raises_almost_none() -> None:
     """A fault: alarms at small changes, or at longer answers whose length the reward does not follow."""
     found = {name: [(step, alarm.kind) for step, alarm in alarms(one, CLEAN_STEPS)] for name, one in CLEAN.items()}

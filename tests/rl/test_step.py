@@ -341,6 +341,7 @@ def test_rounded_advantages_are_no_signal(tokenizer: Tokenizer) -> None:
     assert has_signal(taught, np.full((3, GROUP), np.nan)), "of teachers alone"
 
 
+@pytest.mark.thorough
 def test_clocks_of_several_updates(tokenizer: Tokenizer) -> None:
     """Three parts in two epochs are six updates and one version; the next groups are those of a run with one update."""
     several = World(tokenizer, updates=3, epochs=2, old_logps="trainer", optimizer=sgd(0.0))

@@ -124,6 +124,7 @@ def test_quantized_base_and_sampler(tmp_path: Path) -> None:
     assert dtypes == {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.thorough
 def test_the_samplers_cache_and_programs(tmp_path: Path) -> None:
     """`rollout.cache_tokens`, `warm_up`, `merge_lora` and `tensor`."""
     first = []

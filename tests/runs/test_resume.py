@@ -44,7 +44,7 @@ def kill_at(file: Path, output: Path, stage: str, step: int) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
-STEPS = 20
+STEPS = 14
 """So many that a kill after a few steps comes long before the end."""
 
 

@@ -47,10 +47,10 @@ def needs(question):
 def play(base_url, api_key, model, messages):
     import openai
 
-    client = openai.OpenAI(base_url=base_url, api_key=api_key)
-    text = client.chat.completions.create(model=model, messages=messages).choices[0].message.content
-    messages = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": "and"}]
-    again = client.chat.completions.create(model=model, messages=messages).choices[0].message.content
+    with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+        text = client.chat.completions.create(model=model, messages=messages).choices[0].message.content
+        messages = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": "and"}]
+        again = client.chat.completions.create(model=model, messages=messages).choices[0].message.content
     return {"reward": float(sum(map(ord, text + again)) % 3), "length": float(len(text))}
 '''
 TALK: dict[str, Any] = {
@@ -103,6 +103,7 @@ def test_rows_of_turns_and_a_critic(tmp_path: Path) -> None:
     assert all(math.isfinite(line["critic/loss"]) and line["env/turns"] > 1.5 for line in told)
 
 
+@pytest.mark.thorough
 def test_samples_whose_environment_fails_are_left_out(tmp_path: Path) -> None:
     file = write(tmp_path, env={**TALK["env"], "args": {"word": "fail"}}, num_steps=2, prompts_per_step=4)
     assert posttrain("run", file).code == 0

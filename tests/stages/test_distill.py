@@ -222,6 +222,7 @@ def test_runs_from_a_cache_of_64_ids_are_those_with_the_teacher(shared: Path, tm
     assert 0.3 * live < cached < live
 
 
+@pytest.mark.thorough
 def test_best_ids_of_a_real_model(shared: Path) -> None:
     """64 ids in 182 bytes: the KL of a near and of a far student on held-out text within 0.01 nat and 1 %."""
     path = shared / STORIES

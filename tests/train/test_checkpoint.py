@@ -21,6 +21,9 @@ from posttrain.errors import ConfigError
 from posttrain.train.checkpoint import Checkpointer
 from tests.often import often
 
+# Reads that a failed restore leaves behind end in threads of TensorStore, at times after the loop that they report to.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 def tree(scale: float = 1.0):
     params = {
@@ -165,8 +168,6 @@ def damage(folder: Path, kind: str) -> None:
             file.write_bytes(b"\x00" * file.stat().st_size)
 
 
-# Reads that a failed restore leaves behind end in threads of TensorStore, at times after the loop that they report to.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", often(("host", "no host", "truncated", "manifest", "zeros"), "no host", "truncated"))
 def test_a_damaged_step_is_one_clear_line_and_no_fallback(tmp_path, kind, capfd):
     arrays = {"w": jax.random.normal(jax.random.key(0), (64, 64)), "v": jnp.ones(3)}

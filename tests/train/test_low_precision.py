@@ -171,6 +171,7 @@ def test_small_updates_stall_unless_they_are_rounded_stochastically() -> None:
     assert abs(rounded - kept) < 0.1 * start
 
 
+@pytest.mark.thorough
 def test_resumed_is_never_stopped_and_another_seed_rounds_differently(tmp_path: Path) -> None:
     """On a mesh: codes and scales are sharded like their parameter, an update that is skipped leaves them bitwise."""
     t = trainer(section(**KINDS["rounded_int8"]), mesh=make_mesh(MeshSection(data=2, fsdp=2, tensor=2)))

@@ -25,6 +25,7 @@ from posttrain.weights.pieces import Gather
 from posttrain.weights.save import hf_tensors
 from posttrain.weights.state import ModelWeights, Weights
 from tests.models.goldens import COMPILER_OPTIONS
+from tests.often import often
 from tests.weights.adapted import disturb
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
@@ -60,7 +61,7 @@ class Golden:
         self.model = load_model(self.base, adapter=self.folder)
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=often(CASES, "dora", "lora_all", "lm_head_embed", "patterns"))
 def golden(request: pytest.FixtureRequest) -> Iterator[Golden]:
     with jax.default_matmul_precision("highest"):
         yield Golden(request.param)
