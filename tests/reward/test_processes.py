@@ -22,6 +22,7 @@ from posttrain.reward.limits import Limits
 from posttrain.reward.rubric import Rubric
 from posttrain.reward.types import Rewards
 from posttrain.runtime.run_async import run_async
+from tests.often import often
 from tests.rl.helpers import groups
 
 FUNCTIONS = '''
@@ -173,7 +174,7 @@ def test_strange_samples_cost_one_time_out_and_no_other_value(file: Path) -> Non
     assert eventually(lambda: not descendants(os.getpid()) & before)
 
 
-@pytest.mark.parametrize("name", ["strange", "waits"])
+@pytest.mark.parametrize("name", often(("strange", "waits"), "strange"))
 def test_more_samples_hang_than_are_scored_at_once(file: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("posttrain.reward.scoring.MAX_ALONE", 3)
     texts = ["hang"] * 7 + CLEAN[:3]

@@ -53,7 +53,9 @@ def batch(ids: np.ndarray, mask: np.ndarray, weight: np.ndarray) -> Batch:
     )
 
 
-@pytest.mark.parametrize("name", ["run_sft_linear", "run_sft_cosine_dft", "run_sft_const_noclip"])
+@pytest.mark.parametrize(
+    "name", often(("run_sft_linear", "run_sft_cosine_dft", "run_sft_const_noclip"), "run_sft_cosine_dft")
+)
 def test_trajectory_of_sft(arrays: dict[str, np.ndarray], name: str) -> None:
     """Six steps of TRL's SFTTrainer with accumulation over two micro-batches, AdamW and its schedules."""
     golden = case(name)
