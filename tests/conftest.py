@@ -74,10 +74,9 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One worker per core and one more, for tests that wait; a single file runs in this process, where start-up would
-    cost more."""
+    """One worker per core for a folder; a single file runs in this process, where start-up would cost more."""
     single = len(config.args) == 1 and Path(config.args[0].split("::")[0]).is_file()
-    return 0 if single else min((os.cpu_count() or 1) + 1, 8)
+    return 0 if single else min(os.cpu_count() or 1, 8)
 
 
 @pytest.fixture(autouse=True, scope="module")
