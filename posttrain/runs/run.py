@@ -54,8 +54,7 @@ def run(config: RunConfig, watchers: Sequence[Sink] = ()) -> list[str]:
     mesh = mesh_of(config)
     prepared = prepare(config, offline_ok=False)
     config = prepared.config
-    output = Path(config.output)
-    names = stage_names(config)
+    output, names = Path(config.output), stage_names(config)
     with _claimed(output, config), stop_on_signals() as stop:
         if processes.writes():
             write_counts(output, prepared.counts)

@@ -187,11 +187,14 @@ ONE_DEVICE = VocabSharding(None)
 
 
 def grouped(mesh: Mesh) -> Mesh:
-    """The same devices in the same order, with `fsdp` as `GROUP_AXIS` x `fsdp` where it is more than `MAX_PARTS`."""
+    """The same devices in the same order, with `fsdp` as `GROUP_AXIS` x `fsdp` where it is more than `MAX_PARTS`.
+
+    As it is if `fsdp` has no divisor of at least half of that: with few parts each device would hold most of the head.
+    """
     size = mesh.shape.get("fsdp", 1)
-    if size <= MAX_PARTS:
-        return mesh
     parts = max(n for n in range(1, MAX_PARTS + 1) if size % n == 0)
+    if size <= MAX_PARTS or 2 * parts < MAX_PARTS:
+        return mesh
     at = mesh.axis_names.index("fsdp")
     shape, names = mesh.devices.shape, mesh.axis_names
     devices = mesh.devices.reshape(*shape[:at], size // parts, parts, *shape[at + 1 :])

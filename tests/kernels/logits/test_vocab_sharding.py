@@ -188,6 +188,14 @@ def test_groups_of_fsdp(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(sizes[0] for sizes in gathered if sizes and sizes[-1] == DIM) == ROWS // 4
 
 
+@pytest.mark.parametrize(("size", "parts"), [(16, 16), (17, 17), (24, 12), (34, 34), (256, 16)])
+def test_parts_of_many_devices(size: int, parts: int) -> None:
+    """A size without a fit divisor stays whole: in groups of 2 each device would hold half of the head."""
+    mesh = Mesh(np.broadcast_to(np.asarray(jax.devices()[:1]), (1, size)), ("data", "fsdp"))
+    sharding = VocabSharding.of(mesh)
+    assert (sharding.shards, sharding.groups) == (parts, size // parts)
+
+
 def test_a_frozen_head() -> None:
     section, vocab = MESHES["fsdp"]
     mesh = make_mesh(section)
