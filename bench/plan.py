@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from plan_runs import HELD_OUT, RUNS, SMALLEST, write
+from bench.plan_runs import HELD_OUT, RUNS, SMALLEST, write
 
 MIB = 2**20
 WITHIN = 0.1
@@ -46,8 +46,9 @@ def child(arguments: list[str]) -> None:
 
 
 def call(folder: Path, *arguments: str) -> str:
-    """Output of a command of posttrain in a process of its own."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder / "cache")}
+    """Output of a command of posttrain in a process of its own, without settings of JAX from here."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    environment |= {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder / "cache")}
     command = [sys.executable, str(Path(__file__).resolve()), "--child", *arguments]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     if done.returncode:

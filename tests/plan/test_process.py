@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from bench.plan import WITHIN, compare
+from bench.plan_runs import RUNS
 from posttrain.config.yaml_file import load_config
 from posttrain.plan.hlo import ProgramText
 from posttrain.plan.lowered import Figures
@@ -22,10 +20,9 @@ from posttrain.plan.report import Outcome
 from posttrain.runs.plan import _loading, _mesh, _model_files, plan
 from posttrain.weights.save import save_model
 from posttrain.weights.state import ModelWeights
-from tests.stages.runs import rl_stage, sft_stage, write_run
+from tests.stages.runs import sft_stage, write_run
 from tests.tiny import tiny_model
 
-ROOT = Path(__file__).resolve().parents[2]
 FIGURES = Figures(
     arguments=100,
     temporaries=30,
@@ -114,53 +111,9 @@ def test_weights_of_a_checkpoint_are_read_one_at_a_time(tmp_path: Path) -> None:
     assert _loading(config, _model_files(config), _mesh(config, target), target) == sum(sizes) + max(sizes)
 
 
-UNITS = {"GiB": 2**30, "MiB": 2**20}
-CHILD = """
-import re, sys
-from pathlib import Path
-from posttrain.cli import main
-sys.argv = ["posttrain", *sys.argv[1:]]
-try:
-    main()
-finally:
-    print("peak", re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-"""
-
-
-def said(folder: Path, *arguments: str) -> str:
-    """Output of a command in a process of its own on one device, and that process's peak."""
-    environment = {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", CHILD, *arguments]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.thorough
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
-@pytest.mark.parametrize("stage", [sft_stage(batch_rows=8, row_tokens=256), rl_stage(row_tokens=64)])
-def test_predictions_are_within_ten_per_cent(tmp_path: Path, stage: dict[str, Any]) -> None:
-    init = {
-        "model_type": "qwen3",
-        "hidden_size": 384,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "vocab_size": 4096,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-    }
-    file = str(write_run(tmp_path, stage, model={"init": init, "tokenizer": "bytes"}))
-    planned = re.search(
-        r"peak of the process: about ([\d.,]+) (\w+),", said(tmp_path, "plan", file, "--devices", "cpu-1")
-    )
-    assert planned is not None
-    predicted = float(planned[1].replace(",", "")) * UNITS[planned[2]]
-    measured = 1024 * int(said(tmp_path, "run", file).split()[-1])
-    assert abs(predicted / measured - 1) < 0.1, (
-        f"predicted {predicted / 2**20:.0f} MiB, measured {measured / 2**20:.0f}"
-    )
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read as Linux tells it")
+@pytest.mark.parametrize("name", ["sft 5M", "grpo 5M"])
+def test_predictions_are_within_ten_per_cent(name: str) -> None:
+    predicted, measured = compare(name, *RUNS[name])
+    assert abs(predicted / measured - 1) < WITHIN, (predicted >> 20, measured >> 20)
