@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import secrets
@@ -188,10 +189,12 @@ def init_model(
     return model
 
 
+@functools.lru_cache(maxsize=8)
 def random_weights(
     config: ModelConfig, compute: Compute, dtype: np.dtype, quantize: Quantize
 ) -> tuple[Decoder, Wrapped]:
-    """Model as shapes, and the program that draws its weights from a seed."""
+    """Model as shapes, not to be changed, and the program that draws its weights from a seed; compiled once in a
+    process."""
     outline = outline_of(config, compute, dtype)
     if quantize != "none":
         outline = quantized_outline(outline, quantize)

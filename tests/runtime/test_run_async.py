@@ -22,6 +22,22 @@ def test_with_and_without_a_running_loop() -> None:
     assert run_async(answer()) == asyncio.run(cell()) == 7
 
 
+def test_results_are_not_represented() -> None:
+    """As in `asyncio.run`, on the way back to the former handler of SIGINT."""
+
+    asked = []
+
+    class Batch:
+        def __repr__(self) -> str:
+            asked.append(self)
+            return "a long text"
+
+    async def batch() -> Batch:
+        return Batch()
+
+    assert isinstance(run_async(batch()), Batch) and not asked
+
+
 def test_nothing_else_begins_a_loop() -> None:
     """`asyncio.run` raises in a notebook's cell; `runtime` has what works there."""
     users = [path for path in PACKAGE.rglob("*.py") if "asyncio.run(" in path.read_text(encoding="utf-8")]
