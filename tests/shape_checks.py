@@ -52,11 +52,30 @@ def waiting(function: Callable[..., Any]) -> Callable[..., Any]:
         if checked is None:
             # A generator's parameters are checked when it begins, out of the context below.
             later = inspect.isgeneratorfunction(inspect.unwrap(function))
-            checked = check_all(function, typechecker=check) if later else check(resolved(function))
+            checked = check_all(function, typechecker=check) if later else checked_function(function)
         with check_all("context"):  # in which a dimension has one size
             return checked(*args, **kwargs)
 
     return call
+
+
+MADE: dict[tuple[str, types.CodeType], Any] = {}
+"""Checks of local functions, which are defined again at each call of the function around them."""
+
+
+def checked_function(function: Any) -> Any:
+    """The function with its checks, which are made once for all closures of one code."""
+    if "<locals>" not in function.__qualname__ or hasattr(function, "__wrapped__"):
+        return check(resolved(function))
+    key = function.__module__, function.__code__
+    made = MADE.get(key)
+    # Beartype gives its wrapper the function, and all that it checks with, as defaults of keywords.
+    if made is None or "__beartype_func" not in (made.__kwdefaults__ or {}):
+        made = MADE[key] = check(resolved(function))
+        return made
+    same = types.FunctionType(made.__code__, made.__globals__, made.__name__, made.__defaults__, made.__closure__)
+    same.__kwdefaults__ = made.__kwdefaults__ | {"__beartype_func": function}
+    return same
 
 
 def resolved(function: Any) -> Any:

@@ -67,6 +67,21 @@ def test_what_does_not_fit_is_found(call: Callable[[], object]) -> None:
             call()
 
 
+def test_closures_of_one_code_are_each_checked() -> None:
+    def times(factor: int) -> Callable[[object], object]:
+        @checked
+        def multiply(number: int, *, more: int = factor) -> int:
+            return number * factor + more
+
+        return multiply
+
+    made = [times(factor) for factor in (2, 3, 4)]
+    assert [multiply(5) for multiply in made] == [12, 18, 24]
+    for multiply in made:
+        with pytest.raises(TypeCheckError):
+            multiply("5")
+
+
 def test_the_package_is_checked(pytestconfig: pytest.Config) -> None:
     if pytestconfig.getoption("--no-shape-checks"):
         pytest.skip("without checks")
