@@ -33,9 +33,9 @@ from posttrain.models.layers import Init
 from posttrain.models.moe import Experts
 from posttrain.plan.build import POLICY_ARRAYS, RolloutShapes, batch_of, model_of, train_programs
 from posttrain.plan.hlo import ProgramText, read_program
-from posttrain.plan.loops import vocabulary_trips
 from posttrain.plan.lowered import Figures, compile_program
 from posttrain.plan.machine import CHIPS, GIB, has_libtpu, libtpu_version, topology_devices
+from posttrain.plan.phases import vocabulary_trips
 from posttrain.train.optim import make_optimizer
 
 SMALL: dict[str, Any] = {

@@ -7,24 +7,61 @@ import json
 import re
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any, ClassVar
+
+from pydantic.fields import FieldInfo
 
 from posttrain.config import ModelSection, RunConfig, Section
 from posttrain.config.describe import FieldTable, field_table
 from posttrain.config.run import SECTIONS
-from posttrain.config.signature import keyword_signature
+from posttrain.config.train import DatasetSection
 from posttrain.config.yaml_file import build_config, dump_config, load_config
 from posttrain.errors import ConfigError
 from posttrain.results.result import RunResult, attach
 from posttrain.runs.code_identity import code_texts
-from posttrain.runs.plan_process import plan_elsewhere
+from posttrain.runs.plan import plan_elsewhere
 from posttrain.runs.run import CONFIG_NAME, run
 from posttrain.runtime.files import digest
 from posttrain.stages.table import stage_names
-from posttrain.tracking.callback import CallbackSink, OnStep
+from posttrain.tracking.sink import CallbackSink, OnStep
 from posttrain.train.loop import Interrupted
+
+LEADING = {"distill": ("model", "teacher", "dataset")}
+"""Parameters that may be given by position, where they are not model and dataset."""
+
+
+class _Defaults:
+    """Default of a section, shown as `...`."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+def keyword_signature(kind: str, model_fields: Iterable[str], dataset_fields: Iterable[str]) -> Signature:
+    """Signature of a stage kind: model and dataset, then the fields of run, dataset, stage and model as keywords."""
+    leading = LEADING.get(kind, ("model", "dataset"))
+    own, model = SECTIONS[kind].model_fields, ModelSection.model_fields
+    fields = {name: RunConfig.model_fields[name] for name in RunConfig.model_fields if name not in ("model", "stages")}
+    fields |= {name: DatasetSection.model_fields[name] for name in dataset_fields}
+    fields |= {name: info for name, info in own.items() if name not in ("kind", "dataset")}
+    fields |= {name: model[name] for name in model if name in set(model_fields)}
+    first = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in leading]
+    return Signature([*first, *(_keyword(name, info) for name, info in fields.items())])
+
+
+def _keyword(name: str, info: FieldInfo) -> Parameter:
+    default: Any = info.default
+    if name in ("output", "seed"):
+        default = None
+    elif info.is_required():
+        default = Parameter.empty
+    elif isinstance(default, Section):
+        default = _Defaults()
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default)
+
 
 TEMPLATE_NAME = "chat_template.jinja"
 TEMPLATES = ("prompt", "completion", "system", "chat")

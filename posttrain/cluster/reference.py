@@ -13,9 +13,8 @@ from jax.sharding import Mesh
 from jaxtyping import Float
 
 from posttrain.batch import Batch
-from posttrain.cluster.held import HeldWeights
 from posttrain.cluster.scorers import FrozenModel, own_routing
-from posttrain.cluster.transfer import model_on, moved
+from posttrain.cluster.transfer import HeldWeights, model_on, moved
 from posttrain.models.decoder import Decoder
 from posttrain.train.trainer import Trainer
 from posttrain.tree import replace

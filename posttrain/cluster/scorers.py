@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Float
 
 from posttrain.batch import Batch, TopK, rows_per_pass, teacher_batch
-from posttrain.cluster.held import HeldWeights
+from posttrain.cluster.transfer import HeldWeights
 from posttrain.kernels.logits.token_stats import token_stats
 from posttrain.kernels.logits.top_k import top_k
 from posttrain.mesh import BATCH_SPEC, row_shards

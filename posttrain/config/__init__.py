@@ -1,6 +1,5 @@
 """Typed configuration of a run, section by section: the same for YAML files and Python keywords."""
 
-from posttrain.config.agent import AgentSection
 from posttrain.config.asynchronous import AsyncSection
 from posttrain.config.base import (
     AttentionKernel,
@@ -21,21 +20,19 @@ from posttrain.config.base import (
     Text,
 )
 from posttrain.config.distill import DistillSection
-from posttrain.config.environment import EnvSection
+from posttrain.config.environment import AgentSection, EnvSection
 from posttrain.config.evaluation import EvaluateSection, HeldOutSection, RecordSection
 from posttrain.config.features import AttentionFeatures, FeaturesSection, HiddenFeatures, LayerMap
 from posttrain.config.locator import Locator
 from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, ModelSection
 from posttrain.config.monitor import MonitorSection
-from posttrain.config.online_preference import OnlinePreferenceSection
 from posttrain.config.placement import PlacementSection, ReferenceSection
 from posttrain.config.policy_loss import SurrogateSection
-from posttrain.config.preference import PairSection, PreferenceSection, RewardModelSection
+from posttrain.config.preference import OnlinePreferenceSection, PairSection, PreferenceSection, RewardModelSection
 from posttrain.config.reward import RewardSection
 from posttrain.config.rl import OnlineSection, RLSection
-from posttrain.config.rollout import RolloutSection
+from posttrain.config.rollout import RolloutSection, SamplingSection, answer_tokens
 from posttrain.config.run import ProfileSection, RunConfig, Stage, trains_on_samples
-from posttrain.config.sampling import SamplingSection, answer_tokens
 from posttrain.config.teacher import TeacherSection
 from posttrain.config.tools import McpSection, ToolSection
 from posttrain.config.train import (

@@ -8,8 +8,7 @@ from pydantic import Field, model_validator
 
 from posttrain.config.base import ListOf, LocalPath, PositiveInt
 from posttrain.config.features import FeaturesSection
-from posttrain.config.rollout import RolloutSection
-from posttrain.config.sampling import SamplingSection, answer_tokens, check_sampling, with_lengths
+from posttrain.config.rollout import RolloutSection, SamplingSection, answer_tokens, check_sampling, with_lengths
 from posttrain.config.teacher import TeacherSection, check_teachers
 from posttrain.config.train import SequenceSection
 

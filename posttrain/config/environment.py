@@ -1,12 +1,12 @@
-"""Environments of RL stages."""
+"""Environments and agents: who answers the model within a conversation."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
-from posttrain.config.base import Flag, PositiveInt, Section
+from posttrain.config.base import Flag, ListOf, PositiveInt, Section, Text
 from posttrain.config.locator import located
 
 
@@ -37,3 +37,45 @@ class EnvSection(Section):
     split_turns: Flag = False
     """One training row for each turn, whose prompt is the template's rendering of all messages before, for templates
     that change earlier turns. By default a conversation is one row."""
+
+
+class AgentSection(Section):
+    """Agent with a loop of its own, run once for each sample, which talks to the policy through an OpenAI-compatible
+    endpoint on this machine."""
+
+    fn: Annotated[Any, AfterValidator(located)] = None
+    """Function `agents/mine.py:play`, or in Python the function itself, sync or async. It is called with the keywords
+    that it names: `base_url`, `api_key`, `model`, `messages` (the row's prompt), dataset columns, `row`, `args` and
+    `seed`, an integer that is the same for all samples of a group. It returns the reward, None, or a mapping with
+    `reward` and metrics."""
+    command: ListOf[Text] = ()
+    """Command in place of `fn`, run in a child process: `[python, agent.py]`. It finds `OPENAI_BASE_URL`,
+    `OPENAI_API_KEY`, and the keywords as JSON in `POSTTRAIN_ROW`; the reward is in the last line that it prints, such
+    as `{"reward": 1}`."""
+    args: dict[str, Any] = {}
+    """Additional keywords."""
+    timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """Deadline of a sample in seconds, after which a command is killed and the sample has no reward, see `on_error`."""
+    concurrency: PositiveInt = 64
+    """Maximum number of agents that run at once."""
+    max_turns: PositiveInt = 16
+    """Maximum number of requests of a sample."""
+    max_rows: PositiveInt = 4
+    """Maximum number of histories of a sample, each a training row of its own: a request that goes on from an earlier
+    turn than the last, or from none, begins another."""
+    weight: float = 1.0
+    """Weight of the reward `env`, which the agent returns, beside `rewards`."""
+    on_error: Literal["drop"] | float = "drop"
+    """Value of the reward `env` of samples whose agent fails. `drop`: the sample has no reward and is excluded from its
+    group."""
+    keep_thinking: Flag = False
+    """Keep the thinking of earlier turns in the conversation where the chat template drops it."""
+    split_turns: Flag = False
+    """One training row for each request, rendered by the template, for templates that change earlier turns; `max_rows`
+    must then allow them."""
+
+    @model_validator(mode="after")
+    def _one(self) -> AgentSection:
+        if (self.fn is None) == (not self.command):
+            raise ValueError("an agent is a function (fn) or a command; set one of them")
+        return self

@@ -1,14 +1,16 @@
-"""Preference and reward model stages."""
+"""Preference, reward model and online preference stages."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from posttrain.config.base import Flag, PositiveInt
 from posttrain.config.locator import LossSpec
-from posttrain.config.train import OfflineSection, OptimizerSection, Schedule
+from posttrain.config.rl import OnlineSection
+from posttrain.config.rollout import check_sampling
+from posttrain.config.train import MAX_NEW_TOKENS, OfflineSection, OptimizerSection, Schedule
 
 
 class PreferenceOptimizer(OptimizerSection):
@@ -66,3 +68,46 @@ class RewardModelSection(PairSection):
     loss: LossSpec = "bradley_terry"
     """Loss type: `bradley_terry` on pairs, `process` on labelled steps, or `module:Class`; with settings `{kind:
     bradley_terry, center_coef: 0.01}`."""
+
+
+class OnlinePreferenceSection(OnlineSection):
+    """Online DPO, arXiv:2402.04792: per prompt, the sample with the highest reward is chosen, the lowest rejected. The
+    reference is the model at the start of the stage. A row of `row_tokens` holds both completions, each with its
+    prompt."""
+
+    prompts_in_row: ClassVar[int] = 2
+
+    kind: Literal["online_preference"] = "online_preference"
+    row_tokens: PositiveInt = 4 * MAX_NEW_TOKENS
+    """Row length in tokens, for both completions of a prompt, each with the prompt: by default twice 512 plus
+    `sampling.max_tokens`, or the model's context if that is shorter."""
+    group_size: PositiveInt = 4
+    """Samples per prompt; the best and the worst form a pair."""
+    loss: LossSpec = "sigmoid"
+    """DPO loss type (`sigmoid`, `ipo`, ...), or `module:Class` of a loss on pairs with a reference; with settings:
+    `{kind: sigmoid, beta: 0.1}`."""
+    share_prompts: Flag | Literal["auto"] = "auto"
+    """Compute the common prompt of a pair once; `auto` as in `kind: preference`."""
+
+    @property
+    def sequence_tokens(self) -> int:
+        return self.row_tokens // 2
+
+    @property
+    def step_rows(self) -> int:
+        """Rows per step: one for the pair of each prompt."""
+        return self.prompts_per_step
+
+    @model_validator(mode="after")
+    def _compares(self) -> OnlinePreferenceSection:
+        if not self.rewards:
+            raise ValueError("set rewards, which rank the samples of a prompt")
+        if self.group_size < 2:
+            raise ValueError(f"group_size={self.group_size}: a pair needs two samples of one prompt; use 2 or more")
+        if 2 * self.sampling.max_tokens >= self.row_tokens:
+            raise ValueError(
+                f"sampling.max_tokens={self.sampling.max_tokens} must be less than half of row_tokens="
+                f"{self.row_tokens}: a row holds two completions, each behind its prompt"
+            )
+        check_sampling(self.sampling, self.row_tokens)
+        return self

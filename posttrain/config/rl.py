@@ -6,11 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.agent import AgentSection
 from posttrain.config.asynchronous import AsyncSection, check_async
 from posttrain.config.base import Flag, ListOf, NonNegativeInt, PositiveInt, Text
 from posttrain.config.critic import CriticSection
-from posttrain.config.environment import EnvSection
+from posttrain.config.environment import AgentSection, EnvSection
 from posttrain.config.evaluation import EvaluateSection, RecordSection, check_evaluation
 from posttrain.config.locator import Locator
 from posttrain.config.monitor import MonitorSection
@@ -18,8 +17,7 @@ from posttrain.config.placement import PlacementSection, ReferenceSection
 from posttrain.config.policy_loss import ImportanceSection, Level, SurrogateSection
 from posttrain.config.refill import CurriculumSection, RefillSection, check_selection
 from posttrain.config.reward import RewardSection
-from posttrain.config.rollout import RolloutSection
-from posttrain.config.sampling import SamplingSection, answer_tokens, check_sampling, with_lengths
+from posttrain.config.rollout import RolloutSection, SamplingSection, answer_tokens, check_sampling, with_lengths
 from posttrain.config.teacher import TeacherSection, check_teachers
 from posttrain.config.tools import ToolSection, check_tools, with_env
 from posttrain.config.train import MAX_NEW_TOKENS, DatasetSection, OptimizerSection, TrainSection

@@ -1,11 +1,25 @@
-"""Rollout engine."""
+"""Rollout: sampling, and the engine that does it."""
 
 from __future__ import annotations
 
-from pydantic import model_validator
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeGuard, TypeVar
 
-from posttrain.config.base import Flag, PositiveInt, RolloutQuantize, SamplerTensor, Section
+from pydantic import Field, model_validator
+
+from posttrain.config.base import (
+    Flag,
+    Fraction,
+    ListOf,
+    NonNegativeInt,
+    PositiveInt,
+    RolloutQuantize,
+    SamplerTensor,
+    Section,
+    Text,
+)
 from posttrain.config.locator import Locator
+from posttrain.config.train import MAX_NEW_TOKENS
 
 
 class RolloutSection(Section):
@@ -49,3 +63,100 @@ class RolloutSection(Section):
         if self.engine is not None and (others := [name for name in others if name != "engine"]):
             raise ValueError(f"{', '.join(others)}: supported by the built-in engine, not by {self.engine}; remove it")
         return self
+
+
+S = TypeVar("S", bound=Section)
+
+
+class SamplingSection(Section):
+    """Sampling of completions."""
+
+    max_tokens: PositiveInt = MAX_NEW_TOKENS
+    """Maximum number of tokens of a completion, including end-of-sequence; by default 512, or half of the row's space
+    for a prompt and its completion if that is less. The same default in `eval_sampling`."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_k: NonNegativeInt = 0
+    """Sample from the k most probable tokens. 0: off."""
+    top_p: Fraction = 1.0
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Repetition penalty, arXiv:1909.05858: above 1, tokens of prompt and sample become less likely. The trainer's
+    log-probabilities exclude it."""
+    presence_penalty: float = 0.0
+    """Presence penalty, subtracted from the logits of tokens in the sample."""
+    frequency_penalty: float = 0.0
+    """Frequency penalty, subtracted from the logits of tokens once per occurrence in the sample."""
+    logit_bias: dict[int, Annotated[float, Field(allow_inf_nan=True)]] = {}
+    """Numbers added to logits, by token id; `-.inf` forbids the token."""
+    allowed_token_ids: ListOf[int] | None = None
+    """Token ids that may be sampled; by default all."""
+    stop: ListOf[Text] = ()
+    """Stop strings; they are not part of the text."""
+    stop_token_ids: ListOf[int] = ()
+    """Stop token ids in addition to the tokenizer's."""
+    ignore_eos: Flag = False
+    """Continue after the tokenizer's end-of-sequence tokens."""
+
+    def at_most(self, max_tokens: int) -> SamplingSection:
+        """Copy with this `max_tokens` if it has the default one."""
+        given = "max_tokens" in self.model_fields_set
+        return self if given else self.model_copy(update={"max_tokens": max_tokens})
+
+    @property
+    def changes_distribution(self) -> bool:
+        """True if tokens are not sampled from the model's full distribution at `temperature`, but from a truncated one
+        or from logits with penalties or bias."""
+        names = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        plain = SamplingSection.model_construct(max_tokens=self.max_tokens)
+        changed = any(getattr(self, name) != getattr(plain, name) for name in names)
+        return changed or bool(self.logit_bias) or self.allowed_token_ids is not None
+
+
+def check_sampling(sampling: SamplingSection, row_tokens: int) -> None:
+    """Check the sampling of training samples. ValueError if they would be equal, or too long for a row."""
+    if sampling.temperature == 0:
+        raise ValueError("sampling.temperature=0 gives equal samples, without a training signal; use 1.0")
+    if sampling.max_tokens >= row_tokens:
+        raise ValueError(
+            f"sampling.max_tokens={sampling.max_tokens} must be less than row_tokens={row_tokens}, "
+            "which holds prompt and completion"
+        )
+
+
+def answer_tokens(row_tokens: int, prompts_in_row: int) -> int:
+    """Default length of completions: half of a row's space for a prompt and its completion, at most 512."""
+    return max(1, min(MAX_NEW_TOKENS, row_tokens // (2 * prompts_in_row)))
+
+
+def with_lengths(data: Any, build: Callable[[Any], S], *, default_row: int, prompts_in_row: int, fills_row: bool) -> S:
+    """Build a stage with the default of `row_tokens` or `sampling.max_tokens` that fits the value of the other.
+
+    Defaults are not in `model_fields_set`: `fit_lengths` lowers them to the model's context.
+    """
+    sampling = data.get("sampling", {} if fills_row else None) if isinstance(data, Mapping) else None
+    if not isinstance(sampling, Mapping):
+        return build(data)
+    filled, answer = {**data, "sampling": dict(sampling)}, sampling.get("max_tokens")
+    row_is_default = fills_row and "row_tokens" not in data
+    if row_is_default and _is_length(answer):
+        filled["row_tokens"] = prompts_in_row * (MAX_NEW_TOKENS + answer)
+    if "max_tokens" not in sampling:
+        row = data.get("row_tokens", default_row)
+        filled["sampling"]["max_tokens"] = answer_tokens(row if _is_length(row) else default_row, prompts_in_row)
+    other = data.get("eval_sampling")
+    evaluates = isinstance(other, Mapping) and "max_tokens" not in other
+    if evaluates:
+        filled["eval_sampling"] = {**other, "max_tokens": filled["sampling"]["max_tokens"]}
+    made = build(filled)
+    if "sampling" not in data:
+        made.model_fields_set.discard("sampling")
+    if row_is_default:
+        made.model_fields_set.discard("row_tokens")
+    for name, is_default in (("sampling", "max_tokens" not in sampling), ("eval_sampling", evaluates)):
+        if is_default:
+            getattr(made, name).model_fields_set.discard("max_tokens")
+    return made
+
+
+def _is_length(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

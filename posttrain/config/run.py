@@ -10,8 +10,7 @@ from pydantic import Field, model_validator
 from posttrain.config.base import Flag, ListOf, LocalPath, PositiveInt, Section
 from posttrain.config.distill import DistillSection
 from posttrain.config.model import MeshSection, ModelSection
-from posttrain.config.online_preference import OnlinePreferenceSection
-from posttrain.config.preference import PreferenceSection, RewardModelSection
+from posttrain.config.preference import OnlinePreferenceSection, PreferenceSection, RewardModelSection
 from posttrain.config.rl import OnlineSection, RLSection
 from posttrain.config.train import ADAPTER_RATE_FACTOR, SFTSection, TrainSection
 

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
-from posttrain.config.agent import AgentSection
 from posttrain.config.base import ListOf, PositiveInt, Section, Text
-from posttrain.config.environment import EnvSection
+from posttrain.config.environment import AgentSection, EnvSection
 from posttrain.config.locator import located
 
 

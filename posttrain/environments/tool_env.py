@@ -10,8 +10,7 @@ from typing import Any
 from posttrain.data.chat import Message
 from posttrain.environments.types import Reply
 from posttrain.errors import ConfigError, did_you_mean
-from posttrain.tools.results import FailedCall
-from posttrain.tools.types import Tool
+from posttrain.tools.types import FailedCall, Tool
 
 MAX_CALLS = 32
 """Maximum number of calls of a turn that are made."""

@@ -1,9 +1,12 @@
-"""Assistant message of a sampled turn."""
+"""Turns of a sample: the assistant's message, and the reward `env` that its environment gave."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from posttrain.data.chat import Message
 from posttrain.data.tokenizer import Tokenizer
+from posttrain.rollout.trajectory import Trajectory
 from posttrain.rollout.types import Completion, SamplingParams, text_of
 from posttrain.tools.types import ToolFormat
 
@@ -27,3 +30,24 @@ def message_of(
     if turn.malformed:
         message["malformed_calls"] = list(turn.malformed)
     return message, text
+
+
+ENV_REWARD = "env"
+
+
+class EnvFailure(Exception):
+    """Failure of a sample's environment, as an error of the reward `env`."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def env_rewards(trajectories: Sequence[Trajectory]) -> list[float | EnvFailure | None]:
+    """Sum of the rewards of each sample's turns; None without any, and the failure of an environment that failed."""
+    return [EnvFailure(one.error) if one.error is not None else turns_total(one) for one in trajectories]
+
+
+def turns_total(trajectory: Trajectory) -> float | None:
+    """Sum of the rewards of the turns; None if no turn has one."""
+    given = [turn.reward for row in trajectory.rows for turn in row.turns if turn.reward is not None]
+    return float(sum(given)) if given else None

@@ -13,10 +13,11 @@ from jax.sharding import Mesh
 from posttrain.batch import Batch
 from posttrain.config import PreferenceSection, RLSection, SFTSection, TrainSection
 from posttrain.errors import ConfigError
+from posttrain.kernels.logits.chunks import chunk_length
+from posttrain.kernels.logits.vocab_sharding import VocabSharding
 from posttrain.models.config import AttentionConfig, ModelConfig
 from posttrain.models.decoder import Decoder
 from posttrain.plan.build import RolloutShapes, batch_of, train_programs
-from posttrain.plan.loops import vocabulary_trips
 from posttrain.stages.algorithm import algorithm_of
 from posttrain.stages.pair_inputs import pair_loss
 from posttrain.stages.sft import sft_loss
@@ -316,3 +317,8 @@ def attention_flops(config: ModelConfig, rows: int, length: int) -> float:
         window = c.window if isinstance(c, AttentionConfig) and c.window else length
         total += 2.0 * heads * rows * length * min(window, length / 2)
     return total
+
+
+def vocabulary_trips(mesh: Mesh, rows: int, length: int, vocab_size: int) -> int:
+    """Chunks of the loss over the vocabulary if every token of the fullest row counts."""
+    return -(-(length - 1) // chunk_length(rows, length, vocab_size, VocabSharding.of(mesh)))

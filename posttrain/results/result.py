@@ -1,4 +1,4 @@
-"""Result of a run: its metrics, samples, curves, final model, and whether it is finished."""
+"""Result of a run: its metrics, samples, curves, final model, whether it is finished, and its page in a notebook."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from posttrain.export.export import Target, export
 from posttrain.export.readers import Reader
 from posttrain.generation import complete
 from posttrain.models.decoder import Decoder
-from posttrain.results.page import result_page
 from posttrain.runs.run import CONFIG_NAME, is_running
 from posttrain.stages.table import stage_names
+from posttrain.tracking.console import cut, shown_number
 from posttrain.tracking.console.columns import LAYOUTS
 from posttrain.tracking.curves import Curves
 from posttrain.tracking.history import Rows, points, read_metrics, read_samples
@@ -174,3 +175,38 @@ def attach(run: str | Path) -> RunResult:
         near = did_you_mean(output.name, [p.parent.name for p in output.parent.glob(f"*/{CONFIG_NAME}")])
         raise ConfigError(f"attach: {output} is not the output folder of a run (with {CONFIG_NAME}){near}")
     return RunResult(output=output, stages=stage_names(load_config(output / CONFIG_NAME)), trained=())
+
+
+NUM_ANSWERS = 6
+TEXT_CELLS = 240
+CELL = 'style="text-align:left;vertical-align:top;white-space:pre-wrap;max-width:24em"'
+
+
+def result_page(output: str, state: str, curves: Curves, results: Sequence[Mapping[str, Any]]) -> str:
+    """Format a run: one line, its curves, a table per stage with held-out answers."""
+    tables = [_answers(result) for result in results if "samples" in result.get("after", {})]
+    return "".join([f"<p><b>{escape(output)}</b>: {escape(state)}</p>", curves._repr_html_(), *tables])
+
+
+def _answers(result: Mapping[str, Any]) -> str:
+    before, after = result["before"], result["after"]
+    measure = after["measure"]
+    pairs = sorted(
+        zip(before["samples"], after["samples"], strict=True), key=lambda pair: pair[0][measure] == pair[1][measure]
+    )
+    heads = ("prompt", "before", measure, "after", measure)
+    rows = [
+        (old["prompt"], old["completion"], shown_number(old[measure]), new["completion"], shown_number(new[measure]))
+        for old, new in pairs[:NUM_ANSWERS]
+    ]
+    rows.append((f"mean {measure}, 95 % interval", _interval(before), "", _interval(after), ""))
+    head = "".join(f"<th {CELL}>{escape(name)}</th>" for name in heads)
+    body = "".join(
+        "<tr>" + "".join(f"<td {CELL}>{escape(cut(str(text), TEXT_CELLS))}</td>" for text in row) + "</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _interval(evaluation: Mapping[str, Any]) -> str:
+    return f"{evaluation['mean']:.3f} ({evaluation['low']:.3f} to {evaluation['high']:.3f})"

@@ -15,6 +15,7 @@ from posttrain.reward.limits import NO_LIMITS, Limits
 from posttrain.reward.types import RewardFunction
 from posttrain.reward.worker import Function
 from posttrain.rollout.trajectory import Trajectory
+from posttrain.sandbox.run import missing_protections
 
 PROVIDED = (
     "prompts",
@@ -163,3 +164,25 @@ def _reads_variable(function: RewardFunction, variable: str) -> bool:
 
 def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+SANDBOX = "posttrain.sandbox"
+STYLES = {
+    Convention.VERL: "for each sample, as a compute_score of verl",
+    Convention.VERIFIERS: "for each sample, as a reward function of verifiers",
+}
+
+
+def reward_notes(rewards: Sequence[Reward]) -> list[str]:
+    """Lines about functions with the convention of another framework, and about missing protections of sandboxes."""
+    styles = [(reward.name, convention_of(reward.function)) for reward in rewards]
+    lines = [f"reward {name}: called {STYLES[style]}" for name, style in styles if style in STYLES]
+    if any(_uses_sandbox(reward.function) for reward in rewards):
+        lines += missing_protections()
+    return lines
+
+
+def _uses_sandbox(function: Callable[..., Any]) -> bool:
+    """Tell whether the function's module has imported something of the sandbox."""
+    names = getattr(function, "__globals__", {}).values()
+    return any((getattr(value, "__module__", None) or "").startswith(SANDBOX) for value in names)

@@ -16,7 +16,7 @@ from posttrain.rl.group_tasks import GroupTasks, Queue, QueuedGroup
 from posttrain.rl.queue import packed, unpacked
 from posttrain.rl.step import StepResult, StepSettings, learn
 from posttrain.rollout.types import PausableEngine
-from posttrain.runtime.loop_thread import LoopThread
+from posttrain.runtime.event_loop import LoopThread
 from posttrain.tracking.console import progress_bar
 from posttrain.tree import replace
 

@@ -21,7 +21,7 @@ from posttrain.rl.assemble import assemble
 from posttrain.rl.sampler import IssuedGroup, Sampler, collect
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.trajectory import Example, Group
-from posttrain.runtime.run_async import run_async
+from posttrain.runtime.event_loop import run_async
 
 
 def make_examples(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from posttrain.config import MESH_AXES, RunConfig, TrainSection
+from posttrain.config.yaml_file import dump_config
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.distill.teachers import devices_of_teachers
 from posttrain.errors import ConfigError
@@ -188,3 +193,24 @@ def _changed(config: RunConfig, section: TrainSection, changes: dict[str, Any]) 
         target[last] = value
     changed = RunConfig.model_validate(fields)
     return changed, changed.stages[place]
+
+
+def plan_elsewhere(config: RunConfig, devices: str) -> Iterator[str]:
+    """Lines of `posttrain plan --quick` for a machine, as they come. ConfigError with what the command says if it
+    fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "run.yaml"
+        file.write_text(dump_config(config), encoding="utf-8")
+        command = [sys.executable, "-m", "posttrain", "plan", str(file), "--devices", devices, "--quick"]
+        errors = Path(folder) / "errors"
+        with (
+            errors.open("wb") as stderr,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, encoding="utf-8") as process,
+        ):
+            assert process.stdout is not None
+            for line in process.stdout:
+                yield line.rstrip("\n")
+        if process.returncode:
+            last = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
+            said = "\n".join(line.removeprefix("error: ") for line in last)
+            raise ConfigError(said or f"plan: the process ended with code {process.returncode}")

@@ -20,7 +20,7 @@ from posttrain.rl.sampler import IssuedGroup, Sampler, collect
 from posttrain.rollout.trajectory import Group
 from posttrain.runs.prepare import prepare
 from posttrain.runs.run import mesh_of
-from posttrain.runtime.run_async import run_async
+from posttrain.runtime.event_loop import run_async
 from posttrain.stages.context import StageRun
 from posttrain.stages.devices import RoleDevices
 from posttrain.stages.engine import make_engine

@@ -26,7 +26,7 @@ from posttrain.reward.lab.snapshot import write_tests
 from posttrain.reward.model import ModelReward
 from posttrain.reward.rubric import Rubric
 from posttrain.rollout.trajectory import Group
-from posttrain.runtime.run_async import run_async
+from posttrain.runtime.event_loop import run_async
 from posttrain.stages.prompts import rewards_of
 from posttrain.weights.load import load_model
 

@@ -32,7 +32,7 @@ from posttrain.stages.devices import role_devices, training_devices
 from posttrain.stages.table import STAGES, check_processes, check_row_tokens, row_notes, stage_names
 from posttrain.tracking.console import console
 from posttrain.tracking.sink import Sink
-from posttrain.tracking.trackers.open import require
+from posttrain.tracking.trackers import require
 from posttrain.train.loop import Interrupted, stop_on_signals
 
 CONFIG_NAME, LOCK_NAME = "config.yaml", ".lock"

@@ -14,13 +14,13 @@ from posttrain.data.chat import Message, Renderer
 from posttrain.data.turns import ReplyRole, check_turns
 from posttrain.environments.conversation import Environments, accepted_keywords
 from posttrain.environments.limits import Limits
-from posttrain.environments.reward import ENV_REWARD, env_rewards
 from posttrain.environments.tool_env import ToolEnv
+from posttrain.environments.turns import ENV_REWARD, env_rewards
 from posttrain.environments.types import Conversations, Env
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.reward.function import Reward
 from posttrain.rollout.trajectory import Example
-from posttrain.runtime.run_async import run_async
+from posttrain.runtime.event_loop import run_async
 from posttrain.stages.inputs import callable_of
 from posttrain.stages.tools import format_maker
 from posttrain.tools.types import FormatMaker, Tool

@@ -23,7 +23,7 @@ from posttrain.rl.metrics import LIMITS, check_agreement, sample_metrics
 from posttrain.rl.sampler import Sampler, collect
 from posttrain.rl.source import Source
 from posttrain.rl.teachers import distances, merged_distances, shares_of
-from posttrain.runtime.run_async import run_async
+from posttrain.runtime.event_loop import run_async
 from posttrain.stages.context import StageRun
 from posttrain.stages.engine import make_engine, warm_up
 from posttrain.stages.prompts import check_cache

@@ -38,8 +38,8 @@ from posttrain.rl.step import StepResult
 from posttrain.rl.store import Recorded, TrajectoryStore
 from posttrain.rollout.trajectory import Group
 from posttrain.runtime import processes
+from posttrain.runtime.event_loop import run_async
 from posttrain.runtime.profiler import span
-from posttrain.runtime.run_async import run_async
 from posttrain.stages.cluster import make_cluster
 from posttrain.stages.context import HeldOut, StageRun, Training
 from posttrain.stages.engine import engine_metrics, forget_prompts, warm_up

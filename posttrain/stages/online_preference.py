@@ -8,7 +8,7 @@ from posttrain.config import OnlinePreferenceSection
 from posttrain.kernels.logits.chunk_stats import Terms
 from posttrain.metrics import Timer
 from posttrain.rl.online_dpo import OnlineLoss, PairSettings, online_step
-from posttrain.runtime.run_async import run_async
+from posttrain.runtime.event_loop import run_async
 from posttrain.stages.context import StageRun
 from posttrain.stages.inputs import Prepared
 from posttrain.stages.online import (

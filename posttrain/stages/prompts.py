@@ -27,10 +27,9 @@ from posttrain.environments.types import Conversations
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.losses.preference import KINDS
 from posttrain.models.heads import CLASSIFIER
-from posttrain.reward.function import Reward, missing_arguments
+from posttrain.reward.function import Reward, missing_arguments, reward_notes
 from posttrain.reward.limits import Limits
 from posttrain.reward.model import ModelReward
-from posttrain.reward.notes import reward_notes
 from posttrain.reward.rubric import Rubric
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.assemble import Shares

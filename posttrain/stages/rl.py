@@ -26,7 +26,7 @@ from posttrain.rl.sampler import resumable
 from posttrain.rl.step import StepSettings, rl_step
 from posttrain.rl.teachers import TeacherKL, distances, shares_of
 from posttrain.rollout.types import PausableEngine
-from posttrain.runtime.run_async import run_async
+from posttrain.runtime.event_loop import run_async
 from posttrain.stages.algorithm import algorithm_of
 from posttrain.stages.cluster import make_critic
 from posttrain.stages.context import StageRun

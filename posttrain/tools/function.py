@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.runtime.threads import LoopThread, ThreadCall
 from posttrain.tools.arguments import argument_error
-from posttrain.tools.results import failed, result_text
+from posttrain.tools.types import failed, result_text
 from posttrain.user_code import import_transformers
 
 MAX_ABANDONED = 64

@@ -1,7 +1,8 @@
-"""Tool calls: Tool, ToolCall, ParsedTurn, ToolFormat."""
+"""Tool calls: Tool, ToolCall, ParsedTurn, ToolFormat, and the results of calls as text."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -41,7 +42,7 @@ class Tool(Protocol):
 
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
         """Text of the result, within deadline and size limit; errors of the function are text as well, a
-        `posttrain.tools.results.FailedCall`."""
+        `posttrain.tools.types.FailedCall`."""
         ...
 
     def close(self) -> None:
@@ -60,3 +61,32 @@ class ToolFormat(Protocol):
 
 FormatMaker = Callable[[Sequence[Mapping[str, Any]]], ToolFormat]
 """Maker of the format for tools of these schemas."""
+
+
+class FailedCall(str):
+    """Text of a call that failed: the model reads it as any other result, and environments count it."""
+
+    __slots__ = ()
+
+
+def failed(reason: str, max_chars: int) -> FailedCall:
+    """Make the text of a failed call, one line of at most `max_chars` characters."""
+    return FailedCall(cut(f"Error: {' '.join(reason.split())}", max_chars))
+
+
+def result_text(value: Any, max_chars: int) -> str:
+    """Convert the result of a tool: a string as it is, everything else to JSON, cut to `max_chars` characters.
+
+    TypeError or ValueError for a value that has no form in JSON.
+    """
+    if isinstance(value, str):
+        return cut(value, max_chars)
+    return cut(json.dumps(value, ensure_ascii=False, allow_nan=False), max_chars)
+
+
+def cut(text: str, max_chars: int) -> str:
+    """Cut a text to `max_chars` characters, followed by a line that says so. Text that is no Unicode is replaced."""
+    text = text.encode("utf-8", "replace").decode()
+    if len(text) <= max_chars:
+        return text
+    return f"{text[:max_chars]}\n[cut: {max_chars} of {len(text)} characters]"

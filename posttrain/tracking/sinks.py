@@ -20,8 +20,7 @@ from posttrain.tracking.console import ConsoleSink
 from posttrain.tracking.notebook import NotebookSink, in_notebook
 from posttrain.tracking.sink import Sink
 from posttrain.tracking.tensorboard_sink import TensorBoardSink
-from posttrain.tracking.trackers.open import open_tracker
-from posttrain.tracking.trackers.run import TrackedRun
+from posttrain.tracking.trackers import TrackedRun, open_tracker
 
 TABLE_DIGITS = 5
 """Decimals of the numbers in `tables.jsonl`."""

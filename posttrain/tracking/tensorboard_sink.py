@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.metrics import Sample
-from posttrain.tracking.markdown import markdown_of
-from posttrain.tracking.tags import grouped, shown
+from posttrain.tracking.sink import grouped, markdown_of, shown
 
 HISTOGRAM_BINS = 30
 

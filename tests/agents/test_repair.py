@@ -13,7 +13,7 @@ from posttrain.agents.endpoint import Endpoint
 from posttrain.agents.runner import Agents
 from posttrain.data.chat import Renderer
 from posttrain.environments.limits import Limits
-from posttrain.environments.reward import env_rewards
+from posttrain.environments.turns import env_rewards
 from posttrain.rollout.trajectory import Example
 from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.tools.formats.catalog import make_format

@@ -18,7 +18,7 @@ from posttrain.agents.runner import Agents
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.environments.limits import Limits
-from posttrain.environments.reward import env_rewards
+from posttrain.environments.turns import env_rewards
 from posttrain.rollout.trajectory import Example, Trajectory
 from posttrain.rollout.types import SamplingParams
 from tests.agents.test_session import Counting

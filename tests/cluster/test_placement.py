@@ -32,7 +32,7 @@ from posttrain.rl.metrics import sampler_disagrees
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.step import StepResult, rl_step
 from posttrain.rollout.engine import NativeEngine
-from posttrain.runtime.run_async import run_async
+from posttrain.runtime.event_loop import run_async
 from posttrain.train.optim import make_optimizer
 from posttrain.train.trainer import Trainer
 from posttrain.weights.lora import attach_lora

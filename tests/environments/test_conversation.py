@@ -16,7 +16,7 @@ from posttrain.data.chat import Message, Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.environments.conversation import Environments
 from posttrain.environments.limits import Limits
-from posttrain.environments.reward import EnvFailure, env_rewards
+from posttrain.environments.turns import EnvFailure, env_rewards
 from posttrain.environments.types import Reply
 from posttrain.rollout.trajectory import Example, Trajectory
 from posttrain.rollout.types import SamplingParams

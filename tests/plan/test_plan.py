@@ -13,8 +13,7 @@ from posttrain.config.yaml_file import load_config
 from posttrain.errors import ConfigError
 from posttrain.plan import cache
 from posttrain.plan.machine import Machine, machine
-from posttrain.runs.plan import plan
-from posttrain.runs.plan_process import plan_elsewhere
+from posttrain.runs.plan import plan, plan_elsewhere
 from tests.stages.runs import posttrain, rl_stage, sft_stage, write_run
 
 CPU_8 = machine("cpu-8")

@@ -16,7 +16,7 @@ from posttrain.reward.conventions import Convention, annotates_text, convention_
 from posttrain.reward.function import Reward, missing_arguments
 from posttrain.reward.rubric import Rubric
 from posttrain.reward.types import Rewards
-from posttrain.runtime.run_async import run_async
+from posttrain.runtime.event_loop import run_async
 from tests.rl.helpers import trajectory
 
 pytestmark = pytest.mark.fast

@@ -21,7 +21,7 @@ from posttrain.reward.function import Reward
 from posttrain.reward.limits import Limits
 from posttrain.reward.rubric import Rubric
 from posttrain.reward.types import Rewards
-from posttrain.runtime.run_async import run_async
+from posttrain.runtime.event_loop import run_async
 from tests.often import often
 from tests.rl.helpers import groups
 

@@ -22,7 +22,7 @@ from posttrain.reward.function import Reward, accepted, missing_arguments
 from posttrain.reward.rubric import Rubric, error_lines
 from posttrain.reward.types import Rewards
 from posttrain.rl.metrics import NoRewardGuard
-from posttrain.runtime.run_async import run_async
+from posttrain.runtime.event_loop import run_async
 from tests.rl.helpers import groups, trajectory
 
 pytestmark = pytest.mark.fast
@@ -117,7 +117,7 @@ def test_only_the_sample_that_hangs_loses_its_reward() -> None:
 
 
 def test_calls_that_never_return_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.reward.threads.MAX_ABANDONED", 3)
+    monkeypatch.setattr("posttrain.reward.rubric.MAX_ABANDONED", 3)
     release = threading.Event()
 
     def hangs(completions: list[str]) -> list[float]:

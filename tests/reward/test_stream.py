@@ -16,7 +16,7 @@ from posttrain.errors import ConfigError
 from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
 from posttrain.reward.types import Rewards
-from posttrain.runtime.run_async import run_async
+from posttrain.runtime.event_loop import run_async
 from tests.rl.helpers import groups
 
 pytestmark = pytest.mark.fast

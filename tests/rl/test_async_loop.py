@@ -34,7 +34,7 @@ from posttrain.rl.step import StepResult, rl_step
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.trajectory import Trajectory
 from posttrain.rollout.types import Completion, SamplingParams
-from posttrain.runtime.run_async import run_async
+from posttrain.runtime.event_loop import run_async
 from posttrain.train.checkpoint import Checkpointer
 from tests.often import often
 from tests.rl.helpers import InOrder, example
@@ -213,7 +213,7 @@ def test_reward_models_score_a_whole_step(world: World, monkeypatch: pytest.Monk
 
 
 def test_a_stall_names_the_groups_and_what_they_await(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.runtime.loop_thread.WATCH_S", 0.05)
+    monkeypatch.setattr("posttrain.runtime.event_loop.WATCH_S", 0.05)
     run = ScriptedRun(world, monkeypatch, settings(stall_s=0.3, max_staleness=0), 64, 0)
 
     async def silent(prompt: Any, params: Any) -> Any:

@@ -28,7 +28,7 @@ from posttrain.rl.online_dpo import OnlineLoss, PairSettings, best_and_worst, on
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.step import StepResult
 from posttrain.rollout.engine import NativeEngine
-from posttrain.runtime.run_async import run_async
+from posttrain.runtime.event_loop import run_async
 from posttrain.train.trainer import Trainer
 from posttrain.weights.lora import attach_lora
 from tests.rl.helpers import act, trajectory

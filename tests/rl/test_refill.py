@@ -26,7 +26,7 @@ from posttrain.rl.signal import signal_of
 from posttrain.rl.step import rl_step
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.types import Completion, SamplingParams
-from posttrain.runtime.run_async import run_async
+from posttrain.runtime.event_loop import run_async
 from tests.rl.helpers import act, example, groups
 from tests.rl.test_step import GROUP, World, params_of, sgd
 from tests.tiny import tiny_model

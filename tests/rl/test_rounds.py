@@ -10,7 +10,7 @@ import pytest
 
 from posttrain.rl.rounds import Rounds
 from posttrain.rollout.types import Completion, SamplingParams
-from posttrain.runtime.run_async import run_async
+from posttrain.runtime.event_loop import run_async
 
 TURNS = {(0, n): n % 3 + 1 for n in range(8)}
 """Turns of each sample, by sampling key."""

@@ -27,7 +27,7 @@ from posttrain.rl.assemble import assemble
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.step import StepResult, rl_step
 from posttrain.rollout.engine import NativeEngine
-from posttrain.runtime.run_async import run_async
+from posttrain.runtime.event_loop import run_async
 from posttrain.train.trainer import Trainer
 from tests.mixtures import mixture_config, mixture_model
 from tests.rl.helpers import act, example, step_settings, trajectory

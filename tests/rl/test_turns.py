@@ -18,7 +18,7 @@ from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.environments.conversation import Environments
 from posttrain.environments.limits import Limits
-from posttrain.environments.reward import env_rewards
+from posttrain.environments.turns import env_rewards
 from posttrain.environments.types import Reply
 from posttrain.mesh import make_mesh
 from posttrain.reward.types import Rewards

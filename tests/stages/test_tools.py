@@ -17,7 +17,7 @@ from posttrain.environments.tool_env import ToolEnv
 from posttrain.errors import ConfigError
 from posttrain.runs.prepare import prepare
 from posttrain.stages.prompts import RLInputs
-from posttrain.tools.results import FailedCall
+from posttrain.tools.types import FailedCall
 from tests.stages.runs import ROOT, rl_stage, write_run
 
 TOOLS = '''

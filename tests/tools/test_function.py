@@ -14,8 +14,7 @@ from posttrain.errors import ConfigError
 from posttrain.tools import function as module
 from posttrain.tools.arguments import argument_error
 from posttrain.tools.function import FunctionTool, function_schema
-from posttrain.tools.results import FailedCall
-from posttrain.tools.types import Tool
+from posttrain.tools.types import FailedCall, Tool
 
 
 def lookup(food: str, nutrient: Literal["fat", "water"], grams: float = 100.0, tags: list[str] | None = None) -> Any:

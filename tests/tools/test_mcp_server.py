@@ -13,8 +13,7 @@ import pytest
 
 from posttrain.errors import ConfigError, RunError
 from posttrain.tools.mcp_server import MAX_RESTARTS, MAX_TIMEOUTS, McpServer, McpTool
-from posttrain.tools.results import FailedCall
-from posttrain.tools.types import Tool
+from posttrain.tools.types import FailedCall, Tool
 
 pytest.importorskip("mcp", reason="needs the extra mcp")
 

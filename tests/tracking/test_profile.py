@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.tracking.profile.advice import advice
-from posttrain.tracking.profile.recorder import NUM_STABLE, PATIENCE, StepRecorder
-from posttrain.tracking.profile.report import describe_profile
+from posttrain.tracking.profile.recorder import NUM_STABLE, PATIENCE, StepRecorder, describe_profile
 from posttrain.tracking.profile.table import UNEXPLAINED, PhaseTime, TimeTable, time_table
 from posttrain.tracking.profile.trace import Op, Span, Trace, busy, innermost, own_times
 

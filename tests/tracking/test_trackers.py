@@ -12,11 +12,8 @@ import pytest
 
 from posttrain.errors import ConfigError
 from posttrain.metrics import Sample
-from posttrain.tracking.trackers import open as trackers
-from posttrain.tracking.trackers.mlflow_sink import MlflowSink
-from posttrain.tracking.trackers.run import TrackedRun
-from posttrain.tracking.trackers.trackio_sink import TrackioSink
-from posttrain.tracking.trackers.wandb_sink import WandbSink
+from posttrain.tracking import trackers
+from posttrain.tracking.trackers import MlflowSink, TrackedRun, TrackioSink, WandbSink
 
 pytestmark = pytest.mark.fast
 

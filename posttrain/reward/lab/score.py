@@ -12,7 +12,7 @@ from posttrain.errors import RunError
 from posttrain.reward.function import Reward
 from posttrain.reward.lab.cases import Case, Kind, LabRow, sample_of
 from posttrain.reward.rubric import Rubric
-from posttrain.runtime.run_async import run_async
+from posttrain.runtime.event_loop import run_async
 from posttrain.user_code import import_object
 
 

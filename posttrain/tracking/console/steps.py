@@ -11,8 +11,7 @@ import numpy as np
 
 from posttrain.metrics import Sample
 from posttrain.tracking.console.columns import LAYOUTS, number, seconds, share
-from posttrain.tracking.console.live_line import LiveLine
-from posttrain.tracking.console.screen import clean, console, printable
+from posttrain.tracking.console.screen import LiveLine, clean, console, printable
 from posttrain.tracking.console.trend import Trend
 
 if TYPE_CHECKING:

@@ -1,14 +1,51 @@
-"""Calls into the event loop of another thread."""
+"""Coroutines from synchronous code, also in a notebook, and calls into the event loop of another thread."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 
 import pytest
 
-from posttrain.runtime import loop_thread
-from posttrain.runtime.loop_thread import LoopThread
+from posttrain.runtime import event_loop
+from posttrain.runtime.event_loop import LoopThread, run_async
+
+PACKAGE = Path(__file__).resolve().parents[2] / "posttrain"
+
+
+async def answer() -> int:
+    await asyncio.sleep(0)
+    return 7
+
+
+def test_with_and_without_a_running_loop() -> None:
+    async def cell() -> int:
+        return run_async(answer())
+
+    assert run_async(answer()) == asyncio.run(cell()) == 7
+
+
+def test_results_are_not_represented() -> None:
+    """As in `asyncio.run`, on the way back to the former handler of SIGINT."""
+
+    asked = []
+
+    class Batch:
+        def __repr__(self) -> str:
+            asked.append(self)
+            return "a long text"
+
+    async def batch() -> Batch:
+        return Batch()
+
+    assert isinstance(run_async(batch()), Batch) and not asked
+
+
+def test_nothing_else_begins_a_loop() -> None:
+    """`asyncio.run` raises in a notebook's cell; `runtime` has what works there."""
+    users = [path for path in PACKAGE.rglob("*.py") if "asyncio.run(" in path.read_text(encoding="utf-8")]
+    assert {path.parent.name for path in users} == {"runtime"}
 
 
 async def where() -> str:
@@ -27,7 +64,7 @@ def test_calls_and_their_failures() -> None:
 
 
 def test_a_watchdog_cancels_what_it_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_thread, "WATCH_S", 0.01)
+    monkeypatch.setattr(event_loop, "WATCH_S", 0.01)
     ended: list[str] = []
 
     async def hang(name: str) -> None:

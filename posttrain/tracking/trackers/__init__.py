@@ -1,1 +1,0 @@
-"""Experiment trackers behind the sink protocol: Weights & Biases, MLflow, Trackio."""
