@@ -8,15 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from posttrain.mesh import param_sharding
 from posttrain.models.config import Compute, MLPConfig, ModelConfig, MoEConfig, RouterConfig, stages_of
 from posttrain.models.decoder import Decoder
-from posttrain.weights.state import ModelWeights
-from tests.tiny import tiny_config
+from tests.tiny import outline, tiny_config
 
 MIXTURE = MoEConfig(
     num_experts=8,
@@ -46,11 +44,7 @@ def mixture_model(
     """Random weights, no bias and no norm at its first value; on a mesh the same ones, split."""
     config = mixture_config() if config is None else config
     settings = Compute(dtype=jnp.dtype(dtype), mesh=mesh, **compute)
-
-    def build(seed: Any) -> Decoder:
-        return Decoder(config, settings, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(jax.random.key(seed)))
-
-    weights = ModelWeights(nnx.eval_shape(build, jnp.uint32(seed)))
+    weights = outline(config, settings, jnp.dtype(jnp.float32))
     # Not JAX's numbers, whose programs take longer to compile than the model.
     draw = np.random.default_rng(seed)
     arrays = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -85,9 +86,15 @@ def tiny_model(
     return random_model(tiny_config(**changes), compute, dtype=dtype, seed=seed)
 
 
+@functools.lru_cache(maxsize=64)
+def outline(config: ModelConfig, compute: Compute, dtype: np.dtype) -> ModelWeights:
+    """Model of shapes, to bind arrays to."""
+    return ModelWeights(nnx.eval_shape(lambda: Decoder(config, compute, dtype=dtype, rngs=nnx.Rngs(0))))
+
+
 def random_model(config: ModelConfig, compute: Compute, *, dtype: DTypeLike, seed: int) -> Decoder:
     """Norms are 1 and biases 0."""
-    weights = ModelWeights(nnx.eval_shape(lambda: Decoder(config, compute, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))))
+    weights = outline(config, compute, jnp.dtype(dtype))
     # Not JAX's numbers, whose programs take longer to compile than many a test of the model.
     draw = np.random.default_rng(seed)
 

@@ -139,7 +139,7 @@ def test_a_child_process(endpoint: Endpoint, tokenizer: Tokenizer, tmp_path: Pat
     assert failed.stop == "env_error" and failed.error is not None
     assert "exit code 1: ValueError: the agent has a bug" in failed.error and len(failed.turns) == 1
     file = tmp_path / "pid"
-    hanging = run(endpoint, tokenizer, command, timeout_s=5.0, args={"how": "hang", "file": str(file)})
+    hanging = run(endpoint, tokenizer, command, timeout_s=3.0, args={"how": "hang", "file": str(file)})
     assert hanging.stop == "env_timeout", hanging.error
     # What it has started is killed with it.
     for _ in range(100):

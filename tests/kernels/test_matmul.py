@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,13 +18,17 @@ from posttrain.mesh import make_mesh
 SIZES = [(16, 24), (24, 16), (16, 16)]
 
 
+def thorough(lead: tuple[int, ...]) -> Any:
+    return pytest.param(lead, marks=pytest.mark.thorough)
+
+
 def operands(lead: tuple[int, ...], size: tuple[int, int], dtype: str) -> list[Array]:
     rng = np.random.default_rng(0)
     return [jnp.asarray(rng.normal(size=shape), dtype) for shape in ((*lead, size[0]), size, (*lead, size[1]))]
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("lead", [(), (6,), (4, 6), (4, 2, 3)])
+@pytest.mark.parametrize("lead", [(), thorough((6,)), (4, 6), thorough((4, 2, 3))])
 @pytest.mark.parametrize(("dtype", "added_in"), [("float32", None), ("bfloat16", None), ("bfloat16", jnp.float32)])
 def test_gradient_is_the_librarys(
     lead: tuple[int, ...], size: tuple[int, int], dtype: str, added_in: type | None

@@ -73,7 +73,7 @@ def test_a_mixture_is_the_weighted_sum_of_the_chosen_experts() -> None:
         layer_inputs=None,
         token_mesh=None,
     )
-    out = np.asarray(moe(jnp.asarray(x), context, ForwardState(cache=None), LayerIndex(0, 0, 1, 0)))
+    out = np.asarray(jax.jit(lambda x: moe(x, context, ForwardState(cache=None), LayerIndex(0, 0, 1, 0)))(x))
     logits = x @ p["router.proj.kernel"] + p["router.proj.bias"]
     scores = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     for index in np.ndindex(2, 5):
@@ -185,9 +185,10 @@ def test_statistics_are_of_real_tokens_and_balance_is_by_sequence() -> None:
     experts = jnp.asarray(np.argsort(-np.asarray(logits), axis=-1)[..., :2])
     segments = jnp.asarray([[1] * 4 + [2] * 5 + [0]])
     scores = jax.nn.softmax(logits)
-    both = router_stats(logits, scores, experts, experts, segments)
+    stats = jax.jit(router_stats)
+    both = stats(logits, scores, experts, experts, segments)
     apart = [
-        router_stats(logits[:, a:b], scores[:, a:b], experts[:, a:b], experts[:, a:b], segments[:, a:b] * 0 + 1)
+        stats(logits[:, a:b], scores[:, a:b], experts[:, a:b], experts[:, a:b], segments[:, a:b] * 0 + 1)
         for a, b in ((0, 4), (4, 9))
     ]
     jax.tree.map(lambda whole, *parts: assert_allclose(whole, sum(parts), rtol=1e-6), both, *apart)
