@@ -65,7 +65,8 @@ def two_stages(folder: Path, *, adapted: bool) -> Path:
 @pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.thorough)], ids=["full", "lora"])
 def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bool]:
     folder = tmp_path_factory.mktemp("uninterrupted")
-    finish(two_stages(folder, adapted=request.param))
+    whole = posttrain("run", two_stages(folder, adapted=request.param))
+    assert whole.code == 0, whole.err
     return folder / "out", request.param
 
 
