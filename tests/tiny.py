@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -17,6 +16,7 @@ from posttrain.config import Remat
 from posttrain.models.config import Compute, ModelConfig, stages_of
 from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_init
+from posttrain.weights.load import outline_of
 from posttrain.weights.state import ModelWeights
 
 WINDOW = 5
@@ -89,7 +89,7 @@ def tiny_model(
 @functools.lru_cache(maxsize=64)
 def outline(config: ModelConfig, compute: Compute, dtype: np.dtype) -> ModelWeights:
     """Model of shapes, to bind arrays to."""
-    return ModelWeights(nnx.eval_shape(lambda: Decoder(config, compute, dtype=dtype, rngs=nnx.Rngs(0))))
+    return ModelWeights(outline_of(config, compute, dtype))
 
 
 def random_model(config: ModelConfig, compute: Compute, *, dtype: DTypeLike, seed: int) -> Decoder:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,12 +12,9 @@ from numpy.testing import assert_allclose
 from posttrain.config import MeshSection
 from posttrain.kernels.matmul import matmul
 from posttrain.mesh import make_mesh
+from tests.often import often
 
 SIZES = [(16, 24), (24, 16), (16, 16)]
-
-
-def thorough(lead: tuple[int, ...]) -> Any:
-    return pytest.param(lead, marks=pytest.mark.thorough)
 
 
 def operands(lead: tuple[int, ...], size: tuple[int, int], dtype: str) -> list[Array]:
@@ -28,7 +23,7 @@ def operands(lead: tuple[int, ...], size: tuple[int, int], dtype: str) -> list[A
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("lead", [(), thorough((6,)), (4, 6), thorough((4, 2, 3))])
+@pytest.mark.parametrize("lead", often([((),), ((6,),), ((4, 6),), ((4, 2, 3),)], ((),), ((4, 6),)))
 @pytest.mark.parametrize(("dtype", "added_in"), [("float32", None), ("bfloat16", None), ("bfloat16", jnp.float32)])
 def test_gradient_is_the_librarys(
     lead: tuple[int, ...], size: tuple[int, int], dtype: str, added_in: type | None
