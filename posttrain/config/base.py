@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias, TypeVar
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import PurePath
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -25,6 +28,33 @@ Flag = Annotated[bool, BeforeValidator(_from_words)]
 Text = Annotated[str, Field(min_length=1)]
 ListOf: TypeAlias = Annotated[tuple[T, ...], Field(strict=False)]
 """List in YAML, tuple in Python. Items are validated strictly."""
+
+
+SCALARS = (bool, int, float, str)
+
+
+def plain_value(value: Any) -> Any:
+    """Convert a free value to the types of YAML: text, numbers, true and false, null, lists, mappings. Functions, paths
+    and objects without a value of their own are kept; ValueError for others, such as sets and dates, and for keys that
+    are not scalars."""
+    if value is None or type(value) in SCALARS:
+        return value
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        return plain_value(value.item())
+    if isinstance(value, Mapping):
+        if wrong := [key for key in value if key is not None and type(key) not in SCALARS]:
+            raise ValueError(f"a key must be text, a number, true, false or null; got {wrong[0]!r}")
+        return {key: plain_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(item) for item in value]
+    named = isinstance(value, str | PurePath) or callable(value) or type(value).__eq__ is object.__eq__
+    if not named or isinstance(value, Enum):
+        raise ValueError(f"must be text, a number, true, false, null, a list or a mapping; got {value!r}")
+    return value
+
+
+Arguments: TypeAlias = Annotated[dict[str, Any], BeforeValidator(plain_value)]
+"""Keywords for functions, with values of YAML's types: a run that is resumed or replayed has the same."""
 
 LocalPath = Annotated[Text, AfterValidator(check_local)]
 """Local folder; URLs are refused."""

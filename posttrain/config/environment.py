@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from posttrain.config.base import Flag, ListOf, PositiveInt, Section, Text
+from posttrain.config.base import Arguments, Flag, ListOf, PositiveInt, Section, Text
 from posttrain.config.locator import located
 
 
@@ -18,7 +18,7 @@ class EnvSection(Section):
     It is called with the keywords that it names: dataset columns, `row`, `args`, `tools` and `seed`, an integer that is
     the same for all samples of a group. By default, with `tools`, the environment that answers their calls, until a
     turn has none."""
-    args: dict[str, Any] = {}
+    args: Arguments = {}
     """Additional keyword arguments of `fn`."""
     max_turns: PositiveInt = 8
     """Maximum number of turns of the policy."""
@@ -52,7 +52,7 @@ class AgentSection(Section):
     """Command in place of `fn`, run in a child process: `[python, agent.py]`. It finds `OPENAI_BASE_URL`,
     `OPENAI_API_KEY`, and the keywords as JSON in `POSTTRAIN_ROW`; the reward is in the last line that it prints, such
     as `{"reward": 1}`."""
-    args: dict[str, Any] = {}
+    args: Arguments = {}
     """Additional keywords."""
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Deadline of a sample in seconds, after which a command is killed and the sample has no reward, see `on_error`."""

@@ -14,9 +14,6 @@ LayerMap = dict[int, int] | Literal["uniform", "last"]
 def _layer_map(value: Any) -> LayerMap:
     if value in ("uniform", "last"):
         return value
-    if isinstance(value, dict):
-        # Dumped configurations have string keys.
-        value = {int(key) if isinstance(key, str) and key.isdecimal() else key: other for key, other in value.items()}
     numbers = [n for pair in value.items() for n in pair] if isinstance(value, dict) else []
     if numbers and all(type(n) is int and n >= 0 for n in numbers):
         return value

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, GetCoreSchemaHandler, WrapValidator
 
+from posttrain.config.base import Arguments
 from posttrain.errors import ConfigError
 from posttrain.runtime.hub import is_hub_id
 
@@ -91,7 +92,7 @@ def located(value: Any, info: Any) -> Any:
     return Locator(value, info.context) if isinstance(value, str) and not isinstance(value, Locator) else value
 
 
-LossSpec = Annotated[str | dict[str, Any], AfterValidator(located)]
+LossSpec = Annotated[str | Arguments, AfterValidator(located)]
 """Loss: a name or `module:Class`, or a mapping with it as `kind` and settings."""
 
 

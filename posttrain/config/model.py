@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from posttrain.config.base import (
+    Arguments,
     AttentionKernel,
     DecodeAttention,
     Flag,
@@ -63,7 +64,7 @@ class ModelSection(Section):
 
     path: Locator | None = None
     """Folder in Hugging Face layout or hub id. Set `path` or `init`."""
-    init: dict[str, Any] | None = None
+    init: Arguments | None = None
     """Random initialisation: the fields of a Hugging Face `config.json`, including `model_type`."""
     family: Locator | None = None
     """Python file that defines a model family unknown to posttrain, named as the `model_type`; see the notebook

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from posttrain.config.base import Section, Text
+from posttrain.config.base import Arguments, Section, Text
 from posttrain.config.locator import Locator, located
 
 LIMITS = ("memory_mib", "file_mib", "cpu_s")
@@ -25,7 +25,7 @@ class RewardSection(Section):
     """Score of a sequence from `model`: the last token's, or of a process reward model the minimum or mean over its
     steps (lines)."""
     weight: float = 1.0
-    args: dict[str, Any] = {}
+    args: Arguments = {}
     """Additional keyword arguments of the function."""
     name: Text | None = None
     """Name in metrics and messages; by default the function's name. Using a function twice requires two names."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
-from posttrain.config.base import ListOf, PositiveInt, Section, Text
+from posttrain.config.base import Arguments, ListOf, PositiveInt, Section, Text
 from posttrain.config.environment import AgentSection, EnvSection
 from posttrain.config.locator import located
 
@@ -27,7 +27,7 @@ class ToolSection(Section):
     fn: Annotated[Any, AfterValidator(located)] = None
     """Function: `envs/food.py:lookup_nutrition`, `package.module:function`, or in Python the function itself. Its
     schema is made of its types and its docstring, with a line for each parameter under `Args:`."""
-    args: dict[str, Any] = {}
+    args: Arguments = {}
     """Keyword arguments of `fn` that the policy does not see and cannot set."""
     mcp: McpSection | None = None
     """Server in place of `fn`."""

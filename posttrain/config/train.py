@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import Flag, ListOf, MomentType, NonNegativeInt, PositiveInt, Section
+from posttrain.config.base import Arguments, Flag, ListOf, MomentType, NonNegativeInt, PositiveInt, Section
 from posttrain.config.locator import Locator
 
 ADAPTER_RATE_FACTOR = 10
@@ -23,7 +23,7 @@ class DatasetSection(Section):
     """Dataset source: a .jsonl, .json, .csv or .parquet file, a folder, a hub id, or `file.py:function` that returns
     rows."""
     split: str = "train"
-    args: dict[str, Any] = {}
+    args: Arguments = {}
     """Keyword arguments of the function in `path`, or of `datasets.load_dataset` for a hub id: `{name: main}`.
     Parameters annotated as `Path` are resolved like paths of the configuration."""
     prompt: str | None = None

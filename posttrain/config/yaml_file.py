@@ -46,8 +46,8 @@ def build_config(
     return _build(data, {}, name, overrides, None, python)
 
 
-def dump_config(config: RunConfig) -> str:
-    """Dump the whole configuration, including defaults, as YAML that `load_config` reads; functions as
+def dump_config(config: Section) -> str:
+    """Dump a whole configuration, including defaults, as YAML that `load_config` reads; functions as
     `module:name`."""
     return yaml.dump(_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
@@ -121,7 +121,7 @@ def _parse(text: str, name: str) -> tuple[Any, dict[Key, int]]:
         node = loader.get_single_node()
         if node is None:
             return None, lines
-        _collect_lines(node, (), lines)
+        _collect_lines(node, (), lines, loader)
         return loader.construct_document(node), lines
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
@@ -133,22 +133,23 @@ def _parse(text: str, name: str) -> tuple[Any, dict[Key, int]]:
         loader.dispose()
 
 
-def _collect_lines(node: yaml.Node, key: Key, lines: dict[Key, int]) -> None:
+def _collect_lines(node: yaml.Node, key: Key, lines: dict[Key, int], loader: _Loader) -> None:
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             lines[*key, index] = item.start_mark.line + 1
-            _collect_lines(item, (*key, index), lines)
+            _collect_lines(item, (*key, index), lines, loader)
     elif isinstance(node, yaml.MappingNode):
-        seen: dict[str, int] = {}
+        seen: dict[Any, int] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
-            word = str(key_node.value)
+            scalar = isinstance(key_node, yaml.ScalarNode) and not key_node.tag.endswith(":merge")
+            word = loader.construct_object(key_node) if scalar else str(key_node.value)
             if word in seen:
                 dotted = ".".join(map(str, (*key, word)))
                 problem = f"{dotted} is given twice, first in line {seen[word]}; keep one"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
             seen[word] = lines[*key, word] = line
-            _collect_lines(value_node, (*key, word), lines)
+            _collect_lines(value_node, (*key, word), lines, loader)
 
 
 # --- from raw data to RunConfig ---------------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ def _step(node: Any, word: str, key: Key, text: str) -> str | int:
     """Resolve `word` of an override to a key or index in `node`."""
     dotted = ".".join(map(str, key))
     if isinstance(node, dict):
-        return word
+        return word if word in node else _scalar(word)
     if not isinstance(node, list):
         raise ConfigError(f"override {text}: {dotted} is {show(node)}, which has no {word!r} in it")
     if word.isdecimal():
@@ -229,6 +230,12 @@ def _step(node: Any, word: str, key: Key, text: str) -> str | int:
     known = ", ".join(f"{i} ({' '.join(sorted(map(str, own - {None}))) or 'no name'})" for i, own in enumerate(names))
     rule = f"{len(found)} items are called {word!r}; use a number" if found else f"no item is called {word!r}"
     raise ConfigError(f"override {text}: {dotted}: {rule}: {known}")
+
+
+def _scalar(word: str) -> Any:
+    """Value of a plain scalar in YAML: `13` is a number, as a key as well."""
+    loader = _Loader("")
+    return loader.construct_object(yaml.ScalarNode(loader.resolve(yaml.ScalarNode, word, (True, False)), word))
 
 
 # --- paths ------------------------------------------------------------------------------------------------------------
@@ -255,11 +262,11 @@ def _nearest(text: str, folders: Iterable[Path], pattern: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert to YAML types; functions and objects become their names."""
+    """Convert to YAML types, keys as they are; functions and objects become their names."""
     if isinstance(value, Section):
         return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
     if isinstance(value, Mapping):
-        return {str(word): _plain(item) for word, item in value.items()}
+        return {word: _plain(item) for word, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if value is None or isinstance(value, bool | int | float):
@@ -284,10 +291,12 @@ def _differences(before: Any, after: Any, key: Key) -> Iterator[str]:
     if isinstance(before, list) and isinstance(after, list):
         before, after = dict(enumerate(before)), dict(enumerate(after))
     if isinstance(before, dict) and isinstance(after, dict):
-        for word in [*before, *(w for w in after if w not in before)]:
-            if (word in before) != (word in after):
+        # As texts: true, 1 and 1.0 are other keys and values, and a NaN is itself.
+        old, new = ({repr(word): (word, item) for word, item in one.items()} for one in (before, after))
+        for text, (word, _) in (old | new).items():
+            if (text in old) != (text in new):
                 yield ".".join(map(str, (*key, word)))
             else:
-                yield from _differences(before[word], after[word], (*key, word))
-    elif before != after:
+                yield from _differences(old[text][1], new[text][1], (*key, word))
+    elif repr(before) != repr(after):
         yield ".".join(map(str, key))

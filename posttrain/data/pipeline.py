@@ -243,7 +243,7 @@ def row_tokenizer(
             kept = fit_to_row(example, section.row_tokens, section.overlong)
         return None if kept is None else sequence(kept)
 
-    key = (dataset.model_dump_json(), renderer, loss, section.row_tokens, section.overlong)
+    key = (repr(dataset), renderer, loss, section.row_tokens, section.overlong)
     sequences = rows.sequences(key, make)
 
     def tokenize(index: int) -> dict[str, np.ndarray] | None:

@@ -89,9 +89,7 @@ class Units:
         section = self.section
         fitting = (section.row_tokens, section.overlong)
         kind = (self.kind, self.weigh_prompts, self.margins, self.share_prompts)
-        return self.rows.sequences(
-            (self.dataset.model_dump_json(), self.renderer, *fitting, *kind), self._tokenise, len(self)
-        )
+        return self.rows.sequences((repr(self.dataset), self.renderer, *fitting, *kind), self._tokenise, len(self))
 
     def __call__(self, index: int) -> Unit | None:
         """Arrays of a unit; None if it is dropped: too long, or two equal answers."""

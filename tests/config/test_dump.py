@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import date
+from enum import Enum
+from itertools import cycle
 from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import numpy as np
 import pytest
+import yaml
+from pydantic import create_model
 
-from posttrain.config import RLSection
-from posttrain.config.yaml_file import diff_config, dump_config
+from posttrain.config import Locator, RLSection, Section, yaml_file
+from posttrain.config.messages import config_fields
+from posttrain.config.yaml_file import build_config, diff_config, dump_config
+from posttrain.errors import ConfigError
 from tests.config.files import LONG, SHORT, Write, fresh_folder, read, rl
 
 pytestmark = pytest.mark.fast
@@ -27,19 +37,93 @@ class Judge:
         return [self.strictness] * len(completions)
 
 
+class Color(Enum):
+    RED = 1
+
+
+@dataclass
+class Strict:
+    level: int
+
+
 def short_answers(completions: list[str]) -> list[float]:
     return [1.0 / (1 + len(text)) for text in completions]
 
 
-def test_dump_reads_back_equal(write: Write) -> None:
-    awkward = {"text": "a\nb\n", "number": "1e-4", "no": "no", "none": "null", "small": 1e-8, "unicode": "é: #", "": []}
-    config = read(write(LONG), "model.lora.rank=8", "stages.rl.sampling.stop=['\n\n', 'yes', '1_0']")
-    config = config.model_copy(update={"model": config.model.model_copy(update={"init": awkward})})
+TEXTS = [
+    "a", "1", "1_0", "0o17", "017", "1e-4", "1:30", "2020-01-01", "yes", "null", "~", "true", ".nan", "<<", "=", "- a",
+    "a: b", "#", "'", '"', "{x}", "%", "é\u200d👧", "\u2028", "\ud800", "\x07", "\t", " a ", "\n", "\n\n", "a\nb\n",
+    "\n  a\n b", "a \nb\r\n", "w" * 200, "word " * 40, "?", "-", "!x", "&a", "*a", "|", ">", "@", "`",
+]  # fmt: skip
+KEYS = [13, -1, 1.5, float("-inf"), True, None, "13", "", "true", "null", "a: b", "a\nb", "k" * 200, "é"]
+FREE = [
+    *TEXTS, 0, -1, 10**20, True, False, None, 1e-7, 1e22, 0.1 + 0.2, -0.0, 3.0, float("inf"), float("nan"), [], {},
+    [1, [None, {"a": []}]], {key: {key: [key]} for key in KEYS}, (1, (2,)), np.float32(0.5), np.array(True),
+]  # fmt: skip
+
+
+def examples(annotation: Any) -> list[Any]:
+    """Values of a type, some of which a field's bounds may refuse."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return list(args)
+    if origin is Annotated:
+        return examples(args[0])
+    if origin is tuple:
+        items = examples(args[0])
+        return [items, *([item] for item in items), *([item, item] for item in items)]
+    if origin is dict:
+        keys, values = map(examples, args)
+        return [{key: value} for key, value in zip(cycle(keys), [*values, *values[: len(keys)]], strict=False)]
+    if origin in (Union, UnionType):
+        return [value for arg in args for value in examples(arg)]
+    known: dict[Any, list[Any]] = {bool: [True, False], int: [0, 1, 2, 7, 10**20], float: [0.5, 1e-7, 1.5, 1e22]}
+    known |= {str: TEXTS, Locator: TEXTS, Any: FREE}
+    return known.get(annotation, [])
+
+
+def test_every_field_comes_back_from_its_dump() -> None:
+    """Values other than the default of each field, of its type as the schema has it."""
+    fields = {f"{info.annotation} {info.metadata} {info.default}": (key, info) for key, info in config_fields()}
+    for key, info in fields.values():
+        if key[-1] == "fn":
+            continue  # a function or its name, which is text
+        one = create_model("One", __base__=Section, x=(info.annotation, info))
+        changed, given = False, examples(info.annotation)
+        for value in given:
+            try:
+                section = one(x=value)
+            except ValueError:
+                continue
+            again = one(**yaml.load(dump_config(section), yaml_file._Loader))
+            # A NaN equals itself only as text.
+            assert repr(again) == repr(section), key
+            changed |= section.x != info.default  # type: ignore[attr-defined]
+        assert changed or given in ([], [[]]) or key[-1] == "kind", key
+
+
+def test_a_run_comes_back_from_its_dump(write: Write) -> None:
+    config = read(
+        write(LONG), "model.lora.rank=8", "stages.rl.sampling={logit_bias: {13: -100, 7: -.inf}, max_tokens: 32}",
+        "stages.rl.eval_sampling={logit_bias: {13: 1}}", "stages.rl.rewards.0.args={levels: {1: 0.5, '1': 2, 2: .nan}}",
+        "stages.sft.dataset.args={x: {1: 2, true_: {true: null}}}", "stages.rl.sampling.logit_bias.8=2",
+        "stages.rl.rewards.0.args.levels.1=0.75",
+    )  # fmt: skip
     again = read(write(dump_config(config)))
-    assert again == config
-    assert dump_config(again) == dump_config(config)
-    assert again.model.init is not None
-    assert {word: type(value) for word, value in again.model.init.items()} == {w: type(v) for w, v in awkward.items()}
+    assert dump_config(again) == dump_config(config) and diff_config(config, again) == []
+    assert rl(again).sampling.logit_bias == {13: -100, 7: float("-inf"), 8: 2}
+    levels = rl(again).rewards[0].args["levels"]
+    assert [*levels] == [1, "1", 2] and levels[1] == 0.5 and levels["1"] == 0.75, "an existing text key is taken first"
+    other = read(write(dump_config(config)), "stages.sft.dataset.args={x: {1: 2, true_: {1: null}}}")
+    assert diff_config(config, other) == ["stages.0.dataset.args.x.true_.True", "stages.0.dataset.args.x.true_.1"]
+
+
+@pytest.mark.parametrize("value", [{1, 2}, b"a", date(2020, 1, 1), {(1, 2): 3}, Color.RED, np.zeros(2), [Strict(1)]])
+def test_values_that_a_dump_would_lose_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"args: (must be|a key must be) text, a number, true, false"):
+        build_config(
+            {"output": "x", "seed": 0, "model": {}, "kind": "sft", "dataset": {"path": "a", "args": {"x": value}}}
+        )
 
 
 def test_dump_is_readable(write: Write) -> None:
