@@ -87,6 +87,12 @@ class Rows:
             raise RowError(f"{self.name} row {self.start + index}: {error}") from error
 
 
+def with_all_columns(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Rows with the columns of all of them: None where a row lacks one, as in a table."""
+    none: dict[str, Any] = {name: None for row in rows for name in row}
+    return [row if len(row) == len(none) else {**row, **{n: None for n in none if n not in row}} for row in rows]
+
+
 def load_rows(section: DatasetSection) -> Rows:
     """Load the rows of a dataset section.
 

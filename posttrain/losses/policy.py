@@ -159,6 +159,7 @@ class PolicyLoss:
             high=1 + self.clip_high,
             dual_clip=self.dual_clip,
             importance=importance,
+            importance_level=None if self.importance is None else self.importance.level,
         )
         return terms, metrics
 

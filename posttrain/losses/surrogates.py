@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
+from posttrain.losses.importance import Level
 from posttrain.losses.kl import MAX_LOG_RATIO
 from posttrain.losses.reduce import sequence_sums, to_tokens
 
@@ -34,6 +35,8 @@ class PolicyTerms:
     dual_clip: float | None
     importance: Float[Array, "B T"] | None
     """Importance weights, without a gradient."""
+    importance_level: Level | None
+    """Level of the importance weights: with `sequence_sum` each token has the weight of its whole sequence."""
 
 
 CLIP_FIELDS = ("clip_low", "clip_high", "dual_clip")
@@ -153,7 +156,11 @@ class VESPO:
         if terms.importance is not None:
             # A weight of 0 masks its sequence.
             weight = jnp.where(terms.mask, terms.importance, 1.0)
-            log_weight += jnp.clip(jnp.log(weight), LOG_WEIGHT_MIN, MAX_LOG_RATIO)
+            log_importance = jnp.clip(jnp.log(weight), LOG_WEIGHT_MIN, MAX_LOG_RATIO)
+            if terms.importance_level == "sequence_sum":  # once per sequence: a share of it at each token
+                counts = to_tokens(sequence_sums(terms.mask.astype(weight.dtype), terms.segments), terms.segments)
+                log_importance /= jnp.maximum(counts, 1.0)
+            log_weight += log_importance
         log_weight = to_tokens(sequence_sums(log_weight, terms.segments), terms.segments)
         log_weight = jnp.clip(log_weight, LOG_WEIGHT_MIN, MAX_LOG_RATIO)
         not_negative = terms.advantages >= 0

@@ -87,7 +87,7 @@ class Keywords:
 
     def _columns(self, samples: Sequence[Trajectory]) -> dict[str, list[Any]]:
         rows = [sample.example.row for sample in samples]
-        return {name: [row[name] for row in rows] for name in rows[0] if all(name in row for row in rows)}
+        return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
     def _provided(self, samples: Sequence[Trajectory], step: int) -> dict[str, Any]:
         tokens = [s.completion_tokens for s in samples] if self._reads("completion_tokens") else []
@@ -115,14 +115,18 @@ def completion_of(sample: Trajectory, *, text: bool) -> Any:
 
 
 def row_of(convention: Convention, sample: Trajectory, *, text: bool) -> dict[str, Any]:
-    """Arguments for one sample in a convention of single samples, including all columns of its row."""
-    row = dict(sample.example.row)
+    """Arguments for one sample in a convention of single samples, including all columns of its row; None in a column
+    that the convention has a default for counts as absent."""
+    row = sample.example.row
+    defaults: dict[str, Any] = {"answer": "", "info": {}, "task": "default"}
     if convention is Convention.VERL:
         nested = row.get("reward_model")
-        truth = {"ground_truth": nested["ground_truth"]} if isinstance(nested, Mapping) else {}
-        return {"extra_info": {}, **truth, **row, "solution_str": sample.text}
-    sides = {"prompt": prompt_of(sample, text=text), "completion": completion_of(sample, text=text)}
-    made: dict[str, Any] = {"answer": "", "info": {}, "task": "default", **row, **sides}
+        defaults = {"extra_info": {}}
+        defaults |= {"ground_truth": nested["ground_truth"]} if isinstance(nested, Mapping) else {}
+    made = defaults | {name: value for name, value in row.items() if value is not None or name not in defaults}
+    if convention is Convention.VERL:
+        return {**made, "solution_str": sample.text}
+    made |= {"prompt": prompt_of(sample, text=text), "completion": completion_of(sample, text=text)}
     return {**made, "state": dict(made)}
 
 

@@ -17,9 +17,10 @@ RewardArray = Float[np.ndarray, "P G"]
 Advantage = Callable[..., RewardArray]
 """Function that takes the inputs that it names, see `INPUTS`; or with any one parameter, the rewards."""
 
-INPUTS = ("rewards_PG", "parts_PG", "weights", "lengths_PG")
-"""Inputs of advantage functions by parameter name: weighted sums of rewards; unweighted rewards and weights by name of
-the reward; numbers of sampled tokens."""
+INPUTS = ("rewards_PG", "parts_PG", "weights", "lengths_PG", "penalties_PG")
+"""Inputs of advantage functions by parameter name: weighted sums of rewards, with the KL penalties of `kl_in: reward`;
+unweighted rewards and weights by name of the reward, without them; numbers of sampled tokens; these penalties, 0
+without."""
 
 STD_EPS = 1e-4
 """Constant added to a standard deviation before division."""
@@ -54,9 +55,10 @@ def advantages_of(
     parts_PG: Mapping[str, RewardArray],
     weights: Mapping[str, float],
     lengths_PG: Int[np.ndarray, "P G"],
+    penalties_PG: RewardArray,
 ) -> RewardArray:
     """Call an advantage function with the inputs that it names."""
-    given = {"rewards_PG": rewards_PG, "parts_PG": parts_PG, "weights": weights, "lengths_PG": lengths_PG}
+    given = dict(zip(INPUTS, (rewards_PG, parts_PG, weights, lengths_PG, penalties_PG), strict=True))
     wanted = inputs_of(function, getattr(function, "__name__", "the function"))
     return function(**{name: given[name] for name in wanted}) if wanted else function(rewards_PG)
 
@@ -107,12 +109,16 @@ def group_baseline(rewards_PG: RewardArray) -> RewardArray:
     return _batch_standardized(_centered(rewards), ~np.isnan(rewards)).astype(np.float32)
 
 
-def decoupled(parts_PG: Mapping[str, RewardArray], weights: Mapping[str, float]) -> RewardArray:
+def decoupled(
+    parts_PG: Mapping[str, RewardArray], weights: Mapping[str, float], penalties_PG: RewardArray
+) -> RewardArray:
     """Standardise each reward within the group, sum with weights, standardise over the batch, so that no reward is
-    drowned by a larger one. GDPO, arXiv:2601.05242."""
+    drowned by a larger one. GDPO, arXiv:2601.05242. KL penalties are added to the sum, centred within the group but not
+    standardised: their coefficient counts."""
     parts = {name: _float64(part) for name, part in parts_PG.items()}
     valid = np.any([~np.isnan(part) for part in parts.values()], axis=0)
     total = np.sum([weights[name] * _standardized(part) for name, part in parts.items()], axis=0)
+    total += _centered(np.where(valid, penalties_PG, np.nan).astype(np.float64))
     return _batch_standardized(total, valid).astype(np.float32)
 
 
@@ -151,13 +157,10 @@ def given_advantage(function: Advantage, name: str) -> Advantage:
         parts_PG: Mapping[str, RewardArray] | None = None,
         weights: Mapping[str, float] | None = None,
         lengths_PG: Int[np.ndarray, "P G"] | None = None,
+        penalties_PG: RewardArray | None = None,
     ) -> RewardArray:
-        given: dict[str, Any] = {
-            "rewards_PG": rewards_PG.copy(),
-            "parts_PG": parts_PG,
-            "weights": weights,
-            "lengths_PG": lengths_PG,
-        }
+        inputs = (rewards_PG.copy(), parts_PG, weights, lengths_PG, penalties_PG)
+        given: dict[str, Any] = dict(zip(INPUTS, inputs, strict=True))
         with np.errstate(all="ignore"), warnings.catch_warnings():
             # NumPy warns about the mean of a group without any valid reward.
             warnings.simplefilter("ignore", RuntimeWarning)

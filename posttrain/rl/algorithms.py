@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 
 from posttrain.batch import TokenLoss
 from posttrain.errors import ConfigError, did_you_mean
@@ -33,7 +33,6 @@ from posttrain.rl.advantages import (
 )
 from posttrain.rl.returns import GAE, RewardKL
 
-GroupT = TypeVar("GroupT")
 GroupFilter = Callable[[RewardArray], Bool[np.ndarray, " P"]]
 
 
@@ -110,30 +109,19 @@ class Algorithm:
         parts_PG: Mapping[str, RewardArray],
         weights: Mapping[str, float],
         lengths_PG: Int[np.ndarray, "P G"],
+        penalties_PG: RewardArray,
     ) -> RewardArray:
-        """Advantages of all samples of a step. NaN only where a user's function returns no finite number.
-
-        `parts_PG`, `weights`: unweighted rewards and weights by name. `lengths_PG`: numbers of sampled tokens.
-        """
-        return advantages_of(self.advantage, rewards_PG, parts_PG, weights, lengths_PG)
+        """Advantages of all samples of a step. NaN only where a user's function returns no finite number. The other
+        arguments: see `INPUTS`."""
+        return advantages_of(self.advantage, rewards_PG, parts_PG, weights, lengths_PG, penalties_PG)
 
     def kept(self, rewards_PG: RewardArray) -> Bool[np.ndarray, " P"]:
-        """Mask of groups that pass `filter`; of all groups if none passes.
+        """Mask of groups that pass `filter`; a step in which none passes has no update, and no group is refilled.
 
-        A step with only equal rewards thus has advantage 0 instead of an empty batch; a short batch is not refilled.
+        Where no group has different rewards, `is_mixed` keeps all: their advantages are 0.
         """
         keep_P = self.filter(rewards_PG)
-        return keep_P if keep_P.any() else every_group(rewards_PG)
-
-    def keep(
-        self, groups_P: Sequence[GroupT], rewards_PG: RewardArray
-    ) -> tuple[list[GroupT], Float[np.ndarray, "Q G"]]:
-        """Groups that are `kept`, in order, with their rewards. ValueError unless there is one row of rewards per
-        group."""
-        if len(groups_P) != len(rewards_PG):
-            raise ValueError(f"{len(groups_P)} groups but {len(rewards_PG)} rows of rewards; give one row per group")
-        keep_P = self.kept(rewards_PG)
-        return [group for group, keep in zip(groups_P, keep_P, strict=True) if keep], rewards_PG[keep_P]
+        return every_group(rewards_PG) if self.filter is is_mixed and not keep_P.any() else keep_P
 
 
 CRITIC = Critic(gae=GAE(gamma=1.0, lam=0.95, whiten=True), loss=ValueLoss(clip=0.2))

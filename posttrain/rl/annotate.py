@@ -66,15 +66,12 @@ def reward_penalties(
     of the estimates per token."""
     assert algorithm.reward_kl is not None
     rows, owners = sampled_rows(groups_P)
-    penalties, total, count = list[np.ndarray](), 0.0, 0.0
+    of_samples, total, count = np.zeros(sum(map(len, groups_P)), np.float32), 0.0, 0.0
     for start in range(0, len(rows), num_rows):
         batch, where = sample_rows(rows[start : start + num_rows], row_tokens=row_tokens, num_rows=num_rows)
         own = np.asarray(batch.sampler_logps)
         found = algorithm.reward_kl.of_samples(batch, own, cluster.logps(Role.REFERENCE, batch), where)
-        penalties.append(found)
+        np.add.at(of_samples, owners[start : start + num_rows], found)
         total -= float(found.sum()) / algorithm.reward_kl.coef
         count += float((np.asarray(batch.loss_weight) > 0).sum())
-    mean = Mean(total=total, weight=count)
-    of_samples = np.zeros(sum(map(len, groups_P)), np.float32)
-    np.add.at(of_samples, owners, np.concatenate(penalties))
-    return of_samples.reshape(len(groups_P), -1), {"kl": mean}
+    return of_samples.reshape(len(groups_P), -1), {"kl": Mean(total=total, weight=count)}

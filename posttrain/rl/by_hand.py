@@ -13,6 +13,7 @@ from posttrain.config import DatasetSection, SamplingSection
 from posttrain.config.locator import Locator
 from posttrain.data.chat import Renderer
 from posttrain.data.format import prompt_is_text, prompt_messages, use_chat
+from posttrain.data.sources import with_all_columns
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
@@ -36,13 +37,13 @@ def make_examples(
     section = DatasetSection(path=Locator("rows"), prompt=prompt, system=system, chat=chat)
     renderer = Renderer(tokenizer, chat=use_chat(section, tokenizer, tuple(rows[0])))
 
-    def example(index: int, row: Mapping[str, Any]) -> Example:
+    def example(index: int, row: Mapping[str, Any], filled: Mapping[str, Any]) -> Example:
         messages = prompt_messages(dict(row), section)
         tokens = renderer.prompt(messages)
         plain = prompt_is_text(dict(row), section)
-        return Example(index=index, row=row, messages=messages, prompt_tokens=tokens, plain=plain)
+        return Example(index=index, row=filled, messages=messages, prompt_tokens=tokens, plain=plain)
 
-    return [example(index, row) for index, row in enumerate(rows)]
+    return [example(*one) for one in zip(range(len(rows)), rows, with_all_columns(rows), strict=True)]
 
 
 def make_sampler(

@@ -36,7 +36,9 @@ class Signal:
 def signal_of(algorithm: Algorithm, acted: Acted, penalties_PG: Float[np.ndarray, "P G"] | None) -> Signal:
     """Groups that refill or the algorithm keeps, in the order of their numbers, and the advantages of their samples.
     Refill may keep none. `penalties_PG`: added to rewards."""
-    rewards_PG = acted.rewards.total_PG if penalties_PG is None else acted.rewards.total_PG + penalties_PG
+    if penalties_PG is None:
+        penalties_PG = np.zeros_like(acted.rewards.total_PG)
+    rewards_PG = acted.rewards.total_PG + penalties_PG
     useful_P = algorithm.kept(acted.rewards.total_PG) if acted.useful_P is None else acted.useful_P
     order = sorted(map(int, np.flatnonzero(useful_P)), key=lambda index: acted.groups_P[index][0].group)
     kept_P, rewards_PG = [acted.groups_P[index] for index in order], rewards_PG[order]
@@ -44,7 +46,7 @@ def signal_of(algorithm: Algorithm, acted: Acted, penalties_PG: Float[np.ndarray
     if kept_P:
         parts_PG = {name: part[order] for name, part in acted.rewards.parts_PG.items()}
         lengths_PG = np.asarray([[sample.num_sampled for sample in group] for group in kept_P])
-        advantages_PG = algorithm.advantages(rewards_PG, parts_PG, acted.weights, lengths_PG)
+        advantages_PG = algorithm.advantages(rewards_PG, parts_PG, acted.weights, lengths_PG, penalties_PG[order])
     learned_PG = ~np.isnan(rewards_PG) & ~np.isnan(advantages_PG)
     if algorithm.truncated == "mask" and kept_P:
         learned_PG &= ended(kept_P)

@@ -63,6 +63,8 @@ def distances(
 ) -> Float[np.ndarray, "P G"]:
     """Mean of log(student / teacher) over the tokens of each sample: an estimate of the reverse KL."""
     rows, owners = sampled_rows(groups_P)
+    if not rows:
+        return np.full((len(groups_P), len(groups_P[0])), np.nan, np.float32)
     batch, where = sample_rows(rows, row_tokens=row_tokens, num_rows=len(rows), shares=shares)
     sampled = np.asarray(batch.loss_weight) > 0
     gap = np.where(sampled, np.asarray(batch.sampler_logps) - teacher_logps(teachers, batch), 0.0)

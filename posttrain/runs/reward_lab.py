@@ -12,7 +12,7 @@ import yaml
 from posttrain.config import DatasetSection, Locator, OnlineSection, RewardSection
 from posttrain.config.yaml_file import load_config
 from posttrain.data.format import fill, prompt_is_text, prompt_messages
-from posttrain.data.sources import load_rows
+from posttrain.data.sources import load_rows, with_all_columns
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.generation import complete
@@ -150,7 +150,7 @@ def _rows(dataset: DatasetSection, settings: LabSettings) -> list[LabRow]:
             golden = answer if settings.golden is None else fill(settings.golden, {**row, "answer": answer})
             messages, plain = prompt_messages(row, dataset), prompt_is_text(row, dataset)
             found.append(LabRow(row=row, messages=messages, plain=plain, golden=golden, answer=answer.strip()))
-    return found
+    return [replace(one, row=row) for one, row in zip(found, with_all_columns([one.row for one in found]), strict=True)]
 
 
 def _bytes(text: str) -> list[int]:

@@ -19,8 +19,11 @@ from posttrain.stages.prompts import rubric_of
 from posttrain.user_code import describe_error
 
 
-def _probe(advantage: Callable[..., Any], name: str, group_size: int, rewards: Sequence[Reward]) -> None:
-    """Check a user's advantage function. ConfigError unless it takes its inputs and returns finite advantages [P, G].
+def _probe(
+    advantage: Callable[..., Any], name: str, group_size: int, rewards: Sequence[Reward], *, penalised: bool
+) -> None:
+    """Check a user's advantage function. ConfigError unless it takes its inputs and returns finite advantages [P, G],
+    which follow the KL penalties where rewards are `penalised`.
 
     Probes the groups that a run will meet: different rewards, equal ones, and a sample without a reward (NaN).
     """
@@ -29,13 +32,22 @@ def _probe(advantage: Callable[..., Any], name: str, group_size: int, rewards: S
     wrapped = given_advantage(advantage, name)
     parts_PG = {reward.name: rewards_PG.copy() for reward in rewards}
     weights = {reward.name: reward.weight for reward in rewards}
+    lengths_PG = np.full(rewards_PG.shape, 3)
+    penalties_PG = -np.square(np.arange(rewards_PG.size, dtype=np.float32)).reshape(rewards_PG.shape)
     try:
-        made = wrapped(rewards_PG, parts_PG, weights, np.full(rewards_PG.shape, 3))
+        made = wrapped(rewards_PG, parts_PG, weights, lengths_PG, np.zeros_like(penalties_PG))
+        moved = wrapped(rewards_PG + penalties_PG, parts_PG, weights, lengths_PG, penalties_PG)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
         wanted = ", ".join(inputs_of(advantage, name)) or "rewards_PG"
         raise ConfigError(f"advantage: {name}({wanted}) raised {describe_error(error)}") from error
+    if penalised and np.array_equal(made, moved, equal_nan=True):
+        raise ConfigError(
+            f"advantage: {name} gives the same advantages whatever the KL penalties of kl_in: reward are, so there "
+            "would be no KL; read rewards_PG, which has them, or name the parameter penalties_PG [P, G] and add it, or "
+            "set kl_in: loss"
+        )
     valid_PG = ~np.isnan(rewards_PG)
     for group, advantages, valid in zip(rewards_PG, made, valid_PG, strict=True):
         if valid.sum() > 1 and np.isnan(advantages[valid]).any():
@@ -104,7 +116,8 @@ def _advantage_of(section: RLSection) -> Callable[..., Any] | None:
     if section.advantage is None:
         return None
     given = callable_of(section.advantage, "advantage")
-    _probe(given, section.advantage, section.group_size, rubric_of(section).rewards)
+    rewards, penalised = rubric_of(section).rewards, section.kl_in == "reward"
+    _probe(given, section.advantage, section.group_size, rewards, penalised=penalised)
     return given_advantage(given, section.advantage)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from posttrain.config import (
@@ -20,7 +20,7 @@ from posttrain.config import (
 )
 from posttrain.data.chat import Renderer
 from posttrain.data.format import prompt_is_text, prompt_messages
-from posttrain.data.sources import Rows, each_row
+from posttrain.data.sources import Rows, each_row, with_all_columns
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.distill.teachers import TeacherSource
 from posttrain.environments.types import Conversations
@@ -208,7 +208,7 @@ def examples_of(
 
     ConfigError if all are dropped, or if one is too long and `overlong` is `error`.
     """
-    complete = {rows.columns}
+    complete = {rows.columns}  # as they stand in the source: a parameter without a default needs all rows
 
     def example(index: int) -> Example:
         with rows.named(index) as row:
@@ -226,7 +226,9 @@ def examples_of(
 
     kept: list[Example] = []
     long: list[tuple[int, int]] = []
-    for made in each_row(rows, range(len(rows)), "prompts", example):
+    found = list(each_row(rows, range(len(rows)), "prompts", example))
+    filled = with_all_columns([made.row for made in found])
+    for made in (replace(made, row=row) for made, row in zip(found, filled, strict=True)):
         length = len(made.prompt_tokens)
         if length <= max_prompt_tokens:
             kept.append(made)
@@ -234,14 +236,14 @@ def examples_of(
             long.append((rows.start + made.index, length))
     if not long:
         return kept, []
-    found = (
+    note = (
         f"{len(long):,} of {len(rows):,} prompts of {rows.name} have more than max_prompt_tokens={max_prompt_tokens} "
         f"tokens (row {long[0][0]}: {long[0][1]}; the longest: {max(length for _, length in long)})"
     )
     if overlong == "error" or not kept:
         remedy = ", or set overlong to drop" if kept else ""
-        raise ConfigError(f"{found}; raise row_tokens and max_prompt_tokens{remedy}")
-    return kept, [f"{found}; they are dropped (overlong: drop)"]
+        raise ConfigError(f"{note}; raise row_tokens and max_prompt_tokens{remedy}")
+    return kept, [f"{note}; they are dropped (overlong: drop)"]
 
 
 def check_token_ids(samplings: Mapping[str, SamplingSection | None], tokenizer: Tokenizer) -> None:

@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
+from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError, RunError
 from posttrain.reward.function import Reward, accepted, missing_arguments
 from posttrain.reward.rubric import Rubric, error_lines
 from posttrain.reward.types import Rewards
+from posttrain.rl.by_hand import make_examples
 from posttrain.rl.metrics import NoRewardGuard
 from posttrain.runtime.event_loop import run_async
 from tests.rl.helpers import groups, trajectory
@@ -54,6 +56,27 @@ def test_functions_are_weighted_summed_and_get_columns_by_name() -> None:
     assert rewards.total_PG.dtype == np.float32
     assert_array_equal(rewards.total_PG, [[2.0, 4.0], [5.0, -1.0]])
     assert_array_equal(rewards.parts_PG["length"], [[1.0, 2.0], [3.0, 0.0]])
+
+
+def test_a_column_of_some_rows_is_none_in_the_others() -> None:
+    """Whatever groups a call gets: columns are those of the dataset."""
+    tokenizer = load_tokenizer("bytes")
+    given: list[dict[str, Any]] = [{"prompt": "p", "hint": "x"}, {"prompt": "q", "info": {"n": 1}}]
+    rows = [example.row for example in make_examples(given, tokenizer)]
+    assert rows == [{"prompt": "p", "hint": "x", "info": None}, {"prompt": "q", "hint": None, "info": {"n": 1}}]
+
+    def hinted(completions: list[str], hint: Any = "default", **_: Any) -> list[float]:
+        return [0.0 if one is None else float(one == "x") for one in hint]
+
+    def informed(completion: str, info: dict[str, int]) -> float:
+        return float(info.get("n", 0))
+
+    rubric = Rubric([Reward(function=one, weight=1.0, timeout_s=60.0) for one in (hinted, informed)])
+    for chosen in ([0], [1], [0, 1], [1, 0]):
+        found = run_async(rubric.score(groups([["x"]] * len(chosen), [rows[n] for n in chosen])))
+        assert not found.errors
+        assert_array_equal(found.parts_PG["hinted"][:, 0], [float(n == 0) for n in chosen])
+        assert_array_equal(found.parts_PG["informed"][:, 0], [float(n == 1) for n in chosen])
 
 
 def test_strings_for_plain_prompts_message_lists_for_conversations() -> None:

@@ -38,7 +38,7 @@ FUNCTIONS: dict[str, Advantage] = {
     "leave_one_out_scaled": leave_one_out_scaled,
     "batch_standardized": batch_standardized,
     "group_baseline": group_baseline,
-    "decoupled": lambda rewards: decoupled({"one": rewards}, {"one": 1.0}),
+    "decoupled": lambda rewards: decoupled({"one": rewards}, {"one": 1.0}, np.zeros(rewards.shape)),
 }
 every_function = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 
@@ -79,7 +79,8 @@ def test_golden(name: str) -> None:
     parts_PG = {name: per_function[:, number].reshape(rewards_PG.shape) for number, name in enumerate(names)}
     weights = dict(zip(names, args.get("reward_weights", [1.0]), strict=True))
     lengths_PG = np.ones(rewards_PG.shape, np.int32)
-    actual = advantages_of(function_of(args), rewards_PG, parts_PG, weights, lengths_PG).reshape(-1)
+    more = parts_PG, weights, lengths_PG, np.zeros(rewards_PG.shape)
+    actual = advantages_of(function_of(args), rewards_PG, *more).reshape(-1)
     assert actual.dtype == np.float32
     np.testing.assert_allclose(actual, arrays[case["output"]], rtol=1e-5, atol=1e-6)
 
@@ -148,22 +149,38 @@ def test_decoupled_rewards_count_alike() -> None:
     """A reward of a thousand times the scale does not drown the other; its weight is of the standardised one."""
     draw = np.random.default_rng(3)
     parts = {"large": draw.normal(size=(4, 6)) * 1000, "small": draw.normal(size=(4, 6))}
-    made = decoupled(parts, {"large": 1.0, "small": 1.0})
-    same = decoupled({"large": parts["large"] / 1000, "small": parts["small"]}, {"large": 1.0, "small": 1.0})
+    zeros = np.zeros((4, 6))
+    made = decoupled(parts, {"large": 1.0, "small": 1.0}, zeros)
+    same = decoupled({"large": parts["large"] / 1000, "small": parts["small"]}, {"large": 1.0, "small": 1.0}, zeros)
     np.testing.assert_allclose(made, same, atol=1e-3)
-    assert np.abs(made - decoupled(parts, {"large": 1.0, "small": 0.1})).max() > 0.1
+    assert np.abs(made - decoupled(parts, {"large": 1.0, "small": 0.1}, zeros)).max() > 0.1
+
+
+def test_the_coefficient_of_a_penalty_counts_beside_decoupled_rewards() -> None:
+    """Equal penalties of a group change nothing; others are added, centred, to the standardised rewards."""
+    draw = np.random.default_rng(4)
+    parts, penalties = {"one": draw.normal(size=(3, 5)) * 100}, -draw.random((3, 5))
+    parts["one"][1, 2] = np.nan
+    weights = {"one": 0.5}
+    plain = decoupled(parts, weights, np.zeros((3, 5)))
+    np.testing.assert_array_equal(decoupled(parts, weights, np.repeat(penalties[:, :1], 5, axis=1)), plain)
+    valid = ~np.isnan(parts["one"])
+    total = 0.5 * standardized(parts["one"]) + centered(np.where(valid, penalties, np.nan))
+    expected = (total - total[valid].mean()) / (total[valid].std(ddof=1) + 1e-4)
+    np.testing.assert_allclose(decoupled(parts, weights, penalties), np.where(valid, expected, 0), atol=1e-5)
 
 
 def call(function: Advantage) -> np.ndarray:
     rewards = np.array([[1.0, 2.0]])
     parts = {"a": rewards, "b": 10 * rewards}
-    return advantages_of(function, rewards, parts, {"a": 0.5, "b": 2.0}, np.array([[3, 4]]))
+    return advantages_of(function, rewards, parts, {"a": 0.5, "b": 2.0}, np.array([[3, 4]]), -rewards)
 
 
 def test_functions_get_what_they_name() -> None:
     np.testing.assert_array_equal(call(lambda r: r), [[1, 2]])
     np.testing.assert_array_equal(call(lambda rewards_PG, lengths_PG: rewards_PG * lengths_PG), [[3, 8]])
     np.testing.assert_array_equal(call(lambda parts_PG, weights: weights["b"] * parts_PG["b"]), [[20, 40]])
+    np.testing.assert_array_equal(call(lambda parts_PG, penalties_PG: parts_PG["b"] + penalties_PG), [[9, 18]])
     np.testing.assert_array_equal(call(np.negative), [[-1, -2]])
     wrapped = given_advantage(lambda weights, rewards_PG: weights["a"] * rewards_PG, "own")
     np.testing.assert_array_equal(call(wrapped), [[0.5, 1]])

@@ -32,7 +32,6 @@ from posttrain.tree import replace
 pytestmark = pytest.mark.fast
 
 REWARDS = np.array([[1, 1, 1], [0, 1, 0], [0, 0, 0], [np.nan, 1, 0], [np.nan, 1, 1]])
-GROUPS = ["good", "mixed", "bad", "mixed with an error", "good with an error"]
 
 
 def test_table() -> None:
@@ -135,8 +134,7 @@ def test_surrogates_are_overrides() -> None:
 
 def test_own_filter() -> None:
     best = given_filter(lambda rewards_PG: np.nanmax(rewards_PG, axis=1) > 0.5, "best")
-    groups, _ = make_algorithm("grpo", max_tokens=64, filter=best).keep(GROUPS, REWARDS)
-    assert groups == ["good", "mixed", "mixed with an error", "good with an error"]
+    assert make_algorithm("grpo", max_tokens=64, filter=best).kept(REWARDS).tolist() == [True, True, False, True, True]
     for wrong in (lambda rewards: rewards > 0, lambda rewards: rewards.mean(axis=1)):
         with pytest.raises(ConfigError, match="filter: own must return true or false for each of the 5 groups"):
             given_filter(wrong, "own")(REWARDS)
@@ -149,27 +147,27 @@ def test_unknown_name() -> None:
         make_algorithm("dr-grpo", max_tokens=64)
 
 
-def test_dapo_keeps_mixed_groups() -> None:
-    groups, rewards = make_algorithm("dapo", max_tokens=64).keep(GROUPS, REWARDS)
-    assert groups == ["mixed", "mixed with an error"]
-    np.testing.assert_array_equal(rewards, REWARDS[[1, 3]])
+def kept(name: str, rewards_PG: np.ndarray, **settings: Any) -> list[bool]:
+    return make_algorithm(name, max_tokens=64, **settings).kept(rewards_PG).tolist()
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo", "rloo"])
-def test_others_keep_every_group(name: str) -> None:
-    groups, rewards = make_algorithm(name, max_tokens=64).keep(GROUPS, REWARDS)
-    assert groups == GROUPS
-    np.testing.assert_array_equal(rewards, REWARDS)
+def test_kept_groups() -> None:
+    """Only the filter of equal rewards keeps all groups where it would keep none: their advantages are 0."""
+    assert kept("dapo", REWARDS) == [False, True, False, True, False]
+    assert all(all(kept(name, REWARDS)) for name in ("grpo", "dr_grpo", "gspo", "rloo"))
+    equal = REWARDS[[0, 2]]
+    assert kept("dapo", equal) == [True, True] and not standardized(equal).any()
+    assert (
+        kept("dapo", REWARDS, filter=given_filter(lambda rewards: np.zeros(len(rewards), bool), "own")) == [False] * 5
+    )
 
 
-def test_a_batch_is_never_empty() -> None:
-    """Where no group is mixed all stay, with advantage 0."""
-    dapo = make_algorithm("dapo", max_tokens=64)
-    groups, rewards = dapo.keep(["good", "bad"], np.array([[1.0, 1.0], [0.0, 0.0]]))
-    assert groups == ["good", "bad"]
-    assert not dapo.advantage(rewards).any()
-
-
-def test_groups_and_rewards_must_match() -> None:
-    with pytest.raises(ValueError, match="4 groups but 5 rows of rewards"):
-        make_algorithm("grpo", max_tokens=64).keep(GROUPS[:4], REWARDS)
+@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"ppo"}))
+def test_a_penalty_changes_advantages(name: str) -> None:
+    algorithm = make_algorithm(name, max_tokens=64, kl_in="reward", kl_coef=0.1)
+    draw = np.random.default_rng(0)
+    parts = {"a": draw.random((2, 4)), "b": draw.random((2, 4))}
+    total, penalties = parts["a"] + parts["b"], -draw.random((2, 4))
+    given = parts, {"a": 1.0, "b": 1.0}, np.full((2, 4), 3)
+    with_none = algorithm.advantages(total, *given, np.zeros((2, 4)))
+    assert np.abs(algorithm.advantages(total + penalties, *given, penalties) - with_none).max() > 0.1

@@ -14,7 +14,7 @@ from numpy.testing import assert_allclose
 
 from posttrain.batch import Batch, TokenStats
 from posttrain.losses.importance import ImportanceSampling
-from posttrain.losses.policy import DAPO, GSPO, RLOO, PolicyLoss
+from posttrain.losses.policy import DAPO, GSPO, RLOO, VESPO, PolicyLoss
 from posttrain.losses.reduce import sequence_sums
 from posttrain.models.quant import dequantized, quantized
 from posttrain.rl.assemble import assemble
@@ -146,6 +146,25 @@ def test_bounds(level: Any, low: float | None, high: float | None) -> None:
         assert_allclose(metrics[f"{name}/mean"].value(), ratio[mask].mean(), rtol=1e-5)
         assert_allclose(metrics[f"{name}/max"].value(), ratio[mask].max(), rtol=1e-5)
         assert_allclose(metrics[f"{name}/out_of_bounds"].value(), outside[mask].mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence_mean", "sequence_sum"])
+def test_weight_of_a_sequence_enters_once(level: Any) -> None:
+    """VESPO over 10 tokens with log w = 0.02 each: phi(w) of w = e^0.2 at every level."""
+    loss = replace(VESPO, importance=ImportanceSampling(level=level, high=None))
+    weight = np.asarray([[0.0] * 2 + [1.0] * 10])
+    ones = np.ones(weight.shape, np.int32)
+    batch = Batch(
+        tokens=ones,
+        positions=ones,
+        segments=ones,
+        loss_weight=weight,
+        old_logps=-weight,
+        behaviour_logps=-1.02 * weight,
+        advantages=weight,
+    )
+    found = loss(TokenStats(logps=jnp.asarray(-weight)), batch).loss
+    assert_allclose(found.value(), np.exp(3 + 2 * 0.2 - 3 * np.exp(0.2)), rtol=1e-5)
 
 
 def test_one_token_out_of_bounds_rejects_its_sequence() -> None:

@@ -18,7 +18,10 @@ from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
 from posttrain.rl.advantages import decoupled
 from posttrain.rl.algorithms import make_algorithm
+from posttrain.rl.annotate import reward_penalties
 from posttrain.rl.entropy import EntropyControl
+from posttrain.rl.teachers import distances
+from tests.rl.helpers import trajectory
 from tests.rl.test_step import NEW, World, even_share, sgd
 from tests.tiny import shake
 
@@ -69,6 +72,11 @@ def test_kl_in_the_reward(tokenizer: Tokenizer) -> None:
     assert_array_equal(found.rewards.total_PG, expected.rewards.total_PG)
     rewards = found.rewards.total_PG + penalties.astype(np.float32)
     assert_allclose(found.advantages_PG, world.algorithm.advantage(rewards), atol=1e-4)
+    # No sample has a token: every environment failed at its start.
+    empty = [[trajectory(num_prompt=3), trajectory(num_prompt=3)]]
+    zeros, measured = reward_penalties(world.cluster, world.algorithm, empty, row_tokens=8, num_rows=2)
+    assert_array_equal(zeros, [[0.0, 0.0]])
+    assert np.isnan(to_host(measured)["kl"]) and np.isnan(distances([], empty, None, 8)).all()
 
 
 def test_only_tokens_of_high_entropy_have_an_advantage(tokenizer: Tokenizer) -> None:
@@ -94,7 +102,7 @@ def test_advantages_of_single_rewards(tokenizer: Tokenizer) -> None:
         [Reward(function=even_share, weight=1.0, timeout_s=60.0), Reward(function=length, weight=0.5, timeout_s=60.0)]
     )
     result = world.step()
-    expected = decoupled(result.rewards.parts_PG, {"even_share": 1.0, "length": 0.5})
+    expected = decoupled(result.rewards.parts_PG, {"even_share": 1.0, "length": 0.5}, np.zeros((3, 4)))
     assert_allclose(result.advantages_PG, expected, atol=1e-6)
     assert np.abs(expected).max() > 0.5
 

@@ -179,6 +179,12 @@ def test_a_step_without_a_useful_group_changes_nothing(tokenizer: Tokenizer, zer
     assert result.advantages_PG is not None and np.isnan(result.advantages_PG).all()
     for path, array in world.trainer.params.items():
         assert_array_equal(array, before[path], err_msg=path)
+    filtered = replace(world.algorithm, filter=lambda rewards: np.zeros(len(rewards), bool))
+    result = run_async(rl_step(world.cluster, filtered, replace(none, refill=None), settings, Timer()))
+    metrics = to_host(result.metrics)
+    assert metrics["update_skipped"] == 1 and metrics["groups/kept"] == 0 and metrics["groups/left_out"] == 3
+    for path, array in world.trainer.params.items():
+        assert_array_equal(array, before[path], err_msg=path)
     # The same shapes as of a whole step: one program.
     some = replace(none, refill=Refill(limit=1, keep=lambda rewards: np.arange(len(rewards)) % 2 == 0))
     result = run_async(rl_step(world.cluster, world.algorithm, some, settings, Timer()))

@@ -210,6 +210,9 @@ scaled = lambda r: (r - np.nanmean(r, 1, keepdims=True)) / np.nanstd(r, 1, keepd
 careful = lambda r: (r - np.nanmean(r, 1, keepdims=True)) / (np.nanstd(r, 1, keepdims=True) + 1e-4)
 fewer = lambda r: r[:, 1:]
 raising = lambda r: r.no_such_method()
+parts = lambda parts_PG, weights: sum(weights[name] * np.nan_to_num(part) for name, part in parts_PG.items())
+both = lambda rewards_PG, parts_PG, weights: np.where(np.isnan(rewards_PG), 0.0, parts(parts_PG, weights))
+penalised = lambda parts_PG, weights, penalties_PG: parts(parts_PG, weights) + penalties_PG
 """
 
 
@@ -236,6 +239,12 @@ def test_advantage(folder: Path) -> None:
     rewards_PG = np.asarray([[0.0, 1.0, 2.0, 3.0], [np.nan, 1.0, 2.0, 3.0], [np.nan] * 4], np.float32)
     made = rl(folder, "advantage=posttrain.rl.advantages:centered").algorithm.advantage(rewards_PG)
     np.testing.assert_array_equal(made, centered(rewards_PG))
+    for name in ("parts", "both"):
+        rl(folder, f"advantage=advantages.py:{name}")
+        with pytest.raises(ConfigError, match=f"advantages.py:{name} gives the same advantages whatever"):
+            rl(folder, f"advantage=advantages.py:{name}", "kl_in=reward")
+    for name in ("penalised", "careful"):
+        rl(folder, f"advantage=advantages.py:{name}", "kl_in=reward")
     made = rl(folder, "advantage=advantages.py:careful").algorithm.advantage(rewards_PG)
     assert np.isfinite(made).all() and (made[np.isnan(rewards_PG)] == 0).all() and made[1, 1] < made[1, 2] < made[1, 3]
 
