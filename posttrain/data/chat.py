@@ -76,6 +76,7 @@ class Renderer:
         self.tool_text = tool_text
         ends = {tokenizer.hf.bos_token, *tokenizer.hf.convert_ids_to_tokens(list(tokenizer.stop_ids))}
         self._control = _any_of(tokenizer.control_tokens)
+        self._next_tokens: dict[bool, int] = {}
         self._control_of_assistant = _any_of([text for text in tokenizer.control_tokens if text in ends])
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
@@ -142,8 +143,10 @@ class Renderer:
         token.
 
         Assistant turns are the spans that the template marks with `{% generation %}`; without marks, the text that a
-        rendering adds to the prompt before the turn. Raises `ConfigError` if the template rewrites earlier turns, so
-        that no rendering is a prefix of another, and if no token or every token has loss.
+        rendering adds to the prompt before the turn. A stop token behind a turn without one ends it: behind the marks,
+        or at the beginning of the next message, whose stop token is added to a last turn. Raises `ConfigError` if the
+        template rewrites earlier turns, so that no rendering is a prefix of another, and if no token or every token has
+        loss.
         """
         if not self.chat:
             raise ConfigError(f"messages need a chat template, but dataset.chat is off for {self.tokenizer.name}")
@@ -158,6 +161,7 @@ class Renderer:
         mask = [any(s < stop and start < e for start, stop in spans) for s, e in token_spans]
         if derived:
             mask = self._end_at_stop(tokens, mask)
+        tokens, mask = self._end_turns(tokens, mask, calls="tool_calls" in messages[-1])
         if all(mask) or not any(mask[1:]):
             which = "every token" if all(mask) else "no token"
             roles = [message["role"] for message in messages]
@@ -270,6 +274,37 @@ class Renderer:
                 mask[stops[-1] + 1 : index + 1] = [False] * (index - stops[-1])
             index = begin - 1
         return mask
+
+    def _end_turns(self, tokens: list[int], mask: list[bool], *, calls: bool) -> tuple[list[int], list[bool]]:
+        """Add loss to the stop token behind a turn that has none. `calls`: the last message calls tools."""
+        stops, tokens, mask = self.tokenizer.stop_ids, list(tokens), list(mask)
+        ended = False
+        for index, token in enumerate(tokens):
+            if mask[index]:
+                ended = (ended and mask[index - 1]) or token in stops
+            elif index and mask[index - 1] and not ended and token in stops:
+                mask[index] = ended = True
+        if mask[-1] and not ended and (end := self.next_token(calls)) in stops:
+            tokens.append(end)
+            mask.append(True)
+        return tokens, mask
+
+    def next_token(self, calls: bool = False) -> int:
+        """First token of a message behind an assistant turn, such as the user's role; -1 if the template writes none.
+
+        `calls`: the turn calls tools, and a result follows.
+        """
+        if calls not in self._next_tokens:
+            asked: Message = {"role": "user", "content": STAND_IN_TEXT}
+            follower: Message = {**asked, "role": "tool", "tool_call_id": "call00000"} if calls else asked
+            turns = [asked, stand_in_turn([follower])]
+            try:
+                text, longer = self.rendered(turns, reply=False), self.rendered([*turns, follower], reply=False)
+            except ConfigError:  # a template for conversations of one turn
+                text = longer = ""
+            rest = longer[len(text) :] if longer.startswith(text) else ""
+            self._next_tokens[calls] = [*self._tokenize_pieces(rest, {}, (), continues=True)[0], -1][0]
+        return self._next_tokens[calls]
 
     def _tokenize(self, text: str, literals: Mapping[str, str], starts: Sequence[int]) -> tuple[list[int], list[Span]]:
         """Tokens of a rendering with their character spans; no token crosses the start of an assistant turn.

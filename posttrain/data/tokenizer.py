@@ -30,19 +30,18 @@ class Tokenizer:
     """Wrapped `transformers.PreTrainedTokenizerFast`."""
     name: str
     generation: Mapping[str, Any]
-    """Content of `generation_config.json`; empty without the file."""
+    """Content of `generation_config.json`, with the `eos_token_id` of `config.json` too; empty without the files."""
     num_rows: int | None = None
     """Number of rows of the model's embedding; None: unknown model, no check."""
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Stop tokens: the tokenizer's `eos_token`, then the generation config's `eos_token_id`.
+        """Stop tokens: the tokenizer's `eos_token`, then those of `generation_config.json` and `config.json`.
 
-        The first one is appended to plain completions and texts; empty if neither source has one.
+        The first one is appended to plain completions and texts; empty if no source has one.
         """
-        named = self.generation.get("eos_token_id")
-        more = named if isinstance(named, list) else [named]
-        return tuple(dict.fromkeys(i for i in (self.hf.eos_token_id, *more) if i is not None))
+        own = [] if self.hf.eos_token_id is None else [self.hf.eos_token_id]
+        return tuple(i for i in dict.fromkeys([*own, *end_ids(self.generation)]) if 0 <= i < self.num_ids)
 
     @cached_property
     def end_id(self) -> int:
@@ -60,8 +59,14 @@ class Tokenizer:
         for text in texts:
             if text not in vocabulary:
                 raise ConfigError(f"stop_tokens: {self.name} has no token {text!r}{did_you_mean(text, vocabulary)}")
-        stops = dict.fromkeys((*self.stop_ids, *(vocabulary[text] for text in texts)))
-        return replace(self, generation={**self.generation, "eos_token_id": list(stops)}) if texts else self
+        return self.with_stop_ids([vocabulary[text] for text in texts])
+
+    def with_stop_ids(self, ids: Sequence[int]) -> Tokenizer:
+        """Copy of the tokenizer with additional stop tokens, such as those of a model; `save` writes them too."""
+        if not ids:
+            return self
+        stops = dict.fromkeys([*self.stop_ids, *ids])
+        return replace(self, generation={**self.generation, "eos_token_id": list(stops)})
 
     def with_chat_template(self, file: Path | None) -> Tokenizer:
         """Copy of the tokenizer with the chat template of a file; `save` writes it too."""
@@ -93,6 +98,12 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
+        """Chat template for conversations without tools; None without one. ConfigError for several without default."""
+        if isinstance(self.hf.chat_template, dict) and "default" not in self.hf.chat_template:
+            names = ", ".join(self.hf.chat_template)
+            raise ConfigError(
+                f"tokenizer {self.name} has the chat templates {names}, no default; set model.chat_template"
+            )
         return self.hf.get_chat_template() if self.hf.chat_template else None
 
     @property
@@ -168,7 +179,7 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     Raises `ConfigError` if the folder or the hub repository has no readable fast tokenizer.
     """
     if name == "bytes":
-        return _wrap(build_byte_tokenizer(), "bytes", BYTE_GENERATION)
+        return _wrap(build_byte_tokenizer(), "bytes", BYTE_GENERATION, {})
     folder = Path(name).expanduser()
     if folder.exists():
         return _load_folder(folder)
@@ -187,32 +198,63 @@ def _load_folder(folder: Path) -> Tokenizer:
             f"tokenizer: {folder} has no tokenizer.json; it holds {listing or 'nothing'}; "
             "give a folder with tokenizer files, a hub id or 'bytes'"
         )
-    generation_path = folder / "generation_config.json"
-    text = generation_path.read_text(encoding="utf-8") if generation_path.is_file() else "{}"
-    try:
-        generation = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"tokenizer: {generation_path}:{error.lineno} is not JSON: {error.msg}") from error
-    return _wrap(_from_pretrained(str(folder), local_files_only=True), str(folder), generation)
+    hf = _from_pretrained(str(folder), local_files_only=True)
+    return _wrap(hf, str(folder), *_end_files(str(folder)))
 
 
 def _load_hub(name: str) -> Tokenizer:
-    from huggingface_hub import hf_hub_download
+    hf = _from_pretrained(name, local_files_only=not hub_is_reachable())
+    return _wrap(hf, name, *_end_files(name))
+
+
+def model_end_ids(name: str) -> list[int]:
+    """Stop tokens that the files of a model name. `name`: a folder or a hub id."""
+    return end_ids(*_end_files(name))
+
+
+def _end_files(name: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Content of `generation_config.json` and `config.json`; empty for a missing one."""
+    generation, config = (_read(name, file) for file in ("generation_config.json", "config.json"))
+    return generation, config
+
+
+def end_ids(*configs: Mapping[str, Any]) -> list[int]:
+    """Ids under `eos_token_id` of configuration files, also of the text part of a multimodal model; each once."""
+    parts = [part for one in configs for part in (one, one.get("text_config")) if isinstance(part, Mapping)]
+    named = [part.get("eos_token_id") for part in parts]
+    ids = [i for one in named for i in (one if isinstance(one, list | tuple) else [one])]
+    return list(dict.fromkeys(i for i in ids if i is not None))
+
+
+def _read(name: str, file: str) -> Mapping[str, Any]:
+    path = Path(name) / file if Path(name).is_dir() else _download(name, file)
+    if path is None or not path.is_file():
+        return {}
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"tokenizer: {path}:{error.lineno} is not JSON: {error.msg}") from error
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"tokenizer: {path} must hold a JSON object; it holds a {type(fields).__name__}")
+    return fields
+
+
+def _download(name: str, file: str) -> Path | None:
+    """Path of a file of a hub repository; None if the repository has none."""
+    from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    offline = not hub_is_reachable()
-    hf = _from_pretrained(name, local_files_only=offline)
     try:
-        path = hf_hub_download(name, "generation_config.json", local_files_only=offline)
-        generation = json.loads(Path(path).read_text(encoding="utf-8"))
+        return Path(hf_hub_download(name, file, local_files_only=not hub_is_reachable()))
     except LocalEntryNotFoundError as error:
+        if try_to_load_from_cache(name, file) is _CACHED_NO_EXIST:
+            return None
         raise ConfigError(
-            f"tokenizer: the hub cannot be reached, and generation_config.json of {name}, which says where a sequence "
-            "ends, is not in the local cache; connect once, or give a folder"
+            f"tokenizer: the hub cannot be reached, and {file} of {name}, which says where a sequence ends, is not in "
+            "the local cache; connect once, or give a folder"
         ) from error
     except EntryNotFoundError:
-        generation = {}
-    return _wrap(hf, name, generation)
+        return None
 
 
 def _from_pretrained(name: str, *, local_files_only: bool) -> Any:
@@ -242,10 +284,10 @@ def _unreadable(name: str, error: Exception, *, local_files_only: bool) -> str:
     return f"tokenizer: neither a folder {name} nor a readable tokenizer {name} on the hub ({reason}){near}"
 
 
-def _wrap(hf: Any, name: str, generation: Mapping[str, Any]) -> Tokenizer:
+def _wrap(hf: Any, name: str, generation: Mapping[str, Any], config: Mapping[str, Any]) -> Tokenizer:
     if not hf.is_fast:
         raise ConfigError(f"tokenizer: {name} has no fast tokenizer; convert it to tokenizer.json")
     # Files may hold truncation and padding settings of another use; rows here are as long as their text.
     hf.backend_tokenizer.no_truncation()
     hf.backend_tokenizer.no_padding()
-    return Tokenizer(hf, name, generation)
+    return Tokenizer(hf, name, generation).with_stop_ids(end_ids(config))

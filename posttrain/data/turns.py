@@ -1,12 +1,13 @@
-"""Check of chat templates for conversations of several sampled turns: what a template writes between two turns must not
-depend on earlier ones, and must leave their text as it was sampled."""
+"""Checks of chat templates: an assistant turn must end with a stop token; between several sampled turns a template must
+not write what depends on earlier ones, and must leave their text as it was sampled."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, cast
 
-from posttrain.data.chat import STAND_IN_TEXT, Message, Renderer, stand_in_turn
+from posttrain.data.chat import STAND_IN_TEXT, Masked, Message, Renderer, stand_in_turn
 from posttrain.errors import ConfigError
 
 ReplyRole = Literal["user", "tool"]
@@ -15,6 +16,7 @@ THOUGHT = "posttrain_stand_in_of_a_thought"
 REPLY = "posttrain_stand_in_of_a_reply"
 HARMONY = "<|channel|>final<|message|>"
 """Header that GPT-OSS samples itself before the text of a turn."""
+NO_END = "give a template that ends it with a stop token (model.chat_template)"
 REMEDIES = (
     "use a template that keeps earlier turns as they are (model.chat_template), or env.split_turns, which makes a "
     "training row of each turn"
@@ -107,3 +109,36 @@ def _refusal(renderer: Renderer, reason: str, *, thinks: bool = False) -> Config
         f"env: chat template of {renderer.tokenizer.name} {reason}, so the tokens of a conversation are not those of "
         f"its prompt; {keep}{REMEDIES}"
     )
+
+
+def stop_notes(renderer: Renderer, sequences: Iterable[Masked]) -> list[str]:
+    """Warning if no stop token ends the last assistant turn of a sequence: a model trained on it does not learn to
+    stop. At most one, about the first such sequence.
+    """
+    tokenizer, stops = renderer.tokenizer, renderer.tokenizer.stop_ids
+    for tokens, mask in sequences if renderer.chat else ():
+        last = len(mask) - 1 - mask[::-1].index(True)
+        first = last + 1 - [*mask[last::-1], False].index(False)
+        if any(token in stops for token in tokens[first : last + 1]):
+            continue
+        near = [*tokens[last : max(first, last - 1) - 1 : -1], *tokens[last + 1 : last + 2], renderer.next_token()]
+        ends = [token for token in near if token in tokenizer.hf.added_tokens_decoder]
+        named, known = (tokenizer.hf.convert_ids_to_tokens(list(ids)) for ids in (ends[:1], stops))
+        ending = f"with {named[0]!r}" if named else "without a token of its own"
+        remedy = f"set model.stop_tokens: {json.dumps(named, ensure_ascii=False)}" if named else NO_END
+        return [
+            f"WARNING: sampling stops at {', '.join(known) or 'no token'}, but the chat template of {tokenizer.name} "
+            f"ends an assistant turn {ending}, so that the model does not learn to stop; {remedy}"
+        ]
+    return []
+
+
+def sampled_stop_notes(renderer: Renderer, prompt: Sequence[Message], tools: Tools = None) -> list[str]:
+    """Warning of `stop_notes` for a turn that is sampled after `prompt`."""
+    if not renderer.chat:
+        return []
+    try:
+        turn = renderer.conversation([*prompt, stand_in_turn([])], first=len(prompt), tools=tools)
+    except ConfigError:  # a template that writes prompts alone
+        return []
+    return stop_notes(renderer, [turn])

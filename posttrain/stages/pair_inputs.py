@@ -20,8 +20,9 @@ from posttrain.config import (
     PreferenceSection,
     RewardModelSection,
 )
-from posttrain.data.preference import is_paired
+from posttrain.data.preference import is_paired, labelled_answers
 from posttrain.data.sources import checked_rows, each_row
+from posttrain.data.turns import stop_notes
 from posttrain.data.units import Units
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.kernels.attention import supports_parents
@@ -93,7 +94,7 @@ def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared)
         ratio, lines = check_units(units, (unit is None for unit in each_row(units.rows, chosen, "rows", units)))
         made.append(units)
         ratios.append(ratio)
-        notes += lines
+        notes += lines + _stop_notes(section, units)
     inputs = PairInputs(
         section=section,
         loss=loss,
@@ -102,6 +103,14 @@ def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared)
         dropped_ratio=ratios[0],
     )
     return inputs, notes
+
+
+def _stop_notes(section: PairSection, units: Units) -> list[str]:
+    """Warning about answers that no stop token ends; reward models do not learn to stop."""
+    if not isinstance(section, PreferenceSection):
+        return []
+    with units.rows.named(0) as row:
+        return stop_notes(units.renderer, [a.masked for a in labelled_answers(row, units.dataset, units.renderer)])
 
 
 def pair_loss(section: PreferenceSection | RewardModelSection) -> Any:

@@ -22,6 +22,7 @@ from posttrain.data.chat import Renderer
 from posttrain.data.format import prompt_is_text, prompt_messages
 from posttrain.data.sources import Rows, each_row, with_all_columns
 from posttrain.data.tokenizer import Tokenizer
+from posttrain.data.turns import sampled_stop_notes
 from posttrain.distill.teachers import TeacherSource
 from posttrain.environments.types import Conversations
 from posttrain.errors import ConfigError, did_you_mean
@@ -114,7 +115,7 @@ def prepare_scored(
     rows, renderer = rows_with_tools(section, section.dataset, tokenizer)
     _check_columns(rubric, rows.columns)
     examples, notes = examples_of(rows, section.dataset, renderer, limit, rubric, shares, section.overlong, schemas)
-    notes += reward_notes(rubric.rewards)
+    notes += reward_notes(rubric.rewards) + sampled_stop_notes(renderer, examples[0].messages, schemas)
     eval_sets: list[EvalSet] = []
     for dataset in section.all_datasets[1:]:
         eval_rows, eval_renderer = rows_with_tools(section, dataset, tokenizer)
@@ -186,7 +187,8 @@ def prepare_prompts(
         max_tokens=limit,
         make_engine=engine_of(section.rollout),
     )
-    return inputs, [note for _, notes in found for note in notes]
+    notes = sampled_stop_notes(sources[0][2], found[0][0][0].messages)
+    return inputs, [*(note for _, more in found for note in more), *notes]
 
 
 MODEL_REWARD = "reward_model"

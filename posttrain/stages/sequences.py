@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 from posttrain.batch import TokenLoss
 from posttrain.config import DatasetSection, DistillSection, SequenceSection, SFTSection
-from posttrain.data.chat import Renderer
+from posttrain.data.chat import Masked, Renderer
+from posttrain.data.format import tokenize_example
 from posttrain.data.pipeline import RowTargets, SFTBatches, require_one, row_tokenizer
 from posttrain.data.prefetch import MeasuredStream
 from posttrain.data.sources import Rows, checked_rows, each_row
+from posttrain.data.turns import stop_notes
 from posttrain.distill.cross_tokenizer.rows import Aligner
 from posttrain.distill.targets import TeacherTargets
 from posttrain.distill.teachers import TeacherSource
@@ -20,6 +22,9 @@ from posttrain.stages.context import HeldOut, StageRun
 from posttrain.stages.inputs import EpochSource, Prepared, describe_rows, rows_and_renderer
 from posttrain.stages.prompts import PromptInputs
 from posttrain.train.trainer import Trainer
+
+STOP_ROWS = 8
+"""Rows of a dataset, spread evenly, whose turns must end with a stop token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +137,17 @@ def _check_sequences(
         f"{dropped:,} of {len(chosen):,} rows{checked} of {rows.name} are dropped: longer than "
         f"row_tokens={section.row_tokens} (overlong: {section.overlong})"
     )
-    return dropped / len(chosen), [note] if dropped else []
+    return dropped / len(chosen), ([note] if dropped else []) + _stop_notes(dataset, rows, renderer)
+
+
+def _stop_notes(dataset: DatasetSection, rows: Rows, renderer: Renderer) -> list[str]:
+    """Warning about assistant turns that no stop token ends, from a few rows."""
+    made = []
+    for index in range(0, len(rows), -(-len(rows) // STOP_ROWS)) if renderer.chat else ():
+        with rows.named(index) as row:
+            example = tokenize_example(row, dataset, renderer, "answers")
+        made.append(Masked(example.tokens.tolist(), example.loss_mask.tolist()))
+    return stop_notes(renderer, made)
 
 
 def evaluate_held_out(trainer: Trainer, inputs: SequenceInputs, targets: TeacherTargets | None) -> Record:

@@ -11,7 +11,7 @@ from typing import Any
 
 from posttrain.config import Locator, ModelSection
 from posttrain.data.sources import FILE_SUFFIXES
-from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.data.tokenizer import Tokenizer, end_ids, load_tokenizer, model_end_ids
 from posttrain.errors import ConfigError
 from posttrain.models import hf
 from posttrain.models.config import ModelConfig
@@ -128,13 +128,30 @@ def tokenizer_name(section: ModelSection) -> str:
 
 
 def run_tokenizer(name: str | Path, section: ModelSection) -> Tokenizer:
-    """Load a tokenizer with the chat template and the stop tokens of a configuration."""
+    """Load a tokenizer with the stop tokens of its model, and the chat template and stop tokens of a configuration."""
     template = section.chat_template
     try:
         file = None if template is None else template.file
     except ConfigError as error:
         raise ConfigError(f"model.chat_template: {error}") from error
-    return load_tokenizer(name).with_chat_template(file).with_stop_tokens(section.stop_tokens)
+    tokenizer = load_tokenizer(name).with_chat_template(file).with_stop_ids(_end_ids(section))
+    return tokenizer.with_stop_tokens(section.stop_tokens)
+
+
+def _end_ids(section: ModelSection) -> list[int]:
+    """Stop tokens that the model names where the tokenizer is not from its folder; a tokenizer reads its own folder's.
+
+    Empty for a model on a hub that cannot be reached.
+    """
+    if section.init is not None:
+        return end_ids(section.init)
+    if section.path is None or section.tokenizer is None:
+        return []
+    try:
+        path = section.path.resolved
+        return [] if unreachable(path) else model_end_ids(path)
+    except ConfigError as error:
+        raise ConfigError(f"model.path: {str(error).removeprefix('tokenizer: ')}") from error
 
 
 def add_family(section: ModelSection) -> None:

@@ -1,10 +1,12 @@
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from posttrain.data.chat import Message, Renderer
+from posttrain.data.chat import Masked, Message, Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.data.turns import sampled_stop_notes, stop_notes
 from posttrain.errors import ConfigError
 
 pytestmark = pytest.mark.fast
@@ -94,6 +96,53 @@ def test_masks_of_nothing_or_everything_are_errors(template: str | None) -> None
     everything = "{% generation %}{{ messages[0]['content'] }}{% endgeneration %}"
     with pytest.raises(ConfigError, match="every token"):
         Renderer(tokenizer_with(everything), chat=True).conversation(TALK)
+
+
+BARE_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{{ '<|assistant|>' * add_generation_prompt }}"
+)
+OUTSIDE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+)
+
+
+def ending(template: str, eos: str) -> Renderer:
+    """Renderer whose only stop token is `eos`."""
+    tokenizer = tokenizer_with(template)
+    tokenizer.hf.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|system|>"]})
+    tokenizer.hf.eos_token = eos
+    return Renderer(replace(tokenizer, generation={}), chat=True)
+
+
+def test_a_stop_token_behind_a_turn_ends_it() -> None:
+    """Behind the marks of a template, or as the next message's role, which is there behind the last turn too."""
+    for template, eos in ((OUTSIDE, "<|im_end|>"), (BARE_TEMPLATE, "<|user|>")):
+        renderer = ending(template, eos)
+        for talk in (TALK[1:], TALK[1:3]):
+            tokens, mask = renderer.conversation(talk)
+            assert with_loss(renderer, tokens, mask) == f"4{eos}6{eos}"[: None if talk[3:] else len(eos) + 1]
+            assert not stop_notes(renderer, [Masked(tokens, mask)])
+        assert renderer.prompt(TALK[1:4])[: len(tokens)] == tokens
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "said"),
+    [
+        (PLAIN_TEMPLATE, "<eos>", "ends an assistant turn with '<|im_end|>', .*set model.stop_tokens: .\"<.im_end.>\""),
+        (OUTSIDE, "<eos>", 'set model.stop_tokens: ."<.im_end.>"'),
+        (BARE_TEMPLATE, "<eos>", 'set model.stop_tokens: ."<.user.>"'),
+        (PLAIN_TEMPLATE.replace("<|im_end|>", ""), "<eos>", "without a token of its own, .*model.chat_template"),
+        (PLAIN_TEMPLATE, "<|im_end|>", None),
+    ],
+)
+def test_a_turn_that_nothing_ends_is_told(template: str, eos: str, said: str | None) -> None:
+    if "im_start" in template and "im_end" not in template:
+        template = template.replace("<|im_start|>", "# ")
+    renderer = ending(template, eos)
+    for notes in (stop_notes(renderer, [renderer.conversation(TALK)]), sampled_stop_notes(renderer, TALK[:2])):
+        assert len(notes) == (said is not None)
+        assert said is None or re.search(f"WARNING: sampling stops at {eos}, .*{said}", notes[0])
 
 
 def test_template_errors_name_template_and_roles() -> None:

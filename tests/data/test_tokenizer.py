@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.config import ModelSection
 from posttrain.data import tokenizer as tokenizer_module
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
+from posttrain.weights.locate import run_tokenizer
 
 GOLDEN = Path(__file__).parent.parent / "goldens" / "chat" / "byte_tokenizer"
 TEXTS = [
@@ -112,6 +114,25 @@ def test_generation_config_names_more_stop_tokens(tmp_path: Path) -> None:
         tokenizer.save(tmp_path)
         assert load_tokenizer(tmp_path).stop_ids == expected
         assert json.loads(config.read_text())["top_k"] == 20
+    # Without the file, or beside it: those of config.json, also of a multimodal model's text part.
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7, "text_config": {"eos_token_id": [9, 900]}}))
+    assert load_tokenizer(tmp_path).stop_ids == (258, 7, 9), "900 is no token"
+    config.write_text(json.dumps({"eos_token_id": [260]}))
+    load_tokenizer(tmp_path).save(tmp_path)
+    (tmp_path / "config.json").unlink()
+    assert load_tokenizer(tmp_path).stop_ids == (258, 260, 7, 9)
+
+
+def test_stop_tokens_of_a_model_with_another_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9]}))
+    model = ModelSection.model_validate({"path": str(tmp_path), "tokenizer": "bytes", "stop_tokens": ["a"]})
+    assert run_tokenizer("bytes", model).stop_ids == (258, 260, 9, 7, 97)
+    random = ModelSection.model_validate({"init": {"model_type": "llama", "eos_token_id": 8}, "tokenizer": "bytes"})
+    assert run_tokenizer("bytes", random).stop_ids == (258, 260, 8)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"model.path: .*config.json:1 is not JSON"):
+        run_tokenizer("bytes", model)
 
 
 def test_stored_truncation_is_not_applied(tmp_path: Path) -> None:

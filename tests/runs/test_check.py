@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +106,27 @@ def test_roles(tmp_path: Path) -> None:
     assert "0-rl: devices of their own: rollout 2, critic 1\n" in out
     # One number of 16 parameters more than the model; 16 bytes for each.
     assert "0-rl: critic: 6,560 parameters, 102.5 KiB beside the actor's memory\n" in out
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        sft_stage(row_tokens=64),
+        rl_stage(row_tokens=64),
+        sft_stage(kind="preference", loss="sigmoid", row_tokens=64),
+    ],
+)
+def test_a_turn_that_no_stop_token_ends(tmp_path: Path, stage: dict[str, Any]) -> None:
+    """ChatML on a tokenizer of a base model, whose end of sequence ends no turn."""
+    load_tokenizer("bytes").save(tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").unlink()
+    row = {"prompt": "1+1=", "completion": "2", "chosen": "2", "rejected": "3", "answer": "2"}
+    del row["completion" if stage["kind"] == "preference" else "chosen"]
+    stage = {**stage, "dataset": {"path": "talk.jsonl"}}
+    ending = "ends an assistant turn with '<|im_end|>', so that the model does not learn to stop"
+    said = ending + '; set model.stop_tokens: ["<|im_end|>"]'
+    for stops, count in (([], 1), (["<|im_end|>"], 0)):
+        model = {"init": INIT, "tokenizer": str(tmp_path / "base"), "stop_tokens": stops}
+        file = write_run(tmp_path, stage, model=model)
+        (tmp_path / "talk.jsonl").write_text(json.dumps(row) + "\n")
+        assert posttrain("check", file).out.count(said) == count
