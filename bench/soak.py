@@ -76,7 +76,7 @@ class Report:
         return max(later) / later[0] - 1
 
 
-def text_of(tokens: Sequence[int]) -> str:
+def text_of(tokens: Sequence[int], skip_special_tokens: bool = True, *, after: Sequence[int] = ()) -> str:
     return "".join(f"<{token}>" for token in tokens)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
@@ -13,7 +13,7 @@ from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.engine import NativeEngine
-from posttrain.rollout.types import Completion, SamplingParams, samples_of, text_of
+from posttrain.rollout.types import Completion, Decode, SamplingParams, reply_of, samples_of
 from posttrain.weights.load import with_tokens
 from posttrain.weights.state import ModelWeights
 
@@ -38,6 +38,7 @@ class Settings(TypedDict, total=False):
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
     """Stop token ids in addition to the tokenizer's."""
+    skip_special_tokens: bool
     ignore_eos: bool
     """Continue after the tokenizer's end-of-sequence tokens."""
     n: int
@@ -57,26 +58,22 @@ class Generated:
     prompt_tokens: tuple[int, ...]
     completion: Completion
 
-    def record(self, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    def record(self, decode: Decode) -> dict[str, Any]:
         """Convert to JSON: each token with its text, log-probability, and the most probable alternatives."""
-        done = self.completion
-        top = done.top_logps or ((),) * len(done.tokens)
-        record: dict[str, Any] = {
-            "text": self.text,
-            "stop": done.stop,
-            "tokens": [
-                _token(decode, token, logp) | ({"top": [_token(decode, *one) for one in most]} if most else {})
-                for token, logp, most in zip(done.tokens, done.logps, top, strict=True)
-            ],
-        }
+        done, tokens = self.completion, (*self.prompt_tokens, *self.completion.tokens)
+
+        def entry(at: int, token: int, logp: float) -> dict[str, Any]:
+            return {"id": token, "text": decode([token], after=tokens[:at]), "logp": logp}
+
+        record: dict[str, Any] = {"text": self.text, "stop": done.stop, "tokens": []}
+        for at, one in enumerate(zip(done.tokens, done.logps, strict=True), len(self.prompt_tokens)):
+            record["tokens"].append(entry(at, *one))
+            if done.top_logps and (most := done.top_logps[at - len(self.prompt_tokens)]):
+                record["tokens"][-1]["top"] = [entry(at, *other) for other in most]
         if done.prompt_logps is not None:
             pairs = zip(self.prompt_tokens, done.prompt_logps, strict=True)
-            record["prompt_tokens"] = [_token(decode, *pair) for pair in pairs]
+            record["prompt_tokens"] = [entry(at, *pair) for at, pair in enumerate(pairs)]
         return record
-
-
-def _token(decode: Callable[[Sequence[int]], str], token: int, logp: float) -> dict[str, Any]:
-    return {"id": token, "text": decode([token]), "logp": logp}
 
 
 def generate(
@@ -121,7 +118,7 @@ def complete(
     named = _named(prompts)
     if not named:
         return []
-    rendered = _render(tokenizer, named, chat)
+    renderers, rendered = _render(tokenizer, named, chat)
     if max_new_tokens is None:
         max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, model.config.max_positions - max(map(len, rendered))))
     _check_lengths(model, [name for name, _ in named], rendered, max_new_tokens)
@@ -145,18 +142,20 @@ def complete(
         engine.close()
     return [
         Generated(
-            text=text_of(tokenizer.decode, completion.tokens, common.ends, common.stop),
+            text=reply_of(renderers[index // n], prompt, completion.tokens, common),
             prompt_tokens=prompt,
             completion=completion,
         )
-        for prompt, completion in zip(several, completions, strict=True)
+        for index, (prompt, completion) in enumerate(zip(several, completions, strict=True))
     ]
 
 
-def _render(tokenizer: Tokenizer, prompts: Sequence[tuple[str, Any]], chat: bool | None) -> list[list[int]]:
-    """Tokens of each prompt."""
+def _render(
+    tokenizer: Tokenizer, prompts: Sequence[tuple[str, Any]], chat: bool | None
+) -> tuple[list[Renderer], list[list[int]]]:
+    """Renderer of each prompt, and its tokens."""
     renderers: dict[bool, Renderer] = {}
-    rendered = []
+    used, rendered = [], []
     for name, prompt in prompts:
         text = isinstance(prompt, str)
         templated = tokenizer.chat_template is not None if chat is None else chat
@@ -168,8 +167,9 @@ def _render(tokenizer: Tokenizer, prompts: Sequence[tuple[str, Any]], chat: bool
         messages: list[Message] = [{"role": "user", "content": prompt}] if text else _conversation(prompt, name)
         if templated not in renderers:
             renderers[templated] = Renderer(tokenizer, templated)
-        rendered.append(renderers[templated].prompt(messages))
-    return rendered
+        used.append(renderers[templated])
+        rendered.append(used[-1].prompt(messages))
+    return used, rendered
 
 
 def _named(prompts: Any) -> list[tuple[str, Any]]:
@@ -211,12 +211,13 @@ def _params(
     given: dict[str, Any] = {**settings}
     ends = () if given.pop("ignore_eos", False) else tokenizer.stop_ids
     given["stop_token_ids"] = (*ends, *given.get("stop_token_ids", ()))
-    given["stop"] = tuple(given.get("stop", ()))
+    stops = given.pop("stop", ())
     if given.get("allowed_token_ids") is not None:
         given["allowed_token_ids"] = tuple(given["allowed_token_ids"])
     given |= {"max_tokens": max_tokens, "temperature": temperature}
     try:
         params = SamplingParams(**given, top_logps=top_logps, prompt_logps=prompt_logps, key=(0, 0))
+        params = params.stopped_at(stops, tokenizer)
         params.check_vocabulary(model.config.vocab_size)
     except ValueError as error:
         raise ConfigError(f"generate: {str(error).removeprefix('sampling.')}") from error

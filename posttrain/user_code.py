@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import os
 import pkgutil
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.runtime.files import digest
@@ -115,6 +117,19 @@ def _importable(folder: Path) -> Iterator[None]:
         yield
     finally:
         sys.path.remove(entry)
+
+
+def number_of(value: Any) -> float | None:
+    """Number that user code gave, of Python, NumPy, JAX or PyTorch, also in an array of one element; None for anything
+    else."""
+    if hasattr(value, "item") and all(length == 1 for length in getattr(value, "shape", ())):
+        value = value.item()
+    if not hasattr(type(value), "__float__") or len(getattr(value, "shape", ())) > 0:
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def describe_error(error: BaseException) -> str:

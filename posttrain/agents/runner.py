@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,7 @@ from posttrain.rollout.trajectory import Example, Stop, Trajectory
 from posttrain.rollout.transcript import Transcript
 from posttrain.rollout.types import SamplingParams
 from posttrain.tools.types import FormatMaker
-from posttrain.user_code import describe_error
+from posttrain.user_code import describe_error, number_of
 
 GIVEN = ("base_url", "api_key", "model", "seed", "row", "messages")
 """Keywords that an agent's function may name, beside dataset columns and `args`."""
@@ -107,11 +106,14 @@ class Agents:
 def outcome_of(result: Any) -> tuple[float | None, dict[str, float]]:
     """Reward and metrics from what an agent returned: None, a number, or a mapping with `reward` and metrics."""
     found = dict(result) if isinstance(result, Mapping) else {"reward": result}
-    reward = found.pop("reward", None)
-    for name, value in {"reward": reward, **found}.items():
-        if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
+    numbers: dict[str, float] = {}
+    for name, value in found.items():
+        number = number_of(value)
+        if number is not None and math.isfinite(number):
+            numbers[name] = number
+        elif value is not None:
             raise AgentFailed(f"it returned {name}={value!r}; give a finite number or None")
-    return None if reward is None else float(reward), {k: float(v) for k, v in found.items() if v is not None}
+    return numbers.pop("reward", None), numbers
 
 
 def _described(failure: Exception) -> str:

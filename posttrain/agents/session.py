@@ -106,6 +106,10 @@ class Session:
         if self.num_turns >= self.max_turns:
             raise RequestRefused(403, "max_turns", f"this session has had its {self.max_turns} turns (agent.max_turns)")
         tool_format = self._format(tools)
+        try:
+            self.params_of(0).stopped_at(stop, self.renderer.tokenizer)
+        except ValueError as error:
+            raise RequestRefused(400, "invalid_request_error", str(error).removeprefix("sampling.")) from error
         branch = self._place(messages, tools)
         transcript = branch.transcript
         asked, before = tuple(transcript.tokens), len(transcript)
@@ -113,13 +117,13 @@ class Session:
         self._asked[asked] += 1
         self.num_turns += 1
         room = min(params.max_tokens, self.row_tokens - before, max_tokens or params.max_tokens)
-        params = replace(params, max_tokens=room, stop=(*params.stop, *stop))
+        params = replace(params.stopped_at(stop, self.renderer.tokenizer), max_tokens=room)
         try:
             completion = await self.generate(asked, params)
         finally:
             branch.busy = False
         transcript.add_turn(completion)
-        message, _ = message_of(completion, self.renderer.tokenizer, params, tool_format)
+        message, _ = message_of(asked, completion, self.renderer, params, tool_format)
         branch.messages.append(message)
         branch.marks.append(Mark(len(branch.messages), len(transcript)))
         return Answer(message, completion, before)

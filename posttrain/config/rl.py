@@ -141,6 +141,12 @@ class OnlineSection(TrainSection):
     @model_validator(mode="after")
     def _scores(self) -> OnlineSection:
         check_evaluation(self.evaluate, self.eval_dataset, self.scored, self.held_out_sampling.temperature)
+        skips = self.sampling.skip_special_tokens
+        if self.held_out_sampling.skip_special_tokens != skips:
+            raise ValueError(
+                f"eval_sampling.skip_special_tokens={not skips} must be that of sampling, {skips}: the same rewards "
+                "read the texts of both"
+            )
         if self.rewards and not any(reward.weight for reward in self.rewards):
             raise ValueError("rewards: every weight is 0, so there is no training signal; change one of them")
         return self

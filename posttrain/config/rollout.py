@@ -91,11 +91,14 @@ class SamplingSection(Section):
     allowed_token_ids: ListOf[int] | None = None
     """Token ids that may be sampled; by default all."""
     stop: ListOf[Text] = ()
-    """Stop strings; they are not part of the text."""
+    """Stop strings; they are not part of the text. One that is a special token stops at that token."""
     stop_token_ids: ListOf[int] = ()
     """Stop token ids in addition to the tokenizer's."""
     ignore_eos: Flag = False
     """Continue after the tokenizer's end-of-sequence tokens."""
+    skip_special_tokens: Flag = True
+    """Leave special tokens out of the texts that rewards, environments and tables get. `false` keeps them, such as the
+    channels of gpt-oss; the stop token is never part of the text."""
 
     def at_most(self, max_tokens: int) -> SamplingSection:
         """Copy with this `max_tokens` if it has the default one."""

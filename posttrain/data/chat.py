@@ -8,6 +8,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Required, TypedDict
 
 from posttrain.data.tokenizer import Tokenizer
@@ -82,7 +83,7 @@ class Renderer:
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
         """Prompt tokens from which a reply is sampled."""
         if not self.chat:
-            return self.tokenizer.known(self._begin(self.tokenizer.encode(plain_text(messages))))
+            return self.tokenizer.known(self.tokenizer.with_prefix(self.tokenizer.encode(plain_text(messages))))
         conversation = self._conversation(messages, tools)
         text, _ = self._render(conversation, len(conversation.messages), generation_prompt=True)
         return self.tokenizer.known(self._tokenize(text, conversation.literals, ())[0])
@@ -93,6 +94,18 @@ class Renderer:
         """Text of messages; `reply`: with the beginning of an assistant turn."""
         conversation = self._conversation(messages, tools)
         return self._render(conversation, len(conversation.messages), generation_prompt=reply)[0]
+
+    def reply(self, text: str) -> str:
+        """Content of a sampled reply: its text without the spaces that the template itself writes before contents."""
+        return text.removeprefix(self._spaces_before_content) if self.chat and text[:1].isspace() else text
+
+    @cached_property
+    def _spaces_before_content(self) -> str:
+        asked: list[Message] = [{"role": "user", "content": "?"}]
+        begin = self.rendered(asked, reply=True)
+        whole = self.rendered([*asked, {"role": "assistant", "content": STAND_IN_TEXT}], reply=False)
+        before = whole[len(begin) : whole.find(STAND_IN_TEXT)] if whole.startswith(begin) else ""
+        return before if before.isspace() else ""
 
     def between(
         self,
@@ -174,18 +187,14 @@ class Renderer:
     def completion(self, prompt: str, completion: str) -> Masked:
         """Tokens of a plain prompt without loss, then of its completion and the end token with loss."""
         before, after = self.tokenizer.encode_after(prompt, completion)
-        before, after = self._begin(before), self._end(after)
+        before, after = self.tokenizer.with_prefix(before), self._end(after)
         mask = [False] * len(before) + [True] * len(after)
         return Masked(self.tokenizer.known(before + after), [False, *mask[1:]])
 
     def text(self, text: str) -> Masked:
         """Tokens of a plain text with loss on all but the first; missing begin and end tokens are added."""
-        tokens = self.tokenizer.known(self._end(self._begin(self.tokenizer.encode(text))))
+        tokens = self.tokenizer.known(self._end(self.tokenizer.with_prefix(self.tokenizer.encode(text))))
         return Masked(tokens, [False] + [True] * (len(tokens) - 1))
-
-    def _begin(self, tokens: list[int]) -> list[int]:
-        bos = self.tokenizer.bos_id
-        return tokens if bos is None or tokens[:1] == [bos] else [bos, *tokens]
 
     def _end(self, tokens: list[int]) -> list[int]:
         end = self.tokenizer.end_id

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,9 @@ from posttrain.errors import ConfigError, did_you_mean
 from posttrain.runtime.hub import hub_is_reachable, is_hub_id
 from posttrain.user_code import import_transformers, missing_path
 
+CONTEXT_TOKENS = 4
+"""Tokens before others that decide how these are decoded: one for the space between words, three for the bytes of a
+character."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
@@ -91,10 +95,17 @@ class Tokenizer:
         return tokens
 
     @cached_property
-    def bos_id(self) -> int | None:
-        """Token that the tokenizer puts before a plain text; None without one."""
-        first = self.hf.backend_tokenizer.encode("a", add_special_tokens=True).ids[:1]
-        return self.hf.bos_token_id if first == [self.hf.bos_token_id] else None
+    def prefix_ids(self) -> tuple[int, ...]:
+        """Tokens that the tokenizer puts before a plain text, such as `<s>` or `[gMASK]<sop>`."""
+        bare, whole = self.encode("a"), self.hf.backend_tokenizer.encode("a", add_special_tokens=True).ids
+        starts = (at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
+        return tuple(whole[: next(starts, 0)])
+
+    def with_prefix(self, tokens: list[int]) -> list[int]:
+        """Tokens of a plain text after `prefix_ids`; of a prefix that the text begins with, only the rest is added."""
+        prefix, counts = list(self.prefix_ids), range(len(self.prefix_ids), -1, -1)
+        there = next(n for n in counts if tokens[:n] in (prefix[:n], prefix[len(prefix) - n :]))
+        return [*prefix, *tokens[there:]]
 
     @property
     def chat_template(self) -> str | None:
@@ -119,15 +130,84 @@ class Tokenizer:
     @cached_property
     def control_tokens(self) -> tuple[str, ...]:
         """Texts of the special tokens, longest first."""
-        special = {token.content for token in self.hf.added_tokens_decoder.values() if token.special}
-        return tuple(sorted(special, key=lambda text: (-len(text), text)))
+        return tuple(sorted(self.control_ids, key=lambda text: (-len(text), text)))
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text, without begin and end tokens."""
         return self.hf.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
-    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self.hf.decode(list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    @cached_property
+    def control_ids(self) -> Mapping[str, int]:
+        """Id of each special token, by its text."""
+        return {token.content: number for number, token in self.hf.added_tokens_decoder.items() if token.special}
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True, *, after: Sequence[int] = ()) -> str:
+        """Text of tokens, which with the text of the tokens `after` which they come makes the text of both.
+
+        By themselves SentencePiece tokens lose their first space, and the rest of a character is none.
+        """
+        return self.decode_each([(after, tokens)], skip_special_tokens)[0]
+
+    def decode_each(
+        self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], skip_special_tokens: bool = True
+    ) -> list[str]:
+        """Texts of several pairs (tokens before, tokens), see `decode`."""
+        skipped = frozenset(self.control_ids.values()) if skip_special_tokens else frozenset[int]()
+        contexts = [_last(before, CONTEXT_TOKENS, skipped) for before, _ in pairs]
+        kept = [[token for token in tokens if token not in skipped] for _, tokens in pairs]
+        both = [[*context, *tokens] for context, tokens in zip(contexts, kept, strict=True)]
+        texts = self.hf.backend_tokenizer.decode_batch(
+            [self._whole_characters(tokens) for tokens in (*contexts, *both)], skip_special_tokens=False
+        )
+        # Half a character at the end of the context becomes whole with the tokens, and then counts as theirs.
+        return [
+            text[_num_common(context, text) :]
+            for context, text in zip(texts[: len(pairs)], texts[len(pairs) :], strict=True)
+        ]
+
+    def _whole_characters(self, tokens: list[int]) -> list[int]:
+        """Tokens with those of the replacement character for bytes that are no character, where bytes are tokens: a
+        single one of them would spoil the characters beside it."""
+        if self._byte_of.keys().isdisjoint(tokens):
+            return tokens
+        found: list[int] = []
+        for is_byte, run in itertools.groupby(tokens, self._byte_of.__contains__):
+            if is_byte:
+                text = bytes(self._byte_of[token] for token in run).decode(errors="replace")
+                found += [self._byte_ids[byte] for byte in text.encode()]
+            else:
+                found += run
+        return found
+
+    @cached_property
+    def _byte_ids(self) -> list[int]:
+        """Token of each byte, where bytes are the fallback of a vocabulary of texts; empty elsewhere."""
+        if '"ByteFallback"' not in str(self.hf.backend_tokenizer.decoder.__getstate__()):
+            return []
+        vocabulary = self.hf.get_vocab()
+        names = [f"<0x{byte:02X}>" for byte in range(256)]
+        return [vocabulary[name] for name in names] if set(names) <= vocabulary.keys() else []
+
+    @cached_property
+    def _byte_of(self) -> dict[int, int]:
+        return {token: byte for byte, token in enumerate(self._byte_ids)}
+
+    def split_stops(self, stops: Sequence[str], skip_special_tokens: bool) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Stop strings to look for in the text, and stop tokens: those strings that are a special token.
+
+        ValueError for a string with a special token inside, which text without special tokens never has.
+        """
+        for stop in stops:
+            inside = next((text for text in self.control_tokens if text in stop and text != stop), None)
+            if skip_special_tokens and inside is not None:
+                raise ValueError(
+                    f"sampling.stop={stop!r}: contains the special token {inside}, which is not in the text; stop at "
+                    f"{inside} alone, or set skip_special_tokens to false"
+                )
+        return (
+            tuple(stop for stop in stops if stop not in self.control_ids),
+            tuple(self.control_ids[stop] for stop in stops if stop in self.control_ids),
+        )
 
     def encode_spans(
         self, text: str, *, continues: bool = False, literal: bool = False
@@ -255,6 +335,18 @@ def _download(name: str, file: str) -> Path | None:
         ) from error
     except EntryNotFoundError:
         return None
+
+
+def _last(tokens: Sequence[int], count: int, skipped: Collection[int]) -> list[int]:
+    """Last `count` tokens without those that are skipped."""
+    kept = (token for token in reversed(tokens) if token not in skipped)
+    return list(itertools.islice(kept, count))[::-1]
+
+
+def _num_common(one: str, other: str) -> int:
+    """Number of characters at the beginning that two texts have in common."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _from_pretrained(name: str, *, local_files_only: bool) -> Any:

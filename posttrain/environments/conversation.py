@@ -19,7 +19,7 @@ from posttrain.rollout.trajectory import Example, Stop, Trajectory
 from posttrain.rollout.transcript import Transcript
 from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.tools.types import FormatMaker, Tool, ToolFormat
-from posttrain.user_code import describe_error
+from posttrain.user_code import describe_error, number_of
 
 Generate = Callable[[Sequence[int], SamplingParams], Awaitable[Completion]]
 """Sampler of one turn: a completion of the tokens so far."""
@@ -129,7 +129,7 @@ class Conversation:
                 return "length"
             completion = await self._generate(row.tokens, replace(self._params, max_tokens=room))
             row.add_turn(completion)
-            message = self._message(completion)
+            message = self._message(row.tokens[: row.turns[-1].start], completion)
             reply = await self._reply(message)
             row.reward(reply.reward)
             if reply.done or completion.stop == "length":
@@ -193,16 +193,17 @@ class Conversation:
         reply = await self._called("reply", self._env.reply, message)
         if not isinstance(reply, Reply):
             raise EnvError("env_error", f"reply returned a {type(reply).__name__}, not a Reply")
-        if reply.reward is not None and not math.isfinite(reply.reward):
+        reward = number_of(reply.reward)
+        if reply.reward is not None and (reward is None or not math.isfinite(reward)):
             raise EnvError("env_error", f"reply gave the reward {reply.reward}; give a finite number or None")
         if not reply.done and not reply.messages:
             raise EnvError("env_error", "reply gave no messages and is not done")
         self._count(reply.metrics)
-        return replace(reply, messages=self._checked("reply", reply.messages) if reply.messages else ())
+        return replace(reply, reward=reward, messages=self._checked("reply", reply.messages) if reply.messages else ())
 
-    def _message(self, completion: Completion) -> Message:
+    def _message(self, prompt: Sequence[int], completion: Completion) -> Message:
         """Assistant message of a turn, with its tool calls where the environment has tools."""
-        message, self._text = message_of(completion, self._renderer.tokenizer, self._params, self._format)
+        message, self._text = message_of(prompt, completion, self._renderer, self._params, self._format)
         return message
 
     def _go_on(self, messages: Sequence[Message], completion: Completion) -> bool:
@@ -244,7 +245,10 @@ class Conversation:
 
     def _count(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._metrics[name] = self._metrics.get(name, 0.0) + float(value)
+            number = number_of(value)
+            if number is None:
+                raise EnvError("env_error", f"reply gave the metric {name}={value}; give a number")
+            self._metrics[name] = self._metrics.get(name, 0.0) + number
 
 
 def accepted_keywords(make: Callable[..., Any]) -> frozenset[str] | None:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from posttrain.data.chat import Message
-from posttrain.data.tokenizer import Tokenizer
+from posttrain.data.chat import Message, Renderer
 from posttrain.rollout.trajectory import Trajectory
-from posttrain.rollout.types import Completion, SamplingParams, text_of
+from posttrain.rollout.types import Completion, SamplingParams, reply_of
 from posttrain.tools.types import ToolFormat
 
 
 def message_of(
-    completion: Completion, tokenizer: Tokenizer, params: SamplingParams, tool_format: ToolFormat | None
+    prompt: Sequence[int],
+    completion: Completion,
+    renderer: Renderer,
+    params: SamplingParams,
+    tool_format: ToolFormat | None,
 ) -> tuple[Message, str]:
-    """Message of a turn, with its tool calls where a format is given, and its text."""
-    decode, ends, stops = tokenizer.decode, params.ends, params.stop
-    text = text_of(decode, completion.tokens, ends, stops)
+    """Message of a turn, with its tool calls where a format is given, and its text. `prompt`: all tokens before."""
+    text = reply_of(renderer, prompt, completion.tokens, params)
     if tool_format is None:
         return {"role": "assistant", "content": text}, text
-    raw = text_of(lambda tokens: decode(tokens, skip_special_tokens=False), completion.tokens, ends, stops)
+    raw = reply_of(renderer, prompt, completion.tokens, replace(params, skip_special_tokens=False))
     turn = tool_format.parse(raw)
     message: Message = {"role": "assistant", "content": turn.content}
     if turn.calls:

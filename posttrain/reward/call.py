@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-import numbers
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from posttrain.reward.conventions import Convention, call_rows, convention_of
-from posttrain.user_code import describe_error
+from posttrain.user_code import describe_error, number_of
 
 LOGGERS = ("log_metric", "log_extra")
 """Keywords created in the process or thread that runs the function: they write into the call's result."""
@@ -74,20 +73,18 @@ def check_values(result: Any, count: int) -> tuple[list[float], dict[int, str]]:
     An exception in place of a value (from `asyncio.gather(..., return_exceptions=True)`) is an error of its
     sample. Raises CallError unless there is one value per sample.
     """
-    if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__len__"):
+    listed = hasattr(result, "__len__") and getattr(result, "shape", (count,)) != ()
+    if isinstance(result, (str, bytes, Mapping)) or not listed:
         raise CallError(f"must return a list of {count} numbers or None, got {type(result).__name__}")
     if len(result) != count:
         raise CallError(f"must return one value per completion, got {len(result)} for {count}")
     values: list[float] = []
     errors: dict[int, str] = {}
     for index, value in enumerate(result):
-        scalar = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
-        if scalar is None:
-            values.append(math.nan)
-        elif isinstance(scalar, numbers.Real) and math.isfinite(scalar):
-            values.append(float(scalar))
-        else:
-            values.append(math.nan)
+        number = number_of(value)
+        is_finite = number is not None and math.isfinite(number)
+        values.append(number if number is not None and is_finite else math.nan)
+        if value is not None and not is_finite:
             errors[index] = (
                 describe_error(value)
                 if isinstance(value, BaseException)
@@ -98,4 +95,7 @@ def check_values(result: Any, count: int) -> tuple[list[float], dict[int, str]]:
 
 def _plain(value: Any) -> Any:
     """Convert a value for the samples table: numbers and text are kept, everything else becomes text."""
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    number = number_of(value)
+    return str(value) if number is None else number

@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import numbers
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+from posttrain.user_code import number_of
 
 
 class Convention(Enum):
@@ -95,13 +96,13 @@ def _log_column(
     log_metric: Callable[[str, Any], None],
     log_extra: Callable[[str, Sequence[Any]], None],
 ) -> None:
-    given = [value for value in column if value is not None]
-    if all(isinstance(value, numbers.Real) for value in given):
-        for value in given:
-            if math.isfinite(value):
-                log_metric(name, float(value))
-    else:
+    found = [number_of(value) for value in column if value is not None]
+    if None in found:
         log_extra(name, column)
+        return
+    for number in found:
+        if number is not None and math.isfinite(number):
+            log_metric(name, number)
 
 
 def _scores(results: Sequence[Any]) -> Iterator[Any]:

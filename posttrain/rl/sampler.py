@@ -21,8 +21,8 @@ from posttrain.rollout.types import (
     ResumableEngine,
     RolloutEngine,
     SamplingParams,
+    reply_of,
     sample_key,
-    text_of,
 )
 
 
@@ -108,8 +108,8 @@ class Sampler:
                 f"row {group.example.index}: its prompt has {len(prompt)} tokens, more than max_prompt_tokens="
                 f"{self.max_prompt_tokens}; raise row_tokens or drop the row"
             )
-        params, decode = self.params(group.number, sample), self.renderer.tokenizer.decode
-        return PendingRollout(group=group, sample=sample, prompt=prompt, params=params, decode=decode)
+        params = self.params(group.number, sample)
+        return PendingRollout(group=group, sample=sample, prompt=prompt, params=params, renderer=self.renderer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,13 +120,13 @@ class PendingRollout:
     sample: int
     prompt: Sequence[int]
     params: SamplingParams
-    decode: Callable[[Sequence[int]], str]
+    renderer: Renderer
 
     def finish(self, completion: Completion) -> Trajectory:
         """Make the trajectory from the completion. `RolloutAborted` for an aborted one."""
         if completion.stop == "abort":
             raise RolloutAborted(completion)
-        text = text_of(self.decode, completion.tokens, self.params.ends, self.params.stop)
+        text = reply_of(self.renderer, self.prompt, completion.tokens, self.params)
         turn: Message = {"role": "assistant", "content": text}
         before = len(self.prompt)
         return Trajectory(
@@ -148,9 +148,10 @@ class PendingRollout:
 
 def sampling_params(section: SamplingSection, tokenizer: Tokenizer, key: tuple[int, int]) -> SamplingParams:
     """Sampling parameters of one completion. ValueError for settings out of range."""
-    fields = section.model_dump(exclude={"stop_token_ids", "ignore_eos"})
+    fields = section.model_dump(exclude={"stop", "stop_token_ids", "ignore_eos"})
     ends = () if section.ignore_eos else tokenizer.stop_ids
-    return SamplingParams(**fields, stop_token_ids=(*ends, *section.stop_token_ids), key=key)
+    params = SamplingParams(**fields, stop_token_ids=(*ends, *section.stop_token_ids), key=key)
+    return params.stopped_at(section.stop, tokenizer)
 
 
 async def collect(

@@ -4,7 +4,7 @@ of a sample."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -161,8 +161,8 @@ def _bytes_of_experts(sample: Trajectory) -> bytes:
     return sample.experts.astype(np.int16).tobytes()
 
 
-def read_record(folder: Path, step: int, text_of: Callable[[Sequence[int]], str]) -> Recorded:
-    """Read the record of a step. `text_of`: text of sampled tokens. Examples have their number and prompt tokens alone.
+def read_record(folder: Path, step: int) -> Recorded:
+    """Read the record of a step: tokens without texts and messages. Examples have their number and prompt tokens alone.
 
     ConfigError if there is none, or if another version wrote it.
     """
@@ -195,7 +195,7 @@ def read_record(folder: Path, step: int, text_of: Callable[[Sequence[int]], str]
     rows = table.drop_columns([name for name in columns if name.startswith(REWARD)]).to_pylist()
     samples: list[Trajectory] = []
     for part, row in zip(parts_of, rows, strict=True):
-        one = _trajectory(row, meta.get("experts"), text_of)
+        one = _trajectory(row, meta.get("experts"))
         if part == 0:
             samples.append(one)
         else:
@@ -211,19 +211,16 @@ def read_record(folder: Path, step: int, text_of: Callable[[Sequence[int]], str]
     )
 
 
-def _trajectory(
-    row: dict[str, Any], experts: Sequence[int] | None, text_of: Callable[[Sequence[int]], str]
-) -> Trajectory:
+def _trajectory(row: dict[str, Any], experts: Sequence[int] | None) -> Trajectory:
     tokens, sampled = row["tokens"], row["sampled"]
     prompt = tokens[: sampled.index(True)] if True in sampled else tokens
     example = Example(index=row["row"], row={}, messages=(), prompt_tokens=prompt, plain=True)
-    text = text_of([token for token, own in zip(tokens, sampled, strict=True) if own])
     return Trajectory(
         group=row["group"],
         example=example,
         sample=row["sample"],
-        messages=[{"role": "assistant", "content": text}],
-        text=text,
+        messages=(),
+        text="",
         stop=row["stop"],
         experts=None if experts is None else np.frombuffer(row["experts"], np.int16).reshape(-1, *experts),
         turns=[Turn(**turn) for turn in row.get("turns", ())],

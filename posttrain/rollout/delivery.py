@@ -14,9 +14,7 @@ from posttrain.rollout.request import Request
 from posttrain.rollout.runner import Dispatch, Outcome, PromptCall
 from posttrain.rollout.sampling import TopLogps
 from posttrain.rollout.scheduler import Row
-from posttrain.rollout.types import StopReason, TokenLogp, first_completed
-
-Decode = Callable[[Sequence[int]], str]
+from posttrain.rollout.types import Decode, StopReason, TokenLogp, first_completed
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ def _stop_reason(request: Request, num_new: int, decode_text: Decode | None) -> 
     """Return the stop reason of a finished request, else None; tokens after a stop string are cut."""
     params = request.params
     if params.stop and decode_text is not None:
-        end = first_completed(decode_text, list(request.tokens), num_new, params.stop)
+        end = first_completed(decode_text, request.history, len(request.prompt), num_new, params)
         if end is not None:
             request.cut(end)
             return "stop"

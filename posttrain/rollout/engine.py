@@ -22,7 +22,7 @@ from posttrain.rollout.request import Request
 from posttrain.rollout.runner import Dispatch, Outcome, Runner
 from posttrain.rollout.scheduler import Plan, Scheduler
 from posttrain.rollout.shapes import Expected
-from posttrain.rollout.types import Call, Completion, SamplingParams
+from posttrain.rollout.types import Call, Completion, Decode, SamplingParams
 from posttrain.runtime.host_memory import trim_host_memory
 from posttrain.runtime.profiler import span
 from posttrain.tracking.console import progress_bar
@@ -54,7 +54,7 @@ class NativeEngine:
         slots: int,
         max_length: int,
         decode_steps: int,
-        tokenizer_decode: Callable[[Sequence[int]], str] | None,
+        tokenizer_decode: Decode | None,
         version: int = 0,
         record_routing: bool = False,
         quantize: RolloutQuantize = "none",

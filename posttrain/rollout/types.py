@@ -12,6 +12,9 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int
 
+from posttrain.data.chat import Renderer
+from posttrain.data.tokenizer import Tokenizer
+
 StopReason = Literal["stop", "length", "abort"]
 
 MAX_LOGIT_BIAS = 300
@@ -52,6 +55,8 @@ class SamplingParams:
     """The only tokens that may be drawn; None: all."""
     ignore_eos: bool = False
     """Continue after `stop_token_ids`, which may be drawn like any other token."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text, and of the text in which stop strings are looked for."""
     top_logps: int = 0
     """Number of most probable tokens returned with each sampled one."""
     prompt_logps: bool = False
@@ -85,6 +90,12 @@ class SamplingParams:
         for name, (holds, rule) in rules.items():
             if not holds:
                 raise ValueError(f"sampling.{name}={getattr(self, name)!r}: must be {rule}")
+
+    def stopped_at(self, stops: Sequence[str], tokenizer: Tokenizer) -> SamplingParams:
+        """Copy that also stops at these strings. One that is a special token becomes a stop token; ValueError for one
+        that text without special tokens never has."""
+        strings, tokens = tokenizer.split_stops(stops, self.skip_special_tokens)
+        return replace(self, stop=(*self.stop, *strings), stop_token_ids=(*self.stop_token_ids, *tokens))
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -218,11 +229,24 @@ NOT_A_CHARACTER = "\ufffd"
 """Replacement character that a tokenizer decodes an incomplete character to."""
 
 
-def text_of(
-    decode: Callable[[Sequence[int]], str], tokens: Sequence[int], ends: Sequence[int], stops: Sequence[str]
-) -> str:
-    """Text of a sample without its stop token, cut before the first stop string."""
-    return before_stop(decode(tokens[:-1] if tokens and tokens[-1] in ends else tokens), stops)
+@runtime_checkable
+class Decode(Protocol):
+    """Text of tokens that stand after others, see `Tokenizer.decode`."""
+
+    def __call__(
+        self, tokens: Sequence[int], skip_special_tokens: bool = True, *, after: Sequence[int] = ()
+    ) -> str: ...
+
+
+def text_of(decode: Decode, prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams) -> str:
+    """Text of a sample after its prompt, without its stop token, cut before the first stop string."""
+    sampled = tokens[:-1] if tokens and tokens[-1] in params.ends else tokens
+    return before_stop(decode(sampled, params.skip_special_tokens, after=prompt), params.stop)
+
+
+def reply_of(renderer: Renderer, prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams) -> str:
+    """Content of the message that a sample is, see `text_of` and `Renderer.reply`."""
+    return renderer.reply(text_of(renderer.tokenizer.decode, prompt, tokens, params))
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
@@ -236,24 +260,27 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
 
 
 def first_completed(
-    decode: Callable[[Sequence[int]], str], tokens: Sequence[int], num_new: int, stops: Sequence[str]
+    decode: Decode, tokens: Sequence[int], num_prompt: int, num_new: int, params: SamplingParams
 ) -> int | None:
-    """Number of tokens after which the text first contains one of `stops`; None if it does not.
+    """Number of sampled tokens after which the text first contains a stop string; None if it does not.
 
-    The tokens before the `num_new` last ones contain no stop string, so only their tail is decoded again: at least as
-    many complete characters as the longest stop string has.
+    `tokens`: those of the prompt, and of the sample, of which all but the `num_new` last ones contain no stop string.
+    Only their tail is decoded again: at least as many complete characters as the longest stop string has.
     """
     old = len(tokens) - num_new
     start, back = old, 1
-    longest = max(map(len, stops))
-    while start > 0 and len(decode(tokens[start:old]).replace(NOT_A_CHARACTER, "")) < longest:
-        start = max(0, old - back)
+    longest = max(map(len, params.stop))
+
+    def text(end: int) -> str:
+        return decode(tokens[start:end], params.skip_special_tokens, after=tokens[:start])
+
+    while start > num_prompt and len(text(old).replace(NOT_A_CHARACTER, "")) < longest:
+        start = max(num_prompt, old - back)
         back *= 2
 
     def complete(end: int) -> bool:
-        text = decode(tokens[start:end])
-        return any(stop in text for stop in stops)
+        return any(stop in text(end) for stop in params.stop)
 
     if not complete(len(tokens)):
         return None
-    return next((end for end in range(old + 1, len(tokens)) if complete(end)), len(tokens))
+    return next(end for end in range(old + 1, len(tokens) + 1) if complete(end)) - num_prompt

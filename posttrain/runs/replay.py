@@ -15,17 +15,15 @@ from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.sync import Shared
 from posttrain.config import RLSection, RunConfig
 from posttrain.config.yaml_file import load_config
-from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.metrics import Metrics, Timer, to_host
 from posttrain.models.decoder import Decoder
 from posttrain.rl.act import Acted
 from posttrain.rl.algorithms import Algorithm
 from posttrain.rl.refill import group_metrics
-from posttrain.rl.sampler import sampling_params
 from posttrain.rl.step import learn
 from posttrain.rl.store import Recorded, read_record
-from posttrain.rollout.types import Completion, SamplingParams, text_of
+from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.runs.finished import find_stage, open_stage, tokenizer_of
 from posttrain.runs.run import CONFIG_NAME, mesh_of
 from posttrain.stages.algorithm import algorithm_of
@@ -104,7 +102,7 @@ def replay(
     config, section = _configured(output, name, changes)
     add_family(config.model)
     tokenizer = tokenizer_of(output, name, config)
-    recorded = read_record(output / name / TRAJECTORIES, step, _text_of(section, tokenizer))
+    recorded = read_record(output / name / TRAJECTORIES, step)
     stage = open_stage(output, name, config, tokenizer, mesh_of(config))
     algorithm = algorithm_of(section)
     trainer = make_policy_trainer(stage, section, algorithm.loss)
@@ -164,11 +162,6 @@ def _cluster(stage: StageRun, section: RLSection, trainer: Trainer, algorithm: A
     roles: dict[str, Any] = {"reference": reference, "critic": critic}
     trainer.companions.update({name: role for name, role in roles.items() if role is not None})
     return ObservedCluster(trainer, NoEngine(), Shared(trainer), **roles)
-
-
-def _text_of(section: RLSection, tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
-    params = sampling_params(section.sampling, tokenizer, key=(0, 0))
-    return lambda tokens: text_of(tokenizer.decode, tokens, params.ends, params.stop)
 
 
 def _restore(trainer: Trainer, folder: Path, recorded: Recorded) -> None:

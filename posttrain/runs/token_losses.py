@@ -57,7 +57,7 @@ def token_losses(run: str | Path, step: int) -> TokenLosses:
     updates: list[_Update] = []
     found = replay(run, step, observe=lambda *seen: updates.append(_observed(*seen)))
     output, name = find_stage(Path(run))
-    recorded = read_record(output / name / TRAJECTORIES, step, lambda tokens: "")
+    recorded = read_record(output / name / TRAJECTORIES, step)
     weight = sum(update.weight for update in updates)
     parts = [part for number, update in enumerate(updates) for part in _sequences(number, update, recorded, weight)]
     if not parts:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.data.tokenizer import CONTEXT_TOKENS
 from posttrain.errors import ConfigError
 from posttrain.view.folder import RunFolder
 from posttrain.view.index import RECORD, SAMPLES, connection
@@ -142,15 +143,14 @@ class Indexer:
             sequences = read_tokens(file)
         except FileNotFoundError:
             return
-        decode = self._tokenizer.hf.backend_tokenizer.decode_batch
         ids = {
             (row["grp"], row["sample"]): row["id"]
             for row in index.execute("SELECT id, grp, sample FROM rollouts WHERE stage = ? AND step = ?", (stage, step))
         }
-        spans = [(place, kind, part) for place, parts in sequences.items() for kind, part in _spans(parts)]
-        texts = decode([part.tolist() for _, _, part in spans], skip_special_tokens=False)
+        spans = [(place, *span) for place, parts in sequences.items() for span in _spans(parts)]
+        texts = self._tokenizer.decode_each([span[2:] for span in spans], skip_special_tokens=False)
         pieces: dict[tuple[int, int], list[tuple[str, str]]] = {}
-        for (place, kind, _), text in zip(spans, texts, strict=True):
+        for (place, kind, *_), text in zip(spans, texts, strict=True):
             pieces.setdefault(place, []).append((kind, text))
         for place, found in pieces.items():
             if place in ids:
@@ -163,7 +163,9 @@ class Indexer:
             self._tokens = {row["token"] for row in index.execute("SELECT token FROM token_texts")}
         new = [int(token) for token in tokens if int(token) not in self._tokens]
         self._tokens.update(new)
-        texts = self._tokenizer.hf.backend_tokenizer.decode_batch([[t] for t in new], skip_special_tokens=False)
+        # After any text, so that a word keeps the space before it.
+        before = self._tokenizer.encode(".")
+        texts = self._tokenizer.decode_each([(before, [token]) for token in new], skip_special_tokens=False)
         index.executemany("INSERT OR IGNORE INTO token_texts VALUES (?,?)", zip(new, texts, strict=True))
 
     def _load_tokenizer(self) -> Any:
@@ -194,16 +196,17 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def _spans(parts: Sequence[Any]) -> list[tuple[str, np.ndarray]]:
+def _spans(parts: Sequence[Any]) -> list[tuple[str, list[int], list[int]]]:
     """Tokens of a sample cut where sampling begins and ends: kinds `prompt`, `sampled` and `given` (by the
-    environment)."""
+    environment), the tokens before, and the tokens."""
     found = []
     for part in parts:
+        tokens = part.tokens.tolist()
         cuts = [0, *(np.flatnonzero(np.diff(part.sampled.astype(np.int8))) + 1), len(part.tokens)]
         for start, end in itertools.pairwise(cuts):
             if end > start:
                 kind = "sampled" if part.sampled[start] else "prompt" if start == 0 else "given"
-                found.append((kind, part.tokens[start:end]))
+                found.append((kind, tokens[max(0, start - CONTEXT_TOKENS) : start], tokens[start:end]))
     return found
 
 

@@ -165,7 +165,7 @@ def test_null_values_of_table_rows_are_left_out(chat: Renderer) -> None:
 
 
 def test_plain_prompt_completion_and_text(plain: Renderer) -> None:
-    bos, eos = plain.tokenizer.bos_id, plain.tokenizer.end_id
+    (bos,), eos = plain.tokenizer.prefix_ids, plain.tokenizer.end_id
     assert plain.prompt([{"role": "user", "content": "ab"}, {"role": "user", "content": "c"}]) == [bos, 97, 98, 99]
     tokens, mask = plain.completion("ab", "c")
     assert (tokens, mask) == ([bos, 97, 98, 99, eos], [False, False, False, True, True])

@@ -50,32 +50,32 @@ def test_bytes_saved_is_the_same_tokenizer(byte_tokenizer: Tokenizer, tmp_path: 
     text = "naïve\r\n<|im_start|>user\n\x00 <eos>"
     assert again.encode(text) == other.encode(text, add_special_tokens=False) == byte_tokenizer.encode(text)
     assert again.encode(text)[8:10] == [259, ord("u")]
-    for name in ("stop_ids", "bos_id", "vocab_size", "chat_template", "control_tokens", "generation"):
+    for name in ("stop_ids", "prefix_ids", "vocab_size", "chat_template", "control_tokens", "generation"):
         assert getattr(again, name) == getattr(byte_tokenizer, name), name
     assert byte_tokenizer.stop_ids == tuple(byte_tokenizer.encode("<eos><|im_end|>"))
-    assert byte_tokenizer.bos_id == byte_tokenizer.encode("<bos>")[0]
+    assert byte_tokenizer.prefix_ids == tuple(byte_tokenizer.encode("<bos>"))
     assert (byte_tokenizer.vocab_size, byte_tokenizer.end_id) == (261, 258)
 
 
 def test_golden_byte_tokenizer_loads() -> None:
     tokenizer = load_tokenizer(GOLDEN)
-    assert (tokenizer.vocab_size, tokenizer.stop_ids, tokenizer.bos_id) == (291, (279,), None)
+    assert (tokenizer.vocab_size, tokenizer.stop_ids, tokenizer.prefix_ids) == (291, (279,), ())
 
 
 @pytest.mark.parametrize(
-    ("folder", "stop_ids", "bos_id", "vocab_size", "chat"),
+    ("folder", "stop_ids", "prefix_ids", "vocab_size", "chat"),
     [
-        ("models/stories260k", (2,), 1, 512, False),
-        ("tokenizers/qwen3", (151645, 151643), None, 151669, True),
-        ("tokenizers/gpt2", (), None, 50257, False),
-        ("tokenizers/mistral-7b-instruct", (2,), 1, 32000, True),
+        ("models/stories260k", (2,), (1,), 512, False),
+        ("tokenizers/qwen3", (151645, 151643), (), 151669, True),
+        ("tokenizers/gpt2", (), (), 50257, False),
+        ("tokenizers/mistral-7b-instruct", (2,), (1,), 32000, True),
     ],
 )
 def test_real_tokenizers_agree_with_their_files(
     shared: Path,
     folder: str,
     stop_ids: tuple[int, ...],
-    bos_id: int | None,
+    prefix_ids: tuple[int, ...],
     vocab_size: int,
     chat: bool,
     tmp_path: Path,
@@ -87,11 +87,11 @@ def test_real_tokenizers_agree_with_their_files(
     for text in TEXTS:
         assert tokenizer.encode(text) == independent.encode(text, add_special_tokens=False).ids
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    found = (tokenizer.stop_ids, tokenizer.bos_id, tokenizer.vocab_size, tokenizer.chat_template is not None)
-    assert found == (stop_ids, bos_id, vocab_size, chat)
+    found = (tokenizer.stop_ids, tokenizer.prefix_ids, tokenizer.vocab_size, tokenizer.chat_template is not None)
+    assert found == (stop_ids, prefix_ids, vocab_size, chat)
     tokenizer.save(tmp_path)
     again = load_tokenizer(tmp_path)
-    assert (again.stop_ids, again.bos_id, again.vocab_size) == (stop_ids, bos_id, vocab_size)
+    assert (again.stop_ids, again.prefix_ids, again.vocab_size) == (stop_ids, prefix_ids, vocab_size)
     assert again.chat_template == tokenizer.chat_template
     assert again.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
     # A prompt and its continuation read as one text, also where their border falls inside a token.

@@ -85,7 +85,7 @@ def test_the_record_keeps_turns_and_rows(tmp_path: Path) -> None:
     rewards = Rewards(total_PG=total, parts_PG={"env": total}, errors=[], metrics={}, extras={})
     made = Recorded(before=0, step=1, version=0, groups_P=[group], rewards=rewards, advantages_PG=total, roles_PG=None)
     write_record(made, tmp_path / "00000001.parquet")
-    back = read_record(tmp_path, 1, str)
+    back = read_record(tmp_path, 1)
     assert_array_equal(back.rewards.total_PG, total)
     for one, other in zip(group, back.groups_P[0], strict=True):
         assert len(one.rows) == len(other.rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.sampling import sample_reference, uniforms
-from posttrain.rollout.types import Completion, SamplingParams, StopReason, TokenLogp, sample_key
+from posttrain.rollout.types import Completion, Decode, SamplingParams, StopReason, TokenLogp, sample_key
 
 LENGTH = 64
 VOCABULARY = 512
@@ -24,7 +24,7 @@ def make_engine(model: Decoder, **changes: Any) -> NativeEngine:
     return NativeEngine(model, **settings)
 
 
-def text_of(tokens: Sequence[int]) -> str:
+def text_of(tokens: Sequence[int], skip_special_tokens: bool = True, *, after: Sequence[int] = ()) -> str:
     return "".join(f"<{token}>" for token in tokens)
 
 
@@ -51,9 +51,7 @@ class _Draws:
 class NaiveEngine:
     """The slow twin of every engine: one request at a time, a whole forward pass for each token, float64 sampling."""
 
-    def __init__(
-        self, model: Decoder, *, length: int = LENGTH, tokenizer_decode: Callable[[Sequence[int]], str] = text_of
-    ):
+    def __init__(self, model: Decoder, *, length: int = LENGTH, tokenizer_decode: Decode = text_of):
         self.length = length
         self._decode_text = tokenizer_decode
         positions = jnp.arange(length, dtype=jnp.int32)

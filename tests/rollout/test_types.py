@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
 
-from posttrain.rollout.types import SamplingParams, before_stop, first_completed, sample_key, text_of
+from posttrain.data.tokenizer import load_tokenizer
+from posttrain.rollout.types import Decode, SamplingParams, first_completed, sample_key, text_of
 
 pytestmark = pytest.mark.fast
 
@@ -85,27 +85,32 @@ def test_what_is_plain_and_what_ends() -> None:
     assert hash(replace(plain, logit_bias={1: 2.0})) == hash(plain)
 
 
-Decode = Callable[[Sequence[int]], str]
 VOCABULARY = ["a", "b", "ab", "", "é", "ba"]
 
 
-def decode(tokens: Sequence[int]) -> str:
+def decode(tokens: Sequence[int], skip_special_tokens: bool = True, *, after: Sequence[int] = ()) -> str:
     return "".join(VOCABULARY[token] for token in tokens)
 
 
-def found_from_the_start(decode: Decode, tokens: Sequence[int], stops: Sequence[str]) -> int | None:
-    ends = (n for n in range(1, len(tokens) + 1) if any(stop in decode(tokens[:n]) for stop in stops))
+def stopped_by(stops: Sequence[str]) -> SamplingParams:
+    return SamplingParams(**SETTINGS, stop=tuple(stops))
+
+
+def found_from_the_start(
+    decode: Decode, tokens: Sequence[int], stops: Sequence[str], prompt: Sequence[int] = ()
+) -> int | None:
+    ends = (n for n in range(1, len(tokens) + 1) if any(stop in decode(tokens[:n], after=prompt) for stop in stops))
     return next(ends, None)
 
 
 def found_as_they_arrive(
-    decode: Decode, tokens: Sequence[int], stops: Sequence[str], rng: np.random.Generator
+    decode: Decode, tokens: Sequence[int], stops: Sequence[str], rng: np.random.Generator, prompt: Sequence[int] = ()
 ) -> int | None:
     arrived, found = 0, None
     while found is None and arrived < len(tokens):
         num_new = min(int(rng.integers(1, 6)), len(tokens) - arrived)
         arrived += num_new
-        found = first_completed(decode, tokens[:arrived], num_new, stops)
+        found = first_completed(decode, [*prompt, *tokens[:arrived]], len(prompt), num_new, stopped_by(stops))
     return found
 
 
@@ -124,7 +129,7 @@ def test_equals_decoding_from_the_start(stops: tuple[str, ...]) -> None:
 def test_characters_of_several_tokens() -> None:
     """Bytes as tokens: where decoding starts within a character, its pieces are no characters."""
 
-    def decode_bytes(tokens: Sequence[int]) -> str:
+    def decode_bytes(tokens: Sequence[int], skip_special_tokens: bool = True, *, after: Sequence[int] = ()) -> str:
         return bytes(tokens).decode(errors="replace")
 
     rng = np.random.default_rng(0)
@@ -138,29 +143,50 @@ def test_characters_of_several_tokens() -> None:
     assert 100 < hits < 400
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral-7b-instruct"])
+@pytest.mark.parametrize("name", ["tokenizers/qwen3", "tokenizers/mistral-7b-instruct", "models/stories260k"])
 def test_real_tokenizers(shared: Path, name: str) -> None:
-    """Text in several scripts, stops anywhere in it, also where a token holds more than the stop's end."""
-    tokenizer = tokenizers.Tokenizer.from_file(str(shared / "tokenizers" / name / "tokenizer.json"))
+    """Text in several scripts after a prompt, stops anywhere in it, also at its first space, and where a token holds
+    more than the stop's end."""
+    tokenizer = load_tokenizer(shared / name)
     rng = np.random.default_rng(0)
-    text = "The answer, she wrote: \n\n```python\nreturn x[0]```  naïve 😀👩‍🚀 日本語です.\tDone!</answer> bye"
-    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    prompt = tokenizer.encode("Q: 日")
+    text = " The answer, she wrote: \n\n```python\nreturn x[0]```  naïve 😀👩‍🚀 日本語です.\tDone!</answer> bye"
+    tokens = tokenizer.encode("Q: 日" + text)[len(prompt) :]
+    assert tokenizer.decode(tokens, after=prompt) == text
     beyond = 0
-    for _ in range(60):
-        start = int(rng.integers(0, len(text)))
+    for start in (0, *rng.integers(0, len(text), 40).tolist()):
         stops = [text[start : start + int(rng.integers(1, 9))]]
-        expected = found_from_the_start(tokenizer.decode, tokens, stops)
-        assert found_as_they_arrive(tokenizer.decode, tokens, stops, rng) == expected is not None
-        written = tokenizer.decode(tokens[:expected])
-        shown = before_stop(written, stops)
+        expected = found_from_the_start(tokenizer.decode, tokens, stops, prompt)
+        assert found_as_they_arrive(tokenizer.decode, tokens, stops, rng, prompt) == expected is not None
+        written = tokenizer.decode(tokens[:expected], after=prompt)
+        shown = text_of(tokenizer.decode, prompt, tokens[:expected], stopped_by(stops))
         assert stops[0] not in shown
         assert written.startswith(shown + stops[0])
         beyond += written != shown + stops[0]
-    assert beyond > 5
+    assert beyond > 5 or "stories" in name  # its tokens are short
+
+
+def test_a_stop_string_that_is_a_special_token() -> None:
+    byte_tokenizer = load_tokenizer("bytes")
+    plain = SamplingParams(**SETTINGS | {"stop_token_ids": byte_tokenizer.stop_ids})
+    (start,) = byte_tokenizer.encode("<|im_start|>")
+    given = plain.stopped_at(["<|im_start|>", "\n\n"], byte_tokenizer)
+    assert (given.stop, given.ends) == (("\n\n",), (*byte_tokenizer.stop_ids, start))
+    sampled = [*byte_tokenizer.encode("ab"), start]
+    assert text_of(byte_tokenizer.decode, [1], sampled, given) == "ab"
+    with pytest.raises(ValueError, match=r"sampling\.stop='<\|im_start\|>user': contains the special token <\|im_st"):
+        plain.stopped_at(["<|im_start|>user"], byte_tokenizer)
+    seen = replace(plain, skip_special_tokens=False).stopped_at(["<|im_start|>user"], byte_tokenizer)
+    sampled = [*sampled, *byte_tokenizer.encode("user"), 1]
+    assert first_completed(byte_tokenizer.decode, [1, *sampled], 1, 3, seen) == len(sampled) - 1
+    assert text_of(byte_tokenizer.decode, [1], sampled[:-2], seen) == "ab<|im_start|>use"
 
 
 def test_the_text_of_a_sample() -> None:
-    assert text_of(decode, [0, 1, 5], (5,), ()) == "ab"
-    assert text_of(decode, [0, 1, 5], (0,), ()) == "abba"
-    assert text_of(decode, [0, 1, 2, 5], (5,), ("ba",)) == "a"
-    assert text_of(decode, [], (5,), ("a",)) == ""
+    for tokens, ends, stops, text in (
+        ([0, 1, 5], (5,), (), "ab"),
+        ([0, 1, 5], (0,), (), "abba"),
+        ([0, 1, 2, 5], (5,), ("ba",), "a"),
+        ([], (5,), ("a",), ""),
+    ):
+        assert text_of(decode, [], tokens, replace(stopped_by(stops), stop_token_ids=ends)) == text

@@ -115,7 +115,7 @@ def test_losses_of_tokens(stage: Path) -> None:
     columns = found.columns
     assert abs(columns["share"].sum() - found.logged) < 1e-6 < abs(found.logged)
     assert set(columns["update"]) == {0, 1, 2, 3}
-    recorded = read_record(stage / "trajectories", step, lambda tokens: "")
+    recorded = read_record(stage / "trajectories", step)
     assert recorded.advantages_PG is not None
     for p, g in np.ndindex(recorded.advantages_PG.shape):
         sample = recorded.groups_P[p][g]

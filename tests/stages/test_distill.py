@@ -230,7 +230,7 @@ def test_best_ids_of_a_real_model(shared: Path) -> None:
     rows = (shared / TEXT).read_text().splitlines()[1500:1504]
     ids = np.zeros((4, 192), np.int32)
     for row, text in zip(ids, rows, strict=True):
-        row[:] = [tokenizer.bos_id, *tokenizer.encode(json.loads(text)["text"])][:192]
+        row[:] = [*tokenizer.prefix_ids, *tokenizer.encode(json.loads(text)["text"])][:192]
     ones, positions = np.ones_like(ids), np.broadcast_to(np.arange(192, dtype=np.int32), ids.shape)
     inputs = tuple(map(jnp.asarray, (ids, positions, ones)))
     weights = ModelWeights(teacher)

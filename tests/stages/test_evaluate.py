@@ -77,7 +77,7 @@ def after_metric(result: dict[str, Any], name: str) -> float:
 
 
 def test_records_have_what_rewards_log(evaluated: Path) -> None:
-    read = read_record(evaluated / "0-rl" / "trajectories", 2, str)
+    read = read_record(evaluated / "0-rl" / "trajectories", 2)
     logged = [line for line in lines(evaluated, "0-rl") if "loss" in line][-1]
     assert read.rewards.metrics["rewards/low/first"].value() == logged["rewards/low/first"]
     assert_allclose(np.mean(read.rewards.total_PG), logged["reward"], rtol=1e-6)
@@ -202,7 +202,7 @@ def test_training_is_bitwise_as_without_evaluation(tmp_path: Path, mode: str) ->
         assert posttrain("run", file).code == 0
         folders.append(file.parent / "out")
     for step in range(1, 4):
-        old, new = (read_record(folder / "0-rl" / "trajectories", step, str) for folder in folders)
+        old, new = (read_record(folder / "0-rl" / "trajectories", step) for folder in folders)
         assert (old.groups_P, old.version) == (new.groups_P, new.version), step
         np.testing.assert_array_equal(old.advantages_PG, new.advantages_PG)
     assert weights(folders[0], "0-rl") == weights(folders[1], "0-rl")

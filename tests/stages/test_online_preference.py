@@ -98,7 +98,7 @@ def test_a_run_is_evaluated_and_goes_on_bitwise_from_a_checkpoint(tmp_path: Path
     assert {"eval/reward", "eval/reward_low", "eval/rewards/low/mean"} <= set(told[0])
     samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
     assert {sample["extra"]["role"] for sample in samples} == {-1, 0, 1}
-    recorded = read_record(output / STAGE / "trajectories", 4, str)
+    recorded = read_record(output / STAGE / "trajectories", 4)
     assert recorded.roles_PG is not None and {*recorded.roles_PG.ravel().tolist()} == {-1, 0, 1}
     assert recorded.advantages_PG is None
 
