@@ -1,10 +1,64 @@
+import math
 import sys
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 import pytest
 
 from posttrain.errors import ConfigError, did_you_mean
-from posttrain.user_code import import_object
+from posttrain.reward.call import check_values
+from posttrain.user_code import import_object, number_of
+
+
+class Tensor:
+    """Interface of PyTorch's tensors: `size` is a method, and only one element has a value."""
+
+    def __init__(self, *shape: int):
+        self.shape = shape
+
+    def size(self) -> tuple[int, ...]:
+        return self.shape
+
+    def __float__(self) -> float:
+        raise TypeError("use item()")
+
+    def item(self) -> float:
+        return 1.5
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (True, 1.0),
+        (Fraction(3, 2), 1.5),
+        (Decimal("1.5"), 1.5),
+        (10**400, math.inf),
+        (np.float32(1.5), 1.5),
+        (np.bool_(True), 1.0),
+        (np.ones((1, 1)), 1.0),
+        (np.asarray(1.5, ml_dtypes.bfloat16), 1.5),
+        (jnp.asarray([1.5], jnp.bfloat16), 1.5),
+        (Tensor(), 1.5),
+        (Tensor(1), 1.5),
+        (Tensor(2), None),
+        (np.ones(2), None),
+        ("1", None),
+        (np.str_("1"), None),
+        (1j, None),
+        ([1.0], None),
+        (None, None),
+    ],
+    ids=str,
+)
+def test_numbers_of_other_libraries(value: Any, number: float | None) -> None:
+    assert number_of(value) == number
+    if not isinstance(value, int) or value < 2:
+        assert check_values([value, 0], 2)[0][0] == pytest.approx(math.nan if number is None else number, nan_ok=True)
 
 
 def write(folder: Path, name: str, text: str) -> None:

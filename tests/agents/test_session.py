@@ -57,6 +57,18 @@ def ask(one: Session, *messages: Message, max_tokens: int | None = None) -> Mess
     return asyncio.run(one.complete(list(messages), None, max_tokens, ())).message
 
 
+def test_stops_of_a_request(tokenizer: Tokenizer) -> None:
+    """A special token in `stop` is a stop token; a string with one inside is refused before anything is sampled."""
+    engine = Counting(tokenizer)
+    one = session(tokenizer, engine)
+    asyncio.run(one.complete([USER], None, None, ("<|im_start|>", "x")))
+    params = engine.asked[0][1]
+    assert (params.stop, params.stop_token_ids[-1:]) == (("x",), tuple(tokenizer.encode("<|im_start|>")))
+    with pytest.raises(RequestRefused, match=r"^stop='a<eos>': contains the special token <eos>"):
+        asyncio.run(one.complete([USER], None, None, ("a<eos>",)))
+    assert len(one.branches) == 1
+
+
 def test_a_history_that_goes_on_is_one_row(tokenizer: Tokenizer) -> None:
     engine = Counting(tokenizer)
     one = session(tokenizer, engine)

@@ -176,6 +176,14 @@ def test_plain_prompt_completion_and_text(plain: Renderer) -> None:
         plain.prompt([{"role": "user", "content": [{"type": "text", "text": "a"}]}])
 
 
+def test_a_reply_has_no_spaces_that_the_template_writes() -> None:
+    turns = "{% for m in messages %}[{{ m.role }}]SPACES{{ m.content }}{% endfor %}"
+    template = turns + "{% if add_generation_prompt %}[assistant]{% endif %}"
+    for spaces, content in ((" ", " a"), ("", "  a"), ("\n", "  a"), ("<x> ", "  a")):
+        renderer = Renderer(tokenizer_with(template.replace("SPACES", spaces)), True)
+        assert renderer.reply("  a") == content and renderer.reply("a") == "a"
+
+
 def test_no_token_joins_the_prompt_and_its_reply(shared: Path) -> None:
     """Qwen's "\\n" + "\\n" is one token; at inference the prompt ends with its own "\\n"."""
     tokenizer = load_tokenizer(shared / "tokenizers" / "qwen3")

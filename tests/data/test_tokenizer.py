@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from posttrain.config import ModelSection
 from posttrain.data import tokenizer as tokenizer_module
+from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.weights.locate import run_tokenizer
@@ -19,6 +20,7 @@ TEXTS = [
     "def f(x):\n    return {'a': x}\n",
     "",
 ]
+MARKED = "    c = a + b  日本語\ufffdé<s> </s><|im_start|>👩‍🚀"
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +101,50 @@ def test_real_tokenizers_agree_with_their_files(
         before, after = tokenizer.encode_after(prompt, text)
         assert before == tokenizer.encode(prompt)
         assert tokenizer.decode(before + after) == prompt + text
+    for whole in (*TEXTS, MARKED):
+        check_every_split(tokenizer, tokenizer.encode(whole))
     if not stop_ids:
         with pytest.raises(ConfigError, match="names no end-of-sequence token"):
             _ = tokenizer.end_id
+
+
+def check_every_split(tokenizer: Tokenizer, tokens: list[int]) -> None:
+    """The texts of a prompt and of what follows it make the whole; a character of both belongs to the second."""
+    for skips in (True, False):
+        whole = tokenizer.decode(tokens, skips)
+        assert whole == tokenizer.hf.decode(tokens, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
+        for at in range(len(tokens) + 1):
+            before, after = tokens[:at], tokens[at:]
+            prompt, text = tokenizer.decode(before, skips), tokenizer.decode(after, skips, after=before)
+            first = len(whole) - len(text)
+            assert whole[first:] == text and whole[:first] == prompt[:first] and prompt[first:] in ("", "\ufffd")
+
+
+def test_a_character_that_is_cut_spoils_no_other(shared: Path) -> None:
+    """Bytes as the fallback of a SentencePiece vocabulary, of which transformers replaces a whole run."""
+    tokenizer = load_tokenizer(shared / "models" / "stories260k")
+    tokens = tokenizer.encode("a日本")
+    assert [tokenizer.decode(tokens[:-cut]) for cut in range(4)] == ["", "a日\ufffd", "a日\ufffd", "a日"]
+    assert [tokenizer.decode(tokens[-cut:], after=tokens[:-cut]) for cut in range(1, 4)] == ["本"] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("a", "[g]<s>a"), ("[g]<s>a", "[g]<s>a"), ("<s>a", "[g]<s>a"), ("[g]a", "[g]<s>a")]
+)
+def test_a_prefix_of_several_tokens(text: str, expected: str) -> None:
+    """As GLM's `[gMASK]<sop>`: before a prompt, a completion and a plain text, and once."""
+    from tokenizers import processors
+
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.hf.add_special_tokens({"additional_special_tokens": ["[g]", "<s>"]})
+    ids = [(mark, tokenizer.hf.convert_tokens_to_ids(mark)) for mark in ("[g]", "<s>")]
+    tokenizer.hf.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="[g] <s> $A", special_tokens=ids
+    )
+    renderer, whole = Renderer(tokenizer, False), tokenizer.encode(expected)
+    assert renderer.prompt([{"role": "user", "content": text}]) == whole
+    assert renderer.text(text).tokens == [*whole, tokenizer.end_id]
+    assert renderer.completion(text, "b").tokens == [*whole, ord("b"), tokenizer.end_id]
 
 
 def test_generation_config_names_more_stop_tokens(tmp_path: Path) -> None:

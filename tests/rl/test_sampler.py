@@ -7,6 +7,7 @@ import gc
 import tracemalloc
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,20 @@ from posttrain.config import SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.errors import ConfigError
-from posttrain.rl.sampler import IssuedGroup, RolloutAborted, Sampler, collect, collect_some, due_groups, resumable
+from posttrain.rl.sampler import (
+    IssuedGroup,
+    PendingRollout,
+    RolloutAborted,
+    Sampler,
+    collect,
+    collect_some,
+    due_groups,
+    resumable,
+    sampling_params,
+)
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.request import Request
+from tests.environments.helpers import completion
 from tests.rl.helpers import example
 from tests.tiny import tiny_model
 
@@ -74,6 +86,28 @@ def test_samples_that_are_left_go_on_at_a_later_step(sampler: Sampler) -> None:
         assert versions == {-1, 0, 1}
 
     asyncio.run(steps())
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_the_text_continues_the_prompt(shared: Path, skips: bool) -> None:
+    """The first space, and with `skip_special_tokens: false` the special tokens, except for that which stops."""
+    tokenizer = load_tokenizer(shared / "models" / "stories260k")
+    sampling = SamplingSection(max_tokens=9, stop=("<unk>",), skip_special_tokens=skips)
+    prompt = tokenizer.encode("def f(a):\n")
+    told = tokenizer.encode("def f(a):\n  return a<s>")[len(prompt) :]
+    params = sampling_params(sampling, tokenizer, (0, 0))
+    one = replace(example(0, "x"), prompt_tokens=prompt)
+    pending = PendingRollout(
+        group=IssuedGroup(number=0, example=one, version=0),
+        sample=0,
+        prompt=prompt,
+        params=params,
+        renderer=Renderer(tokenizer, False),
+    )
+    for end in (*tokenizer.stop_ids, *tokenizer.encode("<unk>")):
+        assert end in params.ends
+        made = pending.finish(completion([*told, end]))
+        assert made.text == made.messages[-1]["content"] == "  return a" + ("" if skips else "<s>")
 
 
 @pytest.mark.parametrize("max_staleness", [1, 3])

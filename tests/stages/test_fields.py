@@ -276,6 +276,10 @@ def test_sampling(folder: Path) -> None:
     assert endless.stop_token_ids == (9,)
     with pytest.raises(ConfigError, match=r"eval_sampling.logit_bias: token ids from 3 to 900; .* to "):
         rl(folder, "eval_sampling={max_tokens: 4, logit_bias: {3: 1.0, 900: 1.0}}")
+    with pytest.raises(ConfigError, match=r"sampling.stop='a<eos>': contains the special token <eos>"):
+        rl(folder, "sampling.stop=['a<eos>']")
+    with pytest.raises(ConfigError, match=r"eval_sampling.skip_special_tokens=True must be that of sampling, False"):
+        rl(folder, "sampling.skip_special_tokens=false", "eval_sampling={max_tokens: 4}")
     with pytest.raises(ConfigError, match=r"stages.1: sampling.allowed_token_ids=\(5,\): must be None, or hold"):
         rl(folder, "sampling.allowed_token_ids=[5]", "sampling.logit_bias={5: -.inf}")
     keys = {p.key for p in (params, sampler(2).params(3, 4), sampler(1).params(4, 4), sampler(1).params(3, 5))}
