@@ -8,6 +8,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import Any, NamedTuple, Required, TypedDict
 
@@ -223,13 +224,12 @@ class Renderer:
         import jinja2
 
         template = self._template(conversation.tools)
-        render = import_transformers("utils.chat_template_utils").render_jinja_template
         marks = marks_generation(template)
         try:
-            texts, spans = render(
+            texts, spans = import_transformers("utils.chat_template_utils").render_jinja_template(
                 [conversation.messages[:length]],
                 tools=conversation.tools,
-                chat_template=template,
+                chat_template=_at(self.tokenizer.clock, template),
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=generation_prompt,
                 **self.tokenizer.hf.special_tokens_map,
@@ -362,6 +362,17 @@ def stand_in_turn(messages: Sequence[Message]) -> Message:
 def marks_generation(template: str) -> bool:
     """Tell whether a chat template marks assistant turns with `{% generation %}`, ignoring its comments."""
     return GENERATION_MARKER.search(COMMENT.sub("", template)) is not None
+
+
+def _at(clock: datetime | None, template: str) -> str:
+    """Chat template whose `strftime_now` writes a fixed time, for the rendering that follows."""
+    if clock is None or "strftime_now" not in template:
+        return template
+    # The library compiles each text once: with the comment this one has globals of its own.
+    template = f"{{# {clock.isoformat()} #}}\n{template}"
+    compiled = import_transformers("utils.chat_template_utils")._compile_jinja_template(template)
+    compiled.globals["strftime_now"] = clock.strftime
+    return template
 
 
 def plain_text(messages: Sequence[Message]) -> str:

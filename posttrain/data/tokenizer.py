@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ class Tokenizer:
     """Content of `generation_config.json`, with the `eos_token_id` of `config.json` too; empty without the files."""
     num_rows: int | None = None
     """Number of rows of the model's embedding; None: unknown model, no check."""
+    clock: datetime | None = None
+    """Time that a chat template with today's date sees; None: the present."""
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -79,6 +82,10 @@ class Tokenizer:
         hf = copy.copy(self.hf)
         hf.chat_template = file.read_text(encoding="utf-8")
         return replace(self, hf=hf)
+
+    def at(self, clock: datetime | None) -> Tokenizer:
+        """Copy of the tokenizer whose chat template sees a fixed time, such as the start of a run."""
+        return replace(self, clock=clock)
 
     def for_model(self, num_rows: int) -> Tokenizer:
         """Copy of the tokenizer for a model with `num_rows` embedding rows: `known` refuses tokens beyond them."""

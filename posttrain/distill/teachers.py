@@ -96,7 +96,7 @@ def find_teachers(
                 raise ConfigError(f"teachers: {str(error).removeprefix('model.path: ')}") from error
             files = ModelFiles(path=str(teacher.path), hf_json=None, config=None)
             if teacher.aligned:
-                found.append(TeacherSource(section=teacher, files=_with_tokenizer(teacher, files)))
+                found.append(TeacherSource(section=teacher, files=_with_tokenizer(teacher, files, tokenizer)))
                 continue
             found.append(TeacherSource(section=teacher, files=files))
             what = "its cache alone is used" if cached else "not checked: whether its tokens are the student's"
@@ -112,7 +112,7 @@ def find_teachers(
         if not cached and teacher.url is None and files.local is not None:
             check_weights(files.local)
         if teacher.aligned:
-            files = _with_tokenizer(teacher, files)
+            files = _with_tokenizer(teacher, files, tokenizer)
         else:
             _check_model(section, teacher, config, tokenizer)
             notes += _check_tokens(teacher, files, config, tokenizer)
@@ -130,10 +130,11 @@ def _check_limit(section: DistillSection | RLSection, teacher: TeacherSection) -
     return [f"teacher {teacher.title}: its vLLM server needs --max-logprobs {k}, for {k} log-probabilities per token"]
 
 
-def _with_tokenizer(teacher: TeacherSection, files: ModelFiles) -> ModelFiles:
+def _with_tokenizer(teacher: TeacherSection, files: ModelFiles, student: Tokenizer | None) -> ModelFiles:
     assert files.path is not None
     try:
-        return replace(files, tokenizer=load_tokenizer(files.path))
+        tokenizer = load_tokenizer(files.path).at(None if student is None else student.clock)
+        return replace(files, tokenizer=tokenizer)
     except ConfigError as error:
         raise ConfigError(
             f"teachers: tokenizer: {teacher.tokenizer} needs the teacher's own tokenizer: {error}"

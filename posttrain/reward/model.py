@@ -38,7 +38,7 @@ class ModelReward:
 
     def load(self, mesh: Mesh, policy: Renderer, rows: int) -> None:
         """Load the model onto the mesh. `rows`: sequences per forward pass."""
-        tokenizer = load_tokenizer(self.path)
+        tokenizer = load_tokenizer(self.path).at(policy.tokenizer.clock)
         model = load_model(self.path, mesh=mesh)
         self._renderer = policy if _same(tokenizer, policy.tokenizer) else _renderer(tokenizer, policy)
         self._as_sampled = self._renderer is policy

@@ -10,6 +10,7 @@ from posttrain.config import RunConfig, trains_on_samples
 from posttrain.config.yaml_file import load_config
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
+from posttrain.runs.prepare import run_clock
 from posttrain.runs.run import CONFIG_NAME
 from posttrain.stages.context import StageRun, read_source
 from posttrain.stages.devices import RoleDevices
@@ -36,12 +37,13 @@ def find_stage(run: Path) -> tuple[Path, str]:
 
 def tokenizer_of(output: Path, name: str, config: RunConfig) -> Tokenizer:
     """Tokenizer of the run: saved with the stage's model, else that of the source model."""
-    saved = output / name / "model"
+    saved, clock = output / name / "model", run_clock(output)
     if saved.is_dir():
-        return load_tokenizer(saved)
+        return load_tokenizer(saved).at(clock)
     source, _ = read_source(output / name)
     from_source = config.model.tokenizer is None and source is not None
-    return run_tokenizer(source if from_source and source is not None else tokenizer_name(config.model), config.model)
+    folder = source if from_source and source is not None else tokenizer_name(config.model)
+    return run_tokenizer(folder, config.model).at(clock)
 
 
 def open_stage(output: Path, name: str, config: RunConfig, tokenizer: Tokenizer, mesh: Mesh) -> StageRun:

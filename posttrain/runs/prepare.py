@@ -4,7 +4,9 @@ model; shared by `check` and `run`."""
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 from posttrain.config import (
@@ -14,11 +16,14 @@ from posttrain.config import (
     TrainSection,
     trains_on_samples,
 )
+from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.config import ModelConfig
 from posttrain.models.moe import check_recording, check_router
 from posttrain.runs.epochs import read_counts, with_steps
 from posttrain.runs.kernels import check_kernels
+from posttrain.runtime import processes
+from posttrain.runtime.files import write_whole
 from posttrain.stages.inputs import Prepared
 from posttrain.stages.prompts import check_cache
 from posttrain.stages.table import STAGES, naming_stage, stage_names
@@ -31,6 +36,9 @@ from posttrain.weights.locate import (
     trained_model_files,
     unreachable,
 )
+
+CLOCK = "clock.json"
+"""File in the run's folder: the time of its start."""
 
 
 def prepare(config: RunConfig, *, offline_ok: bool, estimate: bool = False) -> Prepared:
@@ -46,7 +54,8 @@ def prepare(config: RunConfig, *, offline_ok: bool, estimate: bool = False) -> P
         assert written is not None
         refuse_misspelt("model.path" if config.model.tokenizer is None else "model.tokenizer", written)
     unchecked = offline_ok and offline
-    tokenizer = None if unchecked else run_tokenizer(name, config.model)
+    clock = run_clock(Path(config.output))
+    tokenizer = None if unchecked else run_tokenizer(name, config.model).at(clock)
     files = trained_model_files(config.model, tokenizer)
     prepared = Prepared(config=config, files=files, counts=read_counts(Path(config.output)))
     _check_model(prepared, offline_ok=offline_ok)
@@ -61,6 +70,20 @@ def prepare(config: RunConfig, *, offline_ok: bool, estimate: bool = False) -> P
             else:
                 _prepare_stage(prepared, index, offline_ok=offline_ok, estimate=estimate)
     return prepared
+
+
+def run_clock(output: Path) -> datetime:
+    """Start of the run in a folder, the date for its chat templates; the present before it has begun."""
+    file = output / CLOCK
+    read = processes.agreed(lambda: json.loads(file.read_text(encoding="utf-8")) if file.exists() else None)
+    return datetime.fromisoformat(read) if read else datetime.fromtimestamp(processes.agreed(lambda: int(time.time())))
+
+
+def keep_clock(output: Path, tokenizer: Tokenizer) -> None:
+    """Write the start of a run, which later calls of `run_clock` read."""
+    if processes.writes() and tokenizer.clock is not None and not (output / CLOCK).exists():
+        output.mkdir(parents=True, exist_ok=True)
+        write_whole(output / CLOCK, json.dumps(tokenizer.clock.isoformat()))
 
 
 def _prepare_stage(prepared: Prepared, index: int, *, offline_ok: bool, estimate: bool) -> None:

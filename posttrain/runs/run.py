@@ -22,7 +22,7 @@ from posttrain.mesh import make_mesh, row_shards
 from posttrain.runs.code_identity import check_code, code_texts, remember_code
 from posttrain.runs.epochs import write_counts
 from posttrain.runs.placement import print_placement
-from posttrain.runs.prepare import prepare
+from posttrain.runs.prepare import keep_clock, prepare
 from posttrain.runs.summary import print_summary
 from posttrain.runtime import processes
 from posttrain.runtime.compile_cache import enable_compile_cache
@@ -58,6 +58,7 @@ def run(config: RunConfig, watchers: Sequence[Sink] = ()) -> list[str]:
     with _claimed(output, config), stop_on_signals() as stop:
         if processes.writes():
             write_counts(output, prepared.counts)
+            keep_clock(output, prepared.tokenizer)
         for note in prepared.notes + row_notes(config, row_shards(mesh)):
             console().print(note, markup=False, soft_wrap=True)
         source, trained = None, []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from posttrain.cluster.scorers import FrozenModel
@@ -21,7 +22,7 @@ from posttrain.distill.teachers import (
 )
 from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh, row_shards
-from posttrain.runs.prepare import prepare
+from posttrain.runs.prepare import keep_clock, prepare
 from posttrain.stages.devices import training_devices
 from posttrain.stages.distill import Source, aligner_of, cache_folders
 from posttrain.stages.sequences import DistillInputs
@@ -34,6 +35,8 @@ def write_caches(config: RunConfig) -> None:
     config = prepared.config
     for note in prepared.notes:
         console().print(note, markup=False, soft_wrap=True)
+    # The run reads the cache of the same rendered rows.
+    keep_clock(Path(config.output), prepared.tokenizer)
     mesh = make_mesh(config.mesh, training_devices(config))
     cached = [section for section in config.stages if isinstance(section, DistillSection) and section.cache is not None]
     if not cached:

@@ -1,5 +1,6 @@
 import re
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,19 @@ def test_a_turn_that_nothing_ends_is_told(template: str, eos: str, said: str | N
     for notes in (stop_notes(renderer, [renderer.conversation(TALK)]), sampled_stop_notes(renderer, TALK[:2])):
         assert len(notes) == (said is not None)
         assert said is None or re.search(f"WARNING: sampling stops at {eos}, .*{said}", notes[0])
+
+
+def test_the_date_of_a_template_is_the_clock_of_its_tokenizer() -> None:
+    dated = "{{ strftime_now('%d %b %Y, %H:%M') }} {% if strftime_now is defined %}" + PLAIN_TEMPLATE + "{% endif %}"
+    tokenizer = tokenizer_with(dated)
+    for clock in (datetime(2024, 2, 29, 23, 59), datetime(2031, 1, 1), datetime(2024, 2, 29, 23, 59)):
+        renderer = Renderer(tokenizer.at(clock), chat=True)
+        tokens, mask = renderer.conversation(TALK)
+        assert tokenizer.decode(tokens).startswith(clock.strftime("%d %b %Y, %H:%M "))
+        assert with_loss(renderer, tokens, mask) == "4<|im_end|>6<|im_end|>"
+        plain = Renderer(tokenizer_with(PLAIN_TEMPLATE), chat=True).conversation(TALK).tokens
+        assert tokens[-len(plain) :] == plain, "the rest is as without a clock"
+    assert str(datetime.now().year) in tokenizer.decode(Renderer(tokenizer, chat=True).prompt(TALK[:2]))
 
 
 def test_template_errors_name_template_and_roles() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,6 +16,8 @@ from posttrain.config.yaml_file import load_config
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.losses.sft import SFTLoss
 from posttrain.runs.check import TrainingSize, model_outline, training_size
+from posttrain.runs.finished import tokenizer_of
+from posttrain.runs.prepare import keep_clock, prepare
 from posttrain.stages.distill import describe
 from posttrain.train.optim import make_optimizer
 from posttrain.train.trainer import Trainer
@@ -130,3 +134,24 @@ def test_a_turn_that_no_stop_token_ends(tmp_path: Path, stage: dict[str, Any]) -
         file = write_run(tmp_path, stage, model=model)
         (tmp_path / "talk.jsonl").write_text(json.dumps(row) + "\n")
         assert posttrain("check", file).out.count(said) == count
+
+
+def test_a_run_keeps_the_date_of_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a template writes of the date is the same on the next day, in the run and for those who read it."""
+    template = "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    (tmp_path / "dated.jinja").write_text(template)
+    model = {"init": INIT, "tokenizer": "bytes", "chat_template": str(tmp_path / "dated.jinja")}
+    stage = sft_stage(dataset={"path": "rows.jsonl"}, row_tokens=64)
+    config, output = load_config(write_run(tmp_path, stage, model=model)), tmp_path / "out"
+
+    def prompt_at(*date: int) -> str:
+        clock = SimpleNamespace(time=datetime(*date).timestamp)
+        monkeypatch.setattr("posttrain.runs.prepare.time", clock)
+        prepared = prepare(config, offline_ok=False)
+        keep_clock(output, prepared.tokenizer)
+        assert tokenizer_of(output, "0-sft", config).clock == prepared.tokenizer.clock
+        (stage,) = prepared.stages
+        return prepared.tokenizer.decode(stage.renderer.prompt([{"role": "user", "content": "?"}]))  # type: ignore[attr-defined]
+
+    (output / "0-sft").mkdir(parents=True)
+    assert prompt_at(2026, 1, 31, 23) == prompt_at(2026, 2, 1) == "2026-01-31?"
