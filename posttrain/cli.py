@@ -66,7 +66,14 @@ def env() -> None:
 
 
 @app.command()
-def run(config: ConfigPath, overrides: Overrides = None) -> None:
+def run(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help="End, and do not resume from the one before, if a checkpoint is damaged."),
+    ] = False,
+) -> None:
     """Run all stages of a configuration; the same command resumes an interrupted run."""
     from posttrain.config.yaml_file import load_config
 
@@ -78,7 +85,7 @@ def run(config: ConfigPath, overrides: Overrides = None) -> None:
         from posttrain.tracking.console import shown_log
 
         with shown_log():
-            recipe.run(loaded)
+            recipe.run(loaded, strict=strict)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

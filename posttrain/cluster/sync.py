@@ -12,13 +12,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from posttrain.cluster.ledger import local_bytes
-from posttrain.cluster.transfer import BYTES_AT_ONCE, digests, model_on, moved, shardings_on
+from posttrain.cluster.transfer import BYTES_AT_ONCE, model_on, moved, shardings_on
 from posttrain.config import MESH_AXES
 from posttrain.errors import RunError
 from posttrain.metrics import Metrics
 from posttrain.models.decoder import Decoder
 from posttrain.rollout.types import RolloutEngine
 from posttrain.train.trainer import Trainer
+from posttrain.tree import digests
 from posttrain.weights.state import ModelWeights, Weights
 
 

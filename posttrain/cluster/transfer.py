@@ -1,4 +1,4 @@
-"""Transfer of weights between meshes and memories, with exact digests of what arrived; weights between uses."""
+"""Transfer of weights between meshes and memories; weights between uses."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import Array
 from jax.sharding import Mesh, Sharding
 
 from posttrain.mesh import param_sharding
@@ -56,28 +53,6 @@ def model_on(model: Decoder, mesh: Mesh, *, bytes_at_once: int = BYTES_AT_ONCE) 
     copy = weights.bind(moved(weights.read(), shardings_on(mesh, weights), bytes_at_once=bytes_at_once))
     copy.compute = replace(model.compute, mesh=mesh)
     return copy
-
-
-def digests(arrays: Weights) -> dict[str, int]:
-    """Digest of every array: its bits as integers, each times an odd number of its place, summed modulo 2^32. Equal
-    bits give equal digests on any mesh; another order or another bit does not, but for one chance in billions."""
-    found = jax.device_get({path: _digest(array) for path, array in arrays.items()})
-    return {path: int(digest) for path, digest in found.items()}
-
-
-@jax.jit
-def _digest(array: Array) -> Array:
-    if array.dtype == jnp.bool_ or array.dtype.itemsize > 4:
-        raise TypeError(f"digest: weights of {array.dtype}; use at most 32 bits")
-    unsigned = np.dtype(f"uint{8 * max(array.dtype.itemsize, 1)}")
-    bits = jax.lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
-    place = jnp.zeros(array.shape, jnp.uint32)
-    for axis, size in enumerate(array.shape):
-        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
-    # An avalanche of place and bits, so that exchanged or shifted values do not cancel.
-    mixed = (bits ^ (place * jnp.uint32(0x9E3779B1))) * jnp.uint32(0x85EBCA6B)
-    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0xC2B2AE35)
-    return jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)
 
 
 def in_host_memory(sharding: Sharding) -> Sharding:

@@ -47,7 +47,8 @@ def plain_value(value: Any) -> Any:
         return {key: plain_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain_value(item) for item in value]
-    named = isinstance(value, str | PurePath) or callable(value) or type(value).__eq__ is object.__eq__
+    equal: Any = type(value).__eq__
+    named = isinstance(value, str | PurePath) or callable(value) or equal is object.__eq__
     if not named or isinstance(value, Enum):
         raise ValueError(f"must be text, a number, true, false, null, a list or a mapping; got {value!r}")
     return value

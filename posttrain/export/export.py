@@ -21,7 +21,7 @@ from posttrain.runs.run import CONFIG_NAME
 from posttrain.runtime.files import check_local
 from posttrain.stages.context import StageRun
 from posttrain.stages.table import STAGES
-from posttrain.train.checkpoint import Checkpointer
+from posttrain.train.checkpoint import Checkpointer, DamagedCheckpoint
 from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.locate import add_family
 from posttrain.weights.lora import has_lora
@@ -100,11 +100,15 @@ def _trained_model(stage: StageRun, step: int | None) -> Decoder:
     model = STAGES[stage.kind].load_model(stage)
     weights = ModelWeights(model)
     with Checkpointer(stage.folder / "checkpoints") as checkpointer:
-        chosen = checkpointer.latest_step() if step is None else step
-        if chosen is None:
+        if not (steps := checkpointer.steps()):
             raise ConfigError(f"{stage.folder}: has no checkpoint yet")
+        chosen = steps[0] if step is None else step
         like = {"params": jax.tree.map(_shape, weights.read(weights.trainable().__contains__))}
-        state, _ = checkpointer.restore(chosen, like, partial=True)
+        try:
+            state, _ = checkpointer.restore(chosen, like, partial=True)
+        except DamagedCheckpoint as error:
+            others = [one for one in steps if one != chosen]
+            raise ConfigError(f"{error}; {f'give --step {others[0]}' if others else 'it is the only one'}") from error
     weights.write(state["params"])
     return model
 

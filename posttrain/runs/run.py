@@ -42,11 +42,11 @@ NO_EFFECT = ("output", "tensorboard", "trackers", "profile")
 """Keys that may differ between calls of the same run."""
 
 
-def run(config: RunConfig, watchers: Sequence[Sink] = ()) -> list[str]:
+def run(config: RunConfig, watchers: Sequence[Sink] = (), *, strict: bool = False) -> list[str]:
     """Run the remaining steps of all stages; return the names of those that were trained.
 
-    `watchers`: sinks in addition to the run's own, of which each stage's metrics go to all. Raises ConfigError for
-    mistakes, before any work, and Interrupted.
+    `watchers`: sinks in addition to the run's own, of which each stage's metrics go to all. `strict`: end where the
+    newest checkpoint is damaged. Raises ConfigError for mistakes, before any work, and Interrupted.
     """
     enable_compile_cache()
     for tracker in config.trackers:
@@ -86,6 +86,7 @@ def run(config: RunConfig, watchers: Sequence[Sink] = ()) -> list[str]:
                 trackers=config.trackers,
                 settings=stage_settings(config, names.index(name)),
                 watchers=watchers,
+                strict=strict,
             )
             source = stage.model_folder
             if processes.agreed(source.exists):

@@ -87,6 +87,8 @@ class StageRun:
     """Dotted names and values of the configuration, for dashboards."""
     watchers: Sequence[Sink] = ()
     """Sinks of the caller, in addition to the run's own."""
+    strict: bool = False
+    """End where the newest checkpoint is damaged, in place of resuming from the one before."""
 
     @property
     def model_folder(self) -> Path:
@@ -210,7 +212,8 @@ class StageRun:
         processes.check_same(f"{self.name}: the data", json.dumps(data.state(), sort_keys=True))
         num_steps, best = section.steps, self._best(section, held_out)
         with Checkpointer(self.folder / "checkpoints") as checkpointer:
-            if restore_latest(trainer, data, checkpointer, self.origin):
+            damaged = restore_latest(trainer, data, checkpointer, self.origin, strict=self.strict)
+            if trainer.step_number:
                 console().print(f"resuming after step {trainer.step_number} of {num_steps}")
             sinks = open_sinks(
                 self.output,
@@ -225,6 +228,8 @@ class StageRun:
                 watchers=self.watchers,
             )
             try:
+                if damaged:
+                    sinks.write(trainer.step_number, {"checkpoint/damaged": float(len(damaged))})
                 with TrainingLoop(
                     trainer,
                     data,

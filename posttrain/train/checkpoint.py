@@ -1,4 +1,4 @@
-"""Checkpoints: arrays and host data of one step, written atomically in the background."""
+"""Checkpoints: arrays and host data of one step with their digests, written atomically in the background."""
 
 from __future__ import annotations
 
@@ -7,26 +7,37 @@ import gc
 import json
 import logging
 import os
+import re
+import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from posttrain.errors import ConfigError
-from posttrain.tree import path_str
+from posttrain.runtime import processes
+from posttrain.runtime.files import digest
+from posttrain.tree import digests, path_str
 
+T = TypeVar("T")
 Tree = TypeVar("Tree")
 
-FORMAT = 2
+FORMAT = 3
 """Format of the host part; checkpoints of another format are rejected."""
 FILE_BYTES = 32 << 20
 """Size of a checkpoint's files: the writer holds what it has compressed until a file is full. With Orbax's default, 2
 GiB, that is a second copy of the whole state."""
+DAMAGED = "damaged-"
+"""Beginning of the names of steps that were set aside."""
+
+
+class DamagedCheckpoint(ConfigError):
+    """Step that cannot be read, or that differs from what was saved; every process raises it."""
 
 
 class Checkpointer:
@@ -34,9 +45,10 @@ class Checkpointer:
     manager.
 
     A step holds the leaves of a tree of jax arrays under their dotted paths, and host data: JSON in which numpy arrays
-    of any shape may stand. It appears under its number once it is completely on disk: a process killed while saving
-    leaves the previous steps. Incomplete steps are removed on opening, so only one run may have a directory open. An
-    error of a background save is raised by the next call.
+    of any shape may stand, with a digest of each leaf and of the host data, which are compared when it is restored. It
+    appears under its number once it is completely on disk: a process killed while saving leaves the previous steps.
+    Incomplete steps are removed on opening, so only one run may have a directory open. An error of a background save is
+    raised by the next call. With several processes, all make the same calls.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 2) -> None:
@@ -77,10 +89,12 @@ class Checkpointer:
         except (TypeError, ValueError) as error:
             raise ValueError(f"checkpoint: host must be JSON and numpy arrays, but {error}") from error
         # Save text, not the object: Orbax would serialize it later, when the caller may have changed it.
-        record = {"format": FORMAT, "host": text, "arrays": {path: _spec(leaf) for path, leaf in leaves.items()}}
+        found = digests(leaves)
+        specs = {path: {**_spec(leaf), "digest": found[path]} for path, leaf in leaves.items()}
+        record = {"host": text, "arrays": specs, "values": {name: _digest(value) for name, value in values.items()}}
         items: dict[str, Any] = {
             "arrays": ocp.args.PyTreeSave(leaves, ocdbt_target_data_file_size=FILE_BYTES),
-            "host": ocp.args.JsonSave(record),
+            "host": ocp.args.JsonSave(_sealed(json.dumps(record), FORMAT)),
         }
         if values:
             items["values"] = ocp.args.PyTreeSave(values)
@@ -91,56 +105,97 @@ class Checkpointer:
         self.wait()
         return self._manager.latest_step()
 
+    def steps(self) -> list[int]:
+        """Steps on disk from the newest on, damaged ones as well, as the first process sees them; waits for a
+        background save."""
+        self.wait()
+        found = (int(path.name) for path in self.directory.iterdir() if path.name.isdecimal())
+        return processes.agreed(lambda: sorted(found, reverse=True))
+
+    def set_aside(self, step: int) -> Path:
+        """Rename a damaged step, so that it can be written anew; returns its new folder."""
+        folder = self.directory / f"{DAMAGED}{step}"
+        if processes.writes():
+            shutil.rmtree(folder, ignore_errors=True)
+            (self.directory / str(step)).rename(folder)
+        processes.wait_for_all(f"step {step} is set aside")
+        self._manager.reload()
+        return folder
+
     def restore(self, step: int, like: Tree, *, partial: bool = False) -> tuple[Tree, dict[str, Any]]:
         """Restore the arrays of `step` in the structure, dtypes and shardings of `like`, and the host data.
 
         `like` holds arrays or `jax.ShapeDtypeStruct`; leaves without a sharding go to the first device. `partial`:
         `like` holds only some of the checkpoint's top-level branches, each complete, and only those are read. Raises
-        ConfigError if the leaves differ (listing all), the step does not exist, the format differs, or the checkpoint
-        cannot be read.
+        ConfigError if the leaves differ (listing all), the step does not exist or the format differs, and
+        DamagedCheckpoint if anything that is read differs from what was saved.
         """
-        import orbax.checkpoint as ocp
-
-        self.wait()
-        if step not in self._manager.all_steps():
+        if step not in (steps := self.steps()):
+            raise ConfigError(f"{self.directory}: no checkpoint of step {step}; available: {sorted(steps)}")
+        record = self._together(step, lambda: self._record(step))
+        if record["format"] != FORMAT:
             raise ConfigError(
-                f"{self.directory}: no checkpoint of step {step}; available: {sorted(self._manager.all_steps())}"
+                f"{self.directory / str(step)}: the checkpoint has format {record['format']}, this version reads "
+                f"{FORMAT}; resume with the version that wrote it, or use another output folder"
             )
-        requested = _by_path(like)
-        with self._readable(step):
-            args = ocp.args.Composite(host=ocp.args.JsonRestore())
-            record = self._manager.restore(step, args=args)["host"]
-            written, saved, host = record["format"], record["arrays"], json.loads(record["host"])
-        if written != FORMAT:
-            raise ConfigError(
-                f"{self.directory / str(step)}: the checkpoint has format {written}, this version reads {FORMAT}; "
-                "resume with the version that wrote it, or use another output folder"
-            )
+        requested, saved = _by_path(like), record["arrays"]
         branches = {path.split(".")[0] for path in (requested if partial else saved)}
         self._check(step, {path: spec for path, spec in saved.items() if path.split(".")[0] in branches}, requested)
-        target = {path: _target(leaf) for path, leaf in requested.items()}
-        with self._readable(step):
-            restore_args = ocp.checkpoint_utils.construct_restore_args(target)
-            args = ocp.args.Composite(
-                arrays=ocp.args.PyTreeRestore(target, restore_args=restore_args, partial_restore=partial)
-            )
-            leaves = self._manager.restore(step, args=args)["arrays"]
-            values = self._values(step, host)
-        host = _with_arrays(host, values)
+        leaves, values = self._together(step, lambda: self._arrays(step, requested, record["values"], partial=partial))
+        found = digests(leaves) | {name: _digest(value) for name, value in values.items()}
+        expected = {path: saved[path]["digest"] for path in leaves} | record["values"]
+        if wrong := [path for path, one in expected.items() if found.get(path) != one]:
+            raise self._damaged(step, f"{', '.join(wrong)}: other values than were saved")
+        host = _with_arrays(json.loads(record["host"]), values)
         return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in requested]), host
 
-    def _values(self, step: int, host: Any) -> dict[str, np.ndarray]:
-        """Numpy arrays of the host data."""
+    def _record(self, step: int) -> dict[str, Any]:
+        """Host data, and specifications of the arrays."""
         import orbax.checkpoint as ocp
+        from etils import epath
 
-        names: set[str] = set()
-        _named(host, names)
-        if not names:
-            return {}
-        numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
-        args = ocp.args.Composite(values=ocp.args.PyTreeRestore(restore_args=numpy))
-        found: dict[str, np.ndarray] = self._manager.restore(step, args=args)["values"]
-        return found
+        read = ocp.JsonCheckpointHandler().restore
+        sealed = read(epath.Path(self.directory / str(step) / "host"), args=ocp.args.JsonRestore())
+        if "digest" not in sealed and isinstance(sealed["format"], int):
+            return {"format": sealed["format"]}
+        if sealed != _sealed(sealed["record"], sealed["format"]):
+            raise ValueError("host: other data than was saved")
+        return {"format": sealed["format"], **json.loads(sealed["record"])}
+
+    def _arrays(
+        self, step: int, requested: dict[str, Any], values: dict[str, str], *, partial: bool
+    ) -> tuple[dict[str, jax.Array], dict[str, np.ndarray]]:
+        """Requested leaves by path, and numpy arrays of the host data by name."""
+        import orbax.checkpoint as ocp
+        from etils import epath
+
+        # Not the manager's `restore`, in which the other processes would wait for one that cannot read its part.
+        read, folder = ocp.PyTreeCheckpointHandler().restore, epath.Path(self.directory / str(step))
+        target = {path: _target(leaf) for path, leaf in requested.items()}
+        places = ocp.checkpoint_utils.construct_restore_args(target)
+        args = ocp.args.PyTreeRestore(target, restore_args=places, partial_restore=partial)
+        leaves: dict[str, jax.Array] = read(folder / "arrays", args=args)
+        numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in values}
+        found = read(folder / "values", args=ocp.args.PyTreeRestore(restore_args=numpy)) if values else {}
+        return leaves, found
+
+    def _together(self, step: int, read: Callable[[], T]) -> T:
+        """Result of a read in all processes. DamagedCheckpoint in all of them if it fails in one."""
+        problem, result = "", None
+        try:
+            with _quiet():
+                result = read()
+        except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
+            raise
+        except Exception as error:  # Orbax and TensorStore have no class for damaged files
+            told = re.split(r"<|\[| See ", " ".join(str(error).split()))[0]
+            problem = f"{type(error).__name__}: {told[:160].rstrip(' .')}"
+        if processes.any_of(bool(problem)):
+            raise self._damaged(step, problem or "another process cannot read it")
+        return cast(T, result)
+
+    def _damaged(self, step: int, reason: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(f"{self.directory / str(step)}: the checkpoint of step {step} is damaged ({reason})")
 
     def wait(self) -> None:
         """Wait until all saved steps are on disk."""
@@ -171,27 +226,13 @@ class Checkpointer:
         problems += [
             f"{path} is {_show(saved[path])} in the checkpoint and {_show(_spec(leaf))} in the run"
             for path, leaf in requested.items()
-            if path in saved and saved[path] != _spec(leaf)
+            if path in saved and _show(saved[path]) != _show(_spec(leaf))
         ]
         if problems:
             raise ConfigError(
                 f"{self.directory / str(step)}: checkpoint of another model or optimizer: {'; '.join(problems)}. "
                 "Resume with the configuration that wrote it, or use another output folder"
             )
-
-    @contextlib.contextmanager
-    def _readable(self, step: int) -> Iterator[None]:
-        """Convert any Orbax error on a damaged file into a ConfigError with a remedy."""
-        try:
-            with _quiet():
-                yield
-        except Exception as error:
-            reason = " ".join(str(error).split())
-            raise ConfigError(
-                f"{self.directory / str(step)}: the checkpoint of step {step} cannot be read "
-                f"({type(error).__name__}: {reason[:200]}); remove this folder to resume from the previous step, "
-                "or restore it from a copy"
-            ) from error
 
 
 @contextlib.contextmanager
@@ -238,20 +279,20 @@ def _with_arrays(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     return [_with_arrays(one, arrays) for one in value] if isinstance(value, list) else value
 
 
-def _named(value: Any, names: set[str]) -> None:
-    """Add the names of the arrays that JSON stands for."""
-    if isinstance(value, dict) and isinstance(value.get(ARRAY), str):
-        names.add(value[ARRAY])
-    elif isinstance(value, dict | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            _named(one, names)
-
-
 def _by_path(tree: Any) -> dict[str, Any]:
     leaves = [(path_str(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
     named = dict(leaves)
     assert len(named) == len(leaves), f"two leaves share a path: {sorted(path for path, _ in leaves)}"
     return named
+
+
+def _sealed(record: str, written: int) -> dict[str, Any]:
+    """Record with its digest."""
+    return {"format": written, "record": record, "digest": digest(f"{written}\n{record}")}
+
+
+def _digest(value: np.ndarray) -> str:
+    return digest(value.tobytes())
 
 
 def _spec(leaf: Any) -> dict[str, Any]:

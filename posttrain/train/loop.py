@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +21,10 @@ from posttrain.metrics import CompileCounter, peak_memory_gib, tables, to_host
 from posttrain.runtime import processes
 from posttrain.runtime.host_memory import trim_host_memory
 from posttrain.runtime.profiler import span, step_span
-from posttrain.tracking.console import progress_bar
+from posttrain.tracking.console import console, progress_bar
 from posttrain.tracking.profile.recorder import StepRecorder
 from posttrain.tracking.sink import Sink
-from posttrain.train.checkpoint import Checkpointer
+from posttrain.train.checkpoint import Checkpointer, DamagedCheckpoint
 from posttrain.train.trainer import Trainer, check_finite
 from posttrain.weights.locate import Origin
 
@@ -91,20 +91,38 @@ class Every:
     """Evaluation interval; None: only before the first and after the last step."""
 
 
-def restore_latest(trainer: Trainer, data: Resumable, checkpointer: Checkpointer, origin: Origin) -> bool:
-    """Restore trainer and data from the newest checkpoint; return False if there is none.
+def restore_latest(
+    trainer: Trainer, data: Resumable, checkpointer: Checkpointer, origin: Origin, *, strict: bool
+) -> list[int]:
+    """Restore trainer and data from the newest checkpoint that is intact, if there is any; returns the damaged steps
+    after it, which are set aside, with a warning for each.
 
-    Raises ConfigError if the checkpoint belongs to another model than `origin`, other data, or other parameters.
+    Raises ConfigError if the checkpoint belongs to another model than `origin`, other data, or other parameters, and
+    where the only one, or with `strict` the newest, is damaged.
     """
-    latest = checkpointer.latest_step()
-    step = processes.agreed(lambda: latest)
-    if step is None:
-        return False
-    state, host = checkpointer.restore(step, trainer.state())
-    check_origin(checkpointer.directory / str(step), host["origin"], origin)
-    trainer.restore(state, host["step"], host["skipped_updates"])
-    data.restore(host["data"])
-    return True
+    damaged: dict[int, DamagedCheckpoint] = {}
+    for step in (steps := checkpointer.steps()):
+        try:
+            state, host = checkpointer.restore(step, trainer.state())
+        except DamagedCheckpoint as error:
+            if strict or step == steps[-1]:
+                raise ConfigError(f"{error}; {_remedy(steps, step, strict=strict)}") from error
+            damaged[step] = error
+            continue
+        check_origin(checkpointer.directory / str(step), host["origin"], origin)
+        trainer.restore(state, host["step"], host["skipped_updates"])
+        data.restore(host["data"])
+        break
+    for step, error in damaged.items():
+        line = f"WARNING: {error}; it is now {checkpointer.set_aside(step)}, and an earlier one is resumed from"
+        console().print(line, style="bold yellow", markup=False, soft_wrap=True)
+    return [*damaged]
+
+
+def _remedy(steps: Sequence[int], step: int, *, strict: bool) -> str:
+    if strict and step != steps[-1]:
+        return "restore it from a copy, or run without --strict to resume from the one before"
+    return "no intact one is left; restore it from a copy, or delete the stage's folder to start it over"
 
 
 def check_origin(where: Path, saved: Mapping[str, str], origin: Origin) -> None:

@@ -18,7 +18,7 @@ from posttrain.cluster.cluster import Cluster, Role
 from posttrain.cluster.ledger import local_bytes
 from posttrain.cluster.reference import ModelReference, Reference, WithoutAdapter
 from posttrain.cluster.sync import Beside, Copied, Replica, Shared
-from posttrain.cluster.transfer import digests, model_on, moved
+from posttrain.cluster.transfer import model_on, moved
 from posttrain.config import LoRA, MeshSection, OptimizerSection, SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import load_tokenizer
@@ -35,6 +35,7 @@ from posttrain.rollout.engine import NativeEngine
 from posttrain.runtime.event_loop import run_async
 from posttrain.train.optim import make_optimizer
 from posttrain.train.trainer import Trainer
+from posttrain.tree import digests
 from posttrain.weights.lora import attach_lora
 from posttrain.weights.state import ModelWeights, without_adapter
 from tests.rl.helpers import act, example, step_settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -84,14 +86,20 @@ class Loop:
         self.evaluations: list[int] = []
 
     def run(
-        self, num_steps: int, *, checkpoint: int = 1000, evaluation: int | None = None, origin: Origin = ORIGIN
-    ) -> None:
+        self,
+        num_steps: int,
+        *,
+        checkpoint: int = 1000,
+        evaluation: int | None = None,
+        origin: Origin = ORIGIN,
+        strict: bool = False,
+    ) -> list[int]:
         def evaluate() -> dict[str, float]:
             self.evaluations.append(self.trainer.step_number)
             return {"eval/x": 1.0}
 
         with Checkpointer(self.folder) as checkpointer:
-            restore_latest(self.trainer, self.data, checkpointer, origin)
+            damaged = restore_latest(self.trainer, self.data, checkpointer, origin, strict=strict)
             with TrainingLoop(
                 self.trainer,
                 self.data,
@@ -107,6 +115,7 @@ class Loop:
                 for number in steps:
                     steps.log(self.step())
                     assert number == self.trainer.step_number
+        return damaged
 
     def step(self) -> Mapping[str, Any]:
         return self.trainer.step(next(self.data))
@@ -126,6 +135,30 @@ def test_what_happens_when(tmp_path: Path) -> None:
     assert metrics["perf/tokens_per_s"] == pytest.approx(16 / metrics["step_time"])
     loop.run(5)
     assert loop.data.taken == 5
+
+
+def test_damaged_checkpoints_are_set_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The step before is resumed from, loudly and bitwise; with `strict`, or without an intact one, nothing is."""
+    loop = Loop(tmp_path)
+    loop.run(4, checkpoint=2)
+    last = jax.device_get(loop.trainer.params)
+    (tmp_path / "4" / "host" / "metadata").write_bytes(b"{}")
+    with pytest.raises(ConfigError, match=r"step 4 is damaged \(.*\); restore it from a copy, or run without --strict"):
+        Loop(tmp_path).run(4, strict=True)
+    assert loop.saved == [2, 4]
+    again = Loop(tmp_path)
+    capsys.readouterr()
+    assert again.run(4, checkpoint=2) == [4] and again.saved == [2, 4] and again.data.taken == 4
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.count("WARNING: ") == 1 and f"; it is now {tmp_path / 'damaged-4'}, and" in told
+    assert [step for step, _ in again.sink.lines] == [3, 4]
+    jax.tree.map(np.testing.assert_array_equal, again.trainer.params, last)
+    assert Loop(tmp_path).run(4) == []
+    for step in (2, 4):
+        shutil.rmtree(tmp_path / str(step) / "arrays")
+    with pytest.raises(ConfigError, match="step 2 is damaged .*no intact one is left"):
+        Loop(tmp_path).run(4)
+    assert loop.saved == [2, 4]
 
 
 def test_a_line_waits_for_the_dispatch_of_the_next_step_and_says_the_same(
