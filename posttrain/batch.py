@@ -57,6 +57,14 @@ class Batch:
     """Sequence ids 1..S within a row, ascending; 0 is padding."""
     loss_weight: Float[Array | HostArray, "B T"]
     """Loss weight; 0 on prompt, tool output, padding and the first token of a sequence."""
+    sample_shares: Float[Array | HostArray, "B T"] | None = None
+    """Share of its sample's sampled tokens that a sequence has, the same at each of its tokens: 1 for a sample of one
+    row. Means over samples read it (`losses.reduce`); None: each sequence is a sample."""
+    samples: Int[Array | HostArray, "B T"] | None = None
+    """Number of each sampled token's sample in the batch, for returns over all rows of a sample; else 0. None: each
+    sequence is a sample."""
+    times: Int[Array | HostArray, "B T"] | None = None
+    """Place of each sampled token among those of its sample in order of time; beside `samples`."""
     parents: Int[Array | HostArray, "B T"] | None = None
     """Segment of the parent sequence (earlier in the row, visible to this one); 0: none."""
     sampler_logps: Float[Array | HostArray, "B T"] | None = None

@@ -131,23 +131,22 @@ def _trajectory(
     reward: float | None,
     metrics: Mapping[str, float],
 ) -> Trajectory:
-    """Trajectory with a row for each branch, the latest one first."""
+    """Trajectory with a row for each branch, in the order of their last turns: the reward is that of the last one."""
     branches = [branch for branch in session.branches if branch.transcript.turns]
+    branches.sort(key=lambda branch: branch.transcript.turns[-1].time)
     if branches and reward is not None:
         branches[-1].transcript.reward(reward)
     if not branches and error is None:
         stop, error = "env_error", "agent: it ended without a request to the endpoint"
     empty = Branch(transcript=Transcript(example.prompt_tokens), messages=list(example.messages), tools=None)
-    last = branches[-1] if branches else empty
     if session.num_turns >= session.max_turns and session.refusals["max_turns"]:
         stop = "max_turns" if error is None else stop
     elif session.refusals["context_length_exceeded"] and error is None:
         stop = "length"
-    prompt = _prompt_of(last, example)
     rows = [
         Trajectory(
             group=group,
-            example=prompt,
+            example=_prompt_of(branch, example),
             sample=sample,
             messages=branch.messages,
             text=str(branch.messages[-1].get("content") or ""),
@@ -155,7 +154,7 @@ def _trajectory(
             error=error,
             **branch.transcript.columns(),
         )
-        for branch in [last, *branches[:-1]]
+        for branch in branches or [empty]
     ]
     counted = {f"refused_{code}": float(count) for code, count in session.refusals.items()}
     return replace(rows[0], metrics={**metrics, **counted, "rows": float(len(branches))}, more=rows[1:])

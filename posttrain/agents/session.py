@@ -14,7 +14,7 @@ from posttrain.environments.conversation import Generate
 from posttrain.environments.turns import message_of
 from posttrain.errors import ConfigError
 from posttrain.rollout.transcript import Transcript
-from posttrain.rollout.types import Completion, SamplingParams
+from posttrain.rollout.types import Completion, Requests, SamplingParams
 from posttrain.tools.types import FormatMaker, ToolFormat
 
 Tools = Sequence[dict[str, Any]] | None
@@ -60,7 +60,7 @@ class Session:
 
     renderer: Renderer
     params_of: Callable[[int], SamplingParams]
-    """Settings of the n-th request of the same tokens, with a random key of its own."""
+    """Settings of the n-th request of the same tokens."""
     generate: Generate
     row_tokens: int
     max_turns: int
@@ -74,7 +74,7 @@ class Session:
     closed: bool = False
 
     def __post_init__(self) -> None:
-        self._asked: Counter[tuple[int, ...]] = Counter()
+        self._requests = Requests(self.params_of)
         self._running: set[asyncio.Task[Any]] = set()
 
     async def complete(
@@ -113,8 +113,7 @@ class Session:
         branch = self._place(messages, tools)
         transcript = branch.transcript
         asked, before = tuple(transcript.tokens), len(transcript)
-        params = self.params_of(self._asked[asked])
-        self._asked[asked] += 1
+        params, time = self._requests(asked), self.num_turns
         self.num_turns += 1
         room = min(params.max_tokens, self.row_tokens - before, max_tokens or params.max_tokens)
         params = replace(params.stopped_at(stop, self.renderer.tokenizer), max_tokens=room)
@@ -122,7 +121,7 @@ class Session:
             completion = await self.generate(asked, params)
         finally:
             branch.busy = False
-        transcript.add_turn(completion)
+        transcript.add_turn(completion, time)
         message, _ = message_of(asked, completion, self.renderer, params, tool_format)
         branch.messages.append(message)
         branch.marks.append(Mark(len(branch.messages), len(transcript)))

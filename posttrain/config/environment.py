@@ -36,7 +36,7 @@ class EnvSection(Section):
     """Keep the thinking of earlier turns in the conversation where the chat template drops it."""
     split_turns: Flag = False
     """One training row for each turn, whose prompt is the template's rendering of all messages before, for templates
-    that change earlier turns. By default a conversation is one row."""
+    that change earlier turns. By default a conversation is one row. Weights and returns of a sample are the same."""
 
 
 class AgentSection(Section):

@@ -223,9 +223,9 @@ class RLSection(OnlineSection):
     """Level of the ratio: per token, or per sequence as exp of the mean (GSPO) or sum (RLOO) of its log-ratios;
     `sequence_mean_token` (GSPO-token) has the gradient of each token."""
     reduce: Literal["sequence_mean", "token_mean", "constant_length", "sequence_total"] | None = None
-    """Reduction of the loss: mean over sequences of token means (GRPO), mean over all tokens (DAPO), sum over tokens
-    divided by the number of sequences and by `sampling.max_tokens` (Dr. GRPO), or by the number of sequences alone
-    (LUSPO)."""
+    """Reduction of the loss: mean over samples of token means (GRPO), mean over all tokens (DAPO), sum over tokens
+    divided by the number of samples and by `sampling.max_tokens` (Dr. GRPO), or by the number of samples alone (LUSPO).
+    A sample counts once, however many rows it has."""
     off_policy_mask: Annotated[float, Field(gt=0)] | None = None
     """Largest mean of log(pi_behaviour / pi) in nats per token: samples of negative advantage beyond it are not learned
     from. arXiv:2512.02556."""

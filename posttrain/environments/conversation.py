@@ -17,7 +17,7 @@ from posttrain.environments.types import Env, EnvFactory, Reply
 from posttrain.errors import ConfigError, RunError
 from posttrain.rollout.trajectory import Example, Stop, Trajectory
 from posttrain.rollout.transcript import Transcript
-from posttrain.rollout.types import Completion, SamplingParams
+from posttrain.rollout.types import Completion, Requests, SamplingParams
 from posttrain.tools.types import FormatMaker, Tool, ToolFormat
 from posttrain.user_code import describe_error, number_of
 
@@ -86,7 +86,7 @@ class Environments:
     ) -> Trajectory:
         """Hold the conversation of one sample. A failure of the environment ends it with that `stop`; one of the engine
         is raised."""
-        talk = Conversation(self, example, renderer=renderer, params=params_of(0), generate=generate)
+        talk = Conversation(self, example, renderer=renderer, params_of=params_of, generate=generate)
         stop, error = "stop", None
         try:
             stop = await talk.hold(seed)
@@ -106,10 +106,11 @@ class Conversation:
         example: Example,
         *,
         renderer: Renderer,
-        params: SamplingParams,
+        params_of: Callable[[int], SamplingParams],
         generate: Generate,
     ):
-        self._all, self._renderer, self._params, self._generate = environments, renderer, params, generate
+        self._all, self._renderer, self._generate = environments, renderer, generate
+        self._params, self._requests = params_of(0), Requests(params_of)
         self._example = example
         self._env: Env | None = None
         self._tools: Sequence[Tool] = ()
@@ -123,18 +124,18 @@ class Conversation:
         """Sample turns until the environment is done, or a limit is reached."""
         await self._start(seed)
         while True:
-            row = self._rows[-1]
+            row, time = self._rows[-1], sum(len(one.turns) for one in self._rows)
             room = min(self._params.max_tokens, self._all.row_tokens - len(row))
             if room < 1:
                 return "length"
-            completion = await self._generate(row.tokens, replace(self._params, max_tokens=room))
-            row.add_turn(completion)
+            completion = await self._generate(row.tokens, replace(self._requests(row.tokens), max_tokens=room))
+            row.add_turn(completion, time)
             message = self._message(row.tokens[: row.turns[-1].start], completion)
             reply = await self._reply(message)
             row.reward(reply.reward)
             if reply.done or completion.stop == "length":
                 return "stop" if reply.done and completion.stop != "length" else "length"
-            if sum(len(one.turns) for one in self._rows) >= self._all.max_turns:
+            if time + 1 >= self._all.max_turns:
                 return "max_turns"
             if not self._go_on(reply.messages, completion):
                 return "length"

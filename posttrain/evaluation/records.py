@@ -62,7 +62,7 @@ def _of_set(found: RolloutEvaluation) -> Record:
     values_P = prompt_means(values_PG)
     samples = [
         {
-            "prompt": "".join(str(message["content"]) for message in group[0].example.messages),
+            "prompt": "".join(str(message["content"]) for message in group[0].answer.example.messages),
             "completion": group[0].shown,
             measure: value,
         }

@@ -101,7 +101,7 @@ def with_at_k(found: RolloutEvaluation, section: EvaluateSection, pass_above: fl
 
 def _answers(found: RolloutEvaluation, name: str | None) -> list[list[Hashable]]:
     if name is None:
-        return [[sample.text.strip() for sample in group] for group in found.groups_P]
+        return [[sample.answer.text.strip() for sample in group] for group in found.groups_P]
     if name not in found.rewards.extras:
         raise ConfigError(
             f"evaluate.answer: no reward function has called log_extra({name!r}, answers); let it log one for each "

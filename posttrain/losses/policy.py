@@ -14,7 +14,7 @@ from posttrain.batch import Batch, HostArray, LossOutput, TokenStats
 from posttrain.losses import surrogates
 from posttrain.losses.importance import ImportanceSampling, RatioLevel, level_log_ratio, off_policy_mask
 from posttrain.losses.kl import KLEstimator, gradient_of, k3
-from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, sequence_total, token_mean
+from posttrain.losses.reduce import ConstantLength, Reduction, Shares, sequence_mean, sequence_total, token_mean
 from posttrain.losses.sampler_gap import sampler_gap
 from posttrain.losses.surrogates import PolicyTerms, Surrogate
 from posttrain.tree import Mean, Metric
@@ -100,14 +100,15 @@ class PolicyLoss:
         """Compute the loss. ValueError if the advantages, or inputs of a coefficient or of importance weights, are
         None."""
         weight, segments = jnp.asarray(batch.loss_weight), jnp.asarray(batch.segments)
+        shares = None if batch.sample_shares is None else jnp.asarray(batch.sample_shares)
         tokens = self.tokens(stats, batch)
         mask, metrics = tokens.terms.mask, dict(tokens.metrics)
-        metrics["policy_loss"] = self.reduce(tokens.surrogate, weight, segments)
-        metrics |= self._ratio_metrics(tokens.terms)
+        metrics["policy_loss"] = self.reduce(tokens.surrogate, weight, segments, shares)
+        metrics |= self._ratio_metrics(tokens.terms, shares)
         approx_kl = k3(tokens.proximal, stats.logps, mask)
         metrics["approx_kl"] = token_mean(approx_kl, mask.astype(stats.logps.dtype), segments)
         metrics |= distance_metrics(stats, batch, mask)
-        return LossOutput(loss=self.reduce(tokens.loss, weight, segments), metrics=metrics)
+        return LossOutput(loss=self.reduce(tokens.loss, weight, segments, shares), metrics=metrics)
 
     def tokens(self, stats: TokenStats, batch: Batch) -> PolicyTokens:
         """Compute the loss of each token; ValueError as for the whole loss."""
@@ -163,15 +164,15 @@ class PolicyLoss:
         )
         return terms, metrics
 
-    def _ratio_metrics(self, terms: PolicyTerms) -> dict[str, Mean]:
+    def _ratio_metrics(self, terms: PolicyTerms, shares: Shares) -> dict[str, Mean]:
         mean = token_mean if self.ratio == "token" else sequence_mean
         counted = terms.mask.astype(terms.ratio.dtype)
-        metrics = {"ratio/mean": mean(terms.ratio, counted, terms.segments)}
+        metrics = {"ratio/mean": mean(terms.ratio, counted, terms.segments, shares)}
         clipped = self.surrogate.clipped(terms)
         if clipped is not None:
             low, high = clipped
             for name, tokens in (("low", low), ("high", high), ("region", low | high)):
-                metrics[f"clip_ratio/{name}_mean"] = mean(tokens.astype(counted.dtype), counted, terms.segments)
+                metrics[f"clip_ratio/{name}_mean"] = mean(tokens.astype(counted.dtype), counted, terms.segments, shares)
         return metrics
 
 

@@ -1,6 +1,6 @@
 """Reductions of per-token values to `Mean`, additive over rows and micro-batches.
 
-A sequence is one segment id within a row; tokens of weight 0 never count.
+A sequence is one segment id within a row, and of a sample as `Batch.sample_shares` says; weight 0 never counts.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from jaxtyping import Float, Int
 
 from posttrain.tree import Mean
 
-Reduction = Callable[[Float[Array, "B T"], Float[Array, "B T"], Int[Array, "B T"]], Mean]
-"""Reduction of (values, weight, segments), hashable: one of the functions below or a `ConstantLength`."""
+Reduction = Callable[..., Mean]
+"""Reduction of (values, weight, segments, sample_shares), hashable: a function below or a `ConstantLength`."""
+Shares = Float[Array, "B T"] | None
 
 
 def sequence_sums(values: Float[Array, "B T"], segments: Int[Array, "B T"]) -> Float[Array, "B S"]:
@@ -30,29 +31,42 @@ def to_tokens(per_sequence: Float[Array, "B S"], segments: Int[Array, "B T"]) ->
     return jnp.take_along_axis(per_sequence, segments, axis=1)
 
 
-def token_mean(values: Float[Array, "B T"], weight: Float[Array, "B T"], segments: Int[Array, "B T"]) -> Mean:
+def sample_counts(weight: Float[Array, "B T"], segments: Int[Array, "B T"], shares: Shares) -> Float[Array, "B S"]:
+    """Share of each sequence in its sample; 0 without weighted tokens. They add up to the number of samples."""
+    counts = sequence_sums(weight, segments) > 0
+    if shares is None:
+        return counts.astype(weight.dtype)
+    num_segments = segments.shape[1] + 1
+    largest = jax.vmap(lambda x, s: jax.ops.segment_max(x, s, num_segments=num_segments))
+    return jnp.where(counts, largest(jnp.where(weight > 0, shares, 0.0), segments), 0.0)
+
+
+def token_mean(
+    values: Float[Array, "B T"], weight: Float[Array, "B T"], segments: Int[Array, "B T"], sample_shares: Shares = None
+) -> Mean:
     """Token mean sum(w x) / sum(w): every token counts the same. SFT; DAPO, arXiv:2503.14476 eq. 8."""
     return Mean(total=_weighted(values, weight).sum(), weight=weight.sum())
 
 
-def sequence_mean(values: Float[Array, "B T"], weight: Float[Array, "B T"], segments: Int[Array, "B T"]) -> Mean:
-    """Mean over sequences of their token means: every sequence counts the same. GRPO, arXiv:2402.03300 eq. 3."""
-    weights = sequence_sums(weight, segments)
-    counts = weights > 0
-    means = jnp.where(counts, sequence_sums(_weighted(values, weight), segments) / jnp.where(counts, weights, 1.0), 0.0)
-    return Mean(total=means.sum(), weight=counts.sum().astype(weight.dtype))
+def sequence_mean(
+    values: Float[Array, "B T"], weight: Float[Array, "B T"], segments: Int[Array, "B T"], sample_shares: Shares = None
+) -> Mean:
+    """Mean over samples of their token means: every sample counts the same. GRPO, arXiv:2402.03300 eq. 3."""
+    weights, counts = sequence_sums(weight, segments), sample_counts(weight, segments, sample_shares)
+    means = sequence_sums(_weighted(values, weight), segments) / jnp.where(weights > 0, weights, 1.0)
+    return Mean(total=jnp.where(weights > 0, means * counts, 0.0).sum(), weight=counts.sum())
 
 
-def sequence_total(values: Float[Array, "B T"], weight: Float[Array, "B T"], segments: Int[Array, "B T"]) -> Mean:
-    """Sum over tokens per sequence: sum(w x) / number of sequences; long sequences count more. LUSPO,
-    arXiv:2602.05261."""
-    num_sequences = (sequence_sums(weight, segments) > 0).sum().astype(weight.dtype)
-    return Mean(total=_weighted(values, weight).sum(), weight=num_sequences)
+def sequence_total(
+    values: Float[Array, "B T"], weight: Float[Array, "B T"], segments: Int[Array, "B T"], sample_shares: Shares = None
+) -> Mean:
+    """Sum over tokens per sample: sum(w x) / number of samples; long samples count more. LUSPO, arXiv:2602.05261."""
+    return Mean(total=_weighted(values, weight).sum(), weight=sample_counts(weight, segments, sample_shares).sum())
 
 
 @dataclass(frozen=True)
 class ConstantLength:
-    """Constant normalizer sum(w x) / (number of sequences * length): no length bias. Dr. GRPO, arXiv:2503.20783.
+    """Constant normalizer sum(w x) / (number of samples * length): no length bias. Dr. GRPO, arXiv:2503.20783.
 
     `length` is a constant of the run, such as the maximum number of sampled tokens. Raises ValueError if it is below 1.
     """
@@ -63,8 +77,14 @@ class ConstantLength:
         if self.length < 1:
             raise ValueError(f"ConstantLength.length={self.length} must be at least 1; give the run's max_tokens")
 
-    def __call__(self, values: Float[Array, "B T"], weight: Float[Array, "B T"], segments: Int[Array, "B T"]) -> Mean:
-        total = sequence_total(values, weight, segments)
+    def __call__(
+        self,
+        values: Float[Array, "B T"],
+        weight: Float[Array, "B T"],
+        segments: Int[Array, "B T"],
+        sample_shares: Shares = None,
+    ) -> Mean:
+        total = sequence_total(values, weight, segments, sample_shares)
         return Mean(total=total.total, weight=total.weight * self.length)
 
 

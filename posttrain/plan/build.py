@@ -29,7 +29,7 @@ from posttrain.train.programs import TrainPrograms, placed_shapes
 from posttrain.weights.load import outline_of
 from posttrain.weights.state import ModelWeights
 
-POLICY_ARRAYS = ("old_logps", "sampler_logps", "behaviour_logps", "ref_logps", "advantages")
+POLICY_ARRAYS = ("old_logps", "sampler_logps", "behaviour_logps", "ref_logps", "advantages", "sample_shares")
 """Float arrays of a batch of samples."""
 
 

@@ -151,7 +151,7 @@ def _rl(section: RLSection, model: Decoder, mesh: Mesh, memory: int) -> StagePla
         micro_batch_rows=section.pass_rows,
     )
     reference = algorithm.needs_reference
-    arrays = ["sampler_logps", "behaviour_logps", "advantages"]
+    arrays = ["sampler_logps", "behaviour_logps", "advantages", "sample_shares"]
     arrays += ["old_logps"] * (section.proximal_logps != "self") + ["ref_logps"] * reference
     batch = batch_of(rows, section.row_tokens, arrays=tuple(arrays))
     rollout = RolloutShapes(

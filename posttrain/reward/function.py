@@ -105,13 +105,14 @@ class Keywords:
 
 def prompt_of(sample: Trajectory, *, text: bool) -> Any:
     """Prompt as reward functions get it: a message list for chat rows, unless `text`, then the last message."""
-    plain = sample.example.plain or text
-    return sample.example.messages[-1]["content"] if plain else list(sample.example.messages)
+    example = sample.answer.example
+    return example.messages[-1]["content"] if example.plain or text else list(example.messages)
 
 
 def completion_of(sample: Trajectory, *, text: bool) -> Any:
     """Completion as reward functions get it: the messages after the prompt for chat rows, unless `text`."""
-    return sample.text if sample.example.plain or text else list(sample.completion_messages)
+    answer = sample.answer
+    return answer.text if answer.example.plain or text else list(answer.completion_messages)
 
 
 def row_of(convention: Convention, sample: Trajectory, *, text: bool) -> dict[str, Any]:
@@ -125,7 +126,7 @@ def row_of(convention: Convention, sample: Trajectory, *, text: bool) -> dict[st
         defaults |= {"ground_truth": nested["ground_truth"]} if isinstance(nested, Mapping) else {}
     made = defaults | {name: value for name, value in row.items() if value is not None or name not in defaults}
     if convention is Convention.VERL:
-        return {**made, "solution_str": sample.text}
+        return {**made, "solution_str": sample.answer.text}
     made |= {"prompt": prompt_of(sample, text=text), "completion": completion_of(sample, text=text)}
     return {**made, "state": dict(made)}
 

@@ -50,13 +50,13 @@ class ModelReward:
         self._model = FrozenModel(model, mesh, temperature=1.0, rows=self._rows)
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | ValueError]:
-        """Reward of each trajectory, of its last row; a ValueError for a sequence longer than the model's context, or
+        """Reward of each trajectory, of its `answer`; a ValueError for a sequence longer than the model's context, or
         without a sampled token."""
         if any(not one.num_sampled for one in trajectories):
             empty = [ValueError("no token was sampled") if not one.num_sampled else None for one in trajectories]
             found = iter(self([one for one in trajectories if one.num_sampled]))
             return [next(found) if error is None else error for error in empty]
-        sequences = [self._sequence([row for row in one.rows if any(row.sampled)][-1]) for one in trajectories]
+        sequences = [self._sequence(one.answer) for one in trajectories]
         fitting = [sequence for sequence in sequences if len(sequence[0]) <= self._longest]
         scores: list[float] = []
         for first in range(0, len(fitting), self._rows):

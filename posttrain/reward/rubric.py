@@ -224,7 +224,7 @@ def error_lines(rewards: Rewards, groups_P: Sequence[Group]) -> list[str]:
     for name in dict.fromkeys(error.function for error in rewards.errors):
         errors = [error for error in rewards.errors if error.function == name]
         first = min(errors, key=lambda error: (error.prompt, error.sample))
-        text = groups_P[first.prompt][first.sample].text
+        text = groups_P[first.prompt][first.sample].answer.text
         lines.append(
             f"reward {name}: no value for {len(errors)} of {count} samples; the first, {first.kind}: {first.error}; "
             f"sample {first.sample} of prompt {first.prompt}: {cut(repr(text), SHOWN_CELLS)}"

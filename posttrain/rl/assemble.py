@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,29 +35,39 @@ def assemble(
     shares: Shares | None = None,
     version: int | None = None,
     turns_PG: TurnValues | None = None,
+    chained: bool = False,
 ) -> Batch:
     """Pack samples with their advantages into rows [num_rows, row_tokens]; samples that are not valid are dropped.
 
     `num_rows` is fixed for a run, so that the step compiles once; empty micro-batches are not computed. With recorded
     experts there are fewer rows. `like`: any sample of the step, which tells what is recorded. `shares` become
     `teacher_weights`. `version` of the present weights: adds `staleness`.
-    `turns_PG`: advantages by token in place of one for each sample.
+    `turns_PG`: advantages by token in place of one for each sample. `chained`: with `samples` and `times`, for returns.
     """
-    places = [(p, g) for p, g in np.argwhere(valid_PG) if groups_P[p][g].num_sampled]
-    sequences = [
-        _sample(row, shares) | _policy(row, float(advantages_PG[p, g]) if values is None else values, version)
-        for p, g in places
-        for row, values in _rows_of(groups_P[p][g], None if turns_PG is None else turns_PG[p][g])
-    ]
-    empty = _sample(like, shares) | _policy(like, 0.0, version)
+    sequences: list[Arrays] = []
+    for p, g in np.argwhere(valid_PG).tolist():
+        sample, alike = groups_P[p][g], float(advantages_PG[p, g])
+        if sample.num_sampled:
+            values = [alike] * len(sample.rows) if turns_PG is None else turns_PG[p][g]
+            policies = [_policy(row, of_row, version) for row, of_row in zip(sample.rows, values, strict=True)]
+            weights = _of_sample(sample, p * len(groups_P[p]) + g + 1, chained=chained)
+            parts = zip(sample.rows, policies, weights, strict=True)
+            sequences += [_sample(row, shares) | policy | weight for row, policy, weight in parts]
+    empty = _sample(like, shares) | _policy(like, 0.0, version) | _of_sample(like, 0, chained=chained)[0]
     rows, _ = _rows(sequences, empty, row_tokens, num_rows, [like, *(t for group in groups_P for t in group)])
     return _to_batch(rows)
 
 
-def _rows_of(
-    sample: Trajectory, values: Sequence[Float[np.ndarray, " T"]] | None
-) -> Iterator[tuple[Trajectory, Float[np.ndarray, " T"] | None]]:
-    return zip(sample.rows, [None] * len(sample.rows) if values is None else values, strict=True)
+def _of_sample(sample: Trajectory, number: int, *, chained: bool) -> list[Arrays]:
+    """Arrays that say what the rows of a sample are of it."""
+    counts = [sum(row.sampled) for row in sample.rows]
+    made: list[Arrays] = [
+        {"sample_shares": np.full(len(row.tokens), count / max(sum(counts), 1), np.float32)}
+        for row, count in zip(sample.rows, counts, strict=True)
+    ]
+    for arrays, times in zip(made, sample.times() if chained else (), strict=False):
+        arrays |= {"samples": np.where(times < 0, 0, number).astype(np.int32), "times": np.maximum(times, 0)}
+    return made
 
 
 def sample_rows(

@@ -136,7 +136,7 @@ class GroupTasks:
         found: dict[str, list[int]] = {}
         keys = None
         if isinstance(self._engine, PausableEngine):
-            keys = {call.params.key for call in self._engine.under_way()}
+            keys = {call.params.sample_key for call in self._engine.under_way()}
         for step in list(self._steps.values()):
             for issued, task in zip(step.issued, step.sampling, strict=True):
                 if not task.done():

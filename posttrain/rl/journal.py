@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,18 @@ from posttrain.rollout.types import Call, Completion, PausableEngine, RolloutEng
 Key = tuple[int, int]
 COLUMNS = {"tokens": np.int32, "logps": np.float32, "kept_logps": np.float32, "weights_versions": np.int32}
 """Fields of a completion with a value for each token."""
+
+
+class Turn(NamedTuple):
+    """Request of a sample."""
+
+    sample: Key
+    key: Key
+    prompt: tuple[int, ...]
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], params: SamplingParams) -> Turn:
+        return cls(params.sample_key, params.key, tuple(prompt))
 
 
 class Journal:
@@ -23,10 +35,10 @@ class Journal:
 
     def __init__(self, engine: RolloutEngine):
         self._engine = engine
-        self._known: dict[tuple[Key, tuple[int, ...]], Completion] = {}
+        self._known: dict[Turn, Completion] = {}
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
-        turn = params.key, tuple(prompt)
+        turn = Turn.of(prompt, params)
         known = self._known.get(turn)
         if known is None:
             known = await self._engine.generate(prompt, params)
@@ -45,13 +57,11 @@ class Journal:
     def forget(self, keys: Collection[Key]) -> None:
         """Forget the samples with these sampling keys."""
         wanted = {*keys}
-        self._known = {turn: completion for turn, completion in self._known.items() if turn[0] not in wanted}
+        self._known = {turn: completion for turn, completion in self._known.items() if turn.sample not in wanted}
 
     def state(self, under_way: Sequence[Call]) -> dict[str, Any]:
         """Completions, and those of `under_way` so far, as JSON and numpy arrays."""
-        partial = {
-            (call.params.key, tuple(call.prompt)): call.partial for call in under_way if call.partial is not None
-        }
+        partial = {Turn.of(call.prompt, call.params): call.partial for call in under_way if call.partial is not None}
         turns = {**self._known, **partial}
         columns = {
             name: np.concatenate([np.asarray(getattr(one, name), dtype) for one in turns.values()])
@@ -60,8 +70,12 @@ class Journal:
         }
         return {
             "turns": [
-                {"key": list(key), "prompt": list(prompt), "length": len(one.tokens), "stop": one.stop}
-                for (key, prompt), one in turns.items()
+                {
+                    **{name: list(ids) for name, ids in turn._asdict().items()},
+                    "length": len(one.tokens),
+                    "stop": one.stop,
+                }
+                for turn, one in turns.items()
             ],
             "tokens": columns,
         }
@@ -71,6 +85,6 @@ class Journal:
         for turn in state["turns"]:
             end = start + turn["length"]
             own: dict[str, Any] = {name: tuple(values[start:end].tolist()) for name, values in state["tokens"].items()}
-            key, prompt = tuple(turn["key"]), tuple(turn["prompt"])
-            self._known[key, prompt] = Completion(stop=turn["stop"], **own)
+            known = Turn(*(tuple(turn[name]) for name in Turn._fields))
+            self._known[known] = Completion(stop=turn["stop"], **own)
             start = end

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-FORMAT = 2
+FORMAT = 3
 META = "posttrain"
 """Key of the description of the step in a file's metadata."""
 TOKENS = {"tokens": np.int32, "sampled": np.bool_, "logps": np.float32, "kept_logps": np.float32, "versions": np.int32}

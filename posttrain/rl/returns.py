@@ -138,18 +138,17 @@ def with_returns(
 ) -> tuple[list[Batch], dict[str, float]]:
     """Batches with GAE's advantages, `returns` and `old_values`, and metrics of the critic.
 
-    `parts`: `advantages` hold the reward of each token. `values[b, t]`: value before
-    token t. `kl` needs `ref_logps`, and `old_logps` or else `sampler_logps`. Raises ValueError where they are missing.
+    `parts`: `advantages` hold the reward of each token. Returns go over all rows of a sample in order of time.
+    `values[b, t]`: value before token t. `kl` needs `ref_logps`, and `old_logps` or else `sampler_logps`. Raises
+    ValueError where they are missing.
     """
     masks = [np.asarray(part.loss_weight) > 0 for part in parts]
     found = []
     for part, mask, value in zip(parts, masks, values, strict=True):
-        segments = np.asarray(part.segments)
         rewards = np.asarray(part.advantages, np.float64)
         if kl is not None:
             rewards = rewards + _penalty(kl, part, mask)
-        estimate = turn_gae if settings.level == "turn" else gae
-        found.append(estimate(rewards, np.asarray(value), mask, segments, gamma=settings.gamma, lam=settings.lam))
+        found.append(_in_time(settings, part, rewards, np.asarray(value, np.float64), mask))
     advantages, returns = [one for one, _ in found], [one for _, one in found]
     if settings.whiten:
         advantages = whitened(advantages, masks)
@@ -159,10 +158,36 @@ def with_returns(
             advantages=advantage.astype(np.float32),
             returns=target.astype(np.float32),
             old_values=np.where(mask, value, 0.0).astype(np.float32),
+            samples=None,
+            times=None,
         )
         for part, advantage, target, mask, value in zip(parts, advantages, returns, masks, values, strict=True)
     ]
     return made, critic_metrics(values, returns, masks)
+
+
+def _in_time(settings: GAE, part: Batch, rewards: Tokens, values: Tokens, mask: Mask) -> tuple[Tokens, Tokens]:
+    """Advantages and returns of a batch: each sample's sampled tokens in one line in order of time, with an empty place
+    between two turns."""
+    segments, places = np.asarray(part.segments), np.flatnonzero(mask)
+    of_sequences = np.arange(len(mask))[:, None] * (mask.shape[1] + 1) + segments
+    samples = (of_sequences if part.samples is None else np.asarray(part.samples)).ravel()
+    times = np.arange(mask.size) if part.times is None else np.asarray(part.times).ravel()
+    places = places[np.lexsort((times[places], samples[places]))]
+    begins = np.diff(samples[places], prepend=-1) != 0
+    turns = begins | (np.diff(places, prepend=-1) != 1) | (np.diff(of_sequences.ravel()[places], prepend=-1) != 0)
+    column = np.arange(len(places)) + np.cumsum(turns)
+    line, first = np.cumsum(begins) - 1, column[begins]
+    column -= first[line]
+    sampled = np.zeros((len(first), int(column.max(initial=-1)) + 1), bool)
+    sampled[line, column] = True
+    lines = np.zeros((2, *sampled.shape))
+    lines[:, line, column] = rewards.ravel()[places], values.ravel()[places]
+    estimate = turn_gae if settings.level == "turn" else gae
+    found = np.zeros((2, mask.size))
+    made = estimate(*lines, sampled, np.ones(sampled.shape, int), gamma=settings.gamma, lam=settings.lam)
+    found[:, places] = [one[line, column] for one in made]
+    return found[0].reshape(mask.shape), found[1].reshape(mask.shape)
 
 
 def critic_metrics(values: Sequence[Tokens], returns: Sequence[Tokens], masks: Sequence[Mask]) -> dict[str, float]:

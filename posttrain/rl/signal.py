@@ -31,6 +31,8 @@ class Signal:
     """Samples in the loss: with a reward and an advantage, and not left out as truncated."""
     turns_PG: TurnValues | None = None
     """Advantages by token, or with a critic rewards; None: one advantage for each sample."""
+    chained: bool = False
+    """True if the rewards become returns over all rows of a sample."""
 
 
 def signal_of(algorithm: Algorithm, acted: Acted, penalties_PG: Float[np.ndarray, "P G"] | None) -> Signal:
@@ -61,6 +63,7 @@ def signal_of(algorithm: Algorithm, acted: Acted, penalties_PG: Float[np.ndarray
         advantages_PG=advantages_PG,
         learned_PG=learned_PG,
         turns_PG=turns_PG,
+        chained=algorithm.critic is not None,
     )
 
 
@@ -86,6 +89,7 @@ def parts_of(
             shares=shares,
             version=version,
             turns_PG=None if signal.turns_PG is None else [signal.turns_PG[index] for index in indices],
+            chained=signal.chained,
         )
         for indices in np.array_split(np.arange(len(signal.kept_P)), updates)
     ]

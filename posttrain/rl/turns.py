@@ -1,4 +1,4 @@
-"""Turns of conversations: rewards at the end of each turn, and advantages per turn."""
+"""Turns of conversations in order of time: rewards at the end of each turn, and advantages per turn."""
 
 from __future__ import annotations
 
@@ -38,14 +38,12 @@ def turn_advantages(
 def _at_ends(sample: Trajectory, reward: float, weight: float) -> list[np.ndarray]:
     values = [np.zeros(len(row.tokens), np.float64) for row in sample.rows]
     given = 0.0
-    for row, value in zip(sample.rows, values, strict=True):
-        for turn in row.turns:
-            if turn.reward is not None:
-                value[turn.end - 1] += weight * turn.reward
-                given += weight * turn.reward
-    last = max(number for number, row in enumerate(sample.rows) if any(row.sampled)) if sample.num_sampled else None
-    if last is not None:
-        values[last][np.flatnonzero(sample.rows[last].sampled)[-1]] += reward - given
+    for number, turn in sample.turns_in_time:
+        if turn.reward is not None:
+            values[number][turn.end - 1] += weight * turn.reward
+            given += weight * turn.reward
+    for value, times in zip(values, sample.times(), strict=True):
+        value[times == max(sample.num_sampled - 1, 0)] += reward - given
     return values
 
 
@@ -65,18 +63,14 @@ def _advantages(group: Group, rewards_G: Float[np.ndarray, " G"], weight: float)
 
 def _returns(sample: Trajectory, reward: float, weight: float) -> np.ndarray:
     """Sum of rewards from each turn on; rewards beside the environment's come at the end."""
-    given = [weight * (turn.reward or 0.0) for row in sample.rows for turn in row.turns]
+    given = [weight * (turn.reward or 0.0) for _, turn in sample.turns_in_time]
     steps = np.asarray(given or [0.0], np.float64)
     steps[-1] += reward - float(np.sum(given))
     return np.cumsum(steps[::-1])[::-1]
 
 
 def _spread(sample: Trajectory, advantages: np.ndarray) -> list[np.ndarray]:
-    values, number = [], 0
-    for row in sample.rows:
-        value = np.zeros(len(row.tokens), np.float32)
-        for turn in row.turns:
-            value[turn.start : turn.end] = advantages[number]
-            number += 1
-        values.append(value)
+    values = [np.zeros(len(row.tokens), np.float32) for row in sample.rows]
+    for (number, turn), advantage in zip(sample.turns_in_time, advantages, strict=False):
+        values[number][turn.start : turn.end] = advantage
     return values

@@ -40,11 +40,14 @@ class Turn(NamedTuple):
     """Position after its last token."""
     reward: float | None
     """Reward that the environment gave it; None: none."""
+    time: int = 0
+    """Number of its request among those of the sample. Turns of equal numbers follow the order of rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """One sample: tokens as sampled, never tokenised again."""
+    """One sample: tokens as sampled, never tokenised again. A row is one token sequence that the model has read; a
+    sample has several (`more`) where turns are split or an agent follows several histories."""
 
     group: int
     """Number of the group among all that the run has begun."""
@@ -74,13 +77,38 @@ class Trajectory:
     error: str | None = None
     """Failure of the environment, for `stop` env_error and env_timeout."""
     more: Sequence[Trajectory] = ()
-    """Further token sequences of the same sample, each a training row of its own: other turns, or other branches of its
-    history."""
+    """Later rows of the same sample: other turns, or other branches of its history."""
 
     @property
     def rows(self) -> tuple[Trajectory, ...]:
-        """Token sequences of the sample."""
+        """Rows of the sample in order of time: each ends before the next one does."""
         return (self, *self.more)
+
+    @property
+    def answer(self) -> Trajectory:
+        """Last row, whose prompt, messages and text are those that the sample is scored by."""
+        return self.rows[-1]
+
+    @property
+    def turns_in_time(self) -> list[tuple[int, Turn]]:
+        """Turns of all rows in order of time, each with the number of its row."""
+        turns = [(number, turn) for number, row in enumerate(self.rows) for turn in row.turns]
+        return sorted(turns, key=lambda one: (one[1].time, one[0], one[1].start))
+
+    def times(self) -> list[Int[np.ndarray, " T"]]:
+        """Place of each sampled token among those of the sample in order of time, for each row; -1 elsewhere."""
+        places = [np.flatnonzero(row.sampled) for row in self.rows]
+        when = [np.zeros(len(row.tokens), np.int64) for row in self.rows]
+        for number, turn in self.turns_in_time:
+            when[number][turn.start : turn.end] = turn.time
+        own = np.concatenate([numbers[at] for numbers, at in zip(when, places, strict=True)])
+        # Stable: tokens of equal numbers keep the order of rows and positions.
+        ranks = np.empty(len(own), np.int32)
+        ranks[np.argsort(own, kind="stable")] = np.arange(len(own))
+        found = [np.full(len(row.tokens), -1, np.int32) for row in self.rows]
+        for row, at, rank in zip(found, places, np.split(ranks, np.cumsum([len(at) for at in places])), strict=False):
+            row[at] = rank
+        return found
 
     @property
     def num_sampled(self) -> int:
@@ -94,10 +122,11 @@ class Trajectory:
 
     @property
     def shown(self) -> str:
-        """Text of the completion for a table; of several turns each message with its role."""
-        if len(self.completion_messages) <= 1:
-            return self.text
-        return "\n".join(f"{message['role']}: {_content(message)}" for message in self.completion_messages)
+        """Text of the answer for a table; of several turns each message with its role."""
+        messages = self.answer.completion_messages
+        if len(messages) <= 1:
+            return self.answer.text
+        return "\n".join(f"{message['role']}: {_content(message)}" for message in messages)
 
     @property
     def completion_messages(self) -> Sequence[Message]:

@@ -33,11 +33,11 @@ class Transcript:
         count = len(tokens)
         self._append(tokens, False, [0.0] * count, [0.0] * count, [-1] * count)
 
-    def add_turn(self, completion: Completion) -> None:
-        """Append a completion of all tokens so far."""
+    def add_turn(self, completion: Completion, time: int) -> None:
+        """Append a completion of all tokens so far. `time`: number of its request in the sample."""
         start = len(self)
         self._append(completion.tokens, True, completion.logps, completion.kept_logps, completion.weights_versions)
-        self.turns.append(Turn(start, len(self), None))
+        self.turns.append(Turn(start, len(self), None, time))
         if completion.experts is not None:
             self._record(completion.experts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -43,6 +44,8 @@ class SamplingParams:
     """Tokens that end the sample; they are its last token."""
     key: tuple[int, int]
     """Two uint32 words, see `sample_key`. The token at position p is drawn with fold_in(key, p) and nothing else."""
+    sample: tuple[int, int] | None = None
+    """Key of the sample whose request this is; None: its only one, with that key. See `Requests`."""
     repetition_penalty: float = 1.0
     """Divides the positive and multiplies the negative logits of tokens in prompt and sample, arXiv:1909.05858."""
     presence_penalty: float = 0.0
@@ -96,6 +99,11 @@ class SamplingParams:
         that text without special tokens never has."""
         strings, tokens = tokenizer.split_stops(stops, self.skip_special_tokens)
         return replace(self, stop=(*self.stop, *strings), stop_token_ids=(*self.stop_token_ids, *tokens))
+
+    @property
+    def sample_key(self) -> tuple[int, int]:
+        """Key of the sample, the same for all of its requests."""
+        return self.key if self.sample is None else self.sample
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -213,6 +221,29 @@ def sample_key(seed: int, stream: int, group: int, sample: int) -> tuple[int, in
     digest = hashlib.blake2b(struct.pack("<4q", seed, stream, group, sample), digest_size=8).digest()
     first, second = struct.unpack("<2I", digest)
     return first, second
+
+
+class Requests:
+    """Requests of one sample: settings of each, under a random key of its own.
+
+    The key holds the sample, a digest of the prompt, and the number of the request among those of this prompt: it does
+    not depend on when a request comes beside others, and is the same after a restart.
+    """
+
+    def __init__(self, params_of: Callable[[int], SamplingParams]):
+        """`params_of`: settings of the n-th request of a prompt."""
+        self._params_of, self._sample = params_of, params_of(0).sample_key
+        self._asked: Counter[bytes] = Counter()
+
+    def __call__(self, prompt: Sequence[int]) -> SamplingParams:
+        """Settings of the next request of this prompt."""
+        digest = hashlib.blake2b(np.asarray(prompt, "<i4").tobytes(), digest_size=16).digest()
+        params = self._params_of(self._asked[digest])
+        self._asked[digest] += 1
+        first, second = struct.unpack(
+            "<2I", hashlib.blake2b(digest + struct.pack("<2I", *params.key), digest_size=8).digest()
+        )
+        return replace(params, key=(first, second), sample=self._sample)
 
 
 def samples_of(params: SamplingParams, *, n: int, seed: int, prompt: int = 0) -> list[SamplingParams]:

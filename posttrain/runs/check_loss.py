@@ -21,11 +21,13 @@ ROW_TOKENS = 72
 """Tokens of a row, which holds all sequences."""
 LENGTHS = ((3, 6), (1, 4), (2, 9), (4, 1), (2, 5), (1, 7))
 """Tokens of prompt and answer of each sequence."""
+SHARES = (0.25, 1.0, 0.75, 1.0, 0.5, 0.5)
+"""Share of each sequence in its sample."""
 CASES_OF_A_KIND = 10
 TOLERANCE = 1e-6
 """Largest difference as a share of the value, or of the gradient's norm; all numbers are float64."""
 OF_STATS = ("logps", "entropy", "mean_logps", "sampling_logps")
-OF_BATCH = ("sampler_logps", "behaviour_logps", "old_logps", "ref_logps", "advantages")
+OF_BATCH = ("sampler_logps", "behaviour_logps", "old_logps", "ref_logps", "advantages", "sample_shares")
 
 Row = Sequence[int]
 """Numbers of the sequences of a row."""
@@ -211,6 +213,7 @@ def _sequences(pairs: bool) -> Sequences:
         logps = -draw.exponential(1.0, length)
         one: dict[str, Any] = {name: logps + draw.normal(0, 0.3, length) for name in (*OF_STATS, *OF_BATCH)}
         one |= {"logps": logps, "entropy": draw.uniform(0, 3, length), "advantages": np.full(length, draw.normal())}
+        one["sample_shares"] = np.full(length, SHARES[number])
         weight = (np.arange(length) >= prompt).astype(float)
         weight[-2 if answer > 5 else length :] *= 0.5
         one |= {"loss_weight": weight, "tokens": draw.integers(1, 100, length).astype(np.int32)}

@@ -70,8 +70,10 @@ def shares(reduce: Reduction, values: Float[np.ndarray, "B T"], batch: Batch) ->
     """Part of each token in the total of a reduction, and the reduction's weight. Reductions are linear in their
     values: a token's part is its value times the derivative of the total."""
     weight, segments = jnp.asarray(batch.loss_weight), jnp.asarray(batch.segments)
-    slope = jax.grad(lambda x: reduce(x, weight, segments).total)(jnp.asarray(values))
-    return np.asarray(slope, np.float64) * values, float(reduce(jnp.asarray(values), weight, segments).weight)
+    of_samples = None if batch.sample_shares is None else jnp.asarray(batch.sample_shares)
+    slope = jax.grad(lambda x: reduce(x, weight, segments, of_samples).total)(jnp.asarray(values))
+    reduced = reduce(jnp.asarray(values), weight, segments, of_samples)
+    return np.asarray(slope, np.float64) * values, float(reduced.weight)
 
 
 def _observed(loss: Any, trainer: Trainer, batch: Batch) -> _Update:

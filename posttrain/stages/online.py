@@ -329,7 +329,7 @@ def _sample(outcome: StepResult, p: int, g: int) -> Sample:
     if outcome.roles_PG is not None:
         extra["role"] = int(outcome.roles_PG[p, g])
     return Sample(
-        prompt="".join(str(m["content"]) for m in trajectory.example.messages),
+        prompt="".join(str(m["content"]) for m in trajectory.answer.example.messages),
         completion=trajectory.shown,
         reward=_number(rewards.total_PG[p, g]),
         rewards={name: _number(part[p, g]) for name, part in rewards.parts_PG.items()},

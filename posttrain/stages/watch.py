@@ -85,7 +85,8 @@ class StepWatch:
 def alarm_line(step: int, alarm: Alarm, groups_P: Sequence[Group], rewards: Rewards) -> str:
     """Alarm in words, with its samples."""
     shown = [
-        f"{float(rewards.total_PG[p, g]):.3g} for {cut(groups_P[p][g].text, SHOWN_CELLS)!r}" for p, g in alarm.samples
+        f"{float(rewards.total_PG[p, g]):.3g} for {cut(groups_P[p][g].answer.text, SHOWN_CELLS)!r}"
+        for p, g in alarm.samples
     ]
     return f"REWARD HACKING ({alarm.kind}), step {step}: {alarm.text}. Samples: {'; '.join(shown)}"
 

@@ -61,8 +61,9 @@ def read_rollouts(file: Path) -> list[Rollout]:
         own = versions >= 0
         oldest = int(versions[own].min()) if own.any() else None
         if column["part"][i] if "part" in column else 0:
-            last = found[-1]
+            last, age = found[-1], None if oldest is None else meta["version"] - oldest
             last.sampled_tokens += int(own.sum())
+            last.staleness = max((n for n in (last.staleness, age) if n is not None), default=None)
             last.parts += 1
             continue
         found.append(

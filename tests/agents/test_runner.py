@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.environments.limits import Limits
 from posttrain.environments.turns import env_rewards
+from posttrain.reward.function import completion_of, prompt_of
+from posttrain.rl.turns import turn_advantages
 from posttrain.rollout.trajectory import Example, Trajectory
 from posttrain.rollout.types import SamplingParams
 from tests.agents.test_session import Counting
@@ -109,6 +112,28 @@ def test_several_choices_and_forks_are_rows(endpoint: Endpoint, tokenizer: Token
     made = run(endpoint, tokenizer, agent)
     assert len(made.rows) == 2 and made.stop == "length" and made.metrics["refused_context_length_exceeded"] == 1.0
     assert env_rewards([made]) == [1.0]
+
+
+def test_histories_are_rows_in_order_of_time(endpoint: Endpoint, tokenizer: Tokenizer) -> None:
+    """A sub-agent between two turns of the first history: the last turn in time is rewarded, and is the answer."""
+
+    def agent(base_url: str) -> float:
+        with client_of(base_url) as client:
+            plan = [{"role": "user", "content": "plan"}]
+            said = ask(client, plan).choices[0].message
+            ask(client, [{"role": "user", "content": "act"}])
+            ask(client, [*plan, said, {"role": "user", "content": "+"}])
+        return 1.0
+
+    made = run(endpoint, tokenizer, agent)
+    assert [row.messages[0]["content"] for row in made.rows] == ["act", "plan"]
+    assert made.answer.text == "3" and made.shown.startswith("assistant: 1") and env_rewards([made]) == [1.0]
+    assert prompt_of(made, text=True) == "plan" and completion_of(made, text=True) == "3"
+    turns = [(row, turn.start < turn.end, turn.reward) for row, turn in made.turns_in_time]
+    assert turns == [(1, True, None), (0, True, None), (1, True, 1.0)]
+    assert [times[times >= 0].tolist() for times in made.times()] == [[2, 3], [0, 1, 4, 5]]
+    (values,) = turn_advantages([[made, replace(made, sample=1)]], np.asarray([[1.0, 0.0]]), {"env": 1.0})
+    assert all((value[np.asarray(row.sampled)] > 0.5).all() for row, value in zip(made.rows, values[0], strict=True))
 
 
 COMMAND = """

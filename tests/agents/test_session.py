@@ -101,13 +101,22 @@ def test_a_fork_is_a_row_in_which_earlier_turns_have_no_loss(tokenizer: Tokenize
     assert len(one.branches) == 3 and len(one.branches[2].transcript.turns) == 1
 
 
-def test_the_same_request_again_is_another_sample(tokenizer: Tokenizer) -> None:
-    engine = Counting(tokenizer)
-    one = session(tokenizer, engine)
-    ask(one, USER)
-    ask(one, USER)
-    assert [params.key for _, params in engine.asked] == [(7, 0), (7, 1)]
-    assert engine.asked[0][0] == engine.asked[1][0] and len(one.branches) == 2
+def test_every_request_draws_for_itself(tokenizer: Tokenizer) -> None:
+    """The same request again, or another of equal length, has a random key of its own, whatever came between; all keep
+    that of their sample."""
+
+    def keys(*prompts: str) -> dict[str, list[tuple[int, int]]]:
+        engine, found = Counting(tokenizer), dict[str, list[tuple[int, int]]]()
+        one = session(tokenizer, engine)
+        for prompt in prompts:
+            ask(one, {"role": "user", "content": prompt})
+            found.setdefault(prompt, []).append(engine.asked[-1][1].key)
+        assert {params.sample_key for _, params in engine.asked} == {(7, 0)} and len(one.branches) == len(prompts)
+        return found
+
+    found = keys("part 1", "part 2", "part 1")
+    assert len({key for of_prompt in found.values() for key in of_prompt}) == 3
+    assert found == keys("part 1", "part 1", "part 2")
 
 
 def test_requests_at_once(tokenizer: Tokenizer) -> None:

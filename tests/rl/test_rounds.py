@@ -26,7 +26,7 @@ class Recording:
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
         if not self._running:
             self.batches.append([])
-        self.batches[-1].append(params.key)
+        self.batches[-1].append(params.sample_key)
         self._running += 1
         await asyncio.sleep(0.002 * (params.key[1] % 2))
         self._running -= 1
@@ -37,15 +37,15 @@ class Recording:
     def close(self) -> None: ...
 
 
-def params(key: tuple[int, int]) -> SamplingParams:
-    return SamplingParams(max_tokens=1, temperature=1.0, stop_token_ids=(), key=key)
+def params(sample: tuple[int, int], turn: int = 0) -> SamplingParams:
+    return SamplingParams(max_tokens=1, temperature=1.0, stop_token_ids=(), key=(turn + 9, sample[1]), sample=sample)
 
 
 async def sample(rounds: Rounds, key: tuple[int, int], draw: random.Random) -> None:
     try:
-        for _ in range(TURNS[key]):
+        for turn in range(TURNS[key]):
             await asyncio.sleep(draw.random() * 0.01)
-            await rounds.generate([1], params(key))
+            await rounds.generate([1], params(key, turn))
         await asyncio.sleep(draw.random() * 0.01)
     finally:
         rounds.leave(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
+from posttrain.batch import Batch, TokenStats
 from posttrain.cluster.scorers import FrozenModel
 from posttrain.config import MeshSection, SamplingSection
 from posttrain.data.chat import Renderer
@@ -20,15 +22,19 @@ from posttrain.environments.conversation import Environments
 from posttrain.environments.limits import Limits
 from posttrain.environments.turns import env_rewards
 from posttrain.environments.types import Reply
+from posttrain.losses.policy import GRPO, PolicyLoss, dr_grpo
+from posttrain.losses.reduce import sequence_mean
 from posttrain.mesh import make_mesh
 from posttrain.reward.types import Rewards
 from posttrain.rl.assemble import assemble
 from posttrain.rl.exchange import fields_of, trajectory_of
+from posttrain.rl.returns import GAE, with_returns
 from posttrain.rl.sampler import IssuedGroup, Sampler, collect
 from posttrain.rl.store import Recorded, read_record, write_record
 from posttrain.rl.turns import STD_EPS, rewards_at_ends, turn_advantages
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.trajectory import Example, Trajectory, Turn
+from posttrain.tree import Mean, added
 from tests.rl.helpers import trajectory
 from tests.tiny import tiny_model
 
@@ -68,6 +74,89 @@ def test_advantages_of_turns() -> None:
     assert not values[0][0][3] and np.isnan(values[2][0][1])
 
 
+def in_rows(*rewards: float | None, sample: int = 0, mixed: bool = False) -> Trajectory:
+    """`conversation` with a row for each turn; `mixed`: the first turn in one row with the last, after the others."""
+    whole = conversation(*rewards, sample=sample)
+    rows = [
+        replace(conversation(reward, sample=sample), turns=[Turn(1, 3, reward, n)]) for n, reward in enumerate(rewards)
+    ]
+    if mixed:
+        last = conversation(rewards[0], rewards[-1], sample=sample)
+        turns = [last.turns[0], last.turns[1]._replace(time=len(rewards) - 1)]
+        rows = [*rows[1:-1], replace(last, turns=turns)]
+    made = replace(rows[0], more=rows[1:])
+    assert made.num_sampled == whole.num_sampled
+    return made
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_credit_does_not_depend_on_rows(mixed: bool) -> None:
+    """Returns, GAE and advantages of turns go through a sample in order of time, wherever its rows lie in the batch."""
+    given: list[tuple[float | None, ...]] = [(0.5, None, 1.0), (None, 0.0, 0.0, 2.0), (1.0, 1.0, None)]
+    whole = [conversation(*rewards, sample=n) for n, rewards in enumerate(given)]
+    apart = [in_rows(*rewards, sample=n, mixed=mixed) for n, rewards in enumerate(given)]
+    rewards, valid = np.asarray([[2.5, 2.0, 1.0]], np.float32), np.ones((1, 3), bool)
+    table = np.random.default_rng(0).normal(size=(4, 8))
+
+    def in_time(group: list[Trajectory], values: Any) -> list[list[float]]:
+        """Values of each sample's sampled tokens in order of time."""
+        made = [np.full(sample.num_sampled, np.nan) for sample in group]
+        for one, sample, of_rows in zip(made, group, values, strict=True):
+            for times, row in zip(sample.times(), of_rows, strict=True):
+                one[times[times >= 0]] = row[times >= 0]
+        return [one.tolist() for one in made]
+
+    found = {}
+    for name, group in {"whole": whole, "apart": apart}.items():
+        turns, ends = turn_advantages([group], rewards, {"env": 1.0}), rewards_at_ends([group], rewards, {"env": 1.0})
+        found[name] = [in_time(group, turns[0]), in_time(group, ends[0])]
+        batch = assemble(
+            [group], rewards, valid, like=group[0], row_tokens=12, num_rows=12, turns_PG=ends, chained=True
+        )
+        values = table[batch.samples, batch.times]
+        for level in ("token", "turn"):
+            settings = GAE(gamma=0.9, lam=0.8, whiten=False, level=level)  # type: ignore[arg-type]
+            (made,), _ = with_returns([batch], [values], settings, None)
+            assert made.samples is None and made.times is None
+            for one in (made.advantages, made.returns):
+                by_time = np.zeros(table.shape)
+                by_time[batch.samples, batch.times] = np.where(batch.samples > 0, one, 0.0)
+                found[name].append(by_time[1:].tolist())
+    for one, other in zip(found["whole"], found["apart"], strict=True):
+        for of_one, of_other in zip(one, other, strict=True):
+            assert_allclose(of_other, of_one, atol=1e-6)
+    assert np.abs(found["whole"][1][0]).sum() == 2.5 and found["whole"][2][0][0] != 0
+
+
+@pytest.mark.parametrize("loss", [replace(GRPO, kl_coef=0.0), dr_grpo(10)], ids=["grpo", "dr_grpo"])
+def test_a_sample_weighs_the_same_in_any_rows(loss: PolicyLoss) -> None:
+    """A conversation of four turns beside one of one turn: value and gradient, also in micro-batches of a row each."""
+
+    @jax.jit
+    def gradient(logps: Any, batch: Batch) -> tuple[Any, Mean]:
+        return jax.grad(lambda x: (lambda out: (out.total, out))(loss(TokenStats(logps=x), batch).loss), has_aux=True)(
+            logps
+        )
+
+    advantages, valid = np.asarray([[1.0, 3.0]], np.float32), np.ones((1, 2), bool)
+    means, gradients = [], []
+    for long in (conversation(1.0, 1.0, 1.0, 1.0), in_rows(1.0, 1.0, 1.0, 1.0)):
+        group = [long, conversation(1.0, sample=1)]
+        batch = assemble([group], advantages, valid, like=long, row_tokens=14, num_rows=8, chained=True)
+        logps = np.full(batch.shape, -0.5, np.float32)
+        rows = [gradient(*jax.tree.map(lambda x, n=n: x[n : n + 1], (logps, batch))) for n in range(len(logps))]
+        slope, whole = gradient(logps, batch)
+        means += [whole.value(), functools.reduce(added, [mean for _, mean in rows]).value()]
+        for one in (slope, np.concatenate([of_row for of_row, _ in rows])):
+            gradients.append(np.zeros((3, 8)))
+            np.add.at(gradients[-1], (batch.samples, batch.times), one)
+    assert_allclose(means, means[0], rtol=1e-6)
+    for one in gradients:
+        assert_allclose(one[1:], gradients[0][1:], rtol=1e-5)
+    if loss.reduce is sequence_mean:
+        assert_allclose(means[0], -(0.5 * 1.0 + 0.5 * 3.0), rtol=1e-6)
+
+
 def test_rows_of_a_sample_share_its_advantage() -> None:
     """A sample of two rows is two sequences of the batch; one that is left out is left out in both."""
     split = replace(conversation(1.0), more=[conversation(0.5)])
@@ -76,6 +165,7 @@ def test_rows_of_a_sample_share_its_advantage() -> None:
     batch = assemble([group], advantages, valid, like=split, row_tokens=4, num_rows=4)
     assert_array_equal(batch.loss_weight.sum(axis=1), [2, 2, 0, 0])
     assert_array_equal(np.unique(batch.advantages), [0, 2])
+    assert_array_equal(batch.sample_shares[:, 1], [0.5, 0.5, 0, 0])
     assert split.num_sampled == 4 and split.completion_tokens == [2, 3, 2, 3]
 
 

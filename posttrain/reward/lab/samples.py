@@ -89,10 +89,10 @@ def describe_samples(groups_P: Sequence[Group], rewards: Rewards) -> Iterator[st
         yield f"  {error.function}: failed on a sample: {error.error}"
     for index in np.argsort([-_range(row) for row in total_PG], kind="stable")[:NUM_SHOWN].tolist():
         row, group = total_PG[index], groups_P[index]
-        yield f"prompt: {_short(str(group[0].example.messages[-1]['content']))}"
+        yield f"prompt: {_short(str(group[0].answer.example.messages[-1]['content']))}"
         order = np.argsort(np.where(np.isnan(row), np.inf, -row), kind="stable")
         for sample in dict.fromkeys((int(order[0]), int(order[-1]))):
-            yield f"  {row[sample]:8.3g}  {_short(group[sample].text)}"
+            yield f"  {row[sample]:8.3g}  {_short(group[sample].answer.text)}"
 
 
 def _range(row: np.ndarray) -> float:
