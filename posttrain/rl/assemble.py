@@ -48,7 +48,7 @@ def assemble(
     for p, g in np.argwhere(valid_PG).tolist():
         sample, alike = groups_P[p][g], float(advantages_PG[p, g])
         if sample.num_sampled:
-            values = [alike] * len(sample.rows) if turns_PG is None else turns_PG[p][g]
+            values: Sequence[Any] = [alike] * len(sample.rows) if turns_PG is None else turns_PG[p][g]
             policies = [_policy(row, of_row, version) for row, of_row in zip(sample.rows, values, strict=True)]
             weights = _of_sample(sample, p * len(groups_P[p]) + g + 1, chained=chained)
             parts = zip(sample.rows, policies, weights, strict=True)

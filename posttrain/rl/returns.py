@@ -181,11 +181,11 @@ def _in_time(settings: GAE, part: Batch, rewards: Tokens, values: Tokens, mask: 
     column -= first[line]
     sampled = np.zeros((len(first), int(column.max(initial=-1)) + 1), bool)
     sampled[line, column] = True
-    lines = np.zeros((2, *sampled.shape))
-    lines[:, line, column] = rewards.ravel()[places], values.ravel()[places]
+    given, value = np.zeros(sampled.shape), np.zeros(sampled.shape)
+    given[line, column], value[line, column] = rewards.ravel()[places], values.ravel()[places]
     estimate = turn_gae if settings.level == "turn" else gae
+    made = estimate(given, value, sampled, np.ones(sampled.shape, int), gamma=settings.gamma, lam=settings.lam)
     found = np.zeros((2, mask.size))
-    made = estimate(*lines, sampled, np.ones(sampled.shape, int), gamma=settings.gamma, lam=settings.lam)
     found[:, places] = [one[line, column] for one in made]
     return found[0].reshape(mask.shape), found[1].reshape(mask.shape)
 
