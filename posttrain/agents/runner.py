@@ -12,15 +12,27 @@ from posttrain.agents.endpoint import MODEL, Endpoint
 from posttrain.agents.session import Branch, Session
 from posttrain.data.chat import Renderer
 from posttrain.environments.conversation import Generate, accepted_keywords
-from posttrain.environments.limits import LimitExceeded, Limits
+from posttrain.environments.turns import Limit
+from posttrain.errors import RunError
 from posttrain.rollout.trajectory import Example, Stop, Trajectory
 from posttrain.rollout.transcript import Transcript
 from posttrain.rollout.types import SamplingParams
+from posttrain.runtime.user_calls import CallTimeout, UserCalls
 from posttrain.tools.types import FormatMaker
 from posttrain.user_code import describe_error, number_of
 
 GIVEN = ("base_url", "api_key", "model", "seed", "row", "messages")
 """Keywords that an agent's function may name, beside dataset columns and `args`."""
+
+
+REFUSED: Mapping[str, Limit] = {
+    "max_turns": "max_turns",
+    "max_rows": "max_rows",
+    "context_length_exceeded": "row_tokens",
+}
+"""Codes of requests that the endpoint refuses, with the limit that they are beyond."""
+MAX_CAUSES = 8
+"""Maximum number of exceptions in a chain that are read."""
 
 
 class AgentFailed(Exception):
@@ -35,7 +47,9 @@ class Agents:
     """Function of the keywords that it names, or a command."""
     args: Mapping[str, Any]
     endpoint: Endpoint
-    limits: Limits
+    unfinished: float | None
+    """Reward of a sample whose agent gives none after a request beyond the limits; None: none."""
+    calls: UserCalls
     max_turns: int
     max_rows: int
     row_tokens: int
@@ -75,32 +89,53 @@ class Agents:
         )
         base_url = self.endpoint.open(session)
         stop: Stop = "stop"
+        limit: Limit | None = None
         error, reward, metrics = None, None, dict[str, float]()
         try:
             reward, metrics = outcome_of(await self._run(example, base_url, seed))
-        except LimitExceeded as failure:
+            limit = _limit_of(session, None) if reward is None else None
+        except CallTimeout as failure:
             stop, error = "env_timeout", f"agent: {failure}"
+        except RunError:
+            raise
         except Exception as failure:
-            stop, error = "env_error", f"agent: {_described(failure)}"
+            limit = _limit_of(session, failure)
+            if limit is None:
+                stop, error = "env_error", f"agent: {_described(failure)}"
         finally:
             self.endpoint.end(base_url)
         if failures:
             raise failures[0]
+        if limit is not None:
+            reward, metrics = self.unfinished, {**metrics, f"unfinished_{limit}": 1.0}
         return _trajectory(session, example, group, sample, stop=stop, error=error, reward=reward, metrics=metrics)
 
     def close(self) -> None:
         """Stop the endpoint, and end idle threads."""
         self.endpoint.close()
-        self.limits.close()
+        self.calls.close()
 
     async def _run(self, example: Example, base_url: str, seed: int) -> Any:
         given = {"row": example.row, "messages": list(example.messages), "seed": seed, **example.row, **self.args}
         given |= {"base_url": base_url, "api_key": "session", "model": MODEL}
         if not callable(self.run):
-            return await self.limits.call(run_command, self.run, base_url=base_url, given=given)
+            command = self.run
+            return await self.calls.bound(lambda: run_command(command, base_url=base_url, given=given))
         names = accepted_keywords(self.run)
         keywords = given if names is None else {name: value for name, value in given.items() if name in names}
-        return await self.limits.call(self.run, **keywords)
+        return await self.calls.call(self.run, **keywords)
+
+
+def _limit_of(session: Session, failure: BaseException | None) -> Limit | None:
+    """Limit for which the endpoint has refused a request; of an agent that failed only one that its error names."""
+    said: list[str] = []
+    one = failure
+    while one is not None and len(said) < MAX_CAUSES:
+        said += [str(one), getattr(one, "said", "")]
+        one = one.__cause__ or one.__context__
+    text = " ".join(said)
+    refused = [code for code in REFUSED if session.refusals[code] and (failure is None or code in text)]
+    return REFUSED[refused[0]] if refused else None
 
 
 def outcome_of(result: Any) -> tuple[float | None, dict[str, float]]:

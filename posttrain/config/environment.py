@@ -32,6 +32,10 @@ class EnvSection(Section):
     on_error: Literal["drop"] | float = "drop"
     """Value of the reward `env` of samples whose environment fails. `drop`: the sample has no reward and is excluded
     from its group."""
+    unfinished: Literal["drop"] | float = 0.0
+    """Reward of a conversation that ends before the environment is done, added to those that its turns have: a turn cut
+    at `sampling.max_tokens`, `max_turns`, or `row_tokens`. `drop`: it has no reward `env`, and without other rewards is
+    excluded from its group."""
     keep_thinking: Flag = False
     """Keep the thinking of earlier turns in the conversation where the chat template drops it."""
     split_turns: Flag = False
@@ -68,6 +72,10 @@ class AgentSection(Section):
     on_error: Literal["drop"] | float = "drop"
     """Value of the reward `env` of samples whose agent fails. `drop`: the sample has no reward and is excluded from its
     group."""
+    unfinished: Literal["drop"] | float = 0.0
+    """Reward of a sample whose agent gives none after the endpoint has refused it a request for `max_turns`, `max_rows`
+    or `row_tokens`: it returns None, or fails with that error. `drop`: it has no reward `env`, and without other
+    rewards is excluded from its group."""
     keep_thinking: Flag = False
     """Keep the thinking of earlier turns in the conversation where the chat template drops it."""
     split_turns: Flag = False

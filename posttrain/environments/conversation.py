@@ -10,14 +10,14 @@ from typing import Any
 
 from posttrain.data.chat import Message, Renderer
 from posttrain.data.format import checked_messages
-from posttrain.environments.limits import LimitExceeded, Limits
 from posttrain.environments.tool_env import ToolEnv
-from posttrain.environments.turns import message_of
+from posttrain.environments.turns import Limit, message_of, pay_unfinished
 from posttrain.environments.types import Env, EnvFactory, Reply
 from posttrain.errors import ConfigError, RunError
 from posttrain.rollout.trajectory import Example, Stop, Trajectory
 from posttrain.rollout.transcript import Transcript
 from posttrain.rollout.types import Completion, Requests, SamplingParams
+from posttrain.runtime.user_calls import CallTimeout, UserCalls
 from posttrain.tools.types import FormatMaker, Tool, ToolFormat
 from posttrain.user_code import describe_error, number_of
 
@@ -45,7 +45,10 @@ class Environments:
     """Maximum number of tokens of a conversation."""
     split_turns: bool
     """A training row for each turn, after the template's rendering of all messages before it; else one of all."""
-    limits: Limits
+    unfinished: float | None
+    """Reward, beside those of the turns, of a conversation that ends before the environment is done; None: it has no
+    reward at all."""
+    calls: UserCalls
     tool_format: FormatMaker | None
     """Format of tool calls, for environments with tools."""
     tools: Sequence[Tool] = ()
@@ -69,7 +72,7 @@ class Environments:
 
     def close(self) -> None:
         """End the threads and tools that conversations leave."""
-        self.limits.close()
+        self.calls.close()
         for tool in self.tools:
             tool.close()
 
@@ -127,27 +130,40 @@ class Conversation:
             row, time = self._rows[-1], sum(len(one.turns) for one in self._rows)
             room = min(self._params.max_tokens, self._all.row_tokens - len(row))
             if room < 1:
-                return "length"
+                return self._unfinished("row_tokens")
             completion = await self._generate(row.tokens, replace(self._requests(row.tokens), max_tokens=room))
             row.add_turn(completion, time)
             message = self._message(row.tokens[: row.turns[-1].start], completion)
             reply = await self._reply(message)
             row.reward(reply.reward)
-            if reply.done or completion.stop == "length":
-                return "stop" if reply.done and completion.stop != "length" else "length"
+            cut = completion.stop == "length"
+            if reply.done:
+                return "length" if cut else "stop"
+            if cut:
+                return self._unfinished("max_tokens" if room == self._params.max_tokens else "row_tokens")
             if time + 1 >= self._all.max_turns:
-                return "max_turns"
+                return self._unfinished("max_turns")
             if not self._go_on(reply.messages, completion):
-                return "length"
+                return self._unfinished("row_tokens")
+
+    def _unfinished(self, limit: Limit) -> Stop:
+        """End a conversation at a limit, before the environment is done."""
+        self._count({f"unfinished_{limit}": 1.0})
+        pay_unfinished(self._rows, self._all.unfinished)
+        return "max_turns" if limit == "max_turns" else "length"
 
     async def close(self) -> None:
         """Call the environment's `close`, if it has one; what it raises is counted in `close_errors`."""
         close = getattr(self._env, "close", None)
-        if close is not None:
-            try:
-                await self._all.limits.call(close)
-            except Exception:
-                self._count({"close_errors": 1.0})
+        try:
+            if close is not None:
+                await self._all.calls.call(close)
+        except RunError:
+            raise
+        except Exception:
+            self._count({"close_errors": 1.0})
+        finally:
+            self._all.calls.release(self._env)
 
     def trajectory(self, group: int, sample: int, *, stop: Stop, error: str | None) -> Trajectory:
         """Trajectory of what was said."""
@@ -230,10 +246,10 @@ class Conversation:
 
     async def _called(self, name: str, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         try:
-            return await self._all.limits.call(function, *args, **keywords)
+            return await self._all.calls.call(function, *args, **keywords)
         except RunError:
             raise
-        except LimitExceeded as failure:
+        except CallTimeout as failure:
             raise EnvError("env_timeout", f"{name}: {failure}") from failure
         except Exception as failure:
             raise EnvError("env_error", f"{name}: {describe_error(failure)}") from failure

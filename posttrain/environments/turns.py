@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal, get_args
 
 from posttrain.data.chat import Message, Renderer
 from posttrain.rollout.trajectory import Trajectory
+from posttrain.rollout.transcript import Transcript
 from posttrain.rollout.types import Completion, SamplingParams, reply_of
 from posttrain.tools.types import ToolFormat
 
@@ -36,6 +38,25 @@ def message_of(
 
 
 ENV_REWARD = "env"
+Limit = Literal["max_tokens", "max_turns", "max_rows", "row_tokens"]
+"""Limit at which a conversation ends before its environment is done: `sampling.max_tokens` of a turn, the maximum of
+turns or of an agent's histories, or `row_tokens`. A sample counts it in its metric `unfinished_<limit>`."""
+UNFINISHED: tuple[Limit, ...] = get_args(Limit)
+
+
+def limit_of(trajectory: Trajectory) -> Limit | None:
+    """Limit at which the conversation of a sample ended; None if it came to its end."""
+    return next((limit for limit in UNFINISHED if trajectory.metrics.get(f"unfinished_{limit}")), None)
+
+
+def pay_unfinished(rows: Sequence[Transcript], reward: float | None) -> None:
+    """Add the reward of an unfinished conversation to its last turn; None: remove those of all turns."""
+    taken = [row for row in rows if row.turns]
+    if reward is not None and taken:
+        taken[-1].reward((taken[-1].turns[-1].reward or 0.0) + reward)
+    elif reward is None:
+        for row in taken:
+            row.turns = [turn._replace(reward=None) for turn in row.turns]
 
 
 class EnvFailure(Exception):

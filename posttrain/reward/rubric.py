@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, RunError
 from posttrain.metrics import merge
 from posttrain.reward.cache import RewardCache
 from posttrain.reward.call import CallError, CallResult, call_reward, check_values
@@ -21,7 +20,7 @@ from posttrain.reward.scoring import Caller, Failure, RewardScores
 from posttrain.reward.stream import GroupScores, RewardStream, whole
 from posttrain.reward.types import RewardError, Rewards
 from posttrain.rollout.trajectory import Group, Trajectory
-from posttrain.runtime.threads import ThreadCall
+from posttrain.runtime.user_calls import UserCalls, wait_here
 from posttrain.tracking.console import cut
 
 SHOWN_CELLS = 80
@@ -232,17 +231,12 @@ def error_lines(rewards: Rewards, groups_P: Sequence[Group]) -> list[str]:
     return lines
 
 
-MAX_ABANDONED = 64
-"""Maximum number of abandoned calls of one function that may still be running; beyond it the function is not called."""
-
-
 class ThreadCaller:
     """Caller that runs each call in a new daemon thread, so that a call that never returns does not keep the process
     alive."""
 
     def __init__(self, function: Callable[..., Any], name: str):
-        self._function, self._name = function, name
-        self._abandoned: set[threading.Thread] = set()
+        self._function, self._calls = function, UserCalls(f"reward {name}", timeout_s=None)
 
     async def prepare(self) -> None:
         """Do nothing: threads start immediately."""
@@ -253,28 +247,15 @@ class ThreadCaller:
     def close(self) -> None:
         """Do nothing: threads end by themselves."""
 
-    @property
-    def abandoned(self) -> int:
-        """Number of calls past their deadline that are still running."""
-        self._abandoned = {thread for thread in self._abandoned if thread.is_alive()}
-        return len(self._abandoned)
-
     async def call(self, keywords: Mapping[str, Any], loggers: Sequence[str], count: int) -> CallResult:
-        """Call the function. CallError if it fails; on cancellation the thread is abandoned and its coroutine
-        cancelled."""
-        if self.abandoned >= MAX_ABANDONED:
-            raise CallError(
-                f"not called: {MAX_ABANDONED} earlier calls have not returned, and threads cannot be killed; "
-                "name it as file.py:function, which runs in a child process"
-            )
-        call = ThreadCall[CallResult]()
-        name = f"reward {self._name}"
-        thread = call.start(lambda: call_reward(self._function, keywords, loggers, count, call.wait), name)
+        """Call the function. CallError if it fails; on cancellation the thread is left behind and its coroutine
+        cancelled. RunError if too many calls have hung; a function named as file.py:function is killed instead."""
         try:
-            return await call.future
-        except asyncio.CancelledError:
-            self._abandoned.add(thread)
-            call.cancel()
+            result: CallResult = await self._calls.call(
+                call_reward, self._function, keywords, loggers, count, wait_here
+            )
+        except RunError:
             raise
         except RuntimeError as error:
             raise CallError(str(error)) from error
+        return result

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from posttrain.environments.turns import UNFINISHED, limit_of
 from posttrain.errors import RunError
 from posttrain.losses.sampler_gap import OUTLIER_NATS
 from posttrain.reward.types import Rewards
@@ -82,6 +83,9 @@ def _env_metrics(samples: Sequence[Trajectory]) -> dict[str, float]:
         return {}
     names = sorted({name for sample in samples for name in sample.metrics})
     own = {f"env/{name}": float(np.mean([s.metrics.get(name, 0.0) for s in samples])) for name in names}
+    limits = [limit_of(sample) for sample in samples]
+    own["env/unfinished"] = float(np.mean([limit is not None for limit in limits]))
+    own |= {f"env/unfinished_{name}": float(np.mean([limit == name for limit in limits])) for name in UNFINISHED}
     ends = {"errors": "env_error", "timeouts": "env_timeout", "max_turns_ratio": "max_turns"}
     shares = {f"env/{name}": float(np.mean([s.stop == stop for s in samples])) for name, stop in ends.items()}
     return {"env/turns": float(turns.mean()), **shares, **own}

@@ -1,5 +1,5 @@
 """Warnings about steps without a training signal, once each: equal rewards, samples that are cut, rewards that follow
-length alone."""
+length alone, conversations that end too early."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from posttrain.environments.turns import UNFINISHED, limit_of
 from posttrain.reward.types import Rewards
 from posttrain.rl.signs import Sums, added, lengths_of, within_groups
 from posttrain.rollout.trajectory import Group
@@ -22,20 +23,24 @@ LEAST_SAMPLES = 24
 
 
 class SignalWarnings:
-    """Warnings of a stage; each is given once. `max_tokens`: of a completion. `scored`: the stage has rewards."""
+    """Warnings of a stage; each is given once. `max_tokens`: of a completion. `scored`: the stage has rewards.
+    `converses`: samples are conversations, of which only those that end too early are told."""
 
-    def __init__(self, *, max_tokens: int, scored: bool):
-        self._max_tokens, self._scored = max_tokens, scored
+    def __init__(self, *, max_tokens: int, scored: bool, converses: bool):
+        self._max_tokens, self._scored, self._converses = max_tokens, scored, converses
         self._equal = self._cut = 0
         self._sums: deque[Sums] = deque(maxlen=STEPS)
         self._given: set[str] = set()
 
     def observe(self, groups_P: Sequence[Group], rewards: Rewards) -> list[str]:
         """New warnings after a step."""
-        cut = float(np.mean([sample.stop == "length" for group in groups_P for sample in group]))
+        samples = [sample for group in groups_P for sample in group]
+        ends = [limit_of(sample) if self._converses else sample.stop for sample in samples]
+        cut = float(np.mean([end in ("length", *UNFINISHED) for end in ends]))
         self._cut = self._cut + 1 if cut > MAX_CUT else 0
-        found = {"cut": self._cut_line(cut) if self._cut >= STEPS else None}
-        if self._scored:
+        line = self._unfinished_line(ends) if self._converses else self._cut_line(cut)
+        found = {"cut": line if self._cut >= STEPS else None}
+        if self._scored and not self._converses:
             total_PG = np.asarray(rewards.total_PG, np.float64)
             self._equal = self._equal + 1 if _equal_within(total_PG) else 0
             self._sums.append(within_groups(lengths_of(groups_P), total_PG))
@@ -51,6 +56,18 @@ class SignalWarnings:
             "answers are missing, and most rewards are those of unfinished text; raise sampling.max_tokens, or see in "
             "the samples why they do not end"
         )
+
+    def _unfinished_line(self, ends: Sequence[str | None]) -> str:
+        shares = {limit: ends.count(limit) / len(ends) for limit in UNFINISHED if limit in ends}
+        causes = ", ".join(f"{share:.0%} at {self._named(limit)}" for limit, share in shares.items())
+        return (
+            f"{sum(shares.values()):.0%} of the conversations end before the environment is done, for {STEPS} steps "
+            f"({causes}): a turn that is cut is the last of its conversation, and these have the reward `unfinished`; "
+            "raise the limit, or see in the samples why they do not end"
+        )
+
+    def _named(self, limit: str) -> str:
+        return f"sampling.max_tokens={self._max_tokens}" if limit == "max_tokens" else limit
 
     def _equal_line(self, rewards: Rewards) -> str:
         total_PG = rewards.total_PG

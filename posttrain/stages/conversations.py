@@ -13,7 +13,6 @@ from posttrain.config import AgentSection, EnvSection, Locator, RLSection
 from posttrain.data.chat import Message, Renderer
 from posttrain.data.turns import ReplyRole, check_turns
 from posttrain.environments.conversation import Environments, accepted_keywords
-from posttrain.environments.limits import Limits
 from posttrain.environments.tool_env import ToolEnv
 from posttrain.environments.turns import ENV_REWARD, env_rewards
 from posttrain.environments.types import Conversations, Env
@@ -21,6 +20,7 @@ from posttrain.errors import ConfigError, did_you_mean
 from posttrain.reward.function import Reward
 from posttrain.rollout.trajectory import Example
 from posttrain.runtime.event_loop import run_async
+from posttrain.runtime.user_calls import UserCalls
 from posttrain.stages.inputs import callable_of
 from posttrain.stages.tools import format_maker
 from posttrain.tools.types import FormatMaker, Tool
@@ -55,7 +55,8 @@ def _environments(section: RLSection, env: EnvSection, tools: Sequence[Tool], to
         max_turns=env.max_turns,
         row_tokens=section.sequence_tokens,
         split_turns=env.split_turns,
-        limits=Limits(timeout_s=env.timeout_s, concurrency=env.concurrency),
+        unfinished=None if env.unfinished == "drop" else env.unfinished,
+        calls=UserCalls("env.fn", timeout_s=env.timeout_s, concurrency=env.concurrency),
         tool_format=tool_format,
         tools=tools,
     )
@@ -66,7 +67,8 @@ def _agents(section: RLSection, agent: AgentSection, tool_format: FormatMaker) -
         run=_function(agent.fn, "agent.fn") if agent.fn is not None else _command(agent.command),
         args=agent.args,
         endpoint=Endpoint(),
-        limits=Limits(timeout_s=agent.timeout_s, concurrency=agent.concurrency),
+        unfinished=None if agent.unfinished == "drop" else agent.unfinished,
+        calls=UserCalls("agent", timeout_s=agent.timeout_s, concurrency=agent.concurrency),
         max_turns=agent.max_turns,
         max_rows=agent.max_rows,
         row_tokens=section.sequence_tokens,
@@ -149,16 +151,16 @@ def _check_keywords(
 
 async def _tried(environments: Environments, example: Example) -> tuple[Env, Sequence[Message] | None]:
     """Environment of an example, and its own prompt where it has one."""
-    limits, at = environments.limits, "env.fn"
+    calls, at = environments.calls, "env.fn"
     try:
-        env = await limits.call(environments.make, **environments.given(example.row, 0))
+        env = await calls.call(environments.make, **environments.given(example.row, 0))
         if not isinstance(env, Env):
             raise ConfigError(f"env.fn makes a {type(env).__name__} without a method reply(message)")
         at = "env.start"
-        prompt = await limits.call(env.start) if hasattr(env, "start") else None
+        prompt = await calls.call(env.start) if hasattr(env, "start") else None
         if hasattr(env, "close"):
             at = "env.close"
-            await limits.call(env.close)
+            await calls.call(env.close)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:

@@ -62,12 +62,13 @@ class StepWatch:
         self._monitor = monitor
         self._stops = section.monitor is not None and section.monitor.on_alarm == "stop"
         conversation = isinstance(section, RLSection) and section.converses
-        self._warnings = SignalWarnings(max_tokens=section.sampling.max_tokens, scored=section.scored)
-        self._warns = not conversation
+        self._warnings = SignalWarnings(
+            max_tokens=section.sampling.max_tokens, scored=section.scored, converses=conversation
+        )
 
     def __call__(self, step: int, groups_P: Sequence[Group], rewards: Rewards) -> dict[str, float]:
         """Observe a step; return the monitor's metrics. RunError for an alarm, if the section says so."""
-        for line in self._warnings.observe(groups_P, rewards) if self._warns else []:
+        for line in self._warnings.observe(groups_P, rewards):
             _print(f"WARNING, step {step}: {line}")
         if self._monitor is None:
             return {}

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, get_type_hints
 
-from posttrain.errors import ConfigError, did_you_mean
-from posttrain.runtime.threads import LoopThread, ThreadCall
+from posttrain.errors import ConfigError, RunError, did_you_mean
+from posttrain.runtime.user_calls import CallTimeout, UserCalls
 from posttrain.tools.arguments import argument_error
 from posttrain.tools.types import failed, result_text
 from posttrain.user_code import import_transformers
-
-MAX_ABANDONED = 64
-"""Maximum number of calls of one function past their deadline that may still be running; beyond it the function is not
-called."""
-CLOSE_S = 1.0
-"""Seconds that the end of a run waits for coroutines of tools to end."""
 
 
 class FunctionTool:
     """Tool of a typed Python function with a docstring in Google's format, as transformers' `get_json_schema` reads it.
 
-    A function runs in a new thread, where it cannot be killed; a coroutine function runs in an event loop of its own,
-    which lives as long as the tool, and is cancelled at the deadline. Calls run concurrently.
+    A function runs in a new thread, where it cannot be killed; a coroutine function runs in an event loop of the tool's
+    own, and is cancelled at the deadline. Calls run concurrently.
     """
 
     def __init__(
@@ -35,9 +27,7 @@ class FunctionTool:
         self._function, self._timeout_s, self._max_chars = function, timeout_s, max_chars
         self._args = dict(args or {})
         self._schema = function_schema(function, self._args)
-        self._is_coroutine = inspect.iscoroutinefunction(function)
-        self._abandoned: set[threading.Thread] = set()
-        self._loop = LoopThread(f"tool {self.name}")
+        self._calls = UserCalls(f"tool {self.name}", timeout_s=timeout_s)
 
     @property
     def name(self) -> str:
@@ -47,50 +37,25 @@ class FunctionTool:
     def schema(self) -> Mapping[str, Any]:
         return self._schema
 
-    @property
-    def abandoned(self) -> int:
-        """Number of calls past their deadline that are still running."""
-        self._abandoned = {thread for thread in self._abandoned if thread.is_alive()}
-        return len(self._abandoned)
-
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
         """Call the function. Invalid arguments, exceptions, a result that is no JSON and a passed deadline give a
-        `FailedCall`."""
+        `FailedCall`. RunError if too many calls have hung."""
         fault = argument_error(arguments, self._schema["function"]["parameters"])
         if fault is not None:
             return failed(fault, self._max_chars)
-        if self.abandoned >= MAX_ABANDONED:
-            return failed(f"{self.name} hangs: {MAX_ABANDONED} earlier calls have not returned", self._max_chars)
         try:
-            result = await (self._in_loop(arguments) if self._is_coroutine else self._in_thread(arguments))
+            result = await self._calls.call(self._function, **arguments, **self._args)
             return result_text(result, self._max_chars)
-        except TimeoutError as error:
-            text = str(error) or f"{self.name} took longer than {self._timeout_s:g} seconds"
-            return failed(text, self._max_chars)
+        except CallTimeout:
+            return failed(f"{self.name} took longer than {self._timeout_s:g} seconds", self._max_chars)
+        except RunError:
+            raise
         except Exception as error:
             return failed(f"{type(error).__name__}: {error}", self._max_chars)
 
     def close(self) -> None:
         """Cancel coroutines; threads end by themselves."""
-        self._loop.close(CLOSE_S)
-
-    async def _in_loop(self, arguments: Mapping[str, Any]) -> Any:
-        return await asyncio.wait_for(self._loop.run(self._function(**arguments, **self._args)), self._timeout_s)
-
-    async def _in_thread(self, arguments: Mapping[str, Any]) -> Any:
-        call = ThreadCall[Any]()
-
-        def work() -> Any:
-            result = self._function(**arguments, **self._args)
-            return call.wait(result) if inspect.isawaitable(result) else result
-
-        thread = call.start(work, f"tool {self.name}")
-        try:
-            return await asyncio.wait_for(call.future, self._timeout_s)
-        except (TimeoutError, asyncio.CancelledError):
-            self._abandoned.add(thread)
-            call.cancel()
-            raise
+        self._calls.close()
 
 
 def function_schema(function: Callable[..., Any], hidden: Collection[str] = ()) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from posttrain.errors import ConfigError, RunError
-from posttrain.runtime.threads import LoopThread
+from posttrain.runtime.user_calls import LoopThread
 from posttrain.tools.arguments import argument_error
 from posttrain.tools.types import cut, failed
 

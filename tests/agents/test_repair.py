@@ -12,10 +12,10 @@ from envs.repair import MODULES, Repository, solve, tasks
 from posttrain.agents.endpoint import Endpoint
 from posttrain.agents.runner import Agents
 from posttrain.data.chat import Renderer
-from posttrain.environments.limits import Limits
 from posttrain.environments.turns import env_rewards
 from posttrain.rollout.trajectory import Example
 from posttrain.rollout.types import Completion, SamplingParams
+from posttrain.runtime.user_calls import UserCalls
 from posttrain.tools.formats.catalog import make_format
 from tests.environments.helpers import completion, with_template
 
@@ -75,7 +75,8 @@ def test_a_repair_through_the_endpoint(shared: Path) -> None:
     renderer = Renderer(with_template(shared, "Qwen-Qwen2.5-7B-Instruct"), True)
     engine, endpoint = Repairer(renderer, row), Endpoint()
     agents = Agents(
-        run=solve, args={}, endpoint=endpoint, limits=Limits(timeout_s=60.0, concurrency=4), max_turns=8, max_rows=1,
+        run=solve, args={}, endpoint=endpoint, unfinished=0.0,
+        calls=UserCalls("env.fn", timeout_s=60.0, concurrency=4), max_turns=8, max_rows=1,
         row_tokens=4096, split_turns=False,
         tool_format=lambda tools: make_format("auto", renderer.tokenizer, tools),
     )  # fmt: skip

@@ -18,12 +18,12 @@ from posttrain.agents.endpoint import Endpoint
 from posttrain.agents.runner import Agents
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
-from posttrain.environments.limits import Limits
-from posttrain.environments.turns import env_rewards
+from posttrain.environments.turns import env_rewards, limit_of
 from posttrain.reward.function import completion_of, prompt_of
 from posttrain.rl.turns import turn_advantages
 from posttrain.rollout.trajectory import Example, Trajectory
 from posttrain.rollout.types import SamplingParams
+from posttrain.runtime.user_calls import UserCalls
 from tests.agents.test_session import Counting
 
 
@@ -47,8 +47,14 @@ def run(endpoint: Endpoint, tokenizer: Tokenizer, agent: Any, timeout_s: float =
         "row_tokens": 400,
         "split_turns": False,
         "tool_format": None,
+        "unfinished": 0.0,
     }
-    agents = Agents(run=agent, endpoint=endpoint, limits=Limits(timeout_s=timeout_s, concurrency=4), **plain | changes)
+    agents = Agents(
+        run=agent,
+        endpoint=endpoint,
+        calls=UserCalls("env.fn", timeout_s=timeout_s, concurrency=4),
+        **plain | changes,
+    )
     renderer = Renderer(tokenizer, True)
     prompt = [{"role": "user", "content": "?"}]
     example = Example(index=0, row={"size": 3}, messages=prompt, prompt_tokens=renderer.prompt(prompt), plain=False)
@@ -180,6 +186,33 @@ def _gone(pid: int) -> bool:
     return not status.exists() or "State:\tZ" in status.read_text()
 
 
+@pytest.mark.parametrize("how", ["raise", "wrapped", "none", "paid", "bug"])
+def test_an_agent_that_is_refused_a_request(endpoint: Endpoint, tokenizer: Tokenizer, how: str) -> None:
+    """One that only goes on talking has the reward `unfinished` and stays in its group; a bug remains an error."""
+
+    def agent(base_url: str) -> float | None:
+        messages: list[Any] = [{"role": "user", "content": "?"}]
+        try:
+            while True:
+                ask_once(base_url, messages)
+        except openai.PermissionDeniedError as error:
+            if how == "raise":
+                raise
+            if how == "wrapped":
+                raise ValueError("the agent gave up") from error
+        if how == "bug":
+            raise KeyError("score")
+        return 0.75 if how == "paid" else None
+
+    made = run(endpoint, tokenizer, agent, max_turns=2, unfinished=-1.0)
+    if how == "bug":
+        assert made.stop == "env_error" and made.error is not None and "KeyError: 'score'" in made.error
+        return
+    assert (made.stop, made.error) == ("max_turns", None)
+    assert env_rewards([made]) == [0.75 if how == "paid" else -1.0]
+    assert limit_of(made) == (None if how == "paid" else "max_turns")
+
+
 @pytest.mark.parametrize(
     ("agent", "error"),
     [
@@ -201,7 +234,8 @@ def test_an_engine_that_fails_is_no_failure_of_the_agent(endpoint: Endpoint, tok
     agents = Agents(
         run=lambda base_url: ask_once(base_url, [{"role": "user", "content": "?"}]),
         endpoint=endpoint,
-        limits=Limits(timeout_s=20.0, concurrency=4),
+        unfinished=0.0,
+        calls=UserCalls("env.fn", timeout_s=20.0, concurrency=4),
         args={},
         max_turns=8,
         max_rows=3,

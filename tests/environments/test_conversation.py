@@ -15,11 +15,14 @@ import pytest
 from posttrain.data.chat import Message, Renderer
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.environments.conversation import Environments
-from posttrain.environments.limits import Limits
-from posttrain.environments.turns import EnvFailure, env_rewards
+from posttrain.environments.turns import EnvFailure, env_rewards, limit_of
 from posttrain.environments.types import Reply
+from posttrain.reward.types import Rewards
+from posttrain.rl.metrics import sample_metrics
+from posttrain.rl.warnings import SignalWarnings
 from posttrain.rollout.trajectory import Example, Trajectory
 from posttrain.rollout.types import SamplingParams
+from posttrain.runtime.user_calls import UserCalls
 from tests.environments.helpers import Script, template_names, with_template
 
 WORDS = ("yes", "no", " seven", "\n", "42", "é", "<", "  ", "maybe not", "木", "{}")
@@ -31,7 +34,8 @@ def environments(make: Callable[..., Any], **changes: Any) -> Environments:
         "max_turns": 8,
         "row_tokens": 4096,
         "split_turns": False,
-        "limits": Limits(timeout_s=60.0, concurrency=8),
+        "unfinished": 0.0,
+        "calls": UserCalls("env.fn", timeout_s=60.0, concurrency=8),
         "tool_format": None,
     }
     return Environments(make=make, **plain | changes)
@@ -142,24 +146,69 @@ def test_a_row_for_each_turn(tokenizer: Tokenizer) -> None:
     assert list(made.more[1].tokens[:-2]) == renderer.prompt(made.messages[:-1])
 
 
+@pytest.mark.parametrize("split_turns", [False, True])
 @pytest.mark.parametrize(
-    ("row_tokens", "max_turns", "max_tokens", "stop", "count"),
-    [(4096, 2, 64, "max_turns", 2), (4096, 8, 1, "length", 1), (90, 8, 64, "length", 4), (4096, 8, 64, "stop", 5)],
+    ("row_tokens", "max_turns", "max_tokens", "stop", "count", "limit"),
+    [
+        (4096, 2, 64, "max_turns", 2, "max_turns"),
+        (4096, 8, 1, "length", 1, "max_tokens"),
+        (90, 8, 64, "length", 4, "row_tokens"),
+        (4096, 8, 64, "stop", 5, None),
+    ],
 )
 def test_limits_of_a_conversation(
-    tokenizer: Tokenizer, row_tokens: int, max_turns: int, max_tokens: int, stop: str, count: int
+    tokenizer: Tokenizer,
+    row_tokens: int,
+    max_turns: int,
+    max_tokens: int,
+    stop: str,
+    count: int,
+    limit: str | None,
+    split_turns: bool,
 ) -> None:
+    """What ends before the environment is done has the reward `unfinished` beside those that it was paid, and counts
+    its limit: without one it would leave its group, and rambling would never be punished."""
     renderer = Renderer(tokenizer, True)
     prompt = example(renderer, {"role": "user", "content": "?"})
-    env = Scripted([user("+")] * 4 + [Reply(done=True)])
-    made, _ = hold(
-        environments(lambda: env, row_tokens=row_tokens, max_turns=max_turns),
-        renderer,
-        [said(tokenizer, "b")] * 5,
-        prompt,
-        max_tokens,
-    )
-    assert (made.stop, len(made.turns)) == (stop, count) and len(made.tokens) <= row_tokens
+
+    def held(unfinished: float | None, paid: float | None) -> Trajectory:
+        env = Scripted([user("+", reward=paid), *[user("+")] * 3, Reply(done=True, reward=1.0)])
+        made = environments(
+            lambda: env, row_tokens=row_tokens, max_turns=max_turns, split_turns=split_turns, unfinished=unfinished
+        )
+        return hold(made, renderer, [said(tokenizer, "b")] * 5, prompt, max_tokens)[0]
+
+    for paid in (None, 0.25):
+        made = held(-0.5, paid)
+        turns = [turn for row in made.rows for turn in row.turns]
+        assert made.stop == stop and len(turns) == (4 if split_turns and count == 5 and row_tokens == 90 else count)
+        assert all(len(row.tokens) <= row_tokens for row in made.rows)
+        assert limit_of(made) == limit
+        assert env_rewards([made]) == [(paid or 0.0) + (1.0 if limit is None else -0.5)]
+        assert turns[-1].reward == (1.0 if limit is None else -0.5 + ((paid or 0.0) if len(turns) == 1 else 0.0))
+        assert env_rewards([held(0.0, paid)]) == [(paid or 0.0) + (limit is None)]
+        assert env_rewards([held(None, paid)]) == [(paid or 0.0) + 1.0 if limit is None else None]
+
+
+def test_metrics_and_a_warning_of_conversations_that_end_too_early(tokenizer: Tokenizer) -> None:
+    renderer = Renderer(tokenizer, True)
+    prompt = example(renderer, {"role": "user", "content": "?"})
+
+    def held(max_tokens: int) -> Trajectory:
+        made = environments(lambda: Scripted([user("+"), Reply(done=True, reward=1.0)]))
+        return hold(made, renderer, [said(tokenizer, "b")] * 2, prompt, max_tokens)[0]
+
+    group = [held(1), held(1), held(64)]
+    metrics = sample_metrics([group], 0)
+    assert metrics["env/unfinished"] == metrics["env/unfinished_max_tokens"] == 2 / 3
+    assert metrics["env/unfinished_max_turns"] == metrics["env/unfinished_row_tokens"] == 0.0
+    total_PG = np.asarray([env_rewards(group)], np.float32)
+    rewards = Rewards(total_PG=total_PG, parts_PG={"env": total_PG}, errors=[], metrics={}, extras={})
+    warnings = SignalWarnings(max_tokens=1, scored=True, converses=True)
+    lines = [warnings.observe([group], rewards) for _ in range(4)]
+    assert [len(one) for one in lines] == [0, 0, 1, 0]
+    assert "67% of the conversations end before the environment is done" in lines[2][0]
+    assert "67% at sampling.max_tokens=1" in lines[2][0] and "the reward `unfinished`" in lines[2][0]
 
 
 class Failing:
@@ -200,7 +249,7 @@ def test_environments_that_fail(tokenizer: Tokenizer) -> None:
     """Each failure ends its own sample with its type; the others go on beside it, and the loop is not blocked."""
     renderer = Renderer(tokenizer, True)
     prompt = example(renderer, {"role": "user", "content": "?"})
-    made = environments(lambda how: Failing(how), limits=Limits(timeout_s=1.0, concurrency=32))
+    made = environments(lambda how: Failing(how), calls=UserCalls("env.fn", timeout_s=1.0, concurrency=32))
     params = SamplingParams(max_tokens=8, temperature=1.0, stop_token_ids=tokenizer.stop_ids, key=(0, 0))
     hows = [*FAULTS, *["fine"] * 20]
 
@@ -247,7 +296,7 @@ def test_environments_that_fail(tokenizer: Tokenizer) -> None:
         assert one.stop == stop and one.error is not None and text in one.error, (how, one.error)
         assert isinstance(reward, EnvFailure) and str(reward) == one.error
     assert late < 0.5, "a blocking environment has stopped the loop"
-    assert made.limits.abandoned == 1
+    assert made.calls.hung == 1
 
 
 def test_a_prompt_of_its_own_and_what_make_is_given(tokenizer: Tokenizer) -> None:

@@ -12,12 +12,12 @@ import pytest
 
 from posttrain.data.chat import Message, Renderer
 from posttrain.environments.conversation import Environments
-from posttrain.environments.limits import Limits
 from posttrain.environments.tool_env import MAX_CALLS, ToolEnv
 from posttrain.environments.types import Reply
 from posttrain.errors import ConfigError
 from posttrain.rollout.trajectory import Example
 from posttrain.rollout.types import SamplingParams
+from posttrain.runtime.user_calls import UserCalls
 from posttrain.tools.formats.catalog import make_format
 from posttrain.tools.formats.pieces import Call
 from posttrain.tools.formats.writers import write_calls
@@ -118,7 +118,8 @@ def test_conversations_with_tools_over_real_templates(shared: Path, name: str) -
         max_turns=4,
         row_tokens=4096,
         split_turns=False,
-        limits=Limits(timeout_s=20.0, concurrency=4),
+        unfinished=0.0,
+        calls=UserCalls("env.fn", timeout_s=20.0, concurrency=4),
         tool_format=partial(make_format, kind, tokenizer),
         tools=[TOOL],
     )

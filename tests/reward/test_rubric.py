@@ -139,8 +139,8 @@ def test_only_the_sample_that_hangs_loses_its_reward() -> None:
     assert rewards.metrics == {} and rewards.extras == {}, "written after the time-out"
 
 
-def test_calls_that_never_return_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("posttrain.reward.rubric.MAX_ABANDONED", 3)
+def test_calls_that_never_return_cost_only_themselves() -> None:
+    """Later calls are made however many hang, and a coroutine is cancelled with its thread."""
     release = threading.Event()
 
     def hangs(completions: list[str]) -> list[float]:
@@ -156,14 +156,12 @@ def test_calls_that_never_return_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(3):
         rewards = run_async(rubric.score(groups(TEXTS)))
     assert np.isnan(rewards.total_PG).all()
-    deadline = time.monotonic() + 10.0  # a cancelled coroutine's thread ends when it next runs
-    while threading.active_count() - before > 3 + 4 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert threading.active_count() - before <= 3 + 4, "those of one step, and none of a coroutine, which is cancelled"
-    message = next(error.error for error in rewards.errors if error.function == "hangs")
-    assert message.startswith("not called: 3 earlier calls have not returned") and "file.py:function" in message
+    assert {error.kind for error in rewards.errors} == {"timeout"}
     release.set()
-    time.sleep(0.1)
+    deadline = time.monotonic() + 10.0  # a cancelled coroutine's thread ends when it next runs
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert threading.active_count() <= before
     assert not np.isnan(run_async(rubric.score(groups(TEXTS))).parts_PG["hangs"]).any()
 
 

@@ -73,7 +73,7 @@ def scored(values: list[list[float]]) -> Rewards:
 
 
 def watched(values: list[list[float]], stop: str = "stop", steps: int = 5) -> list[list[str]]:
-    warnings = SignalWarnings(max_tokens=6, scored=True)
+    warnings = SignalWarnings(max_tokens=6, scored=True, converses=False)
     samples = groups([[str(value) for value in row] for row in values])
     cut = [[replace(one, stop=stop) for one in group] for group in samples]  # type: ignore[arg-type]
     return [warnings.observe(cut, scored(values)) for _ in range(steps)]
@@ -90,7 +90,7 @@ def test_warnings_come_once_after_three_steps() -> None:
 
 
 def test_a_reward_of_length_alone() -> None:
-    warnings, lines = SignalWarnings(max_tokens=999, scored=True), []
+    warnings, lines = SignalWarnings(max_tokens=999, scored=True, converses=False), []
     for groups_P, rewards in HACKS["length"].steps(3, seed=0):
         lengths = np.asarray([[float(one.num_sampled) for one in group] for group in groups_P])
         lines += warnings.observe(groups_P, scored((0.01 * lengths).tolist()))

@@ -19,7 +19,6 @@ from posttrain.config import MeshSection, SamplingSection
 from posttrain.data.chat import Renderer
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.environments.conversation import Environments
-from posttrain.environments.limits import Limits
 from posttrain.environments.turns import env_rewards
 from posttrain.environments.types import Reply
 from posttrain.losses.policy import GRPO, PolicyLoss, dr_grpo
@@ -34,6 +33,7 @@ from posttrain.rl.store import Recorded, read_record, write_record
 from posttrain.rl.turns import STD_EPS, rewards_at_ends, turn_advantages
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.trajectory import Example, Trajectory, Turn
+from posttrain.runtime.user_calls import UserCalls
 from posttrain.tree import Mean, added
 from tests.rl.helpers import trajectory
 from tests.tiny import tiny_model
@@ -210,7 +210,7 @@ def test_conversations_with_the_engine() -> None:
     renderer = Renderer(tokenizer, True)
     held = Environments(
         make=Echo, args={}, max_turns=8, row_tokens=256, split_turns=False,
-        limits=Limits(timeout_s=20.0, concurrency=8), tool_format=None,
+        unfinished=0.0, calls=UserCalls("env.fn", timeout_s=20.0, concurrency=8), tool_format=None,
     )  # fmt: skip
     sampling = SamplingSection(max_tokens=40, stop_token_ids=tuple(range(0, 250, 5)))
     sampler = Sampler(
