@@ -19,6 +19,7 @@ from posttrain.config.describe import FieldTable, field_table
 from posttrain.config.run import SECTIONS
 from posttrain.config.train import DatasetSection
 from posttrain.config.yaml_file import build_config, dump_config, load_config
+from posttrain.data.sources import listed
 from posttrain.errors import ConfigError
 from posttrain.results.result import RunResult, attach
 from posttrain.runs.code_identity import code_texts
@@ -291,7 +292,7 @@ def _rows(value: Any) -> Any:
     """Convert a dataset in memory to a list of rows; other values are returned unchanged."""
     if value is None or isinstance(value, str | Path | Mapping | Section):
         return value
-    rows = list(value)
+    rows = listed(value)
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise ConfigError(f"dataset: row {index} is a {type(row).__name__}; give a list of dicts, or a path")

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
-from posttrain.data.chat import Message, Renderer
-from posttrain.data.format import checked_messages
+from posttrain.data.chat import Renderer
+from posttrain.data.messages import Message, checked_messages
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder

@@ -10,8 +10,8 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from posttrain.agents.messages import from_wire, to_wire
 from posttrain.agents.session import Answer, RequestRefused, Session
+from posttrain.data.messages import checked_tools, from_wire, to_wire
 from posttrain.errors import ConfigError, RunError
 
 MODEL = "policy"
@@ -121,7 +121,7 @@ def _checked(text: bytes) -> dict[str, Any]:
         body = json.loads(text)
         if not isinstance(body, dict):
             raise TypeError("the body must be a JSON object")
-        body["messages"] = from_wire(body.get("messages"))
+        body["messages"], body["tools"] = from_wire(body.get("messages")), checked_tools(body.get("tools"))
         count, tokens = body.get("n") or 1, body.get("max_completion_tokens") or body.get("max_tokens")
         if not isinstance(count, int) or count < 1:
             raise TypeError(f"n={count!r} must be a positive integer")
@@ -138,8 +138,7 @@ def _checked(text: bytes) -> dict[str, Any]:
 
 async def _complete(session: Session, body: dict[str, Any]) -> list[Answer]:
     asked = [
-        session.complete(body["messages"], body.get("tools") or None, body["max_tokens"], body["stop"])
-        for _ in range(body["n"])
+        session.complete(body["messages"], body["tools"], body["max_tokens"], body["stop"]) for _ in range(body["n"])
     ]
     return list(await asyncio.gather(*asked))
 

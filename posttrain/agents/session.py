@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from posttrain.agents.messages import same_history
-from posttrain.data.chat import Message, Renderer
+from posttrain.data.chat import Renderer
+from posttrain.data.messages import Message, said_calls
 from posttrain.environments.conversation import Generate
 from posttrain.environments.turns import message_of
 from posttrain.errors import ConfigError
@@ -189,3 +189,12 @@ class Session:
                 "context_length_exceeded",
                 f"this model's maximum context length is {self.row_tokens} tokens, the messages have {num_tokens}",
             )
+
+
+def same_history(one: Sequence[Message], other: Sequence[Message]) -> bool:
+    """Tell whether two histories say the same."""
+    return len(one) == len(other) and all(_said(a) == _said(b) for a, b in zip(one, other, strict=True))
+
+
+def _said(message: Message) -> tuple[Any, ...]:
+    return message["role"], message.get("content") or "", said_calls(message), message.get("tool_call_id")

@@ -10,8 +10,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import Any, NamedTuple, Required, TypedDict
+from typing import Any, NamedTuple
 
+from posttrain.data.messages import (
+    Message,
+    Remarks,
+    TemplateForm,
+    check_tools_written,
+    check_turn_written,
+    refuse_unknown_keys,
+)
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.user_code import import_transformers
@@ -23,18 +31,10 @@ STAND_IN_TEXT = "posttrain_stand_in_of_a_turn"
 """Content of the assistant turn that stands for a sampled one."""
 STAND_INS = range(0x100000, 0x10FFFE)
 """Private-use characters that replace control tokens in message contents while the template runs."""
-
-
-class Message(TypedDict, total=False):
-    """Conversation turn in the format of chat templates (OpenAI messages)."""
-
-    role: Required[str]
-    content: str | list[dict[str, Any]]
-    tool_calls: list[dict[str, Any]]
-    tool_call_id: str
-    name: str
-    reasoning_content: str
-    malformed_calls: list[str]
+LITERAL = (
+    "control tokens in messages are ordinary characters to the model; if rows are ready-formatted texts, set "
+    "dataset.chat to false"
+)
 
 
 class Masked(NamedTuple):
@@ -52,6 +52,8 @@ class Conversation:
     tools: list[dict[str, Any]] | None
     literals: dict[str, str]
     """Control token text by stand-in character."""
+    silent: frozenset[int]
+    """Numbers of the assistant messages without loss (`weight: 0`)."""
 
 
 ToolConversion = Callable[
@@ -64,10 +66,16 @@ class Renderer:
     """Renders messages to tokens with the tokenizer's chat template, or as plain text.
 
     `chat=False` is for prompts and completions that are plain strings: contents are concatenated. `tool_text` converts
-    conversations with tools for templates that do not know them.
+    conversations with tools for templates that do not know them. `remarks` collects what is worth saying of messages.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat: bool, tool_text: ToolConversion | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat: bool,
+        tool_text: ToolConversion | None = None,
+        remarks: Remarks | None = None,
+    ) -> None:
         if chat and tokenizer.chat_template is None:
             raise ConfigError(
                 f"dataset.chat: tokenizer {tokenizer.name} has no chat template; "
@@ -76,6 +84,8 @@ class Renderer:
         self.tokenizer = tokenizer
         self.chat = chat
         self.tool_text = tool_text
+        self.remarks = Remarks() if remarks is None else remarks
+        self._forms: dict[str, TemplateForm] = {}
         ends = {tokenizer.hf.bos_token, *tokenizer.hf.convert_ids_to_tokens(list(tokenizer.stop_ids))}
         self._control = _any_of(tokenizer.control_tokens)
         self._next_tokens: dict[bool, int] = {}
@@ -86,7 +96,9 @@ class Renderer:
         if not self.chat:
             return self.tokenizer.known(self.tokenizer.with_prefix(self.tokenizer.encode(plain_text(messages))))
         conversation = self._conversation(messages, tools)
+        self._form(conversation.tools).check_written(conversation.messages)
         text, _ = self._render(conversation, len(conversation.messages), generation_prompt=True)
+        check_tools_written(conversation.tools, text, self.tokenizer.name)
         return self.tokenizer.known(self._tokenize(text, conversation.literals, ())[0])
 
     def rendered(
@@ -165,12 +177,16 @@ class Renderer:
         if not self.chat:
             raise ConfigError(f"messages need a chat template, but dataset.chat is off for {self.tokenizer.name}")
         conversation = self._conversation(messages, tools)
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        self._form(conversation.tools).check_written(conversation.messages[: turns[-1]] if turns else [])
         text, marked = self._render(conversation, len(messages), generation_prompt=False)
+        check_tools_written(conversation.tools, text, self.tokenizer.name)
         derived = not marks_generation(self._template(conversation.tools))
         if derived:
             spans = self._derive_spans(conversation, text, first)
         else:
             spans = self._after(conversation, text, marked, first)
+        spans = self._spoken(conversation, text, [number for number in turns if number >= first], spans)
         tokens, token_spans = self._tokenize(text, conversation.literals, [start for start, _ in spans])
         mask = [any(s < stop and start < e for start, stop in spans) for s, e in token_spans]
         if derived:
@@ -201,23 +217,61 @@ class Renderer:
         end = self.tokenizer.end_id
         return tokens if tokens and tokens[-1] in self.tokenizer.stop_ids else [*tokens, end]
 
+    def _spoken(self, conversation: Conversation, text: str, turns: Sequence[int], spans: list[Span]) -> list[Span]:
+        """Spans of turns with loss, after the check that they hold what the messages do."""
+        where = f"chat template of {self.tokenizer.name}"
+        apart = len(spans) == len(turns)
+        if conversation.silent and not apart:
+            raise ConfigError(f"{where} does not mark each assistant turn apart, so weight: 0 cannot be obeyed")
+        whole = "".join(text[start:stop] for start, stop in spans)
+        for number, turn in enumerate(turns):
+            if turn not in conversation.silent and check_turn_written(
+                conversation.messages[turn], text[slice(*spans[number])] if apart else whole, where
+            ):
+                self.remarks.add("thinking", f"{where} leaves the thinking of message {turn} out of its loss")
+        return (
+            [span for turn, span in zip(turns, spans, strict=True) if turn not in conversation.silent]
+            if apart
+            else spans
+        )
+
+    def _form(self, tools: list[dict[str, Any]] | None) -> TemplateForm:
+        """Form of messages that the template takes."""
+
+        def render(messages: list[Any]) -> str:
+            shown = Conversation(messages, tools, {}, frozenset())
+            return self._render(shown, len(messages), generation_prompt=False)[0]
+
+        template = self._template(tools)
+        if template not in self._forms:
+            self._forms[template] = TemplateForm(self.tokenizer.name, template, render)
+        return self._forms[template]
+
     def _template(self, tools: list[dict[str, Any]] | None) -> str:
         return self.tokenizer.hf.get_chat_template(tools=tools)
 
     def _conversation(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> Conversation:
-        if self.tool_text is not None and tools:
-            messages, tools = self.tool_text(messages, tools)
-        # Columns of a table hold every key for every message; templates would treat null as a value.
-        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        texts = list(_strings([plain, list(tools or ())]))
+        given = list(tools) if tools else None
+        messages = self._form(given).fitted(messages)
+        if self.tool_text is not None and given:
+            messages, converted = self.tool_text(messages, given)
+            given = list(converted) if converted else None
+        silent = frozenset(number for number, message in enumerate(messages) if message.pop("weight", 1) == 0)
+        plain = self._form(given).with_arguments(messages)
+        texts = list(_strings([plain, given or []]))
         found = sorted({match for text in texts for match in self._control.findall(text)})
         used = set().union(*texts) if found else set()
         free = (chr(code) for code in STAND_INS if chr(code) not in used)
         stand_ins = {text: next(free) for text in found}
         patterns: dict[Any, re.Pattern[str]] = {"assistant": self._control_of_assistant}
-        escaped = [_replace(message, patterns.get(message["role"], self._control), stand_ins) for message in plain]
+        escaped = []
+        for message in plain:
+            pattern = patterns.get(message["role"], self._control)
+            escaped.append(_replace(message, pattern, stand_ins))
+            if found and (token := next((t for text in _strings(message) for t in pattern.findall(text)), None)):
+                self.remarks.add("control tokens", f"a message of role {message['role']} holds {token!r}; {LITERAL}")
         literals = {character: text for text, character in stand_ins.items()}
-        return Conversation(escaped, _replace(list(tools), self._control, stand_ins) if tools else None, literals)
+        return Conversation(escaped, _replace(given, self._control, stand_ins) if given else None, literals, silent)
 
     def _render(self, conversation: Conversation, length: int, *, generation_prompt: bool) -> tuple[str, list[Span]]:
         """Text of the first `length` messages, and the spans that the template marks as generated."""
@@ -376,12 +430,14 @@ def _at(clock: datetime | None, template: str) -> str:
 
 
 def plain_text(messages: Sequence[Message]) -> str:
-    """Concatenate the contents. Raises `ConfigError` if one is not a string."""
-    contents = [message.get("content") for message in messages]
-    for index, content in enumerate(contents):
-        if not isinstance(content, str):
-            raise ConfigError(f"message {index} has no text content, which plain rendering (dataset.chat off) needs")
-    return "".join(content for content in contents if isinstance(content, str))
+    """Concatenate the contents. ConfigError for messages that hold more than text."""
+    refuse_unknown_keys(messages, "")
+    for index, message in enumerate(messages):
+        held = [key for key in ("tool_calls", "weight") if key in message]
+        if held or not isinstance(message.get("content"), str):
+            what = f"has {held[0]}" if held else "has no text content"
+            raise ConfigError(f"message {index} {what}; plain rendering (dataset.chat off) takes contents alone")
+    return "".join(message["content"] for message in messages)
 
 
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:

@@ -5,17 +5,23 @@ from __future__ import annotations
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from posttrain.config import DatasetSection, SequenceSection
-from posttrain.data.chat import Masked, Message, Renderer, plain_text
+from posttrain.data.chat import Masked, Renderer, plain_text
+from posttrain.data.messages import (
+    Message,
+    checked_messages,
+    checked_tools,
+    is_same,
+    json_messages,
+)
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError, did_you_mean
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 Row = Mapping[str, Any]
 LossOn = Literal["all", "answers", "last"]
 """Tokens with loss: all of a sequence, completions and assistant turns, or only the last of these."""
@@ -48,7 +54,9 @@ def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, loss
     Raises `ConfigError` if columns are missing or a value has the wrong type.
     """
     kind = _kind(section, list(row))
-    tools = row.get("tools")
+    tools = checked_tools(row.get("tools"))
+    if kind != "text" and renderer.chat != use_chat(section, renderer.tokenizer, list(row)):
+        raise ConfigError("the first row is plain text and this one is not; set dataset.chat for all rows")
     if kind == "text":
         if section.system is not None:
             raise ConfigError(
@@ -60,23 +68,28 @@ def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, loss
             )
         masked = renderer.text(_string(row, "text"))
     elif kind == "messages":
-        messages = _with_system(checked_messages(row["messages"], "messages"), section)
+        messages = _with_system(checked_messages(row["messages"], "messages"), row, section)
         masked = renderer.conversation(messages, first=_first(messages, 0, loss), tools=tools)
     else:
-        prompt, answer = prompt_messages(row, section), answer_messages(row, section.completion, "completion")
+        prompt, answer = spoken(
+            prompt_messages(row, section), answer_messages(row, section.completion, "completion"), "completion"
+        )
+        messages = [*prompt, *answer]
         masked = render_answer(prompt, answer, renderer, tools, loss)
+    if loss == "all" and kind != "text" and any("weight" in message for message in messages):
+        raise ConfigError("weight: 0 of a message has no effect with train_on_prompt, which trains on everything")
     tokens = np.asarray(masked.tokens, np.int32)
     mask = np.arange(len(tokens)) > 0 if loss == "all" else np.asarray(masked.mask, bool)
     return TokenizedExample(tokens, mask)
 
 
 def prompt_messages(row: Row, section: DatasetSection) -> list[Message]:
-    """Prompt messages of a row: a plain string is one user message."""
+    """Prompt messages of a row: a plain string is one user message, after the columns `system` and `history`."""
     value = _value(row, section.prompt, "prompt")
     messages = [_message("user", value)] if isinstance(value, str) else checked_messages(value, "prompt")
     if messages[-1]["role"] == "assistant":
         raise ConfigError("the prompt ends with an assistant message; it must end before the reply")
-    return _with_system(messages, section)
+    return _with_system([*_history(row, section), *messages], row, section)
 
 
 def prompt_is_text(row: Row, section: DatasetSection) -> bool:
@@ -179,6 +192,10 @@ def _value(row: Row, template: str | None, column: str) -> str | list[Any]:
         )
         if isinstance(value, list | tuple | np.ndarray):
             return list(value)
+        if isinstance(value, Mapping) and {"role", "from"} & set(value):
+            return [value]
+        if isinstance(value, str) and (messages := json_messages(value)) is not None:
+            return messages
         if template is None and not isinstance(value, str):
             raise ConfigError(
                 f"column {column!r} holds a {type(value).__name__}; it must be a string or a message list"
@@ -210,26 +227,102 @@ def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-def _with_system(messages: list[Message], section: DatasetSection) -> list[Message]:
-    if section.system is None:
-        return messages
-    if messages[0]["role"] == "system":
-        raise ConfigError("dataset.system is set, but the row brings a system message; remove one of them")
-    return [_message("system", section.system), *messages]
+def _with_system(messages: list[Message], row: Row, section: DatasetSection) -> list[Message]:
+    """Messages after the system message of the section, or of the column `system`."""
+    own = row.get("system") if _obeys("system", row, section) else None
+    if own is not None and not isinstance(own, str):
+        raise ConfigError(f"column 'system' holds a {type(own).__name__}; it must be the text of a system message")
+    given = [text for text in (section.system, own) if text]
+    begins = messages[0]["role"] in ("system", "developer")
+    if len(given) + begins > 1:
+        where = "dataset.system is set, but the row" if section.system else "the column system is set, but the row also"
+        raise ConfigError(f"{where} brings a system message; remove one of them")
+    return [_message("system", given[0]), *messages] if given else messages
 
 
-def checked_messages(value: Any, column: str) -> list[Message]:
-    """Message list with known roles, and content or tool calls in each. ConfigError for anything else."""
-    if not isinstance(value, list | tuple | np.ndarray) or len(value) == 0:
-        raise ConfigError(f"column {column!r} must hold a non-empty list of messages; it holds {str(value)[:60]!r}")
-    for index, message in enumerate(value):
-        if not isinstance(message, Mapping) or "role" not in message:
-            raise ConfigError(f"{column}[{index}] must be a message with role and content; it is {str(message)[:80]!r}")
-        if message["role"] not in ROLES:
-            role = str(message["role"])
-            raise ConfigError(
-                f"{column}[{index}].role={role!r}: use one of {', '.join(ROLES)}{did_you_mean(role, ROLES)}"
-            )
-        if message.get("content") is None and not message.get("tool_calls"):
-            raise ConfigError(f"{column}[{index}] has neither content nor tool_calls; it has {', '.join(message)}")
-    return [cast(Message, dict(message)) for message in value]
+def _history(row: Row, section: DatasetSection) -> list[Message]:
+    """Messages of the column `history`: earlier turns as pairs of a question and an answer."""
+    pairs = row.get("history") if _obeys("history", row, section) else None
+    if pairs is None:
+        return []
+    if not isinstance(pairs, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
+        raise ConfigError(
+            f"column 'history' holds {str(pairs)[:60]!r}; it must be a list of pairs of a question and an answer; "
+            "rename it if it is something else"
+        )
+    return [_message(role, text) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
+
+
+def _obeys(column: str, row: Row, section: DatasetSection) -> bool:
+    """Tell whether a column is part of the prompt by its name: no template names it."""
+    templates = [one for one in (section.prompt, section.completion) if one is not None]
+    return bool(row.get(column)) and all(column not in template_columns(one) for one in templates)
+
+
+def prompt_columns(row: Row, section: DatasetSection) -> list[str]:
+    """Columns of a row that are part of the prompt by their names."""
+    plain = "text" in row and not {"messages", "prompt"} & set(row)
+    return [] if plain else [column for column in ("system", "history") if _obeys(column, row, section)]
+
+
+def check_columns(row: Row, section: DatasetSection, *, chat: bool) -> None:
+    """ConfigError for a row of Alpaca's columns that has no chat template to be rendered by."""
+    if not chat and section.prompt is None and "instruction" in row and standard_row(row)[1] is not None:
+        raise ConfigError(
+            "the row has columns instruction and output, and no chat template; give the form of the prompt in "
+            'dataset.prompt, such as "{instruction}\\n{input}\\n", and dataset.completion'
+        )
+
+
+class Spoken(NamedTuple):
+    """Messages before an answer, and those of the answer."""
+
+    prompt: list[Message]
+    answer: list[Message]
+
+
+def spoken(prompt: list[Message], answer: list[Message], column: str) -> Spoken:
+    """Prompt and answer without the prompt that some datasets repeat in front of it, with its system message.
+
+    ConfigError for an answer that begins with another role than assistant, and with another system message.
+    """
+    begins = answer[0]["role"] in ("system", "developer")
+    own, said = prompt[0]["role"] in ("system", "developer"), answer[begins:]
+    asked = prompt[own:]
+    repeats = [n for n in range(len(asked), 0, -1) if len(said) > n and all(map(is_same, asked[-n:], said))]
+    # An answer that begins with the assistant repeats a prompt only as a whole.
+    if repeats and (repeats[0] == len(asked) or said[0]["role"] != "assistant"):
+        said = said[repeats[0] :]
+        if begins and own and not is_same(prompt[0], answer[0]):
+            raise ConfigError(f"{column} begins with another system message than the prompt; give one of them")
+        prompt = [answer[0], *prompt] if begins and not own else prompt
+    elif begins:
+        said = answer
+    if not said or said[0]["role"] != "assistant":
+        role = said[0]["role"] if said else answer[-1]["role"]
+        raise ConfigError(
+            f"{column} begins with a {role} message after the prompt; it must begin with an assistant message, or "
+            "repeat the prompt before it"
+        )
+    return Spoken(prompt, said)
+
+
+def standard_row(row: Row) -> tuple[dict[str, Any], str | None]:
+    """Row with columns as other tools have them under our names, and a remark about that.
+
+    ShareGPT: `conversations` become `messages`, or `prompt` beside `chosen`. Alpaca: `instruction` and `input` become
+    `prompt`, `output` becomes `completion`. Columns that are there already are kept.
+    """
+    if {"messages", "prompt", "text"} & set(row):
+        return dict(row), None
+    pair = {"chosen", "rejected"} <= set(row)
+    if isinstance(row.get("conversations"), list | str):
+        name = "prompt" if pair else "messages"
+        return {**row, name: row["conversations"]}, f"the column conversations is read as {name}"
+    if isinstance(row.get("instruction"), str) and (pair or "output" in row):
+        parts = [row["instruction"], row.get("input")]
+        made = {"prompt": "\n".join(str(part) for part in parts if part)}
+        answer = {} if pair or "completion" in row else {"completion": row["output"]}
+        remark = "the columns instruction and input are read as prompt" + (", output as completion" if answer else "")
+        return {**row, **made, **answer}, remark
+    return dict(row), None

@@ -4,19 +4,21 @@ labels."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from posttrain.config import DatasetSection
-from posttrain.data.chat import Masked, Message, Renderer
-from posttrain.data.format import Row, answer_messages, no_column, prompt_messages, render_answer
+from posttrain.data.chat import Masked, Renderer
+from posttrain.data.format import Row, Spoken, answer_messages, no_column, prompt_messages, render_answer, spoken
+from posttrain.data.messages import Message, checked_messages, checked_tools, is_same, json_messages
 from posttrain.errors import ConfigError, did_you_mean
 
 CHOSEN, REJECTED, MISMATCHED = 1, -1, 2
 """Roles of an answer's tokens, see `Batch.roles`."""
+SIDES = ("chosen", "rejected")
 RENAME = "rename yours in the data, or with a function of your own (dataset.path: file.py:function)"
 
 
@@ -27,18 +29,11 @@ class Answer(NamedTuple):
     role: int
 
 
-class Parts(NamedTuple):
-    """Prompt and labelled answers of a row."""
-
-    prompt: list[Message]
-    answers: list[tuple[list[Message], int]]
-
-
 def is_paired(columns: Sequence[str], section: DatasetSection) -> bool:
     """Tell whether rows hold pairs. ConfigError if they hold neither pairs nor labelled completions."""
     if "chosen" in columns and "rejected" in columns:
         return True
-    if ("completion" in columns or section.completion is not None) and "label" in columns:
+    if ({"completion", "messages"} & set(columns) or section.completion is not None) and "label" in columns:
         return False
     missing = [name for name in ("chosen", "rejected", "completion", "label") if name not in columns]
     near = [f"{name!r}{hint}" for name in missing if (hint := did_you_mean(name, columns))]
@@ -53,8 +48,8 @@ def pair(row: Row, section: DatasetSection, renderer: Renderer) -> list[Answer] 
     """Chosen and rejected sequence of a row; None if they are equal."""
     if not is_paired(list(row), section):
         raise ConfigError("the row holds one completion with a label; this loss needs pairs: chosen and rejected")
-    parts = _pair_parts(row, section, renderer)
-    made = [Answer(_render(parts.prompt, answer, renderer, row), role) for answer, role in parts.answers]
+    chosen, rejected = _pair_parts(row, section, renderer)
+    made = [Answer(_render(*side, renderer, row), role) for side, role in ((chosen, CHOSEN), (rejected, REJECTED))]
     return None if made[0].masked.tokens == made[1].masked.tokens else made
 
 
@@ -65,9 +60,16 @@ def labelled_answers(row: Row, section: DatasetSection, renderer: Renderer) -> l
     label = row["label"]
     if not isinstance(label, bool | np.bool_) and label not in (0, 1):
         raise ConfigError(f"column 'label' must be true or false, got {label!r}")
-    answer = answer_messages(row, section.completion, "completion")
-    masked = _render(prompt_messages(row, section), answer, renderer, row)
-    return [Answer(masked, CHOSEN if label else REJECTED)]
+    if "messages" in row and "completion" not in row and section.completion is None:
+        said = checked_messages(row["messages"], "messages")
+        at = max((number for number, one in enumerate(said) if one["role"] != "assistant"), default=-1) + 1
+        if not 0 < at < len(said):
+            raise ConfigError("messages with a label must hold a prompt and end with an assistant message")
+        sides = spoken(prompt_messages({**row, "prompt": said[:at]}, section), said[at:], "messages")
+    else:
+        answer = answer_messages(row, section.completion, "completion")
+        sides = spoken(prompt_messages(row, section), answer, "completion")
+    return [Answer(_render(*sides, renderer, row), CHOSEN if label else REJECTED)]
 
 
 def mismatched(answer: Answer, other: Answer) -> Answer:
@@ -119,7 +121,7 @@ def _list(row: Row, column: str) -> list[Any]:
 
 
 def _render(prompt: list[Message], answer: list[Message], renderer: Renderer, row: Row) -> Masked:
-    masked = render_answer(prompt, answer, renderer, row.get("tools"))
+    masked = render_answer(prompt, answer, renderer, checked_tools(row.get("tools")))
     if not any(masked.mask):
         raise ConfigError("an answer has no token with loss; it must not be empty")
     return masked
@@ -130,42 +132,48 @@ def prompt_of(answer: Answer) -> list[int]:
     return answer.masked.tokens[: answer.masked.mask.index(True)]
 
 
-def _pair_parts(row: Row, section: DatasetSection, renderer: Renderer) -> Parts:
-    """Prompt and answers; without a prompt column the prompt is the common prefix of chosen and rejected."""
-    values = [row[name] for name in ("chosen", "rejected")]
-    for name, value in zip(("chosen", "rejected"), values, strict=True):
+def _pair_parts(row: Row, section: DatasetSection, renderer: Renderer) -> tuple[Spoken, Spoken]:
+    """Prompt and answer of both sides; without a prompt column the prompt is what chosen and rejected begin with."""
+    values = [row[name] for name in SIDES]
+    for name, value in zip(SIDES, values, strict=True):
         if value is None:
             raise ConfigError(f"column {name!r} is null; remove such rows")
-    texts = [isinstance(value, str) for value in values]
+    answers = [answer_messages(row, None, name) for name in SIDES]
+    texts = [isinstance(value, str) and json_messages(value) is None for value in values]
     if any(texts) and not all(texts):
         raise ConfigError("one of chosen and rejected is a string and the other a list of messages; give the same")
     if section.prompt is None and "prompt" not in row:
-        return _implicit_text(values, section, renderer) if all(texts) else _implicit_messages(row, section)
-    prompt = prompt_messages(row, section)
-    answers = [answer_messages(row, None, name) for name in ("chosen", "rejected")]
-    own = prompt[1:] if section.system is not None else prompt
-    # Some datasets repeat the prompt in front of each answer.
-    answers = [a[len(own) :] if not any(texts) and _begins(a, own) else a for a in answers]
-    _check_answers(answers)
-    return Parts(prompt, list(zip(answers, (CHOSEN, REJECTED), strict=True)))
+        if all(texts):
+            return _implicit_text(values, section, renderer)
+        shared = _shared(*answers)
+        prompt, answers = (
+            prompt_messages({**row, "prompt": answers[0][:shared]}, section),
+            [a[shared:] for a in answers],
+        )
+    else:
+        prompt = prompt_messages(row, section)
+    for name, answer in zip(SIDES, answers, strict=True):
+        if not answer or answer[-1]["role"] != "assistant":
+            raise ConfigError(f"{name} must end with an assistant message after the prompt")
+    chosen, rejected = (spoken(prompt, answer, name) for name, answer in zip(SIDES, answers, strict=True))
+    if len(chosen.prompt) != len(rejected.prompt) or not all(map(is_same, chosen.prompt, rejected.prompt)):
+        raise ConfigError("chosen and rejected begin with different system messages; they must answer the same prompt")
+    return Spoken(chosen.prompt, chosen.answer), Spoken(chosen.prompt, rejected.answer)
 
 
-def _implicit_messages(row: Row, section: DatasetSection) -> Parts:
-    chosen, rejected = (answer_messages(row, None, name) for name in ("chosen", "rejected"))
+def _shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
+    """Number of messages of the prompt with which both begin."""
     shared = 0
-    while shared < min(len(chosen), len(rejected)) - 1 and _same(chosen[shared], rejected[shared]):
+    while shared < min(len(chosen), len(rejected)) - 1 and is_same(chosen[shared], rejected[shared]):
         shared += 1
     while shared and chosen[shared - 1]["role"] == "assistant":
         shared -= 1
     if shared == 0:
         raise ConfigError("chosen and rejected share no message, and there is no prompt; give the column prompt")
-    answers = [messages[shared:] for messages in (chosen, rejected)]
-    _check_answers(answers)
-    prompt = prompt_messages({"prompt": chosen[:shared]}, section)
-    return Parts(prompt, list(zip(answers, (CHOSEN, REJECTED), strict=True)))
+    return shared
 
 
-def _implicit_text(values: Sequence[str], section: DatasetSection, renderer: Renderer) -> Parts:
+def _implicit_text(values: Sequence[str], section: DatasetSection, renderer: Renderer) -> tuple[Spoken, Spoken]:
     if renderer.chat or section.system is not None:
         raise ConfigError(
             "chosen and rejected are whole texts without a prompt, which no chat template fits; "
@@ -175,21 +183,9 @@ def _implicit_text(values: Sequence[str], section: DatasetSection, renderer: Ren
     length = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(map(len, values)))
     # A word with a common beginning belongs to the answers, and so does the space before it.
     shared = re.sub(r" ?[^\s]*$", "", chosen[:length])
-    prompt: list[Message] = [{"role": "user", "content": shared}]
-    answers: list[list[Message]] = [[{"role": "assistant", "content": value[len(shared) :]}] for value in values]
-    return Parts(prompt, list(zip(answers, (CHOSEN, REJECTED), strict=True)))
 
+    def side(value: str) -> Spoken:
+        answer: Message = {"role": "assistant", "content": value[len(shared) :]}
+        return Spoken([{"role": "user", "content": shared}], [answer])
 
-def _check_answers(answers: Sequence[Sequence[Message]]) -> None:
-    for name, messages in zip(("chosen", "rejected"), answers, strict=True):
-        if not messages or messages[-1]["role"] != "assistant":
-            raise ConfigError(f"{name} must end with an assistant message after the prompt")
-
-
-def _begins(messages: Sequence[Message], prompt: Sequence[Message]) -> bool:
-    return len(messages) > len(prompt) and all(map(_same, messages, prompt))
-
-
-def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Compare messages, ignoring null keys: columns of a table hold every key for every message."""
-    return {k: v for k, v in one.items() if v is not None} == {k: v for k, v in other.items() if v is not None}
+    return side(chosen), side(rejected)

@@ -6,6 +6,7 @@ import csv
 import inspect
 import io
 import json
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from posttrain.config import DatasetSection, Locator
+from posttrain.data.format import standard_row
+from posttrain.data.messages import Remarks
 from posttrain.data.sequence_cache import Arrays, SequenceCache
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.runtime.hub import hub_is_reachable, is_hub_id
@@ -38,6 +41,41 @@ class Table(Protocol):
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
+class ArrowRows:
+    """Rows of an Arrow table, whose structs have the keys of all rows: those that are null in a row are left out.
+
+    A null that was written stays in columns and lists, in JSON text and in columns of JSON, but not in a struct.
+    """
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]:
+        features = self._table.features
+        return {name: _stripped(value, features[name]) for name, value in self._table[index].items()}
+
+
+def _stripped(value: Any, feature: Any) -> Any:
+    """Value of an Arrow column of type `feature` without null fields of structs."""
+    if isinstance(value, Mapping) and isinstance(feature, Mapping):
+        return {name: _stripped(item, feature[name]) for name, item in value.items() if item is not None}
+    if isinstance(value, list):
+        of_items = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+        return [_stripped(item, of_items) for item in value]
+    return value
+
+
+def listed(rows: Iterable[Any]) -> list[Any]:
+    """List rows in memory; those of an Arrow dataset without null fields of structs."""
+    datasets = sys.modules.get("datasets")
+    if datasets is None or not isinstance(rows, datasets.Dataset | datasets.IterableDataset) or not rows.features:
+        return list(rows)
+    return [{name: _stripped(value, rows.features[name]) for name, value in row.items()} for row in rows]
+
+
 class RowError(ConfigError):
     """Error of a row, with its number in the message."""
 
@@ -51,6 +89,8 @@ class Rows:
     table: Table
     start: int
     stop: int
+    remarks: Remarks = field(default_factory=Remarks, init=False, repr=False, compare=False)
+    """Remarks about rows that were read."""
     _sequences: dict[Hashable, SequenceCache] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
@@ -59,7 +99,16 @@ class Rows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return dict(self.table[self.start + index])
+        row, remark = standard_row(self.table[self.start + index])
+        self.remarks.row = self.start + index
+        if remark is not None:
+            self.remarks.add("columns", remark)
+        return row
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines about what was remarkable in the rows so far."""
+        return [f"{self.name} {text}" for text in self.remarks.texts.values()]
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -216,7 +265,8 @@ def _read_parquet(paths: Sequence[Path]) -> Table:
     import pyarrow.parquet
 
     try:
-        return datasets.Dataset(pyarrow.concat_tables([pyarrow.parquet.read_table(path) for path in paths]))
+        table = pyarrow.concat_tables([pyarrow.parquet.read_table(path) for path in paths])
+        return ArrowRows(datasets.Dataset(table))
     except (pyarrow.ArrowInvalid, OSError) as error:
         names = ", ".join(map(str, paths))
         raise ConfigError(f"{names} cannot be read as parquet: {' '.join(str(error).split())}") from error
@@ -272,10 +322,10 @@ def _from_disk(section: DatasetSection, folder: Path) -> Table:
         ) from error
     if not isinstance(loaded, datasets.DatasetDict):
         _refuse_split(section, "a single saved dataset")
-        return loaded
+        return ArrowRows(loaded)
     if section.split not in loaded:
         raise _no_split(section, map(str, loaded))
-    return loaded[section.split]
+    return ArrowRows(loaded[section.split])
 
 
 def _from_hub(section: DatasetSection) -> Table:
@@ -286,7 +336,7 @@ def _from_hub(section: DatasetSection) -> Table:
     # Offline mode answers from the library's cache at once instead of retrying for a minute.
     datasets.config.HF_HUB_OFFLINE = not reachable
     try:
-        return datasets.load_dataset(str(section.path), split=section.split, **section.args)
+        return ArrowRows(datasets.load_dataset(str(section.path), split=section.split, **section.args))
     except (OSError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())[:300]
         hub = "on the hub" if reachable else "the hub cannot be reached"
@@ -309,7 +359,7 @@ def _call(section: DatasetSection) -> Table:
         raise ConfigError(f"dataset.args={section.args} do not fit {section.path}: {error}") from error
     try:
         result = function(**with_paths(function, section.path, section.args))
-        rows = result if isinstance(result, str | Mapping) or not isinstance(result, Iterable) else list(result)
+        rows = result if isinstance(result, str | Mapping) or not isinstance(result, Iterable) else listed(result)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:

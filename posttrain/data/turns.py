@@ -7,7 +7,8 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, cast
 
-from posttrain.data.chat import STAND_IN_TEXT, Masked, Message, Renderer, stand_in_turn
+from posttrain.data.chat import STAND_IN_TEXT, Masked, Renderer, stand_in_turn
+from posttrain.data.messages import Message
 from posttrain.errors import ConfigError
 
 ReplyRole = Literal["user", "tool"]
@@ -39,13 +40,7 @@ def check_turns(
     if not renderer.chat:
         return
     for prompt in prompts:
-        if tools and any(
-            tool["function"]["name"] not in renderer.rendered(prompt, tools, reply=True) for tool in tools
-        ):
-            raise ConfigError(
-                f"tools: chat template of {renderer.tokenizer.name} does not write them into the prompt; use a model "
-                "and a template for tool calls (model.chat_template), or describe them in dataset.system"
-            )
+        renderer.prompt(prompt, tools)  # which checks that tools and messages are in it
         for role in roles:
             _check(renderer, list(prompt), role, tools, keep_thinking)
 

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from posttrain.data.chat import Message, Renderer
-from posttrain.data.format import checked_messages
+from posttrain.data.chat import Renderer
+from posttrain.data.messages import Message, checked_messages
 from posttrain.environments.tool_env import ToolEnv
 from posttrain.environments.turns import Limit, message_of, pay_unfinished
 from posttrain.environments.types import Env, EnvFactory, Reply

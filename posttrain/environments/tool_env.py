@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posttrain.data.chat import Message
+from posttrain.data.messages import Message
 from posttrain.environments.types import Reply
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.tools.types import FailedCall, Tool

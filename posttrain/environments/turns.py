@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
-from posttrain.data.chat import Message, Renderer
+from posttrain.data.chat import Renderer
+from posttrain.data.messages import Message
 from posttrain.rollout.trajectory import Trajectory
 from posttrain.rollout.transcript import Transcript
 from posttrain.rollout.types import Completion, SamplingParams, reply_of

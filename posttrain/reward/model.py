@@ -14,6 +14,7 @@ from posttrain.data.chat import Renderer
 from posttrain.data.format import render_answer
 from posttrain.data.packing import fill_rows, to_batch
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.errors import ConfigError
 from posttrain.mesh import row_shards
 from posttrain.rollout.trajectory import Trajectory
 from posttrain.weights.load import load_model
@@ -50,24 +51,27 @@ class ModelReward:
         self._model = FrozenModel(model, mesh, temperature=1.0, rows=self._rows)
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | ValueError]:
-        """Reward of each trajectory, of its `answer`; a ValueError for a sequence longer than the model's context, or
-        without a sampled token."""
-        if any(not one.num_sampled for one in trajectories):
-            empty = [ValueError("no token was sampled") if not one.num_sampled else None for one in trajectories]
-            found = iter(self([one for one in trajectories if one.num_sampled]))
-            return [next(found) if error is None else error for error in empty]
-        sequences = [self._sequence(one.answer) for one in trajectories]
-        fitting = [sequence for sequence in sequences if len(sequence[0]) <= self._longest]
+        """Reward of each trajectory, of its `answer`; a ValueError for one that cannot be scored."""
+        read = [self._read(one) for one in trajectories]
+        fitting = [one for one in read if not isinstance(one, ValueError)]
         scores: list[float] = []
         for first in range(0, len(fitting), self._rows):
             scores += self._of_rows(fitting[first : first + self._rows])
         scored = iter(scores)
-        return [
-            next(scored)
-            if len(tokens) <= self._longest
-            else ValueError(f"{self.path}: {len(tokens)} tokens, more than its {self._longest} positions")
-            for tokens, _ in sequences
-        ]
+        return [one if isinstance(one, ValueError) else next(scored) for one in read]
+
+    def _read(self, trajectory: Trajectory) -> tuple[list[int], int] | ValueError:
+        """Tokens of the answer; a ValueError for one without a sampled token, longer than the model's context, or
+        with messages that the model's chat template does not write."""
+        if not trajectory.num_sampled:
+            return ValueError("no token was sampled")
+        try:
+            sequence = self._sequence(trajectory.answer)
+        except ConfigError as error:
+            return ValueError(f"{self.path}: {error}")
+        if len(sequence[0]) > self._longest:
+            return ValueError(f"{self.path}: {len(sequence[0])} tokens, more than its {self._longest} positions")
+        return sequence
 
     def _sequence(self, trajectory: Trajectory) -> tuple[list[int], int]:
         """Tokens, and the position at which the completion starts."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from posttrain.config import SamplingSection
-from posttrain.data.chat import Message, Renderer
+from posttrain.data.chat import Renderer
+from posttrain.data.messages import Message
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.environments.types import Conversations
 from posttrain.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from posttrain.data.chat import Message
+from posttrain.data.messages import Message
 
 Stop = Literal["stop", "length", "abort", "max_turns", "env_error", "env_timeout"]
 """End of a sample: a stop token or the environment, the maximum of tokens or of turns, an abort, or a failure of its

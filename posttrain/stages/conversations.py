@@ -10,7 +10,8 @@ from typing import Any
 from posttrain.agents.endpoint import Endpoint, check_installed
 from posttrain.agents.runner import GIVEN, Agents
 from posttrain.config import AgentSection, EnvSection, Locator, RLSection
-from posttrain.data.chat import Message, Renderer
+from posttrain.data.chat import Renderer
+from posttrain.data.messages import Message
 from posttrain.data.turns import ReplyRole, check_turns
 from posttrain.environments.conversation import Environments, accepted_keywords
 from posttrain.environments.tool_env import ToolEnv

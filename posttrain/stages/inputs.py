@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from posttrain.batch import rows_per_pass
 from posttrain.config import DatasetSection, Locator, PairSection, RunConfig, SequenceSection
 from posttrain.data.chat import Renderer
-from posttrain.data.format import use_chat
+from posttrain.data.format import check_columns, prompt_columns, use_chat
 from posttrain.data.sources import Rows, load_rows
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
@@ -76,8 +76,13 @@ class Prepared:
 
 
 def rows_and_renderer(section: DatasetSection, tokenizer: Tokenizer) -> tuple[Rows, Renderer]:
+    """Rows of a dataset, and their renderer, whose remarks are among the notes of the rows."""
     rows = load_rows(section)
-    return rows, Renderer(tokenizer, use_chat(section, tokenizer, rows.columns))
+    first, chat = rows[0], use_chat(section, tokenizer, rows.columns)
+    check_columns(rows.table[rows.start], section, chat=chat)
+    for column in prompt_columns(first, section):
+        rows.remarks.add(column, f"the column {column} is read as part of the prompt")
+    return rows, Renderer(tokenizer, chat, remarks=rows.remarks)
 
 
 def callable_of(spec: Locator, field: str) -> Any:

@@ -94,7 +94,7 @@ def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared)
         ratio, lines = check_units(units, (unit is None for unit in each_row(units.rows, chosen, "rows", units)))
         made.append(units)
         ratios.append(ratio)
-        notes += lines + _stop_notes(section, units)
+        notes += [*lines, *_stop_notes(section, units), *units.rows.notes]
     inputs = PairInputs(
         section=section,
         loss=loss,

@@ -237,7 +237,7 @@ def examples_of(
         else:
             long.append((rows.start + made.index, length))
     if not long:
-        return kept, []
+        return kept, rows.notes
     note = (
         f"{len(long):,} of {len(rows):,} prompts of {rows.name} have more than max_prompt_tokens={max_prompt_tokens} "
         f"tokens (row {long[0][0]}: {long[0][1]}; the longest: {max(length for _, length in long)})"
@@ -245,7 +245,7 @@ def examples_of(
     if overlong == "error" or not kept:
         remedy = ", or set overlong to drop" if kept else ""
         raise ConfigError(f"{note}; raise row_tokens and max_prompt_tokens{remedy}")
-    return kept, [f"{note}; they are dropped (overlong: drop)"]
+    return kept, [f"{note}; they are dropped (overlong: drop)", *rows.notes]
 
 
 def check_token_ids(samplings: Mapping[str, SamplingSection | None], tokenizer: Tokenizer) -> None:

@@ -51,7 +51,7 @@ def rows_with_tools(section: OnlineSection, dataset: DatasetSection, tokenizer: 
     """Rows and renderer of a dataset; it describes the tools of conversations where the chat template does not."""
     rows, renderer = rows_and_renderer(dataset, tokenizer)
     if isinstance(section, RLSection) and section.converses and renderer.chat:
-        renderer = Renderer(tokenizer, True, ToolText(tokenizer, section.tool_format))
+        renderer = Renderer(tokenizer, True, ToolText(tokenizer, section.tool_format), rows.remarks)
     return rows, renderer
 
 

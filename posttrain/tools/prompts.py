@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from posttrain.data.chat import Message, Renderer
+from posttrain.data.chat import Renderer
+from posttrain.data.messages import Message
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.tools.formats.catalog import format_name
 from posttrain.tools.formats.pieces import Call
@@ -55,8 +56,6 @@ class ToolText:
         form = write_calls(self._format, [Call("NAME", {"ARGUMENT": "VALUE"})])
         text = f"You can call these functions:\n{schemas}\nTo call functions, write only calls, in this form:\n{form}"
         content = message.get("content", "")
-        if isinstance(content, list):
-            return {**message, "content": [{"type": "text", "text": f"{text}\n\n"}, *content]}
         return {**message, "content": f"{content}\n\n{text}" if message["role"] == "system" else f"{text}\n\n{content}"}
 
     def _joined(self, messages: Sequence[Message]) -> list[Message]:

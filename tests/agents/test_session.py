@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from posttrain.agents.messages import from_wire, same_history, to_wire
-from posttrain.agents.session import RequestRefused, Session
-from posttrain.data.chat import Message, Renderer
+from posttrain.agents.session import RequestRefused, Session, same_history
+from posttrain.data.chat import Renderer
+from posttrain.data.messages import Message, from_wire, to_wire
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
 from posttrain.rollout.types import Completion, SamplingParams
 from posttrain.tools.formats.catalog import make_format
+from posttrain.tools.prompts import ToolText
 from tests.environments.helpers import completion
 
 USER: Message = {"role": "user", "content": "?"}
@@ -49,8 +50,9 @@ def session(tokenizer: Tokenizer, engine: Counting, **changes: Any) -> Session:
         "max_rows": 4,
         "split_turns": False,
         "tool_format": None,
+        "renderer": Renderer(tokenizer, True),
     }
-    return Session(renderer=Renderer(tokenizer, True), generate=engine, **plain | changes)
+    return Session(generate=engine, **plain | changes)
 
 
 def ask(one: Session, *messages: Message, max_tokens: int | None = None) -> Message:
@@ -164,7 +166,7 @@ def test_messages_of_the_api() -> None:
     call: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": [1, "é"]}}}
     sampled: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
     wire = to_wire(sampled)
-    assert wire["content"] is None and wire["tool_calls"][0]["function"]["arguments"] == '{"x": [1, "\\u00e9"]}'
+    assert wire["content"] is None and wire["tool_calls"][0]["function"]["arguments"] == '{"x": [1, "é"]}'
     tool = {
         "role": "tool",
         "tool_call_id": "a",
@@ -177,10 +179,10 @@ def test_messages_of_the_api() -> None:
         ({}, "must be a list"),
         ([{"role": "judge", "content": "?"}], "role='judge'"),
         ([USER, wire], "end before the assistant turn"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "must be of type text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "only text is read"),
         (
             [{**wire, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, USER],
-            "no call with JSON arguments",
+            "arguments is text, but no JSON",
         ),
     ):
         with pytest.raises(ConfigError, match=reason):
@@ -193,7 +195,9 @@ def test_calls_of_tools_are_parsed(tokenizer: Tokenizer) -> None:
         return completion([*tokenizer.encode(call), tokenizer.stop_ids[-1]])
 
     def request(tool_format: str, tool: dict[str, Any]) -> Message:
-        made = session(tokenizer, say, tool_format=partial(make_format, tool_format, tokenizer))  # type: ignore[arg-type]
+        told = Renderer(tokenizer, True, ToolText(tokenizer, tool_format))
+        parse = partial(make_format, tool_format, tokenizer)
+        made = session(tokenizer, say, tool_format=parse, renderer=told, row_tokens=999)  # type: ignore[arg-type]
         return asyncio.run(made.complete([USER], [tool], None, ())).message
 
     add = {"type": "function", "function": {"name": "add"}}

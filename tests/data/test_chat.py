@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.data.chat import Masked, Message, Renderer
+from posttrain.data.chat import Masked, Renderer
+from posttrain.data.messages import Message
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.data.turns import sampled_stop_notes, stop_notes
 from posttrain.errors import ConfigError
@@ -94,7 +95,7 @@ def test_masks_of_nothing_or_everything_are_errors(template: str | None) -> None
         ConfigError, match=r"no token of the conversation would have loss \(roles \['system', 'user'\]\)"
     ):
         renderer.conversation(TALK[:2])
-    everything = "{% generation %}{{ messages[0]['content'] }}{% endgeneration %}"
+    everything = "{% generation %}{% for m in messages %}{{ m['content'] }}{% endfor %}{% endgeneration %}"
     with pytest.raises(ConfigError, match="every token"):
         Renderer(tokenizer_with(everything), chat=True).conversation(TALK)
 
@@ -169,13 +170,6 @@ def test_template_errors_name_template_and_roles() -> None:
         Renderer(tokenizer_with(None), chat=True)
     with pytest.raises(ConfigError, match=r"messages need a chat template, but dataset.chat is off"):
         Renderer(tokenizer_with(None), chat=False).conversation(TALK)
-
-
-def test_null_values_of_table_rows_are_left_out(chat: Renderer) -> None:
-    tool = Renderer(
-        tokenizer_with("{% for m in messages %}{{ 'TOOL' if m.tool_calls is defined else '' }}{% endfor %}-"), True
-    )
-    assert tool.tokenizer.decode(tool.prompt([{"role": "user", "content": "a", "tool_calls": None}])) == "-"  # type: ignore[typeddict-item]
 
 
 def test_plain_prompt_completion_and_text(plain: Renderer) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from posttrain.data.chat import Message, Renderer
+from posttrain.data.chat import Renderer
+from posttrain.data.messages import Message
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.data.turns import REPLY, check_turns, reply_of
 from posttrain.errors import ConfigError

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain.data.chat import Message, Renderer
+from posttrain.data.chat import Renderer
+from posttrain.data.messages import Message
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.environments.conversation import Environments
 from posttrain.environments.turns import EnvFailure, env_rewards, limit_of

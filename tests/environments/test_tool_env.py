@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from posttrain.data.chat import Message, Renderer
+from posttrain.data.chat import Renderer
+from posttrain.data.messages import Message
 from posttrain.environments.conversation import Environments
 from posttrain.environments.tool_env import MAX_CALLS, ToolEnv
 from posttrain.environments.types import Reply

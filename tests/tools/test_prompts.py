@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.data.chat import Message, Renderer
+from posttrain.data.chat import Renderer
+from posttrain.data.messages import Message
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.data.turns import check_turns
 from posttrain.errors import ConfigError

@@ -15,8 +15,9 @@ from jaxtyping import Int
 
 from posttrain.batch import TopK
 from posttrain.config import DatasetSection
-from posttrain.data.chat import Message, Renderer
+from posttrain.data.chat import Renderer
 from posttrain.data.format import LossOn, TokenizedExample, render_answer, tokenize_example
+from posttrain.data.messages import Message
 from posttrain.data.packing import fill_rows
 from posttrain.distill.cross_tokenizer.align import Pairs, pair, runs
 from posttrain.distill.cross_tokenizer.merged import SharedTokens, back_of

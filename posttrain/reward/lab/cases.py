@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from posttrain.data.chat import Message
+from posttrain.data.messages import Message
 from posttrain.errors import ConfigError
 from posttrain.rollout.trajectory import Example, Trajectory
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.chat import Message
+from posttrain.data.messages import Message
 from posttrain.errors import RunError
 from posttrain.reward.function import Reward
 from posttrain.reward.lab.cases import Case, Kind, LabRow, sample_of
