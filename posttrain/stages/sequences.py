@@ -137,7 +137,7 @@ def _check_sequences(
         f"{dropped:,} of {len(chosen):,} rows{checked} of {rows.name} are dropped: longer than "
         f"row_tokens={section.row_tokens} (overlong: {section.overlong})"
     )
-    return dropped / len(chosen), ([note] if dropped else []) + _stop_notes(dataset, rows, renderer)
+    return dropped / len(chosen), ([note] if dropped else []) + _stop_notes(dataset, rows, renderer) + rows.notes
 
 
 def _stop_notes(dataset: DatasetSection, rows: Rows, renderer: Renderer) -> list[str]:

@@ -7,9 +7,11 @@ from posttrain.config import DatasetSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import (
     LossOn,
+    check_columns,
     fill,
     prompt_is_text,
     prompt_messages,
+    standard_row,
     template_columns,
     tokenize_example,
     use_chat,
@@ -35,6 +37,7 @@ def parts(
     row: dict[str, Any], tokenizer: Tokenizer, data: DatasetSection, *, loss_on: LossOn = "answers"
 ) -> tuple[str, str]:
     """The text of a row's sequence, and the part of it that has loss."""
+    row, _ = standard_row(row)
     renderer = Renderer(tokenizer, use_chat(data, tokenizer, list(row)))
     example = tokenize_example(row, data, renderer, loss_on)
     assert example.tokens.dtype == np.int32
@@ -76,6 +79,11 @@ def test_loss_on_the_last_turn_alone(tokenizer: Tokenizer, row: dict[str, Any], 
         ({"question": "i", "completion": "yo"}, {"prompt": "h{question}"}),
         ({"turns": [USER], "answer": "yo"}, {"prompt": "{turns}", "completion": "{answer}"}),
         ({"messages": np.array([USER, ASSISTANT])}, {}),
+        ({"messages": '[{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]'}, {}),
+        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}, {}),
+        ({"instruction": "hi", "input": None, "output": "yo"}, {}),
+        ({"prompt": [USER], "completion": [{**USER, "content": " hi"}, ASSISTANT]}, {}),
+        ({"prompt": "hi", "completion": [USER, ASSISTANT], "history": [], "system": None}, {}),
     ],
 )
 def test_every_chat_form_is_the_same_sequence(
@@ -85,6 +93,27 @@ def test_every_chat_form_is_the_same_sequence(
     assert parts(row, tokenizer, section(**fields), loss_on="all") == (TURN, TURN.removeprefix("<|im_start|>"))
     with_system = parts(row, tokenizer, section(system="S", **fields))
     assert with_system == ("<|im_start|>system\nS<|im_end|>\n" + TURN, "yo<|im_end|>")
+
+
+def test_columns_of_the_prompt(tokenizer: Tokenizer) -> None:
+    """Columns that other tools obey; a template that names them takes them as text."""
+    row = {"prompt": "hi", "completion": "yo", "system": "S", "history": [["a", "b"]]}
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, USER, ASSISTANT]
+    system = {"role": "system", "content": "S"}
+    assert parts(row, tokenizer, section()) == (
+        parts({"messages": [system, *talk]}, tokenizer, section())[0],
+        "yo<|im_end|>",
+    )
+    assert parts({"messages": talk, "system": "S"}, tokenizer, section())[0] == parts(row, tokenizer, section())[0]
+    named = parts({**row, "history": None}, tokenizer, section(prompt="{system} {prompt}"))[0]
+    assert named.startswith("<|im_start|>user\nS hi<|im_end|>")
+    assert prompt_messages({"prompt": "hi", "system": "S"}, section()) == [system, USER]
+    alpaca = {"instruction": "Add", "input": "1 2", "output": "3", "system": "S"}
+    assert parts(alpaca, tokenizer, section())[0].startswith(
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nAdd\n1 2<"
+    )
+    with pytest.raises(ConfigError, match="instruction and output, and no chat template; give the form of the prompt"):
+        check_columns(alpaca, section(), chat=False)
 
 
 def test_plain_forms(tokenizer: Tokenizer) -> None:
@@ -97,6 +126,13 @@ def test_plain_forms(tokenizer: Tokenizer) -> None:
     assert use_chat(section(), tokenizer, ["prompt", "answer"])
     assert use_chat(section(prompt="{text}"), tokenizer, ["text"])
     assert not use_chat(section(chat=False), tokenizer, ["messages"])
+
+
+def test_rows_of_another_kind_than_the_first(tokenizer: Tokenizer) -> None:
+    """Red without: they lose the chat template for the first row's sake."""
+    first = Renderer(tokenizer, use_chat(section(), tokenizer, ["text"]))
+    with pytest.raises(ConfigError, match="the first row is plain text and this one is not"):
+        tokenize_example({"prompt": "hi", "completion": "yo"}, section(), first, "answers")
 
 
 def test_loss_of_a_completion_of_several_messages(tokenizer: Tokenizer) -> None:
@@ -152,6 +188,22 @@ def test_templates_take_values_as_they_are() -> None:
         ({"messages": [USER, {"role": "assistant"}]}, {}, r"messages\[1\] has neither content nor tool_calls"),
         ({"messages": [{"role": "system", "content": ""}, ASSISTANT]}, {"system": "S"}, "brings a system message"),
         ({"messages": [USER, ASSISTANT]}, {"chat": False}, "messages need a chat template"),
+        (
+            {"prompt": [USER], "completion": [USER | {"content": "ho"}, ASSISTANT]},
+            {},
+            "completion begins with a user mess",
+        ),
+        (
+            {"prompt": "a", "completion": "b", "system": "S"},
+            {"system": "T"},
+            "dataset.system is set, but the row brings a",
+        ),
+        (
+            {"prompt": "a", "completion": "b", "history": "c"},
+            {},
+            "column 'history' holds 'c'; it must be a list of pairs",
+        ),
+        ({"prompt": "a", "completion": "b", "system": 1}, {}, "column 'system' holds a int"),
     ],
 )
 def test_errors(tokenizer: Tokenizer, row: dict[str, Any], fields: dict[str, Any], message: str) -> None:

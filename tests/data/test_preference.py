@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from posttrain.config import DatasetSection, PreferenceSection
 from posttrain.data.chat import Renderer
+from posttrain.data.format import standard_row
 from posttrain.data.preference import labelled_answers, pair, steps
 from posttrain.data.sources import Rows
 from posttrain.data.tokenizer import load_tokenizer
@@ -25,7 +27,7 @@ USER, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "Hi?"), ("ass
 
 def answers(row: dict[str, Any], renderer: Renderer = PLAIN, **dataset: Any) -> list[tuple[str, str, int]]:
     """Prompt, answer and role of each sequence, as text."""
-    found = pair(row, DATASET.model_copy(update=dataset), renderer)
+    found = pair(standard_row(row)[0], DATASET.model_copy(update=dataset), renderer)
     assert found is not None
     texts = []
     for masked, role in found:
@@ -60,6 +62,11 @@ def test_implicit_prompt_of_texts() -> None:
         {"prompt": "Hi?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {"chosen": [{**USER, "name": None}, GOOD], "rejected": [USER, BAD]},
+        {"prompt": "Hi?", "chosen": [{**USER, "content": "Hi? \n"}, GOOD], "rejected": [USER, BAD]},
+        {"prompt": "Hi?", "chosen": GOOD, "rejected": {"from": "gpt", "value": "No."}},
+        {"chosen": json.dumps([USER, GOOD]), "rejected": json.dumps([USER, BAD])},
+        {"conversations": [{"from": "human", "value": "Hi?"}], "chosen": GOOD, "rejected": BAD},
+        {"instruction": "Hi?", "input": "", "chosen": "Yes.", "rejected": "No."},
     ],
 )
 def test_messages(row: dict[str, Any]) -> None:
@@ -70,6 +77,25 @@ def test_messages(row: dict[str, Any]) -> None:
     assert start == f"system\nS\n{prompt}"
 
 
+def test_answers_that_bring_the_system_message() -> None:
+    """Red without: the prompt is written twice."""
+    system = {"role": "system", "content": "S"}
+    row = {"prompt": "Hi?", "chosen": [system, USER, GOOD], "rejected": [system, USER, BAD]}
+    assert answers(row, CHAT) == answers({**row, "prompt": [system, USER]}, CHAT)
+    assert [text for text, _, _ in answers(row, CHAT)] == ["system\nS\nuser\nHi?\nassistant\n"] * 2
+    assert answers(row, CHAT, system="S") == answers(row, CHAT)
+    with pytest.raises(ConfigError, match="chosen begins with another system message than the prompt"):
+        answers(row, CHAT, system="T")
+    with pytest.raises(ConfigError, match="chosen and rejected begin with different system messages"):
+        answers({**row, "rejected": [USER, BAD]}, CHAT)
+    before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, USER]
+    last = answers({"prompt": before, "chosen": [USER, GOOD], "rejected": [USER, BAD]}, CHAT)
+    assert last == answers({"prompt": before, "chosen": [GOOD], "rejected": [BAD]}, CHAT)
+    for other in ([{**USER, "content": "Ho?"}, GOOD], [system, GOOD]):
+        with pytest.raises(ConfigError, match=f"chosen begins with a {other[0]['role']} message after the prompt"):
+            answers({**row, "chosen": other}, CHAT)
+
+
 def test_same_answers_are_left_out() -> None:
     assert pair({"prompt": "a", "chosen": "b", "rejected": "b"}, DATASET, PLAIN) is None
 
@@ -78,6 +104,8 @@ def test_single_answers() -> None:
     row = {"prompt": "1+1=", "completion": "2", "label": True}
     assert [a.role for a in labelled_answers(row, DATASET, PLAIN)] == [1]
     assert [a.role for a in labelled_answers({**row, "label": 0}, DATASET, PLAIN)] == [-1]
+    said = labelled_answers({"messages": [USER, GOOD], "label": True}, DATASET, CHAT)
+    assert said == labelled_answers({"prompt": "Hi?", "completion": "Yes.", "label": True}, DATASET, CHAT)
     both = labelled_answers({"prompt": "1+1=", "chosen": "2", "rejected": "3"}, DATASET, PLAIN)
     assert [a.role for a in both] == [1, -1]
 

@@ -7,7 +7,7 @@ import pytest
 
 from posttrain.config import DatasetSection
 from posttrain.data import sources
-from posttrain.data.sources import load_rows
+from posttrain.data.sources import listed, load_rows
 from posttrain.errors import ConfigError
 
 pytestmark = pytest.mark.fast
@@ -58,6 +58,28 @@ def test_every_source_gives_the_same_rows(folder: Path, path: str) -> None:
     assert load(path, folder, skip=2, limit=3) == ROWS[2:5]
     assert load(path, folder, skip=5, limit=9) == ROWS[5:]
     assert load(str(folder / path), folder / "elsewhere") == ROWS
+
+
+def test_nulls_of_structs_are_left_out(tmp_path: Path) -> None:
+    """Red without: a call gets the arguments of other rows' calls as null. JSON Lines keep what was written."""
+    import datasets
+
+    calls = [{"name": "f", "arguments": {"city": "Paris"}}, {"name": "g", "arguments": {"a": 1}}]
+    table = [{"calls": [call], "list": [1, None], "plain": None} for call in calls]
+    arrow = datasets.Dataset.from_list(table)
+    assert arrow[0]["calls"][0]["arguments"] == {"city": "Paris", "a": None}
+    arrow.to_parquet(str(tmp_path / "rows.parquet"))
+    arrow.save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "make.py").write_text(
+        "import datasets\ndef rows():\n    return datasets.load_from_disk('SAVED')\n".replace(
+            "SAVED", str(tmp_path / "saved")
+        )
+    )
+    real = [{**row, "calls": [{**row["calls"][0], "none": None}]} for row in table]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in real))
+    assert all(load(name, tmp_path) == table for name in ("rows.parquet", "saved", "make.py:rows"))
+    assert listed(arrow) == listed(arrow.to_iterable_dataset()) == table
+    assert load("rows.jsonl", tmp_path) == real
 
 
 def test_splits_and_args(folder: Path) -> None:
