@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from posttrain.data.messages import (
+    THINKING,
     Message,
     Remarks,
     TemplateForm,
@@ -433,7 +434,7 @@ def plain_text(messages: Sequence[Message]) -> str:
     """Concatenate the contents. ConfigError for messages that hold more than text."""
     refuse_unknown_keys(messages, "")
     for index, message in enumerate(messages):
-        held = [key for key in ("tool_calls", "weight") if key in message]
+        held = [key for key in ("tool_calls", "weight", *THINKING) if key in message]
         if held or not isinstance(message.get("content"), str):
             what = f"has {held[0]}" if held else "has no text content"
             raise ConfigError(f"message {index} {what}; plain rendering (dataset.chat off) takes contents alone")

@@ -29,7 +29,8 @@ THINKING = ("reasoning_content", "thinking")
 OBEYED = ("role", "content", "tool_calls", "tool_call_id", "name", "malformed_calls", "weight", *THINKING)
 IGNORED = ("id", "annotations", "timestamp", "cache_control")
 """Keys that say nothing which a model could read."""
-FLAGS = ("weight", "train")
+FLAGS = ("weight", "train", "loss")
+"""Keys by which OpenAI and Mistral, axolotl, and ms-swift leave a turn without loss."""
 STAND_IN = "posttrain_stand_in"
 REMEDY = "change the messages, or use a template that writes them (model.chat_template)"
 
@@ -86,11 +87,11 @@ def json_messages(text: str) -> list[Any] | None:
 def checked_tools(value: Any) -> list[dict[str, Any]] | None:
     """Tool descriptions as templates take them, from a list, JSON text or bare functions; None without any."""
     value = _parsed(value, "tools") if isinstance(value, str) and value.strip() else value
-    if value is None or len(value) == 0:
+    if value is None or (isinstance(value, str) and not value.strip()):
         return None
     if not isinstance(value, list | tuple | np.ndarray):
         raise ConfigError(f"tools must be a list of tool descriptions; it is {str(value)[:60]!r}")
-    return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(value)]
+    return None if len(value) == 0 else [_tool(tool, f"tools[{index}]") for index, tool in enumerate(value)]
 
 
 def is_same(one: Message, other: Message) -> bool:
@@ -213,7 +214,7 @@ def _call(call: Any, at: str) -> dict[str, Any]:
 
 
 def _flagged(fields: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """Fields with `weight: 0` in place of `weight` (OpenAI, Mistral) and `train` (axolotl) for a turn without loss."""
+    """Fields with `weight: 0` in place of any of `FLAGS` for a turn without loss."""
     flags = {key: fields[key] for key in FLAGS if key in fields}
     for key, value in flags.items():
         if isinstance(value, str) or value not in (0, 1):
@@ -221,9 +222,7 @@ def _flagged(fields: Mapping[str, Any], at: str) -> dict[str, Any]:
         if value and fields["role"] != "assistant":
             raise ConfigError(f"{at}.{key}={value!r}: a {fields['role']} message never has loss; remove {key} from it")
     if len({bool(value) for value in flags.values()}) > 1:
-        raise ConfigError(
-            f"{at} has weight={flags['weight']!r} and train={flags['train']!r}, which contradict; keep one"
-        )
+        raise ConfigError(f"{at}: {' and '.join(flags)} contradict each other; keep one of them")
     silent = fields["role"] == "assistant" and any(not value for value in flags.values())
     return {key: value for key, value in fields.items() if key not in FLAGS} | ({"weight": 0} if silent else {})
 

@@ -44,7 +44,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"x": {"de
         ({"role": "function", "name": "add", "content": "3"}, {"role": "tool", "name": "add", "content": "3"}),
         *(
             ({"role": "assistant", "content": "a", **flag}, {"role": "assistant", "content": "a", "weight": 0})
-            for flag in ({"weight": 0}, {"train": False}, {"weight": 0.0, "train": False})
+            for flag in ({"weight": 0}, {"train": False}, {"loss": False}, {"weight": 0.0, "train": False})
         ),
         ({"role": "assistant", "content": "a", "weight": 1, "train": True}, {"role": "assistant", "content": "a"}),
         ({"role": "user", "content": "Hi", "weight": 0, "id": "7", "tool_calls": []}, USER),
@@ -75,7 +75,7 @@ def test_forms_of_a_message(given: dict[str, Any], expected: Message) -> None:
         ({"role": "assistant", "content": "a", "weight": 0.5}, r"weight=0.5: use 0 .* or 1"),
         (
             {"role": "assistant", "content": "a", "weight": 0, "train": True},
-            "weight=0 and train=True, which contradict",
+            "weight and train contradict",
         ),
         ({"role": "user", "content": "a", "train": True}, "a user message never has loss"),
         ({"from": "gtp", "value": "a"}, r"from='gtp': .*did you mean 'gpt'"),
@@ -94,6 +94,7 @@ def test_forms_of_tools() -> None:
     for wrong, reason in (
         ("[", "no JSON"),
         ([{"type": "function"}], r"tools\[0\] must be a tool"),
+        (5, "a list"),
         ({"a": 1}, "a list"),
     ):
         with pytest.raises(ConfigError, match=reason):
