@@ -77,7 +77,7 @@ def score(rubric: Rubric, groups_P: Sequence[Group], step: int = 0) -> Rewards:
 
 
 def make_batch(groups_P: Sequence[Group], advantages_PG: Float[np.ndarray, "P G"], *, row_tokens: int) -> Batch:
-    """Pack samples and their advantages into as many rows as there are samples; those with NaN are dropped.
+    """Pack samples and their advantages into as many rows as the samples have; those with NaN are dropped.
 
     Groups of equal number and size give batches of equal shape, so that the trainer compiles its step once.
     """
@@ -87,5 +87,5 @@ def make_batch(groups_P: Sequence[Group], advantages_PG: Float[np.ndarray, "P G"
         np.isfinite(advantages_PG),
         like=groups_P[0][0],
         row_tokens=row_tokens,
-        num_rows=sum(len(group) for group in groups_P),
+        num_rows=sum(len(sample.rows) for group in groups_P for sample in group),
     )

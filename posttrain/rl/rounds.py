@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any
 
 from posttrain.rollout.types import Completion, RolloutEngine, SamplingParams
@@ -14,7 +13,7 @@ Key = tuple[int, int]
 
 class Rounds:
     """Rollout engine whose samples take their turns together: those of a round are submitted, in a fixed order, when
-    every sample waits for its next turn or has ended. Requests of one sample are ordered by their keys, not by arrival.
+    every sample waits for its next turn or has ended.
 
     An engine's log-probabilities change by rounding with the samples that it computes at the same time; so they depend
     on no clock. Samples of one turn are all submitted at once. Samples that are not expected pass.
@@ -23,8 +22,7 @@ class Rounds:
     def __init__(self, engine: RolloutEngine):
         self._engine = engine
         self._order: dict[Key, int] = {}
-        self._waiting: dict[Key, list[tuple[Key, asyncio.Future[None]]]] = {}
-        """Waiting requests of each sample, with their keys."""
+        self._waiting: dict[Key, list[asyncio.Future[None]]] = {}
         self._live = 0
 
     def expect(self, keys: Sequence[Key]) -> None:
@@ -44,14 +42,14 @@ class Rounds:
         if params.sample_key in self._order:
             loop = asyncio.get_running_loop()
             turn = loop.create_future()
-            self._waiting.setdefault(params.sample_key, []).append((params.key, turn))
+            self._waiting.setdefault(params.sample_key, []).append(turn)
             # Later: who is last must not go on before the others.
             loop.call_soon(self._release)
             try:
                 await turn
             finally:
                 if turn.cancelled():
-                    self._forget(params.sample_key, (params.key, turn))
+                    self._forget(params.sample_key, turn)
         return await self._engine.generate(prompt, params)
 
     def update_weights(self, model: Any, version: int) -> None:
@@ -66,11 +64,11 @@ class Rounds:
             return
         waiting, self._waiting = self._waiting, {}
         for key in sorted(waiting, key=self._order.__getitem__):
-            for _, turn in sorted(waiting[key], key=itemgetter(0)):
+            for turn in waiting[key]:
                 if not turn.done():
                     turn.set_result(None)
 
-    def _forget(self, key: Key, turn: tuple[Key, asyncio.Future[None]]) -> None:
+    def _forget(self, key: Key, turn: asyncio.Future[None]) -> None:
         turns = self._waiting.get(key, [])
         if turn in turns:
             turns.remove(turn)

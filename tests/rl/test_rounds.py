@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
+from posttrain.rl.journal import Journal
 from posttrain.rl.rounds import Rounds
-from posttrain.rollout.types import Completion, SamplingParams
+from posttrain.rollout.types import Completion, Requests, SamplingParams
 from posttrain.runtime.event_loop import run_async
 
 TURNS = {(0, n): n % 3 + 1 for n in range(8)}
@@ -69,6 +71,24 @@ def test_rounds_do_not_depend_on_delays() -> None:
     keys = list(TURNS)
     assert found[0] == [keys, [k for k in keys if TURNS[k] > 1], [k for k in keys if TURNS[k] > 2]]
     assert all(one == found[0] for one in found)
+
+
+def test_a_journal_knows_the_requests_of_a_sample_after_a_restart() -> None:
+    """Each is replayed, whichever comes first, until the sample is forgotten."""
+    made = [Journal(Recording()) for _ in range(2)]
+
+    async def ask(journal: Journal, *prompts: int) -> None:
+        requests = Requests(lambda number: replace(params((0, 5)), key=(3, number), sample=(0, 5)))
+        for prompt in prompts:
+            await journal.generate([prompt], requests([prompt]))
+
+    run_async(ask(made[0], 1, 2, 1))
+    made[1].restore(made[0].state(()))
+    run_async(ask(made[1], 2, 1, 1))
+    engine = made[1]._engine
+    assert isinstance(engine, Recording) and engine.batches == []
+    made[1].forget([(0, 5)])
+    assert made[1].state(())["turns"] == []
 
 
 def test_a_cancelled_sample_holds_nobody_up_and_strangers_pass() -> None:
