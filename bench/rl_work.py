@@ -32,7 +32,7 @@ from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
 from posttrain.rl.act import Act
 from posttrain.rl.algorithms import Algorithm, make_algorithm
-from posttrain.rl.metrics import sampler_disagrees
+from posttrain.rl.metrics import ROUNDED, SamplerGate
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.source import Source
 from posttrain.rl.step import StepSettings, rl_step
@@ -158,7 +158,7 @@ def build(work: str, steps: int, model: Decoder) -> Bench:
         temperature=1.0,
         max_grad_norm=1.0,
         micro_batch_rows=max(1, PROMPTS * GROUP // 8),
-        refuse=sampler_disagrees,
+        refuse=SamplerGate(rounding=ROUNDED),
     )
     native = NativeEngine(model, slots=PROMPTS * GROUP, max_length=row, decode_steps=32, tokenizer_decode=None)
     engine = Ending(native, list(lengths))

@@ -25,8 +25,9 @@ def sampler_gap(stats: TokenStats, batch: Batch, mask: Bool[Array, "B T"]) -> di
     """Metrics of the gap, over tokens sampled with the current weights; none without `sampler_logps`.
 
     `sampling/logp_difference/*`: absolute difference of the log-probabilities: mean, maximum, 99th percentile, share
-    above `OUTLIER_NATS`, and mean in the first, middle and last third of the samples; `signed`: mean of trainer -
-    sampler. `stale_mean`: mean over tokens sampled with older weights, where a difference is expected.
+    above `OUTLIER_NATS`, mean of its square, and mean in the first, middle and last third of the samples; `signed`:
+    mean of trainer - sampler. `stale_mean`: mean over tokens sampled with older weights, where a difference is
+    expected.
     `sampling/kl`: KL(sampler || trainer), k3 estimate.
     """
     if batch.sampler_logps is None:
@@ -42,6 +43,7 @@ def sampler_gap(stats: TokenStats, batch: Batch, mask: Bool[Array, "B T"]) -> di
     metrics: dict[str, Metric] = {
         "sampling/logp_difference/mean": token_mean(gap, fresh, segments),
         "sampling/logp_difference/signed": token_mean(signed, fresh, segments),
+        "sampling/logp_difference/square": token_mean(jnp.square(gap), fresh, segments),
         "sampling/logp_difference/max": Max(largest=jnp.max(jnp.where(counts, gap, 0.0))),
         "sampling/logp_difference/p99": Quantile.of(gap, counts, share=0.99),
         "sampling/logp_difference/outliers": token_mean((gap > OUTLIER_NATS).astype(gap.dtype), fresh, segments),

@@ -116,7 +116,11 @@ async def diagnose(cluster: Cluster, sampler: Sampler, groups_P: Sequence[Group]
     again_N = await _scored_again(case)
     apart_N = np.abs(again_N - case.trainer_N())
     if np.isfinite(apart_N).any() and np.nanmean(apart_N) <= EXPLAINED * case.difference(case.trainer_N()):
-        return "stale weights: given the weights again, the engine scores the same tokens as the trainer does"
+        # The step of these samples has handed its weights over.
+        ahead = newest < cluster.version - 1
+        moved = "; or the updates since have moved the weights so far: lower learning_rate or max_staleness"
+        again = "given the weights again, the engine scores the same tokens as the trainer does"
+        return f"stale weights: {again}{moved if ahead else ''}"
     for theta in _thetas(case.cluster.actor.model.config):
         logits = _logits(case, _forward(cluster.actor, theta), case.samples, case.at_N)
         logps_N = _logps(case, logits / sampler.sampling.temperature)

@@ -13,7 +13,7 @@ import numpy as np
 from posttrain.batch import Batch
 from posttrain.cluster.cluster import Cluster
 from posttrain.metrics import Metrics, Timer
-from posttrain.rl.metrics import LIMITS, sampler_disagrees
+from posttrain.rl.metrics import sampler_disagrees
 from posttrain.tracking.console import progress_bar
 from posttrain.tree import Metric, added, replace
 
@@ -35,7 +35,7 @@ def update(
             told = cluster.update_actor(part, update=learns[number] and not cluster.warming_up)
             done.append({**told, **cluster.update_critic(part)})
             # One read of the device, where other updates would follow.
-            if several and len(done) == 1 and LIMITS.keys() <= told.keys() and bool(sampler_disagrees(told)):
+            if several and len(done) == 1 and bool(sampler_disagrees(told)):
                 break
         jax.block_until_ready(done)
     return merged(done)

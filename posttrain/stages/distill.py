@@ -40,9 +40,9 @@ from posttrain.kernels.logits.divergence import Divergence
 from posttrain.kernels.logits.spans import packed
 from posttrain.mesh import row_shards
 from posttrain.models.decoder import Decoder
-from posttrain.rl.metrics import sampler_disagrees
 from posttrain.stages.context import StageRun
 from posttrain.stages.distill_on_policy import MixedBatches, Samples
+from posttrain.stages.engine import sampler_gate
 from posttrain.stages.inputs import Prepared
 from posttrain.stages.prompts import prepare_prompts
 from posttrain.stages.sequences import (
@@ -132,8 +132,8 @@ def run(stage: StageRun, inputs: DistillInputs) -> None:
     targets = TeacherTargets(
         titles, section.teacher_column, caches, [teacher.top_k for teacher in outside], inputs.aligners
     )
-    refuse = None if section.sampling is None else sampler_disagrees
     model, features = stage.load_model(), section.features
+    refuse = None if section.sampling is None else sampler_gate(model, section.rollout)
     trainer = stage.make_trainer(
         section,
         model,

@@ -19,7 +19,7 @@ from posttrain.mesh import row_shards
 from posttrain.metrics import Metrics
 from posttrain.reward.rubric import Rubric
 from posttrain.rl.assemble import sample_rows
-from posttrain.rl.metrics import LIMITS, check_agreement, sample_metrics
+from posttrain.rl.metrics import GAP, check_agreement, sample_metrics
 from posttrain.rl.sampler import Sampler, collect
 from posttrain.rl.source import Source
 from posttrain.rl.teachers import distances, merged_distances, shares_of
@@ -100,7 +100,7 @@ class Samples:
 
     def seen(self, metrics: Metrics) -> Mapping[str, float]:
         """Sample metrics of an on-policy step, else none. RunError if sampler and trainer disagree."""
-        if not LIMITS.keys() <= metrics.keys():
+        if f"{GAP}/mean" not in metrics:
             return {}
         check_agreement(metrics, self._trainer.step_number)
         return self._sample_metrics

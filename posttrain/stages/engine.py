@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from posttrain.config import RolloutSection
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
+from posttrain.models.config import MoEConfig
 from posttrain.models.decoder import Decoder
+from posttrain.rl.metrics import EXACT, ROUNDED, SamplerGate
 from posttrain.rl.sampler import Sampler
 from posttrain.rollout.engine import NativeEngine
 from posttrain.rollout.shapes import Expected
 from posttrain.rollout.trajectory import Example
 from posttrain.rollout.types import RolloutEngine
 from posttrain.stages.inputs import callable_of
+from posttrain.weights.quantize import is_quantized
+from posttrain.weights.state import ModelWeights
 
 EngineFactory = Callable[[Decoder, Tokenizer, RolloutSection], Any]
 
@@ -59,6 +66,19 @@ def make_engine(
         cache_tokens=section.cache_tokens,
         tensor=section.tensor,
     )
+
+
+def sampler_gate(model: Decoder, section: RolloutSection) -> SamplerGate:
+    """Veto on updates of a model with samples of this engine, by the precision of its numbers.
+
+    A mixture of experts counts as rounded: rounding may send a token to another expert.
+    """
+    plain = section.quantize == "none" and not is_quantized(model) and model.compute.dtype == jnp.float32
+    mixture = any(isinstance(block.mlp, MoEConfig) for stage in model.config.stages for block in stage.blocks)
+    # Accelerators multiply float32 in lower precision by default.
+    exact = plain and not mixture and jax.default_backend() == "cpu"
+    exact &= all(struct.dtype == jnp.float32 for struct in ModelWeights(model).structs().values())
+    return SamplerGate(rounding=EXACT if exact else ROUNDED)
 
 
 def warm_up(

@@ -30,7 +30,7 @@ from posttrain.rl.async_loop import AsyncLoop
 from posttrain.rl.curriculum import Curriculum
 from posttrain.rl.diagnosis import diagnose
 from posttrain.rl.entropy import EntropyControl
-from posttrain.rl.metrics import NoRewardGuard, check_agreement, sampler_disagrees
+from posttrain.rl.metrics import NoRewardGuard, check_agreement
 from posttrain.rl.monitor import Monitor
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.source import Source
@@ -42,7 +42,7 @@ from posttrain.runtime.event_loop import run_async
 from posttrain.runtime.profiler import span
 from posttrain.stages.cluster import make_cluster
 from posttrain.stages.context import HeldOut, StageRun, Training
-from posttrain.stages.engine import engine_metrics, forget_prompts, warm_up
+from posttrain.stages.engine import engine_metrics, forget_prompts, sampler_gate, warm_up
 from posttrain.stages.prompts import EvalSet, RolloutInputs, check_cache
 from posttrain.stages.watch import StepWatch
 from posttrain.tracking.console import console, printable
@@ -170,7 +170,7 @@ def make_policy_trainer(stage: StageRun, section: OnlineSection, loss: TokenLoss
         loss,
         temperature=temperature,
         terms=terms,
-        refuse=sampler_disagrees,
+        refuse=sampler_gate(model, section.rollout),
         offload_optimizer=section.placement.optimizer.offload,
     )
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,18 @@ from posttrain.weights.lora import has_lora
 from posttrain.weights.quantize import is_quantized
 from posttrain.weights.state import ModelWeights, Weights, WeightShapes
 
-Refuse = Callable[[Mapping[str, Metric]], Array]
+
+@runtime_checkable
+class Refuse(Protocol):
+    """Veto on updates, traced in the program of the update, which carries its memory from step to step."""
+
+    def start(self) -> np.ndarray:
+        """Memory before the first step."""
+
+    def __call__(self, metrics: Mapping[str, Metric], memory: Array) -> tuple[Array, Array, Mapping[str, Array]]:
+        """Refusal of a step with these metrics, the memory after it, and metrics beside those of the loss."""
+
+
 """A veto on an update, from the merged metrics of the loss; traced into the program of the step."""
 
 
@@ -101,7 +112,7 @@ class TrainPrograms:
         self.update = jax.jit(
             traced_for(self.mesh, self._step_program),
             donate_argnums=(0, 2),
-            out_shardings=(*outputs, read),
+            out_shardings=(*outputs, read, read),
             compiler_options=options,
         )
         self.evaluate = jax.jit(
@@ -122,7 +133,7 @@ class TrainPrograms:
     def lower_update(self, batch: Batch) -> jax.stages.Lowered:
         """Lower the update for a batch of shapes [B, T]."""
         micro, count = self.micro_shapes(batch)
-        inputs = micro, count, np.uint32(0), np.bool_(True), self._teacher_shapes()
+        inputs = micro, count, np.uint32(0), np.bool_(True), self._teacher_shapes(), self.memory()
         with gc_disabled():
             return self.update.lower(self.params, self.frozen, self.opt_state, *inputs)
 
@@ -157,6 +168,10 @@ class TrainPrograms:
         micro: Batch = jax.tree.map(split, batch)
         return micro, jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.mesh))
 
+    def memory(self) -> dict[str, np.ndarray]:
+        """Memory of the veto before the first step; empty without one."""
+        return {} if self._refuse is None else {"refuse": self._refuse.start()}
+
     def _teacher_shapes(self) -> list[WeightShapes]:
         return [placed_shapes(teacher, self.mesh) for teacher in self.objective.teachers]
 
@@ -180,7 +195,8 @@ class TrainPrograms:
         step: Array,
         wanted: Array,
         teacher_weights: list[Weights],
-    ) -> tuple[Weights, Any, Metrics]:
+        memory: dict[str, Array],
+    ) -> tuple[Weights, Any, dict[str, Array], Metrics]:
         self.num_traced += 1
         objective = self.objective
         inputs, router_weight = (micro, objective.keys(step, micro)), objective.router_weight(micro, count)
@@ -189,8 +205,10 @@ class TrainPrograms:
         weight = output.loss.weight
         norm = global_norm(_mean(gradient, weight))
         usable = jnp.isfinite(norm) & (weight > 0) & wanted
+        told: Mapping[str, Array] = {}
         if self._refuse is not None:
-            usable &= ~self._refuse(output.metrics)
+            refused, remembered, told = self._refuse(output.metrics, memory["refuse"])
+            memory, usable = {"refuse": remembered}, usable & ~refused
 
         def prepare(gradient: Array) -> Array:
             mean: Array = clipped(_mean(gradient, weight), norm, self._max_grad_norm)
@@ -204,11 +222,12 @@ class TrainPrograms:
         metrics: Metrics = {
             "loss": output.loss,
             **output.metrics,
+            **told,
             **({} if routers is None else load_metrics(routers.load)),
             "grad_norm": norm,
             "update_skipped": 1.0 - usable.astype(jnp.float32),
         }
-        return new_params, new_state, metrics
+        return new_params, new_state, memory, metrics
 
     def _updated(
         self, gradient: Weights, params: Weights, opt_state: Any, prepare: Prepare, usable: Array

@@ -58,9 +58,9 @@ class Trainer:
     each step. Log-probabilities are those of softmax(logits / temperature). `teachers` process the same rows; they are
     placed on the mesh and never written. `matching`: layers matched with those of the one teacher; its projections are
     trained and checkpointed, but not part of the model. `noise_alpha`: NEFTune, arXiv:2310.05914, uniform noise on the
-    embeddings in training, up to alpha / sqrt(length of the sequence * D). `refuse`: veto on an update, a function of
-    the step's metrics inside its program. `offload_optimizer`: `offload_optimizer()` moves the optimizer state to the
-    host's memory, and the next step brings it back.
+    embeddings in training, up to alpha / sqrt(length of the sequence * D). `refuse`: veto on an update by the step's
+    metrics, inside its program; its memory is checkpointed. `offload_optimizer`: `offload_optimizer()` moves the
+    optimizer state to the host's memory, and the next step brings it back.
     """
 
     def __init__(
@@ -118,6 +118,7 @@ class Trainer:
             _place(weights, self.mesh)
         self._opt_places = jax.tree.map(lambda x: x.sharding, self._programs.opt_state)
         self._opt_state = jax.jit(self._programs.optimizer.init, out_shardings=self._opt_places)(self.params)
+        self._memory: dict[str, Array] = processes.on_devices(self._programs.memory(), replicated(self.mesh))
         self._offloads, self._offloaded = offload_optimizer, False
         self.companions: dict[str, Companion] = {}
         """Roles beside the actor, by name, whose arrays are saved and restored with the trainer's."""
@@ -188,7 +189,7 @@ class Trainer:
             processes.wait_for_all("first update")
             trim_host_memory(platform_of(self.mesh))
             self._stepped, self._compiling = True, None
-        params, self._opt_state, metrics = self._programs.update(*arguments)
+        params, self._opt_state, self._memory, metrics = self._programs.update(*arguments)
         self._write(params)
         self.step_number += 1
         self.skipped_updates += not update
@@ -219,7 +220,7 @@ class Trainer:
             first = jax.tree.map(lambda x: x[0], micro)
             check_weight(self._objective.loss, first, scores=self.model.config.scalar_head)
             self._loss_checked = True
-        inputs = micro, count, np.uint32(self.step_number), np.bool_(update), self._teacher_weights
+        inputs = micro, count, np.uint32(self.step_number), np.bool_(update), self._teacher_weights, self._memory
         return self.params, self._frozen, self._opt_state, *inputs
 
     def _lower(self, arguments: tuple[Any, ...]) -> jax.stages.Lowered:
@@ -285,6 +286,7 @@ class Trainer:
         params = {path: w for path, w in self.params.items() if path not in self._projections}
         # Branches of their own: who reads the model's parameters need not know of them.
         more: dict[str, Any] = {"projections": self._projections} if self._projections else {}
+        more |= {"memory": self._memory} if self._memory else {}
         more |= {name: arrays for name, one in self.companions.items() if (arrays := one.state())}
         opt_state = jax.device_put(self._opt_state, self._opt_places) if self._offloaded else self._opt_state
         return {"params": params, "opt_state": opt_state, **more}
@@ -292,6 +294,7 @@ class Trainer:
     def restore(self, state: dict[str, Any], step: int, skipped_updates: int = 0) -> None:
         self._write({**state["params"], **state.get("projections", {})})
         self._opt_state, self._offloaded = state["opt_state"], False
+        self._memory = state["memory"] if self._memory else {}
         self.offload_optimizer()
         for name, one in self.companions.items():
             one.restore(state.get(name, {}))

@@ -28,7 +28,7 @@ from posttrain.metrics import Timer, to_host
 from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
 from posttrain.rl.algorithms import make_algorithm
-from posttrain.rl.metrics import sampler_disagrees
+from posttrain.rl.metrics import EXACT, SamplerGate
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.step import StepResult, rl_step
 from posttrain.rollout.engine import NativeEngine
@@ -70,7 +70,7 @@ class World:
             max_grad_norm=1.0,
             micro_batch_rows=4,
             mesh=mesh,
-            refuse=sampler_disagrees,
+            refuse=SamplerGate(rounding=EXACT),
             offload_optimizer=offload,
         )
         other = make_mesh(MeshSection(data=2, fsdp=1, tensor=2), devices[4:])

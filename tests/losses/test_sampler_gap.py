@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from posttrain.batch import Batch, TokenStats
 from posttrain.losses.sampler_gap import THIRDS, sampler_gap
-from posttrain.tree import EDGES, Quantile, added, replace
+from posttrain.rl.metrics import EXACT, GAP, LIMIT, ROUNDED, SamplerGate, sampler_disagrees
+from posttrain.tree import EDGES, Mean, Quantile, added, replace
 
 pytestmark = pytest.mark.fast
 
@@ -38,6 +40,7 @@ def test_metrics_are_those_of_the_tokens(sequences: Any, lay_out: Callable[..., 
     expected = {
         "mean": gap[fresh].mean(),
         "signed": signed[fresh].mean(),
+        "square": np.square(gap[fresh]).mean(),
         "max": gap[fresh].max(),
         "outliers": (gap[fresh] > 0.5).mean(),
     }
@@ -49,6 +52,61 @@ def test_metrics_are_those_of_the_tokens(sequences: Any, lay_out: Callable[..., 
     largest = np.quantile(gap[fresh], 0.99, method="inverted_cdf")
     assert largest / 1.22 < found["sampling/logp_difference/p99"] < largest * 1.22
     assert ("sampling/logp_difference/stale_mean" in found) == stale
+
+
+DRAW = np.random.default_rng(0)
+JUDGED: dict[str, tuple[np.ndarray, int, bool]] = {
+    "rounding of bfloat16": (DRAW.normal(0, 0.016, 96), 0, False),
+    "8 bits": (DRAW.normal(0, 0.07, 96), 0, False),
+    "one odd token": (np.append(np.full(199, 1e-4), 4.0), 0, False),
+    "few tokens": (np.full(6, 0.02), 0, False),
+    "normalised after top-p": (-DRAW.uniform(0.0, 0.0513, 96), 0, True),
+    "a constant, as of a cached head": (np.full(12, 0.05), 0, True),
+    "moved by updates": (DRAW.normal(0, 0.3, 96), 2, False),
+    "one old token": (np.full(1, 9.0), 1, False),
+    "3 nats, all old": (np.full(12, -3.0), 1, True),
+    "old and not finite": (np.append(np.zeros(20), np.nan), 1, True),
+}
+"""Differences of the tokens, their staleness, and whether the update is refused."""
+
+
+@pytest.mark.parametrize("case", JUDGED)
+def test_small_lies_are_told_from_rounding(case: str) -> None:
+    difference, staleness, refused = JUDGED[case]
+    ones = np.ones((1, len(difference)), np.int32)
+    zeros = np.zeros((1, len(difference)), np.float32)
+    batch = Batch(
+        tokens=ones,
+        positions=ones,
+        segments=ones,
+        loss_weight=zeros + 1,
+        sampler_logps=zeros - difference[None].astype(np.float32),
+        staleness=ones * staleness,
+    )
+    found = sampler_gap(TokenStats(logps=jnp.asarray(zeros)), batch, jnp.asarray(ones) > 0)
+    assert bool(sampler_disagrees(found)) == refused
+
+
+def test_the_gate_remembers_the_first_gap() -> None:
+    """Limits of the mean: rounding at least, 20 times the first mean, and that of all runs; steps without fresh tokens
+    change nothing."""
+
+    def gap(mean: float, count: float = 8.0) -> dict[str, Any]:
+        return {f"{GAP}/mean": Mean(total=mean * count, weight=count)}
+
+    def judged(gate: SamplerGate, *steps: dict[str, Any]) -> list[tuple[bool, float]]:
+        memory, made = jnp.asarray(gate.start()), []
+        for metrics in steps:
+            refused, memory, told = gate(metrics, memory)
+            made.append((bool(refused), round(float(told[LIMIT]), 6)))
+        return made
+
+    exact, rounded = SamplerGate(rounding=EXACT), SamplerGate(rounding=ROUNDED)
+    assert judged(exact, gap(7e-7), gap(9e-4), gap(0.016)) == [(False, EXACT), (False, EXACT), (True, EXACT)]
+    assert judged(exact, gap(0.0, 0.0), gap(1e-3), gap(0.021)) == [(False, 0.1), (False, 0.02), (True, 0.02)]
+    assert judged(rounded, gap(1e-4), gap(0.04), gap(0.06)) == [(False, ROUNDED), (False, ROUNDED), (True, ROUNDED)]
+    assert judged(rounded, gap(0.06), gap(0.09), gap(0.11)) == [(False, 0.1), (False, 0.1), (True, 0.1)]
+    assert bool(exact({}, jnp.float32(1e-7))[0]) is False and exact({}, jnp.float32(1e-7))[2] == {}
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-2, 3.0])

@@ -28,7 +28,7 @@ from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
 from posttrain.rl.algorithms import make_algorithm
 from posttrain.rl.diagnosis import diagnose
-from posttrain.rl.metrics import check_agreement, sampler_disagrees
+from posttrain.rl.metrics import EXACT, SamplerGate, check_agreement, sampler_disagrees
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.step import StepResult, rl_step
 from posttrain.rollout.engine import NativeEngine
@@ -100,7 +100,7 @@ class World:
             temperature=sampling.temperature,
             max_grad_norm=1.0,
             micro_batch_rows=4,
-            refuse=sampler_disagrees,
+            refuse=SamplerGate(rounding=EXACT),
         )
         engine = NativeEngine(
             sampled,
