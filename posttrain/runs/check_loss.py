@@ -1,4 +1,5 @@
-"""Check of a user's loss, `posttrain check --loss`: equal value and gradient however a batch is laid out and split."""
+"""Check of a user's loss, before every run of one and by `posttrain check --loss`: equal value and gradient however a
+batch is laid out and split, from the arrays that its kind of stage has."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from posttrain.batch import Batch, BatchLoss, LossOutput, TokenLoss, TokenStats
+from posttrain.config import RLSection, TrainSection
 from posttrain.errors import ConfigError
 from posttrain.losses.pairs import PairLoss
+from posttrain.rl.algorithms import RLLoss
 from posttrain.tree import Mean, Metric, added, replace
 from posttrain.user_code import describe_error, import_object
 
@@ -26,8 +29,13 @@ SHARES = (0.25, 1.0, 0.75, 1.0, 0.5, 0.5)
 CASES_OF_A_KIND = 10
 TOLERANCE = 1e-6
 """Largest difference as a share of the value, or of the gradient's norm; all numbers are float64."""
-OF_STATS = ("logps", "entropy", "mean_logps", "sampling_logps")
+OF_STATS = ("logps", "entropy", "mean_logps", "sampling_logps", "log_squares")
 OF_BATCH = ("sampler_logps", "behaviour_logps", "old_logps", "ref_logps", "advantages", "sample_shares")
+ZERO_ELSEWHERE = ("staleness", "entropy_coefs", "margins")
+EVERYTHING = (*OF_STATS, *OF_BATCH, *ZERO_ELSEWHERE)
+"""Arrays that stages may have or not, by name; an array that a stage lacks is None."""
+PLAIN = ("logps", "entropy")
+"""Those of every stage."""
 
 Row = Sequence[int]
 """Numbers of the sequences of a row."""
@@ -52,21 +60,59 @@ class Found:
 
 
 def check_loss(spec: str) -> str:
-    """Check the loss class named by `spec`, `file.py:Class` or `package.module:Class`; return a line about it. Raises
-    ConfigError as `prove` does."""
-    return prove(_made(spec), f"loss: {spec}")
+    """Check the loss class named by `spec`, `file.py:Class` or `package.module:Class`; return a line about it, with the
+    kinds of stage that it fits. Raises ConfigError as `prove` does, and for a loss that fits none."""
+    loss, name = _made(spec), f"loss: {spec}"
+    line = prove(loss, name)
+    if isinstance(loss, PairLoss):
+        return f"{line}; for stages of kind preference"
+    given = {"sft": PLAIN, "rl": EVERYTHING}
+    reasons = {kind: _Checker(loss, name, False, arrays).lacks() for kind, arrays in given.items()}
+    if not isinstance(loss, RLLoss):
+        reasons["rl"] = "it has no kl_coef, the coefficient of a KL from the reference; set it to 0 for none"
+    elif loss.kl_coef <= 0:
+        without = [array for array in EVERYTHING if array != "ref_logps"]
+        reasons["rl"] = _Checker(loss, name, False, without).lacks()
+    fits = [kind for kind, reason in reasons.items() if reason is None]
+    if not fits:
+        raise ConfigError(f"{name} fits no stage: " + "; ".join(f"{kind}: {why}" for kind, why in reasons.items()))
+    return f"{line}; for stages of kind {' and '.join(fits)}"
 
 
-def prove(loss: TokenLoss, name: str) -> str:
-    """Compute a loss over random splits of random batches; return a line about them.
+def check_stage_loss(section: TrainSection, loss: Any) -> None:
+    """Check a loss that is not the package's own, with the arrays that the stage gives it. ConfigError as of `prove`;
+    losses on scores and on single answers are not checked."""
+    owner = getattr(loss, "__module__", type(loss).__module__)
+    if owner.partition(".")[0] == "posttrain" or (isinstance(loss, PairLoss) and loss.needs.rows != "pairs"):
+        return
+    given = list(PLAIN)
+    if isinstance(loss, PairLoss):
+        has = {"ref_logps": loss.needs.reference, "margins": loss.needs.margins, "log_squares": loss.needs.squares}
+        given += [name for name, holds in has.items() if holds]
+    elif isinstance(section, RLSection):
+        stale = section.samples_ahead or section.updates_per_batch > 1
+        has = {"old_logps": section.proximal_logps != "self", "ref_logps": loss.kl_coef > 0, "staleness": stale}
+        has["entropy_coefs"] = section.entropy_target is not None
+        given += [
+            "sampler_logps",
+            "behaviour_logps",
+            "advantages",
+            "sample_shares",
+            *(name for name, holds in has.items() if holds),
+        ]
+    prove(loss, f"loss: {type(loss).__name__}", given)
+
+
+def prove(loss: TokenLoss, name: str, given: Sequence[str] = EVERYTHING) -> str:
+    """Compute a loss over random splits of random batches that have the arrays `given`; return a line about them.
 
     Raises ConfigError with the first split over which value, gradient or metrics differ, or where masked tokens matter.
     """
     pairs = isinstance(loss, PairLoss)
     if isinstance(loss, PairLoss) and loss.needs.rows != "pairs":
         raise ConfigError(f"{name} is for rows of {loss.needs.rows}; only losses on tokens and on pairs are checked")
-    checker = _Checker(loss, name, pairs)
-    with jax.enable_x64(True):
+    checker = _Checker(loss, name, pairs, given)
+    with jax.enable_x64(True), jax.default_device(_host()):
         whole = checker.whole()
         checker.masked(whole)
         splits = list(_splits(checker.apart, needs_whole_batch=isinstance(loss, BatchLoss) and loss.needs_whole_batch))
@@ -76,6 +122,14 @@ def prove(loss: TokenLoss, name: str) -> str:
         f"{name}: equal value, gradient and metrics ({len(whole.metrics)}) over {len(splits)} splits "
         f"({', '.join(dict.fromkeys(split.kind for split in splits))}); masked tokens may hold NaN and inf"
     )
+
+
+def _host() -> jax.Device | None:
+    """CPU, which has float64; None where JAX may not use it."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
 
 
 def _made(spec: str) -> TokenLoss:
@@ -90,8 +144,11 @@ def _made(spec: str) -> TokenLoss:
 
 
 class _Checker:
-    def __init__(self, loss: TokenLoss, name: str, pairs: bool):
-        self._loss, self._name, self._sequences = loss, name, _sequences(pairs)
+    def __init__(self, loss: TokenLoss, name: str, pairs: bool, given: Sequence[str]):
+        self._loss, self._name = loss, name
+        left_out = {*EVERYTHING} - {*given}
+        self._lacks = [array for array in EVERYTHING if array in left_out]
+        self._sequences = [{n: x for n, x in one.items() if n not in left_out} for one in _sequences(pairs)]
         self.apart = [[0, 1], [2, 3], [4, 5]] if pairs else [[index] for index in range(len(LENGTHS))]
         self._gradient_of = jax.jit(jax.value_and_grad(self._total, has_aux=True))
 
@@ -102,12 +159,22 @@ class _Checker:
         except ConfigError:
             raise
         except Exception as error:
-            raise ConfigError(f"{self._name} raised {describe_error(error)}") from error
+            lacks = f"; this stage has no {', '.join(self._lacks)}: they are None" if self._lacks else ""
+            raise ConfigError(f"{self._name} raised {describe_error(error)}{lacks}") from error
         if not np.isfinite(found.loss) or not np.isfinite(found.gradient).all():
             raise ConfigError(f"{self._name} gives {found.loss} or a gradient that is not finite on random rows")
         if not found.gradient.any():
             raise ConfigError(f"{self._name} has the gradient 0 by all statistics, so nothing would be learned")
         return found
+
+    def lacks(self) -> str | None:
+        """Reason why the loss cannot be computed from the arrays that are given; None: it can."""
+        stats, batch, _ = _lay_out(self._sequences, self.apart)
+        try:
+            jax.eval_shape(self._loss, stats, batch)
+        except Exception as error:
+            return f"it raised {describe_error(error)} without {', '.join(self._lacks)}"
+        return None
 
     def masked(self, whole: Found) -> None:
         """ConfigError if what masked tokens hold matters."""
@@ -136,7 +203,7 @@ class _Checker:
             stats, batch, where = _lay_out(self._sequences, rows)
             if poison is not None:
                 stats, batch = _poisoned(stats, batch, poison)
-            differentiable = {name: getattr(stats, name) for name in OF_STATS[:3]}
+            differentiable = {name: value for name in OF_STATS[:3] if (value := getattr(stats, name)) is not None}
             (_, output), gradient = self._gradient_of(differentiable, stats, batch)
             outputs.append(output)
             by_name = np.stack([np.asarray(gradient[name]) for name in differentiable])
@@ -216,10 +283,12 @@ def _sequences(pairs: bool) -> Sequences:
         one["sample_shares"] = np.full(length, SHARES[number])
         weight = (np.arange(length) >= prompt).astype(float)
         weight[-2 if answer > 5 else length :] *= 0.5
+        one |= {"entropy_coefs": 0.01 * (weight > 0), "staleness": (weight > 0) * np.int32(number % 2)}
         one |= {"loss_weight": weight, "tokens": draw.integers(1, 100, length).astype(np.int32)}
         if pairs:
             role = 1 if number % 2 == 0 else -1
             one |= {"roles": (weight > 0) * np.int32(role), "margins": 0.3 * (weight > 0) * (role == 1)}
+            one["log_squares"] = -np.abs(one["log_squares"])
             one["loss_weight"] = (weight > 0).astype(float)
         made.append(one)
     return made
@@ -240,7 +309,7 @@ def _lay_out(sequences: Sequences, rows: Sequence[Row]) -> tuple[TokenStats, Bat
                 arrays[name][row, place] = values
             positions[row, place], segments[row, place] = np.arange(length), segment
             start += length
-    stats = TokenStats(**{name: jnp.asarray(arrays.pop(name)) for name in OF_STATS})
+    stats = TokenStats(**{name: jnp.asarray(arrays.pop(name)) for name in OF_STATS if name in arrays})
     named: dict[str, Any] = arrays
     return stats, Batch(positions=positions, segments=segments, **named), where
 
@@ -249,6 +318,7 @@ def _poisoned(stats: TokenStats, batch: Batch, poison: float) -> tuple[TokenStat
     masked = np.asarray(batch.loss_weight) == 0
 
     def changed(node: Any, names: Sequence[str]) -> Any:
-        return replace(node, **{name: jnp.where(masked, poison, getattr(node, name)) for name in names})
+        held = {name: value for name in names if (value := getattr(node, name)) is not None}
+        return replace(node, **{name: jnp.where(masked, poison, value) for name, value in held.items()})
 
     return changed(stats, OF_STATS), changed(batch, OF_BATCH)

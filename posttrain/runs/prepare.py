@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from posttrain.config import (
     ModelSection,
@@ -20,12 +21,15 @@ from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.config import ModelConfig
 from posttrain.models.moe import check_recording, check_router
+from posttrain.runs.check_loss import check_stage_loss
 from posttrain.runs.epochs import read_counts, with_steps
 from posttrain.runs.kernels import check_kernels
 from posttrain.runtime import processes
 from posttrain.runtime.files import write_whole
 from posttrain.stages.inputs import Prepared
-from posttrain.stages.prompts import check_cache
+from posttrain.stages.pair_inputs import PairInputs
+from posttrain.stages.prompts import OnlinePreferenceInputs, RLInputs, check_cache
+from posttrain.stages.sequences import SFTInputs
 from posttrain.stages.table import STAGES, naming_stage, stage_names
 from posttrain.weights.load import check_adapter, check_lora, check_weights
 from posttrain.weights.locate import (
@@ -101,9 +105,18 @@ def _prepare_stage(prepared: Prepared, index: int, *, offline_ok: bool, estimate
     if trains_on_samples(section):
         check_cache(section, config.mesh.row_shards or 1)
     inputs, notes = STAGES[section.kind].prepare(section, prepared)
+    if (loss := _loss_of(inputs)) is not None:
+        check_stage_loss(section, loss)
     inputs, more = with_steps(inputs, config.seed, prepared.counts, estimate=estimate)
     prepared.add(index, inputs)
     prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in [*more, *notes]]
+
+
+def _loss_of(inputs: Any) -> Any:
+    """Loss on tokens or pairs of a stage's inputs; None for other stages."""
+    if isinstance(inputs, RLInputs):
+        return inputs.algorithm.loss
+    return inputs.loss if isinstance(inputs, SFTInputs | PairInputs | OnlinePreferenceInputs) else None
 
 
 def _check_model(prepared: Prepared, *, offline_ok: bool) -> None:

@@ -19,7 +19,7 @@ from posttrain.runs.check_loss import check_loss, prove
 from posttrain.tree import replace
 from tests.documents import ROOT, SHELL, blocks_of, write_folder
 from tests.often import often
-from tests.stages.runs import posttrain
+from tests.stages.runs import posttrain, rl_stage, write_run
 from tests.test_readme import commands
 
 LOSSES: dict[str, Any] = {name: make(8).loss for name, make in ALGORITHMS.items()} | {
@@ -136,3 +136,63 @@ def test_the_page_about_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert "over 40 splits" in check_loss(f"my_losses.py:{name}")
     refused = posttrain("check")
     assert refused.code == 2 and "give CONFIG, or --loss FILE:CLASS" in refused.err
+
+
+STAGED = """
+import jax.numpy as jnp
+import posttrain as pt
+
+
+def summed(function, batch, *arrays):
+    weight = jnp.asarray(batch.loss_weight)
+    values = function(*(jnp.where(weight > 0, array, 0.0) for array in arrays)) * weight
+    return pt.LossOutput(loss=pt.Mean(total=values.sum(), weight=weight.sum()), metrics={})
+
+
+class NoKl:
+    def __call__(self, stats, batch):
+        return summed(lambda a, p: -a * p, batch, batch.advantages, stats.logps)
+
+
+class Reinforce(NoKl):
+    kl_coef = 0.0
+
+
+class Reference(Reinforce):
+    def __call__(self, stats, batch):
+        return summed(lambda p, r: (p - r) ** 2, batch, stats.logps, batch.ref_logps)
+
+
+class Old(Reinforce):
+    def __call__(self, stats, batch):
+        return summed(lambda a, p, o: -a * jnp.exp(p - o), batch, batch.advantages, stats.logps, batch.old_logps)
+
+
+class Means(Reinforce):
+    def __call__(self, stats, batch):
+        made = super().__call__(stats, batch).loss
+        return pt.LossOutput(loss=pt.Mean(total=made.total / made.weight, weight=1.0), metrics={})
+
+
+class NLL(Reinforce):
+    def __call__(self, stats, batch):
+        return summed(lambda p: -p, batch, stats.logps)
+"""
+
+
+def test_a_loss_is_checked_for_its_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "staged.py").write_text(STAGED)
+    assert check_loss("staged.py:Reinforce").endswith("for stages of kind rl")
+    assert check_loss("staged.py:NLL").endswith("for stages of kind sft and rl")
+    with pytest.raises(ConfigError, match="NoKl fits no stage: sft: it raised .*; rl: it has no kl_coef"):
+        check_loss("staged.py:NoKl")
+    with pytest.raises(ConfigError, match="Reference fits no stage: .* rl: it raised .* without ref_logps"):
+        check_loss("staged.py:Reference")
+    told = {}
+    for name, changes in (("Means", {}), ("Old", {}), ("Old", {"old_logps": "trainer"})):
+        stage = rl_stage(loss=f"staged.py:{name}", **changes)
+        told[name, *changes] = posttrain("check", write_run(tmp_path, stage, name=f"{name}{len(changes)}.yaml"))
+    assert told["Old", "old_logps"].code == 0, told["Old", "old_logps"].err
+    assert "Old raised " in told[("Old",)].err and "this stage has no" in " ".join(told[("Old",)].err.split())
+    assert "Means depends on the split into micro-batches" in " ".join(told[("Means",)].err.split())

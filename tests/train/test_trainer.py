@@ -246,10 +246,7 @@ def test_the_compiled_step_holds_no_array_of_rows_times_tokens_times_vocabulary(
     tokens = np.ones((4, length), np.int32)
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape).copy()
     batch = Batch(tokens=tokens, positions=positions, segments=tokens, loss_weight=np.ones(tokens.shape, np.float32))
-    micro, count = t._micro_batches(batch)
-    compiled = t._programs.update.lower(
-        t.params, t._frozen, t._opt_state, micro, count, np.uint32(0), np.bool_(True), t._teacher_weights
-    ).compile()
+    compiled = t._lower(t._arguments(batch)).compile()
     text, whole = compiled.as_text(), 4 * length * vocab
     shapes = {tuple(map(int, s.split(","))) for s in re.findall(r"(?:f32|bf16)\[([\d,]+)\]", text)}
     assert max(map(math.prod, shapes)) < whole
