@@ -19,7 +19,7 @@ from posttrain.config.describe import FieldTable, field_table
 from posttrain.config.run import SECTIONS
 from posttrain.config.train import DatasetSection
 from posttrain.config.yaml_file import build_config, dump_config, load_config
-from posttrain.data.sources import listed
+from posttrain.data.files import listed
 from posttrain.errors import ConfigError
 from posttrain.results.result import RunResult, attach
 from posttrain.runs.code_identity import code_texts

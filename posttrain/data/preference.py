@@ -3,6 +3,7 @@ labels."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from numbers import Real
@@ -57,9 +58,7 @@ def labelled_answers(row: Row, section: DatasetSection, renderer: Renderer) -> l
     """Desirable or undesirable answer of a row; both answers of a pair."""
     if is_paired(list(row), section):
         return pair(row, section, renderer) or []
-    label = row["label"]
-    if not isinstance(label, bool | np.bool_) and label not in (0, 1):
-        raise ConfigError(f"column 'label' must be true or false, got {label!r}")
+    label = _label(row["label"], "column 'label' must be")
     if "messages" in row and "completion" not in row and section.completion is None:
         said = checked_messages(row["messages"], "messages")
         at = max((number for number, one in enumerate(said) if one["role"] != "assistant"), default=-1) + 1
@@ -80,12 +79,27 @@ def mismatched(answer: Answer, other: Answer) -> Answer:
     return Answer(Masked(tokens, [False, *mask[1:]]), MISMATCHED)
 
 
+def _label(value: Any, rule: str) -> bool:
+    """Label of an answer or a step, in CSV a text."""
+    known = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+    text = str(value).strip().lower()
+    if not isinstance(value, bool | np.bool_ | str | Real) or text not in known:
+        raise ConfigError(f"{rule} true or false, got {value!r}")
+    return known[text]
+
+
 def margin(row: Row) -> float:
-    """Preference margin of a pair: the column `margin`, 0 without it."""
-    value = row.get("margin", 0.0)
-    if isinstance(value, bool) or not isinstance(value, Real) or not np.isfinite(float(value)):
+    """Preference margin of a pair: the column `margin`, 0 without it; in CSV a text, empty for none."""
+    value = row.get("margin")
+    if value is None or value == "":
+        return 0.0
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, str | Real) else float(value)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
         raise ConfigError(f"column 'margin' must be a finite number, got {value!r}")
-    return float(value)
+    return number
 
 
 def steps(row: Row, section: DatasetSection, renderer: Renderer) -> tuple[Masked, list[int]]:
@@ -103,12 +117,10 @@ def steps(row: Row, section: DatasetSection, renderer: Renderer) -> tuple[Masked
             raise ConfigError(f"column 'completions' must hold the texts of steps, got {text!r}")
         if "\n" in text.rstrip():
             raise ConfigError(f"column 'completions': a step ends with its first newline, and {text!r} has one within")
-        if not isinstance(label, bool | np.bool_) and label not in (0, 1):
-            raise ConfigError(f"column 'labels' must hold true or false, got {label!r}")
         ids = renderer.tokenizer.encode_spans(f"{text.rstrip()}\n", continues=True)[0]
         tokens = [*tokens, *ids]
         mask += [False] * (len(ids) - 1) + [True]
-        roles += [0] * (len(ids) - 1) + [CHOSEN if label else REJECTED]
+        roles += [0] * (len(ids) - 1) + [CHOSEN if _label(label, "column 'labels' must hold") else REJECTED]
     return Masked(tokens, mask), roles
 
 

@@ -141,7 +141,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text, without begin and end tokens."""
-        return self.hf.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        return _encoded(self.hf.backend_tokenizer, text).ids
 
     @cached_property
     def control_ids(self) -> Mapping[str, int]:
@@ -226,11 +226,11 @@ class Tokenizer:
         """
         backend = self._literal_backend if literal else self.hf.backend_tokenizer
         if continues:
-            shifted = backend.encode(f"\n{text}", add_special_tokens=False)
+            shifted = _encoded(backend, f"\n{text}")
             pairs = [pair for pair in zip(shifted.ids, shifted.offsets, strict=True) if pair[1][1] > 1]
             if all(start >= 1 for _, (start, _) in pairs):
                 return [token for token, _ in pairs], [(start - 1, stop - 1) for _, (start, stop) in pairs]
-        encoding = backend.encode(text, add_special_tokens=False)
+        encoding = _encoded(backend, text)
         return encoding.ids, encoding.offsets
 
     def encode_after(self, prompt: str, text: str) -> tuple[list[int], list[int]]:
@@ -258,6 +258,18 @@ class Tokenizer:
         backend = tokenizers.Tokenizer.from_str(self.hf.backend_tokenizer.to_str())
         backend.encode_special_tokens = True
         return backend
+
+
+def _encoded(backend: Any, text: str) -> Any:
+    """Encode a text. Raises ConfigError for half of a surrogate pair, which no UTF-8 text can hold."""
+    try:
+        return backend.encode(text, add_special_tokens=False)
+    except TypeError as error:
+        lone = next((at for at, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
+        if lone is None:
+            raise
+        near = ascii(text[max(lone - 20, 0) : lone + 1])
+        raise ConfigError(f"the text holds half of a surrogate pair, {near}; remove it, or repair the text") from error
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:

@@ -92,7 +92,7 @@ class Units:
         return self.rows.sequences((repr(self.dataset), self.renderer, *fitting, *kind), self._tokenise, len(self))
 
     def __call__(self, index: int) -> Unit | None:
-        """Arrays of a unit; None if it is dropped: too long, or two equal answers."""
+        """Arrays of a unit; None if it is dropped: too long, or two answers that are equal, or equal once truncated."""
         unit = self._tokenised(index)
         if unit is None or self.ref_logps is None:
             return unit
@@ -105,7 +105,7 @@ class Units:
         with self.rows.named(row) as values:
             sequences = self._sequences(index)
             fitted = self._fit(sequences) if sequences else None
-            if fitted is None:
+            if fitted is None or self._cut_equal(index, sequences, fitted):
                 return None
             unit = _arrays(index, fitted, self._shared(fitted))
             better = margin(values) if self.margins else 0.0
@@ -158,6 +158,16 @@ class Units:
         longest = max(half, limit - min(lengths)) if len(sequences) == 2 and min(lengths) < half else half
         cut = [one.cut(longest) for one in sequences]
         return cut if all(one.weight.any() for one in cut) else None
+
+    def _cut_equal(self, index: int, sequences: Sequence[LabelledSequence], fitted: Sequence[LabelledSequence]) -> bool:
+        """Tell whether truncation made chosen and rejected equal: both labels would be of the same tokens."""
+        mine, (row, side) = fitted[0].tokens, divmod(index, self._per_row)
+        if self.kind == "pairs":
+            return np.array_equal(mine, fitted[1].tokens)
+        if self._per_row == 1 or len(mine) == len(sequences[0].tokens):
+            return False
+        other = self._labelled_answer(row, 1 - side)
+        return other is not None and np.array_equal(mine, other.masked.tokens[: len(mine)])
 
     def _shared(self, sequences: Sequence[LabelledSequence]) -> int:
         """Number of prompt tokens stored once per row: all but the last, which each answer keeps.

@@ -68,6 +68,16 @@ def best_and_worst(rewards_PG: Float[np.ndarray, "P G"]) -> Int[np.ndarray, "P G
     return roles
 
 
+def without_equal(groups_P: Sequence[Group], roles_PG: Int[np.ndarray, "P G"]) -> Int[np.ndarray, "P G"]:
+    """Roles without pairs of equal samples, which a noisy reward told apart."""
+    pairs = [
+        (group[int(roles.argmax())], group[int(roles.argmin())])
+        for group, roles in zip(groups_P, roles_PG, strict=True)
+    ]
+    different = [list(chosen.tokens) != list(rejected.tokens) for chosen, rejected in pairs]
+    return roles_PG * np.asarray(different, np.int32)[:, None]
+
+
 def pairs_of_groups(groups_P: Sequence[Group], roles_PG: Int[np.ndarray, "P G"]) -> list[Pair]:
     """Chosen and rejected sample of each group that has a pair."""
     return [
@@ -80,11 +90,12 @@ def pairs_of_groups(groups_P: Sequence[Group], roles_PG: Int[np.ndarray, "P G"])
 async def online_step(cluster: Cluster, act: Act, settings: PairSettings, timer: Timer) -> StepResult:
     """Run one step: sample, score, pair, compute reference log-probabilities, update, sync weights to the engine.
 
-    `frac_ties`: share of groups without a pair, which are dropped. If all are, there is no update.
+    `frac_ties`: share of groups without a pair, which are dropped: with equal rewards, or with equal
+    best and worst samples. If all are, there is no update.
     """
     title = f"step {cluster.actor.step_number + 1}"
     acted = await act(cluster.version, title, timer)
-    groups_P, roles_PG = acted.groups_P, best_and_worst(acted.rewards.total_PG)
+    groups_P, roles_PG = acted.groups_P, without_equal(acted.groups_P, best_and_worst(acted.rewards.total_PG))
     with span("assemble"):
         pairs = pairs_of_groups(groups_P, roles_PG)
         batch = assemble_pairs(

@@ -17,6 +17,7 @@ from posttrain.config import (
     TrainSection,
     trains_on_samples,
 )
+from posttrain.data.files import files_note
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.models.config import ModelConfig
@@ -109,7 +110,8 @@ def _prepare_stage(prepared: Prepared, index: int, *, offline_ok: bool, estimate
         check_stage_loss(section, loss)
     inputs, more = with_steps(inputs, config.seed, prepared.counts, estimate=estimate)
     prepared.add(index, inputs)
-    prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in [*more, *notes]]
+    files = [note for dataset in section.all_datasets if (note := files_note(dataset)) is not None]
+    prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in [*files, *more, *notes]]
 
 
 def _loss_of(inputs: Any) -> Any:

@@ -261,12 +261,13 @@ def check_units(units: Units, left_out: Iterable[bool]) -> tuple[float, list[str
     if dropped == len(found):
         raise ConfigError(
             f"every row of {units.rows.name} is dropped: longer than row_tokens={units.section.row_tokens}, or with "
-            "two equal answers; raise row_tokens, or use different answers"
+            "answers that are equal in it; raise row_tokens, or use different answers"
         )
     what = "rows" if len(units) == len(units.rows) else "answers"
     checked = "" if len(found) == len(units) else " checked"
     note = (
         f"{dropped:,} of {len(found):,} {what}{checked} of {units.rows.name} are dropped: longer than "
-        f"row_tokens={units.section.row_tokens} (overlong: {units.section.overlong}), or both answers are the same"
+        f"row_tokens={units.section.row_tokens} (overlong: {units.section.overlong}), or both answers "
+        "are the same in it"
     )
     return dropped / len(found), [note] if dropped else []

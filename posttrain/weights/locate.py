@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import Locator, ModelSection
-from posttrain.data.sources import FILE_SUFFIXES
+from posttrain.data.files import file_kind
 from posttrain.data.tokenizer import Tokenizer, end_ids, load_tokenizer, model_end_ids
 from posttrain.errors import ConfigError
 from posttrain.models import hf
@@ -94,7 +94,7 @@ def trained_model_files(section: ModelSection, tokenizer: Tokenizer | None) -> M
 def unreachable(name: str) -> bool:
     """Return True if the name may only exist on the hub and the hub is unreachable."""
     path = Path(name)
-    local = name == "bytes" or path.exists() or is_object_spec(name) or path.suffix in FILE_SUFFIXES
+    local = name == "bytes" or path.exists() or is_object_spec(name) or file_kind(path) is not None
     return not local and is_hub_id(name) and not hub_is_reachable()
 
 

@@ -1,0 +1,385 @@
+"""Files of rows: their formats, and the files of a folder that belong to a split."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import io
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import yaml
+
+from posttrain.config import DatasetSection
+from posttrain.errors import ConfigError, did_you_mean
+from posttrain.user_code import is_object_spec
+
+FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+TABLES = (".parquet", ".arrow")
+COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
+"""Endings that may follow those of text: `.jsonl.gz`."""
+CONFIG_FIELDS = {"data_files", "data_dir", "default", "description", "features", "version"}
+"""Fields of a configuration in a folder's README.md that do not change how its files are read."""
+NAMED_FILES = 8
+"""Maximum number of file names in a message."""
+
+
+@runtime_checkable
+class Table(Protocol):
+    """Interface of rows by number: a list of dicts, or a table on disk."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+def read_file(path: Path) -> Table:
+    """Read the rows of a file. Raises `ConfigError` with file and line if it is malformed."""
+    kind = file_kind(path)
+    if kind in (".jsonl", ".ndjson"):
+        return _read_jsonl(path)
+    if kind == ".json":
+        return _read_json(path)
+    if kind in (".csv", ".tsv"):
+        return _read_csv(path, "," if kind == ".csv" else "\t")
+    if kind in TABLES:
+        return _read_tables([path])
+    raise ConfigError(
+        f"dataset.path={path}: unknown kind of file {path.suffix!r}; use one of {', '.join(FILE_SUFFIXES)}, "
+        f"of text also with {', '.join(COMPRESSED)}"
+    )
+
+
+def file_kind(path: Path) -> str | None:
+    """Format of a file by its suffix, without that of a compression; None: not a file of rows."""
+    compressed = path.suffix in COMPRESSED
+    suffix = Path(path.stem).suffix if compressed else path.suffix
+    return suffix if suffix in FILE_SUFFIXES and not (compressed and suffix in TABLES) else None
+
+
+def _text(path: Path, *, newline: str | None = None) -> str:
+    import pyarrow
+
+    try:
+        with pyarrow.input_stream(str(path), compression="detect") as file:
+            return io.TextIOWrapper(io.BytesIO(file.read()), encoding="utf-8-sig", newline=newline).read()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    for number, line in enumerate(_text(path).split("\n"), start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{path}:{number} is not JSON: {error.msg} at column {error.colno}") from error
+            if not isinstance(row, dict):
+                raise ConfigError(f"{path}:{number} holds a {type(row).__name__}; each line must be an object {{...}}")
+            rows.append(row)
+    return rows
+
+
+def _read_json(path: Path) -> list[dict[str, Any]]:
+    try:
+        value = json.loads(_text(path))
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":
+            return _read_jsonl(path)  # one object per line
+        raise ConfigError(f"{path}:{error.lineno} is not JSON: {error.msg} at column {error.colno}") from error
+    rows = value.get("data") if isinstance(value, dict) else value
+    if not isinstance(rows, list):
+        raise ConfigError(
+            f'{path} must hold a list of objects, or {{"data": [...]}}; it holds a {type(value).__name__}'
+        )
+    return check_rows(rows, str(path))
+
+
+def _read_csv(path: Path, delimiter: str) -> list[dict[str, Any]]:
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.DictReader(io.StringIO(_text(path, newline=""), newline=""), strict=True, delimiter=delimiter)
+    rows = []
+    try:
+        _check_header(path, list(reader.fieldnames or ()))
+        for row in reader:
+            if None in row or None in row.values():
+                raise ConfigError(
+                    f"{path}:{reader.line_num} has another number of fields than the header, "
+                    f"which names {len(reader.fieldnames or ())}"
+                )
+            rows.append(row)
+    except csv.Error as error:
+        raise ConfigError(f"{path}:{reader.line_num} is not CSV: {error}") from error
+    return rows
+
+
+def _check_header(path: Path, names: Sequence[str]) -> None:
+    for name in names:
+        if name != name.strip():
+            raise ConfigError(f"{path}:1: the column {name!r} begins or ends with a space; remove it from the header")
+        if name and names.count(name) > 1:
+            raise ConfigError(f"{path}:1: the header names the column {name!r} twice; rename one of them")
+
+
+def _read_tables(paths: Sequence[Path]) -> Table:
+    """Read Parquet or Arrow files as one table, whose columns have the widest type of all files, by name."""
+    import datasets
+    import pyarrow
+
+    tables = []
+    for path in paths:
+        try:
+            table = datasets.Dataset.from_file(str(path)).data.table if path.suffix == ".arrow" else _parquet(path)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ConfigError(f"{path} cannot be read as {path.suffix[1:]}: {' '.join(str(error).split())}") from error
+        tables.append(table)
+    try:
+        # Metadata describes the types of one file.
+        tables = [table.replace_schema_metadata(None) for table in tables] if len(tables) > 1 else tables
+        return ArrowRows(datasets.Dataset(pyarrow.concat_tables(tables, promote_options="permissive")))
+    except pyarrow.ArrowException as error:
+        raise _other_types(paths, [table.schema for table in tables], error) from error
+
+
+def _parquet(path: Path) -> Any:
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.read_table(path)
+    for index, column in enumerate(table.schema):
+        if pyarrow.types.is_dictionary(column.type):
+            plain = table.column(index).cast(column.type.value_type)
+            table = table.set_column(index, column.name, plain)
+    return table
+
+
+def _other_types(paths: Sequence[Path], schemas: Sequence[Any], error: Exception) -> ConfigError:
+    """Name the first file whose columns do not fit those of an earlier one."""
+    for number, schema in enumerate(schemas):
+        for before, other in zip(paths, schemas[:number], strict=False):
+            for name in schema.names:
+                types = [one.field(name).type for one in (other, schema) if name in one.names]
+                if len(types) == 2 and not _unite(*types):
+                    return ConfigError(
+                        f"{paths[number]}: column {name!r} holds {types[1]}, and {types[0]} in {before}; "
+                        "write both with one type"
+                    )
+    return ConfigError(f"{', '.join(map(str, paths))} do not fit together: {' '.join(str(error).split())}")
+
+
+def _unite(one: Any, other: Any) -> bool:
+    import pyarrow
+
+    try:
+        schemas = [pyarrow.schema([("column", kind)]) for kind in (one, other)]
+        pyarrow.unify_schemas(schemas, promote_options="permissive")
+    except pyarrow.ArrowException:
+        return False
+    return True
+
+
+def check_rows(rows: list[Any], name: str) -> list[dict[str, Any]]:
+    """Return rows that are all mappings. Raises `ConfigError` for others."""
+    for index, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise ConfigError(
+                f"{name} row {index} is a {type(row).__name__}; each row must be an object with named columns"
+            )
+    return rows
+
+
+class ArrowRows:
+    """Rows of an Arrow table, whose structs have the keys of all rows: those that are null in a row are left out.
+
+    A null that was written stays in columns and lists, in JSON text and in columns of JSON, but not in a struct.
+    """
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]:
+        features = self._table.features
+        return {name: _stripped(value, features[name]) for name, value in self._table[index].items()}
+
+
+def _stripped(value: Any, feature: Any) -> Any:
+    """Value of an Arrow column of type `feature` without null fields of structs."""
+    if isinstance(value, Mapping) and isinstance(feature, Mapping):
+        return {name: _stripped(item, feature[name]) for name, item in value.items() if item is not None}
+    if isinstance(value, list):
+        of_items = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+        return [_stripped(item, of_items) for item in value]
+    return value
+
+
+def listed(rows: Iterable[Any]) -> list[Any]:
+    """List rows in memory; those of an Arrow dataset without null fields of structs."""
+    datasets = sys.modules.get("datasets")
+    if datasets is None or not isinstance(rows, datasets.Dataset | datasets.IterableDataset) or not rows.features:
+        return list(rows)
+    return [{name: _stripped(value, rows.features[name]) for name, value in row.items()} for row in rows]
+
+
+class FolderFiles(NamedTuple):
+    """Files of a folder: those of the split, and the other files of rows."""
+
+    taken: list[Path]
+    left_out: list[Path]
+
+
+def folder_files(section: DatasetSection, folder: Path) -> FolderFiles:
+    """Files of the section's split, by the rules of Hugging Face `datasets`.
+
+    The splits are those of a configuration in README.md (`args: {name: ...}`), else folders or files with the name of
+    a split, else all files are `train`; hidden files are not read. Raises `ConfigError` if there is no such split, and
+    for files that two splits share.
+    """
+    if glob.has_magic(str(folder)):
+        raise ConfigError(
+            f"dataset.path={folder}: a folder's path must not contain *, ? or [; rename it, or make a link"
+        )
+    found = _resolve(folder, "**")
+    if not found:
+        names = ", ".join(sorted(entry.name for entry in folder.iterdir())[:NAMED_FILES])
+        raise ConfigError(
+            f"dataset.path={section.path}: no {', '.join(FILE_SUFFIXES)} in the folder; it holds {names or 'nothing'}"
+        )
+    splits = _splits(section, folder)
+    if section.split not in splits:
+        raise no_split(section, [] if list(splits.values()) == [found] else splits)
+    taken = splits[section.split]
+    for name, others in splits.items():
+        if name != section.split and (shared := sorted(set(taken) & set(others))):
+            raise ConfigError(
+                f"dataset.path={section.path}: {_names(folder, shared)} belongs to the splits {section.split} and "
+                f"{name} by its name; give a file or a folder of one split"
+            )
+    if not taken:
+        raise ConfigError(f"dataset.path={section.path}: README.md names no files of the split {section.split}")
+    rows = [path for path in taken if file_kind(path) != ".json" or _holds_rows(path)] or taken
+    if len({_family(path) for path in rows}) > 1:
+        raise ConfigError(
+            f"dataset.path={section.path}: the split {section.split} has files of several formats: "
+            f"{_names(folder, rows)}; give one file, or a folder with one format"
+        )
+    return FolderFiles(rows, [path for path in found if path not in rows])
+
+
+def files_note(section: DatasetSection) -> str | None:
+    """Report the files that are read of a folder; None for other sources."""
+    folder = section.path.found
+    if folder is None or is_object_spec(section.path) or not folder.is_dir() or is_saved(folder):
+        return None
+    taken, left_out = folder_files(section, folder)
+    rest = f"; not read: {_names(folder, left_out)}" if left_out else ""
+    return f"{section.path}: split {section.split} of {_names(folder, taken)}{rest}"
+
+
+def _names(folder: Path, paths: Sequence[Path]) -> str:
+    more = f" and {len(paths) - NAMED_FILES} more" if len(paths) > NAMED_FILES else ""
+    return ", ".join(str(path.relative_to(folder)) for path in paths[:NAMED_FILES]) + more
+
+
+def _family(path: Path) -> str:
+    """Format of a file, the same for those that are read as one."""
+    kind = file_kind(path)
+    return "json" if kind in (".jsonl", ".ndjson", ".json") else "table" if kind in TABLES else str(kind)
+
+
+def _holds_rows(path: Path) -> bool:
+    """Tell a JSON file of rows from one of other contents, such as statistics."""
+    import pyarrow
+
+    with pyarrow.input_stream(str(path), compression="detect") as file:
+        if file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"{":
+            return True
+    try:
+        return isinstance(json.loads(_text(path)).get("data"), list)
+    except json.JSONDecodeError:
+        return True  # one object per line, or malformed
+
+
+def _resolve(folder: Path, pattern: str) -> list[Path]:
+    """Files of rows that match a pattern of `datasets`, without hidden ones."""
+    from datasets.data_files import resolve_pattern
+
+    try:
+        paths = resolve_pattern(pattern, base_path=str(folder))
+    except FileNotFoundError:
+        return []
+    return sorted({path for path in map(Path, paths) if file_kind(path) is not None})
+
+
+def _splits(section: DatasetSection, folder: Path) -> dict[str, list[Path]]:
+    from datasets.data_files import _get_data_files_patterns, sanitize_patterns
+
+    config = _config(section, folder)
+    folder = folder / config.get("data_dir", "")
+    patterns = config.get("data_files")
+    if patterns is None:
+        try:
+            patterns = _get_data_files_patterns(lambda pattern: list(map(str, _resolve(folder, pattern))))
+        except FileNotFoundError:
+            return {}
+    return {
+        split: sorted({path for pattern in group for path in _resolve(folder, pattern)})
+        for split, group in sanitize_patterns(patterns).items()
+    }
+
+
+def _config(section: DatasetSection, folder: Path) -> dict[str, Any]:
+    """Configuration of a folder's README.md that `args: {name: ...}` or its own default selects; empty without any."""
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import metadata_load
+
+    name, readme = section.args.get("name"), folder / "README.md"
+    if section.args.keys() - {"name"}:
+        raise ConfigError(f"dataset.args={section.args}: a folder takes only name, a configuration of its README.md")
+    try:
+        known = MetadataConfigs.from_dataset_card_data((metadata_load(readme) if readme.is_file() else None) or {})
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{readme}: the block of configs cannot be read: {' '.join(str(error).split())}") from error
+    if not known and name is None:
+        return {}
+    name = name or known.get_default_config_name()
+    if name not in known:
+        asked = "give one as dataset.args: {name: ...}" if name is None else f"there is no {name!r} (dataset.args)"
+        raise ConfigError(
+            f"dataset.path={section.path}: its README.md has the configurations {', '.join(known) or 'none'}; "
+            f"{asked}{did_you_mean(name or '', known)}"
+        )
+    if unknown := known[name].keys() - CONFIG_FIELDS:
+        raise ConfigError(f"{readme}: {min(unknown)} of the configuration {name} is not supported; give the files")
+    return known[name]
+
+
+def read_files(paths: Sequence[Path]) -> Table:
+    """Read files of one format as one table."""
+    if file_kind(paths[0]) in TABLES:
+        return _read_tables(paths)
+    return [row for path in paths for row in _iterate(read_file(path))]
+
+
+def _iterate(table: Table) -> Iterable[dict[str, Any]]:
+    return (dict(table[i]) for i in range(len(table)))
+
+
+def no_split(section: DatasetSection, found: Iterable[str]) -> ConfigError:
+    names = sorted(found)
+    return ConfigError(
+        f"dataset.split={section.split!r}: {section.path} has "
+        + (f"the splits {', '.join(names)}{did_you_mean(section.split, names)}" if names else "no splits; remove split")
+    )
+
+
+def is_saved(folder: Path) -> bool:
+    """Recognise a folder of `save_to_disk`."""
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
