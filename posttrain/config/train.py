@@ -20,11 +20,13 @@ class DatasetSection(Section):
     """Dataset: source, templates, chat rendering, selection of rows."""
 
     path: Locator
-    """Dataset source: a .jsonl, .json, .csv or .parquet file, a folder, a hub id, or `file.py:function` that returns
-    rows."""
+    """Dataset source: a .jsonl, .json, .csv, .tsv (also compressed), .parquet or .arrow file, a folder, a hub id, or
+    `file.py:function` that returns rows."""
     split: str = "train"
+    """Split of a folder or hub id, by the rules of `datasets`."""
     args: Arguments = {}
-    """Keyword arguments of the function in `path`, or of `datasets.load_dataset` for a hub id: `{name: main}`.
+    """Keyword arguments of the function in `path`, or of `datasets.load_dataset` for a hub id: `{name: main}`; of a
+    folder only `name`, a configuration of its README.md.
     Parameters annotated as `Path` are resolved like paths of the configuration."""
     prompt: str | None = None
     """Template of the user turn over columns, such as `"{question}"`; by default the column `prompt`."""

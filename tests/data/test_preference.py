@@ -11,7 +11,7 @@ import pytest
 from posttrain.config import DatasetSection, PreferenceSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import standard_row
-from posttrain.data.preference import labelled_answers, pair, steps
+from posttrain.data.preference import labelled_answers, margin, pair, steps
 from posttrain.data.sources import Rows
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.data.units import ComparisonBatches, Units, all_rows
@@ -267,6 +267,30 @@ def test_overlong_pairs() -> None:
     cut = units(TABLE, row_tokens=16, overlong="truncate")(2)
     assert cut is not None and np.bincount(cut["part"]).tolist() == [0, 7, 9]
     assert units(TABLE, row_tokens=8, overlong="truncate")(2) is None
+
+
+@pytest.mark.parametrize(("kind", "both"), [("pairs", 48), ("answers", 24), ("answers_and_others", 48)])
+def test_answers_that_truncation_makes_equal_are_dropped(kind: str, both: int) -> None:
+    rows = [{"prompt": p, "chosen": f"{'a ' * 9}good", "rejected": f"{'a ' * 9}bad"} for p in ("0", "1")]
+    cut = units(rows, kind, row_tokens=both - 14, overlong="truncate")
+    assert all(cut(index) is None for index in range(len(cut)))
+    whole = units(rows, kind, row_tokens=2 * both, overlong="truncate")
+    assert all(whole(index) is not None for index in range(len(whole)))
+
+
+@pytest.mark.parametrize("value", [None, "", "0.0", 0])
+def test_a_margin_that_is_absent_or_a_text(value: Any) -> None:
+    assert margin({"margin": value}) == margin({}) == 0.0
+    assert margin({"margin": "-1.5"}) == -1.5
+    for wrong in (True, "much", "nan", [1]):
+        with pytest.raises(ConfigError, match="column 'margin' must be a finite number"):
+            margin({"margin": wrong})
+
+
+def test_labels_of_a_csv_file() -> None:
+    roles = {value: labelled_answers({"prompt": "a", "completion": "b", "label": value}, DATASET, PLAIN)[0].role
+             for value in ("True", "true", "1", "1.0", " 1", "False", "false", "0", "0.0")}  # fmt: skip
+    assert list(roles.values()) == [1] * 5 + [-1] * 4
 
 
 def test_the_stream_goes_on_where_it_stood() -> None:

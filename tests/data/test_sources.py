@@ -7,7 +7,8 @@ import pytest
 
 from posttrain.config import DatasetSection
 from posttrain.data import sources
-from posttrain.data.sources import listed, load_rows
+from posttrain.data.files import files_note, listed
+from posttrain.data.sources import load_rows
 from posttrain.errors import ConfigError
 
 pytestmark = pytest.mark.fast
@@ -92,6 +93,8 @@ def test_paths_of_a_function_are_found_like_others(folder: Path) -> None:
 
 
 def test_csv_gives_strings(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text(f"question\tanswer\na, b\t{'long ' * 40_000}\n")
+    assert load("a.tsv", tmp_path) == [{"question": "a, b", "answer": "long " * 40_000}]
     (tmp_path / "a.csv").write_text('question,answer\n"a, ""b""",1\nc,2\n')
     assert load("a.csv", tmp_path) == [{"question": 'a, "b"', "answer": "1"}, {"question": "c", "answer": "2"}]
     (tmp_path / "a.csv").write_text("question,answer\nc,2\nd\n")
@@ -115,10 +118,10 @@ def test_rows_know_their_place(folder: Path) -> None:
     [
         ("row.jsonl", {}, r"dataset.path: no file .*row\.jsonl; did you mean 'rows\.json.?'\?"),
         ("no/rows.jsonl", {}, r"no folder .*no \(the path exists up to"),
-        ("rows.txt", {}, r"unknown kind of file '\.txt'; use one of \.jsonl, \.json, \.parquet, \.csv"),
+        ("rows.txt", {}, r"unknown kind of file '\.txt'; use one of \.jsonl, .*, of text also with \.gz"),
         ("broken.jsonl", {}, r"broken\.jsonl:2 is not JSON: Expecting value at column 7"),
         ("list.jsonl", {}, r"list\.jsonl:1 holds a list; each line must be an object"),
-        ("broken.json", {}, r"broken\.json:2 is not JSON: .*one object per line is named \.jsonl"),
+        ("broken.json", {}, r"broken\.json:2 is not JSON: Expecting value"),
         ("number.json", {}, r'must hold a list of objects, or \{"data": \[...\]\}; it holds a int'),
         ("broken.parquet", {}, r"broken\.parquet cannot be read as parquet"),
         ("latin.jsonl", {}, r"latin\.jsonl is not UTF-8 text"),
@@ -128,8 +131,12 @@ def test_rows_know_their_place(folder: Path) -> None:
         ("make.py:leaves", {}, r"make\.py:leaves raised SystemExit: sys.exit\('no'\) is called \(.*make\.py:12\)"),
         ("make.py:opens", {"args": {"path": "rows.json"}}, r"FileNotFoundError: .* \(.*make\.py:16\)"),
         ("make.py:finds", {"args": {"path": "rose.json"}}, r"rose\.json: no such file or folder; did you mean"),
+        ("space.csv", {}, r"space\.csv:1: the column ' b' begins or ends with a space; remove it from the header"),
+        ("twice.csv", {}, r"twice\.csv:1: the header names the column 'a' twice"),
+        ("broken.jsonl.gz", {}, r"broken\.jsonl\.gz cannot be read: "),
+        ("rows.parquet.gz", {}, r"unknown kind of file '\.gz'"),
         ("empty.jsonl", {}, r"dataset.path=empty\.jsonl: the dataset is empty"),
-        ("nothing", {}, r"no \.jsonl, \.json, \.parquet, \.csv in the folder; it holds readme\.md"),
+        ("nothing", {}, r"no \.jsonl, .*, \.arrow in the folder; it holds readme\.md"),
         ("rows.jsonl", {"skip": 7}, r"dataset.skip=7 leaves none of the 7 rows"),
         ("rows.jsonl", {"split": "test"}, r"dataset.split='test': rows\.jsonl is a single file and has no splits"),
         ("rows.jsonl", {"args": {"count": 1}}, r"dataset.args=.* cannot be used with rows\.jsonl"),
@@ -148,10 +155,14 @@ def test_errors_are_one_line(folder: Path, path: str, fields: dict[str, Any], me
     (folder / "rows.txt").write_text("a")
     (folder / "broken.jsonl").write_text('{"a": 1}\n{"a": }\n')
     (folder / "list.jsonl").write_text("[1]\n")
-    (folder / "broken.json").write_text('{"a": 1}\n{"a": 2}\n')
+    (folder / "broken.json").write_text('{"a": 1}\n{"a": }\n')
     (folder / "number.json").write_text("3")
     (folder / "broken.parquet").write_text("nonsense")
     (folder / "latin.jsonl").write_bytes(b'{"a": "\xe9"}\n')
+    (folder / "space.csv").write_text("a, b\n1,2\n")
+    (folder / "twice.csv").write_text("a,a\n1,2\n")
+    (folder / "broken.jsonl.gz").write_text("nonsense")
+    (folder / "rows.parquet.gz").write_text("nonsense")
     (folder / "latin.csv").write_bytes(b"a,b\n1,\xe9\n")
     shutil.copytree(folder / "saved", folder / "damaged")
     (folder / "damaged" / "state.json").write_text("{")
@@ -161,6 +172,115 @@ def test_errors_are_one_line(folder: Path, path: str, fields: dict[str, Any], me
     with pytest.raises(ConfigError, match=message) as caught:
         load(path, folder, **fields)
     assert "\n" not in str(caught.value)
+
+
+CONFIGS = """---
+configs:
+- config_name: main
+  data_files: main/*
+- config_name: deep
+  data_files: [{split: train, path: deep/a*}, {split: test, path: deep/b*}]
+---
+"""
+SHARDS = ["data/train_sft-00000-of-00001", "data/train_prefs-00000-of-00001"]
+
+
+def lay_out(folder: Path, names: list[str], **fields: Any) -> DatasetSection:
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / f"{name}.jsonl").write_text(json.dumps({"text": name}))
+    if names[0] == "main/0":
+        (folder / "README.md").write_text(CONFIGS)
+    return DatasetSection.model_validate({"path": str(folder), **fields})
+
+
+@pytest.mark.parametrize(
+    ("names", "fields", "expected"),
+    [
+        (["train/0", "test/0"], {}, "train/0"),
+        (["train/0", "test/0"], {"split": "test"}, "test/0"),
+        (["gsm_train", "gsm_test", "more"], {}, "gsm_train"),
+        (["data/train", "data/dev"], {"split": "validation"}, "data/dev"),
+        (SHARDS, {"split": "train_sft"}, SHARDS[0]),
+        (["train", ".old/train", "__old__/train", ".train"], {}, "train"),
+        (["main/0", "deep/a", "deep/b"], {"args": {"name": "deep"}}, "deep/a"),
+        (["main/0", "deep/a", "deep/b"], {"args": {"name": "deep"}, "split": "test"}, "deep/b"),
+    ],
+)
+def test_splits_of_a_folder_are_those_of_datasets(
+    tmp_path: Path, names: list[str], fields: dict[str, Any], expected: str
+) -> None:
+    section = lay_out(tmp_path, names, **fields)
+    rows = load_rows(section)
+    assert [rows[i] for i in range(len(rows))] == [{"text": expected}]
+    note = files_note(section)
+    assert note is not None and f"split {section.split} of {expected}.jsonl" in note
+    others = [name for name in names if name != expected and not name.startswith((".", "_"))]
+    assert all(f"{name}.jsonl" in note.partition("not read:")[2] for name in others)
+
+
+@pytest.mark.parametrize(
+    ("names", "fields", "message"),
+    [
+        (["train/0", "test/0"], {"split": "validation"}, "has the splits test, train"),
+        (SHARDS, {}, "has the splits train_prefs, train_sft"),
+        (["eval/0", "more"], {}, "dataset.split='train': .* has the splits test"),
+        (["train_test"], {}, r"train_test\.jsonl belongs to the splits train and test by its name"),
+        (["main/0", "deep/a", "deep/b"], {}, r"README\.md has the configurations main, deep; give one as"),
+        (["main/0", "deep/a"], {"args": {"name": "maim"}}, "there is no 'maim' .* did you mean 'main'"),
+        (["main/0", "deep/a"], {"args": {"data_dir": "main"}}, "a folder takes only name"),
+    ],
+)
+def test_a_folder_without_one_split_is_refused(
+    tmp_path: Path, names: list[str], fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_rows(lay_out(tmp_path, names, **fields))
+
+
+def test_a_default_configuration_and_files_that_hold_no_rows(tmp_path: Path) -> None:
+    for name in ("main/0", "deep/a"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / f"{name}.json").write_text(json.dumps([{"text": name}]))
+    (tmp_path / "main" / "stats.json").write_text('{"rows": 1}')
+    (tmp_path / "README.md").write_text(CONFIGS.replace("main/*", "main/*\n  default: true"))
+    assert load(str(tmp_path), tmp_path) == [{"text": "main/0"}]
+    assert str(files_note(DatasetSection(path=str(tmp_path)))).endswith("not read: deep/a.json, main/stats.json")
+    (tmp_path / "main" / "more.csv").write_text("text\nmore\n")
+    with pytest.raises(ConfigError, match=r"files of several formats: main/0\.json, main/more\.csv"):
+        load(str(tmp_path), tmp_path)
+    (tmp_path / "README.md").write_text(CONFIGS.replace("main/*", 'main/*\n  sep: ";"'))
+    with pytest.raises(ConfigError, match=r"README\.md: sep of the configuration main is not supported"):
+        load(str(tmp_path), tmp_path, args={"name": "main"})
+
+
+def test_tables_of_several_types_are_one(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    tables = [
+        pa.table({"text": ["a"], "note": pa.nulls(1), "id": pa.array([1], pa.int32())}),
+        pa.table({"id": [2**60], "note": ["n"], "text": pa.array(["b"], pa.large_string())}),
+        pa.table({"text": pa.array(["c"]).dictionary_encode(), "id": [3]}),
+    ]
+    for number, table in enumerate(tables):
+        pq.write_table(table, tmp_path / f"train-{number}.parquet")
+    expected = [("a", None, 1), ("b", "n", 2**60), ("c", None, 3)]
+    assert [(row["text"], row["note"], row["id"]) for row in load(str(tmp_path), tmp_path)] == expected
+    pq.write_table(pa.table({"text": [1]}), tmp_path / "train-3.parquet")
+    with pytest.raises(ConfigError, match=r"train-3\.parquet: column 'text' holds int64, and .* in .*train-0\.parquet"):
+        load(str(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.jsonl.zst", "rows.json.bz2", "rows.csv.gz", "lines.json"])
+def test_compressed_files_and_lines_named_json(tmp_path: Path, name: str) -> None:
+    import pyarrow as pa
+
+    lines = '{"a": "1"}\n{"a": "2"}\n'
+    text = "a\n1\n2\n" if ".csv" in name else '[{"a": "1"}, {"a": "2"}]' if name == "rows.json.bz2" else lines
+    with pa.output_stream(str(tmp_path / name), compression="detect") as file:
+        file.write(text.encode())
+    assert load(name, tmp_path) == [{"a": "1"}, {"a": "2"}]
 
 
 def test_unreachable_hub_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,13 @@ def test_stop_tokens_of_a_model_with_another_tokenizer(tmp_path: Path) -> None:
         run_tokenizer("bytes", model)
 
 
+def test_half_of_a_surrogate_pair_is_refused(byte_tokenizer: Tokenizer) -> None:
+    """JSON may hold it (`"\\ud83d"`); no tokenizer can read it."""
+    for encode in (byte_tokenizer.encode, byte_tokenizer.encode_spans):
+        with pytest.raises(ConfigError, match=r"the text holds half of a surrogate pair, 'Hi \\ud83d'; remove it"):
+            encode("Hi \ud83d")
+
+
 def test_stored_truncation_is_not_applied(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("bytes")
     tokenizer.hf.backend_tokenizer.enable_truncation(max_length=3)

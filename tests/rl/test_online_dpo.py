@@ -24,7 +24,14 @@ from posttrain.metrics import Timer, to_host
 from posttrain.reward.function import Reward
 from posttrain.reward.rubric import Rubric
 from posttrain.rl.assemble import assemble_pairs
-from posttrain.rl.online_dpo import OnlineLoss, PairSettings, best_and_worst, online_step, pairs_of_groups
+from posttrain.rl.online_dpo import (
+    OnlineLoss,
+    PairSettings,
+    best_and_worst,
+    online_step,
+    pairs_of_groups,
+    without_equal,
+)
 from posttrain.rl.sampler import Sampler
 from posttrain.rl.step import StepResult
 from posttrain.rollout.engine import NativeEngine
@@ -50,6 +57,14 @@ def test_best_and_worst_of_a_group() -> None:
     groups = [[trajectory(sample=g) for g in range(4)] for _ in roles]
     found = [(chosen.sample, rejected.sample) for chosen, rejected in pairs_of_groups(groups, roles)]
     assert found == [(1, 0), (0, 2), (1, 3)]
+
+
+def test_equal_samples_are_no_pair() -> None:
+    """Two samples with the same tokens, which a noisy judge scores apart."""
+    same = [trajectory(tokens=[1, 2, 3], num_prompt=1, sample=g) for g in range(2)]
+    other = [same[0], trajectory(tokens=[1, 2, 4], num_prompt=1, sample=1)]
+    roles = best_and_worst(np.asarray([[0.1, 0.9], [0.1, 0.9]], np.float32))
+    assert_array_equal(without_equal([same, other], roles), [[0, 0], [-1, 1]])
 
 
 def test_a_pair_stands_side_by_side_in_one_row() -> None:
