@@ -5,69 +5,109 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import marshal
 import os
-import signal
-import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any
+
+from posttrain.sandbox.run import GRACE_S, start
 
 OUTPUT_BYTES = 64 * 1024
 """Part of the end of stdout and stderr that is kept, each."""
-WITH_PARENT = (
-    "import ctypes, os, sys; sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); "
-    "os.getppid() == int(sys.argv[1]) and os.execvp(sys.argv[2], sys.argv[2:])"
-)
-"""Program that becomes the command, which the kernel then kills when its parent dies."""
+ROW_BYTES = 100 * 1024
+"""Maximum number of bytes of a variable with the keywords; the system takes 128 KiB."""
+NO_DEADLINE_S = 1e9
+"""Deadline of the supervisor, which is told when to end."""
+PIPE_S, POLL_S = 1.0, 0.005
+"""Seconds that output may stay open after the end of a command, and between two looks at its supervisor."""
 
 
 class CommandFailed(Exception):
-    """Command that ended with an error; the message is one line."""
+    """Command that ended with an error; the message is one line, `said` its error output."""
+
+    def __init__(self, message: str, said: str):
+        super().__init__(message)
+        self.said = said
 
 
 async def run_command(command: Sequence[str], *, base_url: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Run a command to its end; cancelling kills it with all of its group.
+    """Run a command to its end, and then end all that it has started, in sessions of their own or not; cancelling ends
+    it at once.
 
-    Its environment has `OPENAI_BASE_URL`, `OPENAI_API_KEY`, and the keywords `given` as JSON in `POSTTRAIN_ROW`.
-    Returns the JSON object in the last line of its output; None without one. CommandFailed for an exit code.
+    Its environment has `OPENAI_BASE_URL`, `OPENAI_API_KEY`, and the keywords `given` as JSON in the file
+    `POSTTRAIN_ROW_FILE` and, if they are at most 100 KiB, in `POSTTRAIN_ROW`. Returns the JSON object in the last line
+    of its output; None without one. CommandFailed for an exit code.
     """
-    environment = {
-        **os.environ,
-        "OPENAI_BASE_URL": base_url,
-        "OPENAI_API_KEY": "session",
-        "POSTTRAIN_ROW": json.dumps(given, default=str),
-        # The devices belong to the trainer.
-        "JAX_PLATFORMS": "cpu",
-    }
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        WITH_PARENT,
-        str(os.getpid()),
-        *command,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=environment,
-        start_new_session=True,
-    )
-    assert process.stdout is not None and process.stderr is not None
-    try:
-        stdout, stderr, code = await asyncio.gather(_tail(process.stdout), _tail(process.stderr), process.wait())
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+    with _environment(base_url, json.dumps(given, default=str)) as environment:
+        job = {
+            "argv": list(command),
+            "python": None,
+            "timeout_s": NO_DEADLINE_S,
+            "may_fork": True,
+            "confined": False,
+        }
+        process, report = start(job, stdin=subprocess.DEVNULL, folder=None, environment=environment)
+        stdout, stderr, said = bytearray(), bytearray(), bytearray()
+        assert process.stdout is not None and process.stderr is not None
+        pipes = {process.stdout: stdout, process.stderr: stderr, os.fdopen(report, "rb"): said}
+        *outputs, reported = [asyncio.ensure_future(_tail(pipe, kept)) for pipe, kept in pipes.items()]
+        try:
+            await reported
+            await asyncio.wait(outputs, timeout=PIPE_S)
+        finally:
+            await _end(process)
+            for reader in (*outputs, reported):
+                reader.cancel()
+            await asyncio.gather(*outputs, reported, return_exceptions=True)
+    code = marshal.loads(bytes(said))["code"] if said else None
     if code != 0:
-        last = (stderr.strip() or stdout.strip()).splitlines()[-1:]
-        raise CommandFailed(f"exit code {code}{f': {last[0][:200]}' if last else ''}")
-    return _last_object(stdout)
+        text = (stderr.strip() or stdout.strip()).decode(errors="replace")
+        last = text.splitlines()[-1:]
+        why = "its supervisor was killed" if code is None else f"exit code {code}"
+        raise CommandFailed(f"{why}{f': {last[0][:200]}' if last else ''}", text)
+    return _last_object(stdout.decode(errors="replace"))
 
 
-async def _tail(stream: asyncio.StreamReader) -> str:
-    kept = b""
-    while part := await stream.read(1 << 16):
-        kept = (kept + part)[-OUTPUT_BYTES:]
-    return kept.decode(errors="replace")
+@contextlib.contextmanager
+def _environment(base_url: str, row: str) -> Iterator[dict[str, str]]:
+    with tempfile.NamedTemporaryFile("w", prefix="posttrain-row-", suffix=".json", encoding="utf-8") as file:
+        file.write(row)
+        file.flush()
+        yield {
+            **{name: value for name, value in os.environ.items() if name != "POSTTRAIN_ROW"},
+            "OPENAI_BASE_URL": base_url,
+            "OPENAI_API_KEY": "session",
+            "POSTTRAIN_ROW_FILE": file.name,
+            **({"POSTTRAIN_ROW": row} if len(row) <= ROW_BYTES else {}),
+            # The devices belong to the trainer.
+            "JAX_PLATFORMS": "cpu",
+        }
+
+
+async def _tail(pipe: IO[bytes], kept: bytearray) -> None:
+    """Read a pipe to its end, and keep its last bytes."""
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
+    try:
+        while part := await reader.read(1 << 16):
+            kept += part
+            del kept[:-OUTPUT_BYTES]
+    finally:
+        transport.close()
+
+
+async def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a supervisor with all that it has started."""
+    process.terminate()
+    for _ in range(round(GRACE_S / POLL_S)):
+        if process.poll() is not None:
+            return
+        await asyncio.sleep(POLL_S)
+    process.kill()
+    process.wait()
 
 
 def _last_object(text: str) -> dict[str, Any] | None:

@@ -54,8 +54,8 @@ class AgentSection(Section):
     `reward` and metrics."""
     command: ListOf[Text] = ()
     """Command in place of `fn`, run in a child process: `[python, agent.py]`. It finds `OPENAI_BASE_URL`,
-    `OPENAI_API_KEY`, and the keywords as JSON in `POSTTRAIN_ROW`; the reward is in the last line that it prints, such
-    as `{"reward": 1}`."""
+    `OPENAI_API_KEY`, and the keywords as JSON in the file `POSTTRAIN_ROW_FILE`, and in `POSTTRAIN_ROW` up to 100 KiB;
+    the reward is in the last line that it prints, such as `{"reward": 1}`."""
     args: Arguments = {}
     """Additional keywords."""
     timeout_s: Annotated[float, Field(gt=0)] = 300.0

@@ -19,6 +19,8 @@ RIGHTS_BY_VERSION = (0, (1 << 13) - 1, (1 << 14) - 1, (1 << 15) - 1, (1 << 15) -
 """All rights that each version of the interface knows; later ones know the last."""
 SCOPES_VERSION, SCOPES = 6, 3
 """First version that bounds abstract Unix sockets and signals to processes with the same limits."""
+TRUNCATE_VERSION = 3
+"""First version that bounds truncation."""
 ON_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
 PR_SET_NO_NEW_PRIVS = 38
 O_PATH = 0o10000000

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import marshal
 import os
 import selectors
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from posttrain.errors import RunError
 
@@ -24,6 +25,10 @@ MAIN = "main.py"
 UNPROTECTED = {
     "network": "it can reach the network",
     "files": "it can read and write files outside of its scratch folder",
+    "truncation": "it can empty files outside of its scratch folder",
+    "modes": "it can change modes, owners, times and attributes of files outside of its scratch folder",
+    "memory": "it can hold memory beyond memory_mib, of which some may outlive it",
+    "priorities": "it can change priorities and processors of other processes",
     "processes": "it can start processes, of which some may outlive it, and signal others",
 }
 """Consequence of each protection that the kernel does not offer."""
@@ -108,11 +113,11 @@ def _run(
             "memory_mib": memory_mib,
             "file_mib": file_mib,
             "may_fork": may_fork,
-            "parent": os.getpid(),
+            "confined": True,
         }
         return _supervise(job, stdin.encode(), timeout_s, output_kib * 1024)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
 
 
 def _write(folder: Path, files: Mapping[str, str | bytes]) -> None:
@@ -126,36 +131,18 @@ def _write(folder: Path, files: Mapping[str, str | bytes]) -> None:
 
 def _supervise(job: Mapping[str, object], stdin: bytes, timeout_s: float, limit: int) -> Result:
     """Run the supervisor, and read its report and its program's output."""
-    root = str(Path(__file__).resolve().parents[2])
-    report, write_end = os.pipe()
     folder = str(job["folder"])
     with tempfile.TemporaryFile() as given:
         given.write(stdin)
         given.seek(0)
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-I",
-                "-c",
-                PROGRAM.format(root=root) + "main()",
-                marshal.dumps({**job, "report": write_end}).hex(),
-            ],
-            stdin=given,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=[write_end],
-            start_new_session=True,
-            cwd=folder,
-            env=_environment(folder),
-        )
-    os.close(write_end)
+        process, report = start(job, stdin=given, folder=folder, environment=_environment(folder))
     with process, open(report, "rb"):
         assert process.stdout is not None and process.stderr is not None
         pipes = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray(), report: bytearray()}
         try:
             _drain(pipes, report, time.monotonic() + timeout_s + GRACE_S, limit)
         finally:
-            process.kill()
+            _stop(process)
         stdout, stderr = (
             bytes(pipes[one.fileno()]).decode(errors="replace") for one in (process.stdout, process.stderr)
         )
@@ -166,6 +153,70 @@ def _supervise(job: Mapping[str, object], stdin: bytes, timeout_s: float, limit:
     return Result(
         stdout=stdout, stderr=stderr, code=found["code"], timed_out=found["timed_out"], missing=tuple(found["missing"])
     )
+
+
+def start(
+    job: Mapping[str, object],
+    *,
+    stdin: IO[bytes] | int,
+    folder: str | None,
+    environment: Mapping[str, str],
+    descriptors: Sequence[int] = (),
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Start a supervisor, which SIGTERM ends with all that it has started; returns it, and the descriptor of its
+    report: what was read when it ends is `marshal` of `code`, `timed_out` and `missing`."""
+    root = str(Path(__file__).resolve().parents[2])
+    report, write_end = os.pipe()
+    try:
+        # A file: the command line is limited.
+        with tempfile.TemporaryFile() as file:
+            marshal.dump({**job, "parent": os.getpid(), "report": write_end}, file)
+            file.seek(0)
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-c", PROGRAM.format(root=root) + "main()", str(file.fileno())],
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[write_end, file.fileno(), *descriptors],
+                start_new_session=True,
+                cwd=folder,
+                env=environment,
+            )
+    except BaseException:
+        os.close(report)
+        raise
+    finally:
+        os.close(write_end)
+    return process, report
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End a supervisor with all that it has started."""
+    process.terminate()
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, whatever the modes and the depth of what is in it."""
+    names = (f".{number}" for number in itertools.count())
+    while entries := list(os.scandir(folder)):
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry)
+                continue
+            os.chmod(entry, 0o700)
+            for inner in list(os.scandir(entry)):
+                if inner.is_dir(follow_symlinks=False):
+                    os.chmod(inner, 0o700)
+                    # To the top, so that no path is longer than the system allows.
+                    os.rename(inner, next(name for one in names if not (name := folder / one).exists()))
+                else:
+                    os.unlink(inner)
+            os.rmdir(entry)
+    os.rmdir(folder)
 
 
 def _environment(folder: str) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""System call filter (seccomp): no sockets, no signals to other processes and, if wanted, no further processes."""
+"""System call filter (seccomp): no sockets, no signals to others, no changes of modes, owners and priorities, no memory
+beyond the limits and, if wanted, no further processes."""
 
 from __future__ import annotations
 
@@ -10,45 +11,106 @@ import sys
 
 PR_SET_NO_NEW_PRIVS, PR_GET_SECCOMP, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 21, 22, 2
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 NUMBER_AT, ARCH_AT, ARGUMENTS_AT = 0, 4, 16
 CLONE_THREAD = 0x10000
 X32_BIT = 0x40000000
 """First number of x86-64's second system call table (x32)."""
 
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-CALLS = (
-    ("socket", 41, 198),
-    ("clone", 56, 220),
-    ("fork", 57, None),
-    ("vfork", 58, None),
-    ("clone3", 435, 435),
-    ("kill", 62, 129),
-    ("tkill", 200, 130),
-    ("tgkill", 234, 131),
-    ("rt_sigqueueinfo", 129, 138),
-    ("rt_tgsigqueueinfo", 297, 240),
-    ("pidfd_send_signal", 424, 424),
-    ("prlimit64", 302, 261),
-    ("io_uring_setup", 425, 425),
-    ("ptrace", 101, 117),
-    ("process_vm_writev", 311, 271),
-    ("unshare", 272, 97),
-    ("setns", 308, 268),
-    ("mount", 165, 40),
-    ("bpf", 321, 280),
-    ("keyctl", 250, 219),
-    ("userfaultfd", 323, 282),
-)
-"""System call numbers of x86-64 and of arm64 (Linux, asm/unistd.h). None: it has no such call."""
+CALLS = {
+    "socket": (41, 198),
+    "socketpair": (53, 199),
+    "clone": (56, 220),
+    "fork": (57, None),
+    "vfork": (58, None),
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "tgkill": (234, 131),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424),
+    "fcntl": (72, 25),
+    "ioctl": (16, 29),
+    "prlimit64": (302, 261),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+}
+"""System call numbers of x86-64 and arm64 (Linux, asm/unistd.h), for rules of their own. None: it has no such call."""
 SIGNALS = ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
 """Calls whose first argument is the process that gets a signal."""
-NEVER = {
-    **dict.fromkeys(("socket", "ptrace", "process_vm_writev", "unshare", "setns", "mount", "bpf"), errno.EACCES),
-    **dict.fromkeys(("keyctl", "userfaultfd", "tkill", "pidfd_send_signal"), errno.EACCES),
-    "io_uring_setup": errno.ENOSYS,
+OWN = ("prlimit64", "sched_setparam", "sched_setscheduler", "sched_setaffinity", "sched_setattr")
+"""Calls that a process may make for itself alone, as process 0."""
+REFUSED = {
+    errno.EACCES: {
+        "ptrace": (101, 117),
+        "process_vm_readv": (310, 270),
+        "process_vm_writev": (311, 271),
+        "process_madvise": (440, 440),
+        "pidfd_getfd": (438, 438),
+        "unshare": (272, 97),
+        "setns": (308, 268),
+        "mount": (165, 40),
+        "bpf": (321, 280),
+        "perf_event_open": (298, 241),
+        "add_key": (248, 217),
+        "request_key": (249, 218),
+        "keyctl": (250, 219),
+        "userfaultfd": (323, 282),
+        # memory that no limit counts and that outlives its process
+        "shmget": (29, 194),
+        "semget": (64, 190),
+        "msgget": (68, 186),
+        "mq_open": (240, 180),
+    },
+    errno.EPERM: {
+        "setpriority": (141, 140),
+        "ioprio_set": (251, 30),
+        "chown": (92, None),
+        "fchown": (93, 55),
+        "lchown": (94, None),
+        "fchownat": (260, 54),
+        "file_setattr": (469, 469),
+    },
+    errno.ENOTSUP: {
+        "setxattr": (188, 5),
+        "lsetxattr": (189, 6),
+        "fsetxattr": (190, 7),
+        "setxattrat": (463, 463),
+        "removexattr": (197, 14),
+        "lremovexattr": (198, 15),
+        "fremovexattr": (199, 16),
+        "removexattrat": (466, 466),
+    },
+    errno.ENOSYS: {
+        # It could open sockets past this filter.
+        "io_uring_setup": (425, 425),
+        # Flags of clone3 stand in memory, which a filter cannot read; libraries go on with clone.
+        "clone3": (435, 435),
+        "memfd_create": (319, 279),
+        "memfd_secret": (447, 447),
+    },
+    # Landlock knows no right to change modes and times, and paths cannot be read here: nothing changes anywhere, but
+    # programs that copy and unpack files in their own folder go on.
+    0: {
+        "chmod": (90, None),
+        "fchmod": (91, 52),
+        "fchmodat": (268, 53),
+        "fchmodat2": (452, 452),
+        "utime": (132, None),
+        "utimes": (235, None),
+        "futimesat": (261, None),
+        "utimensat": (280, 88),
+    },
 }
-"""Refused calls with their error. io_uring could open sockets past this filter."""
+"""Calls that have no effect, by the error that they return; 0: none."""
+OWNERS = {"fcntl": (8, 15), "ioctl": (0x8901, 0x8902)}
+"""Commands that give a descriptor an owner: F_SETOWN, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP."""
+SOCK_TYPE, SOCK_STREAM = 0xF, 1
+CLONE_NEW = 0x7E020000
+"""Flags of clone for new namespaces, in which a process would have all rights."""
 
 
 def is_available() -> bool:
@@ -78,30 +140,38 @@ Line = tuple[int, int, int, int]
 def _program(own: int, may_fork: bool) -> list[Line]:
     machine = os.uname().machine
     arch = AUDIT_ARCH[machine]
-    columns = {name: x86 if machine == "x86_64" else arm for name, x86, arm in CALLS}
-    numbers = {name: number for name, number in columns.items() if number is not None}
+    column = 0 if machine == "x86_64" else 1
+    numbers = {name: found for name, pair in CALLS.items() if (found := pair[column]) is not None}
     lines: list[Line] = [(LOAD, 0, 0, ARCH_AT), (EQUAL, 1, 0, arch), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER_AT)]
     lines += [(AT_LEAST, 0, 1, X32_BIT), (RETURN, 0, 0, KILL)]
-    for name, error in NEVER.items():
-        lines += [(EQUAL, 0, 1, numbers[name]), _refuse(error)]
-    # A process may limit itself; 0 is the caller, as in kill its own group.
-    lines += _unless(numbers["prlimit64"], [(EQUAL, 0, 1, 0)], errno.EPERM)
+    for error, calls in REFUSED.items():
+        for pair in calls.values():
+            if (number := pair[column]) is not None:
+                lines += [(EQUAL, 0, 1, number), _refuse(error)]
+    lines += [(EQUAL, 0, 1, numbers["socket"]), _refuse(errno.EACCES)]
+    # Datagrams could be sent from a pair to other sockets of the machine.
+    lines += _unless(numbers["socketpair"], [(AND, 0, 0, SOCK_TYPE), (EQUAL, 0, 1, SOCK_STREAM)], errno.EACCES, at=1)
+    for name in OWN:
+        lines += _unless(numbers[name], [(EQUAL, 0, 1, 0)], errno.EPERM)
+    # The owner of a descriptor gets its signals.
+    for name, commands in OWNERS.items():
+        tests = [(EQUAL, len(commands) - place, 0, command) for place, command in enumerate(commands)]
+        lines += _unless(numbers[name], tests, errno.EPERM, at=1)
     for name in SIGNALS if not may_fork else ():
         lines += _unless(numbers[name], [(EQUAL, 1, 0, own), (EQUAL, 0, 1, 0)], errno.EPERM)
     if may_fork:
         lines += _unless(numbers["kill"], [(EQUAL, 1, 0, 0xFFFFFFFF)], errno.EPERM)
+        lines += _unless(numbers["clone"], [(ANY_BIT, 1, 0, CLONE_NEW)], errno.EPERM)
     else:
         for name in ("fork", "vfork"):
             lines += [(EQUAL, 0, 1, numbers[name]), _refuse(errno.EAGAIN)] if name in numbers else []
-        # glibc starts threads with clone where it finds no clone3, whose flags a filter cannot read.
-        lines += [(EQUAL, 0, 1, numbers["clone3"]), _refuse(errno.ENOSYS)]
         lines += _unless(numbers["clone"], [(ANY_BIT, 0, 1, CLONE_THREAD)], errno.EAGAIN)
     return [*lines, (RETURN, 0, 0, ALLOW)]
 
 
-def _unless(number: int, tests: list[Line], error: int) -> list[Line]:
-    """Refuse a call, but for first arguments that pass `tests`, whose last line is followed by the permission."""
-    inner: list[Line] = [(LOAD, 0, 0, ARGUMENTS_AT), *tests, (RETURN, 0, 0, ALLOW), _refuse(error)]
+def _unless(number: int, tests: list[Line], error: int, at: int = 0) -> list[Line]:
+    """Refuse a call, but for arguments at a place that pass `tests`, whose last line is followed by the permission."""
+    inner: list[Line] = [(LOAD, 0, 0, ARGUMENTS_AT + 8 * at), *tests, (RETURN, 0, 0, ALLOW), _refuse(error)]
     return [(EQUAL, 0, len(inner), number), *inner]
 
 

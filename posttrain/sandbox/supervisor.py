@@ -1,7 +1,5 @@
-"""Sandbox process: confines itself, runs one program, and kills it with all that it started at its deadline.
-
-`posttrain.sandbox.run` starts it in a new interpreter per program: imports here cost each of them, so they are few.
-"""
+"""Supervisor process: runs one program, confined if wanted, and kills it with all that it started at its end.
+`posttrain.sandbox.run` starts it in a new interpreter per program: imports here cost each of them, so they are few."""
 
 from __future__ import annotations
 
@@ -32,9 +30,10 @@ MIB = 2**20
 
 
 def main() -> None:
-    """Run the job of the command line, and write its outcome to the job's descriptor; the program's process
-    returns at its end."""
-    job = marshal.loads(bytes.fromhex(sys.argv[1]))
+    """Run the job in the file of the descriptor that the command line names, and write its outcome to the job's
+    descriptor; the program's process returns at its end."""
+    with open(int(sys.argv[1]), "rb") as file:
+        job = marshal.load(file)
     report = job["report"]
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
@@ -43,7 +42,7 @@ def main() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != job["parent"]:
         os._exit(1)
-    namespaces = _enter_namespaces()
+    namespaces = job["confined"] and _enter_namespaces()
     end = time.monotonic() + job["timeout_s"]
     code_of, code_to = os.pipe()
     pid = os.fork()
@@ -60,16 +59,23 @@ def main() -> None:
     code = None if status is None else os.waitstatus_to_exitcode(status)
     if namespaces and code == 0:
         code = int(os.read(code_of, 16))
-    missing = [name for name, there in _protections(namespaces).items() if not there]
+    missing = [name for name, there in _protections(namespaces, job["may_fork"]).items() if not there]
     os.write(report, marshal.dumps({"code": code, "timed_out": status is None, "missing": missing}))
     os._exit(0)
 
 
-def _protections(namespaces: bool) -> dict[str, bool]:
+def _protections(namespaces: bool, may_fork: bool) -> dict[str, bool]:
+    """Tell which protections a program has, by the names of `posttrain.sandbox.run.UNPROTECTED`."""
+    calls = seccomp.is_available()
+    own_signals = calls and (not may_fork or landlock.version() >= landlock.SCOPES_VERSION)
     return {
-        "network": namespaces or seccomp.is_available(),
+        "network": namespaces or calls,
         "files": landlock.version() > 0,
-        "processes": namespaces or seccomp.is_available(),
+        "truncation": landlock.version() >= landlock.TRUNCATE_VERSION,
+        "modes": calls,
+        "memory": calls,
+        "priorities": namespaces or calls,
+        "processes": namespaces or own_signals,
     }
 
 
@@ -114,18 +120,27 @@ def _kill_orphans() -> None:
         for child in _children():
             _kill(child)
         try:
-            os.waitpid(-1, 0)
+            if not os.waitpid(-1, os.WNOHANG)[0]:
+                time.sleep(POLL_S[0])
         except ChildProcessError:
             return
 
 
 def _children() -> list[int]:
-    """Process ids of this process's children, if the kernel lists them."""
+    """Process ids of this process's children."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
             return [int(pid) for pid in file.read().split()]
     except FileNotFoundError:
-        return []
+        pass
+    found = []
+    for name in os.listdir("/proc") if sys.platform == "linux" else ():
+        try:
+            with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
+                found += [int(name)] if int(file.read().rpartition(")")[2].split()[1]) == os.getpid() else []
+        except (OSError, ValueError, IndexError):
+            continue
+    return found
 
 
 def _start(job: dict[str, Any], code_to: int | None) -> None:
@@ -140,8 +155,10 @@ def _start(job: dict[str, Any], code_to: int | None) -> None:
         os.close(code_to)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.setsid()
     try:
-        _confine(job)
+        if job["confined"]:
+            _confine(job)
     except OSError as error:
         print(f"sandbox: {error}", file=sys.stderr, flush=True)
         os._exit(1)
@@ -149,7 +166,6 @@ def _start(job: dict[str, Any], code_to: int | None) -> None:
 
 
 def _confine(job: dict[str, Any]) -> None:
-    os.setsid()
     os.chdir(job["folder"])
     limits = {
         resource.RLIMIT_AS: job["memory_mib"] * MIB,
@@ -179,6 +195,7 @@ def _execute(job: dict[str, Any]) -> None:
     """Become the command, or run the Python file as `python FILE` would, without the start of another interpreter."""
     argv = job["argv"]
     if job["python"] is None:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and commands would inherit that
         try:
             os.execvp(argv[0], argv)
         except OSError as error:

@@ -144,18 +144,23 @@ def test_histories_are_rows_in_order_of_time(endpoint: Endpoint, tokenizer: Toke
 
 COMMAND = """
 import json, os, sys, openai
-row = json.loads(os.environ["POSTTRAIN_ROW"])
+row = json.load(open(os.environ["POSTTRAIN_ROW_FILE"]))
 how = row["how"]
+assert how == "long" or json.loads(os.environ["POSTTRAIN_ROW"]) == row
 client = openai.OpenAI()
 said = client.chat.completions.create(model="m", messages=row["messages"]).choices[0].message.content
 if how == "hang":
     import subprocess, time
-    child = subprocess.Popen(["sleep", "300"])
+    child = subprocess.Popen(["sleep", "300"], start_new_session=True)
     print(child.pid, file=open(row["file"], "w"), flush=True)
     time.sleep(300)
 if how == "raise":
     raise ValueError("the agent has a bug")
 print("said", said)
+if how == "leave":
+    import subprocess
+    child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    print(child.pid, file=open(row["file"], "w"), flush=True)
 print(json.dumps({"reward": 0.25, "length": len(said)}))
 """
 
@@ -169,16 +174,16 @@ def test_a_child_process(endpoint: Endpoint, tokenizer: Tokenizer, tmp_path: Pat
     failed = run(endpoint, tokenizer, command, args={"how": "raise"})
     assert failed.stop == "env_error" and failed.error is not None
     assert "exit code 1: ValueError: the agent has a bug" in failed.error and len(failed.turns) == 1
+    long = run(endpoint, tokenizer, command, args={"how": "long", "text": "x" * 300_000})
+    assert env_rewards([long]) == [0.25], long.error
+    # What it has started is killed with it, in a session of its own and with its output open, and costs no reward.
     file = tmp_path / "pid"
+    leaving = run(endpoint, tokenizer, command, args={"how": "leave", "file": str(file)})
+    assert env_rewards([leaving]) == [0.25] and _gone(int(file.read_text()))
+    start = time.monotonic()
     hanging = run(endpoint, tokenizer, command, timeout_s=3.0, args={"how": "hang", "file": str(file)})
     assert hanging.stop == "env_timeout", hanging.error
-    # What it has started is killed with it.
-    for _ in range(100):
-        if _gone(int(file.read_text())):
-            break
-        time.sleep(0.05)
-    else:
-        pytest.fail("the child of the agent is still there")
+    assert time.monotonic() - start < 8.0 and _gone(int(file.read_text()))
 
 
 def _gone(pid: int) -> bool:

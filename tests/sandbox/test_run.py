@@ -92,6 +92,50 @@ def test_no_file_outside_of_its_folder(tmp_path: Path) -> None:
     assert secret.read_text() == "gold" and list(tmp_path.iterdir()) == [secret]
 
 
+def test_nothing_of_other_files_and_processes_changes(tmp_path: Path) -> None:
+    """Landlock has no right for modes, owners, times and attributes; as the same user priorities could be set too."""
+    needs("modes")
+    file, me = tmp_path / "other.txt", os.getpid()
+    file.write_text("gold")
+    file.chmod(0o640)
+    os.utime(file, (5, 5))
+    before = os.stat(file), os.getpriority(os.PRIO_PROCESS, 0), os.sched_getaffinity(0), os.sched_getscheduler(0)
+    at = repr(str(file))
+    lines = [
+        f"os.chmod({at}, 0o6777)",
+        f"os.chmod({at}, 0o777, dir_fd=os.open('.', 0))",
+        f"os.utime({at}, (1, 1))",
+        f"os.chown({at}, 1, 1)",
+        f"os.setxattr({at}, 'user.x', b'1')",
+        f"os.setpriority(os.PRIO_USER, {os.getuid()}, 19)",
+        f"os.sched_setaffinity({me}, {{0}})",
+        f"os.sched_setscheduler({me}, os.SCHED_IDLE, os.sched_param(0))",
+        "os.memfd_create('x')",
+        "l = ctypes.CDLL(None, use_errno=True); assert l.shmget(0, 4096, 0o1600) >= 0",
+        "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
+        f"fcntl.fcntl(0, fcntl.F_SETOWN, {me})",
+        "assert ctypes.CDLL(None).syscall(0x40000000 | 39) > 0",
+    ]
+    for line in lines:
+        found = python(f"import ctypes, fcntl, os, socket\n{line}\nprint('done')")
+        assert found.stdout != "done\n" or "chmod" in line or "utime" in line, line
+    after = os.stat(file), os.getpriority(os.PRIO_PROCESS, 0), os.sched_getaffinity(0), os.sched_getscheduler(0)
+    assert after == before and os.listxattr(file) == []
+
+
+def test_programs_that_copy_and_unpack_files_go_on() -> None:
+    source = (
+        "import asyncio, os, shutil, tarfile, tempfile, zipfile\n"
+        "open('a', 'w').write('x'); shutil.copy2('a', 'b'); os.sched_setaffinity(0, os.sched_getaffinity(0))\n"
+        "with zipfile.ZipFile('z', 'w') as z: z.write('a'); z.extractall('c')\n"
+        "with tarfile.open('t', 'w') as t: t.add('a')\n"
+        "tarfile.open('t').extractall('d'); shutil.copytree('c', 'e')\n"
+        "with tempfile.TemporaryDirectory() as f: asyncio.run(asyncio.sleep(0, print(open('e/a').read())))\n"
+    )
+    found = python(source)
+    assert (found.stdout, found.code) == ("x\n", 0), found.stderr
+
+
 @pytest.mark.parametrize(
     "source", ["import os; os.fork()", "import os; os.kill(os.getppid(), 9)", "import os; os.kill(-1, 15)"]
 )
@@ -123,6 +167,8 @@ def test_output_is_bounded_and_folders_are_removed() -> None:
     before = set(Path(tempfile.gettempdir()).glob("posttrain-sandbox-*"))
     found = python("while True: print('x' * 1000)", timeout_s=0.3, output_kib=3)
     assert found.timed_out and found.code is None and len(found.stdout) == 3 * 1024
+    deep = "import os\nfor _ in range(60): os.mkdir('d' * 99); os.chdir('d' * 99)\nos.mkdir('e', 0); print('ok')"
+    assert python(deep).stdout == "ok\n"
     assert set(Path(tempfile.gettempdir()).glob("posttrain-sandbox-*")) <= before
     with pytest.raises(ValueError, match=r"'../x' lies outside of the scratch folder"):
         python("", files={"../x": ""})
