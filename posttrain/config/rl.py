@@ -399,7 +399,9 @@ class RLSection(OnlineSection):
         if self.turn_advantages and (self.algorithm == "ppo" or self.advantage or self.advantage_scale):
             raise ValueError("turn_advantages takes the place of the advantages of ppo, advantage and advantage_scale")
         if self.converses and self.oversample_prompts:
-            raise ValueError("oversample_prompts resumes single completions, not conversations; remove it")
+            raise ValueError(
+                "oversample_prompts resumes single completions, not conversations (env, agent, tools); remove it"
+            )
         return self
 
     @model_validator(mode="after")

@@ -179,4 +179,5 @@ def _check_fields(section: RLSection, algorithm: Algorithm) -> None:
             f"reference: without effect, algorithm={section.algorithm} has no KL penalty; set kl_coef, or remove it"
         )
     if section.teachers and (algorithm.critic is not None or algorithm.top_entropy is not None):
-        raise ConfigError("teachers: their advantages have no critic and no top_entropy; remove one of them")
+        other = "top_entropy" if algorithm.critic is None else f"the critic of algorithm={section.algorithm}"
+        raise ConfigError(f"teachers: their advantages do not go with {other}; remove one of them")

@@ -1,0 +1,316 @@
+"""Features of stages, whole tiny runs of any two of them, and the table of docs/reference/pairs.md."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from itertools import combinations
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from posttrain.config.yaml_file import load_config
+from posttrain.data.tokenizer import load_tokenizer
+from posttrain.errors import ConfigError
+from posttrain.runs.prepare import prepare
+from posttrain.weights.load import init_model
+from posttrain.weights.save import save_model
+from tests.stages.runs import INIT, ROOT, write_run
+
+PAGE = ROOT / "docs" / "reference" / "pairs.md"
+LENGTH = 128
+ENDS = [*range(0, 260, 3)]
+"""Stop tokens of a random model, so that most turns end before `max_tokens`."""
+
+TEMPLATE = """\
+{%- for tool in tools or [] %}{{- tool.function.name }} {% endfor %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'][0] }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}
+            {{- message['content'] }}
+            {%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
+            {{- '<|im_end|>' }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- message['content'] + '<|im_end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>a' }}{%- endif %}"""
+"""Short, since each byte is a token; it writes tools and calls."""
+
+CODE = '''
+from posttrain.environments.types import Reply
+
+
+def low(completion_tokens, **_):
+    return [1.0 + sum(t < 128 for t in c) / max(len(c), 1) for c in completion_tokens]
+
+
+def short(completion_tokens, **_):
+    return [1.0 + 1.0 / (1 + sum(t % 2 for t in c)) for c in completion_tokens]
+
+
+class Talk:
+    """Two turns, paid for at the end."""
+
+    def __init__(self, answer, tools=()):
+        self.said = []
+
+    def reply(self, message):
+        self.said.append(str(message["content"]))
+        done = len(self.said) == 2
+        reward = 1.0 + sum(map(ord, "".join(self.said))) % 7 if done else None
+        return Reply(messages=[{"role": "user", "content": "go"}], done=done, reward=reward)
+
+
+def play(base_url, api_key, model, messages):
+    """Two histories: a plan, then an answer that does not see it."""
+    import openai
+
+    with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+
+        def ask(messages):
+            return client.chat.completions.create(model=model, messages=messages).choices[0].message.content or ""
+
+        said = ask([{"role": "user", "content": "plan"}]) + ask(messages)
+    return 1.0 + sum(map(ord, said)) % 7
+
+
+def look(word: str) -> str:
+    """Look a word up.
+
+    Args:
+        word: The word.
+    """
+    return word
+'''
+
+
+class Feature(NamedTuple):
+    """Something of a stage that can be switched on: fields of the stage and of the model."""
+
+    stage: dict[str, Any]
+    model: Mapping[str, Any] = MappingProxyType({})
+    devices: int = 1
+    one_of: str | None = None
+    """Name of a choice; two features of one choice are no pair, since both set the same field."""
+
+
+def _file(name: str) -> dict[str, Any]:
+    return {"path": f"{name}.jsonl"}
+
+
+ENV: dict[str, Any] = {"fn": "pairs_code.py:Talk", "max_turns": 2, "timeout_s": 60.0}
+TALKS: dict[str, Any] = {"env": ENV, "rewards": []}
+LORA: dict[str, Any] = {"lora": {"rank": 2}}
+RL = {
+    "gdpo": Feature({"algorithm": "gdpo", "rewards": ["low", "short"]}, one_of="algorithm"),
+    "gspo": Feature({"algorithm": "gspo"}, one_of="algorithm"),
+    "reinforce_plus_plus": Feature({"algorithm": "reinforce_plus_plus"}, one_of="algorithm"),
+    "ppo": Feature({"algorithm": "ppo", "gae_lambda": 1.0}, one_of="algorithm"),
+    "env": Feature(TALKS, one_of="env"),
+    "split_turns": Feature({**TALKS, "env": {**ENV, "split_turns": True}}, one_of="env"),
+    "turn_advantages": Feature({**TALKS, "turn_advantages": True}, one_of="env"),
+    "agent": Feature({"agent": {"fn": "pairs_code.py:play", "max_rows": 2}, "rewards": []}, one_of="env"),
+    "tools": Feature({"tools": [{"fn": "pairs_code.py:look"}], "tool_format": "hermes", "env": {"max_turns": 2}}),
+    "asynchronous": Feature({"asynchronous": {"max_staleness": 1}}, one_of="asynchronous"),
+    "in_flight": Feature({"asynchronous": {"max_staleness": 1, "in_flight": True}}, one_of="asynchronous"),
+    "oversample_prompts": Feature({"oversample_prompts": 1}),
+    "refill": Feature({"refill": {"limit": 1}}),
+    "curriculum": Feature({"curriculum": {"pools": [0.0, 0.5, 1.0], "draw": [0.5, 0.5]}}),
+    "teachers": Feature({"teachers": [{"path": "teacher"}]}),
+    "kl_in": Feature({"kl_coef": 0.1, "kl_in": "reward"}, one_of="kl"),
+    "reference": Feature({"kl_coef": 0.1, "reference": {"refresh_every": 1, "mixup": 0.5}}, one_of="kl"),
+    "importance_sampling": Feature({"sampling": {"top_p": 0.9}, "importance_sampling": {"level": "sequence_mean"}}),
+    "truncated": Feature({"truncated": "mask"}),
+    "top_entropy": Feature({"top_entropy": 0.5}),
+    "updates": Feature({"updates": 2}),
+    "update_epochs": Feature({"update_epochs": 2}),
+    "lora": Feature({}, LORA),
+    "rollout.quantize": Feature({"rollout": {"quantize": "int8"}}),
+    "placement": Feature({"placement": {"rollout": {"devices": 1}}}, devices=2),
+}
+SFT = {
+    "packing": Feature({"packing": False}),
+    "truncate": Feature({"overlong": "truncate", "row_tokens": 20}, one_of="overlong"),
+    "drop": Feature({"overlong": "drop", "row_tokens": 20}, one_of="overlong"),
+    "last_turn_only": Feature({"last_turn_only": True}),
+    "train_on_prompt": Feature({"train_on_prompt": True}),
+    "mix": Feature({"mix": [{"path": "plain.jsonl", "chat": False}]}),
+    "dft": Feature({"loss": "dft"}),
+    "noise_alpha": Feature({"noise_alpha": 5.0}),
+    "micro_batch_rows": Feature({"micro_batch_rows": 2}),
+    "moments": Feature({"optimizer": {"moments": "int8"}}),
+    "lora": Feature({}, LORA),
+    "quantize": Feature({}, {**LORA, "quantize": "nf4"}),
+}
+DISTILL = {
+    **{name: SFT[name] for name in ("packing", "truncate", "drop", "mix", "micro_batch_rows", "lora", "quantize")},
+    "beta": Feature({"beta": 0.5}),
+    "cross_entropy": Feature({"cross_entropy": 0.5}),
+    "features": Feature({"features": {"hidden": {"layers": {0: 0}}}}),
+    "on_policy": Feature({"on_policy": 1.0, "sampling": {"max_tokens": 6, "stop_token_ids": ENDS}}),
+    "two_teachers": Feature({"teachers": [{"path": "teacher"}] * 2, "teacher_column": "who"}),
+}
+PREFERENCE = {
+    "ipo": Feature({"loss": "ipo"}, one_of="loss"),
+    "kto": Feature({"loss": "kto", "dataset": _file("judged")}, one_of="loss"),
+    "simpo": Feature({"loss": "simpo"}, one_of="loss"),
+    "live": Feature({"reference": "live"}),
+    "share_prompts": Feature({"share_prompts": True}),
+    **{name: SFT[name] for name in ("packing", "truncate", "drop", "micro_batch_rows", "moments", "lora", "quantize")},
+}
+OFFLINE: dict[str, Any] = {
+    "num_steps": 2,
+    "batch_rows": 4,
+    "row_tokens": 64,
+    "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
+    "checkpoint_every": 1,
+}
+BASE: dict[str, dict[str, Any]] = {
+    "rl": {
+        "algorithm": "grpo",
+        "dataset": _file("chat"),
+        "prompts_per_step": 2,
+        "group_size": 4,
+        "micro_batch_rows": 4,
+        "row_tokens": 64,
+        "sampling": {"max_tokens": 6, "stop_token_ids": ENDS},
+        "optimizer": {"learning_rate": 1e-2},
+        "checkpoint_every": 1,
+    },
+    "sft": {**OFFLINE, "dataset": _file("turns")},
+    "distill": {**OFFLINE, "dataset": _file("answered"), "teachers": [{"path": "teacher"}]},
+    "preference": {**OFFLINE, "dataset": _file("pairs")},
+}
+STAGES = {"rl": RL, "sft": SFT, "preference": PREFERENCE, "distill": DISTILL}
+
+
+Pair = tuple[str, str]
+Refusals = dict[Pair, str | None]
+NAMED = re.compile(r"`([\w.]+)` and `([\w.]+)`(?=[,:])")
+
+
+def pairs(features: Mapping[str, Feature]) -> list[Pair]:
+    """Pairs of features that do not choose for the same field."""
+    every = combinations(features, 2)
+    return [(a, b) for a, b in every if features[a].one_of is None or features[a].one_of != features[b].one_of]
+
+
+def merged(base: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested fields of all; later ones count."""
+    made = dict(base)
+    for changes in others:
+        for name, value in changes.items():
+            both = isinstance(value, dict) and isinstance(made.get(name), dict)
+            made[name] = merged(made[name], value) if both else value
+    return made
+
+
+def write(folder: Path, teacher: Path, kind: str, a: str, b: str) -> Path:
+    """Write a run of two steps with both features."""
+    one, other = STAGES[kind][a], STAGES[kind][b]
+    stage = merged({"kind": kind, **BASE[kind]}, one.stage, other.stage)
+    if kind == "rl":
+        stage["num_steps"] = 2 * stage.get("updates", 1) * stage.get("update_epochs", 1)
+        # Conversations are paid by their environment or agent; the environment of tools alone pays nothing.
+        paid = "agent" in stage or "fn" in stage.get("env", {})
+        named = [feature.stage["rewards"] for feature in (one, other) if feature.stage.get("rewards")]
+        stage["rewards"] = [{"fn": f"pairs_code.py:{n}"} for n in (named or [[] if paid else ["low"]])[0]]
+    if "teachers" in stage:
+        stage["teachers"] = [{"path": str(teacher), "name": f"t{n}"} for n in range(len(stage["teachers"]))]
+        if len(stage["teachers"]) == 1:
+            del stage["teachers"][0]["name"]
+    init = INIT | {"max_position_embeddings": LENGTH}
+    model = {"init": init, "tokenizer": "bytes", "chat_template": "short.jinja"}
+    file = write_run(folder, stage, model=merged(model, one.model, other.model))
+    (folder / "pairs_code.py").write_text(CODE)
+    (folder / "short.jinja").write_text(TEMPLATE)
+    for name, rows in _rows().items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def _rows() -> dict[str, list[dict[str, Any]]]:
+    """Rows of each dataset; one of them is longer than 20 tokens."""
+
+    def user(n: int) -> dict[str, str]:
+        return {"role": "user", "content": f"{n}?" if n else "how many is that?"}
+
+    def said(text: str) -> dict[str, str]:
+        return {"role": "assistant", "content": text}
+
+    return {
+        "chat": [{"prompt": [user(n)], "answer": str(n)} for n in range(1, 7)],
+        "turns": [{"messages": [user(n), said("ab"), user(n + 1), said(f"c{n}")]} for n in range(6)],
+        "plain": [{"prompt": f"{n}+1=", "completion": str(n + 1), "who": f"t{n % 2}"} for n in range(6)],
+        "answered": [{"prompt": [user(n)], "completion": [said(f"a{n}")], "who": f"t{n % 2}"} for n in range(6)],
+        "pairs": [{"prompt": [user(n)], "chosen": [said("yes")], "rejected": [said(f"no{n}")]} for n in range(6)],
+        "judged": [{"prompt": [user(n)], "completion": [said(f"a{n}")], "label": n % 2 == 0} for n in range(6)],
+    }
+
+
+def write_teacher(folder: Path) -> Path:
+    """Write a model with random weights and the tokenizer of the runs."""
+    fields = {**INIT, "vocab_size": 261, "max_position_embeddings": LENGTH}
+    save_model(init_model(fields, dtype=jnp.float32, seed=1), folder, tokenizer=load_tokenizer("bytes"))
+    return folder
+
+
+def refusal(file: Path) -> str | None:
+    """Error by which a configuration is refused, without the line of the file; None: it is accepted."""
+    try:
+        prepare(load_config(file, []), offline_ok=False)
+    except ConfigError as error:
+        return " ".join(str(error).removeprefix(str(file)).split()).lstrip(":0123456789 ")
+    return None
+
+
+def refusals(folder: Path, teacher: Path, kind: str, wanted: Iterable[Pair]) -> Refusals:
+    """Refusal of each of the wanted pairs of a stage."""
+    return {(a, b): refusal(write(folder, teacher, kind, a, b)) for a, b in wanted}
+
+
+def refused(kind: str) -> list[Pair]:
+    """Pairs of a stage that the page says are refused."""
+    text = PAGE.read_text().split(f"\n## {kind}\n")[1].split("\n## ")[0]
+    found = {pair for line in text.splitlines() if line.startswith("- ") for pair in NAMED.findall(line)}
+    return [pair for pair in pairs(STAGES[kind]) if pair in found]
+
+
+def page(found: Mapping[str, Refusals]) -> str:
+    """Documentation page of the pairs."""
+    text = [
+        "# Features together\n",
+        "Made by `tests/pairs.py`. The tests run each pair of these features for two steps (`+`): every sampled token",
+        "is learned from once per epoch, credit adds up, and a run that was stopped in between ends with the same",
+        "bits. Or the pair is refused by name (`x`, with the reason below). A dot: both choose for the same field.\n",
+    ]
+    for kind, refused in found.items():
+        names = list(STAGES[kind])
+        text += [f"## {kind}\n", "| | " + " | ".join(str(n + 1) for n in range(len(names) - 1)) + " |"]
+        text.append("|---" * len(names) + "|")
+        for row, name in enumerate(names[1:], 1):
+            marks = [refused.get((other, name), ".") for other in names[:row]]
+            cells = ["." if m == "." else "+" if m is None else "x" for m in marks]
+            text.append(f"| {row + 1} `{name}` | " + " | ".join(cells + [""] * (len(names) - 1 - row)) + " |")
+        text.append(f"\n1 is `{names[0]}`.\n")
+        reasons: dict[str, list[str]] = {}
+        for (a, b), reason in refused.items():
+            if reason is not None:
+                reasons.setdefault(reason, []).append(f"`{a}` and `{b}`")
+        text += [f"- {', '.join(both)}: {reason}" for reason, both in reasons.items()]
+        text.append("")
+    return "\n".join(text).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        where = Path(temporary)
+        teacher = write_teacher(where / "teacher")
+        PAGE.write_text(page({kind: refusals(where, teacher, kind, pairs(STAGES[kind])) for kind in STAGES}))
