@@ -20,14 +20,14 @@ import pytest
 from posttrain.batch import Batch
 from posttrain.train.trainer import Trainer
 from tests.often import often
-from tests.pairs import PAGE, STAGES, Refusals, page, pairs, refusals, refused, write, write_teacher
+from tests.pairs import PAGE, STAGES, Pair, Refusals, page, pairs, refusals, refused, write, write_teacher
 from tests.stages.runs import lines, posttrain, weights
 
-KEPT: dict[str, list[tuple[str, str]]] = {
-    "rl": [("ppo", "split_turns"), ("agent", "updates"), ("turn_advantages", "asynchronous"), ("gdpo", "kl_in")],
+KEPT: dict[str, list[Pair]] = {
+    "rl": [("ppo", "split_turns"), ("agent", "updates"), ("turn_advantages", "asynchronous")],
     "sft": [("truncate", "mix")],
     "preference": [("share_prompts", "lora")],
-    "distill": [("packing", "two_teachers")],
+    "distill": [],
 }
 """Pairs that run each time; all others in thorough runs."""
 
