@@ -103,7 +103,7 @@ class DistillSection(SequenceSection):
         if self.cache is not None:
             raise ValueError("features: a cache holds the teachers' top-k, not their layers; remove one of both")
         if len(self.teachers) > 1:
-            raise ValueError(f"features: need a single teacher, and there are {len(self.teachers)}; keep one")
+            raise ValueError(f"features: need a single teacher, and teachers has {len(self.teachers)}; keep one")
         teacher = self.teachers[0]
         if teacher.outside:
             where = (
