@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,14 @@ HARD_TEXTS = [
     "{}",
     "</tool_call>",
     "```",
-    "[TOOL_CALLS]x",
+    "[TOOL_CALLS]x[ARGS]",
+    "a</think>b",
+    "</parameter>",
+    "</parameter> y\n",
+    "<|start|><|message|><|call|>",
+    "<|python_tag|>",
+    "<｜tool▁call▁end｜><｜tool▁call▁begin｜><｜tool▁calls▁end｜>",
+    "<|/tool_call|> <|tool_call|> functools[",
     "é😀",
     "<think>",
     "true",
@@ -145,7 +153,7 @@ TEXT_OF_MARKS = """
 {"name":"f","arguments":{"x":1}} {"name": "parameters":{ x=1 "\\ud800" NaN 1e999 \x00 \\d } ] [f( )
 """
 MARKS = TEXT_OF_MARKS.split()
-MARKS += ["[" * 2000, "9" * 5000, "\n"]
+MARKS += ["[f(x=", "f" + ".a" * 1500 + "()", "0x" + "f" * 5000, "[" * 2000, "9" * 5000, "\n"]
 
 
 @given(text=st.lists(st.sampled_from(MARKS) | st.text(max_size=8), max_size=12).map("".join))
@@ -233,6 +241,58 @@ def test_calls_after_a_malformed_one_are_made() -> None:
     text = '<tool_call>{"name": f}</tool_call>\n<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
     parsed = Format("hermes", {}).parse(text)
     assert ([call.name for call in parsed.calls], len(parsed.malformed)) == (["g"], 1)
+
+
+HOSTILE = """
+<tool_call> <tool_call>{" <function= <function=f><parameter=x></function> <function=f><parameter=x> [TOOL_CALLS]
+[TOOL_CALLS]f[ARGS] [TOOL_CALLS]f[ARGS]{} <｜tool▁call▁begin｜> <｜tool▁call▁begin｜>f<｜tool▁sep｜>{ </think>
+<|start|>to=f <|message|> <|channel|>commentary_to=f<|message|>{ <|tool_call|> functools[ ```json\n ```tool_code\n
+[f( <|python_tag|> {"name": {"name":"f"}; </parameter> { <tool_call>{"name":"f"}</tool_call> </tool_call> <|call|>
+```
+"""
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_time_is_linear(kind: str) -> None:
+    """Marks of a collapsed policy, alone and after the beginning of a call, on the event loop of all samples: 20 times
+    as many may take 40 times as long. A quadratic reader takes 400 times, and minutes."""
+    reader = Format(kind, {})
+    written = write_calls(kind, [Call("f", {"x": "y"})])
+    took = []
+    for size in (10_000, 200_000):
+        begin = time.process_time()
+        for mark in (*HOSTILE.split(), " ", "\n"):
+            for before in ("", written[: written.index("y")]):
+                assert len(reader.parse(before + mark * (size // len(mark))).malformed) <= 33
+        took.append(time.process_time() - begin)
+    assert took[1] < 40 * took[0] + 1
+
+
+def test_what_follows_many_malformed_calls_is_said_to_be_unread() -> None:
+    parsed = Format("hermes", {}).parse("<tool_call>" * 99 + f"<tool_call>{ARGUMENTS}</tool_call>")
+    assert parsed.calls == [] and parsed.malformed[32:] == ["nothing is read after 32 calls that cannot be read"]
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("{call}", 1),
+        ("Sure. {call}", 1),
+        ("<think>a</think>{call}", 1),
+        ("a</think>{call}", 1),
+        ("a {call}</think>{call} b", 1),
+        ("<think>a {call} b</think>c", 0),
+        ("<think>a {call}", 0),
+        ("a <tool_call> b</think>{call}", 1),
+        ("{call}{call}", 2),
+    ],
+)
+def test_the_end_of_thinking_is_in_no_argument(text: str, calls: int) -> None:
+    """`{call}` has a text with </think>; thinking may begin in the prompt."""
+    for kind in ("hermes", "deepseek", "qwen_coder"):
+        given = {"x": "y</think>z"}
+        parsed = Format(kind, {}).parse(text.replace("{call}", write_calls(kind, [Call("f", given)])))
+        assert [call.arguments for call in parsed.calls] == [given] * calls, kind
 
 
 @pytest.fixture(scope="module")

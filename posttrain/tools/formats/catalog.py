@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +43,10 @@ MARKS: Sequence[tuple[str, tuple[str, ...]]] = (
 )
 """Texts in the chat templates of each format, the first one whose texts are all there."""
 THINK_END = "</think>"
+PRIVATE_USE = range(0xE000, 0xF900)
+"""Characters of which one stands for a </think> while calls are read."""
+MAX_MALFORMED = 32
+"""Maximum number of malformed calls of a turn; after them nothing is read."""
 ID_CHARACTERS = 9
 """Length of identifiers, which Mistral's templates prescribe."""
 
@@ -55,28 +61,50 @@ class Format:
     def parse(self, text: str) -> ParsedTurn:
         """Parse an assistant turn, decoded with its special tokens but without its stop token. Never raises.
 
-        Calls that are considered inside <think>...</think> are not made. Identifiers are those of the model, or
+        Calls that are considered inside <think>...</think>, whose beginning may be in the prompt, are not made. Time is
+        linear in the text. Identifiers are those of the model, or
         digests of the turn.
         """
-        thought, end, rest = text.partition(THINK_END)
-        if not end:
-            thought, rest = "", text
-            if text.lstrip().startswith("<think>"):
-                return ParsedTurn(content=text)
-        pieces = list(FORMATS[self.name](rest, self.schemas))
+        thought = self._thought(text)
+        pieces = self._pieces(text[len(thought) :])
         calls = [piece for piece in pieces if isinstance(piece, Call)]
         malformed = [piece.line for piece in pieces if isinstance(piece, Malformed)]
         content = "".join(piece for piece in pieces if isinstance(piece, str))
         if calls or malformed:
             content = content.strip()
+        of_turn = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
         return ParsedTurn(
-            content=f"{thought}{end}{content}",
+            content=f"{thought}{content}",
             calls=[
-                ToolCall(id=_identifier(call, i, text), name=call.name, arguments=call.arguments)
+                ToolCall(id=_identifier(call, i, of_turn), name=call.name, arguments=call.arguments)
                 for i, call in enumerate(calls)
             ],
             malformed=malformed,
         )
+
+    def _pieces(self, text: str) -> list[Piece]:
+        """Pieces of a text. Each malformed call may search all of it for its end, so that only so many are read."""
+        pieces: list[Piece] = []
+        left = MAX_MALFORMED
+        for piece in FORMATS[self.name](text, self.schemas):
+            pieces.append(piece)
+            left -= isinstance(piece, Malformed)
+            if not left:
+                return [*pieces, Malformed(f"nothing is read after {MAX_MALFORMED} calls that cannot be read")]
+        return pieces
+
+    def _thought(self, text: str) -> str:
+        """Beginning of a turn up to the first </think> that is not in an argument; all of a <think> without an end."""
+        parts = [] if self.name == "gpt_oss" else text.split(THINK_END)
+        if len(parts) > 1:
+            mark = next(character for character in map(chr, PRIVATE_USE) if character not in text)
+            marked = "".join(f"{part}{mark}{number}{mark}" for number, part in enumerate(parts[:-1])) + parts[-1]
+            calls = [json.dumps(one.arguments, ensure_ascii=False) for one in self._pieces(marked) if type(one) is Call]
+            inside = set(map(int, re.findall(f"{mark}([0-9]+){mark}", "".join(calls))))
+            for number in range(len(parts) - 1):
+                if number not in inside:
+                    return THINK_END.join([*parts[: number + 1], ""])
+        return text if parts and text.lstrip().startswith("<think>") else ""
 
 
 def make_format(name: str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> Format:
@@ -113,7 +141,7 @@ def _unescaped(template: str) -> str:
     return template.replace('\\"', '"')
 
 
-def _identifier(call: Call, index: int, text: str) -> str:
+def _identifier(call: Call, index: int, of_turn: str) -> str:
     if call.id is not None and len(call.id) == ID_CHARACTERS and call.id.isalnum():
         return call.id
-    return hashlib.sha256(f"{index} {text}".encode("utf-8", "replace")).hexdigest()[:ID_CHARACTERS]
+    return hashlib.sha256(f"{index} {of_turn}".encode()).hexdigest()[:ID_CHARACTERS]

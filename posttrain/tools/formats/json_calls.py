@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
-from posttrain.tools.formats.pieces import Call, Malformed, Piece, Schemas, call_of, calls_of, read_json, skip_space
+from posttrain.tools.formats.pieces import (
+    Call,
+    Malformed,
+    Piece,
+    Schemas,
+    call_of,
+    calls_of,
+    read_json,
+    shown,
+    skip_space,
+)
 from posttrain.tools.formats.python_calls import python_calls
 
 ARGUMENTS = ("arguments", "parameters")
@@ -19,8 +30,8 @@ def read_hermes(text: str, schemas: Schemas) -> Iterator[Piece]:
 
 def read_phi(text: str, schemas: Schemas) -> Iterator[Piece]:
     """Phi-4-mini: <|tool_call|>[{"name": ..., "arguments": {...}}]<|/tool_call|>, or functools[...]."""
-    if "functools[" in text and "<|tool_call|>" not in text:
-        before, _, _ = text.partition("functools[")
+    before, listed, _ = text.partition("functools[")
+    if listed and "<|tool_call|>" not in before:
         yield before
         yield from _list(text, len(before) + len("functools"))
     else:
@@ -30,23 +41,20 @@ def read_phi(text: str, schemas: Schemas) -> Iterator[Piece]:
 def read_mistral(text: str, schemas: Schemas) -> Iterator[Piece]:
     """Mistral: [TOOL_CALLS][{"name": ..., "arguments": {...}, "id": ...}], from Small 3.1 on
     [TOOL_CALLS]name[ARGS]{...} for each call, with [CALL_ID] before [ARGS] in some versions."""
-    before, *parts = text.split("[TOOL_CALLS]")
+    before, tag, rest = text.partition("[TOOL_CALLS]")
     yield before
-    if not parts:
-        return
-    rest = "[TOOL_CALLS]".join(parts)
     if rest.lstrip()[:1] in ("[", "{"):
         yield from _list(rest, 0)
-    else:
+    elif tag:
         yield from _named(rest)
 
 
 def read_llama3(text: str, schemas: Schemas) -> Iterator[Piece]:
     """Llama 3: a turn {"name": ..., "parameters": {...}}, several separated by `;`, or after <|python_tag|>, where
     built-in tools are name.call(key="value")."""
-    before, tag, body = text.partition("<|python_tag|>")
-    if not tag:
-        before, body = "", text
+    before, tag, body = "", "", text
+    if not LLAMA_CALL.match(text) and "<|python_tag|>" in text:
+        before, tag, body = text.partition("<|python_tag|>")
     body = body.removesuffix("<|eom_id|>").removesuffix("<|eot_id|>")
     if body.lstrip()[:1] == "{":
         if not tag and not LLAMA_CALL.match(body):
@@ -64,22 +72,32 @@ def read_llama3(text: str, schemas: Schemas) -> Iterator[Piece]:
 def read_deepseek(text: str, schemas: Schemas) -> Iterator[Piece]:
     """DeepSeek: V3.1 writes name, separator and JSON between its marks; V3 and R1 a type, separator, name, and JSON in
     a fence."""
-    first, *calls = text.replace("<｜tool▁calls▁begin｜>", "").split("<｜tool▁call▁begin｜>")
-    yield first
-    for written in calls:
-        body, end, after = written.partition("<｜tool▁call▁end｜>")
-        head, separator, tail = body.partition("<｜tool▁sep｜>")
-        if not end or not separator:
-            yield Malformed(f"a call must have <｜tool▁sep｜> and end with <｜tool▁call▁end｜>: {head[:60]!r}")
-            continue
-        fence = DEEPSEEK_FENCE.match(tail)
-        name, source = (fence["name"], fence["json"]) if fence else (head, tail)
-        yield from _call_with_name(name, source)
-        yield after.partition("<｜tool▁calls▁end｜>")[2]
+    before, tag, rest = text.partition(DEEPSEEK_CALL)
+    yield before.replace("<｜tool▁calls▁begin｜>", "")
+    position = len(text) - len(rest)
+    while tag:
+        head = DEEPSEEK_HEAD.match(text, position)
+        found = None if head is None else read_json(text, head.end())
+        end = None if found is None or isinstance(found, Malformed) else DEEPSEEK_END.match(text, found[1])
+        if head is None or found is None or end is None:
+            form = "a call must have <｜tool▁sep｜> and JSON after its name, and end with <｜tool▁call▁end｜>: "
+            yield found if isinstance(found, Malformed) else Malformed(form + shown(text[position : position + 200]))
+            position = _after(text, position, "<｜tool▁call▁end｜>", DEEPSEEK_CALL)
+        else:
+            yield call_of({"name": (head["fenced"] or head["name"]).strip(), "arguments": found[0]}, ARGUMENTS)
+            position = end.end()
+        begin = text.find(DEEPSEEK_CALL, position)
+        tag, between = begin >= 0, text[position : begin if begin >= 0 else len(text)]
+        yield between.partition("<｜tool▁calls▁end｜>")[2]
+        position = begin + len(DEEPSEEK_CALL)
 
 
 LLAMA_CALL = re.compile(r'\s*\{\s*"(type|name|parameters|arguments|function)"\s*:')
-DEEPSEEK_FENCE = re.compile(r"(?P<name>[^\n]+)\n```json\n(?P<json>.*?)\n?```\s*$", re.DOTALL)
+MISTRAL_HEAD = re.compile(r"(?P<name>[^\[]*)(?:\[CALL_ID\](?P<id>[^\[]*))?\[ARGS\]")
+SEPARATORS = re.compile(r"[;, \t\r\n]*")
+DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
+DEEPSEEK_HEAD = re.compile(r"(?P<name>[^<{\n]{0,256})<｜tool▁sep｜>(?:(?P<fenced>[^<{\n]{1,256})\n```json\n)?")
+DEEPSEEK_END = re.compile(r"\s*(?:```\s*)?<｜tool▁call▁end｜>")
 
 
 def _tagged(text: str, opening: str, closing: str) -> Iterator[Piece]:
@@ -98,12 +116,16 @@ def _tagged(text: str, opening: str, closing: str) -> Iterator[Piece]:
                 position = end + len(closing)
                 continue
             yield Malformed(f"a call must end with {closing}")
-        close, again = text.find(closing, start), text.find(opening, start)
-        if close >= 0 and (again < 0 or close < again):
-            position = close + len(closing)
-        else:
-            position = again if again >= 0 else len(text)
+        position = _after(text, start, closing, opening)
     yield text[position:]
+
+
+def _after(text: str, start: int, closing: str, opening: str) -> int:
+    """Index after a malformed call: after its closing mark, unless another one begins before that."""
+    close, again = text.find(closing, start), text.find(opening, start)
+    if close >= 0 and (again < 0 or close < again):
+        return close + len(closing)
+    return again if again >= 0 else len(text)
 
 
 def _list(text: str, start: int) -> Iterator[Piece]:
@@ -127,31 +149,26 @@ def _separated(text: str) -> Iterator[Piece]:
         value, end = found
         function = value.get("function") if isinstance(value, dict) else None
         yield call_of(function if isinstance(function, dict) else value, PARAMETERS)
-        position = end + len(text[end:]) - len(text[end:].lstrip(";, \t\r\n"))
+        separators = SEPARATORS.match(text, end)
+        position = end if separators is None else separators.end()
 
 
 def _named(text: str) -> Iterator[Piece]:
     """Calls of the form name[ARGS]{...}, with [TOOL_CALLS] between them."""
-    for written in text.split("[TOOL_CALLS]"):
-        head, separator, source = written.partition("[ARGS]")
-        if not separator:
-            yield Malformed(f"a call must have [ARGS] between name and arguments: {head[:60]!r}")
-            continue
-        name, _, identifier = head.partition("[CALL_ID]")
-        for piece in _call_with_name(name, source):
-            if isinstance(piece, Call) and identifier.strip():
-                yield Call(piece.name, piece.arguments, identifier.strip())
-            else:
-                yield piece
-
-
-def _call_with_name(name: str, source: str) -> Iterator[Piece]:
-    """Call whose name stands outside of the JSON of its arguments."""
-    found = read_json(source, 0)
-    if isinstance(found, Malformed):
-        yield found
-        return
-    yield call_of({"name": name.strip(), "arguments": found[0]}, ARGUMENTS)
-    rest = source[found[1] :]
-    if rest.strip():
-        yield rest
+    position = 0
+    while position < len(text):
+        head = MISTRAL_HEAD.match(text, position)
+        found = None if head is None else read_json(text, head.end())
+        if head is None or found is None:
+            yield Malformed(f"a call must have [ARGS] between name and arguments: {shown(text[position:][:60])!r}")
+        elif isinstance(found, Malformed):
+            yield found
+        else:
+            call = call_of({"name": head["name"].strip(), "arguments": found[0]}, ARGUMENTS)
+            yield replace(call, id=(head["id"] or "").strip() or None) if isinstance(call, Call) else call
+            position = found[1]
+        again = text.find("[TOOL_CALLS]", position)
+        rest = text[position : again if again >= 0 else len(text)]
+        if found is not None and not isinstance(found, Malformed) and rest.strip():
+            yield rest
+        position = again + len("[TOOL_CALLS]") if again >= 0 else len(text)

@@ -9,19 +9,21 @@ from typing import Any
 
 from posttrain.tools.formats.pieces import Call, Malformed, Piece, Schemas, call_of, json_fault, read_json, shown
 
-FUNCTION = re.compile(r"<function=([^>\n]*)>")
-PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+FUNCTION = re.compile(r"<function=([^<>\n]*)>")
+PARAMETER, PARAMETER_END = re.compile(r"\s*<parameter=([^<>\n]*)>\n?"), "</parameter>"
+AFTER_PARAMETER = re.compile(r"\s*<(?:parameter=|/function>)")
 FUNCTION_END, TOOL_CALL_END = re.compile(r"\s*</function>"), re.compile(r"\s*</tool_call>")
 WORDS = {"True": True, "False": False, "None": None}
 RECIPIENT = re.compile(r"to=([^\s<]+)")
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-HARMONY_ENDS = re.compile(r"<\|(?:end|call|return)\|>")
+HARMONY_BODY, HARMONY_END = re.compile(r"<\|(message|start)\|>"), re.compile(r"<\|(?:end|call|return|start)\|>")
 
 
 def read_qwen_coder(text: str, schemas: Schemas) -> Iterator[Piece]:
     """Qwen3-Coder: <function=name> with a <parameter=key> for each argument, in <tool_call>, which it may leave out.
 
-    Values are bare text, so the tool's schema tells texts from numbers, lists and objects.
+    Values are bare text, so the tool's schema tells texts from numbers, lists and objects. A value ends where the next
+    parameter or the end of the function follows.
     """
     position = 0
     while (opening := FUNCTION.search(text, position)) is not None:
@@ -48,9 +50,13 @@ def _tagged_call(name: str, text: str, start: int, schemas: Schemas) -> tuple[Ca
     arguments: dict[str, Any] = {}
     position = start
     while (parameter := PARAMETER.match(text, position)) is not None:
-        key = parameter[1].strip()
-        arguments[key] = _typed(parameter[2], properties.get(key))
-        position = parameter.end()
+        key, stop = parameter[1].strip(), text.find(PARAMETER_END, parameter.end())
+        while stop >= 0 and AFTER_PARAMETER.match(text, stop + len(PARAMETER_END)) is None:
+            stop = text.find(PARAMETER_END, stop + 1)
+        if stop < 0:
+            break
+        arguments[key] = _typed(text[parameter.end() : stop].removesuffix("\n"), properties.get(key))
+        position = stop + len(PARAMETER_END)
     end = FUNCTION_END.match(text, position)
     if end is None:
         expected = "<parameter=name>, value, </parameter>, and at the end </function>"
@@ -93,24 +99,38 @@ def read_gpt_oss(text: str, schemas: Schemas) -> Iterator[Piece]:
     if "<|message|>" not in text and "<|channel|>" not in text:
         yield text
         return
-    for message in text.split("<|start|>"):
-        header, separator, body = message.partition("<|message|>")
-        body = HARMONY_ENDS.split(body, maxsplit=1)[0]
+    position = 0
+    while (mark := HARMONY_BODY.search(text, position)) is not None:
+        header, start = text[position : mark.start()], mark.end()
         recipient, channel = RECIPIENT.search(header), CHANNEL.search(header)
+        if mark[1] == "start":
+            yield from () if recipient is None else (_no_arguments(recipient[1]),)
+            position = start
+            continue
         if recipient is not None:
-            yield from _harmony_call(recipient[1], body if separator else None)
-        elif separator and (channel is None or channel[1] != "analysis"):
-            yield body
+            call, start = _harmony_call(recipient[1], text, start)
+            yield call
+        end = HARMONY_END.search(text, start)
+        if recipient is None and (channel is None or channel[1] != "analysis"):
+            yield text[start : len(text) if end is None else end.start()]
+        following = -1 if end is None else text.find("<|start|>", end.start())
+        if following < 0:
+            return
+        position = following + len("<|start|>")
+    if (recipient := RECIPIENT.search(text, position)) is not None:
+        yield _no_arguments(recipient[1])
 
 
-def _harmony_call(recipient: str, body: str | None) -> Iterator[Piece]:
-    if body is None:
-        yield Malformed(f"a call to {recipient} must have its arguments after <|message|>")
-        return
-    found = read_json(body, 0)
+def _no_arguments(recipient: str) -> Malformed:
+    return Malformed(f"a call to {recipient} must have its arguments after <|message|>")
+
+
+def _harmony_call(recipient: str, text: str, start: int) -> tuple[Call | Malformed, int]:
+    """Read a call whose arguments begin at `start`, and return the index after them."""
+    found = read_json(text, start)
     if isinstance(found, Malformed):
-        yield found
-    elif body[found[1] :].strip():
-        yield Malformed(f"arguments of {recipient} must be one object, got {shown(body)}")
-    else:
-        yield call_of({"name": recipient.removeprefix("functions."), "arguments": found[0]}, ("arguments",))
+        return found, start
+    end = HARMONY_END.search(text, found[1])
+    if text[found[1] : len(text) if end is None else end.start()].strip():
+        return Malformed(f"arguments of {recipient} must be one object, got {shown(text[start : start + 320])}"), start
+    return call_of({"name": recipient.removeprefix("functions."), "arguments": found[0]}, ("arguments",)), found[1]

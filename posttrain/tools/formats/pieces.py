@@ -11,6 +11,8 @@ from typing import Any
 
 MAX_DEPTH = 64
 """Maximum nesting of arguments."""
+MAX_BITS = 4096
+"""Maximum size of a whole number, which can then be written in decimal digits."""
 SHOWN = 80
 """Maximum characters of a malformed call in its message."""
 
@@ -50,10 +52,10 @@ def read_json(text: str, start: int) -> tuple[Any, int] | Malformed:
     try:
         value, end = DECODER.raw_decode(text, begin)
     except json.JSONDecodeError as error:
-        near = text[begin:]
-        return Malformed(f"{error.msg} at character {error.pos - begin} of the call: {shown(near)}")
+        near = shown(text[begin : begin + 4 * SHOWN])
+        return Malformed(f"{error.msg} at character {error.pos - begin} of the call: {near}")
     except (ValueError, RecursionError):
-        return Malformed(f"not JSON: {shown(text[begin:])}")
+        return Malformed(f"not JSON: {shown(text[begin : begin + 4 * SHOWN])}")
     fault = json_fault(value)
     return (value, end) if fault is None else Malformed(f"{fault}: {shown(text[begin:end])}")
 
@@ -67,6 +69,8 @@ def json_fault(value: Any) -> str | None:
         for item in level:
             if isinstance(item, float) and not math.isfinite(item):
                 return "a number is not finite"
+            if isinstance(item, int) and item.bit_length() > MAX_BITS:
+                return "a number has too many digits"
             if isinstance(item, str) and not is_unicode(item):
                 return "a text is no Unicode"
             if isinstance(item, dict):

@@ -12,7 +12,7 @@ from posttrain.tools.formats.pieces import Call, Malformed, Piece, Schemas, call
 
 FENCE = re.compile(r"```(?P<kind>tool_code|tool_call|json)[ \t]*\n(?P<body>.*?)(?P<end>\n[ \t]*```|\Z)", re.DOTALL)
 LIST = re.compile(r"\s*\[\s*[A-Za-z_][\w.]*\s*\(")
-OBJECT = re.compile(r'\s*\[?\s*\{\s*"name"\s*:')
+OBJECT = re.compile(r'\s*(?:\[\s*)?\{\s*"name"\s*:')
 KEYS = ("parameters", "arguments")
 NAMES = {"true": True, "false": False, "null": None}
 
@@ -113,12 +113,11 @@ def _call(name: str, node: ast.Call, schemas: Schemas) -> Call | Malformed:
 
 
 def _dotted(node: ast.expr) -> str:
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        base = _dotted(node.value)
-        return f"{base}.{node.attr}" if base else ""
-    return ""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
 
 
 def _literal(node: ast.expr) -> Any:
