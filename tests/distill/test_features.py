@@ -61,7 +61,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (HIDDEN, {"teachers": [{"path": "teacher", "url": "http://h/v1"}]}, "of a teacher with url are not in the"),
     (HIDDEN, {"teachers": [{"path": "teacher", "mesh": {"fsdp": 2}}]}, "of a teacher with mesh are not in the"),
     (HIDDEN, {"teachers": [{"path": "teacher", "tokenizer": "align"}]}, "with tokenizer: align are not in the"),
-    (HIDDEN, {"teachers": TEACHERS, "teacher_column": "answer"}, "need a single teacher, and there are 2"),
+    (HIDDEN, {"teachers": TEACHERS, "teacher_column": "answer"}, "need a single teacher, and teachers has 2"),
 ]
 
 
