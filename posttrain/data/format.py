@@ -14,6 +14,7 @@ from posttrain.config import DatasetSection, SequenceSection
 from posttrain.data.chat import Masked, Renderer, plain_text
 from posttrain.data.messages import (
     Message,
+    Remarks,
     checked_messages,
     checked_tools,
     is_same,
@@ -22,6 +23,8 @@ from posttrain.data.messages import (
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError, did_you_mean
 
+SHORTEST_REPEAT = 4
+"""Minimum length of a prompt whose repetition at the start of an answer is no accident."""
 Row = Mapping[str, Any]
 LossOn = Literal["all", "answers", "last"]
 """Tokens with loss: all of a sequence, completions and assistant turns, or only the last of these."""
@@ -72,7 +75,10 @@ def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, loss
         masked = renderer.conversation(messages, first=_first(messages, 0, loss), tools=tools)
     else:
         prompt, answer = spoken(
-            prompt_messages(row, section), answer_messages(row, section.completion, "completion"), "completion"
+            prompt_messages(row, section),
+            answer_messages(row, section.completion, "completion"),
+            "completion",
+            renderer.remarks,
         )
         messages = [*prompt, *answer]
         masked = render_answer(prompt, answer, renderer, tools, loss)
@@ -281,10 +287,11 @@ class Spoken(NamedTuple):
     answer: list[Message]
 
 
-def spoken(prompt: list[Message], answer: list[Message], column: str) -> Spoken:
+def spoken(prompt: list[Message], answer: list[Message], column: str, remarks: Remarks) -> Spoken:
     """Prompt and answer without the prompt that some datasets repeat in front of it, with its system message.
 
-    ConfigError for an answer that begins with another role than assistant, and with another system message.
+    ConfigError for an answer that begins with another role than assistant, and with another system message. A text that
+    begins with that of the prompt is a remark.
     """
     begins = answer[0]["role"] in ("system", "developer")
     own, said = prompt[0]["role"] in ("system", "developer"), answer[begins:]
@@ -304,6 +311,9 @@ def spoken(prompt: list[Message], answer: list[Message], column: str) -> Spoken:
             f"{column} begins with a {role} message after the prompt; it must begin with an assistant message, or "
             "repeat the prompt before it"
         )
+    asks = prompt[-1].get("content", "").strip()
+    if len(asks) >= SHORTEST_REPEAT and said[0].get("content", "").lstrip().startswith(asks):
+        remarks.add(column, f"{column} begins with the text of the prompt {asks[:40]!r}, which is then written twice")
     return Spoken(prompt, said)
 
 

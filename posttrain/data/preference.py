@@ -64,10 +64,10 @@ def labelled_answers(row: Row, section: DatasetSection, renderer: Renderer) -> l
         at = max((number for number, one in enumerate(said) if one["role"] != "assistant"), default=-1) + 1
         if not 0 < at < len(said):
             raise ConfigError("messages with a label must hold a prompt and end with an assistant message")
-        sides = spoken(prompt_messages({**row, "prompt": said[:at]}, section), said[at:], "messages")
+        sides = spoken(prompt_messages({**row, "prompt": said[:at]}, section), said[at:], "messages", renderer.remarks)
     else:
         answer = answer_messages(row, section.completion, "completion")
-        sides = spoken(prompt_messages(row, section), answer, "completion")
+        sides = spoken(prompt_messages(row, section), answer, "completion", renderer.remarks)
     return [Answer(_render(*sides, renderer, row), CHOSEN if label else REJECTED)]
 
 
@@ -167,7 +167,9 @@ def _pair_parts(row: Row, section: DatasetSection, renderer: Renderer) -> tuple[
     for name, answer in zip(SIDES, answers, strict=True):
         if not answer or answer[-1]["role"] != "assistant":
             raise ConfigError(f"{name} must end with an assistant message after the prompt")
-    chosen, rejected = (spoken(prompt, answer, name) for name, answer in zip(SIDES, answers, strict=True))
+    chosen, rejected = (
+        spoken(prompt, answer, name, renderer.remarks) for name, answer in zip(SIDES, answers, strict=True)
+    )
     if len(chosen.prompt) != len(rejected.prompt) or not all(map(is_same, chosen.prompt, rejected.prompt)):
         raise ConfigError("chosen and rejected begin with different system messages; they must answer the same prompt")
     return Spoken(chosen.prompt, chosen.answer), Spoken(chosen.prompt, rejected.answer)

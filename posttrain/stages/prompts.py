@@ -218,6 +218,8 @@ def examples_of(
                 _check_columns(rubric, tuple(row))
                 complete.add(tuple(row))
             messages = prompt_messages(row, section)
+            if row.get("tools"):
+                rows.remarks.add("tools", "the column tools is no part of prompts here: those of the stage are")
             # Four bytes per token; a list of numbers takes eight or more.
             tokens = array("i", renderer.prompt(messages, tools))
             plain = prompt_is_text(row, section)

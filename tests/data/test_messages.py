@@ -249,6 +249,7 @@ def test_real_templates(shared: Path) -> None:
         ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "a"}]}, ["read as messages"]),
         ({"instruction": "Hi", "input": None, "output": "a"}, ["instruction and input are read as prompt, output as"]),
         ({"prompt": "Hi", "system": "s", "completion": "a"}, ["the column system is read as part of the prompt"]),
+        ({"prompt": "2+2? ", "completion": "2+2? 4"}, ["completion begins with the text of the prompt '2+2?'"]),
         ({"text": "<|im_start|>user\nHi", "system": "s"}, []),
         ({"prompt": "Hi", "completion": "a"}, []),
     ],

@@ -256,7 +256,7 @@ def test_a_template_that_changes_the_text_is_refused(tmp_path: Path, teacher: Pa
     (own / "chat_template.jinja").write_text(changed)
     talk = {"dataset": {"path": "rows.jsonl", "chat": True}, "eval_dataset": None, "row_tokens": 64}
     error = posttrain("check", write_run(tmp_path, stage(own, **talk))).error
-    assert "100.0% of the completions' text is not what teacher own reads" in error
+    assert f"chat template of {own} leaves out the content '1' of an assistant turn" in error
 
 
 def test_a_teacher_of_shorter_tokens_is_refused(tmp_path: Path, teacher: Path, shared: Path) -> None:
