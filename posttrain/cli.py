@@ -4,6 +4,7 @@ generate | export | upcycle | prune`."""
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import traceback
 from enum import StrEnum
@@ -12,7 +13,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from posttrain.errors import ConfigError, RunError
+from posttrain.errors import ConfigError, RunError, outside_error
 from posttrain.generate_command import generate
 from posttrain.reward_command import print_lines, reward
 from posttrain.shell_completion import complete_config, complete_override
@@ -393,19 +394,21 @@ def _failure(error: BaseException) -> tuple[str, int]:
     if isinstance(error, ConfigError):
         return "\n".join(f"error: {line}" for line in str(error).splitlines()), 2
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted", 130
+        return "interrupted", 128 + (error.args[0] if error.args else signal.SIGINT)
     # Looked up, not imported: importing jax here would slow down `--help`.
     fit, proof = sys.modules.get("posttrain.train.loop"), sys.modules.get("posttrain.export.readers")
     if fit is not None and isinstance(error, fit.Interrupted):
-        return f"{error}; run the same command again to resume", 130
+        return f"{error}; run the same command again to resume", 128 + error.number
+    if (outside := outside_error(error, 1)) is not None:
+        return f"error: {outside}", outside.code
     if isinstance(error, FloatingPointError | RunError) or (proof is not None and isinstance(error, proof.ProofError)):
         return f"error: {error}", 1
     return f"{''.join(traceback.format_exception(error))}", 1
 
 
 def main() -> None:
-    """Entry point. User errors print one line each (exit code 2), failures one line (1), interruptions exit with
-    130."""
+    """Entry point. Exit codes: 2 after mistakes of users, with a line for each; 1 after failures; 74 and 75 after those
+    of the disk and of another process (`errors`); 128 + N after signal N."""
     code: int | str | None = 0
     try:
         app(prog_name="posttrain")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import errno
+from collections.abc import Iterable, Iterator
 
 SIMILAR = 0.65
 """Minimum `difflib` ratio of a misspelling: `stf` for `sft` is above it, words sharing one syllable are below."""
@@ -23,6 +24,51 @@ class ConfigError(OneLine, ValueError):
 
 class RunError(OneLine, RuntimeError):
     """A run-time failure with a one-line, actionable message."""
+
+
+FULL, LOST = 74, 75
+"""Exit codes of a full disk and of a run that has lost one of its processes, as in sysexits.h: I/O error, and temporary
+failure."""
+
+
+class OutsideError(RunError):
+    """Failure of the disk or of another process, with its exit code: the same command resumes."""
+
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
+        self.code = code
+
+
+NO_ROOM = ("No space left on device", "Disk quota exceeded")
+NO_PEER = ("Gloo ", "NCCL operation", "oordination service", "oordinationService", "heartbeat")
+"""Words of errors by which libraries tell that another process has gone; none of their classes does."""
+
+
+def outside_error(error: BaseException, num_processes: int) -> OutsideError | None:
+    """Failure outside of the program that an error comes from; None for any other error."""
+    for one in () if isinstance(error, ConfigError) else _causes(error):
+        if isinstance(one, OutsideError):
+            return one
+        first = " ".join(str(one).split())[:200]
+        full = isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT)
+        if full or any(words in str(one) for words in NO_ROOM):
+            return OutsideError(f"the disk is full ({first}); make room", FULL)
+        if num_processes > 1 and isinstance(one, RuntimeError | ValueError) and any(w in str(one) for w in NO_PEER):
+            return OutsideError(f"another process of the run has vanished ({first})", LOST)
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those that it came from."""
+    seen: set[int] = set()
+    found: list[BaseException | None] = [error]
+    while found:
+        one = found.pop(0)
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        found += [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
 
 
 def nearest_name(name: str, options: Iterable[str]) -> str | None:

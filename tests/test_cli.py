@@ -2,14 +2,67 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jax.errors import JaxRuntimeError
 
+from posttrain import cli
+from posttrain.errors import ConfigError, OutsideError, RunError
+from posttrain.runs.run import _outside_failures
 from tests.stages.runs import posttrain, rl_stage, sft_stage, write_run
+
+GLOO = "UNKNOWN: Gloo AllGather failed: Read error [127.0.0.1]:4: Connection reset by peer"
+TENSORSTORE = 'RESOURCE_EXHAUSTED: Error writing "x": [OS error 28: No space left on device]'
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("error", "several", "code"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl"), False, 74),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), False, 74),
+        (ValueError(TENSORSTORE), False, 74),
+        (ExceptionGroup("many", [KeyError("a"), ValueError(TENSORSTORE)]), False, 74),
+        (ValueError(GLOO), True, 75),
+        (
+            JaxRuntimeError("UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats)"),
+            True,
+            75,
+        ),
+        (ValueError(GLOO), False, 1),
+        (OSError(errno.EACCES, "Permission denied"), True, 1),
+        (JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."), True, 1),
+        (ConfigError("output: No space left on device"), True, 2),
+        (RunError("the reward has failed"), True, 1),
+    ],
+)
+def test_failures_outside_of_the_program(
+    tmp_path: Path, monkeypatch: Any, error: Exception, several: bool, code: int
+) -> None:
+    """One line, with where the same command resumes, and a code of their own; others are as they were."""
+    (tmp_path / "0-sft" / "checkpoints" / "15").mkdir(parents=True)
+    (tmp_path / "1-rl" / "checkpoints" / "5").mkdir(parents=True)
+    monkeypatch.setattr("posttrain.runtime.processes.count", lambda: 1 + several)
+    raised: BaseException = error
+    try:
+        with _outside_failures(tmp_path):
+            if code > 2:
+                raise RuntimeError("a later one") from error
+            raise error
+    except Exception as told:
+        raised = told
+    text, found = cli._failure(raised)
+    assert found == code and isinstance(raised, OutsideError) == (code > 2)
+    if code > 2:
+        assert re.fullmatch(r"error: (the disk is full|another process of the run has vanished) \(.*", text)
+        assert text.endswith("; the same command resumes after step 5 of 1-rl")
+
 
 SCHEDULES = ["constant", "linear", "cosine"]
 

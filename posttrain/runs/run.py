@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from posttrain import __version__
 from posttrain.config import PlacementSection, RunConfig, trains_on_samples
 from posttrain.config.yaml_file import diff_config, dump_config, load_config, stage_settings
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, OutsideError, outside_error
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.runs.code_identity import check_code, code_texts, remember_code
 from posttrain.runs.epochs import write_counts
@@ -33,7 +33,7 @@ from posttrain.stages.table import STAGES, check_processes, check_row_tokens, ro
 from posttrain.tracking.console import console
 from posttrain.tracking.sink import Sink
 from posttrain.tracking.trackers import require
-from posttrain.train.loop import Interrupted, stop_on_signals
+from posttrain.train.loop import stop_on_signals
 
 CONFIG_NAME, LOCK_NAME = "config.yaml", ".lock"
 STALE_S = 60
@@ -46,7 +46,8 @@ def run(config: RunConfig, watchers: Sequence[Sink] = (), *, strict: bool = Fals
     """Run the remaining steps of all stages; return the names of those that were trained.
 
     `watchers`: sinks in addition to the run's own, of which each stage's metrics go to all. `strict`: end where the
-    newest checkpoint is damaged. Raises ConfigError for mistakes, before any work, and Interrupted.
+    newest checkpoint is damaged. Raises ConfigError for mistakes, before any work, Interrupted, and
+    OutsideError.
     """
     enable_compile_cache()
     for tracker in config.trackers:
@@ -55,7 +56,7 @@ def run(config: RunConfig, watchers: Sequence[Sink] = (), *, strict: bool = Fals
     prepared = prepare(config, offline_ok=False)
     config = prepared.config
     output, names = Path(config.output), stage_names(config)
-    with _claimed(output, config), stop_on_signals() as stop:
+    with _outside_failures(output), _claimed(output, config), stop_on_signals() as stop:
         if processes.writes():
             write_counts(output, prepared.counts)
             keep_clock(output, prepared.tokenizer)
@@ -93,7 +94,7 @@ def run(config: RunConfig, watchers: Sequence[Sink] = (), *, strict: bool = Fals
                 console().print(f"{name}: done before; its model is {source}")
                 continue
             if processes.any_of(stop.requested):
-                raise Interrupted(f"stopped before {name}")
+                raise stop.interrupted(f"stopped before {name}")
             trained.append(name)
             console().rule(f"{name}: {inputs.section.steps} steps", align="left")
             print_placement(inputs.section, mesh, stage.devices)
@@ -146,6 +147,22 @@ def is_running(output: Path) -> bool:
         except OSError:
             return True
     return False
+
+
+@contextlib.contextmanager
+def _outside_failures(output: Path) -> Iterator[None]:
+    """Say of failures outside of the program, such as a full disk, where the same command resumes."""
+    try:
+        yield
+    except Exception as error:
+        if (found := outside_error(error, processes.count())) is None:
+            raise
+        steps = [folder for folder in output.glob("*/checkpoints/*") if folder.name.isdecimal()]
+        newest = max(
+            steps, key=lambda folder: (int(folder.parts[-3].partition("-")[0]), int(folder.name)), default=None
+        )
+        after = "begins again" if newest is None else f"resumes after step {newest.name} of {newest.parts[-3]}"
+        raise OutsideError(f"{found}; the same command {after}", found.code) from error
 
 
 @contextlib.contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from posttrain.errors import ConfigError, RunError
+from posttrain.errors import LOST, ConfigError, OutsideError
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 """Variables of a process that is started by hand: address and port of the first one, number of processes, its own."""
@@ -103,7 +105,7 @@ def joined(describe: Describe) -> Iterator[None]:
     """Run the block in all processes of the environment; without others nothing changes.
 
     The first error of one is printed by all, and ends them within seconds even while they wait for each other: the
-    caller must pass its exit code to `leave`. Raises ConfigError and RunError if the processes do not come together.
+    caller must pass its exit code to `leave`. Raises ConfigError, and OutsideError if they do not come together.
     """
     found = place()
     if found.count == 1:
@@ -156,7 +158,7 @@ def _initialize(found: Place) -> None:
     try:
         jax.distributed.initialize(initialization_timeout=2 * JOIN_S, **own)
     except (RuntimeError, ValueError, OSError) as error:
-        raise RunError(f"{_apart(found)}: {' '.join(str(error).split())[:200]}") from error
+        raise OutsideError(f"{_apart(found)}: {' '.join(str(error).split())[:200]}", LOST) from error
     finally:
         for timer in timers:
             timer.cancel()
@@ -169,7 +171,7 @@ def _notice(found: Place) -> None:
 def _give_up(found: Place) -> None:
     print(f"error: {_apart(found)}, after {JOIN_S} s", file=sys.stderr)
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(LOST)
 
 
 def _apart(found: Place) -> str:
@@ -192,6 +194,16 @@ class _Group:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="other processes", daemon=True)
         self._thread.start()
+        # Kept, for C has no reference to it.
+        self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._before_abort)
+        self._signal = ctypes.CDLL(None).signal
+        self._signal(signal.SIGABRT, self._on_abort)
+
+    def _before_abort(self, number: int) -> None:
+        """Say why JAX aborts this process, unless the thread tells of a failure: mostly since another one is gone."""
+        time.sleep(OWN_WORDS_S + 1)
+        print(_vanished("JAX aborts this one; its lines above say why"), file=sys.stderr, flush=True)
+        self._signal(signal.SIGABRT, None)
 
     def end_with(self, error: BaseException) -> None:
         """Tell the others, unless they raise the same; the first process, which has the store, waits for them."""
@@ -201,9 +213,9 @@ class _Group:
         text, code = self._describe(error)
         failure = {"index": self._processes.index(), "text": text, "code": code}
         first = _try(partial(self._store.key_value_set, _FAILURE, json.dumps(failure)))
-        if not first and isinstance(error, RuntimeError) and not isinstance(error, RunError):
-            # JAX has lost the process that failed first: the thread tells why.
-            self._thread.join()
+        if not first and code == LOST:
+            # Another process has failed first: the thread tells why.
+            self._thread.join(OWN_WORDS_S + LAST_WORDS_S)
         self.close()
         self._leave_word()
         _Group.failed = True
@@ -215,6 +227,7 @@ class _Group:
 
     def close(self) -> None:
         self._over.set()
+        self._signal(signal.SIGABRT, None)
         # A thread that waits in C++ when the interpreter ends aborts the process.
         self._thread.join()
 
@@ -225,7 +238,7 @@ class _Group:
         # The main thread may be about to raise the same.
         if failure is None or self._over.wait(OWN_WORDS_S):
             return
-        print(f"process {failure['index']} of {self._processes.count()}: {failure['text']}", file=sys.stderr)
+        print(failure["text"], file=sys.stderr)
         sys.stderr.flush()
         self._leave_word()
         os._exit(failure["code"])
@@ -237,11 +250,15 @@ class _Group:
         except Exception as error:
             if str(error).startswith("DEADLINE_EXCEEDED"):
                 return None
-            return {"index": 0, "text": f"error: it is gone ({str(error).splitlines()[0][:200]})", "code": 1}
-        return failure
+            return {"text": _vanished(" ".join(str(error).split())[:200]), "code": LOST}
+        return {**failure, "text": f"process {failure['index']} of {self._processes.count()}: {failure['text']}"}
 
     def _leave_word(self) -> None:
         _try(partial(self._store.key_value_set, f"{_FAILURE}/{self._processes.index()}", "ended"))
+
+
+def _vanished(reason: str) -> str:
+    return f"error: another process of the run has vanished ({reason}); the same command resumes"
 
 
 def _try(call: Callable[[], object]) -> bool:

@@ -15,7 +15,7 @@ from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from posttrain.errors import ConfigError, RunError
+from posttrain.errors import LOST, ConfigError, OutsideError
 
 # Every process runs the same program on the same host data. The first one alone writes files and prints; what depends
 # on files, signals or time is decided by it, or by all together, since a program that one of them does not run hangs.
@@ -57,7 +57,7 @@ def store() -> Any:
 def agreed(make: Callable[[], T]) -> T:
     """Value of the first process, for all of them: what it alone decides. `make` returns JSON; others do not call it.
 
-    All processes must call it in the same order. RunError where the first one takes longer than `WAIT_S`.
+    All processes must call it in the same order. OutsideError where the first one takes longer than `WAIT_S`.
     """
     if count() == 1:
         return make()
@@ -163,6 +163,6 @@ def _waiting(wait: Callable[[], T]) -> T:
     try:
         return wait()
     except jax.errors.JaxRuntimeError as error:
-        raise RunError(
-            f"process {index()} of {count()} has lost the others: {str(error).splitlines()[0][:200]}"
+        raise OutsideError(
+            f"process {index()} of {count()} has lost the others: {str(error).splitlines()[0][:200]}", LOST
         ) from error

@@ -59,6 +59,7 @@ class Checkpointer:
         self.directory = Path(directory).absolute()
         # Orbax logs every array and phase; its errors are raised as exceptions as well.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
+        self._hook, sys.excepthook = sys.excepthook, self._print_error
         self._manager = ocp.CheckpointManager(
             self.directory,
             options=ocp.CheckpointManagerOptions(
@@ -152,10 +153,9 @@ class Checkpointer:
     def _record(self, step: int) -> dict[str, Any]:
         """Host data, and specifications of the arrays."""
         import orbax.checkpoint as ocp
-        from etils import epath
 
         read = ocp.JsonCheckpointHandler().restore
-        sealed = read(epath.Path(self.directory / str(step) / "host"), args=ocp.args.JsonRestore())
+        sealed = read(self._manager.directory / str(step) / "host", args=ocp.args.JsonRestore())
         if "digest" not in sealed and isinstance(sealed["format"], int):
             return {"format": sealed["format"]}
         if sealed != _sealed(sealed["record"], sealed["format"]):
@@ -167,10 +167,9 @@ class Checkpointer:
     ) -> tuple[dict[str, jax.Array], dict[str, np.ndarray]]:
         """Requested leaves by path, and numpy arrays of the host data by name."""
         import orbax.checkpoint as ocp
-        from etils import epath
 
         # Not the manager's `restore`, in which the other processes would wait for one that cannot read its part.
-        read, folder = ocp.PyTreeCheckpointHandler().restore, epath.Path(self.directory / str(step))
+        read, folder = ocp.PyTreeCheckpointHandler().restore, self._manager.directory / str(step)
         target = {path: _target(leaf) for path, leaf in requested.items()}
         places = ocp.checkpoint_utils.construct_restore_args(target)
         args = ocp.args.PyTreeRestore(target, restore_args=places, partial_restore=partial)
@@ -202,7 +201,15 @@ class Checkpointer:
         self._manager.wait_until_finished()
 
     def close(self) -> None:
-        self._manager.close()
+        try:
+            self._manager.close()
+        finally:
+            sys.excepthook = self._hook
+
+    def _print_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Drop what TensorStore's threads print about writes abandoned by a failed save, whose error is raised."""
+        if str(error) != "Event loop is closed":
+            self._hook(kind, error, trace)
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -39,21 +39,31 @@ class Resumable(Protocol):
 
 
 class Interrupted(processes.SameEverywhere):
-    """Raised after a requested stop; the checkpoint is on disk and the same command resumes from it."""
+    """Raised after a requested stop; the checkpoint is on disk and the same command resumes from it. `number`: that of
+    the signal."""
+
+    def __init__(self, message: str, number: int):
+        super().__init__(message)
+        self.number = number
 
 
 class StopRequest:
     """Stop flag: set by the first SIGINT or SIGTERM; a second one interrupts immediately."""
 
     def __init__(self) -> None:
-        self.requested = False
+        self.requested, self._number = False, signal.SIGINT
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
+            raise KeyboardInterrupt(number)
+        self.requested, self._number = True, signal.Signals(number)
         # Not `print`: the signal may interrupt one.
         os.write(2, b"stopping after this step, with a checkpoint; press Ctrl-C again to stop at once\n")
+
+    def interrupted(self, message: str) -> Interrupted:
+        """Error of the stop, the same in all processes: SIGTERM, if one of them has got it."""
+        ended = processes.any_of(self._number == signal.SIGTERM)
+        return Interrupted(message, signal.SIGTERM if ended else signal.SIGINT)
 
 
 @contextmanager
@@ -113,8 +123,8 @@ def restore_latest(
         trainer.restore(state, host["step"], host["skipped_updates"])
         data.restore(host["data"])
         break
-    for step, error in damaged.items():
-        line = f"WARNING: {error}; it is now {checkpointer.set_aside(step)}, and an earlier one is resumed from"
+    for step, found in damaged.items():
+        line = f"WARNING: {found}; it is now {checkpointer.set_aside(step)}, and an earlier one is resumed from"
         console().print(line, style="bold yellow", markup=False, soft_wrap=True)
     return [*damaged]
 
@@ -233,7 +243,7 @@ class TrainingLoop:
                 self._checkpointer.save(done, self._trainer.state(), host)
         if stop and not last:
             self._checkpointer.wait()
-            raise Interrupted(f"stopped after step {done} of {self._num_steps}")
+            raise self._stop.interrupted(f"stopped after step {done} of {self._num_steps}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,6 +62,17 @@ JOB = record(
     {"parallelism": NUMBER, "completions": NUMBER, "template": record({"spec": POD})},
     completionMode={"const": "Indexed"},
     backoffLimit=NUMBER,
+    podFailurePolicy=record(
+        {
+            "rules": items(
+                record(
+                    {"action": {"enum": ["FailJob", "Ignore", "Count"]}},
+                    onExitCodes=record({"operator": {"enum": ["In", "NotIn"]}, "values": items(NUMBER)}),
+                    onPodConditions=items(record({"type": TEXT})),
+                )
+            )
+        }
+    ),
 )
 JOBSET = record(
     {
@@ -70,7 +81,15 @@ JOBSET = record(
         "metadata": record({"name": TEXT}, annotations=TEXTS),
         "spec": record(
             {"replicatedJobs": items(record({"name": TEXT, "replicas": NUMBER, "template": record({"spec": JOB})}))},
-            failurePolicy=record({"maxRestarts": NUMBER}),
+            failurePolicy=record(
+                {"maxRestarts": NUMBER},
+                rules=items(
+                    record(
+                        {"action": {"enum": ["FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"]}},
+                        onJobFailureReasons=items({"enum": ["BackoffLimitExceeded", "PodFailurePolicy"]}),
+                    )
+                ),
+            ),
         ),
     }
 )

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 
+from posttrain import cli
 from posttrain.batch import Batch
 from posttrain.errors import ConfigError
 from posttrain.losses.sft import SFTLoss
@@ -240,10 +241,11 @@ def test_resumed_is_never_stopped(tmp_path: Path) -> None:
 
 def test_stop_saves_and_says_where(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
-    loop.stop.requested = True
-    with pytest.raises(Interrupted, match="stopped after step 1 of 3"):
+    with stop_on_signals() as loop.stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(Interrupted, match="stopped after step 1 of 3") as stopped:
         loop.run(3)
-    assert loop.saved == [1]
+    assert loop.saved == [1] and cli._failure(stopped.value)[1] == 143
 
 
 def test_stop_in_the_last_step_is_an_end(tmp_path: Path) -> None:
@@ -272,8 +274,9 @@ def test_second_signal_interrupts(number: signal.Signals, capfd: pytest.CaptureF
     with stop_on_signals() as stop:
         os.kill(os.getpid(), number)
         assert stop.requested and "stopping after this step" in capfd.readouterr().err
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as ended:
             os.kill(os.getpid(), number)
+    assert cli._failure(ended.value) == ("interrupted", 128 + number)
     assert signal.getsignal(number) is before
 
 
