@@ -375,6 +375,9 @@ def export(
     reader: Annotated[
         Reader | None, typer.Option(help="Library that reads it back; by default transformers if torch is installed.")
     ] = None,
+    also_read_with: Annotated[
+        list[str] | None, typer.Option(help="Python of another environment whose transformers must read the same.")
+    ] = None,
 ) -> None:
     """Export a run's model for other tools, read it back, and fail if the two differ."""
     from posttrain.export.export import export as recipe
@@ -385,6 +388,7 @@ def export(
         to.value,
         step=step,
         reader=None if reader is None else reader.value,
+        pythons=also_read_with or (),
     )
     print(f"{folder}: {proof}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -22,6 +23,19 @@ CONTEXT_TOKENS = 4
 """Tokens before others that decide how these are decoded: one for the space between words, three for the bytes of a
 character."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+COPIED = (
+    *TOKENIZER_FILES,
+    CONFIG,
+    TEMPLATE,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "spiece.model",
+)
+"""Files that a tokenizer is read from, which `save` copies."""
+ANY_CLASS = "PreTrainedTokenizerFast"
+"""Tokenizer class that every version of transformers knows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +50,8 @@ class Tokenizer:
     name: str
     generation: Mapping[str, Any]
     """Content of `generation_config.json`, with the `eos_token_id` of `config.json` too; empty without the files."""
+    files: Mapping[str, bytes]
+    """Files that it was read from, by name."""
     num_rows: int | None = None
     """Number of rows of the model's embedding; None: unknown model, no check."""
     clock: datetime | None = None
@@ -81,7 +97,9 @@ class Tokenizer:
             return self
         hf = copy.copy(self.hf)
         hf.chat_template = file.read_text(encoding="utf-8")
-        return replace(self, hf=hf)
+        config = {**_config_of(self.files), "chat_template": hf.chat_template}
+        files = {name: content for name, content in self.files.items() if name != TEMPLATE}
+        return replace(self, hf=hf, files={**files, CONFIG: _json_bytes(config)})
 
     def at(self, clock: datetime | None) -> Tokenizer:
         """Copy of the tokenizer whose chat template sees a fixed time, such as the start of a run."""
@@ -242,8 +260,13 @@ class Tokenizer:
         return alone, self.encode_spans(text, continues=True)[0]
 
     def save(self, path: str | Path) -> None:
-        """Write a folder that transformers and `load_tokenizer` read, including stop tokens."""
-        self.hf.save_pretrained(str(path))
+        """Write a folder that transformers 4 and 5 and `load_tokenizer` read, including stop tokens.
+
+        Files are those that the tokenizer was read from; only what one of both versions cannot read is written anew.
+        """
+        Path(path).mkdir(parents=True, exist_ok=True)
+        for name, content in portable(self.files).items():
+            (Path(path) / name).write_bytes(content)
         generation = dict(self.generation)
         if self.stop_ids:
             generation["eos_token_id"] = self.stop_ids[0] if len(self.stop_ids) == 1 else list(self.stop_ids)
@@ -258,6 +281,41 @@ class Tokenizer:
         backend = tokenizers.Tokenizer.from_str(self.hf.backend_tokenizer.to_str())
         backend.encode_special_tokens = True
         return backend
+
+
+def portable(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Tokenizer files in the form that both transformers 4 and 5 read; files of other code are left out.
+
+    transformers 5 writes a class that 4 does not know, lists where 4 takes mappings, and the template apart.
+    """
+    given = _config_of(files)
+    config = {key: value for key, value in given.items() if key not in ("auto_map", "backend", "is_local")}
+    extra = config.pop("extra_special_tokens", None)
+    if isinstance(extra, list):
+        config["additional_special_tokens"] = [*config.get("additional_special_tokens", []), *extra]
+    named = config.pop("model_specific_special_tokens", extra if isinstance(extra, dict) else None)
+    if named:
+        config["extra_special_tokens"] = named
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = ANY_CLASS
+    if CONFIG in files and given == config:
+        return dict(files)
+    if TEMPLATE in files:
+        config["chat_template"] = files[TEMPLATE].decode()
+    return {**{name: content for name, content in files.items() if name != TEMPLATE}, CONFIG: _json_bytes(config)}
+
+
+def _config_of(files: Mapping[str, bytes]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(files[CONFIG]) if CONFIG in files else {"tokenizer_class": ANY_CLASS}
+    return found
+
+
+def _json_bytes(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _files_of(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in COPIED if (folder / name).is_file()}
 
 
 def _encoded(backend: Any, text: str) -> Any:
@@ -278,7 +336,10 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     Raises `ConfigError` if the folder or the hub repository has no readable fast tokenizer.
     """
     if name == "bytes":
-        return _wrap(build_byte_tokenizer(), "bytes", BYTE_GENERATION, {})
+        hf = build_byte_tokenizer()
+        with tempfile.TemporaryDirectory() as folder:
+            hf.save_pretrained(folder)
+            return _wrap(hf, "bytes", _files_of(Path(folder)), BYTE_GENERATION, {})
     folder = Path(name).expanduser()
     if folder.exists():
         return _load_folder(folder)
@@ -298,12 +359,16 @@ def _load_folder(folder: Path) -> Tokenizer:
             "give a folder with tokenizer files, a hub id or 'bytes'"
         )
     hf = _from_pretrained(str(folder), local_files_only=True)
-    return _wrap(hf, str(folder), *_end_files(str(folder)))
+    return _wrap(hf, str(folder), _files_of(folder), *_end_files(str(folder)))
 
 
 def _load_hub(name: str) -> Tokenizer:
+    from huggingface_hub import try_to_load_from_cache
+
     hf = _from_pretrained(name, local_files_only=not hub_is_reachable())
-    return _wrap(hf, name, *_end_files(name))
+    cached = {file: try_to_load_from_cache(name, file) for file in COPIED}
+    files = {file: Path(path).read_bytes() for file, path in cached.items() if isinstance(path, str)}
+    return _wrap(hf, name, files, *_end_files(name))
 
 
 def model_end_ids(name: str) -> list[int]:
@@ -371,7 +436,9 @@ def _num_common(one: str, other: str) -> int:
 def _from_pretrained(name: str, *, local_files_only: bool) -> Any:
     transformers = import_transformers()
     try:
-        return transformers.AutoTokenizer.from_pretrained(name, local_files_only=local_files_only)
+        return transformers.AutoTokenizer.from_pretrained(
+            name, local_files_only=local_files_only, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(_unreadable(name, error, local_files_only=local_files_only)) from error
     except Exception as error:
@@ -384,6 +451,13 @@ def _from_pretrained(name: str, *, local_files_only: bool) -> Any:
 def _unreadable(name: str, error: Exception, *, local_files_only: bool) -> str:
     reason = " ".join(str(error).split())
     reason = reason if len(reason) <= 200 else f"{reason[:200]}..."
+    if "custom code" in reason:
+        return f"tokenizer: {name} needs Python code of its repository, which is not run; convert it to tokenizer.json"
+    if (Path(name) / "tokenizer.model").is_file() and not (Path(name) / "tokenizer.json").is_file():
+        return (
+            f"tokenizer: {name} has tokenizer.model but no tokenizer.json, and it cannot be converted here; "
+            "pip install sentencepiece protobuf, or give a folder with tokenizer.json"
+        )
     if Path(name).is_dir():
         return f"tokenizer: the files in {name} cannot be read ({type(error).__name__}: {reason}); copy them anew"
     if local_files_only:
@@ -395,10 +469,12 @@ def _unreadable(name: str, error: Exception, *, local_files_only: bool) -> str:
     return f"tokenizer: neither a folder {name} nor a readable tokenizer {name} on the hub ({reason}){near}"
 
 
-def _wrap(hf: Any, name: str, generation: Mapping[str, Any], config: Mapping[str, Any]) -> Tokenizer:
+def _wrap(
+    hf: Any, name: str, files: Mapping[str, bytes], generation: Mapping[str, Any], config: Mapping[str, Any]
+) -> Tokenizer:
     if not hf.is_fast:
         raise ConfigError(f"tokenizer: {name} has no fast tokenizer; convert it to tokenizer.json")
     # Files may hold truncation and padding settings of another use; rows here are as long as their text.
     hf.backend_tokenizer.no_truncation()
     hf.backend_tokenizer.no_padding()
-    return Tokenizer(hf, name, generation).with_stop_ids(end_ids(config))
+    return Tokenizer(hf, name, generation, files).with_stop_ids(end_ids(config))

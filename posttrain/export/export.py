@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -12,7 +13,7 @@ import jax
 from posttrain.config.yaml_file import load_config
 from posttrain.errors import ConfigError
 from posttrain.export.proof import Proof, prove, proved_folder
-from posttrain.export.readers import Reader, default_reader
+from posttrain.export.readers import Reader, compare_tokenizers, default_reader
 from posttrain.export.tensors import compare_with_source
 from posttrain.mesh import single_device_mesh
 from posttrain.models.decoder import Decoder
@@ -34,14 +35,22 @@ Target = Literal["hf", "peft", "merged"]
 
 
 def export(
-    run: Path, out: Path | None, to: Target, *, step: int | None = None, reader: Reader | None = None
+    run: Path,
+    out: Path | None,
+    to: Target,
+    *,
+    step: int | None = None,
+    reader: Reader | None = None,
+    pythons: Sequence[str] = (),
 ) -> tuple[Path, Proof]:
     """Write the model of a run's checkpoint and verify it: `hf` a model without adapter, `merged` one whose adapter is
     merged into its base, `peft` the adapter alone. Returns the folder and the proof.
 
     `run`: the output of a run (its last started stage) or the folder of a stage. `out`: by default `export-hf`,
-    `export-merged` or `export-peft` in the stage's folder. `step`: by default the newest. ConfigError if it cannot be
-    exported; ProofError if the written model differs, which then stays beside `out` with the ending `.unproved`.
+    `export-merged` or `export-peft` in the stage's folder. `step`: by default the newest. `pythons`: interpreters of
+    further environments, such as one with transformers 4, that must read configuration and tokenizer as they are here.
+    ConfigError if it cannot be exported; ProofError if the written model differs, which then stays beside `out` with
+    the ending `.unproved`.
     """
     output, name = find_stage(run)
     config = load_config(output / CONFIG_NAME)
@@ -62,6 +71,8 @@ def export(
         raise ConfigError(
             "export: the run begins with random weights, so an adapter alone has no base; give --to merged"
         )
+    if pythons and base is not None:
+        raise ConfigError("export: --also-read-with has no effect on an adapter, which has no tokenizer; remove it")
     with proved_folder(out) as unproved:
         if base is None:
             save_model(model, unproved, tokenizer=tokenizer)
@@ -72,6 +83,8 @@ def export(
             proof = replace(proof, tensors=_compare_tensors(model, unproved, find_folder(stage.path)))
         elif quantized != "none":
             proof = replace(proof, tensors=f"both beside the base in full precision, not in {quantized} as in training")
+        told = [compare_tokenizers(unproved, tokenizer, python) for python in pythons]
+        proof = replace(proof, tokenizer="; ".join(told) or None)
     return out, proof
 
 

@@ -54,6 +54,8 @@ class Proof:
     mean: float
     tensors: str | None = None
     """Result of the tensor comparison with the source checkpoint, if there is one."""
+    tokenizer: str | None = None
+    """Results of reading configuration and tokenizer with other versions of transformers."""
 
     def __str__(self) -> str:
         what, unit = ("scores", "") if self.scores else ("log-probabilities", " nats")
@@ -62,7 +64,7 @@ class Proof:
             if self.reader == "posttrain"
             else ""
         )
-        compared = "" if self.tensors is None else f"; {self.tensors}"
+        compared = "".join(f"; {told}" for told in (self.tensors, self.tokenizer) if told is not None)
         return (
             f"read again with {self.reader}{own}: {self.num_tensors} tensors; {what} differ by "
             f"{self.mean:.1e}{unit} on average, {self.largest:.1e} at most{compared}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +55,56 @@ def sample_tokens(vocab_size: int, tokenizer: Tokenizer | None) -> Int[np.ndarra
     encoded = [tokenizer.encode(text) for text in TEXTS]
     texts = [(ids * (SAMPLE_TOKENS // max(len(ids), 1) + 1))[:SAMPLE_TOKENS] for ids in encoded if ids]
     return np.concatenate([np.asarray(texts, np.int32).reshape(-1, SAMPLE_TOKENS), draw.astype(np.int32)])
+
+
+OTHER_READER = """
+import json, sys
+from transformers import AutoConfig, AutoTokenizer, __version__
+folder, texts, messages = json.loads(sys.stdin.read())
+AutoConfig.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+ids = [tokenizer(text, add_special_tokens=added)["input_ids"] for text in texts for added in (True, False)]
+chat = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) if messages else None
+print(json.dumps([__version__, ids, chat, tokenizer.eos_token_id, tokenizer.pad_token_id]))
+"""
+"""Program that reads configuration and tokenizer in another environment."""
+MESSAGES = [{"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), TEXTS, strict=True)]
+
+
+def compare_tokenizers(folder: Path, tokenizer: Tokenizer, python: str) -> str:
+    """Read configuration and tokenizer of a folder with transformers of another environment, and describe the result.
+
+    `python`: interpreter of that environment. ProofError if it cannot read them, or reads other tokens, another
+    template or other special tokens.
+    """
+    own = tokenizer.hf
+    messages = MESSAGES if tokenizer.chat_template is not None else None
+    expected = [
+        [own(text, add_special_tokens=added)["input_ids"] for text in TEXTS for added in (True, False)],
+        messages and own.apply_chat_template(messages, tokenize=False, add_generation_prompt=True),
+        own.eos_token_id,
+        own.pad_token_id,
+    ]
+    try:
+        ended = subprocess.run(
+            [python, "-c", OTHER_READER],
+            input=json.dumps([str(folder), TEXTS, messages]),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError as error:
+        raise ProofError(
+            f"{python}: cannot be started ({error.strerror}); give the Python of an environment"
+        ) from error
+    if ended.returncode != 0:
+        last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ProofError(f"{folder}: {python} cannot read configuration and tokenizer: {last[:500]}")
+    version, *found = json.loads(ended.stdout.splitlines()[-1])
+    for what, one, other in zip(("tokens", "chat template", "eos token", "pad token"), expected, found, strict=True):
+        if one != other:
+            raise ProofError(f"{folder}: transformers {version} reads another {what}: {other!r:.200}, not {one!r:.200}")
+    return f"transformers {version} reads the same tokens and template"
 
 
 def start_of(model: Decoder, folder: str | Path) -> int:

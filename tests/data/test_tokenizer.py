@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 from posttrain.config import ModelSection
 from posttrain.data import tokenizer as tokenizer_module
 from posttrain.data.chat import Renderer
-from posttrain.data.tokenizer import Tokenizer, load_tokenizer
+from posttrain.data.tokenizer import Tokenizer, load_tokenizer, portable
 from posttrain.errors import ConfigError
+from posttrain.export.readers import compare_tokenizers
 from posttrain.weights.locate import run_tokenizer
 
 GOLDEN = Path(__file__).parent.parent / "goldens" / "chat" / "byte_tokenizer"
@@ -59,6 +61,45 @@ def test_bytes_saved_is_the_same_tokenizer(byte_tokenizer: Tokenizer, tmp_path: 
     assert (byte_tokenizer.vocab_size, byte_tokenizer.end_id) == (261, 258)
 
 
+def read_by_transformers_4(folder: Path) -> None:
+    python = os.environ.get("POSTTRAIN_TRANSFORMERS_4")
+    if python is None:
+        pytest.skip("needs POSTTRAIN_TRANSFORMERS_4, the Python of an environment with transformers 4")
+    assert "transformers 4." in compare_tokenizers(folder, load_tokenizer(folder), python)
+
+
+@pytest.mark.parametrize("name", ["bytes", "tokenizers/qwen3", "tokenizers/mistral-7b-instruct", "models/stories260k"])
+def test_transformers_4_reads_what_is_saved(request: pytest.FixtureRequest, tmp_path: Path, name: str) -> None:
+    """The source's files, those with another template, and those that transformers 5 writes."""
+    tokenizer = load_tokenizer(name if name == "bytes" else request.getfixturevalue("shared") / name)
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}|{% endfor %}")
+    tokenizer.hf.save_pretrained(tmp_path / "written_by_5")
+    saved = [tokenizer, tokenizer.with_chat_template(tmp_path / "t.jinja"), load_tokenizer(tmp_path / "written_by_5")]
+    for number, one in enumerate(saved):
+        one.save(tmp_path / str(number))
+        (tmp_path / str(number) / "config.json").write_text('{"model_type": "qwen3"}')
+        assert load_tokenizer(tmp_path / str(number)).chat_template == one.chat_template
+        read_by_transformers_4(tmp_path / str(number))
+
+
+def test_saved_files_have_the_form_that_transformers_4_reads() -> None:
+    """transformers 5 writes a class, a list and a file that 4 does not know; other files stay byte for byte."""
+    config = {"tokenizer_class": "TokenizersBackend", "backend": "b", "extra_special_tokens": ["<a>"], "x": 1}
+    files = {
+        "tokenizer.json": b"{ }",
+        "tokenizer_config.json": json.dumps(config).encode(),
+        "chat_template.jinja": b"hi",
+    }
+    made = portable(files)
+    assert made.keys() == {"tokenizer.json", "tokenizer_config.json"} and made["tokenizer.json"] == b"{ }"
+    expected = {"tokenizer_class": "PreTrainedTokenizerFast", "x": 1, "additional_special_tokens": ["<a>"]}
+    assert json.loads(made["tokenizer_config.json"]) == expected | {"chat_template": "hi"}
+    kept = {"tokenizer_config.json": b'{"tokenizer_class": "Qwen2Tokenizer",   "extra_special_tokens": {"i": "<i>"}}'}
+    assert portable(kept) == kept
+    assert json.loads(portable({})["tokenizer_config.json"]) == {"tokenizer_class": "PreTrainedTokenizerFast"}
+    assert portable(load_tokenizer("bytes").files).keys() == {"tokenizer.json", "tokenizer_config.json"}
+
+
 def test_golden_byte_tokenizer_loads() -> None:
     tokenizer = load_tokenizer(GOLDEN)
     assert (tokenizer.vocab_size, tokenizer.stop_ids, tokenizer.prefix_ids) == (291, (279,), ())
@@ -92,6 +133,8 @@ def test_real_tokenizers_agree_with_their_files(
     found = (tokenizer.stop_ids, tokenizer.prefix_ids, tokenizer.vocab_size, tokenizer.chat_template is not None)
     assert found == (stop_ids, prefix_ids, vocab_size, chat)
     tokenizer.save(tmp_path)
+    for name, content in tokenizer.files.items():
+        assert (tmp_path / name).read_bytes() == content == (shared / folder / name).read_bytes(), name
     again = load_tokenizer(tmp_path)
     assert (again.stop_ids, again.prefix_ids, again.vocab_size) == (stop_ids, prefix_ids, vocab_size)
     assert again.chat_template == tokenizer.chat_template
@@ -208,6 +251,13 @@ def test_errors_say_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match="cannot be read") as caught:
         load_tokenizer(tmp_path / "model")
     assert "\n" not in str(caught.value)
+    (tmp_path / "model" / "tokenizer.json").rename(tmp_path / "model" / "tokenizer.model")
+    with pytest.raises(ConfigError, match="has tokenizer.model but no tokenizer.json, .*pip install sentencepiece"):
+        load_tokenizer(tmp_path / "model")
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(own))
+    with pytest.raises(ConfigError, match="needs Python code of its repository, which is not run"):
+        load_tokenizer(tmp_path / "model")
     monkeypatch.setattr(tokenizer_module, "hub_is_reachable", lambda: False)
     with pytest.raises(ConfigError, match="no folder owner/name; and the hub cannot be reached") as caught:
         load_tokenizer("owner/name")

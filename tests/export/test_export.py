@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from posttrain.config import LoRA
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.export.proof import prove
-from posttrain.export.readers import ProofError, Reader, default_reader
+from posttrain.export.readers import ProofError, Reader, compare_tokenizers, default_reader
 from posttrain.export.tensors import compare_with_source
 from posttrain.models.decoder import Decoder
 from posttrain.weights.load import load_model
@@ -188,8 +189,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("to", ["merged", "peft"])
 def test_a_run_is_exported(run: Path, tmp_path: Path, to: str) -> None:
     out = tmp_path / "exported" if to == "merged" else run / "0-sft" / "export-peft"
-    done = posttrain("export", run, *([out] if to == "merged" else []), "--to", to)
+    also = ["--also-read-with", sys.executable] if to == "merged" else []
+    done = posttrain("export", run, *([out] if to == "merged" else []), "--to", to, *also)
     assert done.code == 0 and "log-probabilities differ by" in done.out, done
+    assert ("reads the same tokens and template" in done.out) == (to == "merged"), done
     assert (out / ("config.json" if to == "merged" else "adapter_config.json")).is_file()
     assert not out.with_name(f"{out.name}.unproved").exists()
     if to == "merged":
@@ -197,6 +200,21 @@ def test_a_run_is_exported(run: Path, tmp_path: Path, to: str) -> None:
         assert jax.tree.all(
             jax.tree.map(lambda a, b: bool((a == b).all()), ModelWeights(ours).read(), ModelWeights(theirs).read())
         )
+
+
+def test_another_reader_of_the_tokenizer_tells_what_differs(tmp_path: Path) -> None:
+    """A stand-in for another environment, which reads the end token of another file."""
+    tokenizer = load_tokenizer("bytes")
+    reader = tmp_path / "python"
+    reader.write_text("#!/bin/sh\necho '[\"4.0\", [], null, 0, 0]'\n")
+    reader.chmod(0o755)
+    with pytest.raises(ProofError, match="transformers 4.0 reads another tokens"):
+        compare_tokenizers(tmp_path, tokenizer, str(reader))
+    reader.write_text("#!/bin/sh\necho 'no class TokenizersBackend' >&2\nexit 1\n")
+    with pytest.raises(ProofError, match="cannot read configuration and tokenizer: no class TokenizersBackend"):
+        compare_tokenizers(tmp_path, tokenizer, str(reader))
+    with pytest.raises(ProofError, match="cannot be started"):
+        compare_tokenizers(tmp_path, tokenizer, str(tmp_path / "none"))
 
 
 @pytest.mark.thorough
