@@ -106,6 +106,8 @@ def test_stops(parts: tuple[Decoder, Tokenizer]) -> None:
     ending = (model, tokenizer.with_stop_tokens([character]))
     assert texts(ending) == [stopped]
     assert texts(ending, ignore_eos=True) == [plain]
+    with pytest.raises(ConfigError, match=r"^generate: stop='a<eos>': contains the special token <eos>"):
+        texts(parts, stop=["a<eos>"])
 
 
 def test_which_tokens_may_come(parts: tuple[Decoder, Tokenizer]) -> None:

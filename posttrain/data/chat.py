@@ -116,8 +116,11 @@ class Renderer:
     @cached_property
     def _spaces_before_content(self) -> str:
         asked: list[Message] = [{"role": "user", "content": "?"}]
-        begin = self.rendered(asked, reply=True)
-        whole = self.rendered([*asked, {"role": "assistant", "content": STAND_IN_TEXT}], reply=False)
+        try:
+            begin = self.rendered(asked, reply=True)
+            whole = self.rendered([*asked, {"role": "assistant", "content": STAND_IN_TEXT}], reply=False)
+        except ConfigError:  # a template of other conversations, which may do without any
+            return ""
         before = whole[len(begin) : whole.find(STAND_IN_TEXT)] if whole.startswith(begin) else ""
         return before if before.isspace() else ""
 

@@ -88,7 +88,8 @@ def examine(
     findings = {one.name: findings_of(one) for one in measured}
     lines = list(report(measured, list(findings.values())))
     if settings.model is not None:
-        more = list(_sampled(settings.model, rows, rewards, findings))
+        skips = section is None or section.sampling.skip_special_tokens
+        more = list(_sampled(_groups(settings.model, rows[:SAMPLED_PROMPTS], skips), rewards, findings))
         lines += ["", *more]
     if settings.write is not None:
         lines.append(_write(settings.write, rewards, measured))
@@ -157,11 +158,8 @@ def _bytes(text: str) -> list[int]:
     return list(text.encode("utf-8", "replace"))
 
 
-def _sampled(
-    model: str, rows: Sequence[LabRow], rewards: Sequence[Reward], findings: dict[str, list[Finding]]
-) -> Iterator[str]:
-    """Sample groups from a model, score them, and describe them; findings are added as `samples`."""
-    groups = _groups(model, rows[:SAMPLED_PROMPTS])
+def _sampled(groups: Sequence[Group], rewards: Sequence[Reward], findings: dict[str, list[Finding]]) -> Iterator[str]:
+    """Score groups of a model's samples, and describe them; findings are added as `samples`."""
     rubric = Rubric([replace(reward, timeout_s=60.0) for reward in rewards])
     with rubric.running():
         scored = run_async(rubric.score(groups))
@@ -170,11 +168,18 @@ def _sampled(
     yield from finding_lines("samples", findings["samples"])
 
 
-def _groups(model: str, rows: Sequence[LabRow]) -> list[Group]:
+def _groups(model: str, rows: Sequence[LabRow], skip_special_tokens: bool) -> list[Group]:
     tokenizer = load_tokenizer(model)
     prompts: list[Any] = [row.prompt if tokenizer.chat_template is None else row.messages for row in rows]
     done = complete(
-        load_model(model), tokenizer, prompts, n=GROUP_SIZE, temperature=1.0, seed=0, max_new_tokens=SAMPLED_TOKENS
+        load_model(model),
+        tokenizer,
+        prompts,
+        n=GROUP_SIZE,
+        temperature=1.0,
+        seed=0,
+        max_new_tokens=SAMPLED_TOKENS,
+        skip_special_tokens=skip_special_tokens,
     )
     encode: Callable[[str], Sequence[int]] = tokenizer.encode
     groups: list[Group] = []
