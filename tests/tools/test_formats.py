@@ -219,6 +219,12 @@ def test_other_forms(kind: str, text: str, calls: list[tuple[str, dict[str, Any]
         ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "not JSON"),
         ("llama3", '{"name": "f", "parameters": {', "Expecting property name"),
         ("mistral", "[TOOL_CALLS]f{}", "a call must have [ARGS]"),
+        ("mistral", "[TOOL_CALLS]", "a call must have [ARGS]"),
+        (
+            "deepseek",
+            "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{} x<｜tool▁call▁end｜>",
+            "and end with <｜tool▁call▁end｜>: 'x<",
+        ),
         ("gemma", "```tool_code\nf(x=y)\n```", "arguments of f must be literals"),
         ("gemma", "```tool_code\nf(\n```", "not Python in line 1"),
         ("gemma", "```tool_code\nimport os\n```", "only calls can be made, not a Import statement"),

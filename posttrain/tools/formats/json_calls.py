@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 
 from posttrain.tools.formats.pieces import (
+    SHOWN,
     Call,
     Malformed,
     Piece,
@@ -72,29 +72,27 @@ def read_llama3(text: str, schemas: Schemas) -> Iterator[Piece]:
 def read_deepseek(text: str, schemas: Schemas) -> Iterator[Piece]:
     """DeepSeek: V3.1 writes name, separator and JSON between its marks; V3 and R1 a type, separator, name, and JSON in
     a fence."""
-    before, tag, rest = text.partition(DEEPSEEK_CALL)
-    yield before.replace("<｜tool▁calls▁begin｜>", "")
-    position = len(text) - len(rest)
-    while tag:
-        head = DEEPSEEK_HEAD.match(text, position)
-        found = None if head is None else read_json(text, head.end())
-        end = None if found is None or isinstance(found, Malformed) else DEEPSEEK_END.match(text, found[1])
-        if head is None or found is None or end is None:
-            form = "a call must have <｜tool▁sep｜> and JSON after its name, and end with <｜tool▁call▁end｜>: "
-            yield found if isinstance(found, Malformed) else Malformed(form + shown(text[position : position + 200]))
-            position = _after(text, position, "<｜tool▁call▁end｜>", DEEPSEEK_CALL)
+    begin = text.find(DEEPSEEK_CALL)
+    yield (text if begin < 0 else text[:begin]).replace("<｜tool▁calls▁begin｜>", "")
+    while begin >= 0:
+        start = begin + len(DEEPSEEK_CALL)
+        call, stop = _headed(text, start, DEEPSEEK_HEAD, DEEPSEEK_FORM)
+        end = DEEPSEEK_END.match(text, stop) if isinstance(call, Call) else None
+        if end is not None:
+            yield call
+            stop = end.end()
         else:
-            yield call_of({"name": (head["fenced"] or head["name"]).strip(), "arguments": found[0]}, ARGUMENTS)
-            position = end.end()
-        begin = text.find(DEEPSEEK_CALL, position)
-        tag, between = begin >= 0, text[position : begin if begin >= 0 else len(text)]
-        yield between.partition("<｜tool▁calls▁end｜>")[2]
-        position = begin + len(DEEPSEEK_CALL)
+            near = shown(text[stop : stop + SHOWN])
+            yield call if isinstance(call, Malformed) else Malformed(f"{DEEPSEEK_FORM}: {near!r}")
+            stop = _after(text, start, "<｜tool▁call▁end｜>", DEEPSEEK_CALL)
+        begin = text.find(DEEPSEEK_CALL, stop)
+        yield text[stop : begin if begin >= 0 else len(text)].partition("<｜tool▁calls▁end｜>")[2]
 
 
 LLAMA_CALL = re.compile(r'\s*\{\s*"(type|name|parameters|arguments|function)"\s*:')
 MISTRAL_HEAD = re.compile(r"(?P<name>[^\[]*)(?:\[CALL_ID\](?P<id>[^\[]*))?\[ARGS\]")
 SEPARATORS = re.compile(r"[;, \t\r\n]*")
+DEEPSEEK_FORM = "a call must have <｜tool▁sep｜> and JSON after its name, and end with <｜tool▁call▁end｜>"
 DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
 DEEPSEEK_HEAD = re.compile(r"(?P<name>[^<{\n]{0,256})<｜tool▁sep｜>(?:(?P<fenced>[^<{\n]{1,256})\n```json\n)?")
 DEEPSEEK_END = re.compile(r"\s*(?:```\s*)?<｜tool▁call▁end｜>")
@@ -155,20 +153,27 @@ def _separated(text: str) -> Iterator[Piece]:
 
 def _named(text: str) -> Iterator[Piece]:
     """Calls of the form name[ARGS]{...}, with [TOOL_CALLS] between them."""
-    position = 0
-    while position < len(text):
-        head = MISTRAL_HEAD.match(text, position)
-        found = None if head is None else read_json(text, head.end())
-        if head is None or found is None:
-            yield Malformed(f"a call must have [ARGS] between name and arguments: {shown(text[position:][:60])!r}")
-        elif isinstance(found, Malformed):
-            yield found
-        else:
-            call = call_of({"name": head["name"].strip(), "arguments": found[0]}, ARGUMENTS)
-            yield replace(call, id=(head["id"] or "").strip() or None) if isinstance(call, Call) else call
-            position = found[1]
+    position = again = 0
+    while again >= 0:
+        call, position = _headed(text, position, MISTRAL_HEAD, "a call must have [ARGS] between name and arguments")
+        yield call
         again = text.find("[TOOL_CALLS]", position)
         rest = text[position : again if again >= 0 else len(text)]
-        if found is not None and not isinstance(found, Malformed) and rest.strip():
+        if isinstance(call, Call) and rest.strip():
             yield rest
-        position = again + len("[TOOL_CALLS]") if again >= 0 else len(text)
+        position = again + len("[TOOL_CALLS]")
+
+
+def _headed(text: str, start: int, pattern: re.Pattern[str], form: str) -> tuple[Call | Malformed, int]:
+    """Read a call whose name stands before the JSON of its arguments, and return the index after it. `form`: that of a
+    call, for one without such a head."""
+    head = pattern.match(text, start)
+    if head is None:
+        return Malformed(f"{form}: {shown(text[start : start + SHOWN])!r}"), start
+    found = read_json(text, head.end())
+    if isinstance(found, Malformed):
+        return found, head.end()
+    groups = head.groupdict()
+    name, identifier = groups.get("fenced") or groups["name"], (groups.get("id") or "").strip()
+    call = call_of({"name": name.strip(), "arguments": found[0], "id": identifier or None}, ARGUMENTS)
+    return call, found[1]
