@@ -32,8 +32,9 @@ def check_code(output: Path, config: RunConfig) -> None:
     changed = [name for name, new in _digests(config).items() if before.get(name, new) != new]
     if changed:
         raise ConfigError(
-            f"output: {output} was started with other code of {', '.join(changed)}, or of code that it calls; "
-            "give another output to run with the new code, or bring the old code back to resume"
+            f"output: {output} was started with other code of {', '.join(changed)}, or of code that it calls, or with "
+            "other values of globals and environment variables that these read; give another output for the new "
+            "code, or bring the old code back to resume"
         )
 
 
@@ -76,10 +77,12 @@ def _functions(section: TrainSection) -> Iterator[tuple[str, Any]]:
         yield from ((f"tools.{index}.fn", tool.fn) for index, tool in tools if tool.fn is not None)
         if section.agent is not None and section.agent.fn is not None:
             yield "agent.fn", section.agent.fn
+        if section.refill is not None and isinstance(section.refill.keep, Locator):
+            yield "refill.keep", section.refill.keep
     for number, dataset in enumerate(section.all_datasets):
         if is_object_spec(dataset.path):
             yield f"datasets.{number}", dataset.path
-    for field in ("advantage", "loss"):
+    for field in ("advantage", "filter", "loss"):
         if field in type(section).model_fields:
             named = getattr(section, field)
             kind = named.get("kind") if isinstance(named, dict) else named

@@ -1,18 +1,22 @@
 """Normalised source of user code, without comments, docstrings and layout: a function and all code that it reaches in
-local files. Versions with the same text behave the same. Installed packages are excluded."""
+local files, with the values that it reads: environment variables, and of code in memory also globals that are computed,
+such as from the command line. Versions with the same text behave the same. Installed packages are excluded."""
 
 from __future__ import annotations
 
+import argparse
 import ast
+import dataclasses
 import functools
 import inspect
+import os
 import re
 import sys
 import sysconfig
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 OWN = Path(__file__).resolve().parents[1]
@@ -23,10 +27,15 @@ MUTATORS = frozenset(
 )
 
 
+SECRET = re.compile(r"(^|_)(key|apikey|token|secret|password)$", re.IGNORECASE)
+"""Names whose values are left out: keys may be renewed."""
+
+
 def source_of(found: Any) -> str:
     """Source text of a function, class or object in memory, defined in a file, a script or a notebook."""
     reach = _Reach()
     reach.add_object(found)
+    reach.add_globals()
     return reach.text()
 
 
@@ -43,7 +52,9 @@ class _Reach:
     def __init__(self) -> None:
         self._found: dict[tuple[str, ...], str] = {}
         self._files: dict[Path, _File] = {}
+        self._reached: dict[Path, dict[int, ast.stmt]] = {}
         self._objects: dict[int, Any] = {}
+        self._globals: dict[Path, dict[str, Any]] = {}
 
     def text(self) -> str:
         return "\n".join(dict.fromkeys(text for _, text in sorted(self._found.items())))
@@ -68,6 +79,8 @@ class _Reach:
             index = waiting.pop()
             statement = file.statements[index]
             if self._add(_plain_text(statement), path.name, str(path), f"{index:06}"):
+                self._reached.setdefault(path, {})[index] = statement
+                self._add_environment(statement)
                 self._add_imports(path, statement)
                 waiting += file.binding(_names(statement))
 
@@ -89,7 +102,33 @@ class _Reach:
         if path is not None:
             self.add_names(path, names)
 
+    def _add_environment(self, tree: ast.AST) -> None:
+        """Add the environment variables that code names."""
+        for name in _variables(tree):
+            if not SECRET.search(name):
+                self._add(f"environment {name} = {os.environ.get(name)!r}", "", "environment", name)
+
     # In memory
+
+    def add_globals(self) -> None:
+        """Add the values of globals that reached statements of files read and that are no literals, until there are no
+        more: from the command line, a file, or set by the script that trains."""
+        loaded = [module for module in tuple(sys.modules.values()) if getattr(module, "__file__", None)]
+        values_of = {Path(str(module.__file__)).resolve(): vars(module) for module in loaded} | self._globals
+        before = -1
+        while before != len(self._found):
+            before = len(self._found)
+            for path, statements in [(path, tuple(found.values())) for path, found in self._reached.items()]:
+                read = set[str]().union(*map(_names, statements)).difference(*map(_changed_names, statements))
+                for name in sorted(read & values_of.get(path, {}).keys()):
+                    if not SECRET.search(name) and not self._files[path].is_literal(name):
+                        self._add_global(path, name, values_of[path][name])
+
+    def _add_global(self, path: Path, name: str, value: Any) -> None:
+        if (text := _constant(value)) is not None:
+            self._add(f"{name} = {text}", path.name, str(path), "value", name)
+        elif isinstance(value, functools.partial | FunctionType | MethodType | type) or _is_own(type(value)):
+            self.add_object(value)
 
     def add_object(self, found: Any) -> None:
         if id(found) in self._objects:
@@ -140,6 +179,7 @@ class _Reach:
         elif not _is_local(path.resolve()):
             return
         elif code.co_qualname == code.co_name and not code.co_name.startswith("<"):
+            self._globals[path.resolve()] = found.__globals__
             self.add_names(path, {code.co_name})
             return
         else:
@@ -147,6 +187,7 @@ class _Reach:
                 self._files[path.resolve()] = _File(path.resolve())
             tree = self._files[path.resolve()].at_line(code.co_firstlineno)
             self._add_imports(path.resolve(), tree)
+        self._add_environment(tree)
         names, changed = _names(tree), _changed_names(tree)
         self._add(_plain_text(tree), "", code.co_qualname)
         cells = dict(zip(code.co_freevars, found.__closure__ or (), strict=True))
@@ -175,6 +216,11 @@ class _File:
 
     def binding(self, names: Iterable[str]) -> list[int]:
         return [index for name in names for index in self._binding.get(name, ())]
+
+    def is_literal(self, name: str) -> bool:
+        """Tell whether the text of the statements that bind a name is all that there is to know."""
+        statements = [self.statements[index] for index in self.binding([name])]
+        return bool(statements) and all(map(_is_literal, statements))
 
     def at_line(self, line: int) -> ast.AST:
         """Functions that start at a line."""
@@ -210,6 +256,12 @@ def _path_of(found: type) -> Path | None:
     written = {v.__code__.co_filename for v in vars(found).values() if isinstance(v, FunctionType)} - {"<string>"}
     file = min(written, default=getattr(sys.modules.get(found.__module__), "__file__", None))
     return Path(file) if file is not None and Path(file).is_file() else None
+
+
+def _is_own(found: type) -> bool:
+    """Tell whether a class is the user's, in a file."""
+    path = _path_of(found)
+    return path is not None and _is_local(path.resolve())
 
 
 def _is_local(path: Path) -> bool:
@@ -285,6 +337,31 @@ def _is_docstring(statement: ast.AST) -> bool:
     )
 
 
+def _is_literal(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+        try:
+            ast.literal_eval(statement.value)
+        except ValueError:
+            return False
+        return True
+    return isinstance(statement, (*Definition.__args__, ast.Import, ast.ImportFrom, ast.Expr))
+
+
+def _variables(tree: ast.AST) -> set[str]:
+    """Environment variables that code reads by name."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript):
+            owner, name = node.value, node.slice
+        elif isinstance(node, ast.Call) and node.args:
+            owner, name = node.func, node.args[0]
+        else:
+            continue
+        if re.search(r"\b(environ|getenv)\b", ast.unparse(owner)) and isinstance(name, ast.Constant):
+            found.add(str(name.value))
+    return found
+
+
 def _is_main_guard(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.If) and "__name__" in _names(statement.test)
 
@@ -305,6 +382,10 @@ def _constant(value: Any) -> str | None:
         return repr(value)
     if isinstance(value, re.Pattern):
         return f"{value.pattern!r} {value.flags}"
+    if isinstance(value, argparse.Namespace | SimpleNamespace):
+        value = vars(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
         parts = [part for item in value.items() for part in item]
     elif isinstance(value, list | tuple | set | frozenset):
@@ -312,7 +393,7 @@ def _constant(value: Any) -> str | None:
     else:
         return None
     texts = [_constant(part) for part in parts]
-    known = [text for text in texts if text is not None]
-    if len(known) < len(texts):
+    if parts and not any(texts):
         return None
+    known = [text or f"<{type(part).__name__}>" for text, part in zip(texts, parts, strict=True)]
     return f"{type(value).__name__}({', '.join(sorted(known) if isinstance(value, set | frozenset) else known)})"

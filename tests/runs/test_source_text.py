@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 import linecache
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from posttrain.config.yaml_file import load_config
+from posttrain.runs.code_identity import code_texts
 from posttrain.runs.source_text import source_of, source_of_name
 from posttrain.user_code import import_object
+from tests.stages.runs import rl_stage, write_run
 
 FILES = {
     "task.py": '''"""A task."""
@@ -184,3 +188,64 @@ def test_objects_count_with_their_class_and_settings() -> None:
     assert "self.threshold" in source_of(Judge(1.0)) and source_of(Judge(1.0).__call__) != source_of(
         Judge(2.0).__call__
     )
+
+
+PARAMETERS = """
+import argparse
+import os
+import sys
+from settings import POWER
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=float, default=1.0)
+ARGS, rest = parser.parse_known_args()
+SCALE = float(rest[0]) if rest else 1.0
+API_KEY = os.environ.get("JUDGE_API_KEY")
+UNREAD = SCALE + 1
+LITERAL = 7
+calls = []
+
+def helper(text):
+    calls.append(text)
+    return SCALE * ARGS.width * len(text) ** POWER + float(os.environ.get("OFFSET", 0)) + LITERAL + BONUS
+
+def score(completions):
+    return [helper(text) for text in completions if API_KEY != text]
+"""
+
+
+def test_parameters_of_a_script_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the command line, the environment, another file, or set by the script; keys may be renewed."""
+
+    def texts(number: int, *words: str, bonus: float = 0.0, power: str = "2", **environment: str) -> tuple[str, str]:
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "settings.py").write_text("import os\nPOWER = int(os.environ['POWER'])\n")
+        (folder / "script.py").write_text(PARAMETERS)
+        with monkeypatch.context() as changed:
+            changed.setattr("sys.argv", ["script.py", *words])
+            changed.delitem(sys.modules, "settings", raising=False)
+            for name, value in {"POWER": power, "OFFSET": "0", "JUDGE_API_KEY": "a", **environment}.items():
+                changed.setenv(name, value)
+            score: Any = import_object(f"{folder / 'script.py'}:score", tmp_path)
+            score.__globals__["BONUS"] = bonus
+            text = source_of(score)
+            score(["x"])
+            assert source_of(score) == text, "what it changes itself is no part of it"
+            return text, source_of_name(folder / "script.py", "score")
+
+    plain, of_name = texts(0, "1.0")
+    assert texts(1, "1.0", JUDGE_API_KEY="b") == (plain, of_name) and "UNREAD" not in plain
+    assert texts(2, "5.0")[0] != plain and texts(3, "1.0", "--width", "2")[0] != plain
+    assert texts(4, "1.0", bonus=1.0)[0] != plain and texts(5, "1.0", power="3")[0] != plain
+    for text, before in zip(texts(6, "1.0", OFFSET="1"), (plain, of_name), strict=True):
+        assert text != before
+
+
+def test_every_function_of_a_stage_counts(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def keep(rewards_PG):\n    return rewards_PG.max(axis=1) > 0.5\n")
+    stage = rl_stage(filter="own.py:keep")
+    texts = code_texts(load_config(write_run(tmp_path, stage)))
+    assert "> 0.5" in texts["stages.0.filter=own.py:keep"]
+    stage = rl_stage(refill={"limit": 1, "keep": "own.py:keep"})
+    assert "stages.0.refill.keep=own.py:keep" in code_texts(load_config(write_run(tmp_path, stage)))
