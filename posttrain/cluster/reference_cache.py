@@ -115,7 +115,7 @@ def _folder(units: Units, model: Mapping[str, str], stage: Path) -> Path:
     section = units.section
     data = {
         "dataset": fingerprint(units.dataset, units.rows),
-        "tokens": token_fingerprint(units.rows, units),
+        "tokens": token_fingerprint(units.rows, units.as_sequences),
         "rows": [units.kind, units.weigh_prompts, units.share_prompts, section.row_tokens, section.overlong],
     }
     # Several hosts may have caches of their own, of which one lacks what another has.

@@ -38,6 +38,10 @@ LITERAL = (
 )
 
 
+class TurnsRewritten(ConfigError):
+    """Error of assistant turns that are not parts of one sequence: the template changes them when others follow."""
+
+
 class Masked(NamedTuple):
     """Token sequence with a loss mask. The first token never has loss."""
 
@@ -174,9 +178,8 @@ class Renderer:
 
         Assistant turns are the spans that the template marks with `{% generation %}`; without marks, the text that a
         rendering adds to the prompt before the turn. A stop token behind a turn without one ends it: behind the marks,
-        or at the beginning of the next message, whose stop token is added to a last turn. Raises `ConfigError` if the
-        template rewrites earlier turns, so that no rendering is a prefix of another, and if no token or every token has
-        loss.
+        or at the beginning of the next message, whose stop token is added to a last turn. Raises `TurnsRewritten` if
+        no rendering is a prefix of another, and `ConfigError` if no token or every token has loss.
         """
         if not self.chat:
             raise ConfigError(f"messages need a chat template, but dataset.chat is off for {self.tokenizer.name}")
@@ -187,14 +190,15 @@ class Renderer:
         check_tools_written(conversation.tools, text, self.tokenizer.name)
         derived = not marks_generation(self._template(conversation.tools))
         if derived:
-            spans = self._derive_spans(conversation, text, first)
+            text, spans = self._derive_spans(conversation, text, first)
         else:
             spans = self._after(conversation, text, marked, first)
         spans = self._spoken(conversation, text, [number for number in turns if number >= first], spans)
         tokens, token_spans = self._tokenize(text, conversation.literals, [start for start, _ in spans])
         mask = [any(s < stop and start < e for start, stop in spans) for s, e in token_spans]
         if derived:
-            mask = self._end_at_stop(tokens, mask)
+            begins = {start for start, _ in spans}
+            mask = self._end_at_stop(tokens, [s in begins for s, _ in token_spans], mask)
         tokens, mask = self._end_turns(tokens, mask, calls="tool_calls" in messages[-1])
         if all(mask) or not any(mask[1:]):
             which = "every token" if all(mask) else "no token"
@@ -204,6 +208,20 @@ class Renderer:
                 "it needs at least one prompt message and one assistant message"
             )
         return Masked(self.tokenizer.known(tokens), [False, *mask[1:]])
+
+    def conversations(
+        self, messages: Sequence[Message], *, first: int = 0, tools: Sequence[dict[str, Any]] | None = None
+    ) -> list[Masked]:
+        """One sequence of all messages, see `conversation`; or one for each assistant turn with loss, after what it is
+        sampled from, if the template rewrites earlier turns."""
+        try:
+            return [self.conversation(messages, first=first, tools=tools)]
+        except TurnsRewritten:
+            turns = [n for n, one in enumerate(messages) if one["role"] == "assistant" and one.get("weight", 1) != 0]
+            turns = [number for number in turns if number >= first]
+            if turns in ([], [len(messages) - 1]):
+                raise
+        return [self.conversation(messages[: turn + 1], first=turn, tools=tools) for turn in turns]
 
     def completion(self, prompt: str, completion: str) -> Masked:
         """Tokens of a plain prompt without loss, then of its completion and the end token with loss."""
@@ -300,16 +318,40 @@ class Renderer:
             ) from error
         return texts[0], list(spans[0]) if marks else []
 
-    def _derive_spans(self, conversation: Conversation, text: str, first: int) -> list[Span]:
-        """Character span of each assistant turn: the text that its rendering adds to the prompt before it."""
+    def _derive_spans(self, conversation: Conversation, text: str, first: int) -> tuple[str, list[Span]]:
+        """Text, and the span of each assistant turn: what its rendering adds to the prompt before it."""
+        last = len(conversation.messages) - 1
+        turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant" and i >= first]
+        if turns == [last]:
+            prompt, turn = self._last_turn(conversation, text)
+            return prompt + turn, [(len(prompt), len(prompt + turn))]
         spans = []
-        for index, message in enumerate(conversation.messages):
-            if message["role"] == "assistant" and index >= first:
-                before = self._prefix(conversation, text, index, generation_prompt=True)
-                last = index + 1 == len(conversation.messages)
-                turn = text if last else self._prefix(conversation, text, index + 1, generation_prompt=False)
-                spans.append((len(before), len(turn)))
-        return spans
+        for index in turns:
+            before = self._prefix(conversation, text, index, generation_prompt=True)
+            turn = text if index == last else self._prefix(conversation, text, index + 1, generation_prompt=False)
+            spans.append((len(before), len(turn)))
+        return text, spans
+
+    def _last_turn(self, conversation: Conversation, text: str) -> tuple[str, str]:
+        """Prompt of the last turn, as it is for sampling, and the turn.
+
+        A template may write earlier text otherwise once the turn is there, such as Mistral's the system message: then
+        the turn is what follows the end of the prompt, from its last message on.
+        """
+        *before, asked, _ = [{"content": ""}, *conversation.messages]
+        prompt, _ = self._render(conversation, len(before), generation_prompt=True)
+        if text.startswith(prompt):
+            return prompt, text[len(prompt) :]
+        content = asked.get("content")
+        content = content.strip() if isinstance(content, str) else ""
+        end = prompt[prompt.rfind(content) :] if content and content in prompt else ""
+        if not end or end not in text:
+            raise TurnsRewritten(
+                f"chat template of {self.tokenizer.name} writes a prompt that is no beginning of its text with the "
+                f"reply, message {len(before)}: {prompt[-40:]!r} is not in it; change the message, or the template "
+                "(model.chat_template)"
+            )
+        return prompt, text[text.rfind(end) + len(end) :]
 
     def _after(self, conversation: Conversation, text: str, spans: list[Span], first: int) -> list[Span]:
         """Marked spans after the prompt of the first `first` messages."""
@@ -322,25 +364,22 @@ class Renderer:
     def _prefix(self, conversation: Conversation, text: str, length: int, *, generation_prompt: bool) -> str:
         part, _ = self._render(conversation, length, generation_prompt=generation_prompt)
         if not text.startswith(part):
-            raise ConfigError(
+            raise TurnsRewritten(
                 f"chat template of {self.tokenizer.name} changes the text of messages 0..{length - 1} when message "
-                f"{length} follows (as templates that drop earlier thinking do), so no loss mask can be derived; give "
-                "the last turn as completion and the others as prompt, or use a template with {% generation %} marks"
+                f"{length} follows, so that its turns are not parts of one sequence; give the last turn as the answer "
+                "and the others as prompt, or set model.chat_template to one that keeps earlier turns"
             )
         return part
 
-    def _end_at_stop(self, tokens: list[int], mask: list[bool]) -> list[bool]:
-        """Remove loss after the last stop token of a derived turn: those tokens are never sampled."""
-        mask, index = list(mask), len(mask) - 1
-        while index >= 0:
-            begin = index
-            while begin >= 0 and mask[begin]:
-                begin -= 1
-            stops = [i for i in range(begin + 1, index + 1) if tokens[i] in self.tokenizer.stop_ids]
-            if stops:
-                mask[stops[-1] + 1 : index + 1] = [False] * (index - stops[-1])
-            index = begin - 1
-        return mask
+    def _end_at_stop(self, tokens: list[int], begins: list[bool], mask: list[bool]) -> list[bool]:
+        """Remove loss after the first stop token of each derived turn: those tokens are never sampled. `begins`: tokens
+        that begin a turn."""
+        ended, kept = False, []
+        for token, begin, loss in zip(tokens, begins, mask, strict=True):
+            ended = ended and not begin
+            kept.append(loss and not ended)
+            ended = ended or (loss and token in self.tokenizer.stop_ids)
+        return kept
 
     def _end_turns(self, tokens: list[int], mask: list[bool], *, calls: bool) -> tuple[list[int], list[bool]]:
         """Add loss to the stop token behind a turn that has none. `calls`: the last message calls tools."""

@@ -51,10 +51,11 @@ def loss_on(section: SequenceSection) -> LossOn:
     return "all" if section.train_on_prompt else "last" if section.last_turn_only else "answers"
 
 
-def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, loss: LossOn) -> TokenizedExample:
+def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, loss: LossOn) -> list[TokenizedExample]:
     """Tokens and loss mask of a row: from templates, `messages`, `prompt` with `completion`, or `text`.
 
-    Raises `ConfigError` if columns are missing or a value has the wrong type.
+    One sequence, or one for each assistant turn if the chat template rewrites earlier turns. Raises `ConfigError` if
+    columns are missing or a value has the wrong type.
     """
     kind = _kind(section, list(row))
     tools = checked_tools(row.get("tools"))
@@ -69,10 +70,10 @@ def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, loss
             raise ConfigError(
                 "last_turn_only has no effect on the plain column text; give messages, or prompt and completion"
             )
-        masked = renderer.text(_string(row, "text"))
+        sequences = [renderer.text(_string(row, "text"))]
     elif kind == "messages":
         messages = _with_system(checked_messages(row["messages"], "messages"), row, section)
-        masked = renderer.conversation(messages, first=_first(messages, 0, loss), tools=tools)
+        sequences = renderer.conversations(messages, first=_first(messages, 0, loss), tools=tools)
     else:
         prompt, answer = spoken(
             prompt_messages(row, section),
@@ -81,12 +82,23 @@ def tokenize_example(row: Row, section: DatasetSection, renderer: Renderer, loss
             renderer.remarks,
         )
         messages = [*prompt, *answer]
-        masked = render_answer(prompt, answer, renderer, tools, loss)
+        if renderer.chat:
+            sequences = renderer.conversations(messages, first=_first(messages, len(prompt), loss), tools=tools)
+        else:
+            sequences = [render_answer(prompt, answer, renderer)]
     if loss == "all" and kind != "text" and any("weight" in message for message in messages):
         raise ConfigError("weight: 0 of a message has no effect with train_on_prompt, which trains on everything")
+    if loss == "all" and len(sequences) > 1:
+        raise ConfigError(
+            f"train_on_prompt: chat template of {renderer.tokenizer.name} rewrites earlier turns, so that each turn is "
+            "a sequence whose prompt repeats them; remove it, or set model.chat_template to one that keeps them"
+        )
+    return [_example(masked, loss) for masked in sequences]
+
+
+def _example(masked: Masked, loss: LossOn) -> TokenizedExample:
     tokens = np.asarray(masked.tokens, np.int32)
-    mask = np.arange(len(tokens)) > 0 if loss == "all" else np.asarray(masked.mask, bool)
-    return TokenizedExample(tokens, mask)
+    return TokenizedExample(tokens, np.arange(len(tokens)) > 0 if loss == "all" else np.asarray(masked.mask, bool))
 
 
 def prompt_messages(row: Row, section: DatasetSection) -> list[Message]:
@@ -173,13 +185,11 @@ def render_answer(
     answer: Sequence[Message],
     renderer: Renderer,
     tools: Any = None,
-    loss: LossOn = "answers",
 ) -> Masked:
-    """Render prompt and answer with loss on the answer, or only on its last turn."""
+    """Render prompt and answer as one sequence with loss on the answer."""
     if not renderer.chat:
         return renderer.completion(plain_text(prompt), plain_text(answer))
-    messages = [*prompt, *answer]
-    return renderer.conversation(messages, first=_first(messages, len(prompt), loss), tools=tools)
+    return renderer.conversation([*prompt, *answer], first=len(prompt), tools=tools)
 
 
 def _value(row: Row, template: str | None, column: str) -> str | list[Any]:

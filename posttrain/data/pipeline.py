@@ -15,6 +15,7 @@ from posttrain.config import DatasetSection, OfflineSection, SequenceSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import loss_on, tokenize_example
 from posttrain.data.packing import fit_to_row, sequence, to_batch
+from posttrain.data.sequence_cache import Sequences
 from posttrain.data.sources import Rows
 from posttrain.data.windows import PackedBatches, Window
 from posttrain.errors import ConfigError
@@ -38,10 +39,8 @@ class RowTargets(Protocol):
         """Packed row length of each array from `arrays`."""
         ...
 
-    def arrays(
-        self, dataset: int, index: int, row: Mapping[str, Any], sequence: Mapping[str, np.ndarray]
-    ) -> dict[str, np.ndarray]:
-        """Targets of the sequence made from row `index` of dataset `dataset`."""
+    def arrays(self, dataset: int, index: int, row: Mapping[str, Any], sequences: Sequences) -> Sequences:
+        """Targets of the sequences made from row `index` of dataset `dataset`."""
         ...
 
     def batch(self, batch: Batch, rows: Mapping[str, np.ndarray]) -> Batch:
@@ -178,9 +177,9 @@ def fingerprint(section: DatasetSection, rows: Rows) -> str:
     return _digest(json.dumps(content, sort_keys=True, default=str))
 
 
-def token_fingerprint(rows: Rows, tokenize: Callable[[int], dict[str, np.ndarray] | None]) -> str:
+def token_fingerprint(rows: Rows, tokenize: Callable[[int], Sequences]) -> str:
     """Hash of the tokenised sequences of up to 64 rows, which depend on tokenizer, template and columns."""
-    made = [tokenize(index) for index in _sampled(rows)]
+    made = [one for index in _sampled(rows) for one in tokenize(index)]
     return _digest(json.dumps([None if m is None else [m["tokens"].tolist(), m["loss_weight"].tolist()] for m in made]))
 
 
@@ -229,36 +228,37 @@ def row_tokenizer(
     renderer: Renderer,
     targets: RowTargets | None = None,
     number: int = 0,
-) -> Callable[[int], dict[str, np.ndarray] | None]:
-    """Function from a row number to its sequence; None for a row that is dropped as too long.
+) -> Callable[[int], Sequences]:
+    """Function from a row number to its sequences; None for one that is dropped as too long.
 
     Readers with equal arguments share tokenised rows. `number`: dataset number for `targets`.
     """
 
     loss = loss_on(section)
 
-    def make(index: int) -> dict[str, np.ndarray] | None:
+    def make(index: int) -> Sequences:
         with rows.named(index) as row:
-            example = tokenize_example(row, dataset, renderer, loss)
-            kept = fit_to_row(example, section.row_tokens, section.overlong)
-        return None if kept is None else sequence(kept)
+            examples = tokenize_example(row, dataset, renderer, loss)
+            fitted = [fit_to_row(example, section.row_tokens, section.overlong) for example in examples]
+        return [None if one is None else sequence(one) for one in fitted]
 
     key = (repr(dataset), renderer, loss, section.row_tokens, section.overlong)
     sequences = rows.sequences(key, make)
 
-    def tokenize(index: int) -> dict[str, np.ndarray] | None:
-        arrays = sequences(index)
-        if arrays is None or targets is None:
-            return arrays
+    def tokenize(index: int) -> Sequences:
+        made = sequences(index)
+        if targets is None:
+            return made
         with rows.named(index) as row:
-            return arrays | targets.arrays(number, index, row, arrays)
+            more = targets.arrays(number, index, row, made)
+        return [None if one is None else one | (added or {}) for one, added in zip(made, more, strict=True)]
 
     return tokenize
 
 
-def require_one(rows: Rows, tokenize: Callable[[int], Any], row_tokens: int) -> None:
+def require_one(rows: Rows, tokenize: Callable[[int], Sequences], row_tokens: int) -> None:
     """Raise ConfigError if all rows are dropped: an endless stream over them would never yield."""
-    if all(tokenize(index) is None for index in range(len(rows))):
+    if all(one is None for index in range(len(rows)) for one in tokenize(index)):
         raise ConfigError(
             f"every row of {rows.name} is dropped as longer than row_tokens={row_tokens}; raise row_tokens"
         )

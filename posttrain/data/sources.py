@@ -24,7 +24,7 @@ from posttrain.data.files import (
 )
 from posttrain.data.format import standard_row
 from posttrain.data.messages import Remarks
-from posttrain.data.sequence_cache import Arrays, SequenceCache
+from posttrain.data.sequence_cache import SequenceCache, Sequences
 from posttrain.errors import ConfigError
 from posttrain.runtime.hub import hub_is_reachable, is_hub_id
 from posttrain.tracking.console import progress
@@ -75,7 +75,7 @@ class Rows:
         """Column names of the first row."""
         return tuple(self[0])
 
-    def sequences(self, key: Hashable, make: Callable[[int], Arrays | None], count: int | None = None) -> SequenceCache:
+    def sequences(self, key: Hashable, make: Callable[[int], Sequences], count: int | None = None) -> SequenceCache:
         """Cache of the sequences that `make` returns, shared by all calls with the same `key`.
 
         `key`: everything that the sequences depend on besides the rows. `count`: number of sequences, by default of

@@ -28,7 +28,7 @@ from posttrain.data.preference import (
     prompt_of,
     steps,
 )
-from posttrain.data.sequence_cache import SequenceCache
+from posttrain.data.sequence_cache import SequenceCache, Sequences
 from posttrain.data.sources import Rows
 from posttrain.data.windows import PackedBatches, Window
 from posttrain.errors import ConfigError
@@ -89,16 +89,21 @@ class Units:
         section = self.section
         fitting = (section.row_tokens, section.overlong)
         kind = (self.kind, self.weigh_prompts, self.margins, self.share_prompts)
-        return self.rows.sequences((repr(self.dataset), self.renderer, *fitting, *kind), self._tokenise, len(self))
+        key = (repr(self.dataset), self.renderer, *fitting, *kind)
+        return self.rows.sequences(key, lambda index: [self._tokenise(index)], len(self))
 
     def __call__(self, index: int) -> Unit | None:
         """Arrays of a unit; None if it is dropped: too long, or two answers that are equal, or equal once truncated."""
-        unit = self._tokenised(index)
+        (unit,) = self._tokenised(index)
         if unit is None or self.ref_logps is None:
             return unit
         logps = np.zeros(len(unit["tokens"]), np.float32)
         logps[unit["loss_weight"] > 0] = self.ref_logps(index, unit)
         return {**unit, "ref_logps": logps}
+
+    def as_sequences(self, index: int) -> Sequences:
+        """Unit as the only sequence of its number, for readers of rows with several."""
+        return [self(index)]
 
     def _tokenise(self, index: int) -> Unit | None:
         row = index // self._per_row
@@ -235,7 +240,7 @@ class ComparisonBatches(Stream):
         window = window_of(section, [dataset])
         identity = {
             "dataset": fingerprint(dataset, units.rows),
-            "tokens": token_fingerprint(units.rows, replace(units, ref_logps=None)),
+            "tokens": token_fingerprint(units.rows, replace(units, ref_logps=None).as_sequences),
             "seed": seed,
             "shuffle": dataset.shuffle,
             "batch_rows": section.batch_rows,
@@ -247,7 +252,7 @@ class ComparisonBatches(Stream):
             "window": str(window),
         }
         numbers = order(len(units), shuffle=dataset.shuffle, seed=seed)
-        super().__init__(_packed(units, numbers.map(units), window), identity)
+        super().__init__(_packed(units, numbers.map(units.as_sequences), window), identity)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -266,7 +271,7 @@ def all_rows(units: Units) -> Iterator[NumberedRows]:
 
     section = units.section
     window = Window.of(packing=section.packing, ordered=False, batch_rows=section.batch_rows)
-    for made in _packed(units, grain.MapDataset.range(len(units)).map(units), window):
+    for made in _packed(units, grain.MapDataset.range(len(units)).map(units.as_sequences), window):
         yield _to_batch(made, units)
 
 

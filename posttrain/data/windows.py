@@ -42,7 +42,7 @@ has room."""
 class PackedBatches:
     """Batches of packed rows [batch_rows, length], arrays by name; the final batch is filled with empty rows.
 
-    `examples`: arrays by name, or None for a dropped one; a sequence, or a grain `MapDataset`.
+    `examples`: sequences of each, arrays by name, or None for a dropped one; a list, or a grain `MapDataset`.
     `lengths`: row length by array name.
     `epoch`: number of examples per epoch; windows end with it, so that every epoch holds each example once.
     `numbered`: names of token arrays, whose positions within the sequence (`_positions`) and sequence number within the
@@ -119,9 +119,9 @@ class PackedBatches:
         while taken < left and not (self._is_enough(taken, tokens) and left - taken >= taken):
             example = self._examples[self._start + taken]
             taken += 1
-            if example is not None:
-                kept.append(example)
-                tokens += len(example["tokens"])
+            there = [one for one in example if one is not None]
+            kept += there
+            tokens += sum(len(one["tokens"]) for one in there)
         return kept, taken
 
     def _is_enough(self, taken: int, tokens: int) -> bool:

@@ -25,8 +25,8 @@ OPEN_SHARDS = 128
 """Maximum number of memory-mapped files, far below the limit of open files of a process."""
 DESCRIPTION = "cache.json"
 
-Sequence_ = Mapping[str, np.ndarray]
-"""`tokens` and `loss_weight` of a row."""
+Row = Sequence[Mapping[str, np.ndarray] | None]
+"""Sequences of a row with `tokens` and `loss_weight`; None for one without teacher targets."""
 
 
 class CacheFolder:
@@ -53,11 +53,11 @@ class CacheFolder:
         """Shards that are not written yet."""
         return [shard for shard in self.shards if not self._index(shard).exists()]
 
-    def unfit(self, tokenize: Callable[[int], Sequence_ | None]) -> list[int]:
+    def unfit(self, tokenize: Callable[[int], Row]) -> list[int]:
         """Shards that are missing, or whose rows have changed in the dataset."""
         return [shard for shard in self.shards if not self._is_of(shard, tokenize)]
 
-    def _is_of(self, shard: int, tokenize: Callable[[int], Sequence_ | None]) -> bool:
+    def _is_of(self, shard: int, tokenize: Callable[[int], Row]) -> bool:
         if not self._index(shard).exists():
             return False
         return np.array_equal(np.load(self._index(shard))["digests"], digests_of(map(tokenize, self.rows(shard))))
@@ -84,15 +84,15 @@ class CacheFolder:
                     "restore it, or give another folder"
                 )
 
-    def write(self, shard: int, records: np.ndarray, sequences: Sequence[Sequence_ | None]) -> None:
+    def write(self, shard: int, records: np.ndarray, rows: Sequence[Row]) -> None:
         """Write the records of a shard in the order of its rows, then its index, which marks it as complete."""
         assert records.dtype == np.uint8 and records.shape[1] == self.format.num_bytes
-        counts = np.asarray([0 if s is None else np.count_nonzero(s["loss_weight"]) for s in sequences])
+        counts = np.asarray([sum(np.count_nonzero(s["loss_weight"]) for s in row if s is not None) for row in rows])
         assert counts.sum() == len(records) and len(counts) == len(self.rows(shard))
         self._index(shard).unlink(missing_ok=True)
         np.save(self._records(shard), records)
         index = io.BytesIO()
-        np.savez(index, counts=counts, digests=digests_of(sequences))
+        np.savez(index, counts=counts, digests=digests_of(rows))
         write_whole(self._index(shard), index.getvalue())
 
     def _records(self, shard: int) -> Path:
@@ -127,17 +127,22 @@ class TeacherCache:
         self._shard_starts = np.concatenate([[0], np.cumsum(sizes)])
         self._shard = functools.lru_cache(OPEN_SHARDS)(lambda number: np.load(files[number], mmap_mode="r"))
 
-    def places(self, dataset: int, row: int, sequence: Sequence_) -> Int[np.ndarray, " T"]:
+    def places(self, dataset: int, row: int, sequences: Row) -> list[Int[np.ndarray, " T"] | None]:
         """Record number of each token, from 1; 0 without a record. ConfigError for a row that has changed."""
-        if digest(sequence) != self._digests[dataset][row]:
+        if digest(sequences) != self._digests[dataset][row]:
             raise ConfigError(
                 f"cache: its tokens are not those that {self._datasets[dataset].folder} was written for; write it anew "
                 "with posttrain distill --cache"
             )
-        counts = sequence["loss_weight"] > 0
-        places = np.zeros(len(counts), np.int64)
-        places[counts] = self._starts[dataset][row] + 1 + np.arange(np.count_nonzero(counts))
-        return places
+        found: list[Int[np.ndarray, " T"] | None] = []
+        first = self._starts[dataset][row] + 1
+        for sequence in sequences:
+            counts = np.zeros(0, bool) if sequence is None else sequence["loss_weight"] > 0
+            places = np.zeros(len(counts), np.int64)
+            places[counts] = first + np.arange(np.count_nonzero(counts))
+            first += np.count_nonzero(counts)
+            found.append(None if sequence is None else places)
+        return found
 
     def read(self, places: Int[np.ndarray, "B T"]) -> TopK:
         """Decode the records of tokens; entries of tokens without a record are arbitrary."""
@@ -158,31 +163,34 @@ class TeacherCache:
         return topk
 
 
-def digests_of(sequences: Iterable[Sequence_ | None]) -> np.ndarray:
-    """Hash each row; 0 for a row without teacher targets."""
-    return np.asarray([0 if s is None else digest(s) for s in sequences], np.uint64)
+def digests_of(rows: Iterable[Row]) -> np.ndarray:
+    """Hash each row."""
+    return np.asarray([digest(row) for row in rows], np.uint64)
 
 
-def digest(sequence: Sequence_) -> np.uint64:
-    """Hash the tokens of a sequence and its loss mask."""
-    hashed = hashlib.sha256(np.ascontiguousarray(sequence["tokens"], "<i4").tobytes())
-    hashed.update(np.packbits(sequence["loss_weight"] > 0).tobytes())
-    return np.frombuffer(hashed.digest()[:8], "<u8")[0]
+def digest(row: Row) -> np.uint64:
+    """Hash the tokens of a row's sequences and their loss masks; 0 for a row without teacher targets."""
+    hashed = hashlib.sha256()
+    for sequence in row:
+        if sequence is not None:
+            hashed.update(np.ascontiguousarray(sequence["tokens"], "<i4").tobytes())
+            hashed.update(np.packbits(sequence["loss_weight"] > 0).tobytes())
+    return np.frombuffer(hashed.digest()[:8], "<u8")[0] if any(one is not None for one in row) else np.uint64(0)
 
 
 def fill(
     cache: CacheFolder,
     shards: Iterable[int],
-    tokenize: Callable[[int], Sequence_ | None],
-    score: Callable[[Sequence[Sequence_]], Iterator[TopK]],
+    tokenize: Callable[[int], Row],
+    score: Callable[[Sequence[Mapping[str, np.ndarray]]], Iterator[TopK]],
     advance: Callable[[int], None],
 ) -> None:
     """Write these shards. `score` gives each sequence's [N, k] records of its tokens with loss."""
     cache.claim()
     for shard in shards:
-        sequences = [tokenize(row) for row in cache.rows(shard)]
-        there = [sequence for sequence in sequences if sequence is not None]
+        rows = [tokenize(row) for row in cache.rows(shard)]
+        there = [sequence for row in rows for sequence in row if sequence is not None]
         parts = [cache.format.encode(topk) for topk in score(there)]
         empty = np.zeros((0, cache.format.num_bytes), np.uint8)
-        cache.write(shard, np.concatenate([empty, *parts]), sequences)
-        advance(len(sequences))
+        cache.write(shard, np.concatenate([empty, *parts]), rows)
+        advance(len(rows))

@@ -10,6 +10,7 @@ from jaxtyping import Float
 
 from posttrain.batch import Batch, TopK, teacher_batch
 from posttrain.data.format import no_column
+from posttrain.data.sequence_cache import Sequences
 from posttrain.distill.cache import TeacherCache
 from posttrain.distill.cross_tokenizer.rows import Aligned, Aligner, teacher_rows
 from posttrain.errors import ConfigError, did_you_mean
@@ -53,31 +54,50 @@ class TeacherTargets:
         """Names of the arrays that are teacher token sequences."""
         return () if self._caches is not None else tuple(_of_teacher(n)[0] for n in self._aligners)
 
-    def arrays(
-        self, dataset: int, index: int, row: Mapping[str, Any], sequence: Mapping[str, np.ndarray]
-    ) -> dict[str, np.ndarray]:
+    def arrays(self, dataset: int, index: int, row: Mapping[str, Any], sequences: Sequences) -> Sequences:
         """Target arrays of the tokenised row `index` of dataset `dataset`."""
-        made: dict[str, np.ndarray] = {}
-        length = len(sequence["tokens"])
         shares = np.ones(1, np.float32)
         if self._column is not None:
             shares = teacher_shares(row, self._column, self._titles)
-        scored_parts, where = [sequence] * len(shares), [np.ones(length, bool)] * len(shares)
+        aligned = {n: aligner.align(dataset, row, sequences) for n, aligner in self._aligners.items()}
+        nothing = [None if s is None else np.zeros(len(s["tokens"]), np.int64) for s in sequences]
+        places = []
+        for n, cache in enumerate(self._caches or ()):
+            pairs = zip(sequences, aligned.get(n, [None] * len(sequences)), strict=True)
+            parts = [s if s is None or a is None else a.part_of(s) for s, a in pairs]
+            # The cache has no record of a row in which the teacher has no share.
+            places.append(cache.places(dataset, index, parts) if shares[n] else nothing)
+        made: Sequences = []
+        for number, sequence in enumerate(sequences):
+            if sequence is None:
+                made.append(None)
+                continue
+            mine = {n: found for n, of_row in aligned.items() if (found := of_row[number]) is not None}
+            arrays = self._weights_of(shares, len(sequence["tokens"]), mine)
+            for name, of_row in zip(self._places, places, strict=True):
+                at = of_row[number]
+                assert at is not None
+                arrays[name] = at
+            made.append(arrays)
+        return made
+
+    def _weights_of(
+        self, shares: Float[np.ndarray, " N"], length: int, aligned: Mapping[int, Aligned]
+    ) -> dict[str, np.ndarray]:
+        """Teacher weights of a sequence of `length` tokens, and its alignment with teachers of other tokens."""
+        made: dict[str, np.ndarray] = {}
+        where = [np.ones(length, bool)] * len(shares)
         for n, aligner in self._aligners.items():
-            aligned = aligner.align(dataset, row, sequence)
-            scored_parts[n], where[n] = aligned.part_of(sequence), aligned.covered != 0
+            found = aligned[n]
+            where[n] = found.covered != 0
             if self._caches is None:
                 keep = np.int32(shares[n] > 0)
-                arrays = (aligned.covered * keep, aligned.tokens, aligned.scored * keep)
+                arrays = (found.covered * keep, found.tokens, found.scored * keep)
                 made |= dict(zip((f"covered_{n}", *_of_teacher(n)), arrays, strict=True))
             elif aligner.shared is not None:
-                made[f"covered_{n}"] = aligned.covered
+                made[f"covered_{n}"] = found.covered
         for n, name in enumerate(self._weights):
             made[name] = np.where(where[n], shares[n], np.float32(0))
-        if self._caches is not None:
-            for name, cache, share, part in zip(self._places, self._caches, shares, scored_parts, strict=True):
-                # The cache has no record of a row in which the teacher has no share.
-                made[name] = cache.places(dataset, index, part) if share else np.zeros(length, np.int64)
         return made
 
     def batch(self, batch: Batch, rows: Mapping[str, np.ndarray]) -> Batch:

@@ -63,7 +63,8 @@ def first_tokens(path: str, tokenizer: Tokenizer) -> list[np.ndarray]:
     """The beginnings of the first rows of a dataset."""
     section = DatasetSection(path=Locator(path), limit=TEXT_ROWS)
     rows, renderer = rows_and_renderer(section, tokenizer)
-    return [tokenize_example(rows[i], section, renderer, "all").tokens[:TEXT_TOKENS] for i in range(len(rows))]
+    made = [one for i in range(len(rows)) for one in tokenize_example(rows[i], section, renderer, "answers")]
+    return [one.tokens[:TEXT_TOKENS] for one in made]
 
 
 def expert_load(model: Decoder, sequences: Sequence[np.ndarray]) -> Float[np.ndarray, "L E"]:

@@ -114,9 +114,8 @@ def _tail(renderer: Renderer) -> list[int]:
     """Tokens that the template writes after the end-of-turn token."""
     if not renderer.chat:
         return []
-    tokens = render_answer([{"role": "user", "content": "?"}], [{"role": "assistant", "content": "!"}], renderer).tokens
-    ends = [at for at, token in enumerate(tokens) if token in renderer.tokenizer.stop_ids]
-    return list(tokens[ends[-1] + 1 :]) if ends else []
+    tokens, mask = render_answer([{"role": "user", "content": "?"}], [{"role": "assistant", "content": "!"}], renderer)
+    return tokens[len(mask) - mask[::-1].index(True) :]
 
 
 def _same(one: Tokenizer, other: Tokenizer) -> bool:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from posttrain.config import DatasetSection, OfflineSection
-from posttrain.data.packing import Arrays
 from posttrain.data.pipeline import fingerprint, order, token_fingerprint, window_of
+from posttrain.data.sequence_cache import Sequences
 from posttrain.data.sources import checked_rows
 from posttrain.data.windows import PackedBatches, Window
 from posttrain.errors import ConfigError
@@ -21,6 +21,8 @@ from posttrain.runtime.files import digest, write_whole
 from posttrain.stages.inputs import EpochSource, Inputs
 from posttrain.tracking.console import progress
 
+Lengths = list[int | None]
+"""Tokens of a row's sequences; None for a dropped one."""
 FILE = "epochs.json"
 """File in the run's folder: `num_steps` by digest of the count's inputs."""
 
@@ -82,17 +84,19 @@ def _num_rows(
 ) -> int:
     """Number of rows that hold `num_epochs` passes over all sequences, or over the sampled ones."""
     datasets = [one.dataset for one in sources]
-    lengths = [_lengths(one, checked_rows(one.count) if sampled else range(one.count)) for one in sources]
+    lengths: list[list[Lengths]] = [
+        _lengths(one, checked_rows(one.count) if sampled else range(one.count)) for one in sources
+    ]
     return rows_of_epochs(
         section, datasets, lengths, window=window_of(section, datasets), num_epochs=num_epochs, seed=seed
     )
 
 
-def _lengths(source: EpochSource, chosen: Sequence[int]) -> list[int | None]:
-    """Tokens of each sequence; None for a dropped one."""
+def _lengths(source: EpochSource, chosen: Sequence[int]) -> list[Lengths]:
+    """Tokens of each row's sequences; None for a dropped one."""
     title = f"counting the tokens of {source.rows.name}"
     made = (source.tokenize(index) for index in progress(chosen, title, len(chosen)))
-    return [None if one is None else len(one["tokens"]) for one in made]
+    return [[None if one is None else len(one["tokens"]) for one in of_row] for of_row in made]
 
 
 def _digest(section: OfflineSection, num_epochs: float, seed: int, sources: Sequence[EpochSource]) -> str:
@@ -110,7 +114,7 @@ def _digest(section: OfflineSection, num_epochs: float, seed: int, sources: Sequ
 def rows_of_epochs(
     section: OfflineSection,
     datasets: Sequence[DatasetSection],
-    lengths: Sequence[Sequence[int | None]],
+    lengths: Sequence[Sequence[Lengths]],
     *,
     window: Window,
     num_epochs: float,
@@ -118,8 +122,8 @@ def rows_of_epochs(
 ) -> int:
     """Minimum number of rows, in training order, that hold `num_epochs` times the number of sequences.
 
-    `lengths`: tokens of each sequence of each dataset; None for dropped ones. Packs the same stream as training, with
-    stand-ins for the tokens.
+    `lengths`: tokens of the sequences of each row of each dataset; None for dropped ones. Packs the same stream as
+    training, with stand-ins for the tokens.
     """
     import grain
 
@@ -129,7 +133,7 @@ def rows_of_epochs(
     ]
     stream = streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, [one.weight for one in datasets])
     epoch = sum(map(len, lengths))
-    wanted = sum(stream[draw] is not None for draw in range(math.ceil(num_epochs * epoch)))
+    wanted = sum(one is not None for draw in range(math.ceil(num_epochs * epoch)) for one in stream[draw])
     if not section.packing:
         return wanted
     packed = PackedBatches(stream, epoch=epoch, window=window, batch_rows=1, lengths={"tokens": section.row_tokens})
@@ -143,10 +147,9 @@ def rows_of_epochs(
 class _StandIns:
     """Arrays of the given lengths by number, without tokens."""
 
-    def __init__(self, lengths: Sequence[int | None]):
-        longest = max((length for length in lengths if length is not None), default=0)
+    def __init__(self, lengths: Sequence[Lengths]):
+        longest = max((length for of_row in lengths for length in of_row if length is not None), default=0)
         self._lengths, self._zeros = lengths, np.zeros(longest, np.int8)
 
-    def __call__(self, index: int) -> Arrays | None:
-        length = self._lengths[index]
-        return None if length is None else {"tokens": self._zeros[:length]}
+    def __call__(self, index: int) -> Sequences:
+        return [None if length is None else {"tokens": self._zeros[:length]} for length in self._lengths[index]]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from posttrain.cluster.scorers import FrozenModel
 from posttrain.config import DistillSection, RunConfig
 from posttrain.data.pipeline import row_tokenizer
+from posttrain.data.sequence_cache import Sequences
 from posttrain.data.sources import Rows
 from posttrain.distill.cache import CacheFolder, fill
 from posttrain.distill.cross_tokenizer.teachers import aligned_scorer, aligned_tokenizer
@@ -78,8 +78,8 @@ def write_caches(config: RunConfig) -> None:
             console().print(f"teacher {source.title}: its cache is whole", markup=False)
 
 
-RowReader = Callable[[int], Any]
-"""Function from a row number to its sequence; None without teacher targets."""
+RowReader = Callable[[int], Sequences]
+"""Function from a row number to its sequences; none without teacher targets."""
 
 
 def _reader(inputs: DistillInputs, source: TeacherSource, number: int, data: Source) -> RowReader:
@@ -89,7 +89,7 @@ def _reader(inputs: DistillInputs, source: TeacherSource, number: int, data: Sou
         tokenize: RowReader = row_tokenizer(section, *data)
     else:
         tokenize = aligned_tokenizer(section, aligner, number, data)
-    return lambda row: tokenize(row) if _has_share(section, source, data[1], row) else None
+    return lambda row: tokenize(row) if _has_share(section, source, data[1], row) else []
 
 
 def _write(

@@ -4,11 +4,10 @@ disk."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from posttrain.batch import rows_per_pass
 from posttrain.cluster.scorers import FrozenModel, Scorer
@@ -16,6 +15,7 @@ from posttrain.config import DatasetSection, DistillSection, ModelSection, Teach
 from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import fingerprint, row_tokenizer, token_fingerprint
 from posttrain.data.prefetch import MAX_BATCHES, MeasuredStream, Prefetch
+from posttrain.data.sequence_cache import Sequences
 from posttrain.data.sources import Rows
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.distill.cache import CacheFolder, TeacherCache
@@ -237,11 +237,10 @@ def aligner_of(inputs: DistillInputs, source: TeacherSource) -> Aligner | None:
     return inputs.aligners.get([one.title for one in inputs.teachers].index(source.title))
 
 
-def _read_by(section: DistillSection, aligner: Aligner, number: int, data: Source) -> Any:
+def _read_by(section: DistillSection, aligner: Aligner, number: int, data: Source) -> Callable[[int], Sequences]:
     tokenize = aligned_tokenizer(section, aligner, number, data)
 
-    def read(row: int) -> Any:
-        made = tokenize(row)
-        return None if made is None else teacher_sequence(made)
+    def read(row: int) -> Sequences:
+        return [None if made is None else teacher_sequence(made) for made in tokenize(row)]
 
     return read

@@ -10,6 +10,7 @@ from posttrain.batch import rows_per_pass
 from posttrain.config import DatasetSection, Locator, PairSection, RunConfig, SequenceSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import check_columns, prompt_columns, use_chat
+from posttrain.data.sequence_cache import Sequences
 from posttrain.data.sources import Rows, load_rows
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
@@ -34,12 +35,12 @@ class Inputs(Protocol):
 
 @dataclass(frozen=True)
 class EpochSource:
-    """Sequences (or pairs) of one dataset by number."""
+    """Sequences (or pairs) of one dataset, by row number."""
 
     dataset: DatasetSection
     rows: Rows
     count: int
-    tokenize: Callable[[int], Any]
+    tokenize: Callable[[int], Sequences]
 
 
 @dataclass

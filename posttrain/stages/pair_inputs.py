@@ -77,7 +77,7 @@ class PairInputs:
     @property
     def epoch_sources(self) -> Sequence[EpochSource]:
         """Units over which `num_epochs` passes."""
-        return [EpochSource(self.section.dataset, self.units.rows, len(self.units), self.units)]
+        return [EpochSource(self.section.dataset, self.units.rows, len(self.units), self.units.as_sequences)]
 
 
 def prepare(section: PreferenceSection | RewardModelSection, prepared: Prepared) -> tuple[PairInputs, list[str]]:

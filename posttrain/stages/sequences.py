@@ -125,19 +125,36 @@ def _check_sequences(
 ) -> tuple[float, list[str]]:
     """Tokenise the rows of `checked_rows` as in training, to find mistakes early.
 
-    Returns the share of dropped rows, and a note about them.
+    Returns the share of dropped sequences, and notes: about them, and about rows with a sequence for each turn.
     """
     tokenize = row_tokenizer(section, dataset, rows, renderer, targets)
     chosen = checked_rows(len(rows))
-    dropped = [made is None for made in each_row(rows, chosen, "rows", tokenize)].count(True)
-    if dropped == len(chosen):
+    dropped = total = split = tokens = whole = 0
+    for made in each_row(rows, chosen, "rows", tokenize):
+        lengths = [len(one["tokens"]) for one in made if one is not None]
+        total += len(made)
+        dropped += len(made) - len(lengths)
+        if len(made) > 1:
+            split += 1
+            tokens += sum(lengths)
+            whole += max(lengths, default=0)
+    if dropped == total:
         require_one(rows, tokenize, section.row_tokens)
     checked = "" if len(chosen) == len(rows) else " checked"
-    note = (
-        f"{dropped:,} of {len(chosen):,} rows{checked} of {rows.name} are dropped: longer than "
-        f"row_tokens={section.row_tokens} (overlong: {section.overlong})"
-    )
-    return dropped / len(chosen), ([note] if dropped else []) + _stop_notes(dataset, rows, renderer) + rows.notes
+    notes = []
+    if split:
+        notes.append(
+            f"{split:,} of {len(chosen):,} rows{checked} of {rows.name} are trained as a sequence for each assistant "
+            f"turn, in all {total - len(chosen) + split:,} with {tokens / max(whole, 1):.1f} times the tokens, because "
+            f"the chat template of {renderer.tokenizer.name} writes earlier turns differently once others follow; a "
+            "model.chat_template that keeps them makes one sequence of each row"
+        )
+    if dropped:
+        notes.append(
+            f"{dropped:,} of {total:,} {'sequences' if split else 'rows'}{checked} of {rows.name} are dropped: longer "
+            f"than row_tokens={section.row_tokens} (overlong: {section.overlong})"
+        )
+    return dropped / total, notes + _stop_notes(dataset, rows, renderer) + rows.notes
 
 
 def _stop_notes(dataset: DatasetSection, rows: Rows, renderer: Renderer) -> list[str]:
@@ -145,8 +162,8 @@ def _stop_notes(dataset: DatasetSection, rows: Rows, renderer: Renderer) -> list
     made = []
     for index in range(0, len(rows), -(-len(rows) // STOP_ROWS)) if renderer.chat else ():
         with rows.named(index) as row:
-            example = tokenize_example(row, dataset, renderer, "answers")
-        made.append(Masked(example.tokens.tolist(), example.loss_mask.tolist()))
+            examples = tokenize_example(row, dataset, renderer, "answers")
+        made += [Masked(example.tokens.tolist(), example.loss_mask.tolist()) for example in examples]
     return stop_notes(renderer, made)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.data.chat import Masked, Renderer
+from posttrain.data.chat import Masked, Renderer, TurnsRewritten
 from posttrain.data.messages import Message
 from posttrain.data.tokenizer import Tokenizer, load_tokenizer
 from posttrain.data.turns import sampled_stop_notes, stop_notes
@@ -76,15 +76,42 @@ def test_control_tokens_in_messages_are_text(chat: Renderer) -> None:
     assert "user\n\U00100000<eos><|im_end|>" in chat.tokenizer.decode(chat.prompt(own), skip_special_tokens=False)  # type: ignore[arg-type]
 
 
-def test_template_that_rewrites_history_is_an_error() -> None:
-    forgetting = PLAIN_TEMPLATE.replace(
-        "{{ m['content'] }}", "{{ m['content'] if loop.last or m['role'] != 'assistant' else '...' }}"
-    )
-    renderer = Renderer(tokenizer_with(forgetting), chat=True)
-    with pytest.raises(ConfigError, match=r"chat template of bytes changes the text of messages 0\.\.2 when message 3"):
-        renderer.conversation(TALK)
-    tokens, mask = renderer.conversation(TALK, first=4)
-    assert with_loss(renderer, tokens, mask) == "6<|im_end|>"
+FORGETTING = PLAIN_TEMPLATE.replace(
+    "{{ m['content'] }}", "{{ m['content'] if loop.last or m['role'] != 'assistant' else '...' }}"
+)
+MOVING = (
+    "{% for m in messages if m.role != 'system' %}{{ '<|im_start|>' if m.role == 'user' }}"
+    "{{ messages[0].content if loop.last and m.role == 'user' }}{{ m.content }}<|im_end|>{% endfor %}"
+)
+
+
+def test_a_template_that_rewrites_turns_makes_a_sequence_of_each() -> None:
+    """Each begins with the prompt that its turn is sampled from, and every turn has loss once."""
+    for template, ends in ((FORGETTING, ("4<|im_end|>\n", "6<|im_end|>\n")), (MOVING, ("4<|im_end|>", "6<|im_end|>"))):
+        renderer = Renderer(tokenizer_with(template), chat=True)
+        made = renderer.conversations(TALK)
+        assert len(made) == 2 and renderer.conversations(TALK, first=4) == made[1:]
+        for (tokens, mask), turn, end in zip(made, (2, 4), ends, strict=True):
+            prompt = renderer.prompt(TALK[:turn])
+            assert tokens == prompt + renderer.tokenizer.encode(end)
+            assert with_loss(renderer, tokens, mask) == end.strip() and not any(mask[: len(prompt)])
+        with pytest.raises(TurnsRewritten, match=r"bytes changes the text of messages 0\.\.[12] when message [23]"):
+            renderer.conversation(TALK)
+    # Neither thinking nor anything else is to blame, but the beginning of the reply.
+    other = PLAIN_TEMPLATE.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>model\n{% endif %}")
+    with pytest.raises(ConfigError, match="writes a prompt that is no beginning of its text with the reply, message 2"):
+        Renderer(tokenizer_with(other), chat=True).conversations(TALK)
+
+
+def test_loss_ends_at_the_first_stop_token_of_a_turn() -> None:
+    """Also where the template writes another after it, and where turns of two messages touch."""
+    doubled = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{{ '<eos>' * (not add_generation_prompt) }}"
+    renderer = Renderer(tokenizer_with(doubled), chat=True)
+    tokens, mask = renderer.conversation(TALK[1:3])
+    assert with_loss(renderer, tokens, mask) == "4<|im_end|>"
+    plain = Renderer(tokenizer_with("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"), chat=True)
+    tokens, mask = plain.conversation([*TALK[1:3], TALK[4]])
+    assert with_loss(plain, tokens, mask) == "4<|im_end|>6<|im_end|>"
 
 
 @pytest.mark.parametrize("template", [None, PLAIN_TEMPLATE])

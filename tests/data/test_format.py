@@ -39,7 +39,7 @@ def parts(
     """The text of a row's sequence, and the part of it that has loss."""
     row, _ = standard_row(row)
     renderer = Renderer(tokenizer, use_chat(data, tokenizer, list(row)))
-    example = tokenize_example(row, data, renderer, loss_on)
+    (example,) = tokenize_example(row, data, renderer, loss_on)
     assert example.tokens.dtype == np.int32
     assert not example.loss_mask[0]
     texts = (example.tokens, example.tokens[example.loss_mask])

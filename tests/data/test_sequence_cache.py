@@ -16,24 +16,28 @@ from posttrain.config import DatasetSection, SFTSection
 from posttrain.data import sequence_cache
 from posttrain.data.chat import Renderer
 from posttrain.data.pipeline import SFTBatches
-from posttrain.data.sequence_cache import SequenceCache
+from posttrain.data.sequence_cache import SequenceCache, Sequences
 from posttrain.data.sources import Rows
 from posttrain.data.tokenizer import load_tokenizer
 from posttrain.data.units import ComparisonBatches
 from tests.data.test_preference import TABLE, units
 
 
-def arrays(number: int, length: int) -> dict[str, np.ndarray] | None:
-    tokens = np.arange(number, number + length, dtype=np.int32)
-    return {"tokens": tokens, "weight": (tokens % 3).astype(np.float32)} if length else None
+def arrays(number: int, lengths: list[int]) -> Sequences:
+    parts = [np.arange(number, number + length, dtype=np.int32) for length in lengths]
+    return [{"tokens": part, "weight": (part % 3).astype(np.float32)} if part.size else None for part in parts]
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 16), st.integers(0, 600))
-def test_sequences_are_as_made(lengths: list[int], chunk: int, max_bytes: int) -> None:
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), min_size=1, max_size=9),
+    st.integers(1, 16),
+    st.integers(0, 600),
+)
+def test_sequences_are_as_made(lengths: list[list[int]], chunk: int, max_bytes: int) -> None:
     calls: Counter[int] = Counter()
 
-    def make(number: int) -> dict[str, np.ndarray] | None:
+    def make(number: int) -> Sequences:
         calls[number] += 1
         return arrays(number, lengths[number])
 
@@ -42,17 +46,17 @@ def test_sequences_are_as_made(lengths: list[int], chunk: int, max_bytes: int) -
         cache = SequenceCache(make, len(lengths), max_bytes=max_bytes)
         numbers = list(np.random.default_rng(0).permutation(len(lengths)).tolist())
         for number in numbers * 3:
-            found, expected = cache(number), arrays(number, lengths[number])
-            assert (found is None) == (expected is None)
-            for name in expected or {}:
-                assert found is not None and expected is not None
-                np.testing.assert_array_equal(found[name], expected[name])
-                assert found[name].dtype == expected[name].dtype
+            for found, expected in zip(cache(number), arrays(number, lengths[number]), strict=True):
+                assert (found is None) == (expected is None)
+                for name in expected or {}:
+                    assert found is not None and expected is not None
+                    np.testing.assert_array_equal(found[name], expected[name])
+                    assert found[name].dtype == expected[name].dtype
     kept = [number for number, count in calls.items() if count == 1]
     assert cache.num_kept == len(kept) and set(calls.values()) <= {1, 3}
-    assert 8 * sum(lengths[number] for number in kept) <= max_bytes
+    assert 8 * sum(sum(lengths[number]) for number in kept) <= max_bytes
     # At the end of a chunk of eight bytes a token a sequence may leave its room empty.
-    assert len(kept) == len(lengths) or max_bytes < 8 * sum(max(chunk, length) for length in lengths)
+    assert len(kept) == len(lengths) or max_bytes < 8 * sum(max(chunk, sum(of_one)) for of_one in lengths)
 
 
 def test_an_sft_row_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def arrays(number: int, length: int) -> dict[str, np.ndarray] | None:
 def batches(lengths: list[int], *, endless: bool = False, shuffle: bool = False, **changes: Any) -> PackedBatches:
     numbers = grain.MapDataset.range(len(lengths))
     numbers = numbers.shuffle(seed=1) if shuffle else numbers
-    examples = (numbers.repeat() if endless else numbers).map(lambda number: arrays(number, lengths[number]))
+    examples = (numbers.repeat() if endless else numbers).map(lambda number: [arrays(number, lengths[number])])
     layout = {"window": SMALL, "batch_rows": 2, "lengths": LENGTHS} | changes
     return PackedBatches(examples, epoch=len(lengths), **layout)
 
@@ -113,7 +113,7 @@ def test_every_epoch_holds_each_sequence_once(lengths: list[int]) -> None:
 @pytest.fixture(scope="module")
 def spread() -> list[list[int]]:
     """The lengths in each row of two windows of sequences of an eighth of a row to a whole one."""
-    examples = [{"tokens": np.ones(length)} for length in np.random.default_rng(0).integers(32, 257, 4096)]
+    examples = [[{"tokens": np.ones(length)}] for length in np.random.default_rng(0).integers(32, 257, 4096)]
     source, layout = grain.MapDataset.source(examples), {"lengths": {"tokens": 256}, "window": LOOK_AHEAD}
     made = PackedBatches(source, epoch=4096, batch_rows=8, **layout)
     return [np.bincount(row)[1:].tolist() for batch in made for row in batch["tokens_segments"]]
@@ -170,7 +170,7 @@ def test_what_stands_beside_is_packed_by_its_own_length() -> None:
     """Two of three fit by their own tokens, the third only by the tokens of another reader."""
     own, other = [8, 8, 4], [4, 4, 20]
     examples = [
-        {"tokens": np.full(n, i + 1, np.int32), "other": np.full(m, i + 1, np.int64), "vector": np.ones((n, 3))}
+        [{"tokens": np.full(n, i + 1, np.int32), "other": np.full(m, i + 1, np.int64), "vector": np.ones((n, 3))}]
         for i, (n, m) in enumerate(zip(own, other, strict=True))
     ]
     (made,) = PackedBatches(

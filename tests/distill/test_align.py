@@ -212,8 +212,9 @@ def test_real_answers(shared: Path, vocabularies: dict[str, Vocabulary], one: st
     own = Renderer(student.tokenizer, chat=False)
     taught = loss = text = same = single = begin = 0
     for index in range(300):
-        made = sequence(tokenize_example(rows[index], dataset, own, "answers"))
-        found = aligner.align(0, rows[index], made)
+        made = sequence(*tokenize_example(rows[index], dataset, own, "answers"))
+        (found,) = aligner.align(0, rows[index], [made])
+        assert found is not None
         places, asked = np.flatnonzero(found.covered), np.flatnonzero(found.scored)
         assert len(places) == len(asked)
         for mine, its in zip(places[::7], asked[::7], strict=True):
@@ -242,8 +243,9 @@ def test_merged_groups_of_real_answers(shared: Path, vocabularies: dict[str, Voc
     student, teacher = vocabularies[one], vocabularies[other]
     aligner, own = aligner_of(student, teacher, dataset, merged=True), Renderer(student.tokenizer, chat=False)
     for index in range(30):
-        made = sequence(tokenize_example(rows[index], dataset, own, "answers"))
-        found = aligner.align(0, rows[index], made)
+        made = sequence(*tokenize_example(rows[index], dataset, own, "answers"))
+        (found,) = aligner.align(0, rows[index], [made])
+        assert found is not None
         assert (found.covered[made["loss_weight"] > 0] != 0).mean() > 0.97 and found.covered[-1] > 0 < found.scored[-1]
         texts = []
         for side, tokens, spoken in (
@@ -281,9 +283,11 @@ def test_a_short_row_of_the_teacher_teaches_its_beginning(vocabularies: dict[str
     student = vocabularies["bytes"]
     dataset = DatasetSection(path="none.jsonl", chat=False)
     row = {"prompt": "1+1=", "completion": "two, and that is all"}
-    made = sequence(tokenize_example(row, dataset, Renderer(student.tokenizer, chat=False), "answers"))
-    whole = aligner_of(student, student, dataset).align(0, row, made)
-    cut = aligner_of(student, student, dataset, row_tokens=12).align(0, row, made)
+    made = sequence(*tokenize_example(row, dataset, Renderer(student.tokenizer, chat=False), "answers"))
+    (whole,) = aligner_of(student, student, dataset).align(0, row, [made])
+    assert whole is not None
+    (cut,) = aligner_of(student, student, dataset, row_tokens=12).align(0, row, [made])
+    assert cut is not None
     np.testing.assert_array_equal(whole.covered > 0, made["loss_weight"] > 0)
     np.testing.assert_array_equal(np.flatnonzero(cut.covered), np.flatnonzero(made["loss_weight"])[:7])
     assert len(cut.tokens) == 12
@@ -303,8 +307,9 @@ def test_ends_of_texts_stand_for_one_another(vocabularies: dict[str, Vocabulary]
         row_tokens=64,
         loss_on="answers",
     )
-    made = sequence(tokenize_example({"messages": talk}, dataset, Renderer(student, chat=True), "answers"))
-    found = aligner.align(0, {"messages": talk}, made)
+    made = sequence(*tokenize_example({"messages": talk}, dataset, Renderer(student, chat=True), "answers"))
+    (found,) = aligner.align(0, {"messages": talk}, [made])
+    assert found is not None
     ends = student.encode("<|im_end|>")[0], teacher.encode("<|im_end|>")[0]
     last = np.flatnonzero(found.covered)[-1], np.flatnonzero(found.scored)[-1]
     assert (made["tokens"][last[0]], found.tokens[last[1]]) == ends

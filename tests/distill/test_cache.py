@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from posttrain.batch import NO_ID, Batch, TopK
+from posttrain.data.sequence_cache import Sequences
 from posttrain.distill import cache as teacher_cache
 from posttrain.distill.cache import CacheFolder, TeacherCache, fill
 from posttrain.distill.cache_records import RecordFormat
@@ -82,13 +83,13 @@ def test_what_is_too_improbable_is_kept_as_the_least() -> None:
     assert (found.logps == -32).all() and (found.tail == -32).all()
 
 
-def sequence_of(row: int) -> dict[str, np.ndarray] | None:
-    """Row 3 is left out; the first two tokens have no loss."""
-    if row == 3:
-        return None
-    length = 3 + row % 5
-    weight = (np.arange(length) > 1).astype(np.float32)
-    return {"tokens": (100 * row + np.arange(length)).astype(np.int32), "loss_weight": weight}
+def sequences_of(row: int) -> Sequences:
+    """Row 3 is left out; row 4 is three sequences, of which one is dropped; the first two tokens have no loss."""
+    made: Sequences = []
+    for part, length in enumerate({3: [], 4: [4, 0, 6]}.get(row, [3 + row % 5])):
+        tokens = (100 * row + 10 * part + np.arange(length)).astype(np.int32)
+        made.append({"tokens": tokens, "loss_weight": (np.arange(length) > 1).astype(np.float32)} if length else None)
+    return made
 
 
 def score(sequences: Sequence[Any]) -> Iterator[TopK]:
@@ -108,7 +109,7 @@ def test_written_in_parts_and_read_by_row(tmp_path: Path, small_shards: None) ->
     def stopped(row: int) -> Any:
         if row == 6:
             raise KeyboardInterrupt
-        return sequence_of(row)
+        return sequences_of(row)
 
     with pytest.raises(KeyboardInterrupt):
         fill(cache, cache.shards, stopped, score, done.append)
@@ -119,41 +120,41 @@ def test_written_in_parts_and_read_by_row(tmp_path: Path, small_shards: None) ->
 
     def counted(row: int) -> Any:
         asked.append(row)
-        return sequence_of(row)
+        return sequences_of(row)
 
     fill(cache, cache.missing(), counted, score, done.append)
     assert asked == list(range(4, 10)) and sum(done) == 10
 
     other = CacheFolder(tmp_path / "other", {**IDENTITY, "data": "e"}, 2)
-    fill(other, other.shards, sequence_of, score, done.append)
+    fill(other, other.shards, sequences_of, score, done.append)
     whole = TeacherCache([cache, other])
     rows = [(0, 9), (0, 1), (1, 1), (0, 4)]
-    places = np.zeros((len(rows), 8), np.int64)
-    for place, (dataset, row) in zip(places, rows, strict=True):
-        sequence = sequence_of(row)
-        assert sequence is not None
-        found = whole.places(dataset, row, sequence)
-        assert ((found > 0) == (sequence["loss_weight"] > 0)).all()
-        place[: len(found)] = found
+    places = np.zeros((len(rows) + 1, 8), np.int64)
+    read_from = []
+    for dataset, row in rows:
+        for sequence, found in zip(sequences_of(row), whole.places(dataset, row, sequences_of(row)), strict=True):
+            assert (sequence is None) == (found is None)
+            if sequence is not None and found is not None:
+                assert ((found > 0) == (sequence["loss_weight"] > 0)).all()
+                places[len(read_from), : len(found)] = found
+                read_from.append(sequence)
     read = whole.read(places)
-    for index, (_, row) in enumerate(rows):
-        sequence = sequence_of(row)
-        assert sequence is not None
+    for index, sequence in enumerate(read_from):
         at = np.flatnonzero(sequence["loss_weight"])
         np.testing.assert_array_equal(read.ids[index, at], said_of(sequence["tokens"][at]).ids)
     changed = {"tokens": np.asarray([1, 2, 3, 4], np.int32), "loss_weight": np.asarray([0, 0, 1, 1], np.float32)}
     with pytest.raises(ConfigError, match="not those that"):
-        whole.places(0, 1, changed)
+        whole.places(0, 1, [changed])
 
 
 def test_shards_of_rows_that_changed_are_written_anew(tmp_path: Path, small_shards: None) -> None:
     """And no others; one that is being written anew does not count until it is whole."""
     cache = CacheFolder(tmp_path, IDENTITY, 10)
-    fill(cache, cache.unfit(sequence_of), sequence_of, score, lambda _: None)
-    assert cache.unfit(sequence_of) == [] == cache.missing()
+    fill(cache, cache.unfit(sequences_of), sequences_of, score, lambda _: None)
+    assert cache.unfit(sequences_of) == [] == cache.missing()
 
     def changed(row: int) -> Any:
-        return sequence_of(row + 1) if row == 5 else sequence_of(row)
+        return sequences_of(row + 1) if row == 5 else sequences_of(row)
 
     assert cache.unfit(changed) == [1]
 
@@ -164,10 +165,10 @@ def test_shards_of_rows_that_changed_are_written_anew(tmp_path: Path, small_shar
         fill(cache, [1], changed, stopped, lambda _: None)
     assert cache.unfit(changed) == [1]
     fill(cache, [1], changed, score, lambda _: None)
-    assert cache.unfit(changed) == [] and cache.unfit(sequence_of) == [1]
-    sequence = changed(5)
-    places = TeacherCache([cache]).places(0, 5, sequence)
-    assert (places > 0).tolist() == (sequence["loss_weight"] > 0).tolist()
+    assert cache.unfit(changed) == [] and cache.unfit(sequences_of) == [1]
+    (sequence,) = changed(5)
+    (places,) = TeacherCache([cache]).places(0, 5, [sequence])
+    assert places is not None and (places > 0).tolist() == (sequence["loss_weight"] > 0).tolist()
 
 
 def test_a_cache_of_other_things_is_refused(tmp_path: Path) -> None:
@@ -199,12 +200,12 @@ def test_arrays_of_a_row(tmp_path: Path, small_shards: None) -> None:
     caches = []
     for name in ("small", "large"):
         folder = CacheFolder(tmp_path / name, IDENTITY, 10)
-        fill(folder, folder.shards, sequence_of, score, lambda _: None)
+        fill(folder, folder.shards, sequences_of, score, lambda _: None)
         caches.append(TeacherCache([folder]))
     taught = TeacherTargets(["small", "large"], "t", caches)
-    sequence = sequence_of(4)
-    assert sequence is not None
-    arrays = taught.arrays(0, 4, {"t": "large"}, sequence)
+    _, none, arrays = taught.arrays(0, 4, {"t": "large"}, sequences_of(4))
+    sequence = sequences_of(4)[2]
+    assert none is None and sequence is not None and arrays is not None
     assert list(arrays) == list(taught.lengths(16))
     assert not arrays["teacher_place_0"].any() and arrays["teacher_place_1"].any()
     zeros = np.zeros((1, len(sequence["tokens"])), np.int32)

@@ -19,9 +19,11 @@ from posttrain.data.chat import Renderer
 from posttrain.data.format import LossOn, TokenizedExample, render_answer, tokenize_example
 from posttrain.data.messages import Message
 from posttrain.data.packing import fill_rows
+from posttrain.data.sequence_cache import Sequences
 from posttrain.distill.cross_tokenizer.align import Pairs, pair, runs
 from posttrain.distill.cross_tokenizer.merged import SharedTokens, back_of
 from posttrain.distill.cross_tokenizer.vocabulary import Vocabulary, VocabularyMap
+from posttrain.errors import ConfigError
 from posttrain.tree import replace
 
 Mine = tuple[Int[np.ndarray, "*B"], Int[np.ndarray, "*B"]]
@@ -69,11 +71,18 @@ class Aligner:
         """Shared tokens of a GOLD teacher, whose targets are token groups; else None."""
         return self.map if isinstance(self.map, SharedTokens) else None
 
-    def align(self, dataset: int, row: Mapping[str, Any], sequence: Mapping[str, np.ndarray]) -> Aligned:
+    def align(self, dataset: int, row: Mapping[str, Any], sequences: Sequences) -> list[Aligned | None]:
         """Align a tokenised row. A student token has a target where the teacher's aligned token maps to it."""
         section, renderer = self.renderers[dataset]
         theirs = tokenize_example(row, section, renderer, self.loss_on)
-        return self._paired(TokenizedExample(sequence["tokens"], sequence["loss_weight"] > 0), theirs)
+        if len(theirs) != len(sequences):
+            raise ConfigError(
+                f"teachers: the chat template of {renderer.tokenizer.name} makes {len(theirs)} sequences of the row, "
+                f"the student's {len(sequences)}: one of them rewrites earlier turns; set model.chat_template to one "
+                "that does as the teacher's, or last_turn_only"
+            )
+        own = [None if s is None else TokenizedExample(s["tokens"], s["loss_weight"] > 0) for s in sequences]
+        return [None if one is None else self._paired(one, its) for one, its in zip(own, theirs, strict=True)]
 
     def align_sample(
         self, dataset: int, messages: Sequence[Message], tokens: Sequence[int], sampled: Sequence[bool]

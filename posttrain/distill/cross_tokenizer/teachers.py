@@ -12,6 +12,7 @@ from posttrain.config import DatasetSection, DistillSection
 from posttrain.data.chat import Renderer
 from posttrain.data.format import loss_on, use_chat
 from posttrain.data.pipeline import row_tokenizer
+from posttrain.data.sequence_cache import Arrays, Sequences
 from posttrain.data.sources import Rows, each_row
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.distill.cross_tokenizer.merged import SharedTokens
@@ -71,11 +72,10 @@ def _look(section: DistillSection, aligner: Aligner, data: Sequence[Data]) -> Fo
     for number, (dataset, rows, renderer) in enumerate(data):
         tokenize = row_tokenizer(section, dataset, rows, renderer)
         chosen = range(0, len(rows), -(-len(rows) // LOOKED_AT))
-        for index, sequence in zip(chosen, each_row(rows, chosen, "alignment", tokenize), strict=True):
-            if sequence is not None:
-                with rows.named(index) as row:
-                    aligned = aligner.align(number, row, sequence)
-                found.append((int((sequence["loss_weight"] > 0).sum()), aligned))
+        for index, sequences in zip(chosen, each_row(rows, chosen, "alignment", tokenize), strict=True):
+            with rows.named(index) as row:
+                pairs = zip(sequences, aligner.align(number, row, sequences), strict=True)
+            found += [(int((one["loss_weight"] > 0).sum()), a) for one, a in pairs if one is not None and a is not None]
     return found
 
 
@@ -118,24 +118,21 @@ def _note(source: TeacherSource, aligner: Aligner, found: Found) -> str:
     )
 
 
-Arrays = dict[str, np.ndarray]
-
-
-def aligned_tokenizer(
-    section: DistillSection, aligner: Aligner, number: int, data: Data
-) -> Callable[[int], Arrays | None]:
+def aligned_tokenizer(section: DistillSection, aligner: Aligner, number: int, data: Data) -> Callable[[int], Sequences]:
     """Make a row tokenizer with loss only at aligned tokens, and with the arrays of `Aligned`."""
     dataset, rows, renderer = data
     tokenize = row_tokenizer(section, dataset, rows, renderer)
 
-    def align(index: int) -> Arrays | None:
-        sequence = tokenize(index)
-        if sequence is None:
-            return None
+    def align(index: int) -> Sequences:
+        sequences = tokenize(index)
         with rows.named(index) as row:
-            made = aligner.align(number, row, sequence)
-        arrays = {"covered": made.covered, "teacher_tokens": made.tokens, "scored": made.scored}
-        return made.part_of(sequence) | arrays
+            aligned = aligner.align(number, row, sequences)
+        return [
+            None
+            if one is None or made is None
+            else made.part_of(one) | {"covered": made.covered, "teacher_tokens": made.tokens, "scored": made.scored}
+            for one, made in zip(sequences, aligned, strict=True)
+        ]
 
     return align
 
