@@ -19,7 +19,8 @@ MOST_TOKENS = 2**24
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Packing window: minimum number of sequences, and of rows' worth of tokens, that are packed together."""
+    """Packing window: minimum number of examples, and of rows' worth of tokens, that are packed together; without rows
+    each sequence has a row of its own."""
 
     sequences: int
     rows: int
@@ -104,6 +105,9 @@ class PackedBatches:
             self._next_start = self._start + taken
             if not kept:
                 self._start = self._next_start
+                continue
+            if not self._window.rows:
+                self._rows.extend([one] for one in kept)
                 continue
             lengths_ND = np.asarray([[len(one[name]) for name in self._numbered] for one in kept])
             room_D = np.asarray([self._lengths[name] for name in self._numbered])

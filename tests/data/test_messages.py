@@ -112,7 +112,7 @@ def chat(body: str, before: str = "", calls: str = "") -> Tokenizer:
 
 def trained(tokenizer: Tokenizer, *messages: dict[str, Any], **columns: Any) -> str:
     """Text with loss of a row."""
-    example = tokenize_example(
+    (example,) = tokenize_example(
         {"messages": list(messages), **columns}, DatasetSection(path="x"), Renderer(tokenizer, True), "answers"
     )
     return tokenizer.decode(example.tokens[example.loss_mask].tolist(), skip_special_tokens=False)

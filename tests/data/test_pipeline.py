@@ -50,6 +50,38 @@ def texts(batches: Iterator[Batch] | list[Batch]) -> list[str]:
     return [tokenizer.decode(tokens.tolist()) for batch in batches for tokens, _ in sequences(batch)]
 
 
+def test_turns_that_a_template_rewrites_are_rows_of_their_own(folder: Path) -> None:
+    """As if each turn were a row: the same sequences and weights in every epoch, in the held-out pass, after a resume;
+    a turn that is too long is dropped alone."""
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.hf.chat_template = (
+        "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' else '-' }}<|im_end|>{% endfor %}"
+    )
+    talks = [[f"{i}?" if n % 2 == 0 else "n" * (1 + n) for n in range(2 + i % 5)] for i in range(NUM_ROWS)]
+    roles = ("user", "assistant")
+    rows = [{"messages": [{"role": roles[n % 2], "content": text} for n, text in enumerate(talk)]} for talk in talks]
+    alone = [{"messages": row["messages"][: n + 1]} for row in rows for n in range(1, len(row["messages"]), 2)]
+    section, *_ = stage(folder, dataset={"shuffle": False}, overlong="drop", row_tokens=18, packing=False)
+    chat = section.model_copy(update={"dataset": section.dataset.model_copy(update={"chat": None})})
+
+    def made(rows: list[dict[str, Any]], last_turn_only: bool) -> tuple[list[bytes], SFTBatches]:
+        table, renderer = Rows("x", rows, 0, len(rows)), Renderer(tokenizer, chat=True)
+        section = chat.model_copy(update={"last_turn_only": last_turn_only})
+        held_out = eval_batches(section.model_copy(update={"packing": True}), section.dataset, table, renderer)
+        parts = [part.tobytes() for batch in held_out for pair in sequences(batch) for part in pair]
+        return parts, SFTBatches(section, table, renderer, seed=1)
+
+    (together, stream), (apart, one_by_one) = made(rows, False), made(alone, True)
+    assert together == apart and 2 * len(rows) < len(together) < 2 * len(alone)
+    states, batches = [json.dumps(stream.state())], []
+    for _ in range(9):
+        batches.append(next(stream))
+        states.append(json.dumps(stream.state()))
+        assert equal(batches[-1], next(one_by_one))
+    stream.restore(json.loads(states[4]))
+    assert all(equal(next(stream), batch) for batch in batches[4:])
+
+
 EXPECTED = Counter(f"{i}:{'n' * (1 + i % 5)}" for i in range(NUM_ROWS))
 
 
