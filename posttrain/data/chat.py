@@ -8,7 +8,6 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -21,13 +20,12 @@ from posttrain.data.messages import (
     check_turn_written,
     refuse_unknown_keys,
 )
+from posttrain.data.templates import at_time, marks_generation
 from posttrain.data.tokenizer import Tokenizer
 from posttrain.errors import ConfigError
 from posttrain.user_code import import_transformers
 
 Span = tuple[int, int]
-GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 STAND_IN_TEXT = "posttrain_stand_in_of_a_turn"
 """Content of the assistant turn that stands for a sampled one."""
 STAND_INS = range(0x100000, 0x10FFFE)
@@ -305,7 +303,7 @@ class Renderer:
             texts, spans = import_transformers("utils.chat_template_utils").render_jinja_template(
                 [conversation.messages[:length]],
                 tools=conversation.tools,
-                chat_template=_at(self.tokenizer.clock, template),
+                chat_template=at_time(self.tokenizer.clock, template),
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=generation_prompt,
                 **self.tokenizer.hf.special_tokens_map,
@@ -454,22 +452,6 @@ def stand_in_turn(messages: Sequence[Message]) -> Message:
     ]
     turn: Message = {"role": "assistant", "content": STAND_IN_TEXT}
     return {**turn, "tool_calls": calls} if calls else turn
-
-
-def marks_generation(template: str) -> bool:
-    """Tell whether a chat template marks assistant turns with `{% generation %}`, ignoring its comments."""
-    return GENERATION_MARKER.search(COMMENT.sub("", template)) is not None
-
-
-def _at(clock: datetime | None, template: str) -> str:
-    """Chat template whose `strftime_now` writes a fixed time, for the rendering that follows."""
-    if clock is None or "strftime_now" not in template:
-        return template
-    # The library compiles each text once: with the comment this one has globals of its own.
-    template = f"{{# {clock.isoformat()} #}}\n{template}"
-    compiled = import_transformers("utils.chat_template_utils")._compile_jinja_template(template)
-    compiled.globals["strftime_now"] = clock.strftime
-    return template
 
 
 def plain_text(messages: Sequence[Message]) -> str:
