@@ -33,8 +33,8 @@ def check_code(output: Path, config: RunConfig) -> None:
     if changed:
         raise ConfigError(
             f"output: {output} was started with other code of {', '.join(changed)}, or of code that it calls, or with "
-            "other values of globals and environment variables that these read; give another output for the new "
-            "code, or bring the old code back to resume"
+            "other values of globals and environment variables that these read; "
+            "give another output to run with the new code, or bring the old code back to resume"
         )
 
 
