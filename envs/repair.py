@@ -18,7 +18,7 @@ from typing import Any
 from openai import OpenAI
 
 from posttrain.data.chat import Message
-from posttrain.sandbox.run import Result, run
+from posttrain.sandbox.run import Result, run, run_test
 
 SYSTEM = (
     "You repair a Python repository. Find out why its test fails, edit the source, and run the tests until they pass. "
@@ -192,8 +192,18 @@ class Repository:
     def passes(self) -> bool:
         """Tell whether the tests of the first commit pass on the sources of now."""
         files = {path.name: path.read_text(encoding="utf-8") for path in self.folder.glob("*.py")}
-        tests = [name for name in self.git("ls-files").split() if name.startswith("test_")]
-        return self._run({**files, **{name: self.git("show", f"HEAD:{name}") for name in tests}}).code == 0
+        tests = [name for name in self.git("ls-tree", "--name-only", "HEAD").split() if name.startswith("test_")]
+        sources = {name: text for name, text in files.items() if not name.startswith("test_")}
+        # The tests run apart from what was edited, which has no part in the verdict.
+        done = run_test(
+            "",
+            "".join(f"import {name.removesuffix('.py')}\n" for name in tests),
+            program_files=sources,
+            test_files={name: self.git("show", f"HEAD:{name}") for name in tests},
+            modules=[name.removesuffix(".py") for name in sources],
+            timeout_s=20.0,
+        )
+        return bool(tests) and done.code == 0
 
     def _run(self, files: Mapping[str, str]) -> Result:
         """Run all tests in the sandbox, one after the other."""

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from posttrain.sandbox.run import run_python
+from posttrain.sandbox.run import run_python, run_test
 
 FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 MAX_PARALLEL = 16
@@ -32,15 +31,17 @@ def program_of(text: str) -> str:
 def passes(
     completions: Sequence[str], tests: Sequence[str | Sequence[str]], *, seconds: float = 10.0, memory_mib: int = 1024
 ) -> list[float]:
-    """1 where the program runs and then `tests` (Python, or a list of statements such as asserts) without an error.
+    """1 where the program runs, and `tests` on it (Python, or a list of statements such as asserts) without an error.
 
-    `seconds`: time-out of a program; set the reward's `timeout_s` to several times as much.
+    The tests run apart from the program, and import what they compare with: they call its functions, and make objects
+    of its classes, whose names begin with capitals; what functions return is plain data for them. `seconds`: time-out
+    of a program; set the reward's `timeout_s` to several times as much.
     """
-    programs = [
-        f"{program_of(text)}\n\n{test if isinstance(test, str) else chr(10).join(test)}\n"
+    cases: list[tuple[str, str]] = [
+        (program_of(text), test if isinstance(test, str) else "\n".join(test))
         for text, test in zip(completions, tests, strict=True)
     ]
-    return _each(lambda source: _runs_to_its_end(source, seconds, memory_mib), programs)
+    return _each(lambda case: _passes(case, seconds, memory_mib), cases)
 
 
 def human_eval(
@@ -56,14 +57,15 @@ def human_eval(
 
     A completion that defines `entry_point` replaces the prompt's function; any other continues the prompt.
     """
-    programs = []
+    cases: list[tuple[str, str]] = []
     for text, start, tests, name in zip(completions, prompt, test, entry_point, strict=True):
         code = program_of(text)
         # The prompt's imports and helpers count in either case.
         joint = "\n" if re.search(rf"^def {re.escape(name)}\b", code, re.MULTILINE) else ""
         body = f"{start}{'    pass' if joint else ''}{joint}{code}"
-        programs.append(f"{body}\n\n{tests}\n\ncheck({name})\n")
-    return _each(lambda source: _runs_to_its_end(source, seconds, memory_mib), programs)
+        # The tests have the prompt's helpers themselves.
+        cases.append((body, f"tested = {name}\n{start}    pass\n\n{name} = tested\n{tests}\n\ncheck(tested)\n"))
+    return _each(lambda case: _passes(case, seconds, memory_mib), cases)
 
 
 def outputs(
@@ -91,11 +93,8 @@ def outputs(
     return _each(score, list(zip(completions, inputs, outputs, strict=True)))
 
 
-def _runs_to_its_end(source: str, seconds: float, memory_mib: int) -> float:
-    # A random word after the last test: leaving early with code 0 is no success.
-    word = secrets.token_hex(8)
-    found = run_python(f"{source}\nprint({word!r})\n", timeout_s=seconds, memory_mib=memory_mib, output_kib=1024)
-    return float(found.code == 0 and found.stdout.rstrip().endswith(word))
+def _passes(case: tuple[str, str], seconds: float, memory_mib: int) -> float:
+    return float(run_test(*case, timeout_s=seconds, memory_mib=memory_mib).code == 0)
 
 
 def _each(score: Callable[[Any], float], cases: Sequence[Any]) -> list[float]:

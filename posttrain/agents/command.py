@@ -47,6 +47,7 @@ async def run_command(command: Sequence[str], *, base_url: str, given: Mapping[s
             "timeout_s": NO_DEADLINE_S,
             "may_fork": True,
             "confined": False,
+            "peer": None,
         }
         process, report = start(job, stdin=subprocess.DEVNULL, folder=None, environment=environment)
         stdout, stderr, said = bytearray(), bytearray(), bytearray()

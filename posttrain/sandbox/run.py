@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import marshal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -84,6 +85,59 @@ def run_python(
     return _run(list(argv), MAIN, all_files, stdin, timeout_s, memory_mib, file_mib, output_kib, may_fork)
 
 
+def run_test(
+    program: str,
+    test: str,
+    *,
+    timeout_s: float,
+    program_files: Mapping[str, str | bytes] | None = None,
+    test_files: Mapping[str, str | bytes] | None = None,
+    modules: Sequence[str] = (),
+    memory_mib: int = 1024,
+    file_mib: int = 16,
+    output_kib: int = 64,
+) -> Result:
+    """Run a test, which is trusted, on a program, which is not, each in a sandbox of its own; the result is the test's,
+    with code 0 if it has run to its end.
+
+    The test finds the program's names, and its `modules` where it imports them. Only plain values cross between the
+    two, so that the program neither reads the test nor has a part in comparisons. A program that ends fails the test.
+    """
+    given = (memory_mib, file_mib, output_kib)
+    ask, answer = os.pipe(), os.pipe()
+    pipes = [*ask, *answer]
+    try:
+        with (
+            _job([], MAIN, {**(program_files or {}), MAIN: program}, timeout_s, *given[:2], False) as served,
+            _job([], MAIN, {**(test_files or {}), MAIN: test}, timeout_s, *given[:2], False) as tested,
+        ):
+            folder = str(served["folder"])
+            process, report = start(
+                {**served, "peer": (ask[0], answer[1], None)},
+                stdin=subprocess.DEVNULL,
+                folder=folder,
+                environment=_environment(folder),
+                descriptors=[ask[0], answer[1]],
+            )
+            with process, open(report, "rb"):
+                os.close(pipes.pop(0))
+                os.close(pipes.pop())
+                try:
+                    return _supervise(
+                        {**tested, "peer": (answer[0], ask[1], list(modules))},
+                        b"",
+                        timeout_s,
+                        output_kib * 1024,
+                        pipes,
+                        (process.stdout, process.stderr),
+                    )
+                finally:
+                    _stop(process)
+    finally:
+        for pipe in pipes:
+            os.close(pipe)
+
+
 @functools.cache
 def missing_protections() -> tuple[str, ...]:
     """Lines about protections that this machine's kernel does not offer to sandboxed programs; empty: all are there."""
@@ -102,10 +156,25 @@ def _run(
     output_kib: int,
     may_fork: bool,
 ) -> Result:
+    with _job(argv, python, files, timeout_s, memory_mib, file_mib, may_fork) as job:
+        return _supervise(job, stdin.encode(), timeout_s, output_kib * 1024)
+
+
+@contextlib.contextmanager
+def _job(
+    argv: list[str],
+    python: str | None,
+    files: Mapping[str, str | bytes],
+    timeout_s: float,
+    memory_mib: int,
+    file_mib: int,
+    may_fork: bool,
+) -> Iterator[dict[str, object]]:
+    """Job of a supervisor with a scratch folder of its own, which is removed in the end."""
     folder = Path(tempfile.mkdtemp(prefix="posttrain-sandbox-")).resolve()
     try:
         _write(folder, files)
-        job = {
+        yield {
             "argv": argv,
             "python": python,
             "folder": str(folder),
@@ -114,8 +183,8 @@ def _run(
             "file_mib": file_mib,
             "may_fork": may_fork,
             "confined": True,
+            "peer": None,
         }
-        return _supervise(job, stdin.encode(), timeout_s, output_kib * 1024)
     finally:
         _remove(folder)
 
@@ -129,18 +198,28 @@ def _write(folder: Path, files: Mapping[str, str | bytes]) -> None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def _supervise(job: Mapping[str, object], stdin: bytes, timeout_s: float, limit: int) -> Result:
-    """Run the supervisor, and read its report and its program's output."""
+def _supervise(
+    job: Mapping[str, object],
+    stdin: bytes,
+    timeout_s: float,
+    limit: int,
+    descriptors: Sequence[int] = (),
+    beside: Sequence[IO[bytes] | None] = (),
+) -> Result:
+    """Run the supervisor, and read its report and its program's output; what comes `beside` is thrown away."""
     folder = str(job["folder"])
     with tempfile.TemporaryFile() as given:
         given.write(stdin)
         given.seek(0)
-        process, report = start(job, stdin=given, folder=folder, environment=_environment(folder))
+        process, report = start(
+            job, stdin=given, folder=folder, environment=_environment(folder), descriptors=descriptors
+        )
     with process, open(report, "rb"):
         assert process.stdout is not None and process.stderr is not None
         pipes = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray(), report: bytearray()}
+        others = {pipe.fileno(): bytearray() for pipe in beside if pipe is not None}
         try:
-            _drain(pipes, report, time.monotonic() + timeout_s + GRACE_S, limit)
+            _drain(pipes, others, report, time.monotonic() + timeout_s + GRACE_S, limit)
         finally:
             _stop(process)
         stdout, stderr = (
@@ -225,20 +304,24 @@ def _environment(folder: str) -> dict[str, str]:
     return {"PATH": path, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def _drain(pipes: Mapping[int, bytearray], report: int, end: float, limit: int) -> None:
-    """Read all pipes until the report's end or the deadline; keep at most `limit` bytes of each."""
+def _drain(
+    pipes: Mapping[int, bytearray], others: Mapping[int, bytearray], report: int, end: float, limit: int
+) -> None:
+    """Read all pipes until the report's end or the deadline; keep at most `limit` bytes of each. `others` are read
+    until the report comes."""
+    every = {**pipes, **others}
     with selectors.DefaultSelector() as selector:
-        for pipe in pipes:
+        for pipe in every:
             os.set_blocking(pipe, False)
             selector.register(pipe, selectors.EVENT_READ)
         reported = False
         while selector.get_map() and (time.monotonic() < end):
             ready = selector.select(0.0 if reported else max(0.0, end - time.monotonic()))
-            if reported and not ready:
+            if reported and not [key for key, _ in ready if key.fd in pipes]:
                 return
             for key, _ in ready:
                 part = os.read(key.fd, 1 << 16)
                 if not part:
                     selector.unregister(key.fd)
                     reported = reported or key.fd == report
-                pipes[key.fd].extend(part[: limit - len(pipes[key.fd])])
+                every[key.fd].extend(part[: limit - len(every[key.fd])])

@@ -43,7 +43,7 @@ SIGNALS = ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
 """Calls whose first argument is the process that gets a signal."""
 OWN = ("prlimit64", "sched_setparam", "sched_setscheduler", "sched_setaffinity", "sched_setattr")
 """Calls that a process may make for itself alone, as process 0."""
-REFUSED = {
+REFUSED: dict[int, dict[str, tuple[int | None, int | None]]] = {
     errno.EACCES: {
         "ptrace": (101, 117),
         "process_vm_readv": (310, 270),

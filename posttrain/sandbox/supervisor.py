@@ -156,6 +156,8 @@ def _start(job: dict[str, Any], code_to: int | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.setsid()
+    if job["peer"] is not None:
+        from posttrain.sandbox import peer  # noqa: F401  its file cannot be read later
     try:
         if job["confined"]:
             _confine(job)
@@ -210,7 +212,19 @@ def _execute(job: dict[str, Any]) -> None:
     sys.modules["__main__"] = module
     with open(file, "rb") as opened:
         text = opened.read()
+    if job["peer"] is None:
+        exec(compile(text, file, "exec"), module.__dict__)
+        return
+    from posttrain.sandbox.peer import Modules, Peer
+
+    read, write, modules = job["peer"]
+    other = Peer(read, write, serves=modules is None)
+    if modules is not None:
+        sys.meta_path.insert(0, Modules(other, modules))
+        module.__dict__.update(other.namespace("", text.decode(errors="replace")))
     exec(compile(text, file, "exec"), module.__dict__)
+    if modules is None:
+        other.serve(module.__dict__)
 
 
 def _print_own_frames(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:

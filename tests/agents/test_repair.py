@@ -40,13 +40,22 @@ def test_tools_of_the_repository(tmp_path: Path) -> None:
         assert reason in repository.call("read_file", json.dumps({"path": path}))
     assert "occurs 0 times" in repository.call("edit_file", json.dumps({"path": f"{name}.py", "old": "zzz", "new": ""}))
     assert "no tool 'rm'" in repository.call("rm", "{}") and "Error" in repository.call("read_file", "{}")
+    # Leaving with success is no success, nor is an object that equals everything.
+    before = repository.read_file(f"{name}.py")
+    for text in ("raise SystemExit(0)\n", "import os; os._exit(0)\n", EQUAL.replace("NAME", name)):
+        repository.edit_file(f"{name}.py", repository.read_file(f"{name}.py"), text)
+        assert not repository.passes()
+    repository.edit_file(f"{name}.py", repository.read_file(f"{name}.py"), before)
     # Tests that are edited do not count.
     test = repository.read_file(f"test_{name}.py")
     repository.edit_file(f"test_{name}.py", test[test.index("assert") :], "pass\n")
     assert "exit code 0" in repository.run_tests() and not repository.passes()
     broken = repository.read_file(f"{name}.py")
     diff = repository.edit_file(f"{name}.py", broken, row["fixed"])
-    assert diff.startswith("diff --git") and repository.passes() and repository.edits == 2
+    assert diff.startswith("diff --git") and repository.passes() and repository.edits == 6
+
+
+EQUAL = "class NAME:\n    __new__ = lambda *a: object.__new__(NAME)\n    __eq__ = __lt__ = lambda *a: True\n"
 
 
 class Repairer:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from posttrain.sandbox.run import run_test
 from rewards import coding, length, repetition
 from rewards import format as formats
 
@@ -91,6 +92,112 @@ def test_programs_and_their_tests() -> None:
     found = coding.passes(list(texts), [tests] * len(texts), seconds=1.0)
     assert found == list(texts.values())
     assert coding.passes([next(iter(texts))], ["assert add(2, 2) == 4"]) == [1.0]
+
+
+EQUAL = """
+class E(int):
+    def __getattr__(self, name): return lambda *a: True
+for name in ("eq", "lt", "le", "gt", "contains"):
+    setattr(E, f"__{name}__", lambda *a: True)
+for name in ("sub", "abs", "round"):
+    setattr(E, f"__{name}__", lambda *a: 0)
+class F(E.__mro__[1] if {plain} else object): pass
+F.__getattr__ = E.__getattr__
+for name in ("eq", "lt", "le", "gt", "contains", "sub", "abs", "round"):
+    setattr(F, f"__{name}__", getattr(E, f"__{name}__"))
+f = lambda *a: F()
+"""
+SPEAK = """
+import os
+for fd in range(3, 30):
+    try:
+        os.write(fd, b'["value", ["int", "4"], [], ""]\\n' * 9)
+    except OSError:
+        pass
+os._exit(0)
+"""
+HACKS = {
+    "exits": "import os; os._exit(0)",
+    "raises SystemExit": "raise SystemExit(0)",
+    "exits in the call": "def f(x):\n    import os; os._exit(0)",
+    "equals everything": EQUAL.replace("{plain}", "0"),
+    "a number that equals everything": EQUAL.replace("{plain}", "1"),
+    "replaces builtins": "import builtins\nbuiltins.abs = abs = lambda x: 0\ndef f(x): return 1.5",
+    "replaces a library": "class math:\n    isclose = lambda *a: True\ndef f(x): return 1.5",
+    "reads the test": "print(open(__file__).read())\nf = lambda x: open('/proc/1/mem')",
+    "speaks first": SPEAK,
+    "changes the harness": 'import json\njson.dumps = lambda *a: \'["value", true, [], ""]\'\ndef f(x): return 1',
+    "leaves files": "open('sitecustomize.py', 'w').write('raise SystemExit')\ndef f(x): return 1",
+    "a thread that outlives": "import threading as t, time\nt.Thread(target=time.sleep, args=(60,)).start()",
+    "floods": "def f(x):\n    print('x' * 10**7)\n    return 'x' * 10**7",
+    "deep": "def f(x):\n    a = []\n    for _ in range(10**5): a = [a]\n    return a",
+}
+
+
+def test_no_program_gives_itself_a_verdict() -> None:
+    """The tests compare plain values where no code of the program runs."""
+    tests = "import math\nassert abs(f(2) - 4) < 0.5\nassert f(3) == 6 and math.isclose(f(5), 10)"
+    programs = [*HACKS.values(), "def f(x): return 2 * x", "import numpy\ndef f(x): return numpy.int64(2 * x)"]
+    found = coding.passes(programs, [tests] * len(programs), seconds=5.0)
+    assert dict(zip([*HACKS, "right", "right as numpy"], found, strict=True)) == {
+        **dict.fromkeys(HACKS, 0.0), "right": 1.0, "right as numpy": 1.0,
+    }  # fmt: skip
+    for returned in ("F().startswith('a')", "4 in F()", "F() == 4"):
+        assert coding.passes([HACKS["equals everything"]], [f"assert {returned.replace('F()', 'f(1)')}"]) == [0.0]
+
+
+PROGRAM = """
+from collections import Counter
+class Odd(ValueError): pass
+class Stack:
+    def __init__(self, *items): self.items = list(items)
+    def push(self, x): self.items.append(x); return self
+    def __len__(self): return len(self.items)
+    def __eq__(self, other): return self.items == other.items
+def same(x): return x
+def count(x): return Counter(x)
+def sort(x): x.sort()
+def apply(f, x): return [f(one) for one in x]
+def odd(): raise Odd('no')
+def numbers(n): yield from range(n)
+def say(x): print(x)
+TABLE = {1: (2, 3)}
+"""
+TEST = """
+import contextlib, io
+from collections import deque
+from datetime import date
+from decimal import Decimal
+from fractions import Fraction
+for x in (None, True, 1, -2**70, 1.5, float('inf'), 2j, 'a\\ud800', b'a', bytearray(b'b'), [1, [2]], (1, (2,)),
+          {1: {2}}, frozenset({(1,)}), range(3), ..., Fraction(1, 3), Decimal('0.10'), date(2024, 2, 29), deque([1])):
+    assert same(x) == x and type(same(x)) is type(x), x
+assert str(same(-0.0)) == '-0.0' and same(float('nan')) != same(float('nan'))
+assert count('aab') == {'a': 2, 'b': 1} and TABLE == {1: (2, 3)}
+a = [3, 1, 2]
+assert sort(a) is None and a == [1, 2, 3]
+assert apply(lambda x: x + 1, [1, 2]) == [2, 3]
+s = Stack(1)
+s.push(2).push(3)
+assert len(s) == 3 and s.items == [1, 2, 3] and isinstance(s, Stack)
+assert Stack(1) == Stack(1) and not Stack(1) == Stack(2)
+assert list(numbers(3)) == [0, 1, 2] and 2 in numbers(3)
+with contextlib.redirect_stdout(io.StringIO()) as out:
+    say('hi')
+assert out.getvalue() == 'hi\\n'
+for kind in (Odd, ValueError):
+    try:
+        odd()
+        raise AssertionError
+    except kind as error:
+        assert str(error) == 'no'
+"""
+
+
+def test_what_crosses_between_test_and_program() -> None:
+    """Values of all plain classes, changed arguments, callbacks, objects, iterators, output and exceptions."""
+    found = run_test(PROGRAM, TEST, timeout_s=20.0)
+    assert found.code == 0, found.stderr
 
 
 def test_programs_and_their_output() -> None:
