@@ -288,7 +288,7 @@ def page(found: Mapping[str, Refusals]) -> str:
     text = [
         "# Features together\n",
         "Made by `tests/pairs.py`. The tests run each pair of these features for two steps (`+`): every sampled token",
-        "is learned from once per epoch, credit adds up, and a run that was stopped in between ends with the same",
+        "is learned from once per epoch, credit adds up, and a run that was killed in between ends with the same",
         "bits. Or the pair is refused by name (`x`, with the reason below). A dot: both choose for the same field.\n",
     ]
     for kind, refused in found.items():
