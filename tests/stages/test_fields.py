@@ -134,16 +134,16 @@ def test_surrogate(folder: Path) -> None:
 
 OWN = """
 import numpy as np
-from posttrain.losses.policy import GRPO
+from posttrain.losses.policy import DAPO
 
 class Loss:
     kl_coef = 0.0
     def __call__(self, stats, batch):
-        return GRPO(stats, batch)
+        return DAPO(stats, batch)
 
 class Bare:
     def __call__(self, stats, batch):
-        return GRPO(stats, batch)
+        return DAPO(stats, batch)
 
 class Sized(Loss):
     def __init__(self, size):
