@@ -337,9 +337,9 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     """
     if name == "bytes":
         hf = build_byte_tokenizer()
-        with tempfile.TemporaryDirectory() as folder:
-            hf.save_pretrained(folder)
-            return _wrap(hf, "bytes", _files_of(Path(folder)), BYTE_GENERATION, {})
+        with tempfile.TemporaryDirectory() as written:
+            hf.save_pretrained(written)
+            return _wrap(hf, "bytes", _files_of(Path(written)), BYTE_GENERATION, {})
     folder = Path(name).expanduser()
     if folder.exists():
         return _load_folder(folder)

@@ -168,9 +168,11 @@ def _check_adapter(prepared: Prepared, model: ModelConfig) -> None:
         if unreachable(adapter.resolved):
             prepared.notes.append(f"not checked, no network: model.adapter {adapter}, which run downloads")
             return
-        check_adapter(model, adapter.resolved, prepared.files.wrapper, reward=reward)
+        absent = check_adapter(model, adapter.resolved, prepared.files.wrapper, reward=reward)
     except ConfigError as error:
         raise ConfigError(f"model.adapter: {error}") from error
+    if absent:
+        prepared.notes.append(f"model.adapter: the model has no {', '.join(absent)} of its target_modules; ignored")
 
 
 def _context_of(section: ModelSection, model: ModelConfig) -> str:

@@ -220,14 +220,16 @@ def check_lora(config: ModelConfig, lora: LoRA, quantize: Quantize = "none") -> 
     return refusal(outline, planned_scales(outline, lora), dora=lora.dora, dropout=lora.dropout)
 
 
-def check_adapter(config: ModelConfig, adapter: str | Path, wrapper: hf.Wrapper | None, *, reward: bool) -> None:
-    """Raises ConfigError if a PEFT adapter does not fit the model or the run (`reward`: it trains a reward model)."""
+def check_adapter(config: ModelConfig, adapter: str | Path, wrapper: hf.Wrapper | None, *, reward: bool) -> list[str]:
+    """Names of the adapter's `target_modules` that the model lacks. Raises ConfigError if a PEFT adapter does not fit the
+    model or the run (`reward`: it trains a reward model)."""
     outline = outline_of(config, Compute.of(jnp.float32), jnp.dtype(jnp.float32))
     outline = peft_load.adapter_outline(outline, adapter, text_name=wrapper.text_name if wrapper else None)
     if outline.score is not None and not reward:
         raise ConfigError(
             f"{adapter}: is an adapter of a reward model, which cannot generate; use one of a causal language model"
         )
+    return peft_load.absent_targets(outline, adapter)
 
 
 def with_tokens(config: ModelConfig, num_tokens: int | None) -> ModelConfig:

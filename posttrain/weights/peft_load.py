@@ -91,6 +91,14 @@ def adapter_outline(
     return made
 
 
+def absent_targets(outline: Decoder, path: str | Path) -> list[str]:
+    """Names in an adapter's `target_modules` that no module of the model has, which have no effect."""
+    targets = read_json(find_folder(path) / CONFIG).get("target_modules")
+    modules = [module_of(tensor) for tensor in base_tensors(outline)]
+    listed = targets if isinstance(targets, list) else []
+    return [target for target in listed if not any(_has_suffix(module, target) for module in modules)]
+
+
 def _attach(model: Decoder, found: _AdapterFiles, mesh: Mesh | None) -> None:
     config = found.config
     attach(
@@ -203,7 +211,7 @@ def _match_tensors(
             elif not outlined and not np.array_equal(base.tensor(known[name]), array):
                 faults.append(f"{key} differs from the base and is not in modules_to_save")
         else:
-            faults.append(f"{key} {array.shape} matches no parameter of the model")
+            faults.append(_unmatched(key, array, known.get(name)))
     modules = {}
     for module, found in parts.items():
         *experts, into, out = shape_of(tensors[module])
@@ -217,7 +225,7 @@ def _match_tensors(
             a, b = unstack(found["A"], found["B"], *experts) if experts else (found["A"], found["B"])
             scale = _scale(config, _pattern_name(config, module), a.shape[-2])
             modules[module] = _Module(a=a, b=b, magnitude=found.get("magnitude"), scale=scale)
-    faults += _missing(config, modules, whole)
+    faults += _missing(config, modules, whole, tensors)
     if faults:
         raise ConfigError(f"{folder / WEIGHTS}: {'; '.join(faults)}")
     return modules, whole
@@ -248,11 +256,30 @@ def _pattern_name(config: Mapping[str, Any], module: str) -> str:
     return weight if any(_has_suffix(weight, t) for t in config.get("target_parameters") or ()) else module
 
 
-def _missing(config: Mapping[str, Any], modules: Mapping[str, Any], whole: Mapping[str, Any]) -> list[str]:
-    """Modules and parameters listed in the configuration but absent from the file."""
+def _unmatched(key: str, array: np.ndarray, tensor: CheckpointTensor | None) -> str:
+    """Describe a stored tensor that fits no parameter; `tensor`: the parameter of its name."""
+    outer = tensor is not None and tensor.name.endswith(("embed_tokens.weight", "lm_head.weight"))
+    if tensor is None or not outer or array.shape[0] == tensor.shape[0]:
+        return f"{key} {array.shape} matches no parameter of the model"
+    return (
+        f"{key} has {array.shape[0]} rows and the model {tensor.shape[0]}: added tokens extended the vocabulary; "
+        "resize the base's embedding, merge the adapter with PEFT, and load the merged model"
+    )
+
+
+def _missing(
+    config: Mapping[str, Any], modules: Mapping[str, Any], whole: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> list[str]:
+    """Modules and parameters listed in the configuration but absent from the file.
+
+    As in PEFT, a name of `target_modules` that no module of the model has is ignored beside others that some have.
+    """
     targets = config.get("target_modules")
     listed = [] if isinstance(targets, str) or targets is None else targets
-    faults = [f"{t} of target_modules is missing" for t in listed if not any(_has_suffix(m, t) for m in modules)]
+    there = {t: [m for m in tensors if _has_suffix(m, t) and not _excluded(config, m)] for t in listed}
+    faults = [f"{t} of target_modules is missing" for t, all_ in there.items() if all_ and not modules.keys() & {*all_}]
+    if listed and not any(there.values()):
+        faults.append(f"target_modules: the model has none of {', '.join(map(str, listed))}")
     for target in config.get("target_parameters") or []:
         if not any(_has_suffix(_pattern_name(config, module), target) for module in modules):
             faults.append(f"{target} of target_parameters is missing")
@@ -261,6 +288,14 @@ def _missing(config: Mapping[str, Any], modules: Mapping[str, Any], whole: Mappi
     optional = {"classifier", "score"} if config.get("task_type") == CLASSIFIER else set[str]()
     saved = [m for m in config.get("modules_to_save") or [] if m not in optional]
     return faults + [f"{m} of modules_to_save is missing" for m in saved if not any(h.endswith(m) for h in held)]
+
+
+def _excluded(config: Mapping[str, Any], module: str) -> bool:
+    """Apply `exclude_modules` by PEFT's rule: ends of names, or one regular expression."""
+    excluded = config.get("exclude_modules") or []
+    if isinstance(excluded, str):
+        return re.fullmatch(excluded, module) is not None
+    return any(_has_suffix(module, name) for name in excluded)
 
 
 def _scale(config: Mapping[str, Any], name: str, rank: int) -> float:

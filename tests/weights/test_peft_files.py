@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -15,8 +16,10 @@ from posttrain.config import LoRA
 from posttrain.errors import ConfigError
 from posttrain.weights.load import load_model
 from posttrain.weights.lora import has_lora
+from posttrain.weights.peft_load import absent_targets
 from posttrain.weights.peft_save import save_adapter
 from posttrain.weights.save import hf_tensors
+from posttrain.weights.state import ModelWeights
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 
@@ -46,6 +49,7 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
         ({"target_parameters": ["up_proj.weight"]}, "safetensors: up_proj.weight of target_parameters is missing"),
         ({"trainable_token_indices": [1]}, "adapter_config.json: trainable_token_indices=[1] is not supported"),
         ({"target_modules": ["q_proj", "v_proj", "up_proj"]}, "safetensors: up_proj of target_modules is missing"),
+        ({"target_modules": ["query", "dense"]}, "safetensors: target_modules: the model has none of query, dense"),
         ({"modules_to_save": ["lm_head"]}, "safetensors: lm_head of modules_to_save is missing"),
         (
             {"use_dora": True},
@@ -57,6 +61,33 @@ def test_fields_that_are_refused(config: dict[str, Any], message: str, tmp_path:
     with pytest.raises(ConfigError) as raised:
         load_model(GOLDENS / "models" / "llama", adapter=changed(tmp_path, "lora", config, {}))
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": ["q_proj", "v_proj", "query_key_value"]},
+        {"target_modules": ["q_proj", "v_proj", "up_proj"], "exclude_modules": ["up_proj"]},
+        {"target_modules": ["q_proj", "v_proj", "up_proj"], "exclude_modules": r".*\.up_proj"},
+    ],
+)
+def test_names_that_no_module_has_are_ignored_as_in_peft(config: dict[str, Any], tmp_path: Path) -> None:
+    llama = GOLDENS / "models" / "llama"
+    plain, other = (
+        load_model(llama, adapter=a) for a in (GOLDENS / "lora" / "lora", changed(tmp_path, "lora", config, {}))
+    )
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), *(ModelWeights(m).read() for m in (plain, other)))
+    assert jax.tree.all(same)
+
+
+def test_an_extended_vocabulary_is_named(tmp_path: Path) -> None:
+    key = "base_model.model.model.embed_tokens.weight"
+    with pytest.raises(
+        ConfigError, match=r"has 700 rows and the model \d+: the vocabulary was extended by added tokens"
+    ):
+        load_model(
+            GOLDENS / "models" / "llama", adapter=changed(tmp_path, "lora", {}, {key: np.zeros((700, 32), "f4")})
+        )
 
 
 def test_modules_to_save_are_ends_of_names(tmp_path: Path) -> None:
