@@ -51,6 +51,9 @@ class Fields:
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
+    def __bool__(self) -> bool:
+        return bool(self._values)
+
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
         """Return the field as type `kind`; required without a default. Raises ConfigError if absent or of another
         type."""

@@ -30,6 +30,7 @@ from posttrain.models.fields import Fields
 from posttrain.models.heads import is_classifier
 from posttrain.models.names import Names
 from posttrain.models.rope import max_positions
+from posttrain.user_code import import_transformers
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -166,7 +167,7 @@ def config_from_hf(hf: Mapping[str, Any], *, long_context: bool = False) -> Mode
     `long_context`: use the long-sequence factors of a model with two sets; raises NoLongContext if it has one set.
     """
     text, _ = text_part(hf)
-    fields = Fields(text, long_context=long_context)
+    fields = Fields(_with_positions(text), long_context=long_context)
     _check_quantization(fields.optional("quantization_config", dict))
     config = family(fields.get("model_type", str)).config_from_hf(fields)
     if long_context and not fields.long_context_used:
@@ -177,6 +178,15 @@ def config_from_hf(hf: Mapping[str, Any], *, long_context: bool = False) -> Mode
     if config.further_layers:
         written["num_nextn_predict_layers"] = 0
     return replace(config, scalar_head=is_classifier(written), hf_json=json.dumps(written))
+
+
+def _with_positions(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Add `max_position_embeddings` where it is absent: the default of the family in transformers."""
+    if hf.get("max_position_embeddings") is not None:
+        return hf
+    known = import_transformers().CONFIG_MAPPING
+    default = vars(known[hf["model_type"]]()) if hf.get("model_type") in known else {}
+    return {**hf, "max_position_embeddings": default.get("max_position_embeddings")}
 
 
 NOT_WRITTEN = ("quantization_config", "auto_map")

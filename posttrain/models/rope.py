@@ -83,7 +83,7 @@ def rope_from_hf(
     if rotary_factor is None and part != 1.0 and _kind(fields) != "proportional":
         raise ConfigError(f"partial_rotary_factor={part} is not supported: models of this type rotate the whole head")
     frequencies, magnitude = _kinds(_kind(fields), fields, hf, base, head_dim, part)
-    fields.refuse_unread(allowed=("original_max_position_embeddings",))
+    fields.refuse_unread(allowed=("original_max_position_embeddings", "finetuned"))
     if 2 * len(frequencies) > head_dim:
         raise ConfigError(f"head_dim={head_dim} with partial_rotary_factor={part} cannot be split into pairs for RoPE")
     return Rope(frequencies=tuple(map(float, frequencies)), magnitude=magnitude, interleaved=interleaved)
@@ -112,9 +112,9 @@ LONGROPE = ("longrope", "su")
 
 
 def _section(hf: Fields) -> Fields:
-    if "rope_parameters" in hf and "rope_scaling" in hf:
-        raise ConfigError("rope_parameters and rope_scaling are two names of the same; give one of them")
-    return hf.section("rope_parameters" if "rope_parameters" in hf else "rope_scaling")
+    """Return `rope_scaling`, else `rope_parameters`: of both transformers reads the first, where it is not empty."""
+    scaling = hf.section("rope_scaling")
+    return scaling if "rope_parameters" not in hf or scaling else hf.section("rope_parameters")
 
 
 def _kind(fields: Fields) -> str:
@@ -132,7 +132,10 @@ def _original(fields: Fields, hf: Fields) -> int:
 def _kinds(kind: str, fields: Fields, hf: Fields, theta: float, head_dim: int, part: float) -> tuple[np.ndarray, float]:
     """Frequencies and attention factor."""
     dim = int(head_dim * part)
-    if kind == "default":
+    if kind in ("default", "dynamic"):
+        # Dynamic scaling begins beyond `max_position_embeddings`, where no row may be.
+        if kind == "dynamic":
+            fields.get("factor", float)
         return default_frequencies(theta, dim), 1.0
     if kind == "linear":
         return linear(default_frequencies(theta, dim), fields.get("factor", float)), 1.0
@@ -152,7 +155,7 @@ def _kinds(kind: str, fields: Fields, hf: Fields, theta: float, head_dim: int, p
         return _yarn_from_hf(fields, hf, theta, dim)
     if kind in LONGROPE:
         return _longrope_from_hf(fields, hf, theta, dim)
-    known = "default, linear, llama3, yarn, longrope, proportional"
+    known = "default, dynamic, linear, llama3, yarn, longrope, proportional"
     raise ConfigError(f"{fields.where}: rope_type {kind!r} is not supported; known: {known}")
 
 

@@ -30,7 +30,7 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 
-FLOATS = ("F32", "F16", "BF16")
+FLOATS = ("F64", "F32", "F16", "BF16")
 """CheckpointTensor types that can become parameters."""
 OTHER_WEIGHTS = ("*.bin", "*.pth", "*.pt", "*.gguf")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt"]

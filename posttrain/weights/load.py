@@ -221,8 +221,10 @@ def check_lora(config: ModelConfig, lora: LoRA, quantize: Quantize = "none") -> 
 
 
 def check_adapter(config: ModelConfig, adapter: str | Path, wrapper: hf.Wrapper | None, *, reward: bool) -> list[str]:
-    """Names of the adapter's `target_modules` that the model lacks. Raises ConfigError if a PEFT adapter does not fit the
-    model or the run (`reward`: it trains a reward model)."""
+    """Return the adapter's `target_modules` that the model lacks.
+
+    Raises ConfigError if a PEFT adapter does not fit the model or the run (`reward`: it trains a reward model).
+    """
     outline = outline_of(config, Compute.of(jnp.float32), jnp.dtype(jnp.float32))
     outline = peft_load.adapter_outline(outline, adapter, text_name=wrapper.text_name if wrapper else None)
     if outline.score is not None and not reward:

@@ -22,6 +22,7 @@ from posttrain.errors import ConfigError
 # tensors' bytes without gaps. https://github.com/huggingface/safetensors
 
 KINDS: Mapping[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(jnp.bfloat16),

@@ -152,6 +152,38 @@ def test_the_run_chooses_the_set_of_longrope() -> None:
             config_from_hf(fields, long_context=True)
 
 
+@pytest.mark.parametrize("scaling", [{"type": "linear", "factor": 2.0}, {"rope_type": "default"}, {}, None])
+@pytest.mark.parametrize("outer", [{}, {"rope_theta": 7e4}])
+def test_rope_in_both_sections_is_read_as_by_transformers(scaling: Any, outer: dict[str, float]) -> None:
+    from transformers import LlamaConfig
+
+    fields = LLAMA | outer | {"rope_scaling": scaling, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    theirs = LlamaConfig.from_dict(fields).rope_parameters
+    expected = np.asarray(plain(theirs["rope_theta"], 8)) / theirs.get("factor", 1.0)
+    np.testing.assert_allclose(frequencies(fields)[0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral", "olmo2", "granite"])
+def test_absent_positions_and_heads_are_those_of_transformers(model_type: str) -> None:
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(model_type, num_attention_heads=32, num_hidden_layers=1)
+    fields = {key: LLAMA[key] for key in ("vocab_size", "hidden_size", "intermediate_size")}
+    fields |= {"model_type": model_type, "num_attention_heads": 32, "num_hidden_layers": 1, "head_dim": 8}
+    ours = config_from_hf(fields)
+    assert ours.max_positions == theirs.max_position_embeddings
+    assert attentions(ours)[0].num_kv_heads == theirs.num_key_value_heads
+    assert "max_position_embeddings" not in config_to_hf(ours)
+
+
+def test_dynamic_scaling_and_fine_tuned_yarn() -> None:
+    """Dynamic scaling begins beyond the context; other programs than transformers read `finetuned`."""
+    dynamic = config_from_hf(LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 4.0}})
+    assert dynamic.max_positions == 64 and frequencies(LLAMA)[0] == attentions(dynamic)[0].rope.frequencies  # type: ignore[union-attr]
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    assert read(LLAMA, rope_scaling=yarn | {"finetuned": True}) == read(LLAMA, rope_scaling=yarn)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -162,11 +194,8 @@ def test_the_run_chooses_the_set_of_longrope() -> None:
         ({"attention_bias": 1}, "attention_bias: must be true or false, got 1"),
         ({"hidden_act": "relu"}, "hidden_act='relu' is not supported; known: silu, "),
         ({"num_hidden_layers": 0}, "num_hidden_layers: must be above 0 and finite, got 0"),
-        (
-            {"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": {"rope_theta": 1.0}},
-            "rope_parameters and rope_sc",
-        ),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters: rope_type 'dynamic' is not supported; known"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "factor: missing in the model's rope_parameters"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "rope_parameters: rope_type 'spiral' is not supported; known"),
         ({"rope_scaling": {"type": "linear"}}, "factor: missing in the model's rope_scaling"),
         ({"rope_scaling": {"type": "linear", "factor": 2, "beta_fast": 1}}, "rope_scaling: beta_fast: unknown field"),
         ({"rope_scaling": "yarn"}, "rope_scaling: must be an object, got 'yarn'"),
@@ -181,7 +210,7 @@ def test_the_run_chooses_the_set_of_longrope() -> None:
             {"quantization_config": {}},
             "quantization_config: weights quantized by None are not supported, only mxfp4, fp8; ",
         ),
-        ({"model_type": "qwen2"}, "num_key_value_heads: missing in the model's config.json"),
+        ({"model_type": "qwen2"}, "num_key_value_heads=32 must divide num_attention_heads=4"),
         (QWEN2 | {"layer_types": ["full_attention"]}, "layer_types: must name num_hidden_layers=2 layers, got 1"),
         (QWEN2 | {"layer_types": ["linear_attention"] * 2}, "layer_types: ['linear_attention'] not supported; known: "),
         (QWEN2 | {"layer_types": ["sliding_attention"] * 2}, "layer_types: sliding_attention needs use_sliding_window"),

@@ -43,6 +43,7 @@ HYBRID = {"num_hidden_layers": 3, "layer_types": KINDS, "sliding_window": 5, "us
 CASES: dict[str, dict[str, Any]] = {
     "llama_wide_heads": {"head_dim": 10, **ALONE, **BIASES, **TIED, **LLAMA3},
     "llama_gelu": {"head_dim": 2, "hidden_act": "gelu", **YARN},
+    "llama_dynamic": {**rope("dynamic", factor=4.0), "num_hidden_layers": 1},
     "llama_linear": {**LINEAR, "num_hidden_layers": 1},
     "qwen2_hybrid": {**HYBRID, **ALONE, **TIED, **YARN},
     "qwen2_one_layer": {"num_hidden_layers": 1, **LINEAR},

@@ -204,6 +204,16 @@ def damaged(weights: Path, content: bytes) -> str:
     return message
 
 
+def test_float64_is_read_as_float32(folder: Path) -> None:
+    stored = load_file(folder / "model.safetensors")
+    wide = {name: array.astype(np.float32).astype(np.float64) for name, array in stored.items()}
+    save_file(wide, folder / "model.safetensors")
+    ours, theirs = (ModelWeights(load_model(f, dtype="float32")).read() for f in (folder, GOLDEN))
+    assert ours.keys() == theirs.keys()
+    for path, array in ours.items():
+        assert_array_equal(array, theirs[path])
+
+
 def test_unusable_files(folder: Path) -> None:
     weights, config = folder / "model.safetensors", folder / "config.json"
     whole = weights.read_bytes()

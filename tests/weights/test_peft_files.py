@@ -73,21 +73,18 @@ def test_fields_that_are_refused(config: dict[str, Any], message: str, tmp_path:
 )
 def test_names_that_no_module_has_are_ignored_as_in_peft(config: dict[str, Any], tmp_path: Path) -> None:
     llama = GOLDENS / "models" / "llama"
-    plain, other = (
-        load_model(llama, adapter=a) for a in (GOLDENS / "lora" / "lora", changed(tmp_path, "lora", config, {}))
-    )
+    folder = changed(tmp_path, "lora", config, {})
+    plain, other = (load_model(llama, adapter=adapter) for adapter in (GOLDENS / "lora" / "lora", folder))
+    assert absent_targets(other, folder) == [t for t in config["target_modules"] if t == "query_key_value"]
     same = jax.tree.map(lambda a, b: bool((a == b).all()), *(ModelWeights(m).read() for m in (plain, other)))
     assert jax.tree.all(same)
 
 
 def test_an_extended_vocabulary_is_named(tmp_path: Path) -> None:
     key = "base_model.model.model.embed_tokens.weight"
-    with pytest.raises(
-        ConfigError, match=r"has 700 rows and the model \d+: the vocabulary was extended by added tokens"
-    ):
-        load_model(
-            GOLDENS / "models" / "llama", adapter=changed(tmp_path, "lora", {}, {key: np.zeros((700, 32), "f4")})
-        )
+    folder = changed(tmp_path, "lora", {}, {key: np.zeros((700, 32), np.float32)})
+    with pytest.raises(ConfigError, match=r"has 700 rows and the model \d+: added tokens extended the vocabulary"):
+        load_model(GOLDENS / "models" / "llama", adapter=folder)
 
 
 def test_modules_to_save_are_ends_of_names(tmp_path: Path) -> None:

@@ -14,5 +14,7 @@ NAMES = DECODER_NAMES
 
 def config_from_hf(hf: Fields) -> ModelConfig:
     windows, head_dim = qwen_windows(hf), head_dim_of(hf)
-    attention = attention_config(hf, rope=rope_from_hf(hf, head_dim), head_dim=head_dim, qkv_bias=True)
+    attention = attention_config(
+        hf, rope=rope_from_hf(hf, head_dim), head_dim=head_dim, default_kv_heads=32, qkv_bias=True
+    )
     return decoder_config(hf, windowed(attention, windows), [mlp_config(hf)] * len(windows))

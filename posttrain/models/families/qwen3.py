@@ -16,6 +16,12 @@ def config_from_hf(hf: Fields) -> ModelConfig:
     windows, head_dim = qwen_windows(hf), hf.get("head_dim", int, 128)
     bias = hf.get("attention_bias", bool, False)
     attention = attention_config(
-        hf, rope=rope_from_hf(hf, head_dim), head_dim=head_dim, qk_norm="head", qkv_bias=bias, out_bias=bias
+        hf,
+        rope=rope_from_hf(hf, head_dim),
+        head_dim=head_dim,
+        default_kv_heads=32,
+        qk_norm="head",
+        qkv_bias=bias,
+        out_bias=bias,
     )
     return decoder_config(hf, windowed(attention, windows), [mlp_config(hf)] * len(windows))
