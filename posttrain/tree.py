@@ -173,8 +173,9 @@ def digests(arrays: Mapping[str, Array]) -> dict[str, int]:
 
 def _on_device(array: Array) -> Array:
     """The array in the memory that its devices compute on."""
-    memory = next(iter(array.sharding.device_set)).default_memory().kind
     place = array.sharding
+    device: Any = next(iter(place.device_set))
+    memory = device.default_memory().kind
     return array if place.memory_kind in (None, memory) else jax.device_put(array, place.with_memory_kind(memory))
 
 

@@ -16,6 +16,8 @@ from posttrain.errors import ConfigError, RunError
 
 MODEL = "policy"
 START_TIMEOUT_S = 30.0
+MAX_BODY = 64 << 20
+"""Maximum bytes of a request."""
 FINISH = {"stop": "stop", "length": "length"}
 
 
@@ -91,7 +93,7 @@ def _application(sessions: dict[str, tuple[Session, asyncio.AbstractEventLoop]])
             if found is None:
                 raise RequestRefused(404, "session_not_found", "there is no such session, or it has ended")
             session, loop = found
-            body = _checked(await request.body())
+            body = _checked(await _received(request))
             sampled = asyncio.run_coroutine_threadsafe(_complete(session, body), loop)
             choices = await asyncio.wrap_future(sampled)
         except RequestRefused as refused:
@@ -116,27 +118,45 @@ def _application(sessions: dict[str, tuple[Session, asyncio.AbstractEventLoop]])
     )
 
 
+async def _received(request: Any) -> bytes:
+    """Body of a request."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY:
+            raise RequestRefused(413, "request_too_large", f"the body must be at most {MAX_BODY >> 20} MiB")
+    return bytes(body)
+
+
 def _checked(text: bytes) -> dict[str, Any]:
     try:
         body = json.loads(text)
         if not isinstance(body, dict):
             raise TypeError("the body must be a JSON object")
+        json.dumps(body, ensure_ascii=False).encode()  # lone surrogates are no text
         body["messages"], body["tools"] = from_wire(body.get("messages")), checked_tools(body.get("tools"))
         count, tokens = body.get("n") or 1, body.get("max_completion_tokens") or body.get("max_tokens")
-        if not isinstance(count, int) or count < 1:
+        if type(count) is not int or count < 1:
             raise TypeError(f"n={count!r} must be a positive integer")
-        if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
+        if tokens is not None and (type(tokens) is not int or tokens < 1):
             raise TypeError(f"max_tokens={tokens!r} must be a positive integer")
         stop = body.get("stop") or ()
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(isinstance(one, str) and one for one in stops):
+        stops = (stop,) if isinstance(stop, str) else stop
+        if not isinstance(stops, tuple | list) or not all(isinstance(one, str) and one for one in stops):
             raise TypeError("stop must be strings that are not empty")
+    except UnicodeEncodeError as error:
+        raise RequestRefused(400, "invalid_request_error", "the body has a lone surrogate, which is no text") from error
+    except RecursionError as error:
+        raise RequestRefused(400, "invalid_request_error", "the body is nested too deeply") from error
     except (ValueError, TypeError, ConfigError) as error:
         raise RequestRefused(400, "invalid_request_error", " ".join(str(error).split())) from error
-    return {**body, "n": count, "max_tokens": tokens, "stop": stops}
+    return {**body, "n": count, "max_tokens": tokens, "stop": tuple(stops)}
 
 
 async def _complete(session: Session, body: dict[str, Any]) -> list[Answer]:
+    if body["n"] > session.max_turns:
+        rule = f"n={body['n']} must be at most {session.max_turns}: each choice is a turn (agent.max_turns)"
+        raise RequestRefused(400, "invalid_request_error", rule)
     asked = [
         session.complete(body["messages"], body["tools"], body["max_tokens"], body["stop"]) for _ in range(body["n"])
     ]

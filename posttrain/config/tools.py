@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -11,6 +12,9 @@ from posttrain.config.base import Arguments, ListOf, PositiveInt, Section, Text
 from posttrain.config.environment import AgentSection, EnvSection
 from posttrain.config.locator import located
 
+SECRET = re.compile(r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$")
+"""Ends of names of variables that hold secrets."""
+
 
 class McpSection(Section):
     """Server of the Model Context Protocol that runs as a child process (stdio); needs `pip install posttrain[mcp]`."""
@@ -18,7 +22,22 @@ class McpSection(Section):
     command: Annotated[ListOf[Text], Field(min_length=1)]
     """Program and arguments. It starts in the current folder, again after a crash, and ends with the stage."""
     env: dict[str, str] = {}
-    """Environment variables beside HOME, PATH and the like; others are not passed on."""
+    """Environment variables beside HOME, PATH and the like; others are not passed on. They are written to `config.yaml`
+    and to trackers."""
+    env_from: dict[str, Text] = {}
+    """Environment variables with the names of those of the run from which they get their values, which are written
+    nowhere: `{API_KEY: SEARCH_API_KEY}`."""
+
+    @model_validator(mode="after")
+    def _no_secrets(self) -> McpSection:
+        if both := self.env.keys() & self.env_from.keys():
+            raise ValueError(f"{min(both)} is in env and in env_from; remove one of them")
+        if secrets := [name for name in self.env if SECRET.search(name.upper())]:
+            raise ValueError(
+                f"env.{secrets[0]}: config.yaml and trackers would show this secret; set it in the run's environment, "
+                f"and give env_from: {{{secrets[0]}: {secrets[0]}}}"
+            )
+        return self
 
 
 class ToolSection(Section):

@@ -28,6 +28,25 @@ class CallResult(NamedTuple):
     metrics: dict[str, list[float]]
     extras: dict[str, list[Any]]
 
+    def to_json(self) -> list[Any]:
+        """Lists and mappings of plain values, as `result_of` reads them."""
+        return [self.values, [*self.errors.items()], self.metrics, self.extras]
+
+
+def result_of(made: Any, count: int) -> CallResult:
+    """Result for `count` samples from `CallResult.to_json`. Raises ValueError, TypeError or AttributeError for anything
+    else: model code in the same process may have written it."""
+    values, errors, metrics, extras = made
+    plain = (str, int, float, bool, type(None))
+    right = len(values) == count and all(type(value) in (int, float) for value in values)
+    right = right and all(type(at) is int and 0 <= at < count and type(text) is str for at, text in errors)
+    right = right and all(type(value) in (int, float) for column in metrics.values() for value in column)
+    right = right and all(len(column) == count for column in extras.values())
+    if not (right and all(type(value) in plain for column in extras.values() for value in column)):
+        raise ValueError("no result of a call")
+    numbers = {name: [*map(float, column)] for name, column in metrics.items()}
+    return CallResult([*map(float, values)], dict(errors), numbers, extras)
+
 
 def call_reward(
     function: Callable[..., Any],

@@ -17,13 +17,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.errors import ConfigError, RunError
-from posttrain.reward.call import CallError, CallResult
+from posttrain.reward.call import CallError, CallResult, result_of
 from posttrain.reward.limits import MAX_DESCENDANTS, NO_LIMITS, Limits
 from posttrain.reward.worker import COMMAND, END, FORK, OVERRUN, REPLY, SIZE, Function
 
 START_TIMEOUT_S = 120.0
 """Timeout for the import of all functions in the child process."""
 CONTROL_TIMEOUT_S = 30.0
+MAX_REPLY = 1 << 28
+"""Maximum bytes of a reply."""
 MAX_CHILDREN = 16
 """Maximum number of child processes of a worker after a call; beyond it the worker and all of them are killed."""
 PROGRAM = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from posttrain.reward.worker import serve; "
@@ -36,18 +38,16 @@ class WorkerProcess:
         self.pid, self.number, self.connection = pid, number, connection
         self.children = 0
 
-    async def ask(self, request: bytes) -> tuple[CallResult | str, int] | None:
-        """Send a request; return the reply and the worker's number of child processes, or None if the worker has
-        died."""
+    async def ask(self, request: bytes) -> bytes | None:
+        """Send a request; return the reply, or None if the worker has died or answers with too much."""
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_sendall(self.connection, SIZE.pack(len(request)) + request)
             header = await self._read(loop, SIZE.size)
-            reply = await self._read(loop, SIZE.unpack(header)[0])
+            size = SIZE.unpack(header)[0]
+            return await self._read(loop, size) if 0 <= size <= MAX_REPLY else None
         except (ConnectionError, EOFError):
             return None
-        found: tuple[CallResult | str, int] = pickle.loads(reply)
-        return found
 
     async def _read(self, loop: asyncio.AbstractEventLoop, count: int) -> bytes:
         data = bytearray()
@@ -195,7 +195,15 @@ class ProcessCaller:
             raise
         if reply is None:
             raise CallError(self._server.end(worker))
-        result, worker.children = reply
+        try:
+            made, worker.children = json.loads(reply)
+            result = made if isinstance(made, str) else result_of(made, count)
+            strange = type(worker.children) is not int
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            strange = True
+        if strange:
+            self._server.end(worker)
+            raise CallError("its process sent something else than a result")
         if worker.children > MAX_CHILDREN:
             self._server.end(worker)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import pickle
 import select
@@ -160,7 +161,7 @@ def _work(connection: socket.socket, functions: Sequence[Callable[..., Any]], li
                 os._exit(0)  # the function forked, and its child has returned here as well
             sys.stdout.flush()
             sys.stderr.flush()
-            send(connection, pickle.dumps((reply, len(children()))))
+            send(connection, _reply(reply, len(children())))
     os._exit(0)
 
 
@@ -176,6 +177,15 @@ def _answer(
         return call_reward(functions[index], keywords, loggers, count, wait)
     except CallError as error:
         return str(error)
+
+
+def _reply(answer: CallResult | str, num_children: int) -> bytes:
+    """Reply of plain values as JSON: code in this process must not make objects in the trainer."""
+    try:
+        made = answer if isinstance(answer, str) else answer.to_json()
+        return json.dumps([made, num_children]).encode()
+    except (TypeError, ValueError) as error:
+        return json.dumps([f"its values cannot be sent as JSON: {describe_error(error)}", num_children]).encode()
 
 
 async def _result(made: Awaitable[Any]) -> Any:

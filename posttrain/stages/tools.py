@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -66,7 +67,10 @@ def _tools(item: ToolSection) -> Sequence[Tool]:
     if importlib.util.find_spec("mcp") is None:
         raise ConfigError("tools.mcp needs the package mcp; run: pip install 'posttrain[mcp]'")
     given = item.mcp
-    server = McpServer(given.command, given.env, Path.cwd(), timeout_s=item.timeout_s, max_chars=item.max_chars)
+    if unset := [name for name in given.env_from.values() if name not in os.environ]:
+        raise ConfigError(f"tools.mcp.env_from: no environment variable {unset[0]} is set; set it where the run starts")
+    env = given.env | {name: os.environ[source] for name, source in given.env_from.items()}
+    server = McpServer(given.command, env, Path.cwd(), timeout_s=item.timeout_s, max_chars=item.max_chars)
     try:
         return server.tools()
     finally:

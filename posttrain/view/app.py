@@ -111,7 +111,7 @@ class Api:
 
     def rollout(self, given: Mapping[str, str]) -> Any:
         with connection(self._run(given).index) as index:
-            found = queries.rollout(index, int(queries.number(given, "id")))
+            found = queries.rollout(index, queries.whole(given, "id"))
         if found is None:
             raise Refused(404, "there is no such rollout; the run may have removed its record")
         return found
@@ -120,7 +120,7 @@ class Api:
         """Tokens of a rollout as recorded, and their losses in each update once the step is replayed."""
         run = self._run(given)
         with connection(run.index) as index:
-            found = queries.rollout(index, int(queries.number(given, "id")))
+            found = queries.rollout(index, queries.whole(given, "id"))
             if found is None or found["grp"] is None:
                 raise Refused(404, "there is no record of this rollout, only its text")
             stage, step = run.folder.path / found["stage"], found["step"]
@@ -157,17 +157,17 @@ class Api:
         for suffix in ("", "2"):
             one = {name: given.get(f"{name}{suffix}", "") for name in ("run", "stage", "step")}
             with connection(self._run(one).index) as index:
-                found.append(queries.step_summary(index, one["stage"], int(queries.number(one, "step"))))
+                found.append(queries.step_summary(index, one["stage"], queries.whole(one, "step")))
         return found
 
     def _run(self, given: Mapping[str, str]) -> Viewed:
         number = given.get("run", "")
-        if not number.isdecimal() or int(number) >= len(self._runs):
-            raise Refused(404, f"run={number}: there are runs 0 to {len(self._runs) - 1}")
+        if not number.isdecimal() or len(number) > 9 or int(number) >= len(self._runs):
+            raise Refused(404, f"run={number[:9]}: there are runs 0 to {len(self._runs) - 1}")
         return self._runs[int(number)]
 
     def _place(self, run: Viewed, given: Mapping[str, str]) -> tuple[Path, int]:
-        return run.folder.path / run.stage(given.get("stage", "")).name, int(queries.number(given, "step"))
+        return run.folder.path / run.stage(given.get("stage", "")).name, queries.whole(given, "step")
 
 
 def application(runs: Sequence[Viewed], token: str) -> Any:

@@ -41,6 +41,7 @@ def cache_of(key: str) -> Path:
 def make_index(file: Path) -> None:
     """Make an empty index, unless there is one of this version."""
     file.parent.mkdir(parents=True, exist_ok=True)
+    file.parent.chmod(0o700)  # completions are for the user who asked for them
     if file.exists():
         with connection(file) as known:
             if known.execute("PRAGMA user_version").fetchone()[0] == VERSION:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,13 +68,23 @@ def where(given: Mapping[str, str]) -> Where:
 
 
 def number(given: Mapping[str, str], name: str) -> float:
-    """Number of a parameter; ConfigError for anything else."""
+    """Finite number of a parameter; ConfigError for anything else."""
     try:
-        return float(given[name])
+        if math.isfinite(found := float(given[name])):
+            return found
+        raise ValueError
     except KeyError:
         raise ConfigError(f"{name}: is missing; give a number") from None
     except ValueError:
         raise ConfigError(f"{name}={given[name]!r} is not a number; give one, or leave it empty") from None
+
+
+def whole(given: Mapping[str, str], name: str, least: int = 0) -> int:
+    """Whole number of a parameter, as an index can hold it; ConfigError for anything else."""
+    found = number(given, name)
+    if not (found.is_integer() and least <= found < 1 << 53):
+        raise ConfigError(f"{name}={given[name]!r} must be a whole number from {least} on")
+    return int(found)
 
 
 def _add_text(found: Where, text: str) -> None:
@@ -107,8 +118,8 @@ def rollouts(index: sqlite3.Connection, given: Mapping[str, str]) -> dict[str, A
 
 def _page(given: Mapping[str, str]) -> tuple[int, int]:
     """Numbers of rows on a page, and before it."""
-    limit = int(number(given, "limit")) if given.get("limit") else PAGE
-    return min(limit, MAX_PAGE), int(number(given, "offset")) if given.get("offset") else 0
+    limit = whole(given, "limit", 1) if given.get("limit") else PAGE
+    return min(limit, MAX_PAGE), whole(given, "offset") if given.get("offset") else 0
 
 
 def _order(sort: str, ascending: bool) -> tuple[str, list[Any]]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -261,6 +262,32 @@ def test_an_engine_that_fails_is_no_failure_of_the_agent(endpoint: Endpoint, tok
     )
     with pytest.raises(FloatingPointError):
         asyncio.run(held)
+
+
+ODD_REQUESTS = {
+    b"[" * 100_000: "nested too deeply",
+    b'{"messages": [{"role": "user", "content": "\\ud800"}]}': "lone surrogate",
+    b'{"n": true, "messages": [{"role": "user", "content": "a"}]}': "n=True must be a positive integer",
+    b'{"stop": {"a": 1}, "messages": [{"role": "user", "content": "a"}]}': "stop must be strings",
+    b'{"stop": 5, "messages": [{"role": "user", "content": "a"}]}': "stop must be strings",
+    b'{"n": 20000, "messages": [{"role": "user", "content": "a"}]}': "n=20000 must be at most 8: each choice",
+    b" " * ((64 << 20) + 1): "must be at most 64 MiB",
+}
+
+
+def test_odd_requests_are_refused(endpoint: Endpoint, tokenizer: Tokenizer) -> None:
+    told: list[tuple[int, str]] = []
+
+    def agent(base_url: str) -> float:
+        for body in ODD_REQUESTS:
+            response = httpx.post(f"{base_url}/chat/completions", content=body)
+            told.append((response.status_code, response.json()["error"]["message"]))
+        return 1.0
+
+    run(endpoint, tokenizer, agent)
+    assert [status for status, _ in told] == [400] * 6 + [413]
+    for (_, message), words in zip(told, ODD_REQUESTS.values(), strict=True):
+        assert words in message and "\n" not in message
 
 
 def test_addresses_are_secret(endpoint: Endpoint, tokenizer: Tokenizer) -> None:

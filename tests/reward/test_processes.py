@@ -81,6 +81,23 @@ def folder(completions, log_extra):
     log_extra("folder", [tempfile.mkdtemp()] * len(completions))
     return [1.0] * len(completions)
 
+class Object:
+    def __reduce__(self):
+        return os.mkdir, (tempfile.gettempdir() + "/made",)
+
+def forges(completions):
+    """Writes what its samples say to all sockets, as code of a model in this process can."""
+    import pickle, socket, stat
+    for text in completions:
+        data = pickle.dumps(([1.0], Object())) if text == "pickle" else text.encode()
+        for number in range(3, 64):
+            try:
+                if data and stat.S_ISSOCK(os.fstat(number).st_mode):
+                    os.write(number, len(data).to_bytes(8, "little") + data)
+            except OSError:
+                pass
+    return [1.0] * len(completions)
+
 def second(trajectories, answer):
     return [float(t.text == a) for t, a in zip(trajectories, answer)]
 '''
@@ -228,6 +245,19 @@ def test_values_instead_of_errors(file: Path) -> None:
         found = score(["aa", "nan", "raise", "b"])
     assert found.total_PG.tolist() == [[4.0, -3.0, -3.0, 2.0]]
     assert [(error.sample, error.kind) for error in found.errors] == [(1, "error"), (2, "error")]
+
+
+FORGED = ["pickle", "[", "1e", "[" * 9999, "[[[[NaN]], [], {}, {}], 0]", '[[[1.0], [[7, "x"]], {}, {}], 0]']
+
+
+def test_replies_are_plain_values(file: Path) -> None:
+    """Nothing that a worker sends becomes an object in the trainer; what is no result is an error of its sample."""
+    with scoring(reward(file, "forges")) as score:
+        for text in FORGED:
+            found = score([text])
+            assert [error.sample for error in found.errors] == [0], text
+            assert "sent something else than a result" in found.errors[0].error
+        assert score([""]).total_PG.tolist() == [[1.0]]
 
 
 def test_arguments_that_no_process_can_read(file: Path) -> None:

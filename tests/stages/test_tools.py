@@ -51,7 +51,7 @@ class Without:
         raise NotImplementedError
 '''
 ADD = {"fn": "tools_of_test.py:add", "args": {"table": "table.txt", "bias": 100}, "timeout_s": 5.0, "max_chars": 2}
-MCP = {"mcp": {"command": [sys.executable, str(ROOT / "tests/tools/server.py")], "env": {"FOOD": "kale"}}}
+MCP = {"mcp": {"command": [sys.executable, str(ROOT / "tests/tools/server.py")], "env_from": {"FOOD": "FOOD_OF_TEST"}}}
 
 
 @pytest.fixture
@@ -90,8 +90,9 @@ def test_a_function_is_a_tool_with_arguments_that_the_policy_does_not_see(folder
     assert '"name": "add"' in prompt and "<tool_call>" in prompt, "the byte tokenizer's template knows no tools"
 
 
-def test_tools_of_a_server(folder: Path) -> None:
+def test_tools_of_a_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mcp", reason="needs the extra mcp")
+    monkeypatch.setenv("FOOD_OF_TEST", "kale")
     made = environments(inputs(folder, tools=[ADD, MCP]))
     tools = {tool.name: tool for tool in made.tools}
     assert set(tools) == {"add", "echo", "process", "fail", "crash", "hang"}
@@ -118,6 +119,14 @@ def test_an_environment_of_the_user_is_given_the_tools(folder: Path) -> None:
         ({"tools": [{**ADD, "args": {"table": "no.txt"}}]}, "no.txt: no such file or folder"),
         ({"tools": [{}]}, "a tool is a function (fn) or an MCP server (mcp)"),
         ({"tools": [{**MCP, "args": {"a": 1}}]}, "args are for functions"),
+        (
+            {"tools": [{"mcp": {"command": ["x"], "env": {"SEARCH_API_KEY": "s"}}}]},
+            "give env_from: {SEARCH_API_KEY: SEA",
+        ),
+        (
+            {"tools": [{"mcp": {"command": ["x"], "env_from": {"A": "NOT_SET"}}}]},
+            "no environment variable NOT_SET is set",
+        ),
         ({"tools": [{"mcp": {"command": ["no_such_program"]}}]}, "the MCP server `no_such_program` does not start"),
         ({"tools": [{**ADD, "timeout_s": 30.0}]}, "env.timeout_s=30 must be above the deadline of a tool's call, 30"),
         ({"env": {"fn": "tools_of_test.py:Without"}}, "tools: env.fn takes no argument 'tools'"),
