@@ -26,6 +26,7 @@ from posttrain.mesh import mesh_sizes, split_axis
 from posttrain.models.config import Compute
 from posttrain.models.decoder import Decoder
 from posttrain.runs.prepare import prepare
+from posttrain.runtime.files import check_writable
 from posttrain.stages.devices import num_training_devices
 from posttrain.stages.table import STAGES, check_processes, check_row_tokens, row_notes, stage_names
 from posttrain.train.objective import used_once
@@ -61,6 +62,8 @@ def check(config: RunConfig, num_devices: int | None = None, num_processes: int 
 
     `num_devices`: devices of the target machine; None: of this machine. `num_processes`: its hosts.
     """
+    if num_devices is None:
+        check_writable(Path(config.output))
     mesh = mesh_of_run(config, num_devices)
     check_row_tokens(config, mesh["context"])
     shards = math.prod(mesh[axis] for axis in ROW_AXES)

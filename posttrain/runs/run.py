@@ -26,7 +26,7 @@ from posttrain.runs.prepare import keep_clock, prepare
 from posttrain.runs.summary import print_summary
 from posttrain.runtime import processes
 from posttrain.runtime.compile_cache import enable_compile_cache
-from posttrain.runtime.files import digest, write_whole
+from posttrain.runtime.files import check_writable, digest, write_whole
 from posttrain.stages.context import StageRun
 from posttrain.stages.devices import role_devices, training_devices
 from posttrain.stages.table import STAGES, check_processes, check_row_tokens, row_notes, stage_names
@@ -53,6 +53,7 @@ def run(config: RunConfig, watchers: Sequence[Sink] = (), *, strict: bool = Fals
     for tracker in config.trackers:
         require(tracker)
     mesh = mesh_of(config)
+    check_writable(Path(config.output))
     prepared = prepare(config, offline_ok=False)
     config = prepared.config
     output, names = Path(config.output), stage_names(config)

@@ -25,6 +25,15 @@ def check_local(path: str | Path) -> str:
     return str(path)
 
 
+def check_writable(output: Path) -> None:
+    """ConfigError for a run's folder that cannot be made or written; nothing is made."""
+    whole = output.absolute()
+    place = next(path for path in (whole, *whole.parents) if path.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        why = "not writable (read-only, or of another user)" if place.is_dir() else "a file"
+        raise ConfigError(f"output: {output}: cannot be written: {place} is {why}; give another output")
+
+
 def cache_folder(name: str) -> Path:
     """`$XDG_CACHE_HOME/posttrain/NAME`, by default below `~/.cache`. ConfigError for a URL."""
     base = os.environ.get("XDG_CACHE_HOME")

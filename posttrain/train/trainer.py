@@ -168,7 +168,8 @@ class Trainer:
             self._opt_state, self._offloaded = jax.device_put(self._opt_state, places), True
 
     def step(self, batch: Batch, *, update: bool = True) -> Metrics:
-        """One update from one batch of host rows. Metrics of the device stay there.
+        """One update from one batch of host rows. Metrics of the device stay there. The parameters before are donated:
+        whoever holds them, such as an engine, needs those of now (`engine.update_weights`) before the next use.
 
         A gradient that is not finite, a batch without any weight, a veto of `refuse` or `update=False` leave parameters
         and optimiser state bitwise as they are, and show as `update_skipped` = 1. The step counts all the same.
