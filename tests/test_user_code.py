@@ -53,7 +53,7 @@ class Tensor:
         ([1.0], None),
         (None, None),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_numbers_of_other_libraries(value: Any, number: float | None) -> None:
     assert number_of(value) == number
