@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -61,6 +62,11 @@ class TeacherSection(Section):
     def outside(self) -> bool:
         """True if the teacher runs outside of the training step, which receives its top-k."""
         return self.url is not None or self.mesh is not None or self.aligned
+
+    @property
+    def num_own_devices(self) -> int:
+        """Number of devices that the teacher has for itself."""
+        return 0 if self.mesh is None else math.prod(self.mesh.sizes)
 
     @property
     def aligned(self) -> bool:

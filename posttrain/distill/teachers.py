@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from jax.sharding import Mesh
 from posttrain.batch import TopK, rows_per_pass
 from posttrain.cluster.http_teacher import ServedTeacher
 from posttrain.cluster.scorers import FrozenModel
-from posttrain.config import DistillSection, ModelSection, RLSection, RunConfig, TeacherSection
+from posttrain.config import DistillSection, ModelSection, RLSection, TeacherSection
 from posttrain.data.packing import pack, to_batch
 from posttrain.data.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from posttrain.errors import ConfigError
@@ -265,24 +264,11 @@ def mesh_of(teacher: TeacherSection, teachers: Sequence[TeacherSection]) -> Mesh
     assert teacher.mesh is not None
     devices = jax.devices()
     for one in teachers:
-        count = _num_devices(one)
+        count = one.num_own_devices
         if one is teacher:
             return make_mesh(teacher.mesh, devices[len(devices) - count :])
         devices = devices[: len(devices) - count]
     raise AssertionError("the teacher is one of the teachers")
-
-
-def devices_of_teachers(config: RunConfig, num_devices: int) -> int:
-    """Number of devices reserved by teachers of any stage. ConfigError if none is left for training."""
-    stages = [stage for stage in config.stages if isinstance(stage, DistillSection | RLSection)]
-    taken = max((sum(map(_num_devices, stage.teachers)) for stage in stages), default=0)
-    if taken >= num_devices:
-        raise ConfigError(f"teachers: their meshes take {taken} devices, and there are {num_devices}; leave some")
-    return taken
-
-
-def _num_devices(teacher: TeacherSection) -> int:
-    return 0 if teacher.mesh is None else math.prod(teacher.mesh.sizes)
 
 
 class TopKScorer:

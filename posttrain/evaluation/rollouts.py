@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +11,8 @@ from jaxtyping import Float
 
 from posttrain.config import EvaluateSection
 from posttrain.errors import ConfigError
-from posttrain.evaluation.at_k import intervals_at_k, values_at_k
+from posttrain.evaluation.at_k import intervals_at_k, prompt_means, values_at_k
+from posttrain.evaluation.records import Record, prefix_of
 from posttrain.reward.rubric import Rubric
 from posttrain.reward.types import Rewards
 from posttrain.rl.exchange import exchanged, own_share
@@ -109,3 +111,45 @@ def _answers(found: RolloutEvaluation, name: str | None) -> list[list[Hashable]]
         )
     column, size = found.rewards.extras[name], len(found.groups_P[0])
     return [list(column[start : start + size]) for start in range(0, len(column), size)]
+
+
+def record_of(evaluations: Mapping[str | None, RolloutEvaluation]) -> Record:
+    """JSON object of evaluations by name of the dataset: that without a name, with the metrics of all, and under `sets`
+    the others."""
+    metrics: dict[str, float] = {}
+    for name, found in evaluations.items():
+        metrics |= found.metrics(prefix_of(name))
+    sets = {name: _of_set(found) for name, found in evaluations.items() if name is not None}
+    return {**_of_set(evaluations[None]), "metrics": metrics, "sets": sets}
+
+
+def _of_set(found: RolloutEvaluation) -> Record:
+    """Confidence interval of the reward, or of the KL without rewards, the values of each prompt, and the first sample
+    of each."""
+    if found.interval is not None:
+        measure, metric, interval, values_PG = "reward", "reward", found.interval, found.rewards.total_PG
+    else:
+        assert found.distance is not None and found.distances_PG is not None
+        measure, metric, interval, values_PG = "reverse KL", "distill/kl", found.distance, found.distances_PG
+    values_P = prompt_means(values_PG)
+    samples = [
+        {
+            "prompt": "".join(str(message["content"]) for message in group[0].answer.example.messages),
+            "completion": group[0].shown,
+            measure: value,
+        }
+        for group, value in zip(found.groups_P, _numbers(values_P), strict=True)
+    ]
+    return {
+        "measure": measure,
+        "mean": interval.mean,
+        "low": interval.low,
+        "high": interval.high,
+        "n": interval.n,
+        "values": {name: _numbers(values) for name, values in {metric: values_P, **found.at_k}.items()},
+        "samples": samples,
+    }
+
+
+def _numbers(values: Float[np.ndarray, " P"]) -> Sequence[float | None]:
+    return [None if math.isnan(value) else float(value) for value in values]

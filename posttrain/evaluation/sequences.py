@@ -14,9 +14,8 @@ from jaxtyping import Float
 from posttrain.batch import Batch, TokenStats
 from posttrain.config import SequenceSection
 from posttrain.data.chat import Renderer
-from posttrain.data.pipeline import eval_batches
+from posttrain.data.pipeline import RowTargets, eval_batches
 from posttrain.data.sources import Rows
-from posttrain.distill.targets import TeacherTargets
 from posttrain.losses.distill import teacher_weight
 from posttrain.metrics import Metrics, to_host
 from posttrain.statistics import paired_ratio_difference, ratio_interval
@@ -41,7 +40,7 @@ PERPLEXITIES = {"nll": "perplexity"} | {
 
 
 def evaluate(
-    trainer: Trainer, section: SequenceSection, rows: Rows, renderer: Renderer, targets: TeacherTargets | None
+    trainer: Trainer, section: SequenceSection, rows: Rows, renderer: Renderer, targets: RowTargets | None
 ) -> Record:
     """One pass over held-out rows: metrics, and under `SEQUENCES` the sums of each sequence, in a fixed order."""
     assert section.eval_dataset is not None

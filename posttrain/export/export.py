@@ -110,7 +110,7 @@ def _compare_tensors(model: Decoder, folder: Path, source: Path) -> str:
 
 def _trained_model(stage: StageRun, step: int | None) -> Decoder:
     """Model of the stage at a checkpoint: its initial model with the trained parameters."""
-    model = STAGES[stage.kind].load_model(stage)
+    model = STAGES[stage.kind]().load_model(stage)
     weights = ModelWeights(model)
     with Checkpointer(stage.folder / "checkpoints") as checkpointer:
         if not (steps := checkpointer.steps()):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Protocol, get_args, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from posttrain.batch import Batch, HostArray, LossOutput, TokenStats
+from posttrain.batch import Batch, HostArray, LossOutput, TokenLoss, TokenStats
 from posttrain.losses import surrogates
 from posttrain.losses.importance import ImportanceSampling, RatioLevel, level_log_ratio, off_policy_mask
 from posttrain.losses.kl import KLEstimator, gradient_of, k3
@@ -18,6 +18,15 @@ from posttrain.losses.reduce import ConstantLength, Reduction, Shares, sequence_
 from posttrain.losses.sampler_gap import sampler_gap
 from posttrain.losses.surrogates import PolicyTerms, Surrogate
 from posttrain.tree import Mean, Metric
+
+
+@runtime_checkable
+class RLLoss(TokenLoss, Protocol):
+    """Loss of an RL stage, `PolicyLoss` or a user's."""
+
+    @property
+    def kl_coef(self) -> float:
+        """Coefficient of a KL from the reference; above 0, batches have `ref_logps`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
 from posttrain.config import ROW_AXES
+from posttrain.kernels.attention import ragged_refusal
+from posttrain.models.config import AttentionConfig, ModelConfig
 from posttrain.tree import pytree, replace, static
 
 
@@ -129,3 +132,16 @@ def interleaved(keys: Float[Array, "B K T H"], values: Float[Array, "B K T H"]) 
     """Interleave the key and value of each head."""
     both = jnp.stack([keys, values], axis=2)
     return both.reshape(both.shape[0], -1, *both.shape[3:])
+
+
+def refusal_of_ragged(config: ModelConfig, dtype: np.dtype) -> str | None:
+    """Return why ragged paged attention does not serve the model; None where it does."""
+    for block in config.blocks:
+        c = block.attention
+        if not isinstance(c, AttentionConfig):
+            return f"does not know the latent attention of {config.model_type}"
+        if c.sinks or c.keeps is not None or c.reuses is not None:
+            return f"knows neither the sinks nor the shared keys of {config.model_type}"
+        if (refusal := ragged_refusal(c.head_dim, dtype.itemsize)) is not None:
+            return refusal
+    return None

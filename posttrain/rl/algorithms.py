@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Bool, Int
 
-from posttrain.batch import TokenLoss
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.losses import policy
 from posttrain.losses.kl import KLEstimator, k1, k2, k3
-from posttrain.losses.policy import PolicyLoss
+from posttrain.losses.policy import PolicyLoss, RLLoss
 from posttrain.losses.reduce import ConstantLength, Reduction, sequence_mean, sequence_total, token_mean
 from posttrain.losses.surrogates import CLIP_FIELDS
 from posttrain.losses.value import ValueLoss
@@ -55,15 +54,6 @@ def given_filter(function: GroupFilter, name: str) -> GroupFilter:
         return made
 
     return keep
-
-
-@runtime_checkable
-class RLLoss(TokenLoss, Protocol):
-    """Loss of an RL stage, `PolicyLoss` or a user's."""
-
-    @property
-    def kl_coef(self) -> float:
-        """Coefficient of a KL from the reference; above 0, batches have `ref_logps`."""
 
 
 @dataclass(frozen=True, kw_only=True)

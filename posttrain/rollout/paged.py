@@ -8,19 +8,18 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Float, Int
 
 from posttrain.config import ROW_AXES, DecodeAttention
 from posttrain.errors import ConfigError
-from posttrain.kernels.attention import heads_apart, padded_head, ragged_refusal
+from posttrain.kernels.attention import heads_apart, padded_head
 from posttrain.kernels.platform import platform_of
 from posttrain.mesh import row_shards
 from posttrain.models.cache import KVCache, empty_cache
-from posttrain.models.config import AttentionConfig, Compute, ModelConfig
-from posttrain.models.pages import PagedCache, interleaved, page_spec
+from posttrain.models.config import Compute, ModelConfig
+from posttrain.models.pages import PagedCache, interleaved, page_spec, refusal_of_ragged
 from posttrain.rollout.blocks import BLOCK
 from posttrain.tree import pytree, replace, static
 
@@ -235,19 +234,6 @@ def choose_layout(wanted: DecodeAttention, config: ModelConfig, compute: Compute
     if platform == "cpu":
         return "rows"
     return "ragged" if platform == "tpu" and refusal is None else "gather"
-
-
-def refusal_of_ragged(config: ModelConfig, dtype: np.dtype) -> str | None:
-    """Return why ragged paged attention does not serve the model; None where it does."""
-    for block in config.blocks:
-        c = block.attention
-        if not isinstance(c, AttentionConfig):
-            return f"does not know the latent attention of {config.model_type}"
-        if c.sinks or c.keeps is not None or c.reuses is not None:
-            return f"knows neither the sinks nor the shared keys of {config.model_type}"
-        if (refusal := ragged_refusal(c.head_dim, dtype.itemsize)) is not None:
-            return refusal
-    return None
 
 
 def empty_pool(shapes: Pool) -> Pool:

@@ -79,7 +79,7 @@ def check(config: RunConfig, num_devices: int | None = None, num_processes: int 
     config = prepared.config
     for name, section in zip(stage_names(config), config.stages, strict=True):
         inputs = next((i for i in prepared.stages if i.section is section), None)
-        lines.append(f"{name}: {STAGES[section.kind].describe(section, inputs, shards)}")
+        lines.append(f"{name}: {STAGES[section.kind]().describe(section, inputs, shards)}")
         if isinstance(section, OnlineSection):
             lines += describe_roles(name, section, config, prepared.files, mesh)
     return lines + prepared.notes + row_notes(config, shards)

@@ -16,7 +16,7 @@ from posttrain.batch import Batch, BatchLoss, LossOutput, TokenLoss, TokenStats
 from posttrain.config import RLSection, TrainSection
 from posttrain.errors import ConfigError
 from posttrain.losses.pairs import PairLoss
-from posttrain.rl.algorithms import RLLoss
+from posttrain.losses.policy import RLLoss
 from posttrain.tree import Mean, Metric, added, replace
 from posttrain.user_code import describe_error, import_object
 

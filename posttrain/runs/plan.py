@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from posttrain.config import MESH_AXES, RunConfig, TrainSection
 from posttrain.config.yaml_file import dump_config
 from posttrain.data.tokenizer import load_tokenizer
-from posttrain.distill.teachers import devices_of_teachers
 from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh
 from posttrain.models.config import Compute
@@ -29,7 +28,7 @@ from posttrain.plan.process import moments, report_process
 from posttrain.plan.report import Outcome, report
 from posttrain.runs.check import model_outline
 from posttrain.runs.prepare import fit_lengths
-from posttrain.stages.devices import num_training_devices
+from posttrain.stages.devices import devices_of_teachers, num_training_devices
 from posttrain.stages.table import check_row_tokens, stage_names
 from posttrain.train.programs import placed_shapes
 from posttrain.weights.load import check_mesh, random_weights

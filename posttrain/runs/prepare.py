@@ -8,14 +8,12 @@ import time
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from posttrain.config import (
     ModelSection,
     RewardModelSection,
     RunConfig,
     TrainSection,
-    trains_on_samples,
 )
 from posttrain.data.files import files_note
 from posttrain.data.tokenizer import Tokenizer
@@ -28,9 +26,6 @@ from posttrain.runs.kernels import check_kernels
 from posttrain.runtime import processes
 from posttrain.runtime.files import write_whole
 from posttrain.stages.inputs import Prepared
-from posttrain.stages.pair_inputs import PairInputs
-from posttrain.stages.prompts import OnlinePreferenceInputs, RLInputs, check_cache
-from posttrain.stages.sequences import SFTInputs
 from posttrain.stages.table import STAGES, naming_stage, stage_names
 from posttrain.weights.load import check_adapter, check_lora, check_weights
 from posttrain.weights.locate import (
@@ -71,7 +66,7 @@ def prepare(config: RunConfig, *, offline_ok: bool, estimate: bool = False) -> P
     for index, section in enumerate(config.stages):
         with naming_stage(config, index):
             if unchecked:
-                STAGES[section.kind].check_offline(section)
+                STAGES[section.kind]().check_offline(section)
             else:
                 _prepare_stage(prepared, index, offline_ok=offline_ok, estimate=estimate)
     return prepared
@@ -101,24 +96,14 @@ def _prepare_stage(prepared: Prepared, index: int, *, offline_ok: bool, estimate
     if offline_ok and remote:
         names = ", ".join(remote)
         prepared.notes.append(f"stages.{index}: not checked, no network: dataset {names}, if it is on the hub")
-        STAGES[section.kind].check_offline(section)
+        STAGES[section.kind]().check_offline(section)
         return
-    if trains_on_samples(section):
-        check_cache(section, config.mesh.row_shards or 1)
-    inputs, notes = STAGES[section.kind].prepare(section, prepared)
-    if (loss := _loss_of(inputs)) is not None:
-        check_stage_loss(section, loss)
+    inputs, notes = STAGES[section.kind]().prepare(section, prepared)
+    check_stage_loss(section, inputs.loss)
     inputs, more = with_steps(inputs, config.seed, prepared.counts, estimate=estimate)
     prepared.add(index, inputs)
     files = [note for dataset in section.all_datasets if (note := files_note(dataset)) is not None]
     prepared.notes += [f"{stage_names(config)[index]}: {note}" for note in [*files, *more, *notes]]
-
-
-def _loss_of(inputs: Any) -> Any:
-    """Loss on tokens or pairs of a stage's inputs; None for other stages."""
-    if isinstance(inputs, RLInputs):
-        return inputs.algorithm.loss
-    return inputs.loss if isinstance(inputs, SFTInputs | PairInputs | OnlinePreferenceInputs) else None
 
 
 def _check_model(prepared: Prepared, *, offline_ok: bool) -> None:

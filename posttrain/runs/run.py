@@ -99,7 +99,7 @@ def run(config: RunConfig, watchers: Sequence[Sink] = (), *, strict: bool = Fals
             trained.append(name)
             console().rule(f"{name}: {inputs.section.steps} steps", align="left")
             print_placement(inputs.section, mesh, stage.devices)
-            STAGES[inputs.section.kind].run(stage, inputs)
+            STAGES[inputs.section.kind]().run(stage, inputs)
             gc.collect()  # trainer and programs form a cycle that keeps the weights alive
     results = [json.loads((output / name / "result.json").read_text(encoding="utf-8")) for name in names]
     if not trained:

@@ -24,8 +24,7 @@ from posttrain.errors import ConfigError
 from posttrain.mesh import make_mesh, row_shards
 from posttrain.runs.prepare import keep_clock, prepare
 from posttrain.stages.devices import training_devices
-from posttrain.stages.distill import Source, aligner_of, cache_folders
-from posttrain.stages.sequences import DistillInputs
+from posttrain.stages.distill import DatasetRows, DistillInputs, aligner_of, cache_folders
 from posttrain.tracking.console import console, progress_bar
 
 
@@ -82,7 +81,7 @@ RowReader = Callable[[int], Sequences]
 """Function from a row number to its sequences; none without teacher targets."""
 
 
-def _reader(inputs: DistillInputs, source: TeacherSource, number: int, data: Source) -> RowReader:
+def _reader(inputs: DistillInputs, source: TeacherSource, number: int, data: DatasetRows) -> RowReader:
     """Make the reader of the rows that a teacher scores."""
     section, aligner = inputs.section, aligner_of(inputs, source)
     if aligner is None:

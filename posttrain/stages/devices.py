@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import jax
 
-from posttrain.config import OnlineSection, PlacementSection, RunConfig
-from posttrain.distill.teachers import devices_of_teachers
+from posttrain.config import DistillSection, OnlineSection, PlacementSection, RLSection, RunConfig
 from posttrain.errors import ConfigError
 
 
@@ -19,6 +18,15 @@ class RoleDevices:
     rollout: Sequence[jax.Device] | None = None
     reference: Sequence[jax.Device] | None = None
     critic: Sequence[jax.Device] | None = None
+
+
+def devices_of_teachers(config: RunConfig, num_devices: int) -> int:
+    """Number of devices reserved by teachers of any stage. ConfigError if none is left for training."""
+    stages = [stage for stage in config.stages if isinstance(stage, DistillSection | RLSection)]
+    taken = max((sum(one.num_own_devices for one in stage.teachers) for stage in stages), default=0)
+    if taken >= num_devices:
+        raise ConfigError(f"teachers: their meshes take {taken} devices, and there are {num_devices}; leave some")
+    return taken
 
 
 def num_training_devices(config: RunConfig, num_devices: int) -> int:

@@ -28,6 +28,11 @@ class Inputs(Protocol):
         ...
 
     @property
+    def loss(self) -> Any:
+        """Loss on tokens, pairs, or scores."""
+        ...
+
+    @property
     def epoch_sources(self) -> Sequence[EpochSource] | int:
         """Sequences or pairs over which `num_epochs` passes, or their number where each has a row of its own."""
         ...

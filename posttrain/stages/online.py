@@ -18,8 +18,8 @@ from posttrain.cluster.critic import Critic
 from posttrain.cluster.scorers import Scorer
 from posttrain.config import OnlineSection, RLSection
 from posttrain.data.pipeline import Prompts
-from posttrain.evaluation.records import Record, difference, record_of
-from posttrain.evaluation.rollouts import RolloutEvaluation, evaluate, with_at_k
+from posttrain.evaluation.records import Record, difference
+from posttrain.evaluation.rollouts import RolloutEvaluation, evaluate, record_of, with_at_k
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.mesh import row_shards
 from posttrain.metrics import Sample, Timer, tables, to_host

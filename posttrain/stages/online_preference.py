@@ -29,7 +29,7 @@ def prepare(section: OnlinePreferenceSection, prepared: Prepared) -> tuple[Onlin
     """Load prompts, rewards and the loss. Also returns a note per dataset with dropped prompts."""
     loss = online_loss(section)
     share = shares_prompts(section, loss.needs, prepared.config.model, mixture=prepared.mixture)
-    scored, notes = prepare_scored(section, prepared.tokenizer, None)
+    scored, notes = prepare_scored(section, prepared, None)
     return OnlinePreferenceInputs(loss=loss, share_prompts=share, **vars(scored)), notes
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from posttrain.batch import TokenLoss
 from posttrain.config import (
     DatasetSection,
     DistillSection,
@@ -40,7 +41,7 @@ from posttrain.rollout.blocks import BLOCK, least_cache
 from posttrain.rollout.trajectory import Example
 from posttrain.stages.conversations import conversations_of, env_reward
 from posttrain.stages.engine import EngineFactory, engine_of
-from posttrain.stages.inputs import callable_of
+from posttrain.stages.inputs import Prepared, callable_of
 from posttrain.stages.pair_inputs import PREFERENCE_LOSSES, make_loss
 from posttrain.stages.tools import rows_with_tools, tools_and_schemas, tools_of
 from posttrain.stages.watch import monitor_of
@@ -89,6 +90,11 @@ class RLInputs(RolloutInputs):
     algorithm: Algorithm
     teachers: Sequence[TeacherSource]
 
+    @property
+    def loss(self) -> TokenLoss:
+        """Loss of the algorithm."""
+        return self.algorithm.loss
+
 
 @dataclass(frozen=True, kw_only=True)
 class OnlinePreferenceInputs(RolloutInputs):
@@ -101,9 +107,11 @@ class OnlinePreferenceInputs(RolloutInputs):
 
 
 def prepare_scored(
-    section: OnlineSection, tokenizer: Tokenizer, shares: Shares | None
+    section: OnlineSection, prepared: Prepared, shares: Shares | None
 ) -> tuple[RolloutInputs, list[str]]:
     """Load prompts and rewards. Also returns notes: on dropped prompts of each dataset, and on rewards."""
+    tokenizer = prepared.tokenizer
+    check_cache(section, prepared.config.mesh.row_shards or 1)
     refuse_completions(section)
     check_token_ids({"sampling": section.sampling, "eval_sampling": section.eval_sampling}, tokenizer)
     room, answer = section.sequence_tokens, section.sampling.max_tokens

@@ -49,9 +49,8 @@ from posttrain.user_code import describe_error
 
 def prepare(section: RLSection, prepared: Prepared) -> tuple[RLInputs, list[str]]:
     """Load prompts, rewards and teachers. Also returns notes."""
-    tokenizer = prepared.tokenizer
-    teachers, notes = find_teachers(section, tokenizer)
-    scored, more = prepare_scored(section, tokenizer, shares_of(section))
+    teachers, notes = find_teachers(section, prepared.tokenizer)
+    scored, more = prepare_scored(section, prepared, shares_of(section))
     algorithm = algorithm_of(section)
     refill_of(section)
     return RLInputs(algorithm=algorithm, teachers=teachers, **vars(scored)), [*notes, *more]

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from posttrain.batch import TokenLoss
-from posttrain.config import DatasetSection, DistillSection, SequenceSection, SFTSection
+from posttrain.config import DatasetSection, SequenceSection
 from posttrain.data.chat import Masked, Renderer
 from posttrain.data.format import tokenize_example
 from posttrain.data.pipeline import RowTargets, SFTBatches, require_one, row_tokenizer
 from posttrain.data.prefetch import MeasuredStream
 from posttrain.data.sources import Rows, checked_rows, each_row
 from posttrain.data.turns import stop_notes
-from posttrain.distill.cross_tokenizer.rows import Aligner
-from posttrain.distill.targets import TeacherTargets
-from posttrain.distill.teachers import TeacherSource
 from posttrain.evaluation.sequences import Record, difference, evaluate, metrics_of, with_perplexities
 from posttrain.metrics import Metrics
 from posttrain.stages.context import HeldOut, StageRun
 from posttrain.stages.inputs import EpochSource, Prepared, describe_rows, rows_and_renderer
-from posttrain.stages.prompts import PromptInputs
 from posttrain.train.trainer import Trainer
 
 STOP_ROWS = 8
@@ -47,30 +43,6 @@ class SequenceInputs:
         """Datasets over which `num_epochs` passes."""
         data = zip(self.section.datasets, [(self.rows, self.renderer), *self.mixed], strict=True)
         return [EpochSource(one, rows, len(rows), row_tokenizer(self.section, one, rows, r)) for one, (rows, r) in data]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SFTInputs(SequenceInputs):
-    """Inputs of SFT stages."""
-
-    section: SFTSection
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistillInputs(SequenceInputs):
-    """Inputs of distillation stages."""
-
-    section: DistillSection
-    teachers: Sequence[TeacherSource]
-    aligners: Mapping[int, Aligner] = field(default_factory=dict)
-    """Aligners of teachers with another tokenizer, by teacher number."""
-    prompts: PromptInputs | None = None
-    """Prompts for on-policy samples of the student."""
-
-    @property
-    def epoch_sources(self) -> Sequence[EpochSource] | int:
-        """Datasets over which `num_epochs` passes, or the number of prompts, each with a row for its sample."""
-        return super().epoch_sources if self.prompts is None else len(self.prompts.examples)
 
 
 def prepare_sequences(
@@ -167,13 +139,13 @@ def _stop_notes(dataset: DatasetSection, rows: Rows, renderer: Renderer) -> list
     return stop_notes(renderer, made)
 
 
-def evaluate_held_out(trainer: Trainer, inputs: SequenceInputs, targets: TeacherTargets | None) -> Record:
+def evaluate_held_out(trainer: Trainer, inputs: SequenceInputs, targets: RowTargets | None) -> Record:
     """Evaluate the stage's held-out rows."""
     assert inputs.eval_rows is not None and inputs.eval_renderer is not None
     return evaluate(trainer, inputs.section, inputs.eval_rows, inputs.eval_renderer, targets)
 
 
-def sequences_of(stage: StageRun, inputs: SequenceInputs, targets: TeacherTargets | None) -> SFTBatches:
+def sequences_of(stage: StageRun, inputs: SequenceInputs, targets: RowTargets | None) -> SFTBatches:
     section = inputs.section
     return SFTBatches(section, inputs.rows, inputs.renderer, seed=stage.seed, mixed=inputs.mixed, targets=targets)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from posttrain.batch import TokenLoss
 from posttrain.config import Locator, SFTSection
@@ -13,7 +14,7 @@ from posttrain.losses.sft import DFTLoss, SFTLoss
 from posttrain.stages.context import StageRun
 from posttrain.stages.inputs import Prepared, callable_of
 from posttrain.stages.sequences import (
-    SFTInputs,
+    SequenceInputs,
     describe_sequences,
     evaluate_held_out,
     prepare_sequences,
@@ -23,6 +24,13 @@ from posttrain.stages.sequences import (
 from posttrain.user_code import describe_error, is_object_spec
 
 SFT_LOSSES: dict[str, Callable[[], TokenLoss]] = {"nll": SFTLoss, "dft": DFTLoss}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTInputs(SequenceInputs):
+    """Inputs of SFT stages."""
+
+    section: SFTSection
 
 
 def prepare(section: SFTSection, prepared: Prepared) -> tuple[SFTInputs, list[str]]:

@@ -8,20 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.batch import rows_per_pass
-from posttrain.config import (
-    ROW_AXES,
-    DistillSection,
-    OnlinePreferenceSection,
-    PreferenceSection,
-    RewardModelSection,
-    RLSection,
-    RunConfig,
-    SFTSection,
-    TrainSection,
-)
+from posttrain.config import ROW_AXES, RunConfig
 from posttrain.errors import ConfigError
 from posttrain.models.decoder import Decoder
-from posttrain.stages import distill, online, online_preference, pair_inputs, preference, reward_model, rl, sft
 from posttrain.stages.context import StageRun
 from posttrain.stages.inputs import Inputs, Prepared
 
@@ -30,9 +19,8 @@ ROW_DEVICES = " x ".join(f"mesh.{axis}" for axis in ROW_AXES)
 
 @dataclass(frozen=True, kw_only=True)
 class StageKind:
-    """Stage kind: its configuration section and its functions."""
+    """Functions of a kind of stage."""
 
-    section: type[TrainSection]
     prepare: Callable[[Any, Prepared], tuple[Inputs, list[str]]]
     """Load and check all inputs besides weights; also returns notes. ConfigError for the first mistake."""
     check_offline: Callable[[Any], None]
@@ -47,54 +35,80 @@ class StageKind:
     """Reason why a section's stage runs in a single process; None: in any number of them."""
 
 
-STAGES: Mapping[str, StageKind] = {
-    "sft": StageKind(
-        section=SFTSection,
-        prepare=sft.prepare,
-        check_offline=sft.check_offline,
-        describe=sft.describe,
-        run=sft.run,
-    ),
-    "distill": StageKind(
-        section=DistillSection,
+def _sft() -> StageKind:
+    from posttrain.stages import sft
+
+    return StageKind(prepare=sft.prepare, check_offline=sft.check_offline, describe=sft.describe, run=sft.run)
+
+
+def _distill() -> StageKind:
+    from posttrain.stages import distill
+
+    return StageKind(
         prepare=distill.prepare,
         check_offline=distill.check_offline,
         describe=distill.describe,
         run=distill.run,
         one_process=lambda _: "its teachers and their caches are those of one",
-    ),
-    "preference": StageKind(
-        section=PreferenceSection,
+    )
+
+
+def _preference() -> StageKind:
+    from posttrain.stages import pair_inputs, preference
+
+    return StageKind(
         prepare=pair_inputs.prepare,
         check_offline=pair_inputs.check_offline,
         describe=pair_inputs.describe,
         run=preference.run,
-    ),
-    "reward_model": StageKind(
-        section=RewardModelSection,
+    )
+
+
+def _reward_model() -> StageKind:
+    from posttrain.stages import pair_inputs, reward_model
+
+    return StageKind(
         prepare=pair_inputs.prepare,
         check_offline=pair_inputs.check_offline,
         describe=pair_inputs.describe,
         run=reward_model.run,
         load_model=reward_model.load_reward_model,
-    ),
-    "rl": StageKind(
-        section=RLSection,
+    )
+
+
+def _rl() -> StageKind:
+    from posttrain.stages import online, rl
+
+    return StageKind(
         prepare=rl.prepare,
         check_offline=rl.check_offline,
         describe=rl.describe,
         run=rl.run,
         one_process=online.one_process,
-    ),
-    "online_preference": StageKind(
-        section=OnlinePreferenceSection,
+    )
+
+
+def _online_preference() -> StageKind:
+    from posttrain.stages import online, online_preference
+
+    return StageKind(
         prepare=online_preference.prepare,
         check_offline=online_preference.check_offline,
         describe=online_preference.describe,
         run=online_preference.run,
         one_process=online.one_process,
-    ),
+    )
+
+
+STAGES: Mapping[str, Callable[[], StageKind]] = {
+    "sft": _sft,
+    "distill": _distill,
+    "preference": _preference,
+    "reward_model": _reward_model,
+    "rl": _rl,
+    "online_preference": _online_preference,
 }
+"""Kinds of stages. Their modules are imported on first use, so that a run loads no kind that it does not have."""
 
 
 def stage_names(config: RunConfig) -> list[str]:
@@ -129,7 +143,7 @@ def check_processes(config: RunConfig, num_processes: int, shards: int) -> None:
         return
     for index, section in enumerate(config.stages):
         with naming_stage(config, index):
-            if (reason := STAGES[section.kind].one_process(section)) is not None:
+            if (reason := STAGES[section.kind]().one_process(section)) is not None:
                 raise ConfigError(
                     f"a stage of kind {section.kind} runs in one process, not in {num_processes}: {reason}; use one "
                     "host, whose process has all of its devices"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from posttrain.data.tokenizer import load_tokenizer
-from posttrain.stages.distill_on_policy import MixedBatches
+from posttrain.stages.distill import MixedBatches
 from posttrain.train.trainer import Trainer
 from posttrain.weights.load import init_model
 from posttrain.weights.save import save_model

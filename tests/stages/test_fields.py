@@ -34,10 +34,11 @@ from posttrain.rl.sampler import Sampler, sampling_params
 from posttrain.rl.source import Source
 from posttrain.rollout.engine import NativeEngine
 from posttrain.runs.prepare import prepare
-from posttrain.stages.distill import cache_folders, terms_of
+from posttrain.stages.distill import DistillInputs, cache_folders, terms_of
 from posttrain.stages.inputs import Prepared
 from posttrain.stages.prompts import RLInputs
-from posttrain.stages.sequences import DistillInputs, SequenceInputs, SFTInputs
+from posttrain.stages.sequences import SequenceInputs
+from posttrain.stages.sft import SFTInputs
 from posttrain.train.optim import make_optimizer
 from posttrain.weights.load import init_model
 from posttrain.weights.save import save_model
