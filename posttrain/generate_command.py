@@ -23,6 +23,9 @@ FrequencyPenalty = Annotated[float, typer.Option(help="Subtracted from logits, t
 LogitBias = Annotated[list[str] | None, typer.Option(help="TOKEN=NUMBER, such as 13=-inf; may be repeated.")]
 AllowedToken = Annotated[list[int] | None, typer.Option(help="Token id that may be sampled; may be repeated.")]
 Chat = Annotated[bool | None, typer.Option(help="Use the chat template; by default if the tokenizer has one.")]
+TemplateArgs = Annotated[
+    str | None, typer.Option(help="Variables of the chat template as JSON, such as '{\"enable_thinking\": false}'.")
+]
 Messages = Annotated[
     bool, typer.Option("--messages", help="Prompts are conversations: JSON lists of role and content.")
 ]
@@ -54,6 +57,7 @@ def generate(
     n: Annotated[int, typer.Option("-n", "--samples", min=1, help="Completions per prompt.")] = 1,
     seed: Annotated[int | None, typer.Option(help="By default drawn from the system.")] = None,
     chat: Chat = None,
+    chat_template_args: TemplateArgs = None,
     messages: Messages = False,
     logprobs: Logprobs = None,
     prompt_logprobs: PromptLogprobs = False,
@@ -84,6 +88,7 @@ def generate(
         n=n,
         seed=seed,
         chat=chat,
+        chat_template_args=_template_args(chat_template_args),
         top_logps=logprobs or 0,
         prompt_logps=prompt_logprobs,
     )
@@ -108,6 +113,17 @@ def _load(model: str, adapter: str | None, family: str | None) -> tuple[Decoder,
         add_family(family)
     tokenizer = load_tokenizer(model)
     return load_model(model, adapter=adapter), tokenizer
+
+
+def _template_args(text: str | None) -> dict[str, Any]:
+    """Parse the arguments of the chat template. ConfigError unless they are a JSON object."""
+    try:
+        found = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--chat-template-args: {text!r} is not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"--chat-template-args: {text!r} must be a JSON object")
+    return found
 
 
 def _conversations(texts: list[str]) -> list[Any]:

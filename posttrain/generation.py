@@ -47,6 +47,8 @@ class Settings(TypedDict, total=False):
     """Random seed; by default drawn from the system."""
     chat: bool | None
     """Wrap string prompts as user turns in the chat template; by default if the tokenizer has one."""
+    chat_template_args: Mapping[str, Any]
+    """Variables of the chat template, such as `{"enable_thinking": False}`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +120,8 @@ def complete(
     named = _named(prompts)
     if not named:
         return []
-    renderers, rendered = _render(tokenizer, named, chat)
+    rendering = tokenizer.with_template_args(settings.pop("chat_template_args", {}))
+    renderers, rendered = _render(rendering, named, chat)
     if max_new_tokens is None:
         max_new_tokens = max(1, min(DEFAULT_NEW_TOKENS, model.config.max_positions - max(map(len, rendered))))
     _check_lengths(model, [name for name, _ in named], rendered, max_new_tokens)

@@ -72,8 +72,11 @@ class ModelSection(Section):
     tokenizer: Locator | None = None
     """Tokenizer: a folder, a hub id or `bytes` (the built-in byte tokenizer); by default `path`."""
     chat_template: Locator | None = None
-    """File with a chat template (Jinja) in place of the tokenizer's, such as one that keeps the thinking of earlier
-    turns; it is saved with the model."""
+    """File with a chat template (Jinja) in place of the tokenizer's, or the name of one that posttrain brings, which
+    keeps earlier turns as they are: `chatml`, `llama3`, `phi3.5`, `qwen3`; it is saved with the model."""
+    chat_template_args: Arguments = {}
+    """Variables of the chat template, such as `{enable_thinking: false}`, for data, samples and evaluations; they are
+    saved as its defaults with the model."""
     stop_tokens: ListOf[Text] = ()
     """Additional stop tokens, such as `<s>`; they are saved with the model."""
     dtype: Literal["float32", "bfloat16"] = "float32"

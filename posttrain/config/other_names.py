@@ -32,6 +32,7 @@ OTHER_NAMES = (
     OtherName("max_lora_rank", "model.lora.rank"),
     OtherName("dataset_num_proc", "dataset", "rows are read by threads; nothing to set"),
     # verl
+    OtherName("apply_chat_template_kwargs", "model.chat_template_args"),
     OtherName("train_files", "dataset.path"),
     OtherName("val_files", "eval_dataset.path"),
     OtherName("train_batch_size", "prompts_per_step", "prompts of one step", kinds=SAMPLED),

@@ -39,6 +39,8 @@ TRL_NAMES = (
     TRLName("load_in_8bit", "model.quantize", "write int8"),
     TRLName("bnb_4bit_quant_type", "model.quantize", "write nf4 or int4"),
     TRLName("eos_token", "model.stop_tokens", "a list"),
+    TRLName("chat_template_path", "model.chat_template"),
+    TRLName("chat_template_kwargs", "model.chat_template_args"),
     TRLName("use_peft", "model.lora", "a section: lora: {rank: 16}"),
     TRLName("peft_config", "model.lora", "a section: lora: {rank: 16}"),
     TRLName("lora_r", "model.lora.rank"),

@@ -82,7 +82,7 @@ class Renderer:
         if chat and tokenizer.chat_template is None:
             raise ConfigError(
                 f"dataset.chat: tokenizer {tokenizer.name} has no chat template; "
-                "set chat to false, or use the tokenizer of an instruction-tuned model"
+                "set chat to false, or model.chat_template to a file or a name such as chatml"
             )
         self.tokenizer = tokenizer
         self.chat = chat
@@ -180,7 +180,10 @@ class Renderer:
         no rendering is a prefix of another, and `ConfigError` if no token or every token has loss.
         """
         if not self.chat:
-            raise ConfigError(f"messages need a chat template, but dataset.chat is off for {self.tokenizer.name}")
+            why = "dataset.chat is off for" if self.tokenizer.chat_template else "there is none in the tokenizer"
+            raise ConfigError(
+                f"messages need a chat template, but {why} {self.tokenizer.name}; set model.chat_template"
+            )
         conversation = self._conversation(messages, tools)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         self._form(conversation.tools).check_written(conversation.messages[: turns[-1]] if turns else [])

@@ -245,6 +245,11 @@ def _message(role: str, content: str) -> Message:
 
 def _with_system(messages: list[Message], row: Row, section: DatasetSection) -> list[Message]:
     """Messages after the system message of the section, or of the column `system`."""
+    if row.get("chat_template_kwargs"):
+        raise ConfigError(
+            "column 'chat_template_kwargs': arguments of the chat template are the same for all rows; set "
+            "model.chat_template_args, and remove the column"
+        )
     own = row.get("system") if _obeys("system", row, section) else None
     if own is not None and not isinstance(own, str):
         raise ConfigError(f"column 'system' holds a {type(own).__name__}; it must be the text of a system message")

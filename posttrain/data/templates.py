@@ -1,12 +1,20 @@
-"""Chat templates as texts: their marks of assistant turns, and the time that they see."""
+"""Chat templates as texts: those that posttrain brings, their marks of assistant turns, arguments, and the time."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from datetime import datetime
+from pathlib import Path
+from typing import Any
 
+from posttrain.errors import ConfigError, did_you_mean
 from posttrain.user_code import import_transformers
 
+FOLDER = Path(__file__).parent / "chat_templates"
+GIVEN = ("messages", "tools", "add_generation_prompt", "strftime_now")
+"""Variables of templates that posttrain sets itself."""
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
@@ -25,3 +33,46 @@ def at_time(clock: datetime | None, template: str) -> str:
     compiled = import_transformers("utils.chat_template_utils")._compile_jinja_template(template)
     compiled.globals["strftime_now"] = clock.strftime
     return template
+
+
+def shipped_templates() -> dict[str, Path]:
+    """Files of the templates that posttrain brings, by name; they keep earlier turns and mark the assistant's."""
+    return {file.stem: file for file in sorted(FOLDER.glob("*.jinja"))}
+
+
+def with_arguments(template: str, args: Mapping[str, Any], name: str) -> str:
+    """Chat template with values for its variables, unless its reader sets them. `name`: the tokenizer's, for errors.
+
+    ConfigError for a variable that the template does not mention, and for one that posttrain sets.
+    """
+    import jinja2.nodes
+
+    compiled = import_transformers("utils.chat_template_utils")._compile_jinja_template(template)
+    known = {node.name for node in compiled.environment.parse(template).find_all(jinja2.nodes.Name)}
+    for key in args:
+        if key in GIVEN:
+            raise ConfigError(f"chat_template_args: {key} is what posttrain gives the template; remove it")
+        if key not in known:
+            raise ConfigError(
+                f"chat_template_args: the chat template of {name} does not mention {key!r}{did_you_mean(key, known)}"
+            )
+    sets = (
+        f"{{% if {key} is not defined or {key} is none %}}{{% set {key} = {_literal(value)} %}}{{% endif %}}"
+        for key, value in args.items()
+    )
+    return "".join(sets) + f"\n{template}" if args else template
+
+
+def _literal(value: Any) -> str:
+    """Value as an expression of Jinja. ConfigError for what YAML cannot hold."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(str(key))}: {_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str | int | float):
+        return json.dumps(value)
+    raise ConfigError(
+        f"chat_template_args: {value!r} is a {type(value).__name__}; give texts, numbers, lists, mappings"
+    )

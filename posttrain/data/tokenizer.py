@@ -15,6 +15,7 @@ from typing import Any
 
 from posttrain.config import Locator
 from posttrain.data.byte_tokenizer import BYTE_GENERATION, build_byte_tokenizer
+from posttrain.data.templates import with_arguments
 from posttrain.errors import ConfigError, did_you_mean
 from posttrain.runtime.hub import hub_is_reachable, is_hub_id
 from posttrain.user_code import import_transformers, missing_path
@@ -93,11 +94,26 @@ class Tokenizer:
 
     def with_chat_template(self, file: Path | None) -> Tokenizer:
         """Copy of the tokenizer with the chat template of a file; `save` writes it too."""
-        if file is None:
+        return self if file is None else self._with_templates(file.read_text(encoding="utf-8"))
+
+    def with_template_args(self, args: Mapping[str, Any]) -> Tokenizer:
+        """Copy of the tokenizer whose chat template has values for its variables; `save` writes them into it."""
+        if not args:
             return self
+        templates = self.hf.chat_template
+        if not templates:
+            raise ConfigError(
+                f"chat_template_args: tokenizer {self.name} has no chat template; set model.chat_template"
+            )
+        if isinstance(templates, str):
+            return self._with_templates(with_arguments(templates, args, self.name))
+        return self._with_templates({name: with_arguments(one, args, self.name) for name, one in templates.items()})
+
+    def _with_templates(self, templates: str | dict[str, str]) -> Tokenizer:
         hf = copy.copy(self.hf)
-        hf.chat_template = file.read_text(encoding="utf-8")
-        config = {**_config_of(self.files), "chat_template": hf.chat_template}
+        hf.chat_template = templates
+        several = [{"name": n, "template": t} for n, t in templates.items()] if isinstance(templates, dict) else None
+        config = {**_config_of(self.files), "chat_template": several or templates}
         files = {name: content for name, content in self.files.items() if name != TEMPLATE}
         return replace(self, hf=hf, files={**files, CONFIG: _json_bytes(config)})
 

@@ -102,8 +102,15 @@ class RunResult:
     def load_tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.model_path)
 
-    def chat(self, message: str | None = None, *, max_new_tokens: int | None = None, temperature: float = 0.0) -> str:
-        """Answer of the final model to a message; without one a conversation from the keyboard, until an empty line.
+    def chat(
+        self,
+        message: str | Sequence[Mapping[str, Any]] | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+    ) -> str:
+        """Answer of the final model to a message or a conversation (list of messages with role and content); without
+        one a conversation from the keyboard, until an empty line.
 
         Returns the last answer. A tokenizer without a chat template continues the text instead.
         """
@@ -111,12 +118,12 @@ class RunResult:
         chats = tokenizer.chat_template is not None
 
         def answer(messages: list[Mapping[str, Any]]) -> str:
-            prompts: Any = [messages] if chats else [messages[-1]["content"]]
+            prompts: Any = [messages] if chats or not isinstance(message, str | None) else [messages[-1]["content"]]
             (done,) = complete(model, tokenizer, prompts, max_new_tokens=max_new_tokens, temperature=temperature)
             return done.text
 
         if message is not None:
-            return answer([{"role": "user", "content": message}])
+            return answer([{"role": "user", "content": message}] if isinstance(message, str) else list(message))
         history: list[Mapping[str, Any]] = []
         text = ""
         while asked := input("> ").strip():

@@ -11,6 +11,7 @@ from typing import Any
 
 from posttrain.config import Locator, ModelSection
 from posttrain.data.files import file_kind
+from posttrain.data.templates import shipped_templates
 from posttrain.data.tokenizer import Tokenizer, end_ids, load_tokenizer, model_end_ids
 from posttrain.errors import ConfigError
 from posttrain.models import hf
@@ -129,12 +130,16 @@ def tokenizer_name(section: ModelSection) -> str:
 
 def run_tokenizer(name: str | Path, section: ModelSection) -> Tokenizer:
     """Load a tokenizer with the stop tokens of its model, and the chat template and stop tokens of a configuration."""
-    template = section.chat_template
+    template, shipped = section.chat_template, shipped_templates()
     try:
-        file = None if template is None else template.file
+        file = shipped.get(template) or template.file if template is not None else None
     except ConfigError as error:
-        raise ConfigError(f"model.chat_template: {error}") from error
+        raise ConfigError(f"model.chat_template: {error}; give a file, or one of {', '.join(shipped)}") from error
     tokenizer = load_tokenizer(name).with_chat_template(file).with_stop_ids(_end_ids(section))
+    try:
+        tokenizer = tokenizer.with_template_args(section.chat_template_args)
+    except ConfigError as error:
+        raise ConfigError(f"model.{error}") from error
     return tokenizer.with_stop_tokens(section.stop_tokens)
 
 

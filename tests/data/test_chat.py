@@ -193,9 +193,12 @@ def test_template_errors_name_template_and_roles() -> None:
         ConfigError, match=r"chat template of bytes refuses messages with roles \['system'.*tools are not"
     ):
         refusing.prompt(TALK)
-    with pytest.raises(ConfigError, match="has no chat template; set chat to false"):
+    with pytest.raises(ConfigError, match="has no chat template; set chat to false, or model.chat_template"):
         Renderer(tokenizer_with(None), chat=True)
-    with pytest.raises(ConfigError, match=r"messages need a chat template, but dataset.chat is off"):
+    with pytest.raises(
+        ConfigError,
+        match="but there is none in the tokenizer bytes; set model.chat_template",
+    ):
         Renderer(tokenizer_with(None), chat=False).conversation(TALK)
 
 
