@@ -70,6 +70,7 @@ def test_answers_and_export(done: tuple[pt.RunResult, Any], monkeypatch: pytest.
     texts = iter(["1+1=", ""])
     monkeypatch.setattr("builtins.input", lambda _: next(texts))
     assert result.chat(max_new_tokens=4) == result.chat("1+1=", max_new_tokens=4)
+    assert result.chat([{"role": "user", "content": "1+1="}], max_new_tokens=4) == result.chat("1+1=", max_new_tokens=4)
     assert (result.export("hf", reader="posttrain") / "config.json").exists()
 
 

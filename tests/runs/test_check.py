@@ -155,3 +155,18 @@ def test_a_run_keeps_the_date_of_its_start(tmp_path: Path, monkeypatch: pytest.M
 
     (output / "0-sft").mkdir(parents=True)
     assert prompt_at(2026, 1, 31, 23) == prompt_at(2026, 2, 1) == "2026-01-31?"
+
+
+def test_sequences_of_turns_are_told(tmp_path: Path) -> None:
+    """A conversation whose template changes earlier turns, and what is left of it in short rows."""
+    template = "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' else '-' }}<|im_end|>{% endfor %}"
+    (tmp_path / "t.jinja").write_text(template)
+    model = {"init": INIT, "tokenizer": "bytes", "chat_template": str(tmp_path / "t.jinja")}
+    talk = [{"role": ("user", "assistant")[n % 2], "content": "a" * 3} for n in range(4)]
+    stage = sft_stage(dataset={"path": "talk.jsonl"}, overlong="drop")
+    said = "1 of 1 rows of talk.jsonl are trained as a sequence for each assistant turn, in all 2 with"
+    for row_tokens, dropped in ((64, 0), (10, 1)):
+        file = write_run(tmp_path, {**stage, "row_tokens": row_tokens}, model=model)
+        (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+        out = posttrain("check", file).out
+        assert said in out and out.count("1 of 2 sequences of talk.jsonl are dropped") == dropped
