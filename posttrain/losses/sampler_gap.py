@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Int
 
-from posttrain.batch import Batch, TokenStats
+from posttrain.batch import Batch, BatchLoss, LossOutput, TokenLoss, TokenStats
 from posttrain.losses.kl import k3
 from posttrain.losses.reduce import sequence_sums, to_tokens, token_mean
 from posttrain.tree import Max, Metric, Quantile
@@ -55,6 +57,23 @@ def sampler_gap(stats: TokenStats, batch: Batch, mask: Bool[Array, "B T"]) -> di
     if batch.staleness is not None:
         metrics["sampling/logp_difference/stale_mean"] = token_mean(gap, (mask & stale).astype(gap.dtype), segments)
     return metrics
+
+
+@dataclass(frozen=True)
+class WithSamplerGap:
+    """A user's loss with the metrics of `sampler_gap` beside its own, which the gate of sampler and trainer needs."""
+
+    loss: TokenLoss
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        loss: object = self.loss
+        return isinstance(loss, BatchLoss) and loss.needs_whole_batch
+
+    def __call__(self, stats: TokenStats, batch: Batch) -> LossOutput:
+        output = self.loss(stats, batch)
+        gap = sampler_gap(stats, batch, jnp.asarray(batch.loss_weight) > 0)
+        return replace(output, metrics={**output.metrics, **gap})
 
 
 def _thirds(mask: Bool[Array, "B T"], segments: Int[Array, "B T"]) -> Int[Array, "B T"]:

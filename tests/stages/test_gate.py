@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.stages.runs import posttrain, rl_stage, write_run
 
 ENGINE = """
@@ -29,8 +31,24 @@ class Cooler:
 """
 
 
-def test_a_run_names_the_cause(tmp_path: Path) -> None:
-    file = write_run(tmp_path, rl_stage(rollout={"engine": "engine_of_test.py:Cooler"}))
+LOSS = """
+import posttrain as pt
+from posttrain.losses.policy import DAPO
+
+
+class Bare:
+    kl_coef = 0.0
+
+    def __call__(self, stats, batch):
+        return pt.LossOutput(loss=DAPO(stats, batch).loss, metrics={})
+"""
+
+
+@pytest.mark.parametrize("own", [{}, {"loss": "loss_of_test.py:Bare"}])
+def test_a_run_names_the_cause(tmp_path: Path, own: dict[str, str]) -> None:
+    """Also with a loss of the user's, which measures no gap."""
+    file = write_run(tmp_path, rl_stage(rollout={"engine": "engine_of_test.py:Cooler"}, **own))
+    (tmp_path / "loss_of_test.py").write_text(LOSS)
     (tmp_path / "engine_of_test.py").write_text(ENGINE)
     done = posttrain("run", file)
     assert done.code != 0
