@@ -249,7 +249,14 @@ def _rows() -> dict[str, list[dict[str, Any]]]:
         "chat": [{"prompt": [user(n)], "answer": str(n)} for n in range(1, 7)],
         "turns": [{"messages": [user(n), said("ab"), user(n + 1), said(f"c{n}")]} for n in range(6)],
         "plain": [{"prompt": f"{n}+1=", "completion": str(n + 1), "who": f"t{n % 2}"} for n in range(6)],
-        "answered": [{"prompt": [user(n)], "completion": [said(f"a{n}")], "who": f"t{n % 2}"} for n in range(6)],
+        "answered": [
+            {
+                "prompt": [user(n)],
+                "completion": [said(f"a{n}" if n > 1 else "an answer that is long")],
+                "who": f"t{n % 2}",
+            }
+            for n in range(1, 7)
+        ],
         "pairs": [{"prompt": [user(n)], "chosen": [said("yes")], "rejected": [said(f"no{n}")]} for n in range(6)],
         "judged": [{"prompt": [user(n)], "completion": [said(f"a{n}")], "label": n % 2 == 0} for n in range(6)],
     }

@@ -86,8 +86,6 @@ class DistillSection(SequenceSection):
         if self.sampling is None:
             raise ValueError(f"on_policy={self.on_policy} needs sampling: {{max_tokens: ...}}")
         check_sampling(self.sampling, self.row_tokens)
-        if self.on_policy == 1 and self.overlong == "truncate":
-            raise ValueError("overlong=truncate and on_policy=1: prompts are not cut; use drop or error")
         if self.cache is not None:
             raise ValueError(
                 "cache: it holds the teachers' top-k on the dataset, not on samples; remove it or on_policy"
