@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,12 @@ def modules(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.py"))
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """Syntax tree of a file, which tests only read."""
+    return ast.parse(path.read_text())
+
+
 def imported(tree: ast.AST, package: str) -> Iterator[tuple[str, int]]:
     """Dotted names that a module imports, also inside functions, relatively or through `import_module("...")`."""
     for node in ast.walk(tree):
@@ -75,10 +82,10 @@ def unit_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def violations(unit: str, package: str, text: str) -> list[str]:
+def violations(unit: str, package: str, tree: ast.AST) -> list[str]:
     """Imports of a module of `unit` that its layer does not allow, as `LINE: rule`."""
     found = []
-    for name, line in imported(ast.parse(text), package):
+    for name, line in imported(tree, package):
         first, _, rest = name.partition(".")
         target = rest.split(".")[0] or "__init__"
         if first == "rewards":
@@ -90,18 +97,24 @@ def violations(unit: str, package: str, text: str) -> list[str]:
     return found
 
 
-def circles(modules_of: dict[str, ast.AST]) -> list[list[str]]:
-    """Groups of modules that import one another, directly or through others; imports for type checkers count too."""
+def edges_of(modules_of: Mapping[str, ast.AST]) -> dict[str, list[str]]:
+    """Modules that each module imports, in any place of its text; imports for type checkers count too."""
     edges = {}
     for name, tree in modules_of.items():
         found = {imported_module(target, modules_of) for target, _ in imported(tree, name)}
         edges[name] = sorted(target for target in found if target and target != name)
+    return edges
+
+
+def circles(modules_of: Mapping[str, ast.AST]) -> list[list[str]]:
+    """Groups of modules that import one another, directly or through others."""
+    edges = edges_of(modules_of)
     reached = {name: reachable(name, edges) for name in edges}
     groups = {tuple(sorted(o for o in reached[name] if name in reached[o])) for name in edges if name in reached[name]}
     return sorted(map(list, groups))
 
 
-def imported_module(name: str, modules_of: dict[str, ast.AST]) -> str | None:
+def imported_module(name: str, modules_of: Mapping[str, ast.AST]) -> str | None:
     """The module that an imported dotted name is or stands in."""
     while name and name not in modules_of:
         name = name.rpartition(".")[0]
@@ -119,7 +132,7 @@ def reachable(start: str, edges: dict[str, list[str]]) -> set[str]:
 
 
 def test_no_circles() -> None:
-    names = {module_name(path): ast.parse(path.read_text()) for path in modules(PACKAGE)}
+    names = {module_name(path): tree_of(path) for path in modules(PACKAGE)}
     del names["posttrain"]  # loads public names on first use
     assert circles(names) == []
 
@@ -148,14 +161,14 @@ def package_of(path: Path) -> str:
 def test_imports_go_down(path: Path) -> None:
     unit = unit_of(path)
     assert unit in LAYER_OF, f"posttrain/{unit} is in no layer: add it to LAYERS"
-    assert violations(unit, package_of(path), path.read_text()) == []
+    assert violations(unit, package_of(path), tree_of(path)) == []
 
 
 def test_rewards_import_little() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in modules(ROOT / "rewards")
-        for name, line in imported(ast.parse(path.read_text()), package_of(path))
+        for name, line in imported(tree_of(path), package_of(path))
         if name.split(".")[0] == "posttrain" and not f"{name}.".startswith(OF_REWARDS)
     ]
     assert found == []
@@ -179,7 +192,7 @@ def test_rewards_import_little() -> None:
     ],
 )
 def test_the_check_finds(unit: str, package: str, text: str, count: int) -> None:
-    assert len(violations(unit, package, text)) == count
+    assert len(violations(unit, package, ast.parse(text))) == count
 
 
 def module_level(tree: ast.Module) -> Iterator[ast.stmt]:
@@ -199,7 +212,7 @@ def module_level(tree: ast.Module) -> Iterator[ast.stmt]:
 def test_heavy_packages_are_imported_inside_functions() -> None:
     found = []
     for path in modules(PACKAGE):
-        for node in module_level(ast.parse(path.read_text())):
+        for node in module_level(tree_of(path)):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = {name.split(".")[0] for name, _ in imported(ast.Module([node], []), package_of(path))}
                 found += [f"{path.relative_to(ROOT)}:{node.lineno}: {n}" for n in names & ONLY_INSIDE_FUNCTIONS]
@@ -215,7 +228,7 @@ def test_no_other_framework() -> None:
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for folder in (PACKAGE, ROOT / "rewards")
         for path in modules(folder)
-        for name, line in imported(ast.parse(path.read_text()), package_of(path))
+        for name, line in imported(tree_of(path), package_of(path))
         if name.split(".")[0] in NEVER and path != INDEPENDENT_READER
     ]
     assert found == []

@@ -7,17 +7,16 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import Mesh
 
-from posttrain.config import OnlineSection, RLSection, TrainSection
-from posttrain.stages.algorithm import algorithm_of
+from posttrain.config import OnlineSection, TrainSection
 from posttrain.stages.devices import RoleDevices
 from posttrain.tracking.console import console
 
 SHARED = "the actor's"
 
 
-def print_placement(section: TrainSection, mesh: Mesh, devices: RoleDevices) -> None:
-    """Print the table, if the stage uses more than one device or offloads a role."""
-    rows = placement_rows(section, mesh, devices)
+def print_placement(section: TrainSection, mesh: Mesh, devices: RoleDevices, roles: Sequence[str]) -> None:
+    """Print the table, if the stage uses more than one device or offloads a role. `roles`: those beside the actor."""
+    rows = placement_rows(section, mesh, devices, roles)
     apart = {where for _, where, *_ in rows} - {SHARED}
     if mesh.size == 1 and len(apart) == 1 and not any(offload for *_, offload in rows):
         return
@@ -29,7 +28,9 @@ def print_placement(section: TrainSection, mesh: Mesh, devices: RoleDevices) -> 
     console().print(table)
 
 
-def placement_rows(section: TrainSection, mesh: Mesh, devices: RoleDevices) -> list[tuple[str, str, str, str]]:
+def placement_rows(
+    section: TrainSection, mesh: Mesh, devices: RoleDevices, roles: Sequence[str]
+) -> list[tuple[str, str, str, str]]:
     """Role, its devices, axes of its mesh, and what it offloads."""
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     actor = shown_devices(list(mesh.devices.flat))
@@ -37,13 +38,13 @@ def placement_rows(section: TrainSection, mesh: Mesh, devices: RoleDevices) -> l
         return [("trainer", actor, axes, "")]
     place = section.placement
     rows = [("actor", actor, axes, "optimizer" if place.optimizer.offload else "")]
-    roles: list[tuple[str, Sequence[jax.Device] | None, bool]] = [("rollout", devices.rollout, False)]
-    algorithm = algorithm_of(section) if isinstance(section, RLSection) else None
-    if algorithm is None or algorithm.needs_reference:
-        roles.append(("reference", devices.reference, place.reference.offload))
-    if algorithm is not None and algorithm.critic is not None:
-        roles.append(("critic", devices.critic, place.critic.offload))
-    for role, own, offload in roles:
+    placed = {
+        "rollout": (devices.rollout, False),
+        "reference": (devices.reference, place.reference.offload),
+        "critic": (devices.critic, place.critic.offload),
+    }
+    for role in roles:
+        own, offload = placed[role]
         where = SHARED if own is None else shown_devices(own)
         rows.append((role, where, axes if own is None else "", "weights" if offload else ""))
     return rows

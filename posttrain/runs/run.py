@@ -98,8 +98,9 @@ def run(config: RunConfig, watchers: Sequence[Sink] = (), *, strict: bool = Fals
                 raise stop.interrupted(f"stopped before {name}")
             trained.append(name)
             console().rule(f"{name}: {inputs.section.steps} steps", align="left")
-            print_placement(inputs.section, mesh, stage.devices)
-            STAGES[inputs.section.kind]().run(stage, inputs)
+            kind = STAGES[stage.kind]()
+            print_placement(inputs.section, mesh, stage.devices, kind.roles(inputs))
+            kind.run(stage, inputs)
             gc.collect()  # trainer and programs form a cycle that keeps the weights alive
     results = [json.loads((output / name / "result.json").read_text(encoding="utf-8")) for name in names]
     if not trained:

@@ -106,6 +106,14 @@ class OnlinePreferenceInputs(RolloutInputs):
     share_prompts: bool
 
 
+def roles_of(inputs: RolloutInputs) -> list[str]:
+    """Roles of a stage beside the actor."""
+    algorithm = inputs.algorithm if isinstance(inputs, RLInputs) else None
+    reference = algorithm is None or algorithm.needs_reference
+    critic = algorithm is not None and algorithm.critic is not None
+    return ["rollout", *(["reference"] if reference else []), *(["critic"] if critic else [])]
+
+
 def prepare_scored(
     section: OnlineSection, prepared: Prepared, shares: Shares | None
 ) -> tuple[RolloutInputs, list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,8 @@ class StageKind:
     """Load the model at the start of the stage."""
     one_process: Callable[[Any], str | None] = lambda _: None
     """Reason why a section's stage runs in a single process; None: in any number of them."""
+    roles: Callable[[Any], Sequence[str]] = lambda _: ()
+    """Roles beside the actor that a stage with these inputs has."""
 
 
 def _sft() -> StageKind:
@@ -77,7 +79,7 @@ def _reward_model() -> StageKind:
 
 
 def _rl() -> StageKind:
-    from posttrain.stages import online, rl
+    from posttrain.stages import online, prompts, rl
 
     return StageKind(
         prepare=rl.prepare,
@@ -85,11 +87,12 @@ def _rl() -> StageKind:
         describe=rl.describe,
         run=rl.run,
         one_process=online.one_process,
+        roles=prompts.roles_of,
     )
 
 
 def _online_preference() -> StageKind:
-    from posttrain.stages import online, online_preference
+    from posttrain.stages import online, online_preference, prompts
 
     return StageKind(
         prepare=online_preference.prepare,
@@ -97,6 +100,7 @@ def _online_preference() -> StageKind:
         describe=online_preference.describe,
         run=online_preference.run,
         one_process=online.one_process,
+        roles=prompts.roles_of,
     )
 
 

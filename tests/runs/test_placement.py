@@ -20,11 +20,11 @@ def test_roles_and_their_devices(capsys: pytest.CaptureFixture[str]) -> None:
         {"output": "o", "seed": 1, "model": {"path": "m"}, "mesh": {"fsdp": -1}, "kind": "rl", **STAGES["rl"]}
         | {"placement": placement, "kl_coef": 0.1}
     )
-    section = config.stages[0]
+    section, roles = config.stages[0], ("rollout", "reference")
     mesh = make_mesh(config.mesh, training_devices(config))
     devices = role_devices(config, section.placement)
-    assert [row[0] for row in placement_rows(section, mesh, devices)] == ["actor", "rollout", "reference"]
-    print_placement(section, mesh, devices)
+    assert [row[0] for row in placement_rows(section, mesh, devices, roles)] == ["actor", "rollout", "reference"]
+    print_placement(section, mesh, devices, roles)
     printed = capsys.readouterr().out
     assert "6 x cpu: 0-5" in printed and "2 x cpu: 6-7" in printed and "fsdp 6" in printed and "weights" in printed
 
@@ -32,7 +32,7 @@ def test_roles_and_their_devices(capsys: pytest.CaptureFixture[str]) -> None:
 def test_one_device_needs_no_table(capsys: pytest.CaptureFixture[str]) -> None:
     config = build_config({"output": "o", "seed": 1, "model": {"path": "m"}, "kind": "sft", **STAGES["sft"]})
     mesh = make_mesh(config.mesh, jax.devices()[:1])
-    print_placement(config.stages[0], mesh, RoleDevices())
+    print_placement(config.stages[0], mesh, RoleDevices(), ())
     assert capsys.readouterr().out == ""
 
 
