@@ -21,14 +21,13 @@ from posttrain.data.pipeline import Prompts
 from posttrain.evaluation.records import Record, difference
 from posttrain.evaluation.rollouts import RolloutEvaluation, evaluate, record_of, with_at_k
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
-from posttrain.losses.policy import PolicyLoss
+from posttrain.losses.policy import PolicyLoss, RLLoss
 from posttrain.losses.sampler_gap import WithSamplerGap
 from posttrain.mesh import row_shards
 from posttrain.metrics import Sample, Timer, tables, to_host
 from posttrain.reward.model import ModelReward
 from posttrain.reward.rubric import error_lines
 from posttrain.rl.act import Act
-from posttrain.rl.algorithms import RLLoss
 from posttrain.rl.async_loop import AsyncLoop
 from posttrain.rl.curriculum import Curriculum
 from posttrain.rl.diagnosis import diagnose
