@@ -1,5 +1,5 @@
-"""Preference optimisation stage: preference pairs or labelled answers, one loss, and a reference if the loss needs
-one."""
+"""Preference and reward model stages: preference pairs or labelled answers, one loss, and a reference if the loss needs
+one, or a scalar head on the decoder."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from posttrain.config import PreferenceSection
 from posttrain.data.prefetch import Prefetch
 from posttrain.data.units import ComparisonBatches, Units
 from posttrain.evaluation.pairs import PairEvaluation, metrics_of, with_margins
+from posttrain.models.decoder import Decoder
 from posttrain.stages.context import HeldOut, StageRun
 from posttrain.stages.pair_inputs import PairInputs
 from posttrain.train.trainer import Trainer
+from posttrain.weights.scalar_head import add_scalar_head, with_padding
 
 CompleteBatch = Callable[[Batch], Batch]
 
@@ -34,6 +36,21 @@ def run(stage: StageRun, inputs: PairInputs) -> None:
     """Train a preference stage to its last step, resuming from its newest checkpoint."""
     trainer = stage.make_trainer(inputs.section, stage.load_model(), inputs.loss, terms=inputs.terms)
     train_pairs(stage, inputs, trainer, _referenced(stage, inputs, trainer))
+
+
+def run_reward_model(stage: StageRun, inputs: PairInputs) -> None:
+    """Train a reward model to the last step of its stage, resuming from its newest checkpoint."""
+    trainer = stage.make_trainer(inputs.section, load_reward_model(stage), inputs.loss, terms=inputs.terms)
+    train_pairs(stage, inputs, trainer, plain_data(inputs))
+
+
+def load_reward_model(stage: StageRun) -> Decoder:
+    """Load the stage's initial model, with a new scalar head unless it has one."""
+    model = stage.load_model()
+    add_scalar_head(model, seed=stage.seed, mesh=stage.mesh)
+    tokenizer = stage.tokenizer
+    model.config = with_padding(model.config, tokenizer.hf.pad_token_id, tokenizer.stop_ids)
+    return model
 
 
 def train_pairs(stage: StageRun, inputs: PairInputs, trainer: Trainer, data: PairData) -> None:

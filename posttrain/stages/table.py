@@ -67,14 +67,14 @@ def _preference() -> StageKind:
 
 
 def _reward_model() -> StageKind:
-    from posttrain.stages import pair_inputs, reward_model
+    from posttrain.stages import pair_inputs, preference
 
     return StageKind(
         prepare=pair_inputs.prepare,
         check_offline=pair_inputs.check_offline,
         describe=pair_inputs.describe,
-        run=reward_model.run,
-        load_model=reward_model.load_reward_model,
+        run=preference.run_reward_model,
+        load_model=preference.load_reward_model,
     )
 
 
