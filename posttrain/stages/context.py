@@ -1,11 +1,11 @@
-"""Run context of one stage: folder, source model, saved model, sinks and checkpoints."""
+"""Run context of one stage: folder, source model, saved and best model, sinks and checkpoints."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from posttrain.batch import ScoreLoss, TokenLoss
 from posttrain.config import ModelSection, OnlineSection, ProfileSection, TrainSection
 from posttrain.data.tokenizer import Tokenizer
+from posttrain.evaluation.records import Record, paired
 from posttrain.kernels.logits.chunk_stats import PLAIN, Terms
 from posttrain.losses.router import RouterLoss
 from posttrain.models.adapter import without_dropout
@@ -23,8 +24,8 @@ from posttrain.models.decoder import Decoder
 from posttrain.models.hf import config_from_hf
 from posttrain.runtime import processes
 from posttrain.runtime.files import write_whole
-from posttrain.stages.best import BestModel
 from posttrain.stages.devices import RoleDevices
+from posttrain.statistics import LEVEL, PairedDifference
 from posttrain.tracking.console import console, progress_bar
 from posttrain.tracking.profile.recorder import StepRecorder
 from posttrain.tracking.sink import Sink
@@ -39,10 +40,10 @@ from posttrain.weights.files import find_folder, read_json
 from posttrain.weights.load import init_model, load_model
 from posttrain.weights.locate import RANDOM_WEIGHTS, Origin, origin_of_adapter, origin_of_folder, origin_of_init
 from posttrain.weights.lora import ParameterCount, count_parameters, has_lora, parameter_rows
-from posttrain.weights.save import save_model
+from posttrain.weights.save import SavedTokenizer, save_model
 
-Record = dict[str, Any]
-"""Evaluation as a JSON object."""
+BEST, WHY_BEST = "best", "best.json"
+NO_EVIDENCE = "no evidence: no evaluation is significantly better than the start"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,3 +379,59 @@ def _print_trained(rows: Sequence[ParameterCount]) -> None:
     for row in rows:
         table.add_row(row.kind, f"{row.total:,}", f"{row.trainable:,}", f"{row.share:.2%}")
     console().print(table)
+
+
+class BestModel:
+    """Model of the best evaluation, in `best/` of a stage's folder; `best.json` beside it says which step, and why.
+
+    An evaluation is the best if its `metric` is above that at the start, and above that of the model saved before, each
+    with p < 0.05 / `looks` in a paired test over prompts. `looks`, at least the number of evaluations after the start:
+    the chance that a run without any effect saves a model is below 0.05 (Bonferroni).
+    """
+
+    def __init__(self, folder: Path, metric: str, looks: int, tokenizer: SavedTokenizer):
+        self._folder, self._metric, self._tokenizer = folder, metric, tokenizer
+        self._most, self._looks = round(1.0 - LEVEL, 12) / looks, looks
+
+    def consider(self, step: int, start: Record, found: Record, model: Decoder) -> None:
+        """Save the model if its evaluation is the best so far. A resumed run may consider a step again."""
+        against_start, known = paired(start, found, self._metric), self._known()
+        against_best = None if known is None else paired(known, found, self._metric)
+        if not self._is_better(against_start) or (known is not None and not self._is_better(against_best)):
+            return
+        save_model(model, self._folder / BEST, tokenizer=self._tokenizer)
+        why = {
+            "step": step,
+            "metric": self._metric,
+            "p_below": self._most,
+            "evaluations": self._looks,
+            "against_start": _plain(against_start),
+            "against_step": None if known is None else known["step"],
+            "against_best": _plain(against_best),
+            "values": {self._metric: found["values"][self._metric]},
+        }
+        if processes.writes():
+            write_whole(self._folder / WHY_BEST, json.dumps(why))
+        processes.wait_for_all(f"best model of step {step}")
+        console().print(f"best model so far: step {step}, {self._metric} {against_start} above the start", markup=False)
+
+    def result(self) -> dict[str, Any]:
+        """Content of `best.json` without the values of prompts; without a best model, that there is no evidence."""
+        known = self._known()
+        if known is None:
+            return {"step": None, "evidence": NO_EVIDENCE, "p_below": self._most, "evaluations": self._looks}
+        return {name: value for name, value in known.items() if name != "values"}
+
+    def _is_better(self, difference: PairedDifference | None) -> bool:
+        return difference is not None and difference.mean > 0 and difference.p_value < self._most
+
+    def _known(self) -> Mapping[str, Any] | None:
+        file = self._folder / WHY_BEST
+        if not processes.agreed(file.exists):
+            return None
+        known: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return known
+
+
+def _plain(difference: PairedDifference | None) -> dict[str, Any] | None:
+    return None if difference is None else asdict(difference)

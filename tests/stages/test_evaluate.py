@@ -15,7 +15,7 @@ from posttrain.config.yaml_file import load_config
 from posttrain.errors import ConfigError
 from posttrain.evaluation.at_k import majority_at_k
 from posttrain.rl.store import read_record
-from posttrain.stages.best import BestModel
+from posttrain.stages.context import BestModel
 from posttrain.statistics import paired_difference
 from posttrain.weights.state import ModelWeights
 from tests.stages.runs import INIT, lines, posttrain, rl_stage, weights, write_run
