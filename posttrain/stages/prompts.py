@@ -39,11 +39,10 @@ from posttrain.rl.sampler import sampling_params
 from posttrain.rl.teachers import shares_of
 from posttrain.rollout.blocks import BLOCK, least_cache
 from posttrain.rollout.trajectory import Example
-from posttrain.stages.conversations import conversations_of, env_reward
+from posttrain.stages.conversations import conversations_of, env_reward, rows_with_tools, tools_and_schemas, tools_of
 from posttrain.stages.engine import EngineFactory, engine_of
 from posttrain.stages.inputs import Prepared, callable_of
 from posttrain.stages.pair_inputs import PREFERENCE_LOSSES, make_loss
-from posttrain.stages.tools import rows_with_tools, tools_and_schemas, tools_of
 from posttrain.stages.watch import monitor_of
 from posttrain.weights.locate import read_model_files
 
