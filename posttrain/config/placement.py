@@ -1,4 +1,4 @@
-"""Placement of the roles of an online stage: devices of their own, host memory between uses, and the reference."""
+"""Roles of an online stage beside the actor: devices of their own, host memory between uses, reference and critic."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import Flag, PositiveInt, Section
+from posttrain.config.base import Flag, NonNegativeInt, PositiveInt, Section
 from posttrain.config.locator import Locator
+from posttrain.config.train import OptimizerSection
 
 
 class RolloutPlacement(Section):
@@ -85,3 +86,21 @@ class ReferenceSection(Section):
         if self.refresh_every is not None and (self.path is not None or self.model != "start"):
             raise ValueError("refresh_every copies the actor's weights over a copy of them; it needs model: start")
         return self
+
+
+class CriticOptimizer(OptimizerSection):
+    """AdamW settings of the critic."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+
+
+class CriticSection(Section):
+    """Value model of `algorithm: ppo`."""
+
+    path: Locator | None = None
+    """Folder or hub id of a reward model or base model with the actor's tokenizer; None: the actor's model at the start
+    of the stage, without an adapter. A model without a scalar head gets a new one."""
+    warmup: NonNegativeInt = 0
+    """First batches of rollouts from which the critic learns alone (value warm-up)."""
+    optimizer: CriticOptimizer = CriticOptimizer()
+    """AdamW settings of the critic; its schedule has the stage's steps."""

@@ -8,12 +8,11 @@ from pydantic import Field, model_validator
 
 from posttrain.config.asynchronous import AsyncSection, check_async
 from posttrain.config.base import Flag, ListOf, NonNegativeInt, PositiveInt, Text
-from posttrain.config.critic import CriticSection
 from posttrain.config.environment import AgentSection, EnvSection
 from posttrain.config.evaluation import EvaluateSection, RecordSection, check_evaluation
 from posttrain.config.locator import Locator
 from posttrain.config.monitor import MonitorSection
-from posttrain.config.placement import PlacementSection, ReferenceSection
+from posttrain.config.placement import CriticSection, PlacementSection, ReferenceSection
 from posttrain.config.policy_loss import ImportanceSection, Level, SurrogateSection
 from posttrain.config.refill import CurriculumSection, RefillSection, check_selection
 from posttrain.config.reward import RewardSection
