@@ -25,11 +25,10 @@ from posttrain.config.evaluation import EvaluateSection, HeldOutSection, RecordS
 from posttrain.config.features import AttentionFeatures, FeaturesSection, HiddenFeatures, LayerMap
 from posttrain.config.locator import Locator
 from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, ModelSection
-from posttrain.config.monitor import MonitorSection
 from posttrain.config.placement import PlacementSection, ReferenceSection
 from posttrain.config.policy_loss import SurrogateSection
 from posttrain.config.preference import OnlinePreferenceSection, PairSection, PreferenceSection, RewardModelSection
-from posttrain.config.reward import RewardSection
+from posttrain.config.reward import MonitorSection, RewardSection
 from posttrain.config.rl import OnlineSection, RLSection
 from posttrain.config.rollout import RolloutSection, SamplingSection, answer_tokens
 from posttrain.config.run import ProfileSection, RunConfig, Stage, trains_on_samples

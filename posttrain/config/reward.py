@@ -1,4 +1,4 @@
-"""Reward functions and reward models."""
+"""Reward functions and reward models, and the monitor of reward hacking."""
 
 from __future__ import annotations
 
@@ -72,3 +72,14 @@ class RewardSection(Section):
         if self.isolate == "process" and not isinstance(self.fn, str):
             raise ValueError("isolate: process needs a function that a child can import; name it as file.py:function")
         return self
+
+
+class MonitorSection(Section):
+    """Monitor of reward hacking: metrics `hacking/*`, and an alarm with samples where the reward grows by length,
+    repetition, copies of the prompt, form or told answers, or apart from a verifier."""
+
+    verifier: Text | None = None
+    """Name of a reward with weight 0 that training does not follow, such as a stricter check; by default the first such
+    reward."""
+    on_alarm: Literal["warn", "stop"] = "warn"
+    """`stop`: abort the run at an alarm, to be resumed from the last checkpoint with another reward in a new output."""

@@ -11,11 +11,10 @@ from posttrain.config.base import Flag, ListOf, NonNegativeInt, PositiveInt, Tex
 from posttrain.config.environment import AgentSection, EnvSection
 from posttrain.config.evaluation import EvaluateSection, RecordSection, check_evaluation
 from posttrain.config.locator import Locator
-from posttrain.config.monitor import MonitorSection
 from posttrain.config.placement import CriticSection, PlacementSection, ReferenceSection
 from posttrain.config.policy_loss import ImportanceSection, Level, SurrogateSection
 from posttrain.config.refill import CurriculumSection, RefillSection, check_selection
-from posttrain.config.reward import RewardSection
+from posttrain.config.reward import MonitorSection, RewardSection
 from posttrain.config.rollout import RolloutSection, SamplingSection, answer_tokens, check_sampling, with_lengths
 from posttrain.config.teacher import TeacherSection, check_teachers
 from posttrain.config.tools import ToolSection, check_tools, with_env
