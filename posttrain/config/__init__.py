@@ -1,6 +1,5 @@
 """Typed configuration of a run, section by section: the same for YAML files and Python keywords."""
 
-from posttrain.config.asynchronous import AsyncSection
 from posttrain.config.base import (
     AttentionKernel,
     DecodeAttention,
@@ -23,6 +22,7 @@ from posttrain.config.distill import DistillSection
 from posttrain.config.environment import AgentSection, EnvSection
 from posttrain.config.evaluation import EvaluateSection, HeldOutSection, RecordSection
 from posttrain.config.features import AttentionFeatures, FeaturesSection, HiddenFeatures, LayerMap
+from posttrain.config.groups import AsyncSection
 from posttrain.config.locator import Locator
 from posttrain.config.model import MESH_AXES, ROW_AXES, LoRA, MeshSection, ModelSection
 from posttrain.config.placement import PlacementSection, ReferenceSection
