@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
 
 from posttrain.config import OnlinePreferenceSection
+from posttrain.errors import ConfigError
 from posttrain.kernels.logits.chunk_stats import Terms
+from posttrain.losses.preference import KINDS
 from posttrain.metrics import Timer
 from posttrain.rl.online_dpo import OnlineLoss, PairSettings, online_step
 from posttrain.runtime.event_loop import run_async
 from posttrain.stages.context import StageRun
-from posttrain.stages.inputs import Prepared
+from posttrain.stages.inputs import Prepared, callable_of
 from posttrain.stages.online import (
     RolloutState,
     StepReport,
@@ -20,9 +24,19 @@ from posttrain.stages.online import (
     make_policy_trainer,
     open_rollouts,
 )
-from posttrain.stages.pair_inputs import loss_name, shares_prompts
-from posttrain.stages.prompts import OnlinePreferenceInputs, check_rewards, online_loss, prepare_scored
+from posttrain.stages.pair_inputs import PREFERENCE_LOSSES, loss_name, make_loss, shares_prompts
+from posttrain.stages.prompts import RolloutInputs, check_rewards, prepare_scored
 from posttrain.stages.watch import monitor_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlinePreferenceInputs(RolloutInputs):
+    """Inputs of online preference stages."""
+
+    section: OnlinePreferenceSection
+    loss: Any
+    """Loss: a `PairLoss` on pairs and a reference."""
+    share_prompts: bool
 
 
 def prepare(section: OnlinePreferenceSection, prepared: Prepared) -> tuple[OnlinePreferenceInputs, list[str]]:
@@ -68,3 +82,16 @@ def run(stage: StageRun, inputs: OnlinePreferenceInputs) -> None:
                 for _ in training:
                     timer = Timer()
                     report(run_async(online_step(cluster, act, settings, timer)), timer)
+
+
+def online_loss(section: OnlinePreferenceSection) -> Any:
+    """Make the loss. ConfigError for a loss that does not compare pairs with a reference, or needs values that samples
+    lack."""
+    loss = make_loss(section.loss, PREFERENCE_LOSSES, lambda spec: callable_of(spec, "loss"))
+    needs = loss.needs
+    if needs.rows != "pairs" or not needs.reference or needs.prompts or needs.margins:
+        raise ConfigError(
+            f"loss: {section.loss!r} is not for online preference, which compares two samples against the start of "
+            f"the stage, without margins and without a loss on prompts; use a kind of DPO: {', '.join(KINDS)}"
+        )
+    return loss

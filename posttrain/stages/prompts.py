@@ -13,7 +13,6 @@ from posttrain.config import (
     DistillSection,
     HeldOutSection,
     Locator,
-    OnlinePreferenceSection,
     OnlineSection,
     RewardSection,
     RLSection,
@@ -27,7 +26,6 @@ from posttrain.data.turns import sampled_stop_notes
 from posttrain.distill.teachers import TeacherSource
 from posttrain.environments.types import Conversations
 from posttrain.errors import ConfigError, did_you_mean
-from posttrain.losses.preference import KINDS
 from posttrain.models.heads import CLASSIFIER
 from posttrain.reward.function import Reward, missing_arguments, reward_notes
 from posttrain.reward.limits import Limits
@@ -42,7 +40,6 @@ from posttrain.rollout.trajectory import Example
 from posttrain.stages.conversations import conversations_of, env_reward, rows_with_tools, tools_and_schemas, tools_of
 from posttrain.stages.engine import EngineFactory, engine_of
 from posttrain.stages.inputs import Prepared, callable_of
-from posttrain.stages.pair_inputs import PREFERENCE_LOSSES, make_loss
 from posttrain.stages.watch import monitor_of
 from posttrain.weights.locate import read_model_files
 
@@ -93,16 +90,6 @@ class RLInputs(RolloutInputs):
     def loss(self) -> TokenLoss:
         """Loss of the algorithm."""
         return self.algorithm.loss
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnlinePreferenceInputs(RolloutInputs):
-    """Inputs of online preference stages."""
-
-    section: OnlinePreferenceSection
-    loss: Any
-    """Loss: a `PairLoss` on pairs and a reference."""
-    share_prompts: bool
 
 
 def roles_of(inputs: RolloutInputs) -> list[str]:
@@ -157,19 +144,6 @@ def prepare_scored(
         conversations=conversations,
     )
     return scored, notes
-
-
-def online_loss(section: OnlinePreferenceSection) -> Any:
-    """Make the loss. ConfigError for a loss that does not compare pairs with a reference, or needs values that samples
-    lack."""
-    loss = make_loss(section.loss, PREFERENCE_LOSSES, lambda spec: callable_of(spec, "loss"))
-    needs = loss.needs
-    if needs.rows != "pairs" or not needs.reference or needs.prompts or needs.margins:
-        raise ConfigError(
-            f"loss: {section.loss!r} is not for online preference, which compares two samples against the start of "
-            f"the stage, without margins and without a loss on prompts; use a kind of DPO: {', '.join(KINDS)}"
-        )
-    return loss
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from posttrain.errors import ConfigError
 from posttrain.losses.preference import PreferenceLoss
 from posttrain.rl.store import read_record
 from posttrain.runs.prepare import prepare
-from posttrain.stages.prompts import OnlinePreferenceInputs
+from posttrain.stages.online_preference import OnlinePreferenceInputs
 from tests.stages.runs import INIT, lines, posttrain, rl_stage, steps, weights, write_run
 
 STAGE = "0-online_preference"
